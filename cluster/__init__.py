@@ -1,0 +1,1 @@
+"""The router and everything around it: configuration, sessions, policies, commands, measurements."""

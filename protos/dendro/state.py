@@ -1,0 +1,123 @@
+"""States at rest: a fixed header, raw tensors and a checksum; and the store that keeps them by name.
+
+A blob is `magic | format version | header length | header (JSON, sorted keys) | tensors, little endian | BLAKE2b-256`. Whatever is
+wrong with one is a miss, never an error: a state is worth only time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+MAGIC = b"DNDR"
+FORMAT = 1
+_PREFIX = struct.Struct("<4sHI")
+_CHECKSUM_BYTES = 32
+_DTYPES = {"float32": "<f4", "uint16": "<u2", "int64": "<i8", "uint8": "|u1"}  # bfloat16 travels as its bits, uint16
+MAX_BLOB_BYTES = 64 << 20
+
+
+class StateStore(Protocol):
+    """Keeps blobs by name for a while. Losing one, or all, costs time and nothing else; no call raises."""
+
+    async def load(self, name: str) -> bytes | None: ...
+    async def save(self, name: str, blob: bytes) -> bool: ...
+
+
+class NoStates:
+    """The store of a process that keeps nothing."""
+
+    async def load(self, name: str) -> bytes | None:
+        return None
+
+    async def save(self, name: str, blob: bytes) -> bool:
+        return False
+
+
+class MemoryStates:
+    """A store in this process, for one-process runs and tests. Never forgets."""
+
+    def __init__(self) -> None:
+        self.blobs: dict[str, bytes] = {}
+
+    async def load(self, name: str) -> bytes | None:
+        return self.blobs.get(name)
+
+    async def save(self, name: str, blob: bytes) -> bool:
+        self.blobs[name] = blob
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class StateHeader:
+    """What a state claims to be. A reader compares all of it with what it needs."""
+
+    fingerprint: str  # model weights and configuration
+    tokenizer: str
+    layout: str  # names, shapes and dtypes of the tensors, as one word of the engine's
+    tokens: int  # how many the state has consumed
+    digest: int  # chained digest of those tokens
+
+
+class BadState(ValueError):
+    """A blob that is not the state it should be. Its reader counts it and goes on without."""
+
+
+def pack_state(header: StateHeader, tensors: Mapping[str, npt.NDArray[np.generic]]) -> bytes:
+    """One state as bytes."""
+    table, body = [], []
+    for name, tensor in tensors.items():
+        kind = str(tensor.dtype)
+        if kind not in _DTYPES:
+            raise ValueError(f"state: tensor {name} has dtype {kind}; only {sorted(_DTYPES)} are kept")
+        table.append([name, kind, list(tensor.shape)])
+        body.append(np.ascontiguousarray(tensor).astype(_DTYPES[kind], copy=False).tobytes())
+    fields = {
+        "fingerprint": header.fingerprint,
+        "tokenizer": header.tokenizer,
+        "layout": header.layout,
+        "tokens": header.tokens,
+        "digest": header.digest,
+        "tensors": table,
+    }
+    head = json.dumps(fields, sort_keys=True).encode()
+    blob = b"".join((_PREFIX.pack(MAGIC, FORMAT, len(head)), head, *body))
+    return blob + hashlib.blake2b(blob, digest_size=_CHECKSUM_BYTES).digest()
+
+
+def unpack_state(blob: bytes, expected: StateHeader) -> dict[str, npt.NDArray[np.generic]]:
+    """The tensors of a blob that is exactly the expected state; raises BadState, saying why, for any other."""
+    if not _PREFIX.size + _CHECKSUM_BYTES <= len(blob) <= MAX_BLOB_BYTES:
+        raise BadState(f"{len(blob)} bytes is no state's size")
+    magic, version, length = _PREFIX.unpack_from(blob)
+    if magic != MAGIC or version != FORMAT:
+        raise BadState(f"format {magic!r} {version}; this is {MAGIC!r} {FORMAT}")
+    body, checksum = memoryview(blob)[:-_CHECKSUM_BYTES], blob[-_CHECKSUM_BYTES:]
+    if hashlib.blake2b(body, digest_size=_CHECKSUM_BYTES).digest() != checksum:
+        raise BadState("checksum differs")
+    try:
+        fields = json.loads(bytes(body[_PREFIX.size : _PREFIX.size + length]))
+        table = fields.pop("tensors")
+        header = StateHeader(**fields)
+    except (ValueError, KeyError, TypeError) as error:
+        raise BadState(f"header is unreadable: {error}") from error
+    if header != expected:
+        raise BadState(f"is {header}, expected {expected}")
+    offset, tensors = _PREFIX.size + length, {}
+    for name, kind, shape in table:
+        count = int(np.prod(shape, dtype=np.int64))
+        dtype = np.dtype(_DTYPES[kind])
+        if offset + count * dtype.itemsize > len(body):
+            raise BadState(f"tensor {name} runs past the end")
+        tensors[name] = np.frombuffer(body, dtype, count, offset).reshape(shape).copy()
+        offset += count * dtype.itemsize
+    if offset != len(body):
+        raise BadState(f"{len(body) - offset} bytes are left over")
+    return tensors

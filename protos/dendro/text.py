@@ -1,0 +1,192 @@
+"""The committed text of a request, its journal, and the verdicts that lengthen it."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+import numpy as np
+
+from dendro.errors import BadRequest
+
+SEED_BITS = 64
+
+
+class Finish(StrEnum):
+    """Why an answer ended."""
+
+    END_OF_TEXT = "end_of_text"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the target's law is warped and which noise draws from it. Zero temperature is greedy and draws nothing."""
+
+    temperature: float = 0.0
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0  # 1: all
+    min_p: float = 0.0  # 0: all
+    seed: int = 0  # 64 bits
+    sample_index: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise BadRequest("temperature", f"must be a finite number, at least 0; got {self.temperature}")
+        if self.top_k < 0:
+            raise BadRequest("top_k", f"must be at least 0 (0 keeps all); got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise BadRequest("top_p", f"must lie in (0, 1]; got {self.top_p}")
+        if not 0 <= self.min_p < 1:
+            raise BadRequest("min_p", f"must lie in [0, 1); got {self.min_p}")
+        if not 0 <= self.seed < 1 << SEED_BITS:
+            raise BadRequest("seed", f"must be an unsigned {SEED_BITS}-bit number; got {self.seed}")
+        if not 0 <= self.sample_index < 1 << 32:
+            raise BadRequest("sample_index", f"must be an unsigned 32-bit number; got {self.sample_index}")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Where an answer ends: at `max_length` tokens of text, or at an end-of-text token."""
+
+    max_length: int  # tokens of the whole text, prompt included
+    ignore_end: bool = False  # go on past the end-of-text token (for measuring)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came of a round."""
+
+    tokens: tuple[int, ...]  # emitted, at least one
+    path: tuple[int, ...]  # rows of the tree that the text went through, the root first; as many as tokens
+    ranks: tuple[int, ...]  # of each accepted guess, its rank among its siblings
+    finish: Finish | None
+    length: int  # N: tokens emitted before any cut
+    verify_us: int = 0  # microseconds the verifier was busy with the round
+    queue_us: int = 0  # microseconds the round waited at the verifier
+
+    def __post_init__(self) -> None:
+        if not self.tokens or len(self.path) != len(self.tokens) or self.length < len(self.tokens):
+            raise ValueError(f"verdict: {len(self.tokens)} tokens, {len(self.path)} rows, N = {self.length}")
+        if self.path[0] != 0:
+            raise ValueError(f"verdict.path: must begin at the root, got {self.path}")
+
+    @property
+    def finished(self) -> bool:
+        return self.finish is not None
+
+
+def chain_digest(previous: int, token: int) -> int:
+    """The 64-bit digest of a text one token longer."""
+    packed = previous.to_bytes(8, "little") + token.to_bytes(8, "little")
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
+
+
+@dataclass(slots=True)
+class Tokens:
+    """Tokens with a chained digest of every prefix. Router and replicas keep one each and compare digests."""
+
+    ids: list[int] = field(default_factory=list)
+    digests: list[int] = field(default_factory=lambda: [0])  # digests[n] covers ids[:n]
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        for token in tokens:
+            self.digests.append(chain_digest(self.digests[-1], token))
+            self.ids.append(token)
+
+    def cut(self, length: int) -> None:
+        """Keep the first `length` tokens."""
+        del self.ids[length:], self.digests[length + 1 :]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class Text:
+    """The committed tokens of one request. The loop's owner; peers hold copies.
+
+    `marks` are lengths at which earlier turns ended: a state named there may be found in the store.
+    """
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        limits: Limits,
+        tenant: str = "",
+        marks: tuple[int, ...] = (),
+    ) -> None:
+        if not prompt:
+            raise BadRequest("prompt", "is empty: there is no token to go on from")
+        if limits.max_length <= len(prompt):
+            raise BadRequest("max_new_tokens", "leaves no room for a single token")
+        self._tokens = Tokens()
+        self._tokens.extend(prompt)
+        self.prompt_length = len(prompt)
+        self.sampling = sampling
+        self.limits = limits
+        self.tenant = tenant
+        self.marks = marks
+        self.finish: Finish | None = None
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def ids(self) -> list[int]:
+        """The committed tokens; not to be changed."""
+        return self._tokens.ids
+
+    @property
+    def root(self) -> int:
+        return self._tokens.ids[-1]
+
+    @property
+    def answer(self) -> list[int]:
+        return self._tokens.ids[self.prompt_length :]
+
+    def digest(self, length: int) -> int:
+        return self._tokens.digests[length]
+
+    def commit(self, verdict: Verdict) -> Verdict:
+        """Write the emitted tokens down. Nothing may follow a finish, and nothing may pass the limit."""
+        if self.finish is not None:
+            raise ValueError("text: committed after its end")
+        room = self.limits.max_length - len(self)
+        if len(verdict.tokens) > room:
+            raise ValueError(f"text: {len(verdict.tokens)} tokens for room of {room}")
+        self._tokens.extend(verdict.tokens)
+        self.finish = verdict.finish
+        return verdict
+
+
+def cut_verdict(verdict: Verdict, end_ids: frozenset[int], length: int, limits: Limits) -> Verdict:
+    """Cut a verdict at the first end-of-text token, then at the token limit; `length` is that of the text before it."""
+    kept, finish = len(verdict.tokens), verdict.finish
+    if not limits.ignore_end:
+        for index, token in enumerate(verdict.tokens):
+            if token in end_ids:
+                kept, finish = index + 1, Finish.END_OF_TEXT
+                break
+    room = limits.max_length - length
+    if kept > room or (kept == room and finish is None):
+        kept, finish = room, Finish.LENGTH
+    return replace(
+        verdict,
+        tokens=verdict.tokens[:kept],
+        path=verdict.path[:kept],
+        ranks=verdict.ranks[:kept],
+        finish=finish,
+    )
+
+
+def state_name(tenant: str, fingerprint: str, layout: str, tokens: Sequence[int]) -> str:
+    """The name of the state of `fingerprint` in `layout` (dtype included) after consuming exactly `tokens`.
+
+    Salted by tenant, so that no tenant can find, or feel the presence of, another's state.
+    """
+    head = "\0".join((tenant, fingerprint, layout, str(len(tokens)))).encode()
+    return hashlib.sha256(head + b"\0\0" + np.asarray(tokens, "<u4").tobytes()).hexdigest()

@@ -1,0 +1,165 @@
+"""Draft trees and their shapes: plain arrays that check themselves at birth, wherever they are born."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+MAX_ROWS = 64
+"""One ancestor word holds 64 rows: the root and 63 guesses."""
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float32]
+EMPTY_TRACE: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """How a tree may grow: every node of level i has `widths[i]` children; no widths is `off`.
+
+    >>> str(TreeShape((3, 2, 2, 1, 1))), str(TreeShape(())), TreeShape((3, 2, 2, 1, 1)).rows
+    ('(3,2,2,1,1)', 'off', 46)
+    """
+
+    widths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if any(width < 1 for width in self.widths):
+            raise ValueError(f"shape: every width must be at least 1, got {self.widths}")
+        if self.rows > MAX_ROWS:
+            raise ValueError(f"shape: {self} has {self.rows - 1} guesses; a tree holds at most {MAX_ROWS - 1}")
+
+    @classmethod
+    def parse(cls, text: str) -> TreeShape:
+        """Read `off`, `(3,2,2,1,1)` or `3,2,2,1,1`."""
+        bare = text.replace(" ", "")
+        if bare == "off":
+            return cls(())
+        if not re.fullmatch(r"\(?\d+(,\d+)*,?\)?", bare) or bare.startswith("(") != bare.endswith(")"):
+            raise ValueError(f"shape: {text!r} is not a shape; write off, (1,1,1,1) or (3,2,2,1,1)")
+        return cls(tuple(int(width) for width in bare.strip("(),").split(",")))
+
+    def __str__(self) -> str:
+        return f"({','.join(map(str, self.widths))})" if self.widths else "off"
+
+    @property
+    def off(self) -> bool:
+        return not self.widths
+
+    @property
+    def depth(self) -> int:
+        return len(self.widths)
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """Guesses of each level, without the root: (3,2,1) has 3, 6 and 6."""
+        return tuple(int(count) for count in np.cumprod(self.widths, dtype=np.int64)) if self.widths else ()
+
+    @property
+    def rows(self) -> int:
+        """Rows of a full tree of this shape, the root among them."""
+        return 1 + sum(self.levels)
+
+
+OFF = TreeShape(())
+
+
+@dataclass(frozen=True, eq=False)
+class DraftTree:
+    """A draft tree, parents first. Row 0 is the root, the last committed token; the other rows are guesses.
+
+    Raises ValueError, naming the field, when it is not a tree: this is the check that stands between a
+    faulty drafter and the verifier. Whether the tokens belong to the vocabulary is the verifier's to say.
+    """
+
+    tokens: IntArray  # [rows]
+    parents: IntArray  # [rows]; parents[0] == -1, otherwise 0 <= parents[i] < i; siblings in order of rank
+    values: FloatArray  # [rows] log of the estimated chance that the row is reached; only ever used to trim and merge
+    proposer: str = ""
+    trace: npt.NDArray[np.int32] = field(default_factory=lambda: EMPTY_TRACE)
+    """[tokens since its last tree] the drafter's rank of each text token; a rank past its candidates is their number."""
+    draft_us: int = 0  # microseconds the drafter was busy or queued with this tree
+
+    def __post_init__(self) -> None:
+        rows = len(self.tokens)
+        if not 1 <= rows <= MAX_ROWS:
+            raise ValueError(f"tree.tokens: {rows} rows; a tree has 1 to {MAX_ROWS}")
+        if self.parents.shape != (rows,) or self.values.shape != (rows,):
+            raise ValueError(
+                f"tree.parents, tree.values: lengths {self.parents.shape}, {self.values.shape} for {rows} tokens"
+            )
+        if self.parents[0] != -1 or (self.parents[1:] < 0).any() or (self.parents >= np.arange(rows)).any():
+            raise ValueError(f"tree.parents: not parent-first: {self.parents.tolist()}")
+        if (self.tokens < 0).any():
+            raise ValueError(f"tree.tokens: negative token: {self.tokens.tolist()}")
+        if not np.isfinite(self.values).all() or (self.values > 0).any():
+            raise ValueError("tree.values: must be finite logarithms of chances, at most 0")
+        edges = list(zip(self.parents[1:].tolist(), self.tokens[1:].tolist(), strict=True))
+        if len(set(edges)) != len(edges):
+            raise ValueError("tree.tokens: two siblings carry the same token")
+        if self.draft_us < 0:
+            raise ValueError(f"tree.draft_us: negative: {self.draft_us}")
+
+    @classmethod
+    def of(cls, tokens: Iterable[int], parents: Iterable[int], values: Iterable[float] | None = None) -> DraftTree:
+        """A tree from plain lists; the values are zero where none are given."""
+        ids = np.fromiter(tokens, np.int64)
+        chances = np.zeros(len(ids), np.float32) if values is None else np.fromiter(values, np.float32)
+        return cls(ids, np.fromiter(parents, np.int64), chances)
+
+    @classmethod
+    def root_only(cls, root: int, proposer: str = "") -> DraftTree:
+        """The empty tree: a round with it is one step of plain decoding."""
+        return cls(np.array([root], np.int64), np.array([-1], np.int64), np.zeros(1, np.float32), proposer)
+
+    @property
+    def rows(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def guesses(self) -> int:
+        return len(self.tokens) - 1
+
+    @cached_property
+    def depths(self) -> IntArray:
+        """[rows] steps below the root; a row's position is base - 1 + depth."""
+        depths = np.zeros(self.rows, np.int64)
+        for row in range(1, self.rows):
+            depths[row] = depths[self.parents[row]] + 1
+        return depths
+
+    @cached_property
+    def ancestors(self) -> IntArray:
+        """[rows] bit j is set where row j is the row itself or above it; an int64 bit pattern."""
+        words = np.zeros(self.rows, np.uint64)
+        for row in range(self.rows):
+            above = words[self.parents[row]] if row else np.uint64(0)
+            words[row] = above | np.uint64(1) << np.uint64(row)
+        return words.view(np.int64)
+
+    def path_to(self, row: int) -> list[int]:
+        """The rows from the root to `row`, both included."""
+        path = [row]
+        while path[-1] != 0:
+            path.append(int(self.parents[path[-1]]))
+        return path[::-1]
+
+    def children(self, row: int) -> list[int]:
+        """The rows below `row`, in order of rank."""
+        return np.flatnonzero(self.parents == row).tolist()
+
+
+def full_tree(root: int, shape: TreeShape, tokens: Sequence[Sequence[int]]) -> DraftTree:
+    """The tree of `shape` whose level i carries `tokens[i]`, each parent's children together and in order of rank."""
+    parents, flat, above = [-1], [root], [0]
+    for width, level in zip(shape.widths, tokens, strict=True):
+        first = len(flat)
+        parents += [parent for parent in above for _ in range(width)]
+        flat += level
+        above = list(range(first, len(flat)))
+    return DraftTree.of(flat, parents)
