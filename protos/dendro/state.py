@@ -1,7 +1,7 @@
 """States at rest: a fixed header, raw tensors and a checksum; and the store that keeps them by name.
 
-A blob is `magic | format version | header length | header (JSON, sorted keys) | tensors, little endian | BLAKE2b-256`. Whatever is
-wrong with one is a miss, never an error: a state is worth only time.
+A blob is `magic | format version | header length | header (JSON, sorted keys) | tensors, little endian | BLAKE2b-256`.
+Whatever is wrong with one is a miss, never an error: a state is worth only time.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class DraftTree:
     values: FloatArray  # [rows] log of the estimated chance that the row is reached; only ever used to trim and merge
     proposer: str = ""
     trace: npt.NDArray[np.int32] = field(default_factory=lambda: EMPTY_TRACE)
-    """[tokens since its last tree] the drafter's rank of each text token; a rank past its candidates is their number."""
+    """[tokens since its last tree] the drafter's rank of each text token; past its candidates, their number."""
     draft_us: int = 0  # microseconds the drafter was busy or queued with this tree
 
     def __post_init__(self) -> None:

@@ -1,0 +1,44 @@
+"""The bandit of the Mamba-drafters paper, exactly: its equations (1) and (2), restarted for every request.
+
+    (1)  k* = argmax_k  mean_k + lambda_ucb * sqrt(2 ln t / n_k)
+    (2)  r  = -(1 / N + lambda_gamma * gamma / N)
+
+`gamma` is the depth of the arm's tree; `lambda_gamma` stands for the time of one drafter forward over one of the target.
+The paper calls the mean a mean and writes a sum; it is a mean. Rewards lie in [-(1 + lambda_gamma * gamma), 0), so
+lambda_ucb is a few tenths, not 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from dendro.text import Verdict
+from dendro.tree import DraftTree, TreeShape
+
+
+class PaperUCB:
+    """UCB1 on the paper's reward. Every arm once in the order given, then by (1); ties go to the smaller tree."""
+
+    def __init__(self, arms: Sequence[TreeShape], lambda_gamma: float, lambda_ucb: float = 0.2) -> None:
+        self.arms = tuple(arms)
+        self.lambda_gamma = lambda_gamma
+        self.lambda_ucb = lambda_ucb
+        self.pulls = dict.fromkeys(self.arms, 0)
+        self.rewards = dict.fromkeys(self.arms, 0.0)  # sums
+
+    def index(self, arm: TreeShape) -> float:
+        """Equation (1)'s bracket for an arm that was played."""
+        total = sum(self.pulls.values())
+        mean = self.rewards[arm] / self.pulls[arm]
+        return mean + self.lambda_ucb * math.sqrt(2 * math.log(total) / self.pulls[arm])
+
+    def choose(self) -> TreeShape:
+        for arm in self.arms:
+            if self.pulls[arm] == 0:
+                return arm
+        return max(self.arms, key=lambda arm: (self.index(arm), -arm.rows))
+
+    def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:
+        self.pulls[shape] += 1
+        self.rewards[shape] -= (1 + self.lambda_gamma * shape.depth) / verdict.length

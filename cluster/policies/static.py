@@ -1,0 +1,19 @@
+"""One shape, always: for `off`, for a shape that the client fixed, and for comparison."""
+
+from __future__ import annotations
+
+from dendro.text import Verdict
+from dendro.tree import DraftTree, TreeShape
+
+
+class Static:
+    """Chooses the same shape every round."""
+
+    def __init__(self, shape: TreeShape) -> None:
+        self.shape = shape
+
+    def choose(self) -> TreeShape:
+        return self.shape
+
+    def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:
+        """There is nothing to learn."""

@@ -1,0 +1,107 @@
+import math
+import random
+
+import pytest
+from dendro.errors import BadRequest
+from dendro.text import Verdict
+from dendro.tree import OFF, DraftTree, TreeShape
+
+from cluster.policies import Experience, PaperUCB, RatioUCB, make_policy
+
+CHAIN = TreeShape((1, 1, 1, 1))
+BUSHY = TreeShape((3, 2, 2, 1, 1))
+
+
+def verdict(emitted: int, verify_us: int = 10_000) -> Verdict:
+    return Verdict((1,) * emitted, tuple(range(emitted)), (0,) * (emitted - 1), None, emitted, verify_us)
+
+
+def tree(rows: int, draft_us: int = 0) -> DraftTree:
+    plain = DraftTree.of(range(rows), range(-1, rows - 1))
+    return DraftTree(plain.tokens, plain.parents, plain.values, draft_us=draft_us)
+
+
+def test_paper_ucb_follows_equations_1_and_2_on_a_hand_example():
+    bandit = PaperUCB([CHAIN, BUSHY], lambda_gamma=0.1, lambda_ucb=0.2)
+    assert bandit.choose() == CHAIN  # every arm once, in order
+    bandit.learn(CHAIN, tree(5), verdict(2))  # r = -(1 + 0.4) / 2 = -0.7
+    assert bandit.choose() == BUSHY
+    bandit.learn(BUSHY, tree(46), verdict(3))  # r = -(1 + 0.5) / 3 = -0.5
+    assert bandit.index(CHAIN) == pytest.approx(-0.7 + 0.2 * math.sqrt(2 * math.log(2)))
+    assert bandit.index(BUSHY) == pytest.approx(-0.5 + 0.2 * math.sqrt(2 * math.log(2)))
+    assert bandit.choose() == BUSHY
+    bandit.learn(BUSHY, tree(46), verdict(1))  # r = -1.5; the mean is -1.0
+    assert bandit.index(BUSHY) == pytest.approx(-1.0 + 0.2 * math.sqrt(2 * math.log(3) / 2))
+    assert bandit.choose() == CHAIN
+
+
+def test_ties_go_to_the_smaller_tree():
+    bandit = PaperUCB([BUSHY, CHAIN], lambda_gamma=0.0)
+    for arm in (BUSHY, CHAIN):
+        bandit.learn(arm, tree(arm.rows), verdict(2))
+    assert bandit.choose() == CHAIN
+
+
+def play(policy: PaperUCB | RatioUCB, emit: dict[TreeShape, list[int]], rounds: int) -> dict[TreeShape, int]:
+    rng, pulls = random.Random(0), dict.fromkeys(emit, 0)
+    for _ in range(rounds):
+        arm = policy.choose()
+        pulls[arm] += 1
+        policy.learn(arm, tree(arm.rows), verdict(rng.choice(emit[arm])))
+    return pulls
+
+
+def test_the_ratio_prefers_1_or_7_over_always_3_where_the_mean_of_1_over_n_does_not():
+    steady, swinging = TreeShape((2, 1, 1, 1, 1, 1)), TreeShape((1, 1, 1, 1, 1, 1))
+    lengths = {steady: [3], swinging: [1, 7]}
+    ratio = play(RatioUCB([steady, swinging], Experience(), temperature=0.0), lengths, 400)
+    paper = play(PaperUCB([steady, swinging], lambda_gamma=0.0), lengths, 400)
+    assert ratio[swinging] > 350
+    assert paper[steady] > 350
+
+
+def test_every_arm_is_tried_once_by_a_router_and_not_again_by_each_request():
+    experience = Experience()
+    arms = [OFF, CHAIN, BUSHY]
+    first = RatioUCB(arms, experience, temperature=0.0)
+    tried = []
+    for _ in range(3):
+        arm = first.choose()
+        tried.append(arm)
+        first.learn(arm, tree(arm.rows, 2_000 * (not arm.off)), verdict(1 if arm.off else 4))
+    assert set(tried) == set(arms)
+    second = RatioUCB(arms, experience, temperature=0.0)
+    assert all(second.index(arm) < math.inf for arm in arms)
+
+
+def test_a_drafter_that_never_hits_is_left_for_off_within_two_percent_of_an_answer():
+    experience, pulls = Experience(), {OFF: 0, CHAIN: 0, BUSHY: 0}
+    spent = {OFF: 10_500, CHAIN: 14_000, BUSHY: 26_000}
+    policy = RatioUCB(list(pulls), experience, temperature=1.0)
+    for _ in range(1000):
+        arm = policy.choose()
+        pulls[arm] += 1
+        policy.learn(arm, tree(arm.rows, 3_000 * (not arm.off)), verdict(1, spent[arm] - 3_000 * (not arm.off)))
+    wasted = sum(pulls[arm] * (spent[arm] - spent[OFF]) for arm in pulls)
+    assert wasted <= 0.02 * pulls[OFF] * spent[OFF]
+
+
+def test_one_slow_round_does_not_condemn_an_arm():
+    experience = Experience()
+    for us in [10_000] * 50 + [1_000_000]:
+        experience.learn(CHAIN, tree(5, 2_000), verdict(3, us), 0.0)
+    assert experience.round_us(CHAIN) < 1.3 * 13_000
+
+
+def test_a_prior_weighs_a_few_rounds_at_most():
+    experience = Experience()
+    for _ in range(500):
+        experience.learn(CHAIN, tree(5, 2_000), verdict(4), 0.0)
+    assert experience.prior(CHAIN, 0.0).rounds == 8
+    assert experience.prior(CHAIN, 1.0).rounds == 0  # another temperature accepts otherwise
+
+
+@pytest.mark.parametrize("name, arms, field", [("greedy", [OFF], "policy"), ("ratio_ucb", [], "arms")])
+def test_an_unknown_policy_or_no_arms_is_refused_by_name(name, arms, field):
+    with pytest.raises(BadRequest, match=field):
+        make_policy(name, arms, Experience(), 0.0)

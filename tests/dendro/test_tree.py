@@ -1,0 +1,74 @@
+import numpy as np
+import pytest
+from dendro.tree import MAX_ROWS, OFF, DraftTree, TreeShape, full_tree
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+@st.composite
+def parent_lists(draw: st.DrawFn) -> list[int]:
+    rows = draw(st.integers(1, MAX_ROWS))
+    return [-1, *(draw(st.integers(0, row - 1)) for row in range(1, rows))]
+
+
+@given(parent_lists())
+def test_ancestor_words_and_depths_agree_with_walking_up(parents):
+    tree = DraftTree.of(range(len(parents)), parents)
+    for row in range(tree.rows):
+        path = tree.path_to(row)
+        word = int(tree.ancestors[row]) & (1 << 64) - 1
+        assert {bit for bit in range(64) if word >> bit & 1} == set(path)
+        assert tree.depths[row] == len(path) - 1
+
+
+@pytest.mark.parametrize(
+    "tokens, parents, field",
+    [
+        ([], [], "tokens"),
+        (range(MAX_ROWS + 1), range(-1, MAX_ROWS), "tokens"),
+        ([1, 2], [-1], "parents"),
+        ([1, 2], [0, 0], "parents"),
+        ([1, 2], [-1, -1], "parents"),
+        ([1, 2, 3], [-1, 2, 0], "parents"),
+        ([1, 2], [-1, 1], "parents"),
+        ([1, -2], [-1, 0], "tokens"),
+        ([1, 5, 5], [-1, 0, 0], "tokens"),
+    ],
+    ids=["empty", "65 rows", "short", "root", "two roots", "forward", "self", "negative", "twins"],
+)
+def test_a_malformed_tree_is_refused_by_the_name_of_its_field(tokens, parents, field):
+    with pytest.raises(ValueError, match=f"tree.{field}|tree.parents"):
+        DraftTree(np.array(tokens, np.int64), np.array(parents, np.int64), np.zeros(len(list(tokens)), np.float32))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 0.5])
+def test_values_must_be_logarithms_of_chances(value):
+    with pytest.raises(ValueError, match="values"):
+        DraftTree.of([1, 2], [-1, 0], [0.0, value])
+
+
+def test_the_same_token_may_stand_under_two_parents():
+    assert DraftTree.of([1, 2, 3, 7, 7], [-1, 0, 0, 1, 2]).depths.tolist() == [0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("text", ["off", "(1,1,1,1)", "(3,2,2,1,1)", "(63)"])
+def test_a_shape_reads_what_it_writes(text):
+    assert str(TreeShape.parse(text)) == text
+
+
+@pytest.mark.parametrize("text", ["", "on", "(3,2", "3,,2", "(0,1)", "(64)", "(4,4,4)", "dynamic(8,4,30)"])
+def test_a_bad_shape_is_refused(text):
+    with pytest.raises(ValueError, match="shape"):
+        TreeShape.parse(text)
+
+
+@pytest.mark.parametrize("widths, rows", [((), 1), ((3, 2, 2, 1), 34), ((3, 3, 2, 1), 49), ((2, 2, 2, 1, 1, 1), 39)])
+def test_a_shape_counts_its_rows(widths, rows):
+    assert TreeShape(widths).rows == rows
+
+
+def test_a_full_tree_keeps_siblings_together_and_in_order_of_rank():
+    tree = full_tree(9, TreeShape((2, 2)), [[1, 2], [3, 4, 5, 6]])
+    assert tree.parents.tolist() == [-1, 0, 0, 1, 1, 2, 2]
+    assert tree.children(2) == [5, 6]
+    assert DraftTree.root_only(9).rows == full_tree(9, OFF, []).rows == 1
