@@ -2,9 +2,9 @@
 
     index_k = (mean N_k + beta * sqrt(2 ln t / n_k)) / T_k
 
-By renewal and reward the long-run rate of an arm is E[N] / E[T]. (Always 3 tokens against 1 or 7 by a fair coin, at equal
-cost, are 3 against 4, and the mean of 1/N prefers the 3.) T_k is predicted from cost tables, not the noisy time of the
-round just run, so a choice does not hang on one slow round.
+By renewal and reward the long-run rate of an arm is E[N] / E[T]. (Always 3 tokens against 1 or 7 by a fair coin, at
+equal cost, are 3 against 4, and the mean of 1/N prefers the 3.) T_k is predicted from cost tables, not the noisy
+time of the round just run, so a choice does not hang on one slow round.
 """
 
 from __future__ import annotations

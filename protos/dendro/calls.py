@@ -1,7 +1,7 @@
 """What a router says to a drafter or a verifier, and what they answer. The same values in one process and on the wire.
 
-Each call carries what the peer lacks of the text: `start` is how much of it the peer is known to hold, `tokens` the rest
-up to `base`. So a late draft, an `off` round, a lost verdict and a replica opened afresh are one case.
+Each call carries what the peer lacks of the text: `start` is how much of it the peer is known to hold, `tokens` the
+rest up to `base`. So a late draft, an `off` round, a lost verdict and a replica opened afresh are one case.
 """
 
 from __future__ import annotations
