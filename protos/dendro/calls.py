@@ -50,6 +50,7 @@ class OpenCall:
 
     update: TextUpdate
     terms: Terms
+    lease: str = ""  # the lease that the opening belongs to; empty at a peer that gives none
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,369 @@
+"""The cluster on Ray Serve: Router, and one deployment for each target and each drafter.
+
+client -> Serve's gRPC proxy -> Router -> (lease) -> drafter and verifier replicas, each with a gRPC address of its own
+
+The builder is the only place that wires; with bench, certify and demo, the only one that knows the services. The
+deployments are thin shells around plain objects.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+import psutil
+from dendro.client import REASON_MARK
+from dendro.serving import Leases, Replica
+from dendro.state import StateStore
+from dendro.v1 import generation_pb2 as pb
+
+from cluster.config import Config, Drafter, Model, Resources, Target
+from cluster.ingress import Ingress, status_of, tenant_of
+from cluster.placement import DrafterEngine, ServePlaces, VerifierEngine, start_engine, stop_engine
+from cluster.sessions import RedisSessions
+from cluster.state_store import RedisStates
+
+if TYPE_CHECKING:
+    from ray.serve import Application
+    from ray.serve.handle import DeploymentHandle
+
+log = logging.getLogger("dendro.app")
+
+APPLICATION = "dendro"
+SERVICER = "dendro.v1.generation_pb2_grpc.add_GenerationServiceServicer_to_server"
+HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 1.0, 3.0
+DRAIN_MARGIN_S = 30.0
+"""A replica that is taken away may finish the longest request, and this much more."""
+CONCURRENT_REQUESTS = 1024
+"""Requests of one router at once. What the engines can hold bounds them sooner."""
+OBJECT_STORE_BYTES = 100 << 20
+"""Nothing of ours travels through Ray's object store; this is near the least that it takes."""
+STOP_S = 20.0
+_ray_processes: list[psutil.Process] = []  # what Ray started below this process; one cluster at a time
+
+SERVE_SETTINGS = {
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",  # a killed proxy is back in 4 s instead of 30
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "3",
+    "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(8 << 20),
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_AUTH_MODE": "token",  # as Ray does by itself where nothing is said, and then tells every user of it
+}
+"""Read by Serve's own processes when they start, so they are set before Ray is."""
+
+
+def engine_environment(threads: int) -> dict[str, str]:
+    """What must stand in an engine's environment before torch is imported: its threads, and arithmetic whose rows do
+    not depend on their neighbours."""
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "passive",
+        "MKL_CBWR": "AUTO,STRICT",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def load_drafter(name: str, drafter: Drafter, states: StateStore) -> DrafterEngine:
+    """A drafter's engine, not started yet. Raises BadRequest for a checkpoint that cannot be used."""
+    from drafter_service.engine import DrafterEngine
+
+    return DrafterEngine.load(
+        drafter.checkpoint,
+        name=name,
+        states=states,
+        dtype=drafter.dtype,
+        device=_device(drafter),
+        threads=drafter.threads,
+        max_sessions=drafter.max_sessions,
+    )
+
+
+def load_verifier(name: str, target: Target, states: StateStore) -> VerifierEngine:
+    """A verifier's engine, not started yet. Raises BadRequest for a checkpoint that cannot be used."""
+    import torch
+
+    from verifier_service.engine import VerifierEngine
+
+    return VerifierEngine.load(
+        target.checkpoint,
+        name=name,
+        dtype=getattr(torch, target.dtype),
+        device=_device(target),
+        threads=target.threads,
+        max_length=target.max_length,
+        max_sessions=target.max_sessions,
+        max_rows=target.max_rows,
+        max_depth=target.max_depth,
+    )
+
+
+def _device(model: Model) -> str:
+    """Ray shows a replica the accelerators that it asked for, and no other."""
+    return "cuda" if model.resources.gpu else "cpu"
+
+
+class _Shell:
+    """What the deployments of engines share: Serve calls `lease`, and the rest is the replica's."""
+
+    _engine: Any
+    _replica: Replica
+
+    async def lease(self) -> AsyncIterator[dict[str, str]]:
+        """Address and lease, once; then nothing until the lease ends on the replica's own stream."""
+        async with aclosing(self._replica.lease()) as said:
+            async for item in said:
+                yield item
+
+    async def stats(self) -> dict[str, int]:
+        """The replica's counters."""
+        return self._replica.stats()
+
+    async def __del__(self) -> None:  # Serve awaits it when the replica was drained
+        await self._replica.stop()
+        await stop_engine(self._engine)
+
+
+class DrafterShell(_Shell):
+    """A drafter replica."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self,
+        name: str,
+        drafter: Drafter,
+        longest_s: float,
+        states: Callable[[], StateStore],
+        load: Callable[[str, Drafter, StateStore], DrafterEngine] = load_drafter,
+    ) -> None:
+        from drafter_service.servicer import serve_drafter
+
+        _log_beside_serve()
+        self._engine = load(name, drafter, states())
+        await start_engine(self._engine)
+        self._replica = await serve_drafter(self._engine, Leases(cap_s=longest_s), _node_address())
+
+
+class VerifierShell(_Shell):
+    """A verifier replica."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self,
+        name: str,
+        target: Target,
+        longest_s: float,
+        states: Callable[[], StateStore],
+        load: Callable[[str, Target, StateStore], VerifierEngine] = load_verifier,
+    ) -> None:
+        from verifier_service.servicer import serve_verifier
+
+        _log_beside_serve()
+        self._engine = load(name, target, states())
+        await start_engine(self._engine)
+        self._replica = await serve_verifier(self._engine, Leases(cap_s=longest_s), _node_address())
+
+
+class RouterShell:
+    """The ingress: Serve's gRPC proxy calls the methods by their names in the proto."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self,
+        config: Config,
+        redis_url: str,
+        targets: dict[str, DeploymentHandle],
+        drafters: dict[str, DeploymentHandle],
+        ingress: Callable[[Config, ServePlaces, RedisSessions], Ingress] = Ingress,
+    ) -> None:
+        _log_beside_serve()
+        places = ServePlaces(config, targets, drafters)
+        self._ingress = ingress(config, places, RedisSessions(redis_url, config.redis.record_ttl_s))
+
+    async def Generate(self, request: pb.GenerateRequest, grpc_context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        tenant = tenant_of(dict(grpc_context.invocation_metadata() or ()))
+        try:
+            async with aclosing(self._ingress.generate(request, tenant)) as events:
+                async for event in events:
+                    yield event
+        except Exception as error:  # the border: nothing of the inside passes it
+            code, details, reason = status_of(error)
+            if code is code.INTERNAL:
+                log.exception("request %s failed", request.request_id)
+            grpc_context.set_code(code)
+            grpc_context.set_details(f"{details}{REASON_MARK}{reason}]")
+            raise RuntimeError(details) from None
+
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, grpc_context: Any) -> pb.GetServerInfoResponse:
+        return self._ingress.info()
+
+
+class _RedisStatesAt:
+    """Makes a replica's store where it runs: connections do not travel."""
+
+    def __init__(self, url: str, ttl_s: int) -> None:
+        self._url = url
+        self._ttl_s = ttl_s
+
+    def __call__(self) -> StateStore:
+        return RedisStates(self._url, self._ttl_s)
+
+
+def build(
+    config: Config,
+    redis_url: str,
+    *,
+    drafter: Callable[[str, Drafter, StateStore], DrafterEngine] = load_drafter,
+    verifier: Callable[[str, Target, StateStore], VerifierEngine] = load_verifier,
+    ingress: Callable[[Config, ServePlaces, RedisSessions], Ingress] = Ingress,
+) -> Application:
+    """The application of a configuration. The loaders are parameters, so that tests deploy engines of their own."""
+    longest_s = config.router.request_timeout_s + DRAIN_MARGIN_S
+    states = _RedisStatesAt(redis_url, config.redis.state_ttl_s)
+    common: dict[str, Any] = {
+        "health_check_period_s": HEALTH_PERIOD_S,
+        "health_check_timeout_s": HEALTH_TIMEOUT_S,
+        "graceful_shutdown_timeout_s": longest_s,
+        "graceful_shutdown_wait_loop_s": 0.1,
+    }
+
+    def replicas(name: str, model: Model) -> dict[str, Any]:
+        return {
+            "name": name,
+            "num_replicas": model.replicas,
+            "max_ongoing_requests": model.max_sessions,
+            "ray_actor_options": _actor_options(model.resources, engine_environment(model.threads)),
+            **common,
+        }
+
+    targets = {
+        name: _deployment(VerifierShell, **replicas(f"verifier-{name}", target)).bind(
+            name, target, longest_s, states, verifier
+        )
+        for name, target in config.targets.items()
+    }
+    drafters = {
+        name: _deployment(DrafterShell, **replicas(f"drafter-{name}", model)).bind(
+            name, model, longest_s, states, drafter
+        )
+        for name, model in config.drafters.items()
+    }
+    router = _deployment(
+        RouterShell,
+        name="router",
+        num_replicas=config.router.replicas,
+        max_ongoing_requests=CONCURRENT_REQUESTS,
+        ray_actor_options=_actor_options(config.router.resources, engine_environment(1)),
+        **common,
+    )
+    return router.bind(config, redis_url, targets, drafters, ingress)
+
+
+def _deployment(shell: type, **options: Any) -> Any:
+    from ray import serve
+
+    return serve.deployment(**options)(shell)
+
+
+def _actor_options(resources: Resources, environment: dict[str, str]) -> dict[str, Any]:
+    return {
+        "num_cpus": resources.cpu,
+        "num_gpus": resources.gpu,
+        "resources": resources.custom,
+        "runtime_env": {"env_vars": environment},
+    }
+
+
+def start(config: Config, redis_url: str, **loaders: Any) -> str:
+    """Start Ray and Serve in processes below this one and deploy; the address clients call. `stop` ends all of it."""
+    for key, value in SERVE_SETTINGS.items():
+        os.environ.setdefault(key, value)
+    import ray
+    from ray import serve
+    from ray.serve.config import HTTPOptions, ProxyLocation, gRPCOptions
+
+    wanted = [
+        *(model.resources.cpu * model.replicas for model in (*config.targets.values(), *config.drafters.values())),
+        config.router.resources.cpu * config.router.replicas,
+    ]
+    others = psutil.Process().children()
+    ray.init(
+        address="local",
+        num_cpus=max(os.cpu_count() or 1, int(sum(wanted)) + 1),
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        object_store_memory=OBJECT_STORE_BYTES,
+    )
+    _ray_processes[:] = [child for child in psutil.Process().children() if child not in others]
+    try:
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        port = config.grpc.port or _free_port(config.grpc.host)
+        serve.start(
+            proxy_location=ProxyLocation.HeadOnly,
+            http_options=HTTPOptions(host="127.0.0.1", port=_free_port("127.0.0.1")),
+            grpc_options=gRPCOptions(port=port, grpc_servicer_functions=[SERVICER], enable_reflection=False),
+        )
+        serve.run(build(config, redis_url, **loaders), name=APPLICATION, route_prefix="/dendro")
+    except BaseException:
+        stop()
+        raise
+    return f"{config.grpc.host}:{port}"
+
+
+def stop() -> None:
+    """End what `start` began, and see that no process of it is left. May be called again."""
+    import ray
+    from ray import serve
+
+    ours = [*_ray_processes]
+    for process in _ray_processes:
+        with contextlib.suppress(psutil.Error):
+            ours += process.children(recursive=True)
+    _ray_processes.clear()
+    try:
+        # Ray prints to our output that calls to Serve's controller failed, when it is we who end the controller.
+        with contextlib.redirect_stdout(io.StringIO()):
+            if ray.is_initialized():
+                serve.shutdown()
+    finally:
+        with contextlib.redirect_stdout(io.StringIO()):
+            ray.shutdown()
+        _, left = psutil.wait_procs(ours, timeout=STOP_S)
+        for process in left:
+            log.warning("process %d of Ray did not end by itself", process.pid)
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(left, timeout=STOP_S)
+
+
+def deployment_stats(deployment: str) -> dict[str, int]:
+    """The counters of a deployment's replica, by a Serve call of its own; of one of them, where there are several."""
+    from ray import serve
+
+    return serve.get_deployment_handle(deployment, APPLICATION).stats.remote().result()
+
+
+def _log_beside_serve() -> None:
+    """Our lines go where Serve's go: into the replica's own log."""
+    ours = logging.getLogger("dendro")
+    ours.setLevel(logging.INFO)
+    for handler in logging.getLogger("ray.serve").handlers:
+        if handler not in ours.handlers:
+            ours.addHandler(handler)
+
+
+def _node_address() -> str:
+    """This machine's address as its cluster knows it."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

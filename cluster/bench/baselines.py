@@ -1,0 +1,187 @@
+"""What the transformers library makes of the same prompts: `generate`, its prompt lookup and its assisted generation.
+
+They run in a process of their own, with the threads and the environment that our engines get, and time themselves, so
+that what stands between the two processes is not counted against them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from dendro.errors import BadRequest, EngineFailed
+
+from cluster.bench.measurement import ASSISTED, GENERATE, LOOKUP, Answer
+
+LOOKUP_TOKENS = 5
+LOOKUP_NGRAM = 3
+ASSISTANT_TOKENS = 5
+
+
+class TokenClock:
+    """A streamer that only notes when tokens come, and how many. The prompt is the first thing it is handed."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.counts: list[int] = []
+
+    def put(self, value: Any) -> None:
+        self.times.append(time.perf_counter())
+        self.counts.append(value.numel())
+
+    def end(self) -> None:
+        pass
+
+
+class Baselines:
+    """The library's ways to generate, in this process."""
+
+    def __init__(self, target: Path, assistant: Path | None, dtype: str, threads: int) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        torch.set_num_threads(threads)
+        self._torch = torch
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+
+        def load(path: Path) -> Any:
+            model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+            model = model.eval().to(device)
+            # All rows answer with the same number of tokens, so nothing may end an answer sooner.
+            model.config.eos_token_id = None
+            model.generation_config.eos_token_id = None
+            model.generation_config.pad_token_id = 0
+            return model
+
+        self.device = device
+        self.target = load(target)
+        self.assistant = load(assistant) if assistant else None
+        if self.assistant is not None:
+            config = self.assistant.generation_config
+            config.num_assistant_tokens = ASSISTANT_TOKENS
+            config.num_assistant_tokens_schedule = "constant"
+            config.assistant_confidence_threshold = 0.0
+
+    def answer(self, row: str, prompt: Sequence[int], temperature: float, seed: int, tokens: int) -> Answer:
+        """`tokens` new tokens after a prompt, timed from the call to the last of them. The plain law when sampling."""
+        torch, clock = self._torch, TokenClock()
+        options: dict[str, object] = {"do_sample": False}
+        if temperature > 0:
+            options = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        if row == LOOKUP:
+            options |= {"prompt_lookup_num_tokens": LOOKUP_TOKENS, "max_matching_ngram_size": LOOKUP_NGRAM}
+        elif row == ASSISTED:
+            if self.assistant is None:
+                raise BadRequest("row", f"{row} needs an assistant")
+            options |= {"assistant_model": self.assistant}
+        elif row != GENERATE:
+            raise BadRequest("row", f"{row!r} is none of {GENERATE}, {LOOKUP}, {ASSISTED}")
+        ids = torch.tensor([list(prompt)], device=self.device)
+        mask = torch.ones_like(ids)
+        torch.manual_seed(seed)
+        with torch.inference_mode():
+            started = time.perf_counter()
+            found = self.target.generate(ids, attention_mask=mask, max_new_tokens=tokens, streamer=clock, **options)
+            answer = found[0, len(prompt) :].tolist()
+            seconds = time.perf_counter() - started
+        if len(answer) != tokens:
+            raise EngineFailed(f"{row}: {len(answer)} tokens instead of {tokens}")
+        return Answer(tuple(answer), seconds, clock.times[1] - started, clock.counts[1], len(clock.times) - 1)
+
+
+def serve_lines(target: Path, assistant: Path | None, dtype: str, threads: int) -> None:
+    """Answer one JSON line on standard output for each on standard input, until there are no more."""
+    from transformers.utils import logging
+
+    lines = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what a library prints must not be read as an answer
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    baselines = Baselines(target, assistant, dtype, threads)
+    print("ready", file=lines)
+    for line in sys.stdin:
+        try:
+            answer = baselines.answer(**json.loads(line))
+            said: dict[str, object] = asdict(answer)
+        except Exception as error:  # the other process raises it
+            said = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(said), file=lines)
+
+
+class BaselineProcess:
+    """The baselines in a process of their own. Use as an asynchronous context; starting takes seconds.
+
+    `environment` is added to this process's own.
+    """
+
+    def __init__(
+        self,
+        target: Path,
+        assistant: Path | None,
+        dtype: str,
+        threads: int,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        arguments = [str(target), str(assistant or ""), dtype, str(threads)]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "cluster.bench.baselines", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | dict(environment or {}),
+        )
+
+    async def __aenter__(self) -> BaselineProcess:
+        await asyncio.to_thread(self._read)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def stop(self) -> None:
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.close()
+        self._process.terminate()
+        self._process.wait()
+        self._process.stdout.close()
+
+    async def answer(self, row: str, prompt: Sequence[int], temperature: float, seed: int, tokens: int) -> Answer:
+        """As Baselines.answer; raises EngineFailed with what went wrong over there."""
+        call = {"row": row, "prompt": list(prompt), "temperature": temperature, "seed": seed, "tokens": tokens}
+        said = json.loads(await asyncio.to_thread(self._ask, json.dumps(call)))
+        if "error" in said:
+            raise EngineFailed(f"{row}: {said['error']}")
+        return Answer(**said | {"tokens": tuple(said["tokens"])})
+
+    def _ask(self, line: str) -> str:
+        assert self._process.stdin
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def _read(self) -> str:
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        if not line:
+            raise EngineFailed(f"the baselines' process ended with status {self._process.wait()}")
+        return line
+
+
+if __name__ == "__main__":
+    _target, _assistant, _dtype, _threads = sys.argv[1:]
+    serve_lines(Path(_target), Path(_assistant) if _assistant else None, _dtype, int(_threads))

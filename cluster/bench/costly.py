@@ -1,0 +1,122 @@
+"""A costly target: the function of a small checkpoint at the cost of a large one.
+
+Every MLP gets more hidden units, whose gate and up rows are random and whose columns of the output projection are zero.
+So each of them is read from memory, computed and added to the sum, as nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from dendro.errors import BadRequest
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+PARAMETERS = 100_000_000
+WIDTH_STEP = 1280
+"""Widths are multiples of this, and so of 256 and of 320, into which a verifier may slice an inner dimension."""
+SEED = 20
+FORMAT = 1  # counts up when the same source should give another costly target
+
+
+def cache_folder() -> Path:
+    """Where made checkpoints are kept between runs."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dendroaspis"
+
+
+def _mlps(model: PreTrainedModel) -> list[nn.Module]:
+    """The gated MLPs of a Llama-like model; raises BadRequest for any other."""
+    mlps = [
+        module
+        for module in model.modules()
+        if all(isinstance(getattr(module, name, None), nn.Linear) for name in ("gate_proj", "up_proj", "down_proj"))
+    ]
+    if not mlps or not hasattr(model.config, "intermediate_size"):
+        raise BadRequest(
+            "target", f"{model.config.model_type} has no gated MLPs of gate, up and down projections to widen"
+        )
+    return mlps
+
+
+def _linear(mlp: nn.Module, name: str) -> nn.Linear:
+    layer = getattr(mlp, name)
+    assert isinstance(layer, nn.Linear)
+    return layer
+
+
+def costly_width(model: PreTrainedModel, parameters: int) -> int:
+    """The smallest multiple of WIDTH_STEP that brings the model to `parameters`, and is at least as wide as it is."""
+    mlps = _mlps(model)
+    width = model.config.intermediate_size
+    total = sum(parameter.numel() for parameter in model.parameters())  # tied weights are counted once
+    per_unit = sum(3 * _linear(mlp, "gate_proj").in_features for mlp in mlps)
+    needed = width + max(math.ceil((parameters - total) / per_unit), 0)
+    return math.ceil(needed / WIDTH_STEP) * WIDTH_STEP
+
+
+def _grown(linear: nn.Linear, rows: int, columns: int, generator: torch.Generator | None) -> nn.Linear:
+    """The layer with `rows` outputs and `columns` inputs; new weights are random at the scale of the old, or zero."""
+    old = linear.weight.data
+    wide = torch.zeros(rows, columns, dtype=old.dtype)
+    if generator is not None:
+        scale = old.float().std()
+        wide = (torch.randn(rows, columns, generator=generator) * scale).to(old.dtype)
+    wide[: old.shape[0], : old.shape[1]] = old
+    grown = nn.Linear(columns, rows, bias=linear.bias is not None, device="meta", dtype=old.dtype)
+    grown.weight = nn.Parameter(wide, requires_grad=False)
+    if linear.bias is not None:
+        bias = torch.zeros(rows, dtype=old.dtype)
+        bias[: old.shape[0]] = linear.bias.data
+        grown.bias = nn.Parameter(bias, requires_grad=False)
+    return grown
+
+
+def widen(model: PreTrainedModel, width: int) -> None:
+    """Widen every MLP of a Llama-like model to `width` hidden units, in place, leaving its function what it was."""
+    generator = torch.Generator().manual_seed(SEED)
+    for mlp in _mlps(model):
+        hidden = _linear(mlp, "gate_proj").in_features
+        for name in ("gate_proj", "up_proj"):
+            setattr(mlp, name, _grown(_linear(mlp, name), width, hidden, generator))
+        mlp.down_proj = _grown(_linear(mlp, "down_proj"), hidden, width, None)
+    model.config.intermediate_size = width
+
+
+def _digest(source: Path, parameters: int) -> str:
+    """Names the costly target of a checkpoint: its weights, its configuration and what we make of them."""
+    digest = hashlib.sha256(f"{FORMAT} {SEED} {WIDTH_STEP} {parameters}".encode())
+    for file in sorted(source.glob("*")):
+        if file.name == "config.json" or file.suffix == ".safetensors":
+            digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def costly_checkpoint(source: Path, folder: Path | None = None, parameters: int | None = None) -> Path:
+    """The folder of a costly target made from the checkpoint at `source`; made once, then found again.
+
+    An ordinary Hugging Face checkpoint of at least `parameters` parameters (None: PARAMETERS) in the dtype of its
+    source, with the source's tokenizer. Raises BadRequest where the source is no Llama-like checkpoint.
+    """
+    parameters = PARAMETERS if parameters is None else parameters
+    if not (source / "config.json").exists():
+        raise BadRequest("target", f"{source} holds no config.json")
+    made = (folder or cache_folder()) / f"costly-{_digest(source, parameters)}"
+    if made.exists():
+        return made
+    model = AutoModelForCausalLM.from_pretrained(source)
+    widen(model, costly_width(model, parameters))
+    made.parent.mkdir(parents=True, exist_ok=True)
+    # Written aside and moved in one step: a run that is stopped half-way leaves nothing that looks finished.
+    with tempfile.TemporaryDirectory(dir=made.parent) as aside:
+        half = Path(aside) / "checkpoint"
+        model.save_pretrained(half)
+        for file in source.glob("*token*"):
+            shutil.copy(file, half)
+        half.rename(made)
+    return made

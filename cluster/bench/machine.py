@@ -1,0 +1,51 @@
+"""What a measurement ran on."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+LIBRARIES = ("torch", "transformers", "ray", "grpcio", "redis", "numpy")
+NUMERICS = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA")
+"""Environment variables that change the speed or the bits of linear algebra."""
+
+
+def processor_name() -> str:
+    """The processor's own name; its architecture where the system does not tell."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _version(library: str) -> str | None:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return None
+
+
+def describe_machine(threads: int) -> dict[str, object]:
+    """The `machine` object of a report; `threads` is what each engine was given."""
+    accelerator = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "processor": processor_name(),
+        "cores": usable_cores(),
+        "accelerator": accelerator,
+        "threads": threads,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "libraries": {library: found for library in LIBRARIES if (found := _version(library))},
+        "environment": {name: os.environ[name] for name in NUMERICS if name in os.environ},
+    }

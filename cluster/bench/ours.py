@@ -1,0 +1,60 @@
+"""Our own side of a measurement: what a client of a running cluster sees."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from dendro.client import AsyncClient, Complete, Round, Speculation
+from dendro.errors import EngineFailed
+
+from cluster.bench.measurement import Answer, Rounds
+
+
+def mean_round(stats: Speculation) -> Rounds | None:
+    """The mean round of an answer; None where one round was all."""
+    if stats.rounds < 2:
+        return None
+    return Rounds(
+        total_ms=stats.decode_us / (stats.rounds - 1) / 1000,
+        draft_ms=stats.draft_us / stats.rounds / 1000,
+        verify_ms=stats.verify_us / stats.rounds / 1000,
+        queue_ms=stats.queue_us / stats.rounds / 1000,
+        shapes=stats.pulls,
+    )
+
+
+class Ours:
+    """Answers over the public gRPC API, so the client's hop and the router's are in the time."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+
+    async def answer(self, row: str, prompt: Sequence[int], temperature: float, seed: int, tokens: int) -> Answer:
+        """`tokens` tokens after a prompt; `row` is what the request says for `speculation`.
+
+        Timed from the request to the last tokens; the stream's end is waited for, so that the cluster idles afterwards.
+        """
+        times: list[float] = []
+        rounds: list[Round] = []
+        complete: Complete | None = None
+        started = time.perf_counter()
+        async for event in self._client.generate(
+            prompt, temperature=temperature, seed=seed, max_new_tokens=tokens, ignore_end=True, speculation=row
+        ):
+            if isinstance(event, Round):
+                times.append(time.perf_counter())
+                rounds.append(event)
+            elif isinstance(event, Complete):
+                complete = event
+        answer = tuple(token for each in rounds for token in each.token_ids)
+        if complete is None or len(answer) != tokens:
+            raise EngineFailed(f"{row}: {len(answer)} tokens instead of {tokens}")
+        return Answer(
+            answer,
+            times[-1] - started,
+            times[0] - started,
+            len(rounds[0].token_ids),
+            len(rounds),
+            mean_round(complete.speculation),
+        )

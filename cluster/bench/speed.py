@@ -1,0 +1,293 @@
+"""`dendro bench speed`: the plan of the measurement, the rows computed from it and the aims computed from the rows."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median
+from typing import Any
+
+from cluster.bench.measurement import AUTO, BASELINES, GENERATE, OFF, Answer, Contender, Rounds
+from cluster.bench.statistics import Estimate, Key, median_estimate, paired_ratio, repeat_difference
+
+DEMO = "demo"
+COSTLY = "costly"
+AIM_THREADS = 2
+COMPARED = (*BASELINES, OFF)
+"""The rows that every other row is put in relation to."""
+
+POLICY_BARS = {0.0: 2.0, 1.0: 1.3}  # policy over ours-off, by temperature
+OFF_BAR = 0.97  # ours-off over generate
+ABOVE_BAR = 1.0  # policy over the best transformers row: the lower end of its interval
+HOP_BAR = 0.1  # hops as a share of a round
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is measured on one target."""
+
+    target: str
+    prompts: tuple[tuple[int, ...], ...]
+    tokens: int  # new tokens of every answer
+    temperatures: tuple[float, ...]
+    repetitions: int
+    shapes: tuple[str, ...]  # static shapes; neither `off` nor `auto`
+    baselines: tuple[str, ...]
+    seed: int
+
+    @property
+    def ours(self) -> tuple[str, ...]:
+        return (OFF, *self.shapes, AUTO)
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        return (*self.baselines, *self.ours)
+
+    @property
+    def answers(self) -> int:
+        return len(self.rows) * len(self.prompts) * len(self.temperatures) * self.repetitions
+
+    def answer_seed(self, prompt: int, repetition: int) -> int:
+        """One seed for all rows of a pair: ours must draw the same tokens with it."""
+        return self.seed * 1_000_003 + repetition * 1009 + prompt
+
+    def order(self, repetition: int, temperature: float, prompt: int) -> list[str]:
+        """The rows in an order of chance that the seed fixes: none is always measured after the same other one."""
+        rows = list(self.rows)
+        random.Random(f"{self.seed}/{self.target}/{repetition}/{temperature}/{prompt}").shuffle(rows)
+        return rows
+
+
+@dataclass(slots=True)
+class Identity:
+    """Whether ours answered with the same tokens in every way, at every temperature; `off` is the measure."""
+
+    answers_compared: int = 0
+    tokens_compared: int = 0
+    differences: list[str] = field(default_factory=list)
+
+    def compare(self, name: str, ours: Sequence[int], off: Sequence[int]) -> None:
+        self.answers_compared += 1
+        self.tokens_compared += len(off)
+        if tuple(ours) != tuple(off):
+            place = next(
+                (i for i, (a, b) in enumerate(zip(ours, off, strict=False)) if a != b), min(len(ours), len(off))
+            )
+            self.differences.append(f"{name}: token {place + 1} differs from that without speculation")
+
+    def add(self, other: Identity) -> None:
+        self.answers_compared += other.answers_compared
+        self.tokens_compared += other.tokens_compared
+        self.differences += other.differences
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "answers_compared": self.answers_compared,
+            "tokens_compared": self.tokens_compared,
+            "differences": self.differences,
+        }
+
+
+@dataclass(slots=True)
+class Measured:
+    """Everything that came of one target's plan."""
+
+    plan: Plan
+    answers: dict[tuple[str, float], dict[Key, Answer]] = field(default_factory=dict)  # by row and temperature
+    identity: Identity = field(default_factory=Identity)
+    note: str = ""
+
+    def rates(self, row: str, temperature: float) -> dict[Key, float]:
+        return {key: answer.tokens_per_second for key, answer in self.answers[row, temperature].items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Contenders:
+    """Who answers: the library and ours. While one is asked, the other idles."""
+
+    library: Contender
+    ours: Contender
+
+    async def answer(self, plan: Plan, row: str, prompt: int, temperature: float, repetition: int) -> Answer:
+        contender = self.library if row in BASELINES else self.ours
+        seed = plan.answer_seed(prompt, repetition)
+        return await contender.answer(row, plan.prompts[prompt], temperature, seed, plan.tokens)
+
+
+def _compare_ours(plan: Plan, identity: Identity, found: Mapping[str, Answer], prompt: int, temperature: float) -> None:
+    for row in plan.ours[1:]:
+        name = f"{plan.target}, {row}, prompt {prompt + 1}, temperature {temperature:g}"
+        identity.compare(name, found[row].tokens, found[OFF].tokens)
+
+
+async def check_and_warm(plan: Plan, contenders: Contenders, prompts: int, step: Callable[[], None]) -> Identity:
+    """Answer the first prompts in every way, before any is timed: warms both sides and shows that ours agree.
+
+    `step` is called after each answer; there are prompts * temperatures * rows of them.
+    """
+    identity = Identity()
+    for prompt in range(min(prompts, len(plan.prompts))):
+        for temperature in plan.temperatures:
+            found = {}
+            for row in plan.rows:
+                found[row] = await contenders.answer(plan, row, prompt, temperature, 0)
+                step()
+            _compare_ours(plan, identity, found, prompt, temperature)
+    return identity
+
+
+async def measure(plan: Plan, contenders: Contenders, seconds: float, step: Callable[[], None]) -> Measured:
+    """Every prompt at every temperature in every way, interleaved; all prompts once before any is repeated.
+
+    Ends sooner where the next prompt would not fit into `seconds`: all rows lose the same ones, and `note` says so.
+    """
+    measured = Measured(plan, {(row, temperature): {} for row in plan.rows for temperature in plan.temperatures})
+    passes = [(repetition, prompt) for repetition in range(plan.repetitions) for prompt in range(len(plan.prompts))]
+    started = time.monotonic()
+    for done, (repetition, prompt) in enumerate(passes):
+        if done and (time.monotonic() - started) * (done + 1) / done > seconds:
+            measured.note = f"the time limit ended it after {done} of {len(passes)} passes over all rows"
+            break
+        for temperature in plan.temperatures:
+            found = {}
+            for row in plan.order(repetition, temperature, prompt):
+                found[row] = await contenders.answer(plan, row, prompt, temperature, repetition)
+                measured.answers[row, temperature][prompt, repetition] = found[row]
+                step()
+            _compare_ours(plan, measured.identity, found, prompt, temperature)
+    return measured
+
+
+def _by_prompt(values: Mapping[Key, float]) -> list[float]:
+    """The mean of each prompt's repetitions."""
+    groups: dict[int, list[float]] = {}
+    for (prompt, _), value in values.items():
+        groups.setdefault(prompt, []).append(value)
+    return [fmean(group) for group in groups.values()]
+
+
+def _round_split(rounds: Mapping[Key, Rounds]) -> Row:
+    """The mean round of each answer, by parts, as a median over prompts; the hops' share of it; the shapes of all."""
+    parts = {
+        part: {key: getattr(each, f"{part}_ms") for key, each in rounds.items()}
+        for part in ("draft", "verify", "queue", "hop", "total")
+    }
+    shares = {key: each.hop_ms / each.total_ms for key, each in rounds.items()}
+    shapes: Counter[str] = Counter()
+    for each in rounds.values():
+        shapes.update(each.shapes)
+    return {
+        "round_ms": {part: round(median(_by_prompt(values)), 3) for part, values in parts.items()},
+        "hop_share": median_estimate(_by_prompt(shares)).as_json(),
+        "arms": {shape: round(count / shapes.total(), 4) for shape, count in shapes.most_common()},
+    }
+
+
+def rows_of(measured: Measured) -> Iterator[Row]:
+    """One row for each thing measured at each temperature."""
+    plan = measured.plan
+    for temperature in plan.temperatures:
+        for name in plan.rows:
+            answers = measured.answers[name, temperature]
+            rates = measured.rates(name, temperature)
+            overall = median_estimate(_by_prompt(rates))
+            decode = [rate for answer in answers.values() if (rate := answer.decode_tokens_per_second) is not None]
+            repeated = repeat_difference(rates)
+            row: Row = {
+                "name": name,
+                "target": plan.target,
+                "temperature": temperature,
+                "prompts": len({prompt for prompt, _ in answers}),
+                "answers": len(answers),
+                "answer_tokens": plan.tokens,
+                "tokens_per_second": overall.as_json(),
+                "tokens_per_second_min": round(min(rates.values()), 2),
+                "tokens_per_second_max": round(max(rates.values()), 2),
+                "repeat_difference_share": None if repeated is None else round(repeated, 4),
+                "decode_tokens_per_second": round(median(decode), 2) if decode else None,
+                "first_token_ms": round(1000 * median(answer.first_seconds for answer in answers.values()), 2),
+                "emitted_per_round": round(
+                    sum(len(answer.tokens) for answer in answers.values())
+                    / sum(answer.round_count for answer in answers.values()),
+                    3,
+                ),
+                "ratio_over": {
+                    other: paired_ratio(rates, measured.rates(other, temperature)).as_json()
+                    for other in COMPARED
+                    if other in plan.rows and other != name
+                },
+            }
+            rounds = {key: answer.rounds for key, answer in answers.items() if answer.rounds is not None}
+            if rounds:
+                row |= _round_split(rounds)
+            yield row
+
+
+def _estimate(said: Mapping[str, float]) -> Estimate:
+    return Estimate(said["median"], said["low"], said["high"], said["coverage"])
+
+
+def _aim(aim: str, bar: float, unmeasured: str, found: Estimate | None = None, judged: str = "median") -> Row:
+    """One aim. `judged` is the part of the estimate that must reach the bar; or `ceiling`."""
+    if unmeasured or found is None:
+        return {"aim": aim, "value": None, "interval": None, "bar": bar, "met": None, "why": unmeasured}
+    value = found.low if judged == "low" else found.median
+    met = value <= bar if judged == "ceiling" else value >= bar
+    aimed: Row = {"aim": aim, "value": value, "interval": [found.low, found.high], "bar": bar, "met": met}
+    if found.coverage < 0.9:
+        aimed["why"] = f"few prompts: the interval is their range and covers {found.coverage:.0%}"
+    return aimed
+
+
+def aims_of(rows: Sequence[Row], threads: int, accelerator: object, dropped: str = "") -> list[Row]:
+    """The aims of the bench, from its rows alone. `dropped` says why nothing may be judged, where that is so."""
+    unmeasured = dropped
+    if accelerator is not None:
+        unmeasured = unmeasured or f"the bars are for a processor; this ran on {accelerator}"
+    if threads != AIM_THREADS:
+        unmeasured = unmeasured or f"the bars are for {AIM_THREADS} threads; this ran with {threads}"
+    found = {(row["name"], row["temperature"]): row for row in rows if row["target"] == COSTLY}
+    aims = []
+    for temperature, bar in POLICY_BARS.items():
+        at = f"costly target, temperature {temperature:g}"
+        auto, off = found.get((AUTO, temperature)), found.get((OFF, temperature))
+        missing = unmeasured or ("" if auto and off else f"the costly target was not measured at {temperature:g}")
+        auto_over = auto["ratio_over"] if auto else {}
+        library = {name: _estimate(auto_over[name]) for name in BASELINES if name in auto_over}
+        aims.append(
+            _aim(f"policy over off, {at}", bar, missing, _estimate(auto_over[OFF]) if OFF in auto_over else None)
+        )
+        if library and not missing:
+            strongest = min(library, key=lambda name: library[name].low)
+            above = _aim(f"policy over every transformers row, {at}", ABOVE_BAR, "", library[strongest], "low")
+            above["why"] = "; ".join(filter(None, (f"the closest is {strongest}", above.get("why", ""))))
+            aims.append(above)
+        else:
+            aims.append(
+                _aim(f"policy over every transformers row, {at}", ABOVE_BAR, missing or "no such row was measured")
+            )
+        over_generate = off["ratio_over"].get(GENERATE) if off else None
+        aims.append(
+            _aim(
+                f"off over generate, {at}",
+                OFF_BAR,
+                missing or ("" if over_generate else "generate was not measured"),
+                _estimate(over_generate) if over_generate else None,
+            )
+        )
+        share = auto.get("hop_share") if auto else None
+        aims.append(
+            _aim(
+                f"hops as a share of the policy's rounds, {at}",
+                HOP_BAR,
+                missing or ("" if share else "the policy's rounds were not told"),
+                _estimate(share) if share else None,
+                "ceiling",
+            )
+        )
+    return aims

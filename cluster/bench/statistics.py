@@ -1,0 +1,73 @@
+"""Medians with intervals that assume nothing of the distribution, and ratios of paired measurements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+CONFIDENCE = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A median and an interval that holds the true one with a chance of at least `coverage`."""
+
+    median: float
+    low: float
+    high: float
+    coverage: float  # below 0.9 where there are fewer than 5 values: then the interval is their range
+
+    def as_json(self) -> dict[str, float]:
+        return {
+            "median": round(self.median, 4),
+            "low": round(self.low, 4),
+            "high": round(self.high, 4),
+            "coverage": round(self.coverage, 3),
+        }
+
+
+def median_estimate(values: Sequence[float]) -> Estimate:
+    """The median with its interval by order statistics, as the sign test gives it: exact for any distribution.
+
+    The k-th smallest and the k-th largest of n values miss the true median with a chance of 2 P(Binomial(n, 1/2) < k);
+    k is the largest for which that is at most 1 - CONFIDENCE. Of 16 values these are the 5th and the 12th.
+    """
+    if not values:
+        raise ValueError("median_estimate: no values")
+    ordered, count = sorted(values), len(values)
+    below = [math.comb(count, successes) / 2**count for successes in range(count + 1)]
+    rank, missed = 1, 2 * below[0]
+    while rank < (count + 1) // 2 and missed + 2 * below[rank] <= 1 - CONFIDENCE:
+        missed += 2 * below[rank]
+        rank += 1
+    return Estimate(median(ordered), ordered[rank - 1], ordered[count - rank], max(1 - missed, 0.0))
+
+
+Key = tuple[int, int]
+"""(prompt, repetition): what makes two measurements a pair."""
+
+
+def paired_ratio(over: Mapping[Key, float], under: Mapping[Key, float]) -> Estimate:
+    """The median over prompts of `over / under`, paired by prompt and repetition.
+
+    A prompt's ratio is the geometric mean of its repetitions', so that no prompt counts twice. Raises ValueError where
+    the two were not measured on the same pairs.
+    """
+    if over.keys() != under.keys():
+        raise ValueError(f"paired_ratio: {len(over)} and {len(under)} measurements are not pairs")
+    logs: dict[int, list[float]] = {}
+    for prompt, repetition in over:
+        pair = over[prompt, repetition] / under[prompt, repetition]
+        logs.setdefault(prompt, []).append(math.log(pair))
+    return median_estimate([math.exp(sum(ratios) / len(ratios)) for ratios in logs.values()])
+
+
+def repeat_difference(values: Mapping[Key, float]) -> float | None:
+    """The median over prompts of the relative range of a prompt's repetitions; None where nothing was repeated."""
+    groups: dict[int, list[float]] = {}
+    for (prompt, _), value in values.items():
+        groups.setdefault(prompt, []).append(value)
+    ranges = [(max(group) - min(group)) / median(group) for group in groups.values() if len(group) > 1]
+    return median(ranges) if ranges else None

@@ -1,0 +1,65 @@
+"""What was promised, what was found, and the report of both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(slots=True)
+class Promise:
+    """One promise and what its check found. `kept` is None where it could not be checked here, and `why` says why."""
+
+    promise: str
+    kept: bool | None = None
+    answers: int = 0
+    tokens_compared: int = 0
+    excused: int = 0
+    found: list[str] = field(default_factory=list)  # one line per thing that was looked at
+    broken: list[str] = field(default_factory=list)  # one line per difference
+    why: str = ""
+
+    def check(self, holds: bool, line: str) -> None:
+        """Note one finding; the promise is kept as long as every finding holds."""
+        (self.found if holds else self.broken).append(line)
+        self.kept = holds and self.kept is not False
+
+
+def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
+    """Index of the first token that differs, or None. A missing token is a difference."""
+    for index, (mine, other) in enumerate(zip(ours, theirs, strict=False)):
+        if mine != other:
+            return index
+    return None if len(ours) == len(theirs) else min(len(ours), len(theirs))
+
+
+def report(promises: Sequence[Promise], machine: dict[str, object], subject: str) -> dict[str, object]:
+    """The JSON form: the same as a bench's, with `promises` for `aims`."""
+    return {
+        "bench": "certify",
+        "subject": subject,
+        "machine": machine,
+        "promises": [asdict(promise) for promise in promises],
+    }
+
+
+def show(console: Console, promises: Sequence[Promise], subject: str) -> None:
+    """The same for people."""
+    table = Table(title=f"dendro certify: {subject}", show_lines=True)
+    for column in ("promise", "kept", "answers", "tokens compared", "excused", "found"):
+        table.add_column(column, overflow="fold", justify="right" if column[0] in "ate" else "left")
+    word = {True: "[green]kept", False: "[red]BROKEN", None: "[yellow]not checked"}
+    for promise in promises:
+        lines = promise.broken[:8] + promise.found + ([promise.why] if promise.why else [])
+        table.add_row(
+            promise.promise,
+            word[promise.kept],
+            f"{promise.answers:,}",
+            f"{promise.tokens_compared:,}",
+            f"{promise.excused:,}",
+            "\n".join(lines),
+        )
+    console.print(table)

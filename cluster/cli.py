@@ -1,0 +1,255 @@
+"""The command `dendro`. Each command imports what it needs when it runs; nothing here imports torch.
+
+Environment that arithmetic depends on is set before anything is imported: see CONTRIBUTING.md, "Numbers on a CPU".
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+
+import asyncio
+import importlib
+import logging
+import signal
+import sys
+import threading
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import psutil
+import typer
+from dendro.client import Asking, AsyncClient, Options
+from dendro.errors import BadRequest, DendroError
+from rich.console import Console
+
+from cluster.config import Config, demo_config
+from cluster.running import descendants, local_client, running_cluster, survivors
+from cluster.showing import RoundsPrinter, answer_line, as_json, tour
+
+app = typer.Typer(
+    name="dendro",
+    help="Lossless tree speculative decoding with Mamba drafters, served on Ray. Without a configuration every command "
+    "works on the bundled demo pair.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+train = typer.Typer(help="Train models.", no_args_is_help=True)
+bench = typer.Typer(help="Measure, side by side and in one run.", no_args_is_help=True)
+app.add_typer(train, name="train")
+app.add_typer(bench, name="bench")
+
+errors = Console(stderr=True)
+
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", help="A cluster's YAML file. Default: the bundled demo.", show_default=False)
+]
+
+SECOND_TURN = "\n\n\ndef main():\n"
+DEMO_PROMPT_TOKENS = 96
+SHUTDOWN_S = 15.0
+
+
+def _config(path: Path | None) -> Config:
+    return demo_config() if path is None else Config.load(path)
+
+
+def _log_to_stderr(level: int) -> None:
+    logging.basicConfig(level=level, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
+
+
+Result = TypeVar("Result")
+
+
+def _run(work: Coroutine[Any, Any, Result]) -> Result:
+    """Run a command to its end. A SIGTERM ends it as Ctrl-C does, so that nothing that was started stays behind."""
+
+    async def main() -> Result:
+        task = asyncio.ensure_future(work)
+        if threading.current_thread() is threading.main_thread():
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        return await task
+
+    try:
+        return asyncio.run(main())
+    except asyncio.CancelledError:
+        raise typer.Exit(128 + signal.SIGTERM) from None
+
+
+@asynccontextmanager
+async def _client(config: Path | None, address: str, local: bool) -> AsyncIterator[Asking]:
+    """A client of the cluster at `address`; else of engines in this process; else of a cluster that ends with it."""
+    if address and local:
+        raise BadRequest("--local", "cannot be given together with --address")
+    if address:
+        if config is not None:
+            raise BadRequest("--config", "belongs to a cluster that is started here; --address names one that runs")
+        async with AsyncClient(address) as client:
+            yield client
+    elif local:
+        async with local_client(_config(config)) as near:
+            yield near
+    else:
+        async with running_cluster(_config(config)) as started, AsyncClient(started) as client:
+            yield client
+
+
+@app.command()
+def serve(
+    config: Annotated[
+        Path | None, typer.Argument(help="A cluster's YAML file. Default: the bundled demo.", show_default=False)
+    ] = None,
+) -> None:
+    """Serve a cluster until Ctrl-C; prints the address that clients call."""
+    _log_to_stderr(logging.INFO)
+
+    async def run() -> None:
+        stop = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        checked = _config(config)
+        async with running_cluster(checked) as address:
+            print(address, flush=True)
+            errors.print(f"serving {', '.join(checked.targets)} at {address}; Ctrl-C stops everything")
+            await stop.wait()
+            errors.print("stopping")
+
+    _run(run())
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to go on from.")],
+    address: Annotated[str, typer.Option(help="A running cluster, host:port. Default: one is started.")] = "",
+    local: Annotated[bool, typer.Option("--local", help="Engines in this process: no Ray, no Redis.")] = False,
+    config: ConfigOption = None,
+    model: Annotated[str, typer.Option(help="The target's name. Default: the first.")] = "",
+    session: Annotated[str, typer.Option(help="Go on with this session.")] = "",
+    keep_session: Annotated[bool, typer.Option("--keep-session", help="Begin a session; prints its token.")] = False,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option("--top-k", help="0 keeps all.")] = 0,
+    top_p: Annotated[float, typer.Option("--top-p", help="1 keeps all.")] = 1.0,
+    min_p: Annotated[float, typer.Option("--min-p", help="0 keeps all.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Default: the session's, or drawn and reported.")] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens")] = 128,
+    speculation: Annotated[str, typer.Option(help="auto, off or a shape such as 3,2,1. Changes no token.")] = "auto",
+    json: Annotated[bool, typer.Option("--json", help="One JSON object instead of the stream.")] = False,
+) -> None:
+    """Stream an answer; the tokens of each round have a colour of their own."""
+    options: Options = {
+        "model": model,
+        "session": session,
+        "keep_session": keep_session,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "seed": seed,
+        "max_new_tokens": max_new_tokens,
+        "speculation": speculation,
+    }
+
+    async def run() -> None:
+        async with _client(config, address, local) as client:
+            if json:
+                print(as_json(await client.generate_text(prompt, **options)))
+                return
+            done = await RoundsPrinter(Console(highlight=False)).show_all(client.generate(prompt, **options))
+            errors.print(f"[dim]{answer_line(done.complete)}; seed {done.started.seed}[/]", highlight=False)
+            if done.complete.session:
+                errors.print(f"[dim]session {done.complete.session}[/]", highlight=False)
+
+    _run(run())
+
+
+@app.command()
+def demo(
+    config: ConfigOption = None,
+    local: Annotated[bool, typer.Option("--local", help="Engines in this process: no Ray, no Redis.")] = False,
+    prompt: Annotated[str, typer.Option(help="Default: a held-out passage of the demo's corpus.")] = "",
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens")] = 96,
+) -> None:
+    """The main job, end to end: one router, one verifier and one drafter on Ray Serve with a Redis; two turns of a
+    session; what came of it; and nothing left behind."""
+    console = Console(highlight=False)
+    checked = _config(config)
+    where = "in this process" if local else "one router, one verifier, one drafter and a Redis on Ray Serve"
+    console.print(f"[bold]dendro demo[/]: starting {where} ...")
+
+    async def run() -> frozenset[psutil.Process]:
+        async with _client(config, "", local) as client:
+            said = prompt or _demo_prompt(checked)
+            started = descendants()
+            await tour(console, client, said, SECOND_TURN, max_new_tokens)
+            console.print("Shutting down ...")
+            return started | descendants()
+
+    started = _run(run())
+    left = survivors(started, SHUTDOWN_S)
+    if left:
+        errors.print(f"processes left behind: {', '.join(left)}", style="red", markup=False)
+        raise typer.Exit(1)
+    console.print(f"All {len(started)} processes that were started have ended.")
+
+
+def _demo_prompt(config: Config) -> str:
+    from cluster.demo.prompts import held_out_prompts, load_tokenizer
+
+    return held_out_prompts(1, DEMO_PROMPT_TOKENS, load_tokenizer())[0].text
+
+
+@train.command("demo")
+def train_demo(
+    out: Annotated[Path, typer.Option(help="Folder of the checkpoints and the model card.")] = Path("demo-pair"),
+    minutes: Annotated[float, typer.Option(help="Time for the whole training.")] = 90,
+    seed: Annotated[int, typer.Option(help="Of weights, order of text and sampled text.")] = 0,
+    resume: Annotated[bool, typer.Option(help="Go on where a run in the same folder stopped.")] = True,
+    threads: Annotated[int, typer.Option(help="CPU threads.")] = 2,
+) -> None:
+    """Train the demo pair: a small Llama on Python's standard library, and three drafters distilled from it."""
+    from cluster.demo.train import train_demo as run
+
+    run(out, minutes, seed, resume, threads)
+
+
+ELSEWHERE = {"ignore_unknown_options": True, "allow_extra_args": True}
+
+
+def _hand_over(module: str, function: str, context: typer.Context) -> None:
+    """Run a command that lives, with its own options and help, in a module that is slow to import."""
+    command = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+    command.command()(getattr(importlib.import_module(module), function))
+    command(args=context.args, prog_name=context.command_path)
+
+
+@app.command("certify", context_settings=ELSEWHERE, add_help_option=False)
+def certify(context: typer.Context) -> None:
+    """Check the promises: the target's own tokens, whatever the speculation; exit status 1 when one is broken."""
+    _hand_over("cluster.certify.command", "certify", context)
+
+
+@bench.command("speed", context_settings=ELSEWHERE, add_help_option=False)
+def bench_speed(context: typer.Context) -> None:
+    """Compare speeds with transformers and with speculation off."""
+    _hand_over("cluster.bench.command", "bench_speed", context)
+
+
+def main() -> None:
+    """The entry point: an error of the family is one line and exit status 2 (bad input) or 1."""
+    try:
+        app()
+    except DendroError as error:
+        errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(2 if isinstance(error, BadRequest) else 1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

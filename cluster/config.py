@@ -1,0 +1,277 @@
+"""What the operator says, in one YAML file, checked at birth.
+
+```yaml
+targets:
+  demo: {checkpoint: models/target, dtype: bfloat16, threads: 1, resources: {cpu: 0.5}}
+drafters:
+  mamba: {checkpoint: models/mamba, resources: {cpu: 0.5}}
+speculation: {policy: ratio_ucb, arms: ["off", "(1,1,1,1)", "(3,2,2,1,1)"]}
+```
+
+Relative checkpoint paths start at the YAML file's folder. A key that we do not know is refused by its path; a value
+that does not fit is refused by the name of its field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+import yaml
+from dendro.errors import BadRequest
+from dendro.tree import MAX_ROWS, OFF, TreeShape
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from cluster.policies import POLICIES
+
+DEMO_MODELS = Path(__file__).parent / "demo" / "models"
+
+Dtype = Literal["bfloat16", "float32"]
+
+
+def _shape_text(text: str) -> str:
+    """The canonical form of a shape; ValueError for what is none."""
+    try:
+        return str(TreeShape.parse(text))
+    except ValueError as error:
+        raise ValueError(str(error).removeprefix("shape: ")) from None
+
+
+ShapeText = Annotated[str, AfterValidator(_shape_text)]
+"""A shape as text, in its canonical form: `off`, `(1,1,1,1)`."""
+
+DEFAULT_ARMS: tuple[str, ...] = ("off", "(1,1)", "(1,1,1,1)", "(2,1,1)", "(3,2,1)", "(4,2,1,1)", "(3,2,2,1,1)")
+
+
+class Section(BaseModel):
+    """What all sections share: frozen, and deaf to nothing."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class Resources(Section):
+    """What Ray sets aside for one replica. A fraction of a core or of an accelerator is allowed."""
+
+    cpu: float = Field(default=1.0, ge=0)
+    gpu: float = Field(default=0.0, ge=0)
+    custom: dict[str, float] = Field(default_factory=dict)
+    """Ray's own named resources, such as `{verifier: 1}`, that pin a pool to its machines."""
+
+
+class Model(Section):
+    """What a target and a drafter share: one Serve deployment with `replicas` replicas."""
+
+    checkpoint: Path
+    dtype: Dtype = "bfloat16"
+    threads: int = Field(default=1, ge=1)
+    replicas: int = Field(default=1, ge=0)
+    resources: Resources = Resources()
+    max_length: int = Field(default=2048, ge=2)
+    """Tokens of the longest text that a replica holds, prompt and answer together."""
+    max_sessions: int = Field(default=16, ge=1)
+    """Texts that a replica holds at once."""
+
+
+class Target(Model):
+    """A served model: one verifier deployment."""
+
+    max_rows: int = Field(default=MAX_ROWS, ge=1, le=MAX_ROWS)
+    """Rows of the largest tree, its root among them."""
+    max_depth: int = Field(default=16, ge=0, le=MAX_ROWS - 1)
+
+
+class Drafter(Model):
+    """A drafter deployment. It serves every target that shares its tokenizer, or only those named in `targets`."""
+
+    targets: tuple[str, ...] = ()
+
+
+SettledModel = TypeVar("SettledModel", bound=Model)
+
+
+class Router(Section):
+    """The deployment that clients speak to, and its patience."""
+
+    replicas: int = Field(default=1, ge=1)
+    resources: Resources = Resources(cpu=0.25)
+    max_prompt_bytes: int = Field(default=1 << 20, ge=1)
+    max_new_tokens: int = Field(default=4096, ge=1)
+    """The most tokens that one request may ask for."""
+    default_new_tokens: int = Field(default=256, ge=1)
+    """What a request gets that names no number."""
+    request_timeout_s: float = Field(default=600.0, gt=0)
+    """A request's wall-clock limit: an orphan ends here at the latest."""
+    draft_timeout_ms: float = Field(default=500.0, gt=0)
+    """The longest a round waits for its draft; a late one makes the round plain decoding."""
+
+
+class Speculation(Section):
+    """How shapes are chosen where a request leaves that to us (`auto`)."""
+
+    policy: str = "ratio_ucb"
+    arms: tuple[ShapeText, ...] = DEFAULT_ARMS
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.policy not in POLICIES:
+            raise ValueError(f"policy: {self.policy!r} is not one of {', '.join(POLICIES)}")
+        if not self.arms:
+            raise ValueError("arms: is empty; name at least one shape")
+        if len(set(self.arms)) != len(self.arms):
+            raise ValueError("arms: names a shape twice")
+        return self
+
+    @property
+    def shapes(self) -> tuple[TreeShape, ...]:
+        return tuple(TreeShape.parse(arm) for arm in self.arms)
+
+
+class Redis(Section):
+    """Where records and states are kept."""
+
+    url: str = ""
+    """Empty: an embedded redis-server is started beside the cluster and ends with it."""
+    record_ttl_s: int = Field(default=7 * 24 * 3600, ge=1)
+    state_ttl_s: int = Field(default=24 * 3600, ge=1)
+    memory_mb: int = Field(default=512, ge=8)
+    """What the embedded server may hold; it forgets the oldest beyond that."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.url and not self.url.startswith(("redis://", "rediss://", "unix://")):
+            raise ValueError(f"url: {self.url!r} does not begin with redis://, rediss:// or unix://")
+        return self
+
+
+class Grpc(Section):
+    """Where clients reach us."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=0, ge=0, le=65535)
+    """Zero: a free port is taken and printed."""
+
+
+class Config(Section):
+    """One cluster."""
+
+    targets: dict[str, Target] = Field(min_length=1)
+    drafters: dict[str, Drafter] = Field(default_factory=dict)
+    router: Router = Router()
+    speculation: Speculation = Speculation()
+    redis: Redis = Redis()
+    grpc: Grpc = Grpc()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name in (*self.targets, *self.drafters):
+            if not name or not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
+                raise ValueError(f"name {name!r}: letters, digits, '-', '_' and '.' alone")
+        for name, drafter in self.drafters.items():
+            for target in drafter.targets:
+                if target not in self.targets:
+                    raise ValueError(f"drafters.{name}.targets: there is no target {target!r}")
+        return self
+
+    @classmethod
+    def load(cls, path: str | Path) -> Config:
+        """Read and check a YAML file; raises BadRequest naming the file or the field."""
+        path = Path(path)
+        try:
+            said = yaml.safe_load(path.read_text())
+        except FileNotFoundError:
+            raise BadRequest("config", f"there is no file {path}") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise BadRequest("config", f"{path} cannot be read: {error}") from error
+        except yaml.YAMLError as error:
+            raise BadRequest("config", f"{path} is not YAML: {error}") from error
+        if not isinstance(said, dict):
+            raise BadRequest("config", f"{path} holds no mapping of sections")
+        return cls.of(said, path.parent)
+
+    @classmethod
+    def of(cls, said: Mapping[str, Any], folder: Path) -> Config:
+        """Check a configuration that is already a mapping; relative checkpoints start at `folder`."""
+        try:
+            config = cls.model_validate(said)
+        except ValidationError as error:
+            raise BadRequest(*_first_fault(error)) from None
+        return config.model_copy(
+            update={
+                "targets": {name: _settled(model, folder) for name, model in config.targets.items()},
+                "drafters": {name: _settled(model, folder) for name, model in config.drafters.items()},
+            }
+        )
+
+    def target_named(self, name: str) -> str:
+        """The target a request means; an empty name is the first. Raises BadRequest for one that is not served."""
+        if not name:
+            return next(iter(self.targets))
+        if name not in self.targets:
+            raise BadRequest("model", f"{name!r} is not served here; there is {', '.join(self.targets)}")
+        return name
+
+    def drafters_of(self, target: str) -> tuple[str, ...]:
+        """The drafters that may draft for a target, in the order they were written."""
+        return tuple(
+            name for name, drafter in self.drafters.items() if not drafter.targets or target in drafter.targets
+        )
+
+    def arms_of(self, target: str) -> tuple[TreeShape, ...]:
+        """The arms that fit a target's limits; `off` alone where it has no drafter."""
+        if not self.drafters_of(target):
+            return (OFF,)
+        limits = self.targets[target]
+        fitting = (
+            shape
+            for shape in self.speculation.shapes
+            if shape.rows <= limits.max_rows and shape.depth <= limits.max_depth
+        )
+        return tuple(fitting) or (OFF,)
+
+
+def _settled(model: SettledModel, folder: Path) -> SettledModel:
+    return model.model_copy(update={"checkpoint": (folder / model.checkpoint.expanduser()).resolve()})
+
+
+def _first_fault(error: ValidationError) -> tuple[str, str]:
+    """Path and reason of the first thing that is wrong; how many more there are is said with it."""
+    faults = error.errors(include_url=False)
+    fault = faults[0]
+    path = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] == "extra_forbidden":
+        reason = "is not a key that we know"
+    elif fault["type"] == "missing":
+        reason = "is missing"
+    else:
+        reason = str(fault.get("ctx", {}).get("error", fault["msg"]))
+        head, _, rest = reason.partition(": ")
+        if rest and head.replace(".", "").replace("_", "").isalnum():  # a check of several fields names its own
+            path, reason = ".".join(part for part in (path, head) if part), rest
+    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+    return path or "config", reason + more
+
+
+def pair_config(
+    target: Path, drafters: Sequence[Path], *, dtype: Dtype = "bfloat16", threads: int = 1, **sections: Any
+) -> Config:
+    """The configuration of one target and its drafters, each named after its folder; `sections` are the others."""
+    share = 0.5
+    return Config.of(
+        {
+            "targets": {
+                target.name: {"checkpoint": target, "dtype": dtype, "threads": threads, "resources": {"cpu": share}}
+            },
+            "drafters": {
+                path.name: {"checkpoint": path, "dtype": dtype, "threads": threads, "resources": {"cpu": share}}
+                for path in drafters
+            },
+            **sections,
+        },
+        Path.cwd(),
+    )
+
+
+def demo_config(models: Path = DEMO_MODELS, drafter: str = "mamba2") -> Config:
+    """The bundled demo: one router, one verifier, one drafter, an embedded Redis."""
+    return pair_config(models / "target", [models / drafter])

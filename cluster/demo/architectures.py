@@ -1,0 +1,90 @@
+"""The four models of the demo pair: one target and three drafters of the same vocabulary.
+
+Serving on a CPU pays Python's overhead per layer, so all four are shallow and wide.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from cluster.demo.corpus import END_OF_TEXT_ID, VOCABULARY
+
+DrafterName = Literal["mamba", "mamba2", "llama"]
+DRAFTERS: tuple[DrafterName, ...] = get_args(DrafterName)
+
+TARGET_LIMIT = 9_000_000  # parameters
+DRAFTER_LIMIT = 1_200_000
+
+_TOKENS: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "bos_token_id": END_OF_TEXT_ID,
+    "eos_token_id": END_OF_TEXT_ID,
+    "pad_token_id": END_OF_TEXT_ID,
+    "tie_word_embeddings": True,
+}
+
+
+def target_config() -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=384,
+        intermediate_size=1152,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=2048,
+        **_TOKENS,
+    )
+
+
+def drafter_config(name: DrafterName) -> PreTrainedConfig:
+    if name == "mamba":
+        return MambaConfig(hidden_size=176, state_size=16, num_hidden_layers=2, **_TOKENS)
+    if name == "mamba2":
+        return Mamba2Config(
+            hidden_size=176,
+            head_dim=32,
+            num_heads=11,
+            state_size=64,
+            n_groups=1,
+            num_hidden_layers=2,
+            chunk_size=64,
+            **_TOKENS,
+        )
+    return LlamaConfig(
+        hidden_size=160,
+        intermediate_size=352,
+        num_hidden_layers=2,
+        num_attention_heads=5,
+        num_key_value_heads=5,
+        head_dim=32,
+        max_position_embeddings=2048,
+        **_TOKENS,
+    )
+
+
+def new_model(config: PreTrainedConfig, seed: int, device: torch.device) -> PreTrainedModel:
+    """A model of random weights, always the same ones for the same seed."""
+    torch.manual_seed(seed)
+    model: PreTrainedModel
+    if isinstance(config, MambaConfig):
+        model = MambaForCausalLM(config)
+    elif isinstance(config, Mamba2Config):
+        model = Mamba2ForCausalLM(config)
+    else:
+        assert isinstance(config, LlamaConfig)
+        model = LlamaForCausalLM(config)
+    return nn.Module.to(model, device)

@@ -1,0 +1,83 @@
+"""Prompts for measuring the demo pair: passages of the held-out modules, shipped as `held_out.json`.
+
+The passages are shipped, so that prompts do not depend on the Python that runs; `passages.py` chose them. They are
+Python's own source text, under the PSF licence.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+PASSAGES_FILE = Path(__file__).parent / "held_out.json"
+MODELS = Path(__file__).parent / "models"
+MEASURING_FILE = "measuring_prompts.json"  # beside the models: written by their training, read here
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """The beginning of a function or class of a held-out module."""
+
+    name: str  # module and line, "heapq.py:214"
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt of exactly the asked-for length, and what the module says next."""
+
+    name: str  # of its passage
+    text: str
+    token_ids: tuple[int, ...]
+    continuation_ids: tuple[int, ...]  # at least 128 tokens
+
+
+def load_passages() -> list[Passage]:
+    return [Passage(entry["name"], entry["text"]) for entry in json.loads(PASSAGES_FILE.read_text())]
+
+
+def load_tokenizer(models: Path = MODELS) -> Tokenizer:
+    return Tokenizer.from_file(str(models / "target" / "tokenizer.json"))
+
+
+def _measuring_order(models: Path) -> list[str]:
+    """Names of the passages, those first whose greedy answers the card found to repeat themselves least."""
+    chosen = models / MEASURING_FILE
+    return list(json.loads(chosen.read_text())["order"]) if chosen.exists() else []
+
+
+def as_prompts(passages: Iterable[Passage], length_tokens: int, tokenizer: Tokenizer) -> list[Prompt]:
+    """A prompt of each passage that is long enough to go on for 128 tokens after it."""
+    prompts = []
+    for passage in passages:
+        ids = tokenizer.encode(passage.text).ids
+        prompt, continuation = ids[:length_tokens], ids[length_tokens:]
+        if len(continuation) >= 128:
+            prompts.append(Prompt(passage.name, tokenizer.decode(prompt), tuple(prompt), tuple(continuation)))
+    return prompts
+
+
+def held_out_prompts(
+    count: int | None,
+    length_tokens: int,
+    tokenizer: Tokenizer | None = None,
+    models: Path = MODELS,
+) -> list[Prompt]:
+    """The first `count` (None: all) measuring prompts of exactly `length_tokens` (at most 256) tokens; always the same.
+
+    Passages on which the target at `models` repeats itself least come first, since text that loops is trivially
+    predicted: the model card says for which lengths. `tokenizer` is that target's unless given.
+    """
+    if length_tokens > 256:
+        raise ValueError(f"prompts have at most 256 tokens, not {length_tokens}")
+    passages = {passage.name: passage for passage in load_passages()}
+    order = [name for name in _measuring_order(models) if name in passages]
+    order += [name for name in passages if name not in set(order)]
+    prompts = as_prompts([passages[name] for name in order], length_tokens, tokenizer or load_tokenizer(models))
+    if count is not None and count > len(prompts):
+        raise ValueError(f"there are {len(prompts)} measuring prompts, not {count}")
+    return prompts[:count]

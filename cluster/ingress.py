@@ -1,0 +1,560 @@
+"""The edge of the cluster: check a request, open its session, run the loop, stream what it gives.
+
+A plain object without Ray or sockets: `Ingress.generate` takes and gives messages. Its gRPC shells are the servicer
+below and the Serve deployment in app.py; both say an error in the words of `status_of`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Protocol, cast
+
+import grpc
+import grpc.aio
+from dendro.calls import Opened
+from dendro.client import CHANNEL_OPTIONS, REASON_KEY, TENANT_KEY, Answer, Asking, Event
+from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, Overloaded, PeerLost
+from dendro.text import SEED_BITS, Finish, Limits, Sampling, Text, Verdict
+from dendro.tree import DraftTree, TreeShape
+from dendro.v1 import generation_pb2 as pb
+from dendro.v1 import generation_pb2_grpc
+
+from cluster.checkpoints import read_json
+from cluster.config import Config, Target
+from cluster.policies import Experience, Static, make_policy
+from cluster.rounds import Drafter, Policy, Verifier, rounds
+from cluster.sessions import Record, Sessions
+from cluster.tokenizer import CheckpointTokenizer, TextStream, Tokenizer
+
+log = logging.getLogger("dendro.ingress")
+
+CLOSE_BUDGET_S = 1.0
+"""How long `complete` waits for the peers to put their last states by."""
+MAX_REQUEST_ID = 128
+LONG_PROMPT_BYTES = 1 << 14
+
+FINISH_REASONS = {
+    Finish.END_OF_TEXT: pb.FINISH_REASON_END_OF_TEXT,
+    Finish.LENGTH: pb.FINISH_REASON_LENGTH,
+}
+
+
+class Handle(Protocol):
+    """What both handles have besides their work."""
+
+    @property
+    def opened(self) -> Opened | None:
+        """What opening took; None as long as the peer has not said."""
+        ...
+
+    async def close(self, text: Text) -> None:
+        """Give the lease back, with the text so that the last state can be saved. Never raises."""
+        ...
+
+
+class DrafterHandle(Drafter, Handle, Protocol):
+    """A drafter, leased for one request."""
+
+
+class VerifierHandle(Verifier, Handle, Protocol):
+    """A verifier, leased for one request; `moves` counts how often it had to be another one."""
+
+    moves: int
+
+
+class Places(Protocol):
+    """Where texts can be opened. Taking a handle sends the text at once and waits for nothing."""
+
+    def drafter(self, target: str, text: Text) -> DrafterHandle: ...
+    def verifier(self, target: str, text: Text) -> VerifierHandle: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What the edge must know of a target: enough to refuse what it cannot do."""
+
+    name: str
+    tokenizer: Tokenizer
+    vocabulary: int
+    max_length: int
+    end_ids: frozenset[int]
+    dtype: str
+
+    @classmethod
+    def load(cls, name: str, target: Target) -> Served:
+        """Read a checkpoint's configuration and tokenizer; raises BadRequest naming what is missing."""
+        where = f"targets.{name}.checkpoint"
+        said = read_json(target.checkpoint / "config.json", where)
+        vocabulary = said.get("vocab_size")
+        if not isinstance(vocabulary, int):
+            raise BadRequest(where, f"{target.checkpoint}/config.json names no vocab_size")
+        try:
+            tokenizer = CheckpointTokenizer(target.checkpoint)
+        except BadRequest as error:
+            raise BadRequest(where, error.reason) from error
+        if tokenizer.size > vocabulary:
+            raise BadRequest(where, f"its tokenizer has {tokenizer.size} tokens, the model {vocabulary}")
+        generation = target.checkpoint / "generation_config.json"
+        end = (read_json(generation, where) if generation.exists() else {}).get("eos_token_id")
+        end = said.get("eos_token_id") if end is None else end
+        positions = said.get("max_position_embeddings") or target.max_length
+        return cls(
+            name=name,
+            tokenizer=tokenizer,
+            vocabulary=vocabulary,
+            max_length=min(target.max_length, positions),
+            end_ids=frozenset([end] if isinstance(end, int) else end or []),
+            dtype=target.dtype,
+        )
+
+
+class Tally:
+    """Wraps a policy and counts what its rounds came to."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.shape = TreeShape(())  # of the round that runs
+        self.pulls: dict[str, int] = {}
+        self.drafted = self.accepted = self.emitted = self.late = 0
+        self.draft_us = self.verify_us = self.queue_us = 0
+
+    def choose(self) -> TreeShape:
+        self.shape = self._policy.choose()
+        name = str(self.shape)
+        self.pulls[name] = self.pulls.get(name, 0) + 1
+        return self.shape
+
+    def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:
+        self._policy.learn(shape, tree, verdict)
+        self.drafted += tree.guesses
+        self.accepted += len(verdict.ranks)
+        self.emitted += len(verdict.tokens)
+        self.late += not shape.off and tree.guesses == 0
+        self.draft_us += tree.draft_us
+        self.verify_us += verdict.verify_us
+        self.queue_us += verdict.queue_us
+
+
+@dataclass(slots=True)
+class Job:
+    """A request that was found good."""
+
+    request_id: str
+    tenant: str
+    served: Served
+    sampling: Sampling
+    prompt: list[int]  # the text before the answer, a session's earlier turns included
+    held: list[int]  # the answer's tokens that the client has
+    limits: Limits
+    policy: Policy
+    session: str  # its token; empty: no session
+    record: Record | None  # of the session so far; None: it begins with this request
+    told: Record | None = None  # the record that has this answer already
+    began_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def answer_length(self) -> int:
+        return self.limits.max_length - len(self.prompt)
+
+
+class Ingress:
+    """Takes requests for all targets of a configuration. Of one event loop."""
+
+    def __init__(
+        self, config: Config, places: Places, sessions: Sessions, served: Mapping[str, Served] | None = None
+    ) -> None:
+        """`served` is what the checkpoints say; read from them unless given."""
+        self.config = config
+        self._places = places
+        self._sessions = sessions
+        self._served = served or {name: Served.load(name, target) for name, target in config.targets.items()}
+        self._experience: dict[str, Experience] = {name: Experience() for name in config.targets}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def info(self) -> pb.GetServerInfoResponse:
+        """What is served, the default target first."""
+        return pb.GetServerInfoResponse(
+            models=[
+                pb.ModelInfo(
+                    name=name,
+                    vocabulary=served.vocabulary,
+                    max_length=served.max_length,
+                    dtype=served.dtype,
+                    drafters=self.config.drafters_of(name),
+                )
+                for name, served in self._served.items()
+            ]
+        )
+
+    async def generate(
+        self, request: pb.GenerateRequest, tenant: str = ""
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """Stream the answer: started, a chunk per round, complete. Raises the family in dendro.errors.
+
+        Leaving the iteration, or cancelling the task, ends the work within a round and gives the leases back.
+        """
+        outcome, tally, text = "refused", None, None
+        request_id = request.request_id or secrets.token_hex(16)
+        began_s = time.monotonic()
+        try:
+            job = await self._admit(request, request_id, tenant)
+            outcome = "left"
+            yield pb.GenerateResponse(
+                started=pb.GenerateStarted(
+                    request_id=request_id,
+                    model=job.served.name,
+                    seed=job.sampling.seed,
+                    prompt_tokens=len(job.prompt),
+                    offset=len(job.held),
+                )
+            )
+            stream = TextStream(job.served.tokenizer)
+            stream.push(job.held)
+            if job.told is not None:
+                for event in self._tell(job, job.told, stream):
+                    yield event
+                outcome = "told"
+                return
+            text = Text(
+                job.prompt + job.held,
+                job.sampling,
+                # An answer that the client has whole leaves no room; it is ended below, without a round.
+                Limits(max(job.limits.max_length, len(job.prompt) + len(job.held) + 1), job.limits.ignore_end),
+                job.tenant,
+                job.record.marks if job.record else (),
+            )
+            finish = self._finish_of_held(job)
+            complete = pb.GenerateComplete()
+            if finish is None:
+                tally = Tally(job.policy)
+                async with aclosing(self._run(job, text, tally, stream, complete)) as chunks:
+                    async for chunk in chunks:
+                        yield pb.GenerateResponse(chunk=chunk)
+                finish = text.finish
+                assert finish is not None
+            complete.finish_reason = FINISH_REASONS[finish]
+            complete.usage.prompt_tokens = len(job.prompt)
+            complete.usage.completion_tokens = len(text) - len(job.prompt)
+            complete.session = await self._keep(job, text, finish)
+            outcome = str(finish)
+            yield pb.GenerateResponse(complete=complete)
+        except DendroError as error:
+            outcome = type(error).__name__
+            raise
+        finally:
+            log.info(
+                "request %s tenant %s tokens %d rounds %d accepted %d seconds %.3f outcome %s",
+                request_id,
+                hashlib.sha256(tenant.encode()).hexdigest()[:8],
+                tally.emitted if tally else 0,
+                sum(tally.pulls.values()) if tally else 0,
+                tally.accepted if tally else 0,
+                time.monotonic() - began_s,
+                outcome,
+            )
+
+    async def _run(
+        self, job: Job, text: Text, tally: Tally, stream: TextStream, complete: pb.GenerateComplete
+    ) -> AsyncGenerator[pb.GenerateChunk, None]:
+        """The loop, between taking and giving back the leases. Fills in what `complete` says of it."""
+        before = len(job.prompt)
+        verifier = self._places.verifier(job.served.name, text)
+        drafter = self._places.drafter(job.served.name, text)
+        first_s = last_s = 0.0
+        first_tokens = 0
+        try:
+            loop = cast(AsyncGenerator[Verdict, None], rounds(text, drafter, verifier, tally))
+            async with aclosing(loop) as verdicts:
+                async for verdict in verdicts:
+                    last_s = time.monotonic()
+                    if not first_s:
+                        first_s, first_tokens = last_s, len(verdict.tokens)
+                    added = stream.push(verdict.tokens)
+                    yield pb.GenerateChunk(
+                        offset=len(text) - len(verdict.tokens) - before,
+                        token_ids=verdict.tokens,
+                        text=added + stream.flush() if verdict.finished else added,
+                        shape=str(tally.shape),
+                    )
+                    if not verdict.finished and last_s - job.began_s > self.config.router.request_timeout_s:
+                        raise Overloaded(f"request: not done within {self.config.router.request_timeout_s:g} s")
+        finally:
+            await self._close(text, drafter, verifier)
+        complete.speculation.CopyFrom(
+            pb.SpeculationStats(
+                rounds=sum(tally.pulls.values()),
+                drafted_tokens=tally.drafted,
+                accepted_tokens=tally.accepted,
+                emitted_tokens=tally.emitted,
+                pulls=tally.pulls,
+                late_drafts=tally.late,
+                draft_us=tally.draft_us,
+                verify_us=tally.verify_us,
+                queue_us=tally.queue_us,
+                decode_tokens=tally.emitted - first_tokens,
+                decode_us=int(1e6 * (last_s - first_s)),
+                verifier_moves=verifier.moves,
+            )
+        )
+        for said, opened in ((complete.drafter, drafter.opened), (complete.target, verifier.opened)):
+            if opened is not None:
+                said.CopyFrom(
+                    pb.Opening(
+                        restored_tokens=opened.restored, processed_tokens=opened.processed, open_us=opened.open_us
+                    )
+                )
+
+    async def _close(self, text: Text, *handles: Handle) -> None:
+        """Close both, in tasks of their own: neither a cancelled request nor a peer that hangs holds a lease."""
+        tasks = [asyncio.ensure_future(handle.close(text)) for handle in handles]
+        self._closing.update(tasks)
+        for task in tasks:
+            task.add_done_callback(self._closing.discard)
+        await asyncio.wait(tasks, timeout=CLOSE_BUDGET_S)
+
+    def _finish_of_held(self, job: Job) -> Finish | None:
+        """Why an answer that the client has whole ended; None where it goes on."""
+        if not job.held:
+            return None
+        if job.held[-1] in job.served.end_ids and not job.limits.ignore_end:
+            return Finish.END_OF_TEXT
+        return Finish.LENGTH if len(job.held) >= job.answer_length else None
+
+    def _tell(self, job: Job, record: Record, stream: TextStream) -> list[pb.GenerateResponse]:
+        """The rest of an answer that was finished and written, but whose `complete` was lost."""
+        answer, events = record.last_answer, []
+        rest = answer[len(job.held) :]
+        if rest:
+            chunk = pb.GenerateChunk(offset=len(job.held), token_ids=rest, text=stream.push(rest) + stream.flush())
+            events.append(pb.GenerateResponse(chunk=chunk))
+        complete = pb.GenerateComplete(
+            finish_reason=FINISH_REASONS[Finish(record.last_finish)],
+            usage=pb.Usage(prompt_tokens=record.last_prompt, completion_tokens=len(answer)),
+            session=job.session,
+        )
+        return [*events, pb.GenerateResponse(complete=complete)]
+
+    async def _keep(self, job: Job, text: Text, finish: Finish) -> str:
+        """Write the session's record; its token, or nothing where there is none or the store does not answer."""
+        if not job.session:
+            return ""
+        earlier = job.record
+        record = Record(
+            tokens=tuple(text.ids),
+            seed=job.sampling.seed,
+            sample_index=job.sampling.sample_index,
+            marks=(*(earlier.marks if earlier else ()), len(text)),
+            version=earlier.version + 1 if earlier else 1,
+            model=job.served.name,
+            tokenizer=job.served.tokenizer.fingerprint,
+            last_request=job.request_id,
+            last_prompt=len(job.prompt),
+            last_finish=finish.value,
+        )
+        try:
+            await self._sessions.write(job.session, job.tenant, record)
+        except PeerLost as error:
+            log.warning("request %s: its session was not kept: %s", job.request_id, error)
+            return ""
+        return job.session
+
+    async def _admit(self, request: pb.GenerateRequest, request_id: str, tenant: str) -> Job:
+        """Check a request whole, before any model sees it."""
+        if len(request_id) > MAX_REQUEST_ID:
+            raise BadRequest("request_id", f"has {len(request_id)} characters; at most {MAX_REQUEST_ID}")
+        record = await self._sessions.read(request.session, tenant) if request.session else None
+        served = self._served_for(request, record)
+        resume = request.resume if request.HasField("resume") else None
+        held = list(resume.token_ids) if resume else []
+        _check_ids("resume.token_ids", held, served.vocabulary)
+        sampling = _sampling(request, record)
+        policy = self._policy(request.speculation, served.name, sampling.temperature)
+        if record is not None and record.last_request == request_id:
+            if tuple(held) != record.last_answer[: len(held)]:
+                raise BadRequest("resume.token_ids", "are not how this request's answer began")
+            limits = Limits(len(record.tokens), request.ignore_end)
+            prompt = list(record.tokens[: record.last_prompt])
+            return Job(
+                request_id, tenant, served, sampling, prompt, held, limits, policy, request.session, record, record
+            )
+        prompt = await self._prompt(request, served, record)
+        room = served.max_length - len(prompt)
+        if room < 1:
+            raise BadRequest("prompt", f"makes a text of {len(prompt)} tokens; at most {served.max_length - 1}")
+        count = self._new_tokens(request, room)
+        if len(held) > count:
+            raise BadRequest("resume.token_ids", f"are {len(held)} of an answer of at most {count}")
+        session = request.session
+        if request.keep_session and not session:
+            try:
+                session = await self._sessions.new_token(tenant)
+            except PeerLost as error:
+                log.warning("request %s: no session can be kept: %s", request_id, error)
+        limits = Limits(len(prompt) + count, request.ignore_end)
+        return Job(request_id, tenant, served, sampling, prompt, held, limits, policy, session, record)
+
+    def _served_for(self, request: pb.GenerateRequest, record: Record | None) -> Served:
+        if record is None:
+            return self._served[self.config.target_named(request.model)]
+        if request.model and request.model != record.model:
+            raise BadRequest("model", f"is {request.model!r}, but the session is of {record.model!r}")
+        served = self._served[self.config.target_named(record.model)]
+        if served.tokenizer.fingerprint != record.tokenizer:
+            raise BadRequest("session", f"was written with another tokenizer than {served.name!r} has now")
+        return served
+
+    async def _prompt(self, request: pb.GenerateRequest, served: Served, record: Record | None) -> list[int]:
+        """The text before the answer: the session's, and what this request adds."""
+        kind = request.WhichOneof("prompt")
+        earlier = list(record.tokens) if record else []
+        if kind == "token_ids":
+            ids = list(request.token_ids.ids)
+            _check_ids("prompt.token_ids", ids, served.vocabulary)
+        elif kind == "text" and request.text:
+            size = len(request.text.encode())
+            limit = self.config.router.max_prompt_bytes
+            if size > limit:
+                raise BadRequest("prompt", f"has {size} bytes; at most {limit}")
+            if size > LONG_PROMPT_BYTES:  # milliseconds, which other requests' rounds would wait
+                ids = await asyncio.to_thread(served.tokenizer.encode, request.text, not earlier)
+            else:
+                ids = served.tokenizer.encode(request.text, not earlier)
+        else:
+            ids = []
+        if not ids:
+            raise BadRequest("prompt", "is empty: there is nothing to go on from")
+        return earlier + ids
+
+    def _new_tokens(self, request: pb.GenerateRequest, room: int) -> int:
+        """The answer's greatest length. A default fits itself into the room; a number that was asked for must fit."""
+        if not request.HasField("max_new_tokens"):
+            return min(self.config.router.default_new_tokens, room)
+        count, limit = request.max_new_tokens, self.config.router.max_new_tokens
+        if not 1 <= count <= limit:
+            raise BadRequest("max_new_tokens", f"must lie in 1 to {limit}; got {count}")
+        if count > room:
+            raise BadRequest("max_new_tokens", f"is {count}, but the model's text has room for {room} more")
+        return count
+
+    def _policy(self, speculation: str, target: str, temperature: float) -> Policy:
+        arms = self.config.arms_of(target)
+        if speculation in ("", "auto"):
+            return make_policy(self.config.speculation.policy, arms, self._experience[target], temperature)
+        try:
+            shape = TreeShape.parse(speculation)
+        except ValueError as error:
+            raise BadRequest(
+                "speculation", "is neither auto nor a shape: " + str(error).removeprefix("shape: ")
+            ) from None
+        limits = self.config.targets[target]
+        if shape.rows > limits.max_rows or shape.depth > limits.max_depth:
+            raise BadRequest(
+                "speculation",
+                f"{shape} has {shape.rows} rows and depth {shape.depth}; "
+                f"{target} takes {limits.max_rows} and {limits.max_depth}",
+            )
+        if not shape.off and not self.config.drafters_of(target):
+            raise BadRequest("speculation", f"is {shape}, but {target} has no drafter")
+        return Static(shape)
+
+
+def _check_ids(name: str, ids: list[int], vocabulary: int) -> None:
+    for index, token in enumerate(ids):
+        if token >= vocabulary:
+            raise BadRequest(f"{name}[{index}]", f"{token} is outside the vocabulary of {vocabulary}")
+
+
+def _sampling(request: pb.GenerateRequest, record: Record | None) -> Sampling:
+    """What the request says, else what the session says, else greedy with a seed drawn here."""
+    said = request.sampling
+    if request.HasField("resume"):
+        seed = request.resume.seed
+    elif said.HasField("seed"):
+        seed = said.seed
+    else:
+        seed = record.seed if record else secrets.randbits(SEED_BITS)
+    index = said.sample_index if said.HasField("sample_index") else (record.sample_index if record else 0)
+    return Sampling(
+        temperature=said.temperature,
+        top_k=said.top_k,
+        top_p=said.top_p if said.HasField("top_p") else 1.0,
+        min_p=said.min_p,
+        seed=seed,
+        sample_index=index,
+    )
+
+
+class LocalClient(Asking):
+    """A client of an ingress in this process: the same events without a socket. A broken stream is an error here."""
+
+    def __init__(self, ingress: Ingress, tenant: str = "") -> None:
+        self._ingress = ingress
+        self._tenant = tenant
+
+    async def send(self, request: pb.GenerateRequest) -> AsyncGenerator[Event, None]:
+        answer = Answer(request, timeout_s=self._ingress.config.router.request_timeout_s, attempts=1)
+        async with aclosing(self._ingress.generate(request, self._tenant)) as responses:
+            async for response in responses:
+                event = answer.take(response)
+                if event is not None:
+                    yield event
+
+
+def status_of(error: BaseException) -> tuple[grpc.StatusCode, str, str]:
+    """Code, details and reason (the value of `dendro-reason`) of an error; of our own faults no detail is told."""
+    if isinstance(error, DendroError) and not isinstance(error, EngineFailed):
+        reason = "session-unknown" if isinstance(error, NotFound) else type(error).__name__
+        return error.code, str(error), reason
+    return grpc.StatusCode.INTERNAL, "internal error; the server's log has the request's id", "EngineFailed"
+
+
+def tenant_of(metadata: Mapping[str, str | bytes]) -> str:
+    """The tenant that the gateway wrote into the metadata; empty where there is no gateway."""
+    said = metadata.get(TENANT_KEY, "")
+    return said.decode(errors="replace") if isinstance(said, bytes) else said
+
+
+class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
+    """The gRPC shell of a server without Serve."""
+
+    def __init__(self, ingress: Ingress) -> None:
+        self._ingress = ingress
+
+    async def Generate(
+        self,
+        request: pb.GenerateRequest,
+        context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        tenant = tenant_of(dict(context.invocation_metadata() or ()))
+        try:
+            async with aclosing(self._ingress.generate(request, tenant)) as events:
+                async for event in events:
+                    yield event
+        except Exception as error:  # the border: nothing of the inside passes it
+            code, details, reason = status_of(error)
+            if code is grpc.StatusCode.INTERNAL:
+                log.exception("request %s failed", request.request_id)
+            await context.abort(code, details, ((REASON_KEY, reason),))
+
+    async def GetServerInfo(
+        self,
+        request: pb.GetServerInfoRequest,
+        context: grpc.aio.ServicerContext[pb.GetServerInfoRequest, pb.GetServerInfoResponse],
+    ) -> pb.GetServerInfoResponse:
+        return self._ingress.info()
+
+
+async def serve_plain(ingress: Ingress, host: str = "127.0.0.1", port: int = 0) -> tuple[grpc.aio.Server, str]:
+    """Serve an ingress without Ray: the server, for the caller to stop, and its address. Port 0 takes a free one."""
+    server = grpc.aio.server(options=CHANNEL_OPTIONS)
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(ingress), server)
+    bound = server.add_insecure_port(f"{host}:{port}")
+    await server.start()
+    return server, f"{host}:{bound}"

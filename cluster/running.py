@@ -1,0 +1,104 @@
+"""Start what a command needs, and stop all of it again: a cluster on Ray Serve, or the engines in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import logging
+import os
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+
+import psutil
+from dendro.errors import EngineFailed
+from dendro.state import MemoryStates
+
+from cluster.checkpoints import check_checkpoints
+from cluster.config import Config
+from cluster.ingress import Ingress, LocalClient, serve_plain
+from cluster.redis_server import RedisServer
+from cluster.sessions import MemorySessions
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
+
+
+@asynccontextmanager
+async def running_cluster(config: Config) -> AsyncIterator[str]:
+    """The address of a cluster that runs as long as the context does, with a Redis of its own where none is named."""
+    check_checkpoints(config)
+    from cluster import app
+
+    # What Ray and Serve have to say stands in their log files; a command's output is for its user. (Levels would not
+    # hold: both set their own.)
+    for name in ("ray._private.worker", "ray.serve"):
+        logging.getLogger(name).addFilter(_is_error)
+
+    with ExitStack() as stack:
+        url = config.redis.url or stack.enter_context(RedisServer(config.redis.memory_mb)).url
+        starting = asyncio.ensure_future(asyncio.to_thread(app.start, config, url))
+        try:
+            address = await asyncio.shield(starting)
+        except asyncio.CancelledError:  # the thread goes on, and what it starts must not outlive us
+            await asyncio.wait({starting})
+            await asyncio.to_thread(app.stop)
+            raise
+        except RuntimeError as error:  # Serve's, for a deployment that did not come up
+            raise EngineFailed(
+                f"cluster: {error} The replicas' logs are in /tmp/ray/session_latest/logs/serve."
+            ) from error
+        try:
+            yield address
+        finally:
+            # Ray would print that the controller, which it is told to end, has ended.
+            with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+                await asyncio.to_thread(app.stop)
+
+
+@asynccontextmanager
+async def local_ingress(config: Config) -> AsyncIterator[Ingress]:
+    """An ingress with the engines in this process: no Ray, no sockets, no Redis."""
+    check_checkpoints(config)
+    os.environ.setdefault("TQDM_DISABLE", "1")  # transformers' bar for weights that load in a moment
+    from cluster.placement import LocalPlaces
+
+    places = await asyncio.to_thread(LocalPlaces.load, config, MemoryStates())
+    try:
+        yield Ingress(config, places, MemorySessions())
+    finally:
+        await places.close()
+
+
+@asynccontextmanager
+async def local_client(config: Config) -> AsyncIterator[LocalClient]:
+    """A client of engines in this process."""
+    async with local_ingress(config) as ingress:
+        yield LocalClient(ingress)
+
+
+@asynccontextmanager
+async def running(config: Config, local: bool) -> AsyncIterator[str]:
+    """The address of a server that runs as long as the context does: a cluster, or this process where `local`."""
+    if not local:
+        async with running_cluster(config) as address:
+            yield address
+        return
+    async with local_ingress(config) as ingress:
+        server, address = await serve_plain(ingress)
+        try:
+            yield address
+        finally:
+            await server.stop(grace=1.0)
+
+
+def descendants() -> frozenset[psutil.Process]:
+    """All processes that descend from this one."""
+    return frozenset(psutil.Process().children(recursive=True))
+
+
+def survivors(processes: frozenset[psutil.Process], timeout_s: float) -> list[str]:
+    """Those that are still there after `timeout_s`, each with its name and id."""
+    _, alive = psutil.wait_procs(processes, timeout=timeout_s)
+    return [f"{process.name()} ({process.pid})" for process in alive if process.status() != psutil.STATUS_ZOMBIE]

@@ -1,0 +1,229 @@
+"""Session records: the text of a conversation, and just enough beside it to go on from it anywhere.
+
+A record is the truth of a session; states are worth only time. Of two writers that read the same version one gets
+Conflict. A session's token is made here: 128 random bits and a tag that binds them to the tenant. A token that is
+unknown, foreign, forged or expired gets one and the same answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import hmac
+import json
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass
+from typing import Protocol, TypeVar
+
+import numpy as np
+import redis.asyncio
+import redis.exceptions
+from dendro.errors import Conflict, NotFound, PeerLost
+
+from cluster.state_store import REDIS_FAULTS, CircuitBreaker
+
+PREFIX = "dendro:session:"
+SECRET_KEY = "dendro:session-secret"
+ID_BYTES = 16
+TAG_BYTES = 16
+SECRET_BYTES = 32
+CALL_BUDGET_S = 1.0
+RECORD_FORMAT = 1
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What is kept of a session. `version` counts its turns; 0 is a session that was never written."""
+
+    tokens: tuple[int, ...]  # the whole text: prompts and answers
+    seed: int
+    sample_index: int
+    marks: tuple[int, ...]  # lengths at which turns ended, in order
+    version: int
+    model: str  # the target's name ...
+    tokenizer: str  # ... and the fingerprint of its tokenizer, without which the tokens mean nothing
+    last_request: str  # the request that wrote this version, ...
+    last_prompt: int  # ... the length of the text before its answer ...
+    last_finish: str  # ... and why that ended
+
+    @property
+    def last_answer(self) -> tuple[int, ...]:
+        return self.tokens[self.last_prompt :]
+
+
+class Sessions(Protocol):
+    """Keeps records by token."""
+
+    async def new_token(self, tenant: str) -> str:
+        """A token for a session that does not exist yet."""
+        ...
+
+    async def read(self, token: str, tenant: str) -> Record:
+        """Raises NotFound for a token that is not this tenant's or no longer known, PeerLost where nobody answers."""
+        ...
+
+    async def write(self, token: str, tenant: str, record: Record) -> None:
+        """Write version `record.version` over the one before it. Raises Conflict where that is not what is there,
+        NotFound for a token that is not this tenant's, PeerLost where nobody answers."""
+        ...
+
+
+def unknown_session() -> NotFound:
+    """The one answer for every token that leads nowhere."""
+    return NotFound("session: there is no such session")
+
+
+def make_token(tenant: str, secret: bytes) -> str:
+    """128 random bits and their tag, in base64url."""
+    name = secrets.token_bytes(ID_BYTES)
+    return _spell(name, _tag(tenant, name, secret))
+
+
+def check_token(token: str, tenant: str, secret: bytes) -> str:
+    """The session's id, hex; raises NotFound for a token that we did not make for this tenant."""
+    try:
+        name, _ = (base64.urlsafe_b64decode(part + "==") for part in token.split("."))
+    except ValueError:
+        raise unknown_session() from None
+    # Compared as written: base64 has several spellings of the same bytes, and a session one name.
+    if len(name) != ID_BYTES or not hmac.compare_digest(token, _spell(name, _tag(tenant, name, secret))):
+        raise unknown_session()
+    return name.hex()
+
+
+def _tag(tenant: str, name: bytes, secret: bytes) -> bytes:
+    return hmac.new(secret, hashlib.sha256(tenant.encode()).digest() + name, hashlib.sha256).digest()[:TAG_BYTES]
+
+
+def _spell(name: bytes, tag: bytes) -> str:
+    return ".".join(base64.urlsafe_b64encode(part).rstrip(b"=").decode() for part in (name, tag))
+
+
+def pack_record(record: Record) -> bytes:
+    """A record as JSON; the tokens are base64 of little-endian uint32."""
+    fields = asdict(record)
+    fields["tokens"] = base64.b64encode(np.asarray(record.tokens, "<u4").tobytes()).decode()
+    return json.dumps({"format": RECORD_FORMAT, **fields}, sort_keys=True).encode()
+
+
+def unpack_record(blob: bytes) -> Record:
+    """The record of a blob; raises NotFound for one that is not whole: what cannot be read is not there."""
+    try:
+        fields = json.loads(blob)
+        if fields.pop("format") != RECORD_FORMAT:
+            raise unknown_session()
+        tokens = np.frombuffer(base64.b64decode(fields.pop("tokens"), validate=True), "<u4")
+        marks = tuple(int(mark) for mark in fields.pop("marks"))
+        return Record(tokens=tuple(tokens.tolist()), marks=marks, **fields)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise unknown_session() from None
+
+
+class MemorySessions:
+    """Records in this process, for one-process runs and tests. `clock` is in seconds."""
+
+    def __init__(self, ttl_s: float = float("inf"), clock: Callable[[], float] = time.monotonic) -> None:
+        self.ttl_s = ttl_s
+        self.clock = clock
+        self._secret = secrets.token_bytes(SECRET_BYTES)
+        self._records: dict[str, tuple[bytes, float]] = {}
+
+    async def new_token(self, tenant: str) -> str:
+        return make_token(tenant, self._secret)
+
+    async def read(self, token: str, tenant: str) -> Record:
+        blob, until = self._records.get(check_token(token, tenant, self._secret), (b"", 0.0))
+        if until <= self.clock():
+            raise unknown_session()
+        return unpack_record(blob)
+
+    async def write(self, token: str, tenant: str, record: Record) -> None:
+        name = check_token(token, tenant, self._secret)
+        blob, until = self._records.get(name, (b"", 0.0))
+        check_version(blob if until > self.clock() else None, record)
+        self._records[name] = (pack_record(record), self.clock() + self.ttl_s)
+
+
+class RedisSessions:
+    """Records in Redis, each with a time to live that every write renews. Of one event loop."""
+
+    def __init__(self, url: str, ttl_s: int, budget_s: float = CALL_BUDGET_S) -> None:
+        self._redis = redis.asyncio.Redis.from_url(url, socket_connect_timeout=budget_s)
+        self.ttl_s = ttl_s
+        self.budget_s = budget_s
+        self._breaker = CircuitBreaker()
+        self._known_secret: bytes | None = None
+
+    async def new_token(self, tenant: str) -> str:
+        return make_token(tenant, await self._secret())
+
+    async def read(self, token: str, tenant: str) -> Record:
+        key = self._key(tenant, check_token(token, tenant, await self._secret()))
+        blob = await self._ask(lambda: self._redis.get(key))
+        if blob is None:
+            raise unknown_session()
+        return unpack_record(_bytes(blob))
+
+    async def write(self, token: str, tenant: str, record: Record) -> None:
+        key = self._key(tenant, check_token(token, tenant, await self._secret()))
+        await self._ask(lambda: self._compare_and_set(key, record))
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    async def _compare_and_set(self, key: str, record: Record) -> None:
+        """WATCH, compare, MULTI: prevents two turns that read the same version from both being kept. (The session's
+        Redis user need not have EVAL.)"""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            await pipe.watch(key)
+            found = await pipe.get(key)
+            check_version(None if found is None else _bytes(found), record)
+            pipe.multi()
+            pipe.set(key, pack_record(record), ex=self.ttl_s)
+            try:
+                await pipe.execute()
+            except redis.exceptions.WatchError:
+                raise Conflict("session: another request wrote it first; read it again") from None
+
+    async def _secret(self) -> bytes:
+        """The cluster's secret: the first router makes it, all find it in Redis."""
+        if self._known_secret is None:
+            await self._ask(lambda: self._redis.set(SECRET_KEY, secrets.token_bytes(SECRET_BYTES), nx=True))
+            secret = await self._ask(lambda: self._redis.get(SECRET_KEY))
+            if secret is None:
+                raise PeerLost("session: the store lost its secret")
+            self._known_secret = _bytes(secret)
+        return self._known_secret
+
+    def _key(self, tenant: str, name: str) -> str:
+        return f"{PREFIX}{hashlib.sha256(tenant.encode()).hexdigest()[:16]}:{name}"
+
+    async def _ask(self, call: Callable[[], Awaitable[Answer]]) -> Answer:
+        if not self._breaker.allows():
+            raise PeerLost("session: the store does not answer")
+        try:
+            async with asyncio.timeout(self.budget_s):
+                answer = await call()
+        except REDIS_FAULTS as error:
+            self._breaker.failed()
+            raise PeerLost("session: the store does not answer") from error
+        self._breaker.succeeded()
+        return answer
+
+
+def _bytes(answer: bytes | str) -> bytes:
+    """Redis answers in bytes unless it was asked to decode, which the type of its answers cannot say."""
+    assert isinstance(answer, bytes)
+    return answer
+
+
+def check_version(blob: bytes | None, record: Record) -> None:
+    """Raise Conflict unless `blob`, the record in the store, is the version before `record`'s."""
+    found = unpack_record(blob).version if blob else 0
+    if found != record.version - 1:
+        raise Conflict(f"session: it is at version {found}, this turn began at {record.version - 1}")

@@ -1,0 +1,143 @@
+"""What the commands print: an answer with the tokens of its rounds told apart, and what there is to say of it."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+
+from dendro.client import Asking, Complete, Completion, Event, Opening, Options, Round, collect
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text as RichText
+
+ROUND_STYLES = ("bold cyan", "bold yellow")
+MARK = "|"
+"""Stands between rounds where there are no colours."""
+
+
+class RoundsPrinter:
+    """Prints rounds as they come, in alternating colours; where the console has none, with `marks` between them."""
+
+    def __init__(self, console: Console, marks: bool = False) -> None:
+        self._console = console
+        self._colours = console.color_system is not None
+        self._marks = marks
+        self._count = 0
+
+    def show(self, part: Round) -> None:
+        text = MARK + part.text if self._marks and not self._colours and self._count else part.text
+        style = ROUND_STYLES[self._count % len(ROUND_STYLES)] if self._colours else ""
+        self._count += 1
+        self._console.print(RichText(text, style), end="", soft_wrap=True)
+        self._console.file.flush()
+
+    async def show_all(self, events: AsyncIterator[Event]) -> Completion:
+        """Print a stream's rounds as they come; the whole answer when it is complete."""
+        taken = []
+        async for event in events:
+            taken.append(event)
+            if isinstance(event, Round):
+                self.show(event)
+        self._console.print()
+        return collect(taken)
+
+
+def as_json(done: Completion) -> str:
+    """An answer as one JSON object."""
+    complete = done.complete
+    fields = {
+        "text": done.text,
+        "token_ids": done.token_ids,
+        "request_id": done.started.request_id,
+        "model": done.started.model,
+        "seed": done.started.seed,
+        "session": complete.session,
+        "finish": complete.finish.value,
+        "prompt_tokens": complete.prompt_tokens,
+        "completion_tokens": complete.completion_tokens,
+        "rounds": [{"offset": part.offset, "token_ids": part.token_ids, "shape": part.shape} for part in done.rounds],
+        "speculation": {**asdict(complete.speculation), "tokens_per_s": round(complete.speculation.tokens_per_s, 2)},
+        "drafter": asdict(complete.drafter) if complete.drafter else None,
+        "target": asdict(complete.target) if complete.target else None,
+    }
+    return json.dumps(fields)
+
+
+def pulls_line(pulls: dict[str, int]) -> str:
+    """`(3,2,1) in 9 rounds, off in 2`, the most frequent first."""
+    ordered = sorted(pulls.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{shape} x {count}" for shape, count in ordered)
+
+
+def opening_line(opening: Opening | None) -> str:
+    if opening is None:
+        return "not opened"
+    return (
+        f"{opening.restored_tokens} tokens restored, {opening.processed_tokens} processed again "
+        f"({opening.open_us / 1000:.1f} ms)"
+    )
+
+
+def answer_line(complete: Complete) -> str:
+    """One line under an answer."""
+    stats = complete.speculation
+    return (
+        f"{complete.completion_tokens} tokens in {stats.rounds} rounds, {stats.emitted_per_round:.2f} a round, "
+        f"{stats.tokens_per_s:.0f} tokens/s"
+    )
+
+
+async def speeds(client: Asking, prompt: str, options: Options, repetitions: int) -> dict[str, float]:
+    """Median tokens per second of the same answer with speculation and without, measured in turn."""
+    seen: dict[str, list[float]] = {"auto": [], "off": []}
+    for _ in range(repetitions):
+        for speculation, found in seen.items():
+            asked = options.copy()
+            asked["speculation"] = speculation
+            done = await client.generate_text(prompt, **asked)
+            found.append(done.complete.speculation.tokens_per_s)
+    return {speculation: statistics.median(found) for speculation, found in seen.items()}
+
+
+async def tour(
+    console: Console, client: Asking, prompt: str, second: str, new_tokens: int, repetitions: int = 3
+) -> None:
+    """What `dendro demo` shows: two turns of one session, then speed with speculation and without."""
+    coloured = console.color_system is not None
+    told = "two colours in turn" if coloured else f"a {MARK} between them"
+    console.print(f"[bold]Turn one.[/] The prompt, then the answer, the tokens of each round told apart by {told}:\n")
+    console.print(RichText(prompt, "dim"), end="", soft_wrap=True)
+    one = await RoundsPrinter(console, marks=True).show_all(
+        client.generate(prompt, keep_session=True, max_new_tokens=new_tokens)
+    )
+    console.print(f"\n[bold]Turn two[/] goes on with the same session; only this is sent: {second!r}\n")
+    console.print(RichText(second, "dim"), end="", soft_wrap=True)
+    session = one.complete.session
+    two = await RoundsPrinter(console, marks=True).show_all(
+        client.generate(second, session=session, keep_session=True, max_new_tokens=new_tokens)
+    )
+    console.print("\nMeasuring the first answer with speculation and without, in turn ...")
+    measured = await speeds(client, prompt, {"max_new_tokens": new_tokens, "ignore_end": True}, repetitions)
+
+    table = Table(title="What happened", show_header=True, title_justify="left")
+    table.add_column("")
+    table.add_column("turn one")
+    table.add_column("turn two")
+    both = (one.complete, two.complete)
+    table.add_row("text before the answer", *(f"{turn.prompt_tokens} tokens" for turn in both))
+    table.add_row("answer", *(f"{turn.completion_tokens} tokens ({turn.finish.value})" for turn in both))
+    table.add_row("rounds", *(str(turn.speculation.rounds) for turn in both))
+    table.add_row("emitted per round", *(f"{turn.speculation.emitted_per_round:.2f} tokens" for turn in both))
+    table.add_row("shapes the policy picked", *(pulls_line(turn.speculation.pulls) for turn in both))
+    table.add_row("drafter's memory of the text", *(opening_line(turn.drafter) for turn in both))
+    table.add_row("target's memory of the text", *(opening_line(turn.target) for turn in both))
+    console.print(table)
+    ratio = measured["auto"] / measured["off"] if measured["off"] else float("nan")
+    console.print(
+        f"Speed: {measured['auto']:.0f} tokens/s with speculation, {measured['off']:.0f} with it off "
+        f"({ratio:.2f} x; medians of {repetitions}, in turn). The tokens are the same either way."
+    )
+    if not session:
+        console.print("[yellow]The session could not be kept: is Redis there?[/]")

@@ -1,0 +1,122 @@
+"""States by name in Redis: a cache that may be slow, full or gone, and must never hold a request up for it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import redis.asyncio
+import redis.exceptions
+
+PREFIX = "dendro:state:"
+MAX_STATE_BYTES = 16 << 20
+CALL_BUDGET_S = 0.1
+FAILURES_TO_OPEN = 3
+OPEN_S = 5.0
+
+Answer = TypeVar("Answer")
+
+REDIS_FAULTS = (redis.exceptions.RedisError, OSError, TimeoutError)
+
+
+class CircuitBreaker:
+    """After `failures` failures in a row nobody asks for `open_s` seconds; then one call may try."""
+
+    def __init__(
+        self,
+        failures: int = FAILURES_TO_OPEN,
+        open_s: float = OPEN_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.failures = failures
+        self.open_s = open_s
+        self.clock = clock
+        self._in_a_row = 0
+        self._shut_until = 0.0
+
+    def allows(self) -> bool:
+        """Whether a call may be made now. When the pause is over, the one that asks first is the probe."""
+        if self._in_a_row < self.failures:
+            return True
+        if self.clock() < self._shut_until:
+            return False
+        self._shut_until = self.clock() + self.open_s
+        return True
+
+    def succeeded(self) -> None:
+        self._in_a_row = 0
+
+    def failed(self) -> None:
+        self._in_a_row += 1
+        if self._in_a_row >= self.failures:
+            self._shut_until = self.clock() + self.open_s
+
+
+@dataclass(slots=True)
+class StoreCounters:
+    """What became of the calls. `skipped` were not made, the circuit being open; `refused` were too large."""
+
+    hits: int = 0
+    misses: int = 0
+    saved: int = 0
+    errors: int = 0
+    skipped: int = 0
+    refused: int = 0
+
+
+class RedisStates:
+    """dendro.state.StateStore in Redis. No call raises, and none takes longer than `budget_s`.
+
+    Of one event loop: that which makes the first call.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        ttl_s: int,
+        budget_s: float = CALL_BUDGET_S,
+        breaker: CircuitBreaker | None = None,
+    ) -> None:
+        self._redis = redis.asyncio.Redis.from_url(url, socket_connect_timeout=budget_s)
+        self.ttl_s = ttl_s
+        self.budget_s = budget_s
+        self.breaker = breaker or CircuitBreaker()
+        self.counters = StoreCounters()
+
+    async def load(self, name: str) -> bytes | None:
+        """The blob of that name, or None where there is none or none can be had in time."""
+        blob = await self._ask(lambda: self._redis.get(PREFIX + name))
+        if not isinstance(blob, bytes):
+            self.counters.misses += 1
+            return None
+        self.counters.hits += 1
+        return blob
+
+    async def save(self, name: str, blob: bytes) -> bool:
+        """Keep a blob for the time to live; False where it was not kept."""
+        if len(blob) > MAX_STATE_BYTES:
+            self.counters.refused += 1
+            return False
+        kept = bool(await self._ask(lambda: self._redis.set(PREFIX + name, blob, ex=self.ttl_s)))
+        self.counters.saved += kept
+        return kept
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    async def _ask(self, call: Callable[[], Awaitable[Answer]]) -> Answer | None:
+        if not self.breaker.allows():
+            self.counters.skipped += 1
+            return None
+        try:
+            async with asyncio.timeout(self.budget_s):
+                answer = await call()
+        except REDIS_FAULTS:
+            self.counters.errors += 1
+            self.breaker.failed()
+            return None
+        self.breaker.succeeded()
+        return answer

@@ -1,0 +1,398 @@
+"""The drafter's engine: calls in, trees out. The model runs in one thread of its own; callers wait on their loop.
+
+call -> inbox -> [ scheduler.next -> runner.run -> scheduler.apply ] -> answer
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from dendro.calls import PROTOCOL_VERSION, CloseCall, Closed, DraftCall, Hello, OpenCall, Opened, TextUpdate
+from dendro.errors import BadRequest, DendroError, EngineFailed, PeerLost
+from dendro.state import BadState, StateHeader, StateStore, pack_state, unpack_state
+from dendro.text import Tokens, state_name
+from dendro.tree import MAX_ROWS, DraftTree
+from tree_layers.states import SlotPool
+
+from drafter_service.models import load_model
+from drafter_service.runner import Arrays, Runner
+from drafter_service.scheduler import Answer, Consumed, Plan, Ready, Scheduler
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MAX_LENGTH = 2**31 - 1
+"""A recurrent memory has no end; this is what a token count may be."""
+TREES = 8
+"""Full trees whose states fit at once, the kept ones of idle sessions among them."""
+
+
+class _Ticket:
+    """A caller on an event loop, waiting for an answer from the engine's thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._future: asyncio.Future[object] = self._loop.create_future()
+        self._arrived_ns = time.perf_counter_ns()
+
+    @property
+    def cancelled(self) -> bool:
+        return self._future.cancelled()
+
+    @property
+    def waited_us(self) -> int:
+        return (time.perf_counter_ns() - self._arrived_ns) // 1000
+
+    async def answer(self) -> object:
+        return await self._future
+
+    def settle(self, value: object) -> None:
+        """From any thread. A caller that has gone, or whose loop has closed, is not there to be told."""
+        try:
+            self._loop.call_soon_threadsafe(self._settle, value)
+        except RuntimeError:
+            log.debug("the loop of a caller is closed")
+
+    def _settle(self, value: object) -> None:
+        if self._future.done():
+            return
+        if isinstance(value, BaseException):
+            self._future.set_exception(value)
+        else:
+            self._future.set_result(value)
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """A closed session's memory."""
+
+    ready: Ready
+    arrays: Arrays
+
+
+@dataclass
+class Counters:
+    """What happened since the start; only ever grows."""
+
+    states_restored: int = 0
+    states_missed: int = 0  # no blob under any of a text's names
+    states_refused: int = 0  # a blob that was not the state it should be
+    states_saved: int = 0
+    forwards: int = 0
+    rows: int = 0  # tokens through the model
+    trees: int = 0
+
+
+class DrafterEngine:
+    """A drafter in this process; implements `dendro.calls.DrafterPeer`."""
+
+    def __init__(
+        self,
+        hello: Hello,
+        runner: Runner,
+        states: StateStore,
+        max_sessions: int,
+        prefill_chunk: int,
+        threads: int,
+    ) -> None:
+        """`runner` has `slots_for(...)` slots."""
+        self._hello = hello
+        self._runner = runner
+        self._states = states
+        self._threads = threads
+        self._layout = runner.states.layout
+        self._max_sessions = max_sessions
+        self._chunk = prefill_chunk
+        self._pool, self._scheduler = self._fresh()
+        self._inbox: queue.SimpleQueue[tuple[_Ticket, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self.counters = Counters()
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        name: str,
+        states: StateStore,
+        dtype: str = "float32",
+        device: str = "cpu",
+        threads: int = 1,
+        max_sessions: int = 64,
+        max_rows: int = MAX_ROWS,
+        max_depth: int = 16,
+        prefill_chunk: int = 64,
+    ) -> DrafterEngine:
+        """Load a checkpoint. Raises BadRequest, naming the argument, for one that cannot be used.
+
+        dtype: of weights and activations, float32 or bfloat16   threads: the model's share of the processor's cores
+        max_rows: of a tree, its root among them   prefill_chunk: tokens of a prompt per forward
+        """
+        if dtype not in DTYPES:
+            raise BadRequest("dtype", f"must be one of {sorted(DTYPES)}, got {dtype!r}")
+        least = {
+            "threads": threads,
+            "max_sessions": max_sessions,
+            "max_depth": max_depth,
+            "prefill_chunk": prefill_chunk,
+        }
+        for field, value in least.items():
+            if value < 1:
+                raise BadRequest(field, f"must be at least 1, got {value}")
+        if not 1 <= max_rows <= MAX_ROWS:
+            raise BadRequest("max_rows", f"must be 1 to {MAX_ROWS}, got {max_rows}")
+        try:
+            place = torch.device(device)
+        except RuntimeError as error:
+            raise BadRequest("device", str(error)) from error
+        model, checkpoint = load_model(path, DTYPES[dtype], place)
+        hello = Hello(
+            protocol=PROTOCOL_VERSION,
+            model=name,
+            fingerprint=checkpoint.fingerprint,
+            tokenizer=checkpoint.tokenizer,
+            vocabulary=model.vocabulary,
+            max_length=MAX_LENGTH,
+            max_rows=max_rows,
+            max_depth=max_depth,
+            dtype=dtype,
+            exactness="",
+            pid=os.getpid(),
+        )
+        runner = Runner(model, slots_for(max_sessions, max_rows), DTYPES[dtype], place)
+        return cls(hello, runner, states, max_sessions, prefill_chunk, threads)
+
+    def start(self) -> None:
+        """Start the engine's thread. Calls that came before are served now."""
+        if self._thread is not None:
+            raise RuntimeError("the engine has started already")
+        self._thread = threading.Thread(target=self._work, name=f"drafter-{self._hello.model}", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop once the forward at work is done. Who still waits is told PeerLost. May be repeated."""
+        if self._thread is not None and self._thread.is_alive():
+            self._inbox.put(None)
+            self._thread.join()
+
+    @property
+    def sessions(self) -> int:
+        """Texts that are open."""
+        return self._scheduler.sessions
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that nothing holds; all but one where no text is open."""
+        return self._pool.free
+
+    def _fresh(self) -> tuple[SlotPool, Scheduler]:
+        limits = self._hello
+        pool = SlotPool(slots_for(self._max_sessions, limits.max_rows))
+        return pool, Scheduler(limits.model, pool, self._max_sessions, TREES * limits.max_rows, self._chunk)
+
+    # -- the caller's side ---------------------------------------------------------------------------------------
+
+    async def hello(self) -> Hello:
+        return self._hello
+
+    async def open(self, call: OpenCall) -> Opened:
+        """Open a text and consume all of it but the root, from the longest saved state that is found.
+
+        Raises BadRequest, naming the field, and Overloaded. Cancelling it closes the opening.
+        """
+        arrived_ns = time.perf_counter_ns()
+        self._check(call.update)
+        restored, arrays = await self._find_state(call)
+        ticket = _Ticket()
+
+        def work() -> None:
+            session = self._scheduler.open(ticket, call, restored)
+            try:
+                self._runner.admit(session.number, call.terms.sampling)
+            except ValueError as error:
+                field, _, reason = str(error).partition(": ")
+                self._scheduler.forget(session.number, BadRequest(field, reason))
+                return
+            if arrays is not None:
+                self._runner.restore(session.slot, arrays)
+
+        try:
+            consumed = await self._ask(ticket, work)
+        except asyncio.CancelledError:
+            self._inbox.put((ticket, lambda: self._scheduler.give_up(call.update.opening)))
+            raise
+        assert isinstance(consumed, Consumed)
+        return Opened(restored, consumed.processed, (time.perf_counter_ns() - arrived_ns) // 1000)
+
+    async def draft(self, call: DraftCall) -> DraftTree:
+        """A tree of the shape asked for, in full. A call of the same opening that is still at work gives way.
+
+        Raises NotFound for an opening or text that is not held, and BadRequest, naming the field.
+        """
+        self._check(call.update)
+        shape, limits = call.shape, self._hello
+        if shape.depth > limits.max_depth:
+            raise BadRequest("shape", f"{shape} is {shape.depth} deep; this drafter goes to {limits.max_depth}")
+        if shape.rows > limits.max_rows:
+            raise BadRequest("shape", f"{shape} has {shape.rows} rows; this drafter's trees have {limits.max_rows}")
+        if max(shape.widths, default=0) > limits.vocabulary:
+            raise BadRequest("shape", f"{shape} is wider than the vocabulary of {limits.vocabulary} tokens")
+        ticket = _Ticket()
+        tree = await self._ask(ticket, lambda: self._scheduler.draft(ticket, call))
+        assert isinstance(tree, DraftTree)
+        return tree
+
+    async def close(self, call: CloseCall) -> Closed:
+        """End an opening and put its memory by, under its name. Raises NotFound where it is not open."""
+        self._check(call.update)
+        ticket = _Ticket()
+        saved = await self._ask(ticket, lambda: self._scheduler.close(ticket, call))
+        assert isinstance(saved, _Saved)
+        ids = saved.ready.ids
+        if not ids:
+            return Closed(0)
+        # Packing hashes megabytes: not on the loop that serves other texts.
+        blob = await asyncio.to_thread(pack_state, self._header(len(ids), saved.ready.digest), saved.arrays)
+        kept = await self._states.save(self._name(saved.ready.tenant, ids), blob)
+        self.counters.states_saved += kept
+        return Closed(len(ids) if kept else 0)
+
+    async def _ask(self, ticket: _Ticket, work: Callable[[], None]) -> object:
+        """Have the engine's thread do `work`, and wait until the ticket is settled."""
+        if self._thread is not None and not self._thread.is_alive():
+            raise PeerLost(f"drafter {self._hello.model} has stopped")
+        self._inbox.put((ticket, work))
+        return await ticket.answer()
+
+    def _check(self, update: TextUpdate) -> None:
+        if update.base < 1:
+            raise BadRequest("update.base", "the text is empty: there is no root")
+        if update.tokens and not 0 <= min(update.tokens) <= max(update.tokens) < self._hello.vocabulary:
+            raise BadRequest("update.tokens", f"a token lies outside the vocabulary of {self._hello.vocabulary}")
+
+    # -- states by name ------------------------------------------------------------------------------------------
+
+    def _name(self, tenant: str, ids: tuple[int, ...]) -> str:
+        return state_name(tenant, self._hello.fingerprint, self._layout, ids)
+
+    def _header(self, tokens: int, digest: int) -> StateHeader:
+        return StateHeader(self._hello.fingerprint, self._hello.tokenizer, self._layout, tokens, digest)
+
+    async def _find_state(self, call: OpenCall) -> tuple[int, Arrays | None]:
+        """The longest saved state of this text, and how many tokens it covers. Whatever is wrong with one is a miss.
+
+        A turn that ended at a mark left the state before its last token; both are looked for.
+        """
+        ids, longest = call.update.tokens, call.update.base - 1
+        lengths = {longest, *call.terms.marks, *(mark - 1 for mark in call.terms.marks)}
+        digests: list[int] = []
+        for length in sorted((length for length in lengths if 1 <= length <= longest), reverse=True):
+            blob = await self._states.load(self._name(call.terms.tenant, ids[:length]))
+            if blob is None:
+                continue
+            if not digests:
+                tokens = Tokens()
+                tokens.extend(ids)
+                digests = tokens.digests
+            try:
+                arrays = await asyncio.to_thread(unpack_state, blob, self._header(length, digests[length]))
+                self._runner.states.check(arrays)
+            except (BadState, ValueError, TypeError) as error:
+                self.counters.states_refused += 1
+                log.warning("a saved state of %d tokens is refused: %s", length, error)
+                continue
+            self.counters.states_restored += 1
+            return length, arrays
+        self.counters.states_missed += 1
+        return 0, None
+
+    # -- the engine's thread -------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        torch.set_num_threads(self._threads)  # this thread's share; other engines of the process set their own
+        with torch.inference_mode():
+            idle = True
+            while self._take_in(wait=idle):
+                try:
+                    plan = self._scheduler.next()
+                    if plan is not None:
+                        self._forward(plan)
+                    self._give_out()
+                    idle = plan is None and not self._prepare_noise()
+                except Exception as error:
+                    log.exception("the drafter's scheduler broke; all its texts are given up")
+                    self._begin_anew(EngineFailed(f"drafter: {error}"))
+        self._begin_anew(PeerLost(f"drafter {self._hello.model} has stopped"))
+
+    def _begin_anew(self, reason: DendroError) -> None:
+        """Forget every text, and tell who waits for one."""
+        for ticket in self._scheduler.tickets():
+            ticket.settle(reason)
+        self._pool, self._scheduler = self._fresh()
+        self._runner.forget_all()
+
+    def _take_in(self, wait: bool) -> bool:
+        """Do what callers ask, waiting for one where there is nothing else to do; false when it is time to stop."""
+        while True:
+            try:
+                item = self._inbox.get(block=wait)
+            except queue.Empty:
+                return True
+            if item is None:
+                return False
+            wait = False
+            ticket, work = item
+            try:
+                work()
+            except DendroError as error:
+                ticket.settle(error)
+            except Exception as error:
+                log.exception("a call broke the drafter's scheduler")
+                ticket.settle(EngineFailed(f"drafter: {error}"))
+
+    def _forward(self, plan: Plan) -> None:
+        try:
+            self._scheduler.apply(self._runner.run(plan))
+        except Exception as error:
+            log.exception("a forward of the drafter failed")
+            self._scheduler.fail(f"drafter: {error}")
+            return
+        self.counters.forwards += 1
+        self.counters.rows += int(plan.lengths.sum())
+
+    def _give_out(self) -> None:
+        """Settle what has been answered. A closing session's memory is copied out before its slot is free."""
+        scheduler = self._scheduler
+        while scheduler.answers:
+            ticket, answer = scheduler.answers.pop(0)
+            value: Answer | _Saved = answer
+            if isinstance(answer, Ready):
+                value = _Saved(answer, self._runner.save(answer.slot) if answer.ids else {})
+                scheduler.forget(answer.session)
+            self.counters.trees += isinstance(answer, DraftTree)
+            ticket.settle(value)
+        while scheduler.ended:
+            self._runner.forget(scheduler.ended.pop())
+
+    def _prepare_noise(self) -> bool:
+        """With nothing else to do, compute one row of noise of the rounds to come; whether there was one to compute."""
+        wanted = self._scheduler.noise_wanted
+        for session in list(wanted):
+            if self._runner.prepare(session, wanted[session]):
+                return True
+            del wanted[session]
+        return False
+
+
+def slots_for(max_sessions: int, max_rows: int) -> int:
+    """Slots of a drafter: the empty memory, two per text (as opened, and up to date), and `TREES` full trees."""
+    return 1 + 2 * max_sessions + TREES * max_rows

@@ -1,0 +1,122 @@
+"""Runs the scheduler's plans on the model. Tensors are its business; texts and callers are not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from dendro.text import Sampling
+from torch import Tensor
+from tree_kernels.noise import NoiseRows
+from tree_kernels.warp import Warp, drafter_order
+from tree_layers.states import States, as_slots
+
+from drafter_service.models.mamba import MambaModel
+from drafter_service.scheduler import Outcome, Plan
+
+Arrays = Mapping[str, npt.NDArray[np.generic]]
+NOTHING = Outcome(np.zeros((0, 0), np.int64), np.zeros((0, 0), np.float32))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Law:
+    """How a session's guesses are ordered."""
+
+    warp: Warp
+    noise: NoiseRows | None  # none at temperature 0
+
+
+class Runner:
+    """A model, its memory, and the law of each session. Used by one thread, in inference mode."""
+
+    def __init__(self, model: MambaModel, slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.model = model
+        self.device = device
+        self.states = States(model.shapes, slots, dtype, device)
+        self._laws: dict[int, Law] = {}
+
+    def admit(self, session: int, sampling: Sampling) -> None:
+        """Learn how to order a session's guesses. Raises ValueError where the warp refuses."""
+        warp = Warp(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+        rows = NoiseRows(sampling.seed, self.model.vocabulary, sampling.sample_index)
+        self._laws[session] = Law(warp, None if warp.greedy else rows)
+
+    def forget(self, session: int) -> None:
+        """Forget a session's law. Harmless where it is not known."""
+        self._laws.pop(session, None)
+
+    def forget_all(self) -> None:
+        self._laws.clear()
+
+    def prepare(self, session: int, positions: range) -> bool:
+        """Compute one missing row of noise of these positions; whether there was one. Earlier rows are dropped."""
+        law = self._laws.get(session)
+        if law is None or law.noise is None:
+            return False
+        law.noise.forget_before(positions.start)
+        ready = len(law.noise)
+        for position in positions:
+            law.noise.prepare([position])
+            if len(law.noise) > ready:
+                return True
+        return False
+
+    def save(self, slot: int) -> dict[str, npt.NDArray[np.generic]]:
+        return self.states.save(slot)
+
+    def restore(self, slot: int, arrays: Arrays) -> None:
+        self.states.load(slot, arrays)
+
+    def run(self, plan: Plan) -> Outcome:
+        """One forward."""
+        source = torch.from_numpy(plan.source).to(self.device)
+        target = as_slots(plan.target, self.device)
+        tokens = torch.from_numpy(plan.tokens).to(self.device)
+        if plan.tokens.shape[1] == 1:
+            hidden = self.model.step(tokens[:, 0], self.states, source, target)
+        else:
+            lengths = torch.from_numpy(plan.lengths).to(self.device)
+            hidden = self.model.chain(tokens, lengths, self.states, source, target).flatten(0, 1)
+        if not len(plan.scored):
+            return NOTHING
+        if len(plan.scored) < len(hidden):
+            hidden = hidden.index_select(0, torch.from_numpy(plan.scored).to(self.device))
+        return self._order(self.model.logits(hidden), plan)
+
+    def _order(self, logits: Tensor, plan: Plan) -> Outcome:
+        """The candidates of each scored row under its own session's law. logits [scored, V]"""
+        width = min(plan.width, logits.shape[1])
+        laws = [self._laws[session] for session in plan.sessions.tolist()]
+        groups: dict[Warp, list[int]] = {}
+        for row, law in enumerate(laws):
+            groups.setdefault(law.warp, []).append(row)
+        if len(groups) == 1:
+            ids, chances = _candidates(logits, laws[0].warp, self._noise(laws, range(len(laws)), plan), width)
+            return Outcome(ids.cpu().numpy(), chances.cpu().numpy())
+        candidates = np.empty((len(laws), width), np.int64)
+        found = np.empty((len(laws), width), np.float32)
+        for warp, rows in groups.items():
+            part = logits[torch.tensor(rows, device=self.device)]
+            ids, chances = _candidates(part, warp, self._noise(laws, rows, plan), width)
+            candidates[rows], found[rows] = ids.cpu().numpy(), chances.cpu().numpy()
+        return Outcome(candidates, found)
+
+    def _noise(self, laws: list[Law], rows: range | list[int], plan: Plan) -> Tensor | None:
+        """[rows, V] noise of the token that each row guesses; none at temperature 0."""
+        picked = [(laws[row].noise, int(plan.positions[row])) for row in rows]
+        noise, position = picked[0]
+        if noise is None:
+            return None
+        if all(other is noise and place == position for other, place in picked):  # a level of one session
+            return noise.row(position).to(self.device).expand(len(picked), -1)
+        return torch.stack([source.row(place) for source, place in picked if source is not None]).to(self.device)
+
+
+def _candidates(logits: Tensor, warp: Warp, noise: Tensor | None, width: int) -> tuple[Tensor, Tensor]:
+    """The best `width` ids of each row in order, and the logarithms of their chances under softmax(logits / T)."""
+    ids = drafter_order(logits, warp, noise, width)
+    scaled = logits if warp.greedy else logits / warp.temperature
+    return ids, scaled.gather(1, ids).sub_(scaled.logsumexp(1, keepdim=True))

@@ -1,0 +1,530 @@
+"""Decides what the drafter's next forward is made of. Texts, slots and trees are its business; tensors are not.
+
+A session's life: `open` gives it a text; forwards of kind *chain* bring its memory up to the text; `draft` makes a
+round: a chain through the root, then one row per waiting node and level, until `DraftTree` is answered; the nodes'
+states are kept until the next call says which of them the text went through; `close` brings the memory up to
+the text and hands its slot out to be saved.
+
+All sessions that wait for the same kind of forward share it, whatever their shapes; they join and leave between levels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from dendro.calls import CloseCall, DraftCall, OpenCall, PeerText, Terms, TextUpdate
+from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, Overloaded
+from dendro.tree import DraftTree, FloatArray, IntArray, TreeShape
+from tree_layers.states import ZERO_SLOT, SlotPool
+
+from drafter_service.grow import Growth, processed_rows, ranks
+
+CANDIDATES = 8
+"""Ordered guesses per scored row: the longest rank that a trace tells apart."""
+CATCH_UP = 8
+"""Tokens that an idle session may lag behind its text before it is worth a forward of its own."""
+PREFILL_EVERY = 4
+"""One forward in so many goes to prompts, where both prompts and rounds wait."""
+PREFILL_ROWS = 8
+"""Prompts in one forward."""
+
+
+class Ticket(Protocol):
+    """One caller that waits for an answer."""
+
+    @property
+    def cancelled(self) -> bool: ...
+
+    @property
+    def waited_us(self) -> int:
+        """Microseconds since the call arrived."""
+        ...
+
+    def settle(self, value: object) -> None:
+        """Answer the caller, from any thread."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One forward, as plain arrays."""
+
+    tokens: IntArray  # [rows, time]
+    lengths: IntArray  # [rows] tokens that count, 1 to time
+    source: IntArray  # [rows] slot each row starts from
+    target: IntArray  # [rows] slot each row ends in
+    scored: IntArray  # [scored] row * time + t of the tokens whose candidates are wanted
+    sessions: IntArray  # [scored] number of the session: whose law and noise
+    positions: IntArray  # [scored] position of the token to be guessed
+    width: int  # candidates per scored token
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a forward found, for each scored token."""
+
+    candidates: IntArray  # [scored, width] best first
+    chances: FloatArray  # [scored, width] logarithms under the drafter's own law
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The memory of a closing session is complete: save its slot, then `forget` the session."""
+
+    session: int
+    slot: int
+    ids: tuple[int, ...]  # what the slot has consumed
+    digest: int
+    tenant: str
+
+
+@dataclass(frozen=True, slots=True)
+class Consumed:
+    """Opening is done."""
+
+    processed: int
+
+
+Answer = DraftTree | Consumed | Ready | Exception
+
+
+@dataclass(eq=False)
+class Round:
+    """A draft call at work. Its tree grows once the chain through the root is planned."""
+
+    ticket: Ticket | None  # none: the tree is answered or given up, and kept for its states
+    shape: TreeShape
+    base: int
+    growth: Growth
+    slots: list[int] = field(default_factory=list)  # of the rows that go through the model, in order
+
+
+@dataclass(eq=False)
+class Session:
+    """One opening. `slot` has consumed `ids[:covers]`; so has each kept node's slot its own path."""
+
+    number: int
+    opening: bytes
+    terms: Terms
+    text: PeerText = field(default_factory=PeerText)
+    slot: int = ZERO_SLOT
+    covers: int = 0
+    first_slot: int = ZERO_SLOT  # the memory as it was when opening was done: where to start again after a deep cut
+    first_covers: int = 0
+    round: Round | None = None
+    kept: Round | None = None
+    traced: int | None = None  # text length at the last answered tree
+    ranks: dict[int, int] = field(default_factory=dict)  # of text positions, among the drafter's own candidates
+    opened: tuple[Ticket, int] | None = None  # who waits for opening, and the tokens that were restored
+    closing: Ticket | None = None
+    ended: bool = False  # its memory is being saved
+
+    @property
+    def base(self) -> int:
+        return len(self.text.tokens)
+
+
+class Scheduler:
+    """Sessions, slots and what comes next. `answers` collects what callers are to be told."""
+
+    def __init__(self, name: str, pool: SlotPool, max_sessions: int, tree_slots: int, chunk: int) -> None:
+        """pool: at least 1 + 2 * max_sessions + tree_slots slots   chunk: tokens of a prompt per forward"""
+        self.name = name
+        self.pool = pool
+        self.max_sessions = max_sessions
+        self.tree_slots = tree_slots
+        self.chunk = chunk
+        self.answers: list[tuple[Ticket, Answer]] = []
+        self.ended: list[int] = []  # sessions that are gone, for the runner to forget
+        self.noise_wanted: dict[
+            int, range
+        ] = {}  # session -> positions whose noise to have ready; earlier ones are done
+        self._sessions: dict[bytes, Session] = {}  # the one used last at the end
+        self._trees = 0  # slots that trees hold
+        self._numbers = 0
+        self._turn = 0
+        self._planned: list[tuple[Session, range]] = []  # of the plan at work: each session's rows
+        self._kind = ""
+
+    @property
+    def sessions(self) -> int:
+        return len(self._sessions)
+
+    # -- calls ---------------------------------------------------------------------------------------------------
+
+    def open(self, ticket: Ticket, call: OpenCall, restored: int) -> Session:
+        """Take a text in; `restored` of its tokens are about to be loaded into the slot of the session returned.
+
+        Raises Overloaded and BadRequest. An opening that is there already is opened afresh.
+        """
+        if call.update.start != 0:
+            raise BadRequest("update.start", f"a text is opened from its beginning, not from {call.update.start}")
+        if (old := self._sessions.get(call.update.opening)) is not None:
+            self._end(old, NotFound("opening: was opened again"))
+        if len(self._sessions) >= self.max_sessions:
+            raise Overloaded(f"{len(self._sessions)} texts are open at drafter {self.name}, the most it takes")
+        self._numbers += 1
+        session = Session(self._numbers, call.update.opening, call.terms)
+        session.text.follow(call.update)
+        if restored:
+            (session.slot,), session.covers = self.pool.take(1), restored
+        session.opened = (ticket, restored)
+        self._want_noise(session, range(session.base, session.base + CANDIDATES))
+        self._sessions[session.opening] = session
+        return session
+
+    def draft(self, ticket: Ticket, call: DraftCall) -> None:
+        """Start a round. A round of this text that is still at work gives way and is answered with its root alone."""
+        session = self._follow(call.update)
+        self._give_way(session)
+        root = session.text.ids[-1]
+        if call.shape.off:
+            self.answers.append((ticket, DraftTree.root_only(root, self.name)))
+            return
+        session.round = Round(ticket, call.shape, session.base, Growth(root, call.shape))
+
+    def close(self, ticket: Ticket, call: CloseCall) -> None:
+        """End a session once its memory has consumed the text up to its root."""
+        session = self._follow(call.update)
+        self._give_way(session)
+        if session.opened is not None:
+            self.answers.append((session.opened[0], NotFound("opening: was closed before it was ready")))
+            session.opened = None
+        session.closing = ticket
+
+    def forget(self, session: int, reason: DendroError | None = None) -> None:
+        """Free all that a session held; who waits for it is told the reason. Harmless where it is gone."""
+        found = next((kept for kept in self._sessions.values() if kept.number == session), None)
+        if found is not None:
+            self._end(found, reason or NotFound("opening: is closed"))
+
+    def give_up(self, opening: bytes) -> None:
+        """Free an opening whose caller has gone. Harmless where it is not there."""
+        if opening in self._sessions:
+            self._end(self._sessions[opening], NotFound("opening: was given up"))
+
+    def tickets(self) -> list[Ticket]:
+        """Everybody who waits, those whose answer is ready among them."""
+        waiting = [ticket for ticket, _ in self.answers]
+        for session in self._sessions.values():
+            waiting += self._waiting(session)
+        return waiting
+
+    def fail(self, reason: str) -> None:
+        """A forward broke: end the sessions that took part, whose memory can no longer be trusted."""
+        for session, _ in self._planned:
+            if self._sessions.get(session.opening) is session:
+                self._end(session, EngineFailed(reason))
+        self._planned = []
+
+    # -- forwards ------------------------------------------------------------------------------------------------
+
+    def next(self) -> Plan | None:
+        """The next forward, or none where nothing waits."""
+        self._drop_cancelled()
+        self._settle()
+        self._planned = []
+        growing, starting, prompts = [], [], []
+        for session in self._sessions.values():
+            if session.round is not None and session.round.growth.processed:
+                growing.append(session)
+            elif session.opened is None and session.round is not None and self._near(session):
+                if self._reserve(session):
+                    starting.append(session)
+            elif self._lacks(session):
+                prompts.append(session)
+        singles = [session for session in starting if session.base - session.covers == 1]
+        chains = [session for session in starting if session.base - session.covers > 1]
+        self._turn += 1
+        if prompts and (self._turn % PREFILL_EVERY == 0 or not (growing or starting)):
+            return self._plan_prompts(prompts[:PREFILL_ROWS])
+        if chains:
+            return self._plan_chains(chains)
+        if growing or singles:
+            return self._plan_level(growing + singles)
+        late = [session for session in self._sessions.values() if self._lag(session) >= CATCH_UP]
+        return self._plan_prompts(late[:PREFILL_ROWS]) if late else None
+
+    def apply(self, outcome: Outcome) -> None:
+        """Take in what the forward of the last plan found."""
+        at = 0
+        for session, rows in self._planned:
+            work = session.round
+            if self._kind == "prompt":
+                session.covers = rows.stop
+                continue
+            assert work is not None
+            found = slice(at, at + len(rows))
+            at += len(rows)
+            if self._kind == "chain":  # one row: the text from `rows.start` on, the root last; a rank for all but that
+                for place, covered in enumerate(range(rows.start + 1, rows.stop)):
+                    self._note(session, covered, outcome.candidates[found.start + place])
+                found = slice(found.stop - 1, found.stop)
+            work.growth.extend(outcome.candidates[found], outcome.chances[found])
+            if work.growth.finished:
+                self._finish(session, work)
+        self._planned = []
+        self._settle()
+
+    def _plan_prompts(self, sessions: list[Session]) -> Plan:
+        self._kind = "prompt"
+        rows = [range(s.covers, min(s.covers + self.chunk, s.base - 1)) for s in sessions]
+        sources = [session.slot for session in sessions]
+        for session in sessions:
+            self._own_slot(session)
+        self._planned = list(zip(sessions, rows, strict=True))
+        return self._chain_plan(sources, [session.slot for session in sessions], scored=False)
+
+    def _plan_chains(self, sessions: list[Session]) -> Plan:
+        self._kind = "chain"
+        self._planned = [(session, range(session.covers, session.base)) for session in sessions]
+        return self._chain_plan([s.slot for s in sessions], [self._slots(s)[0] for s in sessions], scored=True)
+
+    def _chain_plan(self, sources: list[int], targets: list[int], scored: bool) -> Plan:
+        """A row of consecutive text for each planned session."""
+        lengths = np.array([len(rows) for _, rows in self._planned], np.int64)
+        tokens = np.zeros((len(lengths), int(lengths.max())), np.int64)
+        places, numbers, positions = [], [], []
+        for row, (session, span) in enumerate(self._planned):
+            tokens[row, : len(span)] = session.text.ids[span.start : span.stop]
+            if scored:
+                places += [row * tokens.shape[1] + time for time in range(len(span))]
+                numbers += [session.number] * len(span)
+                positions += [covered + 1 for covered in span]
+        return Plan(
+            tokens,
+            lengths,
+            np.array(sources, np.int64),
+            np.array(targets, np.int64),
+            np.array(places, np.int64),
+            np.array(numbers, np.int64),
+            np.array(positions, np.int64),
+            self._width(),
+        )
+
+    def _plan_level(self, sessions: list[Session]) -> Plan:
+        """One row for each waiting node: the roots of some sessions, deeper levels of others."""
+        self._kind = "level"
+        self._planned = []
+        tokens: list[int] = []
+        source: list[int] = []
+        target: list[int] = []
+        numbers: list[int] = []
+        positions: list[int] = []
+        for session in sessions:
+            work = session.round
+            assert work is not None
+            growth, slots, rows = work.growth, work.slots, work.growth.frontier
+            tokens += growth.tokens[rows.start : rows.stop]
+            source += [slots[above] for above in growth.parents[rows.start :]] if rows.start else [session.slot]
+            target += slots[rows.start : rows.stop]
+            numbers += [session.number] * len(rows)
+            positions += [work.base + growth.level] * len(rows)
+            self._planned.append((session, rows))
+        count = len(tokens)
+        return Plan(
+            np.array(tokens, np.int64)[:, None],
+            np.ones(count, np.int64),
+            np.array(source, np.int64),
+            np.array(target, np.int64),
+            np.arange(count),
+            np.array(numbers, np.int64),
+            np.array(positions, np.int64),
+            self._width(),
+        )
+
+    def _width(self) -> int:
+        rounds = (session.round for session, _ in self._planned)
+        return max([CANDIDATES, *(max(work.shape.widths) for work in rounds if work is not None)])
+
+    # -- a session's memory --------------------------------------------------------------------------------------
+
+    def _follow(self, update: TextUpdate) -> Session:
+        """The session of a call, its text brought up to it, and nothing remembered of a text that was cut."""
+        session = self._sessions.get(update.opening)
+        if session is None:
+            raise NotFound("opening: is not open here")
+        if session.closing is not None or session.ended:
+            raise NotFound("opening: is being closed")
+        stands = session.text.follow(update)
+        self._sessions[update.opening] = self._sessions.pop(update.opening)
+        for work in (session.kept, session.round):
+            if work is not None and stands < work.base:
+                self._drop_tree(session, work)
+        # The root is never in the memory at rest, so that a call for the same text finds what it needs.
+        if session.covers > min(stands, session.base - 1):
+            self._release(session)
+            usable = session.first_covers <= min(stands, session.base - 1)
+            session.slot = session.first_slot if usable else ZERO_SLOT
+            session.covers = session.first_covers if usable else 0
+        if session.first_covers > stands:
+            self.pool.give([session.first_slot])
+            session.first_slot, session.first_covers = ZERO_SLOT, 0
+        if session.traced is not None and session.traced > stands:
+            session.traced = stands
+        session.ranks = {position: rank for position, rank in session.ranks.items() if position < stands}
+        return session
+
+    def _adopt(self, session: Session) -> None:
+        """Move to the deepest node of the last tree that the text went through; the tree's other states are freed."""
+        work = session.kept
+        if work is None:
+            return
+        session.kept = None
+        ids, growth, row, covers = session.text.ids, work.growth, 0, work.base
+        best: tuple[int, int] | None = None
+        while growth.processed > row and covers <= session.base:
+            if covers < session.base:
+                self._note(session, covers, growth.candidates[row])
+            if covers <= session.base - 1:
+                best = row, covers
+            child = growth.child(row, ids[covers]) if covers < session.base else None
+            if child is None:
+                break
+            row, covers = child, covers + 1
+        spare = list(work.slots)
+        if best is not None and best[1] > session.covers:
+            spare.remove(work.slots[best[0]])
+            self._release(session)
+            session.slot, session.covers = work.slots[best[0]], best[1]
+        self.pool.give(spare)
+        self._trees -= len(work.slots)
+
+    def _note(self, session: Session, position: int, candidates: IntArray) -> None:
+        hits = np.flatnonzero(candidates == session.text.ids[position])
+        session.ranks[position] = min(int(hits[0]) if len(hits) else CANDIDATES, CANDIDATES)
+
+    def _own_slot(self, session: Session) -> None:
+        """Make sure that the session's slot may be written: neither the zero slot nor the one kept from opening."""
+        if session.slot in (ZERO_SLOT, session.first_slot):
+            (session.slot,) = self.pool.take(1)
+
+    def _release(self, session: Session) -> None:
+        if session.slot not in (ZERO_SLOT, session.first_slot):
+            self.pool.give([session.slot])
+        session.slot = ZERO_SLOT
+
+    def _slots(self, session: Session) -> list[int]:
+        assert session.round is not None
+        return session.round.slots
+
+    def _reserve(self, session: Session) -> bool:
+        """Take all slots that the round will need, so that a round that has begun ends. Kept trees of idle sessions,
+        the one used longest ago first, give theirs up."""
+        work = session.round
+        assert work is not None
+        if work.slots:
+            return True
+        wanted = processed_rows(work.shape)
+        for other in list(self._sessions.values()):
+            if self._trees + wanted <= self.tree_slots:
+                break
+            if other.kept is not None:
+                self._drop_tree(other, other.kept)
+        if self._trees + wanted > self.tree_slots:
+            return False
+        work.slots = self.pool.take(wanted)
+        self._trees += wanted
+        return True
+
+    def _drop_tree(self, session: Session, work: Round) -> None:
+        self.pool.give(work.slots)
+        self._trees -= len(work.slots)
+        work.slots = []
+        if session.kept is work:
+            session.kept = None
+
+    def _near(self, session: Session) -> bool:
+        """Whether one chain reaches through the root."""
+        return session.base - session.covers <= self.chunk
+
+    def _lacks(self, session: Session) -> bool:
+        """Whether somebody waits for this session's memory to come nearer to its text."""
+        waits = session.opened is not None or session.closing is not None or session.round is not None
+        return waits and session.covers < session.base - 1
+
+    def _lag(self, session: Session) -> int:
+        idle = session.round is None and session.closing is None
+        if not idle or session.base - 1 - session.covers < CATCH_UP:
+            return 0
+        self._adopt(session)
+        return session.base - 1 - session.covers
+
+    def _want_noise(self, session: Session, positions: range) -> None:
+        if session.terms.sampling.temperature > 0:
+            self.noise_wanted[session.number] = positions
+
+    # -- ends ----------------------------------------------------------------------------------------------------
+
+    def _finish(self, session: Session, work: Round) -> None:
+        """Answer with the tree, and keep its states for the next call."""
+        start = session.traced if session.traced is not None else work.base
+        trace = ranks(session.ranks, start, work.base, CANDIDATES)
+        tokens, parents, values = work.growth.arrays()
+        assert work.ticket is not None
+        tree = DraftTree(tokens, parents, values, self.name, trace, work.ticket.waited_us)
+        self.answers.append((work.ticket, tree))
+        session.traced = work.base
+        session.ranks = {}
+        work.ticket, session.round, session.kept = None, None, work
+        # The next round starts somewhere behind this tree, at most one token past its leaves.
+        self._want_noise(session, range(work.base, work.base + 2 * work.shape.depth + 1))
+
+    def _settle(self) -> None:
+        """Adopt what the text went through where a round, an opening or a close is about to build on it."""
+        for session in list(self._sessions.values()):
+            if session.closing is not None or (session.round is not None and not session.round.growth.processed):
+                self._adopt(session)
+            if session.covers < session.base - 1:
+                continue
+            if session.opened is not None:
+                (ticket, restored), session.opened = session.opened, None
+                session.first_slot, session.first_covers = session.slot, session.covers
+                self.answers.append((ticket, Consumed(session.covers - restored)))
+            if session.closing is not None:
+                text = session.text.tokens
+                ids = tuple(text.ids[: session.covers])
+                ready = Ready(session.number, session.slot, ids, text.digests[session.covers], session.terms.tenant)
+                self.answers.append((session.closing, ready))
+                session.closing, session.ended = None, True
+
+    def _give_way(self, session: Session) -> None:
+        """Stop the round at work, if any; what it has processed is kept like a finished tree's."""
+        work = session.round
+        if work is None:
+            return
+        session.round = None
+        if work.ticket is not None:
+            self.answers.append((work.ticket, DraftTree.root_only(work.growth.root, self.name)))
+            work.ticket = None
+        if not work.slots:
+            return
+        if work.growth.processed:
+            session.kept = work
+        else:
+            self._drop_tree(session, work)
+
+    def _drop_cancelled(self) -> None:
+        for session in list(self._sessions.values()):
+            if session.round is not None and session.round.ticket is not None and session.round.ticket.cancelled:
+                self._give_way(session)
+
+    def _end(self, session: Session, reason: Exception) -> None:
+        for work in (session.kept, session.round):
+            if work is not None:
+                self._drop_tree(session, work)
+        self.answers += [(ticket, reason) for ticket in self._waiting(session)]
+        self.pool.give({session.slot, session.first_slot} - {ZERO_SLOT})
+        self.noise_wanted.pop(session.number, None)
+        del self._sessions[session.opening]
+        self.ended.append(session.number)
+
+    def _waiting(self, session: Session) -> list[Ticket]:
+        tickets = [
+            session.round.ticket if session.round is not None else None,
+            session.opened[0] if session.opened is not None else None,
+            session.closing,
+        ]
+        return [ticket for ticket in tickets if ticket is not None]

@@ -1,0 +1,207 @@
+"""A training loop that ends on time and can be killed.
+
+The schedule runs in wall-clock time (or in steps, for tests): its learning rate depends on the fraction of the budget
+that is spent, so a slow machine trains less and still ends on a cooled-down model. Everything that the next step
+depends on is saved every `save_every_s` seconds: a run that was killed and started again goes on from there.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How long to train: seconds of training, or steps."""
+
+    seconds: float | None = None
+    steps: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.seconds is None) == (self.steps is None):
+            raise ValueError("a budget is either seconds or steps")
+
+    def spent(self, seconds: float, steps: int) -> float:
+        """The fraction of the budget that is used up; training ends at 1."""
+        if self.steps is not None:
+            return steps / self.steps
+        assert self.seconds is not None
+        return seconds / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What an optimiser step looks like."""
+
+    budget: Budget
+    matrix_rate: float = 4e-3  # Muon, for the matrices inside the layers
+    other_rate: float = 2e-3  # AdamW, for embeddings, norms, biases and state-space parameters
+    matrix_decay: float = 0.05
+    warm_up: float = 0.02  # of the budget
+    final_rate: float = 0.02  # of the peak rate, reached on a cosine
+    clip: float = 1.0
+    save_every_s: float = 120.0
+
+    def rate(self, spent: float) -> float:
+        """The factor on both learning rates when a fraction `spent` of the budget is gone."""
+        if spent < self.warm_up:
+            return max(spent, 1e-3) / self.warm_up
+        cooled = (min(spent, 1.0) - self.warm_up) / (1 - self.warm_up)
+        return self.final_rate + (1 - self.final_rate) * 0.5 * (1 + math.cos(math.pi * cooled))
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a training run stands after a step."""
+
+    step: int
+    spent: float  # fraction of the budget
+    seconds: float  # of training, over all runs
+    loss: float  # nats per token, running mean
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What a finished run did."""
+
+    steps: int
+    tokens: int
+    seconds: float
+    loss: float  # nats per token, running mean at the end
+
+
+def has_cpp_compiler() -> bool:
+    return any(shutil.which(name) for name in ("g++", "clang++"))
+
+
+def compiled(module: nn.Module) -> Callable[..., Any]:
+    """The module's forward, fused by torch.compile where a C++ compiler is installed (1.5 times as fast on a CPU)."""
+    if not has_cpp_compiler():
+        return module
+    torch._dynamo.config.suppress_errors = True  # where the compiler fails, train unfused
+    fused = torch.compile(module)
+    assert callable(fused)
+    return fused
+
+
+def autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """bf16 products on GPUs and on CPUs that have the instructions; fp32 elsewhere."""
+    if device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return torch.autocast(device.type, dtype=torch.bfloat16)
+    return nullcontext()
+
+
+def optimizers(model: nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    """Muon for the projections inside the layers, AdamW for the rest.
+
+    Muon's whitened steps need about half the tokens of AdamW's to reach a given loss at this size. A Mamba's `dt_proj`
+    sets time scales and its gradients are of another kind than a projection's: AdamW.
+    """
+    matrices: list[Tensor] = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and not name.endswith(("lm_head", "dt_proj")):
+            matrices.append(module.weight)
+    chosen = {id(matrix) for matrix in matrices}
+    others = [parameter for parameter in model.parameters() if id(parameter) not in chosen]
+    return [
+        torch.optim.Muon(
+            matrices,
+            lr=recipe.matrix_rate,
+            momentum=0.95,
+            weight_decay=recipe.matrix_decay,
+            adjust_lr_fn="match_rms_adamw",
+        ),
+        torch.optim.AdamW(others, lr=recipe.other_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+    ]
+
+
+class Trainer:
+    """Trains `model` on what `batch_loss` returns for each step, and keeps its state in `state_path`.
+
+    `batch_loss(step)` runs the forward of step 0, 1, ... and returns its loss in nats per token; it must depend on the
+    step alone, so that a resumed run sees the rows that an uninterrupted one would have seen.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch_loss: Callable[[int], Tensor],
+        tokens_per_step: int,
+        recipe: Recipe,
+        state_path: Path,
+    ) -> None:
+        self.model = model
+        self.batch_loss = batch_loss
+        self.tokens_per_step = tokens_per_step
+        self.recipe = recipe
+        self.state_path = state_path
+        self.optimizers = optimizers(model, recipe)
+        self.step = 0
+        self.seconds = 0.0
+        self.mean_loss = math.nan
+        if state_path.exists():
+            self._load()
+
+    def run(self, on_step: Callable[[Progress], None], stop_at_step: int | None = None) -> Trained:
+        """Train until the budget is spent (or, for tests, up to `stop_at_step`); the last state is saved."""
+        self.model.train()
+        saved_at = started = time.monotonic()
+        before = self.seconds
+        while (spent := self.recipe.budget.spent(self.seconds, self.step)) < 1 and self.step != stop_at_step:
+            step_started = time.monotonic()
+            loss = self._take_step(self.recipe.rate(spent))
+            self.mean_loss = loss if math.isnan(self.mean_loss) else 0.98 * self.mean_loss + 0.02 * loss
+            self.step += 1
+            now = time.monotonic()
+            self.seconds = before + now - started
+            speed = self.tokens_per_step / (now - step_started)
+            spent = self.recipe.budget.spent(self.seconds, self.step)
+            on_step(Progress(self.step, spent, self.seconds, self.mean_loss, speed))
+            if now - saved_at > self.recipe.save_every_s:
+                self._save()
+                saved_at = time.monotonic()
+        self._save()
+        return Trained(self.step, self.step * self.tokens_per_step, self.seconds, self.mean_loss)
+
+    def _take_step(self, rate: float) -> float:
+        loss = self.batch_loss(self.step)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group.setdefault("peak_lr", group["lr"]) * rate
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.item()
+
+    def _save(self) -> None:
+        """Write beside and rename: a kill in the middle leaves the state before."""
+        state = {
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "step": self.step,
+            "seconds": self.seconds,
+            "mean_loss": self.mean_loss,
+        }
+        partial = self.state_path.with_suffix(".partial")
+        torch.save(state, partial)
+        os.replace(partial, self.state_path)
+
+    def _load(self) -> None:
+        state = torch.load(self.state_path, map_location="cpu", weights_only=True)
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.step, self.seconds, self.mean_loss = state["step"], state["seconds"], state["mean_loss"]

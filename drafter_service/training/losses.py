@@ -1,0 +1,112 @@
+"""Next-token losses fused with the output projection.
+
+A vocabulary of scores for a whole batch is the largest tensor of a small model's training step, and reading it a dozen
+times costs more than all layers together. Here the scores live only for `CHUNK` positions at a time, small enough for a
+core's cache, and their gradient is formed at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK = 256  # positions
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherRows:
+    """The teacher's largest log-probabilities at every position; what is left of the mass is one more outcome."""
+
+    ids: Tensor  # [rows, positions, K] integer
+    log_probs: Tensor  # [rows, positions, K] floating
+
+    def to(self, device: torch.device) -> TeacherRows:
+        return TeacherRows(self.ids.to(device), self.log_probs.to(device))
+
+
+class _ProjectedLoss(torch.autograd.Function):
+    """Mean over positions of `hard_share * CE(labels) + (1 - hard_share) * CE(teacher)`; gradients formed in forward.
+
+    CE(teacher) = - sum_k t_k log p_k - r log(1 - sum_k p_k), with t the teacher's K kept probabilities, r = 1 - sum t,
+    p the student's. Its gradient in score j is p_j - t_j for a kept j and p_j (1 - r / (1 - sum_k p_k)) for another.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,  # [positions, width]
+        projection: Tensor,  # [vocabulary, width]
+        labels: Tensor,  # [positions]
+        teacher_ids: Tensor | None,  # [positions, K] int64
+        teacher_log_probs: Tensor | None,  # [positions, K]
+        hard_share: float,
+    ) -> Tensor:
+        compute = torch.bfloat16 if torch.is_autocast_enabled(hidden.device.type) else hidden.dtype
+        with torch.autocast(hidden.device.type, enabled=False):
+            weight = projection.to(compute)
+            hidden_grad = torch.empty(hidden.shape, dtype=compute, device=hidden.device)
+            weight_grad = torch.zeros(projection.shape, dtype=torch.float32, device=hidden.device)
+            total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+            for start in range(0, len(labels), CHUNK):
+                part = slice(start, start + CHUNK)
+                inputs, label = hidden[part].to(compute), labels[part, None]
+                log_probs = (inputs @ weight.T).float()
+                log_probs -= log_probs.logsumexp(-1, keepdim=True)
+                total -= hard_share * log_probs.gather(1, label).sum()
+                probs = log_probs.exp()
+                scores_grad = probs
+                if teacher_ids is not None and teacher_log_probs is not None:
+                    ids, teacher = teacher_ids[part], teacher_log_probs[part].float().exp()
+                    kept = probs.gather(1, ids)
+                    rest = (1 - teacher.sum(-1, keepdim=True)).clamp(min=0)
+                    student_rest = (1 - kept.sum(-1, keepdim=True)).clamp(min=1e-6)
+                    soft = (teacher * log_probs.gather(1, ids)).sum() + (rest * student_rest.log()).sum()
+                    total -= (1 - hard_share) * soft
+                    scores_grad = probs * (1 - (1 - hard_share) * rest / student_rest)
+                    scores_grad.scatter_(1, ids, kept - (1 - hard_share) * teacher)
+                scores_grad.scatter_add_(1, label, torch.full_like(label, -hard_share, dtype=torch.float32))
+                scores_grad = scores_grad.to(compute)
+                hidden_grad[part] = scores_grad @ weight
+                weight_grad += scores_grad.T @ inputs
+        ctx.save_for_backward(hidden_grad, weight_grad)
+        ctx.hidden_dtype, ctx.weight_dtype, ctx.positions = hidden.dtype, projection.dtype, len(labels)
+        return total / len(labels)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_grad, weight_grad = ctx.saved_tensors
+        scale = grads[0] / ctx.positions
+        return (
+            (hidden_grad * scale).to(ctx.hidden_dtype),
+            (weight_grad * scale).to(ctx.weight_dtype),
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def projected_loss(
+    hidden: Tensor,
+    projection: Tensor,
+    labels: Tensor,
+    teacher: TeacherRows | None = None,
+    hard_share: float = 0.1,
+) -> Tensor:
+    """The training loss in nats per token.
+
+    hidden [rows, positions, width]   projection [vocabulary, width]   labels [rows, positions]
+    Without a teacher: cross-entropy of the labels. With one: `hard_share` of that, the rest against the teacher.
+    """
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    if teacher is None:
+        loss = _ProjectedLoss.apply(flat, projection, labels.reshape(-1), None, None, 1.0)
+    else:
+        kept = teacher.ids.shape[-1]
+        ids, log_probs = teacher.ids.reshape(-1, kept).long(), teacher.log_probs.reshape(-1, kept)
+        loss = _ProjectedLoss.apply(flat, projection, labels.reshape(-1), ids, log_probs, hard_share)
+    assert isinstance(loss, Tensor)
+    return loss

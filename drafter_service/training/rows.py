@@ -1,0 +1,40 @@
+"""Rows of tokens for training, in an order that depends on the seed and the step alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class TokenRows:
+    """Fixed-length windows of one long token stream.
+
+    Each epoch cuts the stream at another offset and visits the windows in another order; step `s` always gets the same
+    rows, so a resumed run sees what an uninterrupted one would have seen.
+    """
+
+    def __init__(self, tokens: np.ndarray, rows: int, length: int, seed: int) -> None:
+        self.tokens = tokens  # [tokens] uint16
+        self.rows = rows
+        self.length = length
+        self.seed = seed
+        self.windows = (len(tokens) - 1) // length - 1
+        if self.windows < rows:
+            raise ValueError(f"{len(tokens)} tokens are too few for {rows} rows of {length}")
+        self._epoch = -1
+        self._order = np.empty(0, dtype=np.int64)
+        self._shift = 0
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """The inputs and labels of one step: two [rows, length] int64 tensors, the second one token ahead."""
+        steps_per_epoch = self.windows // self.rows
+        epoch, place = divmod(step, steps_per_epoch)
+        if epoch != self._epoch:
+            rng = np.random.default_rng((self.seed, epoch))
+            self._epoch, self._order = epoch, rng.permutation(self.windows)
+            self._shift = int(rng.integers(self.length))
+        starts = self._order[place * self.rows : (place + 1) * self.rows] * self.length + self._shift
+        window = np.stack([self.tokens[start : start + self.length + 1] for start in starts]).astype(np.int64)
+        pieces = torch.from_numpy(window)
+        return pieces[:, :-1].contiguous(), pieces[:, 1:].contiguous()

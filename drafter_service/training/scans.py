@@ -1,0 +1,160 @@
+"""The selective scans over whole sequences, parallel in time, for training.
+
+Both cut the sequence into chunks. States at the chunks' borders come from a short loop over chunks; all else is done
+for every chunk at once. `*_by_steps` are the recurrences as ALGORITHMS 1.1 and 1.2 write them: slow, and the truth in
+the tests.
+
+Letters: R rows, L positions, D channels, H heads, P head width, N state width. All tensors fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+MAMBA1_CHUNK = 16  # positions; its steps are unrolled, so torch.compile fuses them and the states stay in registers
+MAMBA2_CHUNK = 64  # positions; its scores are a matrix product
+
+
+def mamba1_scan_by_steps(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
+    """x, dt [R, L, D]   A [D, N] (negative)   B, C [R, L, N]   returns y [R, L, D], without the skip term."""
+    state = x.new_zeros(x.shape[0], x.shape[2], A.shape[1])
+    outputs = []
+    for t in range(x.shape[1]):
+        state = torch.exp(dt[:, t, :, None] * A) * state + (dt[:, t] * x[:, t])[..., None] * B[:, t, None]
+        outputs.append((state * C[:, t, None]).sum(-1))
+    return torch.stack(outputs, 1)
+
+
+def mamba1_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk: int = MAMBA1_CHUNK) -> Tensor:
+    """The same as `mamba1_scan_by_steps`: the steps of a chunk one after another, for all chunks at once, twice.
+
+    The first pass starts every chunk from zero and keeps its last state; these are carried over the borders; the second
+    starts every chunk from what enters it. Decays are products of numbers below one throughout, so nothing overflows.
+    """
+    y = _Mamba1Scan.apply(x, dt, A, B, C, chunk)
+    assert isinstance(y, Tensor)
+    return y
+
+
+class _Mamba1Scan(torch.autograd.Function):
+    """Keeps the states at the borders for its backward, and computes those in between, far more memory, again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk: int) -> Tensor:
+        rows, length, channels = x.shape
+        # [R, chunks, chunk, ...]; padding has dt = 0: it neither decays nor adds
+        dt_, x_, B_, C_ = (_in_chunks(values, chunk) for values in (dt, x, B, C))
+        decay = torch.exp(dt_.sum(2)[..., None] * A)  # [R, chunks, D, N]
+        entering = _carry(_mamba1_states(torch.zeros_like(decay), dt_, dt_ * x_, A, B_)[-1], decay)
+        states = _mamba1_states(entering, dt_, dt_ * x_, A, B_)
+        outputs = [(state * C_[:, :, t, None]).sum(-1) for t, state in enumerate(states)]
+        ctx.save_for_backward(x, dt, A, B, C, entering, decay)
+        ctx.chunk = chunk
+        return torch.stack(outputs, 2).reshape(rows, -1, channels)[:, :length]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """With G_t the gradient of the state after t, a_t = exp(dt_t A): G_t = C_t dy_t + a_{t+1} G_{t+1}."""
+        x, dt, A, B, C, entering, decay = ctx.saved_tensors
+        dt_, x_, B_, C_, dy = (_in_chunks(values, ctx.chunk) for values in (dt, x, B, C, grads[0]))
+        inputs = dt_ * x_
+
+        def decayed(grad: Tensor, t: int) -> Tensor:
+            return torch.exp(dt_[:, :, t, :, None] * A) * grad
+
+        def from_output(t: int) -> Tensor:
+            return dy[:, :, t, :, None] * C_[:, :, t, None]
+
+        # As in forward, in reverse: what leaves every chunk to the left, what enters it from the right, then all steps.
+        leaving = torch.zeros_like(entering)
+        for t in reversed(range(ctx.chunk)):
+            leaving = decayed(leaving + from_output(t), t)
+        grad = _carry(leaving.flip(1), decay.flip(1)).flip(1)
+        states = torch.stack(_mamba1_states(entering, dt_, inputs, A, B_), 2)  # [R, chunks, chunk, D, N]
+        state_grads, exponent_grads = [], []  # G_t, and the gradient of the exponent dt_t A
+        for t in reversed(range(ctx.chunk)):
+            grad = grad + from_output(t)
+            state_grads.append(grad)
+            grad = decayed(grad, t)
+            exponent_grads.append(grad * (entering if t == 0 else states[:, :, t - 1]))
+        G, E = torch.stack(state_grads[::-1], 2), torch.stack(exponent_grads[::-1], 2)
+
+        input_grad = (G @ B_[..., None]).squeeze(-1)
+        dt_grad = (E * A).sum(-1) + input_grad * x_
+        A_grad = (E * dt_[..., None]).sum((0, 1, 2))
+        B_grad = (inputs[..., None, :] @ G).squeeze(-2)
+        C_grad = (dy[..., None, :] @ states).squeeze(-2)
+
+        def whole(values: Tensor) -> Tensor:
+            return values.flatten(1, 2)[:, : x.shape[1]]
+
+        return whole(input_grad * dt_), whole(dt_grad), A_grad, whole(B_grad), whole(C_grad), None
+
+
+def _mamba1_states(state: Tensor, dt: Tensor, inputs: Tensor, A: Tensor, B: Tensor) -> list[Tensor]:
+    """The states after every step of all chunks, each [R, chunks, D, N], from those that enter them.
+
+    state [R, chunks, D, N]   dt, inputs (dt x) [R, chunks, chunk, D]   A [D, N]   B [R, chunks, chunk, N]
+    """
+    states = []
+    for t in range(dt.shape[2]):
+        state = torch.exp(dt[:, :, t, :, None] * A) * state + inputs[:, :, t, :, None] * B[:, :, t, None]
+        states.append(state)
+    return states
+
+
+def mamba2_scan_by_steps(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
+    """x [R, L, H, P]   dt [R, L, H]   A [H] (negative)   B, C [R, L, N] (one group)   returns y [R, L, H, P]."""
+    state = x.new_zeros(*x.shape[:1], *x.shape[2:], B.shape[-1])
+    outputs = []
+    for t in range(x.shape[1]):
+        decay = torch.exp(dt[:, t] * A)[..., None, None]
+        state = decay * state + (dt[:, t, :, None] * x[:, t])[..., None] * B[:, t, None, None]
+        outputs.append((state * C[:, t, None, None]).sum(-1))
+    return torch.stack(outputs, 1)
+
+
+def mamba2_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk: int = MAMBA2_CHUNK) -> Tensor:
+    """The same as `mamba2_scan_by_steps` by matrix products: inside a chunk it is attention with decaying weights."""
+    rows, length, heads, width = x.shape
+    chunks = -(-length // chunk)
+    inputs = _in_chunks(dt[..., None] * x, chunk).permute(0, 1, 3, 2, 4)  # [R, chunks, H, chunk, P]
+    log_decay = (_in_chunks(dt, chunk) * A).cumsum(2).permute(0, 1, 3, 2)  # [R, chunks, H, chunk], from the border
+    B, C = _in_chunks(B, chunk)[:, :, None], _in_chunks(C, chunk)[:, :, None]  # [R, chunks, 1, chunk, N]
+
+    # Later positions are masked before exp: their differences are positive and may overflow.
+    between = log_decay[..., :, None] - log_decay[..., None, :]  # [R, chunks, H, chunk (to), chunk (from)]
+    later = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).triu(1)
+    weights = (C @ B.mT) * torch.exp(between.masked_fill(later, -torch.inf))
+    within = weights @ inputs  # [R, chunks, H, chunk, P]
+
+    to_border = torch.exp(log_decay[..., -1:] - log_decay)[..., None]  # [R, chunks, H, chunk, 1]
+    last = (to_border * inputs).mT @ B  # [R, chunks, H, P, N]
+    entering = _carry(last, torch.exp(log_decay[..., -1])[..., None, None])
+    y = within + torch.exp(log_decay)[..., None] * (C @ entering.mT)
+    return y.permute(0, 1, 3, 2, 4).reshape(rows, chunks * chunk, heads, width)[:, :length]
+
+
+def _in_chunks(values: Tensor, chunk: int) -> Tensor:
+    """[R, L, ...] to [R, chunks, chunk, ...], the last chunk filled up with zeros."""
+    missing = -values.shape[1] % chunk
+    if missing:
+        values = F.pad(values, (0, 0) * (values.ndim - 2) + (0, missing))
+    return values.reshape(values.shape[0], -1, chunk, *values.shape[2:])
+
+
+def _carry(last: Tensor, decay: Tensor) -> Tensor:
+    """The state that enters each chunk, from the state each ends with when started from zero and its whole decay.
+
+    last [R, chunks, ...]   decay [R, chunks, ...] (broadcasts)   returns [R, chunks, ...]
+    """
+    state = torch.zeros_like(last[:, 0])
+    entering = []
+    for index in range(last.shape[1]):
+        entering.append(state)
+        state = decay[:, index] * state + last[:, index]
+    return torch.stack(entering, 1)

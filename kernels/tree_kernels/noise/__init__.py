@@ -1,0 +1,11 @@
+"""The noise that target and drafter share: public contract, version 1 (README.md beside this file)."""
+
+from tree_kernels.noise.reference import (
+    NOISE_VERSION,
+    NoiseRows,
+    gumbel_noise,
+    gumbel_of_words,
+    philox4x32,
+)
+
+__all__ = ["NOISE_VERSION", "NoiseRows", "gumbel_noise", "gumbel_of_words", "philox4x32"]

@@ -1,0 +1,144 @@
+"""Gumbel noise that depends on (seed, position, token id) and on nothing else. The truth: NumPy on a CPU.
+
+    key      (seed's low word, seed's high word)
+    counter  (token // 4, position, sample index, version << 8 | stream)
+    word     number token % 4 of Philox4x32-10(counter, key)
+    noise    -log(-log((word + 0.5) * 2**-32)), in float64, rounded to float32 at the end
+
+`position` is that of the token *being drawn*, absolute over the whole session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+NOISE_VERSION = 1
+
+ROUNDS = 10
+MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+LOW_WORD = np.uint64(0xFFFF_FFFF)
+WORD_BITS = np.uint64(32)
+TILE_BLOCKS = 8192
+"""Counter blocks worked on at a time: a temporary of 64 KiB, so that a row of 128k tokens stays in the cache."""
+
+Words = npt.NDArray[np.uint32]
+Wide = npt.NDArray[np.uint64]  # holds 32-bit words, with room for their products
+
+
+def philox4x32(counter: Words, key: tuple[int, int]) -> Words:
+    """Philox4x32-10 of Salmon et al. 2011, as in Random123. counter [n, 4] uint32, returns [n, 4] uint32.
+
+    NumPy's own `Philox` is Philox4x64: another generator.
+    """
+    if counter.ndim != 2 or counter.shape[1] != 4 or counter.dtype != np.uint32:
+        raise ValueError(f"counter: must be [n, 4] uint32, got {list(counter.shape)} {counter.dtype}")
+    c0, c1, c2, c3 = counter.T.astype(np.uint64)
+    return np.stack(_ten_rounds(c0, c1, c2, c3, key), axis=1).astype(np.uint32)
+
+
+def _ten_rounds(c0: Wide, c1: Wide, c2: Wide, c3: Wide, key: tuple[int, int]) -> tuple[Wide, Wide, Wide, Wide]:
+    """The counter's four words after ten rounds. The arguments may be of shapes that broadcast: what is the
+    same for all positions, or for all tokens, is then computed once in the first two rounds.
+
+    c1 and c3 carry garbage above 32 bits: they are only ever xored into a word that is masked next.
+    """
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        product0, product1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        c0 = ((product1 >> WORD_BITS) ^ c1 ^ np.uint64(k0)) & LOW_WORD
+        c2 = ((product0 >> WORD_BITS) ^ c3 ^ np.uint64(k1)) & LOW_WORD
+        c1, c3 = product1, product0
+        k0, k1 = (k0 + KEY_STEPS[0]) & 0xFFFF_FFFF, (k1 + KEY_STEPS[1]) & 0xFFFF_FFFF
+    return c0, c1 & LOW_WORD, c2, c3 & LOW_WORD
+
+
+def gumbel_of_words(words: npt.NDArray[np.uint32] | npt.NDArray[np.uint64]) -> npt.NDArray[np.float32]:
+    """The noise of 32-bit words, any shape. In float32 the word 2**32 - 1 would give infinity."""
+    u = words.astype(np.float64)
+    u += 0.5
+    u *= 2.0**-32
+    np.log(u, out=u)
+    np.negative(u, out=u)
+    np.log(u, out=u)
+    np.negative(u, out=u)
+    return u.astype(np.float32)
+
+
+def gumbel_noise(
+    seed: int, positions: Sequence[int], vocabulary: int, sample_index: int = 0, stream: int = 0
+) -> torch.Tensor:
+    """Noise of every token at each position: [len(positions), vocabulary] float32, one row per position as asked."""
+    _check(seed, vocabulary, sample_index, stream)
+    if any(not 0 <= position < 2**32 for position in positions):
+        raise ValueError(f"positions: must be 0 to 2**32 - 1, got {list(positions)}")
+    key = (seed & 0xFFFF_FFFF, seed >> 32)
+    position = np.asarray(positions, dtype=np.uint64).reshape(-1, 1)  # [positions, 1]
+    sample = np.full((1, 1), sample_index, np.uint64)
+    tag = np.full((1, 1), NOISE_VERSION << 8 | stream, np.uint64)
+    blocks = -(-vocabulary // 4)
+    noise = np.empty((len(position), 4 * blocks), np.float32)
+    tile = max(1, TILE_BLOCKS // max(1, len(position)))
+    for start in range(0, blocks, tile):
+        block = np.arange(start, min(start + tile, blocks), dtype=np.uint64).reshape(1, -1)  # [1, blocks of this tile]
+        words = np.empty((len(position), block.shape[1], 4), np.uint32)
+        for lane, word in enumerate(_ten_rounds(block, position, sample, tag, key)):
+            words[:, :, lane] = word
+        noise[:, 4 * start : 4 * start + 4 * block.shape[1]] = gumbel_of_words(words).reshape(len(position), -1)
+    return torch.from_numpy(noise)[:, :vocabulary]
+
+
+def _check(seed: int, vocabulary: int, sample_index: int, stream: int) -> None:
+    if not 0 <= seed < 2**64:
+        raise ValueError(f"seed: must be 0 to 2**64 - 1, got {seed}")
+    if vocabulary < 1:
+        raise ValueError(f"vocabulary: must be at least 1, got {vocabulary}")
+    if not 0 <= sample_index < 2**32:
+        raise ValueError(f"sample_index: must be 0 to 2**32 - 1, got {sample_index}")
+    if not 0 <= stream < 2**8:
+        raise ValueError(f"stream: must be 0 to 255, got {stream}")
+
+
+class NoiseRows:
+    """The noise rows of one request: each is computed once, and kept until its position is committed.
+
+    Rows may be computed ahead, in time that would be spent waiting. Hands out rows that nobody may write to.
+    """
+
+    def __init__(self, seed: int, vocabulary: int, sample_index: int = 0) -> None:
+        _check(seed, vocabulary, sample_index, stream=0)
+        self.seed = seed
+        self.vocabulary = vocabulary
+        self.sample_index = sample_index
+        self._rows: dict[int, torch.Tensor] = {}  # position -> [vocabulary]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def prepare(self, positions: Iterable[int]) -> None:
+        """Compute what is missing of these rows, in one call."""
+        missing = [position for position in dict.fromkeys(positions) if position not in self._rows]
+        if missing:
+            computed = gumbel_noise(self.seed, missing, self.vocabulary, self.sample_index)
+            self._rows.update(zip(missing, computed, strict=True))
+
+    def row(self, position: int) -> torch.Tensor:
+        """The row of one position, [vocabulary], not copied."""
+        if position not in self._rows:
+            self.prepare([position])
+        return self._rows[position]
+
+    def rows(self, positions: Sequence[int]) -> torch.Tensor:
+        """The rows of these positions, which may repeat: [len(positions), vocabulary]."""
+        self.prepare(positions)
+        if not len(positions):
+            return torch.empty(0, self.vocabulary)
+        return torch.stack([self._rows[position] for position in positions])
+
+    def forget_before(self, position: int) -> None:
+        """Drop the rows of all positions below this one: their tokens are committed."""
+        self._rows = {kept: row for kept, row in self._rows.items() if kept >= position}

@@ -1,0 +1,12 @@
+"""One step, or a chain of steps, of the recurrence of Mamba-1 and Mamba-2 (README.md beside this file)."""
+
+from tree_kernels.state_step.reference import (
+    conv_chain,
+    conv_step,
+    mamba1_chain,
+    mamba1_step,
+    mamba2_chain,
+    mamba2_step,
+)
+
+__all__ = ["conv_chain", "conv_step", "mamba1_chain", "mamba1_step", "mamba2_chain", "mamba2_step"]

@@ -1,0 +1,129 @@
+"""The recurrences of Mamba-1 and Mamba-2 and their causal convolution, out of place. Plain PyTorch: the truth.
+
+A *step* consumes one token per row: it reads slot `source[row]` and writes slot `target[row]`, so that siblings may
+start from one parent. No slot may be both written and read by different rows of one call. A *chain* consumes
+several tokens per row and is given the memory itself. A *target* is a slice where the slots lie side by side: it
+is then written without an index. All states, dt, A, B, C and D are float32.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Slots = Tensor | slice  # [rows] int64, or a run of as many slots
+
+
+def conv_step(memory: Tensor, source: Tensor, target: Slots, inputs: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """One token through the depthwise causal convolution and SiLU.
+
+    memory [slots, W - 1, C] the last raw inputs, oldest first; written at target
+    inputs [rows, C]   weight [W, C], the current token's tap last   bias [C]; returns [rows, C]
+    """
+    window = torch.cat((memory.index_select(0, source), inputs[:, None]), 1)  # [rows, W, C]
+    memory[target] = window[:, 1:]
+    return F.silu((window * weight).sum(1).add_(bias))
+
+
+def conv_chain(before: Tensor, inputs: Tensor, lengths: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Several tokens per row through the convolution.
+
+    before [rows, W - 1, C]   inputs [rows, T, C]   lengths [rows] tokens that count, 1 to T
+    returns the outputs [rows, T, C] and the last W - 1 raw inputs that count [rows, W - 1, C]
+    """
+    history = torch.cat((before, inputs), 1)  # [rows, W - 1 + T, C]
+    time, taps = inputs.shape[1], weight.shape[0]
+    out = history[:, :time] * weight[0] + bias
+    for tap in range(1, taps):
+        out.addcmul_(history[:, tap : tap + time], weight[tap])
+    last = lengths[:, None] + torch.arange(taps - 1, device=lengths.device)  # [rows, W - 1]
+    return F.silu(out), history.gather(1, last[..., None].expand(-1, -1, history.shape[2]))
+
+
+def mamba1_step(
+    states: Tensor, source: Tensor, target: Slots, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor
+) -> Tensor:
+    """One token per row of Mamba-1: h = exp(dt A) h + dt B x, y = C h + D x.
+
+    states [slots, I, N], written at target   x [rows, I]   dt [rows, I] after softplus   A [I, N] negative
+    B, C [rows, N]   D [I]; returns y [rows, I]
+    """
+    before = states.index_select(0, source).mul_((dt[..., None] * A).exp_())  # [rows, I, N]
+    state = _drive(states, target, before, (dt * x)[..., None], B[:, None])
+    return _read(state, C).addcmul_(x, D)
+
+
+def mamba1_chain(
+    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Several tokens per row of Mamba-1, one after another, the same arithmetic as as many steps.
+
+    state [rows, I, N]   x [rows, T, I]   dt [rows, T, I], zero where a token does not count   A [I, N]
+    B, C [rows, T, N]   D [I]; returns y [rows, T, I] and the state after the last token that counts
+    """
+    decay = torch.exp(dt[..., None] * A)  # [rows, T, I, N]
+    every = (dt * x)[..., None] * B[:, :, None]  # what drives each token's state, then that state itself
+    for time in range(x.shape[1]):
+        state = torch.addcmul(every[:, time], state, decay[:, time], out=every[:, time])
+    y = torch.matmul(every, C[..., None])[..., 0].addcmul_(x, D)
+    return y, state.clone()
+
+
+def mamba2_step(
+    states: Tensor, source: Tensor, target: Slots, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor
+) -> Tensor:
+    """One token per row of Mamba-2: a scalar decay per head, B and C shared by the heads of a group.
+
+    states [slots, H, P, N], written at target   x [rows, H, P]   dt [rows, H] after softplus and clamp
+    A [H] negative   B, C [rows, G, N]   D [H]; returns y [rows, H, P]
+    """
+    rows, heads, width = x.shape
+    groups, size = B.shape[1:]
+    members = heads // groups * width  # channels of a group
+    # A factor per row of a matrix: a CPU multiplies that several times faster than the same in four dimensions.
+    before = states.index_select(0, source)
+    before.view(rows * heads, width * size).mul_((dt * A).exp_().view(rows * heads, 1))
+    driven = (dt[..., None] * x).view(rows, groups, members, 1)
+    state = _drive(
+        states.view(-1, groups, members, size), target, before.view(rows, groups, members, size), driven, B[:, :, None]
+    )
+    y = _read(state.view(rows * groups, members, size), C.reshape(rows * groups, size))
+    return y.view(rows, heads, width).addcmul_(x, D[:, None])
+
+
+def mamba2_chain(
+    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Several tokens per row of Mamba-2 as matrix products: every token looks back at those before it.
+
+    state [rows, H, P, N]   x [rows, T, H, P]   dt [rows, T, H], zero where a token does not count   A [H]
+    B, C [rows, T, G, N]   D [H]; returns y [rows, T, H, P] and the state after the last token that counts
+    """
+    heads, groups, time = x.shape[2], B.shape[2], x.shape[1]
+    total = (dt * A).cumsum(1).transpose(1, 2)  # [rows, H, T] log of the decay from the start through each token
+    later = torch.ones(time, time, dtype=torch.bool, device=x.device).triu_(1)
+    decay = (total[..., None] - total[:, :, None]).masked_fill_(later, -torch.inf).exp_()  # [rows, H, to, from]
+    alike = torch.einsum("rtgn,rsgn->rgts", C, B).repeat_interleave(heads // groups, 1)  # [rows, H, to, from]
+    driven = (x * dt[..., None]).transpose(1, 2)  # [rows, H, T, P]
+    heads_B = B.repeat_interleave(heads // groups, 2).transpose(1, 2)  # [rows, H, T, N]
+    heads_C = C.repeat_interleave(heads // groups, 2).transpose(1, 2)
+    y = torch.matmul(alike.mul_(decay), driven)
+    y.addcmul_(torch.matmul(heads_C, state.transpose(2, 3)), total.exp()[..., None])
+    remains = torch.exp(total[..., -1:] - total)[..., None]  # [rows, H, T, 1]
+    after = torch.matmul((driven * remains).transpose(2, 3), heads_B)
+    after.addcmul_(state, total[..., -1, None, None].exp())
+    return y.transpose(1, 2) + x * D[:, None], after
+
+
+def _drive(states: Tensor, target: Slots, before: Tensor, x: Tensor, B: Tensor) -> Tensor:
+    """states[target] = before + x B, which is returned; `before` is used up."""
+    if isinstance(target, slice):
+        return torch.addcmul(before, x, B, out=states[target])
+    states[target] = before.addcmul_(x, B)
+    return before
+
+
+def _read(state: Tensor, C: Tensor) -> Tensor:
+    """state [rows, channels, N], C [rows, N] -> [rows, channels]; a row times a matrix is what a CPU does well."""
+    return torch.bmm(C[:, None], state.transpose(1, 2))[:, 0]

@@ -1,0 +1,233 @@
+"""The Mamba-1 and Mamba-2 mixers: tensors and arithmetic, without modules. One form for drafters and for targets.
+
+`step` consumes one token per row, from one slot to another; `chain` several tokens per row, in order, from one slot
+to another, which may be the same. Activations have the weights' dtype; dt, states and decays are float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tree_kernels.state_step import conv_chain, conv_step, mamba1_chain, mamba1_step, mamba2_chain, mamba2_step
+from tree_kernels.state_step.reference import Slots
+
+from tree_layers.states import StateShape
+
+
+class Mixer(Protocol):
+    """One layer's mixer. `recurrent` and `conv` are that layer's slots, as `States` keeps them."""
+
+    @property
+    def shape(self) -> StateShape: ...
+
+    def step(self, u: Tensor, recurrent: Tensor, conv: Tensor, source: Tensor, target: Slots) -> Tensor:
+        """u [rows, d] -> [rows, d]; writes the slots `target`."""
+        ...
+
+    def chain(
+        self, u: Tensor, lengths: Tensor, recurrent: Tensor, conv: Tensor, source: Tensor, target: Slots
+    ) -> Tensor:
+        """u [rows, T, d], of which `lengths` [rows] count -> [rows, T, d]; writes the slots `target`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mamba1Mixer:
+    """d model width, I channels, N state width, R rank of dt, W taps."""
+
+    in_proj: Tensor  # [d, 2 I] x, then the gate
+    in_bias: Tensor | None
+    conv_weight: Tensor  # [W, I]
+    conv_bias: Tensor  # [I]
+    x_proj: Tensor  # [I, R + 2 N] dt, B, C
+    dt_proj: Tensor  # [R, I] float32
+    dt_bias: Tensor  # [I] float32
+    A: Tensor  # [I, N] float32, negative
+    D: Tensor  # [I] float32
+    out_proj: Tensor  # [I, d]
+    out_bias: Tensor | None
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Mamba1Mixer:
+        """From a layer's tensors under their names in the library, `in_proj.weight` and so on."""
+        conv = _turned(tensors["conv1d.weight"][:, 0], dtype)
+        return cls(
+            in_proj=_turned(tensors["in_proj.weight"], dtype),
+            in_bias=_bias(tensors, "in_proj.bias", dtype),
+            conv_weight=conv,
+            conv_bias=tensors["conv1d.bias"].to(dtype) if "conv1d.bias" in tensors else conv.new_zeros(conv.shape[1]),
+            x_proj=_turned(tensors["x_proj.weight"], dtype),
+            dt_proj=_turned(tensors["dt_proj.weight"], torch.float32),
+            dt_bias=tensors["dt_proj.bias"].float(),
+            A=-torch.exp(tensors["A_log"].float()),
+            D=tensors["D"].float(),
+            out_proj=_turned(tensors["out_proj.weight"], dtype),
+            out_bias=_bias(tensors, "out_proj.bias", dtype),
+        )
+
+    @property
+    def shape(self) -> StateShape:
+        return StateShape(tuple(self.A.shape), (self.conv_weight.shape[0] - 1, self.A.shape[0]))
+
+    def step(self, u: Tensor, recurrent: Tensor, conv: Tensor, source: Tensor, target: Slots) -> Tensor:
+        x, gate = _linear(u, self.in_proj, self.in_bias).split(self.A.shape[0], 1)
+        x = conv_step(conv, source, target, x, self.conv_weight, self.conv_bias)
+        dt, B, C = self._select(x)
+        y = mamba1_step(recurrent, source, target, x.float(), dt, self.A, B, C, self.D)
+        return _linear(y.to(u.dtype).mul_(F.silu(gate)), self.out_proj, self.out_bias)
+
+    def chain(
+        self, u: Tensor, lengths: Tensor, recurrent: Tensor, conv: Tensor, source: Tensor, target: Slots
+    ) -> Tensor:
+        rows = u.shape[:2]
+        x, gate = _linear(u.flatten(0, 1), self.in_proj, self.in_bias).split(self.A.shape[0], 1)
+        before = conv.index_select(0, source)
+        x, inputs = conv_chain(before, x.unflatten(0, rows), lengths, self.conv_weight, self.conv_bias)
+        dt, B, C = (part.unflatten(0, rows) for part in self._select(x.flatten(0, 1)))
+        dt = dt * _counting(lengths, u)
+        y, state = mamba1_chain(recurrent.index_select(0, source), x.float(), dt, self.A, B, C, self.D)
+        recurrent[target], conv[target] = state, inputs
+        return _linear(y.flatten(0, 1).to(u.dtype).mul_(F.silu(gate)), self.out_proj, self.out_bias).unflatten(0, rows)
+
+    def _select(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [rows, I] -> dt after softplus [rows, I], B and C [rows, N], float32."""
+        rank, size = self.dt_proj.shape[0], self.A.shape[1]
+        dt, B, C = torch.mm(x, self.x_proj).float().split((rank, size, size), 1)
+        return F.softplus(torch.addmm(self.dt_bias, dt, self.dt_proj)), B, C
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mamba2Mixer:
+    """d model width, I = H P channels in H heads, N state width, G groups of heads, W taps."""
+
+    in_proj: Tensor  # [d, I + (I + 2 G N) + H] gate, what the convolution sees (x, B, C), dt
+    in_bias: Tensor | None
+    conv_weight: Tensor  # [W, I + 2 G N]
+    conv_bias: Tensor  # [I + 2 G N]
+    dt_bias: Tensor  # [H] float32
+    A: Tensor  # [H] float32, negative
+    D: Tensor  # [H] float32
+    norm: Tensor  # [I] weight of the gated norm
+    out_proj: Tensor  # [I, d]
+    out_bias: Tensor | None
+    groups: int
+    size: int  # N
+    eps: float
+    dt_limit: tuple[float, float]
+
+    @classmethod
+    def of(
+        cls,
+        tensors: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        groups: int,
+        size: int,
+        eps: float,
+        dt_limit: tuple[float, float],
+    ) -> Mamba2Mixer:
+        """From a layer's tensors under their names in the library, `in_proj.weight` and so on."""
+        conv = _turned(tensors["conv1d.weight"][:, 0], dtype)
+        return cls(
+            in_proj=_turned(tensors["in_proj.weight"], dtype),
+            in_bias=_bias(tensors, "in_proj.bias", dtype),
+            conv_weight=conv,
+            conv_bias=tensors["conv1d.bias"].to(dtype) if "conv1d.bias" in tensors else conv.new_zeros(conv.shape[1]),
+            dt_bias=tensors["dt_bias"].float(),
+            A=-torch.exp(tensors["A_log"].float()),
+            D=tensors["D"].float(),
+            norm=tensors["norm.weight"].to(dtype),
+            out_proj=_turned(tensors["out_proj.weight"], dtype),
+            out_bias=_bias(tensors, "out_proj.bias", dtype),
+            groups=groups,
+            size=size,
+            eps=eps,
+            dt_limit=dt_limit,
+        )
+
+    @property
+    def heads(self) -> int:
+        return self.A.shape[0]
+
+    @property
+    def width(self) -> int:
+        """P, channels of a head."""
+        return self.norm.shape[0] // self.heads
+
+    @property
+    def shape(self) -> StateShape:
+        taps, channels = self.conv_weight.shape
+        return StateShape((self.heads, self.width, self.size), (taps - 1, channels))
+
+    def step(self, u: Tensor, recurrent: Tensor, conv: Tensor, source: Tensor, target: Slots) -> Tensor:
+        gate, inputs, dt = self._project(u)
+        x, B, C = self._split(conv_step(conv, source, target, inputs, self.conv_weight, self.conv_bias))
+        y = mamba2_step(recurrent, source, target, x, self._dt(dt), self.A, B, C, self.D)
+        return _linear(self._gated_norm(y.flatten(1), gate), self.out_proj, self.out_bias)
+
+    def chain(
+        self, u: Tensor, lengths: Tensor, recurrent: Tensor, conv: Tensor, source: Tensor, target: Slots
+    ) -> Tensor:
+        rows = u.shape[:2]
+        gate, inputs, dt = self._project(u.flatten(0, 1))
+        before = conv.index_select(0, source)
+        mixed, last = conv_chain(before, inputs.unflatten(0, rows), lengths, self.conv_weight, self.conv_bias)
+        x, B, C = self._split(mixed)
+        counted = self._dt(dt).unflatten(0, rows) * _counting(lengths, u)
+        y, state = mamba2_chain(recurrent.index_select(0, source), x, counted, self.A, B, C, self.D)
+        recurrent[target], conv[target] = state, last
+        y = self._gated_norm(y.flatten(2).flatten(0, 1), gate)
+        return _linear(y, self.out_proj, self.out_bias).unflatten(0, rows)
+
+    def _project(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        sizes = (self.norm.shape[0], self.conv_weight.shape[1], self.heads)
+        gate, inputs, dt = _linear(u, self.in_proj, self.in_bias).split(sizes, 1)
+        return gate, inputs, dt
+
+    def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[..., I + 2 G N] -> x [..., H, P], B and C [..., G, N], float32."""
+        shared = self.groups * self.size
+        x, B, C = mixed.float().split((self.norm.shape[0], shared, shared), -1)
+        cells = (self.groups, self.size)
+        return x.unflatten(-1, (self.heads, self.width)), B.unflatten(-1, cells), C.unflatten(-1, cells)
+
+    def _dt(self, dt: Tensor) -> Tensor:
+        dt = F.softplus(dt.float() + self.dt_bias)
+        return dt if self.dt_limit == (0.0, math.inf) else dt.clamp(*self.dt_limit)
+
+    def _gated_norm(self, y: Tensor, gate: Tensor) -> Tensor:
+        """The gate first, then RMS over each group's channels, then the weight. y, gate [rows, I]"""
+        gated = y * F.silu(gate.float())
+        if self.groups > 1:
+            return unit_rms(gated.unflatten(1, (self.groups, -1)), self.eps).flatten(1).to(gate.dtype) * self.norm
+        return unit_rms(gated, self.eps).to(gate.dtype) * self.norm
+
+
+def unit_rms(x: Tensor, eps: float) -> Tensor:
+    """x [..., n] float32 over the root of its mean square. Faster than F.rms_norm, which is made of more parts."""
+    norm = torch.linalg.vector_norm(x, 2, -1, True)
+    return x * norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+
+
+def _turned(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """[out, in] -> [in, out], in memory too: products of few rows are then faster, with a vocabulary above all."""
+    return weight.t().to(dtype).contiguous()
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [rows, in], weight [in, out]"""
+    return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+
+
+def _bias(tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> Tensor | None:
+    return tensors[name].to(dtype) if name in tensors else None
+
+
+def _counting(lengths: Tensor, u: Tensor) -> Tensor:
+    """[rows, T, 1] float32: one where a token counts, zero for the padding of a shorter row."""
+    return (torch.arange(u.shape[1], device=u.device) < lengths[:, None])[..., None].float()

@@ -1,0 +1,115 @@
+"""The recurrent memory of a model: slots, each with the state and the last convolution inputs of every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tree_kernels.state_step.reference import Slots
+
+ZERO_SLOT = 0
+"""The memory before any text. Never written, never given out."""
+
+
+class PoolFull(RuntimeError):
+    """No slot is free."""
+
+
+class SlotPool:
+    """Which slots are free. Gives out slots that lie side by side wherever it can: they are cheaper to write."""
+
+    def __init__(self, slots: int) -> None:
+        self._free = bytearray(b"\1" * slots)
+        self._free[ZERO_SLOT] = 0
+        self.free = slots - 1
+
+    def take(self, count: int) -> list[int]:
+        """Slots of undefined contents. Raises PoolFull, taking none, where there are not as many."""
+        if count > self.free:
+            raise PoolFull(f"{count} slots wanted, {self.free} free")
+        start = self._free.find(b"\1" * count)
+        if start >= 0:
+            slots = list(range(start, start + count))
+        else:
+            slots = np.flatnonzero(np.frombuffer(bytes(self._free), np.uint8))[:count].tolist()
+        for slot in slots:
+            self._free[slot] = 0
+        self.free -= count
+        return slots
+
+    def give(self, slots: Iterable[int]) -> None:
+        """Take slots back. A slot is given back once."""
+        for slot in slots:
+            if slot == ZERO_SLOT or self._free[slot]:
+                raise ValueError(f"slot {slot} was not out")
+            self._free[slot] = 1
+            self.free += 1
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """What one layer remembers of a text."""
+
+    recurrent: tuple[int, ...]  # Mamba-1 [I, N], Mamba-2 [H, P, N]; float32
+    conv: tuple[int, int]  # [W - 1, channels], the last raw inputs, oldest first; in the activations' dtype
+
+
+class States:
+    """The slots of every layer: `recurrent[layer]` [slots, *shape] float32, `conv[layer]` [slots, W - 1, channels]."""
+
+    def __init__(self, shapes: Sequence[StateShape], slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.shapes = tuple(shapes)
+        self.dtype = dtype
+        # Empty rather than zeroed: an operating system hands out memory when it is first written.
+        self.recurrent = [torch.empty((slots, *shape.recurrent), device=device) for shape in shapes]
+        self.conv = [torch.empty((slots, *shape.conv), dtype=dtype, device=device) for shape in shapes]
+        for memory in (*self.recurrent, *self.conv):
+            memory[ZERO_SLOT].zero_()
+
+    @property
+    def layout(self) -> str:
+        """Shapes and dtypes of a slot as one word; part of a saved state's name."""
+        words = ["x".join(map(str, shape.recurrent)) + "+" + "x".join(map(str, shape.conv)) for shape in self.shapes]
+        return f"recurrent-v1/{len(words)}/{','.join(sorted(set(words)))}/float32+{str(self.dtype).split('.')[-1]}"
+
+    @property
+    def slot_bytes(self) -> int:
+        return sum(memory[0].numel() * memory.element_size() for memory in (*self.recurrent, *self.conv))
+
+    def save(self, slot: int) -> dict[str, npt.NDArray[np.generic]]:
+        """A slot as plain arrays, `recurrent.N` and `conv.N`; bfloat16 as its bits."""
+        arrays: dict[str, npt.NDArray[np.generic]] = {}
+        for layer, (recurrent, conv) in enumerate(zip(self.recurrent, self.conv, strict=True)):
+            arrays[f"recurrent.{layer}"] = recurrent[slot].cpu().numpy().copy()
+            bits = conv[slot].cpu()
+            arrays[f"conv.{layer}"] = (bits.view(torch.uint16) if bits.dtype == torch.bfloat16 else bits).numpy().copy()
+        return arrays
+
+    def check(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> None:
+        """Raise ValueError unless these are what `save` returns: the same names, shapes and dtypes, finite numbers."""
+        kind = "uint16" if self.dtype == torch.bfloat16 else "float32"
+        wanted = {f"recurrent.{i}": (shape.recurrent, "float32") for i, shape in enumerate(self.shapes)}
+        wanted |= {f"conv.{i}": (shape.conv, kind) for i, shape in enumerate(self.shapes)}
+        found = {name: (array.shape, str(array.dtype)) for name, array in arrays.items()}
+        if found != wanted:
+            raise ValueError(f"the arrays are {found}, not {wanted}")
+        if not all(np.isfinite(array).all() for array in arrays.values() if array.dtype == np.float32):
+            raise ValueError("a number is not finite")
+
+    def load(self, slot: int, arrays: Mapping[str, npt.NDArray[np.generic]]) -> None:
+        """Write what `save` returned, of these shapes, into a slot."""
+        for layer, (recurrent, conv) in enumerate(zip(self.recurrent, self.conv, strict=True)):
+            recurrent[slot] = torch.from_numpy(arrays[f"recurrent.{layer}"])
+            bits = torch.from_numpy(arrays[f"conv.{layer}"])
+            conv[slot] = bits.view(torch.bfloat16) if self.dtype == torch.bfloat16 else bits
+
+
+def as_slots(slots: npt.NDArray[np.int64], device: torch.device) -> Slots:
+    """Slots to write to: a slice where they lie side by side, otherwise an index [rows]."""
+    first, count = int(slots[0]), len(slots)
+    if (slots == np.arange(first, first + count)).all():
+        return slice(first, first + count)
+    return torch.from_numpy(slots).to(device)

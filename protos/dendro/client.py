@@ -1,0 +1,529 @@
+"""The client, asyncio and blocking: an answer is complete only with `Complete`, and a broken stream is resumed.
+
+```python
+async with AsyncClient("127.0.0.1:9000") as client:
+    async for event in client.generate("def area(radius):", temperature=0.7, keep_session=True):
+        if isinstance(event, Round):
+            print(event.text, end="")
+```
+
+A stream may break at any token: the client calls again with the tokens it has, and the server goes on with the same
+ones. What it raises is of the family in dendro.errors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self, TypedDict, Unpack, cast
+
+import grpc
+import grpc.aio
+
+from dendro.errors import BadRequest, DendroError, EngineFailed, PeerLost, error_for
+from dendro.text import Finish
+from dendro.v1 import generation_pb2 as pb
+from dendro.v1 import generation_pb2_grpc
+
+REASON_KEY = "dendro-reason"
+"""Trailing metadata that our own errors carry: a proxy's NOT_FOUND is told from ours by its absence."""
+REASON_MARK = " [dendro: "
+"""What the same reason follows in the details, since Serve's proxy loses the trailing metadata of an error."""
+TENANT_KEY = "dendro-tenant"
+
+MAX_MESSAGE_BYTES = 8 << 20
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+)
+
+BROKEN = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,  # the proxy or the router is gone
+        grpc.StatusCode.CANCELLED,  # a replica was killed behind HAProxy
+        grpc.StatusCode.INTERNAL,  # a replica was killed behind the Python proxy
+        grpc.StatusCode.NOT_FOUND,  # the proxy is back, its routes are not
+        grpc.StatusCode.UNKNOWN,
+    }
+)
+"""Codes that, without our own reason beside them, mean that the stream broke on its way."""
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 2.0
+
+FINISHES = {
+    pb.FINISH_REASON_END_OF_TEXT: Finish.END_OF_TEXT,
+    pb.FINISH_REASON_LENGTH: Finish.LENGTH,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The request was taken: what it is called, and what its noise is drawn from."""
+
+    request_id: str
+    model: str
+    seed: int
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """The tokens of one round, and what they add to the text."""
+
+    offset: int  # tokens of the answer before it
+    token_ids: tuple[int, ...]
+    text: str
+    shape: str  # "off", "(3,2,1)"; empty where an answer was told from its record
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What opening the text took at a drafter or verifier."""
+
+    restored_tokens: int
+    processed_tokens: int
+    open_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """What speculation did; of a resumed answer, since the last resume."""
+
+    rounds: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    emitted_tokens: int = 0
+    pulls: dict[str, int] = field(default_factory=dict)  # how often each shape was asked for
+    late_drafts: int = 0
+    draft_us: int = 0
+    verify_us: int = 0
+    queue_us: int = 0
+    decode_tokens: int = 0  # emitted after the first round, ...
+    decode_us: int = 0  # ... and the time from its end to the last one's
+    verifier_moves: int = 0
+
+    @property
+    def emitted_per_round(self) -> float:
+        return self.emitted_tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens a second once the text was processed."""
+        return 1e6 * self.decode_tokens / self.decode_us if self.decode_us else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """The end of an answer, and its only proof."""
+
+    finish: Finish
+    prompt_tokens: int
+    completion_tokens: int
+    session: str  # empty: none was asked for, or the store could not keep it
+    speculation: Speculation
+    drafter: Opening | None
+    target: Opening | None
+
+
+Event = Started | Round | Complete
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A whole answer."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    started: Started
+    rounds: tuple[Round, ...]
+    complete: Complete
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """A model that is served."""
+
+    name: str
+    vocabulary: int
+    max_length: int
+    dtype: str
+    drafters: tuple[str, ...]
+
+
+class Options(TypedDict, total=False):
+    """What a request may say beside its prompt; what is left out is the server's default."""
+
+    model: str  # the target's name; default: the first
+    temperature: float | None  # default 0: greedy
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    seed: int | None  # default: the session's, or one that the server draws and reports
+    sample_index: int | None
+    max_new_tokens: int | None
+    ignore_end: bool  # go on past the end-of-text token
+    session: str  # go on with this session
+    keep_session: bool  # begin one
+    speculation: str  # "auto", "off" or a shape, "(3,2,1)"
+    request_id: str  # default: random
+
+
+def build_request(
+    prompt: str | Sequence[int],
+    *,
+    model: str = "",
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    seed: int | None = None,
+    sample_index: int | None = None,
+    max_new_tokens: int | None = None,
+    ignore_end: bool = False,
+    session: str = "",
+    keep_session: bool = False,
+    speculation: str = "auto",
+    request_id: str = "",
+) -> pb.GenerateRequest:
+    """The request's message. A number that its field cannot hold raises BadRequest; the rest the server checks."""
+    request = pb.GenerateRequest(
+        request_id=request_id or secrets.token_hex(16),
+        model=model,
+        ignore_end=ignore_end,
+        session=session,
+        keep_session=keep_session,
+        speculation=speculation,
+    )
+    if isinstance(prompt, str):
+        request.text = prompt
+    else:
+        request.token_ids.SetInParent()
+        for index, token in enumerate(prompt):
+            if not 0 <= token < 1 << 32:
+                raise BadRequest(f"prompt.token_ids[{index}]", f"{token} is no token id")
+        request.token_ids.ids.extend(prompt)
+    numbers = (
+        (request.sampling, "temperature", temperature),
+        (request.sampling, "top_k", top_k),
+        (request.sampling, "top_p", top_p),
+        (request.sampling, "min_p", min_p),
+        (request.sampling, "seed", seed),
+        (request.sampling, "sample_index", sample_index),
+        (request, "max_new_tokens", max_new_tokens),
+    )
+    for message, name, value in numbers:
+        if value is not None:
+            try:
+                setattr(message, name, value)
+            except (ValueError, TypeError):
+                raise BadRequest(name, f"{value!r} is outside what the field holds") from None
+    return request
+
+
+class Answer:
+    """How far an answer has come, and what to do when its stream breaks. Shared by all clients; does no I/O."""
+
+    def __init__(self, request: pb.GenerateRequest, timeout_s: float, attempts: int) -> None:
+        self.request = request
+        self.timeout_s = timeout_s
+        self.attempts = attempts
+        self.token_ids: list[int] = []
+        self.started: Started | None = None
+        self.finished = False
+        self._deadline = time.monotonic() + timeout_s
+        self._failures = 0  # since the last token
+
+    @property
+    def remaining_s(self) -> float:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise PeerLost(f"no complete answer within {self.timeout_s:g} s")
+        return left
+
+    def next_request(self) -> pb.GenerateRequest:
+        """The request as it stands: from the second call on it goes on after the tokens that we have."""
+        if self.started is None:
+            return self.request
+        request = pb.GenerateRequest()
+        request.CopyFrom(self.request)
+        request.resume.SetInParent()
+        request.resume.token_ids.extend(self.token_ids)
+        request.resume.seed = self.started.seed
+        return request
+
+    def take(self, response: pb.GenerateResponse) -> Event | None:
+        """Check one message and say what it is; None for what the caller has had already."""
+        kind = response.WhichOneof("event")
+        if kind == "started":
+            first = self.started is None
+            said = response.started
+            if said.offset != len(self.token_ids):
+                raise EngineFailed(f"stream resumes at {said.offset}, not at {len(self.token_ids)}")
+            self.started = Started(said.request_id, said.model, said.seed, said.prompt_tokens)
+            return self.started if first else None
+        if kind == "chunk":
+            chunk = response.chunk
+            if chunk.offset != len(self.token_ids):
+                raise EngineFailed(f"chunk at offset {chunk.offset}, expected {len(self.token_ids)}")
+            self.token_ids.extend(chunk.token_ids)
+            self._failures = 0
+            return Round(chunk.offset, tuple(chunk.token_ids), chunk.text, chunk.shape)
+        if kind == "complete":
+            complete = _complete(response.complete)
+            if complete.completion_tokens != len(self.token_ids):
+                raise EngineFailed(f"complete after {complete.completion_tokens} tokens, not {len(self.token_ids)}")
+            self.finished = True
+            return complete
+        raise EngineFailed("stream holds an event that this client does not know")
+
+    def pause_after(self, error: grpc.RpcError | None) -> float:
+        """Seconds to wait before the next call; raises, from the family, when there is to be none."""
+        self._failures += 1
+        if error is not None:
+            meant = _meaning(error, self.timeout_s)
+            if meant is not None:
+                raise meant from error
+        if self._failures >= self.attempts:
+            said = f": {error.details()}" if error is not None else ""
+            raise PeerLost(f"the stream broke {self._failures} times without a token{said}") from error
+        return min(FIRST_PAUSE_S * 2 ** (self._failures - 1), LONGEST_PAUSE_S, self.remaining_s)
+
+
+def _meaning(error: grpc.RpcError, timeout_s: float) -> DendroError | None:
+    """The error that a status stands for, or None where the stream merely broke and the call may be made again."""
+    code: grpc.StatusCode = error.code()
+    said: str = error.details() or ""
+    details, mark, _ = said.partition(REASON_MARK)
+    trailing = cast(Sequence[tuple[str, str | bytes]], error.trailing_metadata() or ())
+    ours = bool(mark) or any(key == REASON_KEY for key, _ in trailing)
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return PeerLost(f"no complete answer within {timeout_s:g} s")
+    if code is grpc.StatusCode.UNAVAILABLE or (code in BROKEN and not ours):
+        return None
+    return error_for(code, details)
+
+
+def _opening(said: pb.Opening) -> Opening:
+    return Opening(said.restored_tokens, said.processed_tokens, said.open_us)
+
+
+def _complete(said: pb.GenerateComplete) -> Complete:
+    finish = FINISHES.get(said.finish_reason)
+    if finish is None:
+        raise EngineFailed(f"stream ends for a reason that this client does not know: {said.finish_reason}")
+    stats = said.speculation
+    return Complete(
+        finish=finish,
+        prompt_tokens=said.usage.prompt_tokens,
+        completion_tokens=said.usage.completion_tokens,
+        session=said.session,
+        speculation=Speculation(
+            rounds=stats.rounds,
+            drafted_tokens=stats.drafted_tokens,
+            accepted_tokens=stats.accepted_tokens,
+            emitted_tokens=stats.emitted_tokens,
+            pulls=dict(stats.pulls),
+            late_drafts=stats.late_drafts,
+            draft_us=stats.draft_us,
+            verify_us=stats.verify_us,
+            queue_us=stats.queue_us,
+            decode_tokens=stats.decode_tokens,
+            decode_us=stats.decode_us,
+            verifier_moves=stats.verifier_moves,
+        ),
+        drafter=_opening(said.drafter) if said.HasField("drafter") else None,
+        target=_opening(said.target) if said.HasField("target") else None,
+    )
+
+
+def _models(said: pb.GetServerInfoResponse) -> tuple[ModelInfo, ...]:
+    return tuple(
+        ModelInfo(model.name, model.vocabulary, model.max_length, model.dtype, tuple(model.drafters))
+        for model in said.models
+    )
+
+
+def collect(events: Sequence[Event]) -> Completion:
+    """The whole answer of a stream that ended."""
+    started, complete = events[0], events[-1]
+    assert isinstance(started, Started) and isinstance(complete, Complete)
+    rounds = tuple(event for event in events if isinstance(event, Round))
+    return Completion(
+        text="".join(part.text for part in rounds),
+        token_ids=tuple(token for part in rounds for token in part.token_ids),
+        started=started,
+        rounds=rounds,
+        complete=complete,
+    )
+
+
+class Asking(ABC):
+    """What every asyncio client offers, wherever its requests go: to a cluster's address, or to this very process."""
+
+    @abstractmethod
+    def send(self, request: pb.GenerateRequest) -> AsyncGenerator[Event, None]:
+        """Stream the answer to a request that is already a message."""
+
+    async def generate(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> AsyncGenerator[Event, None]:
+        """Stream an answer: Started, Rounds, Complete. Leaving the iteration cancels the request."""
+        request = build_request(prompt, **options)
+        async with aclosing(self.send(request)) as events:
+            async for event in events:
+                yield event
+
+    async def generate_text(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Completion:
+        """The whole answer."""
+        request = build_request(prompt, **options)
+        return collect([event async for event in self.send(request)])
+
+
+class AsyncClient(Asking):
+    """An asyncio client of one address. Of the event loop in which it is first used."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        tenant: str = "",
+        timeout_s: float = 600.0,
+        attempts: int = 8,
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        self.address = address
+        self.timeout_s = timeout_s
+        self.attempts = attempts
+        self._metadata = ((TENANT_KEY, tenant),) if tenant else ()
+        self._credentials = credentials
+        self._channel: grpc.aio.Channel | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        if self._channel is not None:
+            await self._channel.close(None)
+            self._channel = None
+
+    def _stub(self) -> generation_pb2_grpc.GenerationServiceAsyncStub:
+        if self._channel is None:  # made here, since it belongs to the running loop
+            self._channel = (
+                grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+                if self._credentials is None
+                else grpc.aio.secure_channel(self.address, self._credentials, options=CHANNEL_OPTIONS)
+            )
+        return generation_pb2_grpc.GenerationServiceStub(self._channel)
+
+    async def send(self, request: pb.GenerateRequest) -> AsyncGenerator[Event, None]:
+        """Stream the answer to a request that is already a message."""
+        answer = Answer(request, self.timeout_s, self.attempts)
+        stub = self._stub()
+        while not answer.finished:
+            broken: grpc.RpcError | None = None
+            call = stub.Generate(answer.next_request(), timeout=answer.remaining_s, metadata=self._metadata)
+            try:
+                async for response in call:
+                    event = answer.take(response)
+                    if event is not None:
+                        yield event
+            except grpc.aio.AioRpcError as error:
+                broken = error
+            finally:
+                call.cancel()  # of a stream that ended, nothing; of one that was left, the server's work
+            if not answer.finished:
+                await asyncio.sleep(answer.pause_after(broken))
+
+    async def models(self) -> tuple[ModelInfo, ...]:
+        """What is served."""
+        try:
+            said = await self._stub().GetServerInfo(
+                pb.GetServerInfoRequest(), timeout=self.timeout_s, metadata=self._metadata
+            )
+        except grpc.aio.AioRpcError as error:
+            raise error_for(error.code(), error.details() or "") from error
+        return _models(said)
+
+
+class Client:
+    """The same for code without an event loop; may be used from several threads."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        tenant: str = "",
+        timeout_s: float = 600.0,
+        attempts: int = 8,
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        self.address = address
+        self.timeout_s = timeout_s
+        self.attempts = attempts
+        self._metadata = ((TENANT_KEY, tenant),) if tenant else ()
+        self._channel = (
+            grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+            if credentials is None
+            else grpc.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+        )
+        self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def generate(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Iterator[Event]:
+        """Stream an answer: Started, Rounds, Complete. Leaving the iteration cancels the request."""
+        request = build_request(prompt, **options)
+        yield from self.send(request)
+
+    def send(self, request: pb.GenerateRequest) -> Iterator[Event]:
+        """Stream the answer to a request that is already a message."""
+        answer = Answer(request, self.timeout_s, self.attempts)
+        while not answer.finished:
+            broken: grpc.RpcError | None = None
+            call = self._stub.Generate(answer.next_request(), timeout=answer.remaining_s, metadata=self._metadata)
+            try:
+                for response in call:
+                    event = answer.take(response)
+                    if event is not None:
+                        yield event
+            except grpc.RpcError as error:
+                broken = error
+            finally:
+                call.cancel()
+            if not answer.finished:
+                time.sleep(answer.pause_after(broken))
+
+    def generate_text(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Completion:
+        """The whole answer."""
+        request = build_request(prompt, **options)
+        return collect(list(self.send(request)))
+
+    def models(self) -> tuple[ModelInfo, ...]:
+        """What is served."""
+        try:
+            said = self._stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=self.timeout_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise error_for(error.code(), error.details() or "") from error
+        return _models(said)

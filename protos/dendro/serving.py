@@ -1,0 +1,381 @@
+"""A replica's side of the stream: leases, the stream's life and the server. Knows no model and no Ray.
+
+A call's life: a frame arrives; each of its calls is started at once; answers that are ready when the writer is free
+leave in one frame. When the stream ends, so does every text opened on it, and with the last of them its lease.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Generic, Protocol, TypeVar
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from dendro.calls import PROTOCOL_VERSION, CloseCall, Closed, Hello, OpenCall, Opened, TextUpdate
+from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound
+from dendro.internal.v1 import calls_pb2
+from dendro.wire import hello_message
+
+log = logging.getLogger("dendro.serving")
+
+MAX_MESSAGE_BYTES = 4 << 20
+STREAM_OPTIONS = (
+    ("grpc.enable_http_proxy", 0),  # peers are reached directly
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+)
+"""Of both ends. A peer that is frozen, or whose machine is gone, is noticed within 15 s."""
+SERVER_OPTIONS = (
+    *STREAM_OPTIONS,
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.so_reuseport", 0),
+)
+
+ATTACH_S = 5.0
+"""A lease to which no opening is attached within this time ends: its router died, or thought better of it."""
+CAP_S = 3600.0
+"""The longest a lease lives, whatever happens."""
+DRAIN_S = 2.0
+"""How long a stopping server waits for its streams to end by themselves."""
+
+
+@dataclass
+class Stats:
+    """What a replica has done. Counters, and two gauges at the end."""
+
+    pid: int
+    leases: int = 0  # Serve calls: one for each time that a router leased the replica
+    openings: int = 0
+    streams: int = 0
+    frames_in: int = 0
+    frames_out: int = 0
+    calls: int = 0
+    refused: int = 0  # calls answered with an error
+    open_leases: int = 0
+    open_openings: int = 0
+
+
+@dataclass(eq=False)
+class Lease:
+    """A replica held for one request, until the last of the openings that were made under it is closed."""
+
+    token: str
+    attached: set[bytes] = field(default_factory=set)
+    was_attached: bool = False
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Leases:
+    """The leases of one replica. A lease ends by what happens on the stream, never on its taker's word alone."""
+
+    def __init__(self, attach_s: float = ATTACH_S, cap_s: float = CAP_S) -> None:
+        self._attach_s = attach_s
+        self._cap_s = cap_s
+        self._leases: dict[str, Lease] = {}
+        self.taken = 0
+        self.on_cap: Callable[[Lease], Awaitable[None]] | None = None  # frees what is open under an expired lease
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    @contextlib.asynccontextmanager
+    async def take(self) -> AsyncIterator[Lease]:
+        """Make a lease; leaving the context without `wait` ends it, as a caller does that is cancelled."""
+        lease = Lease(secrets.token_hex(16))
+        self._leases[lease.token] = lease
+        self.taken += 1
+        try:
+            yield lease
+        finally:
+            if not lease.attached:
+                self._end(lease)
+
+    async def wait(self, lease: Lease) -> None:
+        """Until the lease ends: closed, its stream broken, none attached in time, or its cap."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._attach_s):
+                await lease.ended.wait()
+        if not lease.was_attached:
+            self._end(lease)
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._cap_s - self._attach_s):
+                await lease.ended.wait()
+        if not lease.ended.is_set():
+            log.warning("lease %s ends at its cap with %d openings", lease.token[:8], len(lease.attached))
+            if self.on_cap is not None:
+                await self.on_cap(lease)
+            self._end(lease)
+
+    def attach(self, token: str, opening: bytes) -> Lease:
+        """Put an opening under a lease; raises NotFound for one that has ended or never was."""
+        lease = self._leases.get(token)
+        if lease is None:
+            raise NotFound("lease: has ended, or is not of this replica")
+        lease.attached.add(opening)
+        lease.was_attached = True
+        return lease
+
+    def detach(self, lease: Lease, opening: bytes) -> None:
+        """The opening is gone; with the last one, so is the lease."""
+        lease.attached.discard(opening)
+        if not lease.attached:
+            self._end(lease)
+
+    def _end(self, lease: Lease) -> None:
+        self._leases.pop(lease.token, None)
+        lease.ended.set()
+
+
+class Openings(Protocol):
+    """What both engines have."""
+
+    async def hello(self) -> Hello: ...
+    async def open(self, call: OpenCall) -> Opened: ...
+    async def close(self, call: CloseCall) -> Closed: ...
+
+
+FrameIn = TypeVar("FrameIn")
+FrameOut = TypeVar("FrameOut")
+Work = TypeVar("Work")  # the call between open and close: a DraftCall or a VerifyCall
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect(Generic[FrameIn, FrameOut, Work]):
+    """How one kind of peer's frames are read and written."""
+
+    calls: Callable[[FrameIn], Sequence[Any]]  # the call messages of a frame
+    call_from: Callable[[Any], OpenCall | Work | CloseCall]  # raises BadRequest
+    answer: Callable[[int, Any], Any]  # the answer message of a call's number and its outcome
+    frame: Callable[[calls_pb2.Hello | None, list[Any]], FrameOut]
+
+
+@dataclass(slots=True)
+class _Opening:
+    """One text that is open on a stream."""
+
+    last: TextUpdate  # the text up to the last call: what is closed with when the stream breaks
+    lease: Lease | None
+    opening: asyncio.Task[Any]
+
+
+class StreamServer(Generic[FrameIn, FrameOut, Work]):
+    """Answers the calls of many streams out of one engine."""
+
+    def __init__(
+        self,
+        engine: Openings,
+        work: Callable[[Work], Awaitable[Any]],
+        dialect: Dialect[FrameIn, FrameOut, Work],
+        hello: Hello,
+        leases: Leases | None = None,
+    ) -> None:
+        """`work` answers the calls that neither open nor close. Without `leases`, none is asked for."""
+        self._engine = engine
+        self._work = work
+        self._dialect = dialect
+        self._hello = hello_message(hello)
+        self._stats = Stats(hello.pid)
+        self.leases = leases
+        self._open: dict[bytes, _Opening] = {}
+        if leases is not None:
+            leases.on_cap = self._expire
+
+    def stats(self) -> Stats:
+        """The counters so far."""
+        leases = self.leases
+        return replace(
+            self._stats,
+            leases=leases.taken if leases is not None else 0,
+            open_leases=len(leases) if leases is not None else 0,
+            open_openings=len(self._open),
+        )
+
+    async def run(self, frames: AsyncIterator[FrameIn], context: Any) -> None:
+        """One stream, from its greeting to its end."""
+        await self._greet(frames, context)
+        self._stats.streams += 1
+        mine: set[bytes] = set()
+        answers: list[Any] = []
+        ready = asyncio.Event()
+        tasks: set[asyncio.Task[None]] = set()
+
+        async def answer(message: Any) -> None:
+            try:
+                outcome: Any = await self._answer(message, mine)
+            except DendroError as error:
+                self._stats.refused += 1
+                outcome = error
+            except Exception as error:  # the border: one call fails, the stream and the replica live on
+                self._stats.refused += 1
+                log.exception("a call failed")
+                outcome = error
+            answers.append(self._dialect.answer(message.call, outcome))
+            ready.set()
+
+        async def write() -> None:
+            while True:
+                await ready.wait()
+                ready.clear()
+                batch, answers[:] = answers[:], []
+                self._stats.frames_out += 1
+                await context.write(self._dialect.frame(None, batch))
+
+        writer = asyncio.create_task(write())
+        try:
+            async for frame in frames:
+                self._stats.frames_in += 1
+                for message in self._dialect.calls(frame):
+                    self._stats.calls += 1
+                    task = asyncio.create_task(answer(message))
+                    tasks.add(task)
+                    task.add_done_callback(tasks.discard)
+        finally:
+            writer.cancel()
+            for task in tasks:
+                task.cancel()
+            # Shielded: gRPC cancels the handler of a broken stream, and what was open on it must be freed all the same.
+            await asyncio.shield(asyncio.gather(*(self._free(opening) for opening in mine)))
+
+    async def _greet(self, frames: AsyncIterator[FrameIn], context: Any) -> None:
+        first: Any = await anext(aiter(frames), None)
+        spoken = first.greeting.protocol if first is not None and first.HasField("greeting") else 0
+        if spoken != PROTOCOL_VERSION:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, f"greeting.protocol: is {spoken}; this is {PROTOCOL_VERSION}"
+            )
+        await context.write(self._dialect.frame(self._hello, []))
+
+    async def _answer(self, message: Any, mine: set[bytes]) -> Any:
+        call: Any = self._dialect.call_from(message)
+        opening = call.update.opening
+        if isinstance(call, OpenCall):
+            return await self._answer_open(call, mine)
+        held = self._open.get(opening) if opening in mine else None
+        if held is None:
+            raise NotFound("opening: there is none of this name on this stream")
+        held.last = replace(call.update, start=call.update.base, tokens=())
+        if not isinstance(call, CloseCall):
+            return await self._work(call)
+        try:
+            await _cancelled(held.opening)
+            return await self._engine.close(call)
+        finally:
+            self._forget(opening, mine)
+
+    async def _answer_open(self, call: OpenCall, mine: set[bytes]) -> Opened:
+        opening = call.update.opening
+        if opening in self._open:
+            raise BadRequest("update.opening", "is open already")
+        lease = self.leases.attach(call.lease, opening) if self.leases is not None else None
+        task = asyncio.ensure_future(self._engine.open(call))
+        last = replace(call.update, start=call.update.base, tokens=())
+        self._open[opening] = _Opening(last, lease, task)
+        mine.add(opening)
+        self._stats.openings += 1
+        try:
+            return await task
+        except asyncio.CancelledError:
+            raise NotFound("opening: was closed before it was ready") from None
+        except BaseException:
+            self._forget(opening, mine)
+            raise
+
+    def _forget(self, opening: bytes, mine: set[bytes] | None = None) -> None:
+        held = self._open.pop(opening, None)
+        if mine is not None:
+            mine.discard(opening)
+        if held is not None and held.lease is not None and self.leases is not None:
+            self.leases.detach(held.lease, opening)
+
+    async def _free(self, opening: bytes) -> None:
+        """Close a text whose router is gone, with what was last heard of it."""
+        held = self._open.get(opening)
+        if held is None:
+            return
+        await _cancelled(held.opening)
+        try:
+            await self._engine.close(CloseCall(held.last))
+        except DendroError as error:
+            log.info("an abandoned opening was gone: %s", error)
+        except Exception:  # freeing goes on with the others
+            log.exception("an abandoned opening could not be closed")
+        finally:
+            self._forget(opening)
+
+    async def _expire(self, lease: Lease) -> None:
+        await asyncio.gather(*(self._free(opening) for opening in tuple(lease.attached)))
+
+
+async def _cancelled(task: asyncio.Task[Any]) -> None:
+    """End a task that may have ended."""
+    if not task.done():
+        task.cancel()
+        await asyncio.wait({task})
+
+
+class Replica:
+    """One engine on an address of its own: what a Serve deployment is a thin shell around."""
+
+    def __init__(
+        self,
+        streams: StreamServer[Any, Any, Any],
+        server: grpc.aio.Server,
+        status: Any,  # health.aio.HealthServicer, which its stubs do not know
+        address: str,
+    ) -> None:
+        self._streams = streams
+        self._server = server
+        self._health = status
+        self.address = address
+
+    async def lease(self) -> AsyncGenerator[dict[str, str], None]:
+        """Where to find the replica and under which lease, once; then nothing, for as long as the lease lives."""
+        leases = self._streams.leases
+        if leases is None:
+            raise EngineFailed("lease: this replica gives none")
+        async with leases.take() as lease:
+            yield {"address": self.address, "lease": lease.token}
+            await leases.wait(lease)
+
+    def stats(self) -> dict[str, int]:
+        """Counters and gauges by name."""
+        return asdict(self._streams.stats())
+
+    async def drain(self) -> None:
+        """Say that no new work should come; what runs goes on."""
+        await self._health.enter_graceful_shutdown()
+
+    async def stop(self) -> None:
+        """End all streams; those that end by themselves within DRAIN_S are not cut."""
+        await self.drain()
+        await self._server.stop(DRAIN_S)
+
+
+async def serve(
+    streams: StreamServer[Any, Any, Any],
+    register: Callable[[grpc.aio.Server], None],
+    host: str,
+    port: int,
+) -> Replica:
+    """A gRPC server with `streams` on it, and its health. Port 0 takes a free one."""
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    status = health.aio.HealthServicer()  # type: ignore[attr-defined]  # its stubs do not know it
+    register(server)
+    health_pb2_grpc.add_HealthServicer_to_server(status, server)
+    bound = server.add_insecure_port(f"{host}:{port}")
+    await server.start()
+    await status.set("", health_pb2.HealthCheckResponse.SERVING)
+    return Replica(streams, server, status, f"{host}:{bound}")

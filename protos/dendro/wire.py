@@ -1,0 +1,345 @@
+"""Values to messages and back. What arrives is checked here, once: a malformed call or answer raises BadRequest.
+
+`..._message` makes a message of a value, `..._from` a value of a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+import grpc
+import numpy as np
+
+from dendro.calls import (
+    OPENING_BYTES,
+    CloseCall,
+    Closed,
+    DraftCall,
+    DrafterCall,
+    Hello,
+    OpenCall,
+    Opened,
+    Terms,
+    TextUpdate,
+    VerifierCall,
+    VerifyCall,
+)
+from dendro.errors import BadRequest, DendroError, error_for
+from dendro.internal.v1 import calls_pb2, drafter_pb2, tree_pb2, verifier_pb2
+from dendro.text import Finish, Limits, Sampling, Verdict
+from dendro.tree import MAX_ROWS, DraftTree, TreeShape
+
+_FINISH_MESSAGE = {
+    None: verifier_pb2.FINISH_UNSPECIFIED,
+    Finish.END_OF_TEXT: verifier_pb2.FINISH_END_OF_TEXT,
+    Finish.LENGTH: verifier_pb2.FINISH_LENGTH,
+}
+_FINISH_FROM = {number: finish for finish, number in _FINISH_MESSAGE.items()}
+_CODE = {code.value[0]: code for code in grpc.StatusCode}
+_INTERNAL: int = grpc.StatusCode.INTERNAL.value[0]
+_MAX_COUNT = (1 << 31) - 1  # what fits an int32, wherever a count of ours becomes one
+
+Answer = Opened | DraftTree | Verdict | Closed
+CallMessage = TypeVar("CallMessage", drafter_pb2.DrafterCall, verifier_pb2.VerifierCall)
+
+
+def tree_message(tree: DraftTree) -> tree_pb2.DraftTree:
+    return tree_pb2.DraftTree(
+        tokens=tree.tokens.tolist(),
+        parents=tree.parents.tolist(),
+        values=tree.values.tolist(),
+        proposer=tree.proposer,
+        trace=tree.trace.tolist(),
+        draft_us=tree.draft_us,
+    )
+
+
+def tree_from(message: tree_pb2.DraftTree) -> DraftTree:
+    """The tree, checked as at its birth."""
+    if len(message.tokens) > MAX_ROWS:  # before any array is made of it
+        raise BadRequest("tree.tokens", f"{len(message.tokens)} rows; a tree has 1 to {MAX_ROWS}")
+    try:
+        return DraftTree(
+            tokens=np.array(message.tokens, np.int64),
+            parents=np.array(message.parents, np.int64),
+            values=np.array(message.values, np.float32),
+            proposer=message.proposer,
+            trace=np.minimum(np.array(message.trace, np.int64), _MAX_COUNT).astype(np.int32),
+            draft_us=message.draft_us,
+        )
+    except ValueError as error:
+        raise _bad("tree", error) from None
+
+
+def shape_message(shape: TreeShape) -> tree_pb2.TreeShape:
+    return tree_pb2.TreeShape(widths=shape.widths)
+
+
+def shape_from(message: tree_pb2.TreeShape) -> TreeShape:
+    """The shape, checked as at its birth."""
+    if len(message.widths) >= MAX_ROWS or any(width >= MAX_ROWS for width in message.widths):
+        raise BadRequest("shape", f"a tree holds at most {MAX_ROWS - 1} guesses")  # before any product is made of it
+    try:
+        return TreeShape(tuple(message.widths))
+    except ValueError as error:
+        raise _bad("shape", error) from None
+
+
+def update_message(update: TextUpdate) -> calls_pb2.TextUpdate:
+    return calls_pb2.TextUpdate(
+        opening=update.opening,
+        base=update.base,
+        digest=update.digest,
+        start=update.start,
+        tokens=update.tokens,
+    )
+
+
+def update_from(message: calls_pb2.TextUpdate) -> TextUpdate:
+    if len(message.opening) != OPENING_BYTES:
+        raise BadRequest("update.opening", f"has {len(message.opening)} bytes; must be {OPENING_BYTES}")
+    if message.start + len(message.tokens) != message.base or message.base < 1:
+        raise BadRequest("update.base", f"{message.base}, but {message.start} tokens and {len(message.tokens)} more")
+    return TextUpdate(message.opening, message.base, message.digest, message.start, tuple(message.tokens))
+
+
+def _open_message(call: OpenCall) -> calls_pb2.OpenCall:
+    terms, sampling = call.terms, call.terms.sampling
+    return calls_pb2.OpenCall(
+        lease=call.lease,
+        sampling=calls_pb2.Sampling(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+            sample_index=sampling.sample_index,
+        ),
+        max_length=terms.limits.max_length,
+        ignore_end=terms.limits.ignore_end,
+        tenant=terms.tenant,
+        marks=terms.marks,
+    )
+
+
+def _open_from(update: TextUpdate, message: calls_pb2.OpenCall) -> OpenCall:
+    said = message.sampling
+    if update.start:
+        raise BadRequest("update.start", "an opening begins with the whole text")
+    if not update.base <= message.max_length <= _MAX_COUNT:
+        raise BadRequest("max_length", f"is {message.max_length} for a text of {update.base} tokens")
+    if any(not 0 < mark <= update.base for mark in message.marks):
+        raise BadRequest("marks", f"must lie in 1 to {update.base}")
+    sampling = Sampling(said.temperature, said.top_k, said.top_p, said.min_p, said.seed, said.sample_index)
+    limits = Limits(message.max_length, message.ignore_end)
+    return OpenCall(update, Terms(sampling, limits, message.tenant, tuple(message.marks)), message.lease)
+
+
+def drafter_call_message(number: int, call: DrafterCall) -> drafter_pb2.DrafterCall:
+    message = drafter_pb2.DrafterCall(call=number, update=update_message(call.update))
+    match call:
+        case OpenCall():
+            message.open.CopyFrom(_open_message(call))
+        case DraftCall():
+            message.draft.shape.CopyFrom(shape_message(call.shape))
+            message.draft.SetInParent()
+        case CloseCall():
+            message.close.SetInParent()
+    return message
+
+
+def drafter_call_from(message: drafter_pb2.DrafterCall) -> DrafterCall:
+    update = update_from(message.update)
+    match message.WhichOneof("ask"):
+        case "open":
+            return _open_from(update, message.open)
+        case "draft":
+            return DraftCall(update, shape_from(message.draft.shape))
+        case "close":
+            return CloseCall(update)
+    raise BadRequest("ask", "is missing")
+
+
+def verifier_call_message(number: int, call: VerifierCall) -> verifier_pb2.VerifierCall:
+    message = verifier_pb2.VerifierCall(call=number, update=update_message(call.update))
+    match call:
+        case OpenCall():
+            message.open.CopyFrom(_open_message(call))
+        case VerifyCall():
+            message.verify.tree.CopyFrom(tree_message(call.tree))
+        case CloseCall():
+            message.close.SetInParent()
+    return message
+
+
+def verifier_call_from(message: verifier_pb2.VerifierCall) -> VerifierCall:
+    update = update_from(message.update)
+    match message.WhichOneof("ask"):
+        case "open":
+            return _open_from(update, message.open)
+        case "verify":
+            return VerifyCall(update, tree_from(message.verify.tree))
+        case "close":
+            return CloseCall(update)
+    raise BadRequest("ask", "is missing")
+
+
+def verdict_message(verdict: Verdict) -> verifier_pb2.Verdict:
+    return verifier_pb2.Verdict(
+        tokens=verdict.tokens,
+        path=verdict.path,
+        ranks=verdict.ranks,
+        finish=_FINISH_MESSAGE[verdict.finish],
+        length=verdict.length,
+        verify_us=verdict.verify_us,
+        queue_us=verdict.queue_us,
+    )
+
+
+def verdict_from(message: verifier_pb2.Verdict) -> Verdict:
+    if message.finish not in _FINISH_FROM:
+        raise BadRequest("verdict.finish", f"{message.finish} is none that we know")
+    try:
+        return Verdict(
+            tokens=tuple(message.tokens),
+            path=tuple(message.path),
+            ranks=tuple(message.ranks),
+            finish=_FINISH_FROM[message.finish],
+            length=message.length,
+            verify_us=message.verify_us,
+            queue_us=message.queue_us,
+        )
+    except ValueError as error:
+        raise _bad("verdict", error) from None
+
+
+def hello_message(hello: Hello) -> calls_pb2.Hello:
+    return calls_pb2.Hello(
+        protocol=hello.protocol,
+        model=hello.model,
+        fingerprint=hello.fingerprint,
+        tokenizer=hello.tokenizer,
+        vocabulary=hello.vocabulary,
+        max_length=hello.max_length,
+        max_rows=hello.max_rows,
+        max_depth=hello.max_depth,
+        dtype=hello.dtype,
+        exactness=hello.exactness,
+        pid=hello.pid,
+        end_ids=hello.end_ids,
+    )
+
+
+def hello_from(message: calls_pb2.Hello) -> Hello:
+    return Hello(
+        protocol=message.protocol,
+        model=message.model,
+        fingerprint=message.fingerprint,
+        tokenizer=message.tokenizer,
+        vocabulary=message.vocabulary,
+        max_length=message.max_length,
+        max_rows=message.max_rows,
+        max_depth=message.max_depth,
+        dtype=message.dtype,
+        exactness=message.exactness,
+        pid=message.pid,
+        end_ids=tuple(message.end_ids),
+    )
+
+
+def drafter_answer_message(number: int, answer: Opened | DraftTree | Closed | Exception) -> drafter_pb2.DrafterAnswer:
+    message = drafter_pb2.DrafterAnswer(call=number)
+    match answer:
+        case Opened():
+            message.opened.CopyFrom(_opened_message(answer))
+        case DraftTree():
+            message.tree.CopyFrom(tree_message(answer))
+        case Closed():
+            message.closed.saved = answer.saved
+            message.closed.SetInParent()
+        case Exception():
+            message.error.CopyFrom(_error_message(answer))
+    return message
+
+
+def verifier_answer_message(number: int, answer: Opened | Verdict | Closed | Exception) -> verifier_pb2.VerifierAnswer:
+    message = verifier_pb2.VerifierAnswer(call=number)
+    match answer:
+        case Opened():
+            message.opened.CopyFrom(_opened_message(answer))
+        case Verdict():
+            message.verdict.CopyFrom(verdict_message(answer))
+        case Closed():
+            message.closed.saved = answer.saved
+            message.closed.SetInParent()
+        case Exception():
+            message.error.CopyFrom(_error_message(answer))
+    return message
+
+
+def drafter_answer_from(message: drafter_pb2.DrafterAnswer) -> Opened | DraftTree | Closed:
+    """The answer; raises what the peer raised, and BadRequest for what is no answer."""
+    match message.WhichOneof("said"):
+        case "opened":
+            return _opened_from(message.opened)
+        case "tree":
+            return tree_from(message.tree)
+        case "closed":
+            return Closed(message.closed.saved)
+        case "error":
+            raise _error_from(message.error)
+    raise BadRequest("said", "is missing")
+
+
+def verifier_answer_from(message: verifier_pb2.VerifierAnswer) -> Opened | Verdict | Closed:
+    """The answer; raises what the peer raised, and BadRequest for what is no answer."""
+    match message.WhichOneof("said"):
+        case "opened":
+            return _opened_from(message.opened)
+        case "verdict":
+            return verdict_from(message.verdict)
+        case "closed":
+            return Closed(message.closed.saved)
+        case "error":
+            raise _error_from(message.error)
+    raise BadRequest("said", "is missing")
+
+
+def _opened_message(opened: Opened) -> calls_pb2.Opened:
+    return calls_pb2.Opened(restored=opened.restored, processed=opened.processed, open_us=opened.open_us)
+
+
+def _opened_from(message: calls_pb2.Opened) -> Opened:
+    return Opened(message.restored, message.processed, message.open_us)
+
+
+def _error_message(error: Exception) -> calls_pb2.CallError:
+    """What may be told of an error: all of ours, nothing of the inside."""
+    if isinstance(error, DendroError):
+        return calls_pb2.CallError(code=error.code.value[0], message=str(error))
+    return calls_pb2.CallError(code=_INTERNAL, message="internal error; the replica's log has it")
+
+
+def _error_from(message: calls_pb2.CallError) -> DendroError:
+    return error_for(_CODE.get(message.code, grpc.StatusCode.INTERNAL), message.message)
+
+
+def _bad(field: str, error: ValueError) -> BadRequest:
+    """A value's own complaint, which begins with the field's name, as a bad request."""
+    name, _, reason = str(error).partition(": ")
+    return BadRequest(name, reason) if reason else BadRequest(field, name)
+
+
+def batched(messages: Iterable[CallMessage], limit: int) -> list[list[CallMessage]]:
+    """Messages in frames of at most `limit` bytes each, in order; one that is larger travels alone."""
+    frames: list[list[CallMessage]] = []
+    room = 0
+    for message in messages:
+        size = message.ByteSize()
+        if not frames or size > room:
+            frames.append([])
+            room = limit
+        frames[-1].append(message)
+        room -= size
+    return frames

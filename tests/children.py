@@ -1,0 +1,30 @@
+"""Processes that tests start and kill: `drafter`, `verifier`, or `router ADDRESS TOKEN`, which holds an opening."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from fakes import FakeDrafter, FakeVerifier, new_text
+
+from cluster.handles import VERIFIER, FarVerifier, Leased, PeerStream, Seat
+from drafter_service.servicer import serve_drafter
+from verifier_service.servicer import serve_verifier
+
+
+async def main(kind: str, *words: str) -> None:
+    if kind == "drafter":
+        replica = await serve_drafter(FakeDrafter(pause_s=0.005))
+        print(replica.address, flush=True)
+    elif kind == "verifier":
+        replica = await serve_verifier(FakeVerifier(pause_s=0.01))
+        print(replica.address, flush=True)
+    else:
+        address, token = words
+        stream = await PeerStream.connect(address, VERIFIER)
+        await Seat(Leased(FarVerifier(stream), stream.said, token), new_text()).open(new_text())
+        print("open", flush=True)
+    await asyncio.Event().wait()
+
+
+asyncio.run(main(*sys.argv[1:]))

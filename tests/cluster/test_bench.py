@@ -1,0 +1,508 @@
+"""`dendro bench speed`: what it compares is comparable, what it prints follows from what it measured."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import edge
+import pytest
+import torch
+import typer
+from dendro.client import AsyncClient, Speculation
+from dendro.errors import BadRequest, EngineFailed
+from dendro.text import Sampling
+from rich.console import Console
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from cluster.bench import baselines as library
+from cluster.bench import command
+from cluster.bench import report as reports
+from cluster.bench.command import Settings, parameter_count, parse_temperatures, target_config
+from cluster.bench.costly import WIDTH_STEP, costly_checkpoint, costly_width
+from cluster.bench.machine import describe_machine
+from cluster.bench.measurement import ASSISTED, AUTO, GENERATE, LOOKUP, OFF, Answer, Rounds
+from cluster.bench.ours import Ours, mean_round
+from cluster.bench.speed import Contenders, Measured, Plan, aims_of, check_and_warm, measure, rows_of
+from cluster.bench.statistics import median_estimate, paired_ratio, repeat_difference
+from cluster.demo.prompts import Prompt
+from cluster.ingress import serve_plain
+
+VOCABULARY = 64
+
+
+def tiny_llama(folder: Path, seed: int, **changes: object) -> Path:
+    torch.manual_seed(seed)
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, head_dim=8)
+    config = LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, eos_token_id=0, **{**sizes, **changes})
+    model = LlamaForCausalLM(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("small"), 1)
+
+
+@pytest.fixture(scope="module")
+def costly(small, tmp_path_factory) -> Path:
+    return costly_checkpoint(small, tmp_path_factory.mktemp("cache"), parameters=200_000)
+
+
+# The costly target
+
+
+def test_the_costly_target_has_the_function_of_the_small_one_at_a_larger_size(small, costly):
+    narrow = AutoModelForCausalLM.from_pretrained(small, dtype=torch.float32)
+    wide = AutoModelForCausalLM.from_pretrained(costly, dtype=torch.float32)
+    ids = torch.randint(VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(3))
+    with torch.inference_mode():
+        torch.testing.assert_close(wide(ids).logits, narrow(ids).logits, atol=1e-5, rtol=1e-5)
+        greedy = [model.generate(ids, max_new_tokens=16, do_sample=False).tolist() for model in (narrow, wide)]
+    assert greedy[0] == greedy[1]
+    assert wide.config.intermediate_size % WIDTH_STEP == 0
+    assert sum(parameter.numel() for parameter in wide.parameters()) >= 200_000
+
+
+def test_the_added_hidden_units_are_computed_and_read_but_never_heard(costly):
+    for layer in AutoModelForCausalLM.from_pretrained(costly).model.layers:
+        assert layer.mlp.gate_proj.weight[48:].float().std() > 0.1
+        assert layer.mlp.up_proj.weight[48:].float().std() > 0.1
+        assert (layer.mlp.down_proj.weight[:, 48:] == 0).all()
+
+
+def test_the_costly_target_is_made_once_and_is_always_the_same(small, costly, tmp_path):
+    again = costly_checkpoint(small, tmp_path, parameters=200_000)
+    assert again.name == costly.name and again != costly
+    assert (again / "model.safetensors").read_bytes() == (costly / "model.safetensors").read_bytes()
+    assert (again / "tokenizer.json").exists()
+    written = (again / "model.safetensors").stat().st_mtime_ns
+    assert costly_checkpoint(small, tmp_path, parameters=200_000) == again
+    assert (again / "model.safetensors").stat().st_mtime_ns == written
+    assert [folder.name for folder in tmp_path.iterdir()] == [again.name]
+
+
+def test_the_costly_demo_target_has_a_hundred_million_parameters_or_more():
+    with torch.device("meta"):
+        sizes = dict(hidden_size=384, intermediate_size=1152, num_hidden_layers=4, vocab_size=4096)
+        model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True))
+    width = costly_width(model, 100_000_000)
+    total = sum(parameter.numel() for parameter in model.parameters()) + (width - 1152) * 3 * 384 * 4
+    assert width % 256 == 0 and width % 320 == 0
+    assert 100_000_000 <= total < 106_000_000
+
+
+def test_a_checkpoint_without_gated_mlps_is_refused(tmp_path):
+    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=32)
+    GPTNeoXForCausalLM(GPTNeoXConfig(**sizes)).save_pretrained(tmp_path / "neox")
+    with pytest.raises(BadRequest, match="gpt_neox has no gated MLPs"):
+        costly_checkpoint(tmp_path / "neox", tmp_path / "cache", parameters=1000)
+    with pytest.raises(BadRequest, match=r"holds no config\.json"):
+        costly_checkpoint(tmp_path / "nowhere", tmp_path / "cache")
+
+
+# Statistics
+
+
+def test_the_interval_of_16_prompts_runs_from_the_5th_to_the_12th():
+    estimate = median_estimate([float(value) for value in range(1, 17)])
+    assert (estimate.median, estimate.low, estimate.high) == (8.5, 5.0, 12.0)
+    assert 0.9 <= estimate.coverage < 0.95
+
+
+@pytest.mark.parametrize("count, coverage", [(1, 0.0), (2, 0.5), (3, 0.75), (4, 0.875)])
+def test_the_interval_of_few_prompts_is_their_range_and_says_how_little_it_covers(count, coverage):
+    values = [3.0, 1.0, 2.0, 5.0][:count]
+    estimate = median_estimate(values)
+    assert (estimate.low, estimate.high, estimate.coverage) == (min(values), max(values), coverage)
+
+
+@pytest.mark.parametrize("count", [5, 8, 16, 31])
+def test_the_interval_holds_the_true_median_as_often_as_it_says(count):
+    """Of 2,000 skewed samples at least 88 %: with a true coverage of 90 % or more, fewer have a chance below 2e-3."""
+    rng = random.Random(5)
+    held = 0
+    for _ in range(2000):
+        estimate = median_estimate([rng.lognormvariate(0.0, 1.0) for _ in range(count)])
+        held += estimate.low <= 1.0 <= estimate.high
+    assert held / 2000 >= 0.88
+    assert estimate.coverage >= 0.9
+
+
+def test_pairing_removes_what_two_rows_share():
+    rng = random.Random(7)
+    pace = {(prompt, repetition): rng.uniform(1, 50) for prompt in range(16) for repetition in range(2)}
+    ratio = paired_ratio({key: 2.0 * value for key, value in pace.items()}, pace)
+    assert (ratio.median, ratio.low, ratio.high) == pytest.approx((2.0, 2.0, 2.0))
+
+
+def test_a_prompt_counts_once_however_often_it_is_repeated():
+    under = {(0, 0): 1.0, (0, 1): 1.0, (1, 0): 1.0, (2, 0): 1.0}
+    over = {(0, 0): 2.0, (0, 1): 8.0, (1, 0): 3.0, (2, 0): 5.0}
+    assert paired_ratio(over, under).median == pytest.approx(4.0)  # of 4, 3 and 5
+    with pytest.raises(ValueError, match="are not pairs"):
+        paired_ratio({(0, 0): 1.0}, {(1, 0): 1.0})
+
+
+def test_repeats_are_compared_within_a_prompt():
+    assert repeat_difference({(0, 0): 10.0, (0, 1): 11.0, (1, 0): 50.0, (1, 1): 50.0}) == pytest.approx(0.5 / 10.5)
+    assert repeat_difference({(0, 0): 10.0, (1, 0): 50.0}) is None
+
+
+# Baselines
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("row", [GENERATE, LOOKUP, ASSISTED])
+def test_a_baseline_answers_with_as_many_tokens_as_asked_and_none_ends_it_sooner(
+    small, tmp_path_factory, row, temperature
+):
+    assistant = tiny_llama(tmp_path_factory.mktemp("assistant"), 1, num_hidden_layers=1)
+    baselines = library.Baselines(small, assistant, "float32", threads=1)
+    prompt = [3, 5, 7, 3, 5, 7, 3]
+    answer = baselines.answer(row, prompt, temperature, seed=4, tokens=40)
+    assert len(answer.tokens) == 40
+    assert 0 < answer.first_seconds < answer.seconds
+    assert 1 <= answer.first_tokens <= 6
+    assert answer.round_count == 40 if row == GENERATE else 1 <= answer.round_count <= 40
+    assert answer.tokens == baselines.answer(row, prompt, temperature, seed=4, tokens=40).tokens
+
+
+def test_the_librarys_speculation_is_as_greedy_as_its_plain_decoding(small):
+    baselines = library.Baselines(small, small, "float32", threads=1)
+    answers = [baselines.answer(row, [3, 5, 7, 3, 5], 0.0, seed=0, tokens=24) for row in (GENERATE, LOOKUP, ASSISTED)]
+    assert answers[0].tokens == answers[1].tokens == answers[2].tokens
+    assert answers[2].round_count <= 5  # an assistant that is the target itself: 6 tokens a round
+
+
+def test_sampling_draws_from_the_plain_law_not_from_its_50_likeliest_tokens(small):
+    """64 tokens, nearly equally likely at temperature 1000: 300 draws miss 14 of them with a chance below 1e-9."""
+    baselines = library.Baselines(small, None, "float32", threads=1)
+    assert len({baselines.answer(GENERATE, [3, 5, 7], 1000.0, seed, 1).tokens for seed in range(300)}) > 50
+
+
+async def test_the_baselines_process_answers_as_this_one_does_and_says_what_went_wrong(small):
+    here = library.Baselines(small, None, "float32", threads=1).answer(GENERATE, [3, 5, 7], 1.0, 4, 12)
+    async with library.BaselineProcess(small, None, "float32", threads=1) as process:
+        there = await process.answer(GENERATE, [3, 5, 7], 1.0, 4, 12)
+        with pytest.raises(EngineFailed, match="needs an assistant"):
+            await process.answer(ASSISTED, [3, 5, 7], 0.0, 4, 12)
+        assert (await process.answer(GENERATE, [3, 5, 7], 1.0, 4, 12)).tokens == here.tokens
+    assert there.tokens == here.tokens and there.round_count == here.round_count
+    assert process.ended
+
+
+# The plan, the rows and the aims
+
+SHAPES = ("(1,1,1,1)", "(3,2,1)")
+PLAN = Plan("costly", tuple((prompt,) for prompt in range(6)), 12, (0.0, 1.0), 2, SHAPES, (GENERATE, LOOKUP), seed=3)
+SPEED = {GENERATE: 10.0, LOOKUP: 12.0, OFF: 10.0, "(1,1,1,1)": 15.0, "(3,2,1)": 18.0, AUTO: 22.0}
+
+
+class Scripted:
+    """Answers at a known speed: tokens per second of `speeds`, times a pace of the prompt's own that all rows share."""
+
+    def __init__(self, speeds: dict[str, float], wrong: str = "") -> None:
+        self.speeds = speeds
+        self.wrong = wrong
+        self.asked: list[tuple[str, int, float]] = []
+
+    async def answer(self, row, prompt, temperature, seed, tokens):
+        self.asked.append((row, prompt[0], temperature))
+        seconds = tokens / (self.speeds[row] * (1 + prompt[0]))
+        said = tuple(range(tokens)) if row != self.wrong else (*range(tokens - 1), 99)
+        if row in (GENERATE, LOOKUP):
+            return Answer(said, seconds, seconds / 10, 1, tokens)
+        shape = row if row != AUTO else "(3,2,1)"
+        rounds = Rounds(10.0, 2.0, 6.0, 1.5, {"off": 1, shape: 3} if shape != OFF else {"off": 4})
+        return Answer(said, seconds, seconds / 10, 2, 4, rounds)
+
+
+async def measured_with(speeds: dict[str, float] = SPEED, plan: Plan = PLAN, wrong: str = "") -> Measured:
+    scripted = Scripted(speeds, wrong)
+    return await measure(plan, Contenders(scripted, scripted), 1000.0, lambda: None)
+
+
+async def test_every_row_answers_every_prompt_equally_often_and_in_changing_order():
+    scripted = Scripted(SPEED)
+    steps = []
+    await measure(PLAN, Contenders(scripted, scripted), 1000.0, lambda: steps.append(1))
+    assert len(steps) == len(scripted.asked) == PLAN.answers == 6 * 6 * 2 * 2
+    assert all(scripted.asked.count((row, prompt, 1.0)) == 2 for row in PLAN.rows for prompt in range(6))
+    rows = len(PLAN.rows)
+    orders = {tuple(row for row, _, _ in scripted.asked[at : at + rows]) for at in range(0, len(steps), rows)}
+    assert len(orders) > 20
+    assert len({order[0] for order in orders}) == rows
+
+
+async def test_a_pair_shares_its_seed_and_repetitions_differ():
+    assert PLAN.answer_seed(2, 0) != PLAN.answer_seed(2, 1)
+    seeds = {PLAN.answer_seed(prompt, repetition) for prompt in range(16) for repetition in range(4)}
+    assert len(seeds) == 64
+
+
+async def test_a_prompt_that_does_not_fit_is_left_out_for_all_rows():
+    scripted = Scripted(SPEED)
+    measured = await measure(PLAN, Contenders(scripted, scripted), 0.0, lambda: None)
+    assert "after 1 of 12 passes" in measured.note
+    assert {tuple(answers) for answers in measured.answers.values()} == {((0, 0),)}
+    assert {(row["prompts"], row["answers"]) for row in rows_of(measured)} == {(1, 1)}
+
+
+async def test_rows_say_how_fast_and_how_much_faster():
+    rows = {(row["name"], row["temperature"]): row for row in rows_of(await measured_with())}
+    assert len(rows) == len(PLAN.rows) * 2
+    auto = rows[AUTO, 1.0]
+    assert auto["tokens_per_second"]["median"] == pytest.approx(22 * 3.5)
+    assert (auto["tokens_per_second_min"], auto["tokens_per_second_max"]) == (22.0, 132.0)
+    assert auto["ratio_over"][OFF] == {"median": 2.2, "low": 2.2, "high": 2.2, "coverage": pytest.approx(0.969)}
+    assert auto["ratio_over"].keys() == {GENERATE, LOOKUP, OFF}
+    assert OFF not in rows[OFF, 1.0]["ratio_over"]
+    assert auto["emitted_per_round"] == 3.0 and rows[GENERATE, 0.0]["emitted_per_round"] == 1.0
+    assert auto["repeat_difference_share"] == 0.0
+    assert auto["decode_tokens_per_second"] == pytest.approx(10 / (12 / 77 * 0.9), rel=1e-3)
+
+
+async def test_a_round_is_split_into_what_the_peers_say_and_the_rest():
+    rows = {(row["name"], row["temperature"]): row for row in rows_of(await measured_with())}
+    assert rows[AUTO, 0.0]["round_ms"] == {"draft": 2.0, "verify": 6.0, "queue": 1.5, "hop": 0.5, "total": 10.0}
+    assert rows[AUTO, 0.0]["hop_share"]["median"] == 0.05
+    assert rows[AUTO, 0.0]["arms"] == {"(3,2,1)": 0.75, "off": 0.25}
+    assert "round_ms" not in rows[GENERATE, 0.0]
+
+
+async def test_a_different_token_is_found_and_named_in_the_check_and_in_the_measurement():
+    scripted = Scripted(SPEED, wrong="(3,2,1)")
+    identity = await check_and_warm(PLAN, Contenders(scripted, scripted), 2, lambda: None)
+    assert (identity.answers_compared, identity.tokens_compared) == (2 * 2 * 3, 2 * 2 * 3 * 12)
+    assert len(identity.differences) == 4
+    assert identity.differences[0].startswith("costly, (3,2,1), prompt 1, temperature 0: token 12 differs")
+    measured = await measured_with(wrong="(3,2,1)")
+    assert len(measured.identity.differences) == 6 * 2 * 2
+    assert not (await measured_with()).identity.differences
+
+
+def met(aims: list[dict], start: str) -> dict[float, bool | None]:
+    return {float(aim["aim"].split("temperature ")[1]): aim["met"] for aim in aims if aim["aim"].startswith(start)}
+
+
+async def test_aims_that_are_reached_are_met():
+    aims = aims_of(list(rows_of(await measured_with())), threads=2, accelerator=None)
+    assert [aim["met"] for aim in aims] == [True] * 8
+    assert [aim["bar"] for aim in aims] == [2.0, 1.0, 0.97, 0.1, 1.3, 1.0, 0.97, 0.1]
+    assert aims[0]["value"] == 2.2 and aims[0]["interval"] == [2.2, 2.2]
+
+
+@pytest.mark.parametrize(
+    "slower, start, expected",
+    [
+        ({AUTO: 19.0}, "policy over off", {0.0: False, 1.0: True}),
+        ({AUTO: 12.5}, "policy over off", {0.0: False, 1.0: False}),
+        ({AUTO: 11.9}, "policy over every transformers row", {0.0: False, 1.0: False}),
+        ({OFF: 9.6}, "off over generate", {0.0: False, 1.0: False}),
+    ],
+)
+async def test_aims_that_are_not_reached_are_not_met(slower, start, expected):
+    aims = aims_of(list(rows_of(await measured_with({**SPEED, **slower}))), threads=2, accelerator=None)
+    assert met(aims, start) == expected
+
+
+async def test_the_policy_is_held_against_the_strongest_row_by_the_lower_end_of_the_interval():
+    rows = list(rows_of(await measured_with()))
+    auto = next(row for row in rows if row["name"] == AUTO and row["temperature"] == 0)
+    auto["ratio_over"][LOOKUP] = {"median": 1.8, "low": 0.98, "high": 2.0, "coverage": 0.92}
+    aim = aims_of(rows, 2, None)[1]
+    assert (aim["value"], aim["met"]) == (0.98, False)
+    assert LOOKUP in aim["why"]
+
+
+async def test_hops_above_a_tenth_of_a_round_miss_their_bar():
+    rows = list(rows_of(await measured_with()))
+    for row in rows:
+        if row["name"] == AUTO:
+            row["hop_share"] = {"median": 0.11, "low": 0.1, "high": 0.12, "coverage": 0.92}
+    assert met(aims_of(rows, 2, None), "hops") == {0.0: False, 1.0: False}
+
+
+@pytest.mark.parametrize(
+    "threads, accelerator, target, reason",
+    [
+        (1, None, "costly", "2 threads; this ran with 1"),
+        (2, "NVIDIA H200", "costly", "this ran on NVIDIA H200"),
+        (2, None, "demo", "costly target was not measured"),
+    ],
+)
+async def test_aims_whose_hardware_or_target_is_missing_are_not_judged_and_say_why(
+    threads, accelerator, target, reason
+):
+    rows = list(rows_of(await measured_with(plan=replace(PLAN, target=target))))
+    aims = aims_of(rows, threads, accelerator)
+    assert len(aims) == 8 and {aim["met"] for aim in aims} == {None}
+    assert all(reason in aim["why"] for aim in aims)
+
+
+async def test_few_prompts_are_said_to_be_few():
+    plan = replace(PLAN, prompts=PLAN.prompts[:2])
+    aims = aims_of(list(rows_of(await measured_with(plan=plan))), 2, None)
+    assert all("covers 50%" in aim["why"] for aim in aims)
+
+
+# The report
+
+
+async def a_report() -> dict:
+    measured = await measured_with()
+    rows = list(rows_of(measured))
+    settings = {
+        "command": "dendro bench speed",
+        "date": "2026-11-20",
+        "commit": "abc",
+        "local": False,
+        "seed": 3,
+        "seconds": 9.0,
+    }
+    target = {
+        "parameters": 100_000_001,
+        "dtype": "bfloat16",
+        "drafter": "mamba2",
+        "prompts": 6,
+        "prompt_tokens": 1,
+        "repetitions": 2,
+        "note": measured.note,
+        "identity": measured.identity.as_json(),
+    }
+    machine = describe_machine(2)
+    return {
+        "bench": "speed",
+        "machine": machine,
+        "settings": settings,
+        "targets": {"costly": target},
+        "rows": rows,
+        "aims": aims_of(rows, 2, None),
+    }
+
+
+async def test_the_json_form_has_what_every_bench_has():
+    found = json.loads(reports.as_json(await a_report()))
+    assert {"bench", "machine", "rows", "aims"} <= found.keys()
+    assert {"processor", "cores", "accelerator", "libraries", "threads"} <= found["machine"].keys()
+    assert all({"aim", "value", "interval", "bar", "met"} <= aim.keys() for aim in found["aims"])
+    assert all(row["tokens_per_second"]["low"] <= row["tokens_per_second"]["high"] for row in found["rows"])
+
+
+async def test_markdown_and_console_show_every_row_every_aim_and_where_a_round_goes():
+    report = await a_report()
+    console = Console(file=io.StringIO(), width=250)
+    reports.show(console, report)
+    printed = console.file.getvalue()
+    for text in (reports.as_markdown(report), printed):
+        assert all(text.count(name) >= 2 for name in PLAN.rows)
+        assert all(aim["aim"] in text for aim in report["aims"])
+        assert "where a round goes" in text and "dendro bench speed" in text and "commit abc" in text
+        assert "2.20 (2.20-2.20)" in text and "met" in text
+
+
+async def test_the_plot_is_written_in_the_format_of_its_name(tmp_path):
+    reports.plot(await a_report(), tmp_path / "speed.png")
+    assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
+
+
+# The command
+
+
+def test_temperatures_are_read_or_refused():
+    assert parse_temperatures("0,1") == (0.0, 1.0)
+    for wrong in ("", "hot", "-1", "nan", "inf", "1,1"):
+        with pytest.raises(BadRequest, match="temperatures"):
+            parse_temperatures(wrong)
+
+
+@pytest.mark.parametrize("field, value", [("prompts", 0), ("tokens", -1), ("repetitions", 0), ("seed", -1)])
+def test_numbers_that_measure_nothing_are_refused_by_name(field, value):
+    good = Settings(("demo",), 1, 8, 1, (0.0,), True, 0, Path("models"))
+    with pytest.raises(BadRequest, match=field):
+        replace(good, **{field: value})
+
+
+def test_the_costly_target_is_served_as_the_demo_is_but_for_its_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("cluster.bench.costly.PARAMETERS", 1)
+    tiny_llama(tmp_path / "models" / "target", 1)
+    demo, costly = (target_config(tmp_path / "models", name) for name in ("demo", "costly"))
+    assert costly.drafters == demo.drafters and costly.speculation == demo.speculation
+    changed = costly.targets["costly"].model_dump(exclude={"checkpoint"})
+    assert changed == demo.targets["demo"].model_dump(exclude={"checkpoint"})
+    assert changed["threads"] == 2
+    assert demo.targets["demo"].checkpoint == tmp_path / "models" / "target"
+    assert costly.targets["costly"].checkpoint.parent == tmp_path / "cache" / "dendroaspis"
+    assert parameter_count(demo.targets["demo"].checkpoint) == 2 * 64 * 32 + 32 + 2 * (3 * 32 * 48 + 3 * 32 * 32 + 64)
+
+
+def test_a_run_ends_with_status_1_where_speculation_changed_a_token(tmp_path, monkeypatch):
+    (tmp_path / "target").mkdir()
+    app = typer.Typer()
+    app.command()(command.bench_speed)
+
+    def run_with(wrong: str) -> tuple[int, dict]:
+        @asynccontextmanager
+        async def scripted(config, settings):
+            speeds = dict.fromkeys((*SPEED, ASSISTED, *config.speculation.arms), 20.0)
+            fake = Scripted(speeds, wrong)
+            yield Contenders(fake, fake)
+
+        monkeypatch.setattr(command, "contenders_for", scripted)
+        monkeypatch.setattr(command, "load_tokenizer", lambda models: None)
+        prompts = [Prompt("made up", "", (prompt,), ()) for prompt in range(2)]
+        monkeypatch.setattr(command, "held_out_prompts", lambda count, *rest: prompts[:count])
+        found = tmp_path / f"{len(wrong)}.json"
+        options = ["--quick", "--target", "demo", "--json", str(found), "--models", str(tmp_path)]
+        options += ["--markdown", str(found.with_suffix(".md")), "--plot", str(found.with_suffix(".svg"))]
+        result = CliRunner().invoke(app, options)
+        return result.exit_code, json.loads(found.read_text())
+
+    status, report = run_with("")
+    assert status == 0
+    assert [aim["met"] for aim in report["aims"]] == [None] * 8
+    identity = report["targets"]["demo"]["identity"]
+    # Six trees and the policy against off at 2 temperatures: 1 prompt to check, 2 measured.
+    assert identity["answers_compared"] == 7 * 2 * (1 + 2) and identity["differences"] == []
+    assert {path.suffix for path in tmp_path.glob("0.*")} == {".json", ".md", ".svg"}
+    status, report = run_with(AUTO)
+    assert status == 1
+    assert len(report["targets"]["demo"]["identity"]["differences"]) == 2 * (1 + 2)
+
+
+# Ours
+
+
+@pytest.mark.parametrize("row, rounds", [(OFF, 16), ("(1,1,1)", 4), (AUTO, None)])
+async def test_ours_answers_over_a_socket_with_the_tokens_of_plain_decoding(row, rounds):
+    prompt, sampling = list(b"the snake"), Sampling(1.0, seed=5)
+    server, address = await serve_plain(edge.ingress(edge.FakePlaces()))
+    try:
+        async with AsyncClient(address) as client:
+            answer = await Ours(client).answer(row, prompt, sampling.temperature, sampling.seed, 16)
+    finally:
+        await server.stop(None)
+    assert list(answer.tokens) == edge.plain_answer(prompt, sampling, 16)
+    assert 0 < answer.first_seconds <= answer.seconds
+    assert rounds is None or (answer.round_count, answer.rounds.shapes) == (rounds, {row: rounds})
+
+
+def test_the_mean_round_is_that_of_the_rounds_after_the_first_in_milliseconds():
+    stats = Speculation(
+        rounds=5, draft_us=5000, verify_us=20000, queue_us=1000, decode_us=24000, pulls={"off": 1, "(1,1)": 4}
+    )
+    found = mean_round(stats)
+    assert (found.total_ms, found.draft_ms, found.verify_ms, found.queue_ms) == (6.0, 1.0, 4.0, 0.2)
+    assert found.hop_ms == pytest.approx(0.8)
+    assert mean_round(Speculation(rounds=1, decode_us=0)) is None

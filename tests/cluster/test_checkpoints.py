@@ -1,0 +1,65 @@
+"""What is wrong with a checkpoint is said by the field that names it, before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from dendro.errors import BadRequest
+
+from cluster.checkpoints import check_checkpoints
+from cluster.config import Config, pair_config
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    """A pair whose files are all there, empty though they are."""
+    for name in ("target", "mamba"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text('{"vocab_size": 64}')
+        (tmp_path / name / "model.safetensors").touch()
+        (tmp_path / name / "tokenizer.json").touch()
+    return pair_config(tmp_path / "target", [tmp_path / "mamba"])
+
+
+def test_a_pair_whose_files_are_there_passes(config: Config):
+    check_checkpoints(config)
+
+
+@pytest.mark.parametrize(
+    "file, field, said",
+    [
+        ("target/config.json", "targets.target.checkpoint", "config.json"),
+        ("target/model.safetensors", "targets.target.checkpoint", "has no model.safetensors"),
+        ("target/tokenizer.json", "targets.target.checkpoint", "has no tokenizer.json"),
+        ("mamba/config.json", "drafters.mamba.checkpoint", "config.json"),
+        ("mamba/model.safetensors", "drafters.mamba.checkpoint", "has no model.safetensors"),
+    ],
+)
+def test_a_missing_file_is_named(config: Config, tmp_path: Path, file: str, field: str, said: str):
+    (tmp_path / file).unlink()
+    with pytest.raises(BadRequest, match=said) as refused:
+        check_checkpoints(config)
+    assert refused.value.field == field
+
+
+def test_a_missing_shard_is_named(config: Config, tmp_path: Path):
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (tmp_path / "target" / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "target" / "model-00001-of-00002.safetensors").touch()
+    with pytest.raises(BadRequest, match="has no model-00002-of-00002.safetensors"):
+        check_checkpoints(config)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}"], ids=["cut", "list", "no-vocabulary"])
+def test_a_configuration_that_is_none_is_refused(config: Config, tmp_path: Path, text: str):
+    (tmp_path / "target" / "config.json").write_text(text)
+    with pytest.raises(BadRequest, match=r"^targets\.target\.checkpoint: "):
+        check_checkpoints(config)
+
+
+def test_a_drafter_of_another_vocabulary_is_refused(config: Config, tmp_path: Path):
+    (tmp_path / "mamba" / "config.json").write_text('{"vocab_size": 65}')
+    with pytest.raises(BadRequest, match="drafters.mamba.checkpoint: has a vocabulary of 65, target target one of 64"):
+        check_checkpoints(config)

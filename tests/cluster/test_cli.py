@@ -1,0 +1,136 @@
+"""The command, in this process against fakes; what starts a cluster is in tests/e2e."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from contextlib import asynccontextmanager
+
+import pytest
+from dendro.text import Sampling
+from edge import FakePlaces, ingress, plain_answer
+from typer.testing import CliRunner, Result
+
+from cluster import cli
+from cluster.ingress import LocalClient, serve_plain
+
+PROMPT = "walk the "
+IDS = list(PROMPT.encode())
+
+
+async def run(*words: str) -> Result:
+    return await asyncio.to_thread(CliRunner().invoke, cli.app, list(words), env={"COLUMNS": "200"})
+
+
+@pytest.fixture
+async def address():
+    server, address = await serve_plain(ingress(FakePlaces()))
+    yield address
+    await server.stop(0)
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "demo", "certify", "train", "bench"])
+def test_help_names_every_command(command: str):
+    assert command in CliRunner().invoke(cli.app, ["--help"]).stdout
+
+
+def test_help_of_generate_names_every_option():
+    said = CliRunner().invoke(cli.app, ["generate", "--help"], env={"COLUMNS": "200"}).stdout
+    for option in ("address", "local", "session", "temperature", "top-k", "top-p", "seed", "speculation", "json"):
+        assert f"--{option} " in said
+
+
+def test_the_command_does_not_import_torch_and_sets_what_arithmetic_depends_on():
+    show = "print('torch' in sys.modules, os.environ['MKL_CBWR'], os.environ['OMP_WAIT_POLICY'])"
+    code = f"import cluster.cli, os, sys; {show}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "AUTO,STRICT", "passive"]
+
+
+async def test_generate_streams_the_text_alone_to_stdout(address: str):
+    done = await run("generate", PROMPT, "--address", address, "--max-new-tokens", "20")
+    assert done.exit_code == 0
+    assert done.stdout == bytes(plain_answer(IDS, Sampling(), 20)).decode(errors="replace") + "\n"
+    assert "tokens/s" in done.stderr
+
+
+async def test_generate_json_is_one_object_with_all_there_is_to_say(address: str):
+    words = ("--temperature", "0.8", "--seed", "7", "--speculation", "2,1", "--max-new-tokens", "12", "--keep-session")
+    done = await run("generate", PROMPT, "--address", address, "--json", *words)
+    said = json.loads(done.stdout)
+    assert said["token_ids"] == plain_answer(IDS, Sampling(temperature=0.8, seed=7), 12)
+    assert (said["seed"], said["finish"], said["completion_tokens"]) == (7, "length", 12)
+    assert set(said["speculation"]["pulls"]) == {"(2,1)"} and said["session"]
+    two = await run("generate", " on", "--address", address, "--json", "--session", said["session"])
+    assert json.loads(two.stdout)["prompt_tokens"] == len(IDS) + 12 + 3
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["generate", "x", "--address", "ADDRESS", "--temperature", "-1"], "temperature: "),
+        (["generate", "x", "--address", "ADDRESS", "--speculation", "wide"], "speculation: "),
+        (["generate", "x", "--address", "ADDRESS", "--local"], "--local: "),
+        (["generate", "x", "--config", "nowhere.yaml"], "config: there is no file nowhere.yaml"),
+    ],
+)
+async def test_bad_input_is_one_line_and_status_2(
+    address: str, words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(sys, "argv", ["dendro", *(word.replace("ADDRESS", address) for word in words)])
+    with pytest.raises(SystemExit) as ended:
+        await asyncio.to_thread(cli.main)
+    assert ended.value.code == 2
+    shown = capsys.readouterr().err
+    assert said in shown and len(shown.splitlines()) == 1
+
+
+def test_serve_refuses_a_configuration_before_it_starts_anything():
+    words = [sys.executable, "-m", "cluster.cli", "serve", "nowhere.yaml"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == ["error: config: there is no file nowhere.yaml"]
+
+
+async def test_demo_shows_two_turns_what_the_policy_picked_and_what_was_restored(monkeypatch: pytest.MonkeyPatch):
+    places = FakePlaces()
+
+    @asynccontextmanager
+    async def client(*_: object):
+        yield LocalClient(ingress(places))
+
+    monkeypatch.setattr(cli, "_client", client)
+    monkeypatch.setattr(cli, "descendants", frozenset)
+    done = await run("demo", "--prompt", PROMPT, "--max-new-tokens", "12")
+    assert done.exit_code == 0, done.output
+    for line in (
+        "Turn one.",
+        "Turn two",
+        "emitted per round",
+        "shapes the policy picked",
+        "processed again",
+        "x; medians",
+    ):
+        assert line in done.stdout
+    assert places.texts[1].marks == (len(IDS) + 12,)
+
+
+@pytest.fixture
+def orphan():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    yield child.pid
+    child.kill()
+    child.wait()
+
+
+async def test_demo_fails_where_a_process_is_left_behind(orphan: int, monkeypatch: pytest.MonkeyPatch):
+    @asynccontextmanager
+    async def client(*_: object):
+        yield LocalClient(ingress(FakePlaces()))
+
+    monkeypatch.setattr(cli, "_client", client)
+    monkeypatch.setattr(cli, "SHUTDOWN_S", 0.05)
+    done = await run("demo", "--prompt", PROMPT, "--max-new-tokens", "4")
+    assert done.exit_code == 1 and f"({orphan})" in done.stderr

@@ -1,0 +1,99 @@
+"""Every mistake in a configuration is named by its path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from dendro.errors import BadRequest
+from dendro.tree import TreeShape
+
+from cluster.config import Config, demo_config, pair_config
+
+GOOD = """
+targets:
+  demo: {checkpoint: models/target, threads: 2, resources: {cpu: 0.5, custom: {verifier: 1}}, max_rows: 16}
+drafters:
+  mamba: {checkpoint: /abs/mamba}
+  other: {checkpoint: x, targets: [demo]}
+speculation: {policy: paper_ucb, arms: ["off", "1, 1", "(3,2,2,1,1)"]}
+"""
+
+
+@pytest.fixture
+def load(tmp_path: Path):
+    def load(text: str) -> Config:
+        (tmp_path / "c.yaml").write_text(text)
+        return Config.load(tmp_path / "c.yaml")
+
+    return load
+
+
+def test_a_good_file_is_read_whole(load, tmp_path: Path):
+    config = load(GOOD)
+    assert config.targets["demo"].checkpoint == tmp_path / "models" / "target"
+    assert config.drafters["mamba"].checkpoint == Path("/abs/mamba")
+    assert config.targets["demo"].resources.custom == {"verifier": 1.0}
+    assert config.speculation.shapes == (TreeShape(()), TreeShape((1, 1)), TreeShape((3, 2, 2, 1, 1)))
+    assert config.redis.url == "" and config.grpc.port == 0
+    assert config.drafters_of("demo") == ("mamba", "other")
+    assert config.target_named("") == "demo"
+
+
+def test_arms_too_large_for_a_target_are_left_out_for_it(load):
+    assert [str(arm) for arm in load(GOOD).arms_of("demo")] == ["off", "(1,1)"]
+
+
+def test_a_target_without_a_drafter_has_one_arm(load):
+    assert load("targets: {t: {checkpoint: x}}").arms_of("t") == (TreeShape(()),)
+
+
+@pytest.mark.parametrize(
+    "text, field",
+    [
+        ("", "config"),
+        ("a: [", "config"),
+        ("- 1", "config"),
+        ("drafters: {}", "targets"),
+        ("targets: {}", "targets"),
+        ("targets: {t: {}}", "targets.t.checkpoint"),
+        ("targets: {t: {checkpoint: x, tread: 2}}", "targets.t.tread"),
+        ("targets: {t: {checkpoint: x, resources: {cpus: 2}}}", "targets.t.resources.cpus"),
+        ("targets: {t: {checkpoint: x, threads: 0}}", "targets.t.threads"),
+        ("targets: {t: {checkpoint: x, dtype: int8}}", "targets.t.dtype"),
+        ("targets: {t: {checkpoint: x, max_rows: 65}}", "targets.t.max_rows"),
+        ("targets: {'a b': {checkpoint: x}}", "config"),
+        ("targets: {t: {checkpoint: x}}\ndrafters: {d: {checkpoint: x, targets: [u]}}", "drafters.d.targets"),
+        ("targets: {t: {checkpoint: x}}\nspeculation: {arms: [wide]}", "speculation.arms.0"),
+        ("targets: {t: {checkpoint: x}}\nspeculation: {arms: ['(9,9)']}", "speculation.arms.0"),
+        ("targets: {t: {checkpoint: x}}\nspeculation: {arms: []}", "speculation.arms"),
+        ("targets: {t: {checkpoint: x}}\nspeculation: {arms: ['1,1', '(1,1)']}", "speculation.arms"),
+        ("targets: {t: {checkpoint: x}}\nspeculation: {policy: best}", "speculation.policy"),
+        ("targets: {t: {checkpoint: x}}\nredis: {url: localhost}", "redis.url"),
+        ("targets: {t: {checkpoint: x}}\nredis: {record_ttl_s: 0}", "redis.record_ttl_s"),
+        ("targets: {t: {checkpoint: x}}\ngrpc: {port: 70000}", "grpc.port"),
+        ("targets: {t: {checkpoint: x}}\nrouter: {replicas: 0}", "router.replicas"),
+        ("targets: {t: {checkpoint: x}}\nredys: {}", "redys"),
+    ],
+    ids=lambda value: None,
+)
+def test_a_mistake_is_named_by_its_path(load, text: str, field: str):
+    with pytest.raises(BadRequest) as refused:
+        load(text)
+    assert refused.value.field == field
+
+
+def test_a_missing_file_is_named(tmp_path: Path):
+    with pytest.raises(BadRequest, match="none.yaml"):
+        Config.load(tmp_path / "none.yaml")
+
+
+def test_an_unknown_model_is_refused_by_name():
+    with pytest.raises(BadRequest, match="model: 'x' is not served here; there is target"):
+        demo_config().target_named("x")
+
+
+def test_a_pair_is_named_after_its_folders():
+    config = pair_config(Path("/m/big"), [Path("/m/small")], dtype="float32", redis={"memory_mb": 9})
+    assert list(config.targets) == ["big"] and list(config.drafters) == ["small"]
+    assert config.targets["big"].dtype == "float32" and config.redis.memory_mb == 9

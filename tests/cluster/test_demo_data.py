@@ -1,0 +1,160 @@
+"""The demo pair's text, prompts, measurements and checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+from cluster.demo.architectures import DRAFTER_LIMIT, DRAFTERS, TARGET_LIMIT, drafter_config, new_model, target_config
+from cluster.demo.checkpoints import export, load_fp32
+from cluster.demo.corpus import END_OF_TEXT, END_OF_TEXT_ID, HELD_OUT, VOCABULARY, source_files, train_tokenizer
+from cluster.demo.measure import emitted_per_round, repeated_4grams
+from cluster.demo.passages import candidate_passages
+from cluster.demo.prompts import MODELS, held_out_prompts, load_passages, load_tokenizer
+from cluster.demo.train import Plan, train_demo
+from drafter_service.training.rows import TokenRows
+
+CPU = torch.device("cpu")
+NAMES = ("target", *DRAFTERS)
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Path:
+    """A standard library of a few files, some of which do not belong in the corpus."""
+    files = {
+        "heapq.py": b"def heappush(heap, item):\n    pass\n",
+        "abc.py": b"class ABC:\r\n    pass\r\n",
+        "test/test_abc.py": b"import unittest\n",
+        "site-packages/torch.py": b"import everything\n",
+        "lib2to3/tests/data/bad.py": b"print 'py2'\n",
+        "latin.py": b"# -*- coding: ascii -*-\n# \xe4\n",
+        "empty.py": b"",
+    }
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    return tmp_path
+
+
+def test_corpus_is_the_readable_library_without_packages(library: Path) -> None:
+    found = {source.name: source.text for source in source_files(library)}
+    assert sorted(found) == ["abc.py", "heapq.py", "test/test_abc.py"]
+    assert found["abc.py"] == "class ABC:\n    pass\n"
+
+
+def test_training_excludes_every_held_out_module_of_this_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cluster.demo import corpus
+
+    names = {source.name for source in source_files()}
+    assert set(HELD_OUT) <= names
+    assert {source.name for source in corpus.training_files()} == names - set(HELD_OUT)
+
+
+def test_tokenizer_round_trips_any_text_and_numbers_end_of_text_first(library: Path) -> None:
+    tokenizer = train_tokenizer(list(source_files(library)))
+    text = 'def f():\n\treturn "äöü 😀 \\x00"  # \x00\r\n'
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    assert tokenizer.token_to_id(END_OF_TEXT) == END_OF_TEXT_ID
+
+
+def test_rows_depend_on_seed_and_step_alone_and_labels_are_one_ahead() -> None:
+    tokens = torch.arange(1000).numpy().astype("uint16")
+    rows, again = (TokenRows(tokens, rows=4, length=16, seed=3) for _ in range(2))
+    for step in (40, 0, 17):  # of epochs 2, 0 and 1
+        inputs, labels = rows.batch(step)
+        assert torch.equal(labels, inputs + 1)
+        assert torch.equal(again.batch(step)[0], inputs)
+    first_epoch = torch.cat([rows.batch(step)[0][:, 0] for step in range(rows.windows // 4)])
+    assert len(first_epoch.unique()) == len(first_epoch)
+
+
+def test_prompts_are_deterministic_of_the_asked_length_and_spread_over_modules() -> None:
+    for length in (16, 128, 256):
+        prompts = held_out_prompts(48, length)
+        assert prompts == held_out_prompts(48, length)
+        assert {len(prompt.token_ids) for prompt in prompts} == {length}
+        assert min(len(prompt.continuation_ids) for prompt in prompts) >= 128
+        assert len({prompt.name for prompt in prompts}) == 48
+        assert len({prompt.name.split(":")[0] for prompt in prompts[:32]}) >= 16
+    tokenizer = load_tokenizer()
+    assert tokenizer.encode(prompts[0].text).ids == list(prompts[0].token_ids)
+
+
+def test_prompts_refuse_what_they_cannot_give() -> None:
+    with pytest.raises(ValueError, match="at most 256"):
+        held_out_prompts(1, 257)
+    with pytest.raises(ValueError, match="not 1000"):
+        held_out_prompts(1000, 128)
+
+
+def test_shipped_passages_come_from_held_out_modules_and_start_at_definitions() -> None:
+    for passage in load_passages():
+        assert passage.name.split(":")[0] in HELD_OUT
+        assert passage.text.lstrip().startswith(("def ", "class "))
+
+
+def test_passages_can_be_extracted_from_the_running_python() -> None:
+    modules = {passage.name.split(":")[0] for passage in candidate_passages()}
+    assert modules == set(HELD_OUT)
+
+
+def test_repeated_4grams_counts_those_that_occurred_before() -> None:
+    assert repeated_4grams([1, 2, 3, 4, 5, 6, 7]) == 0
+    assert repeated_4grams([1] * 7) == 0.75  # three of four
+    assert repeated_4grams([1, 2]) == 0
+
+
+def test_emitted_per_round_replays_ranks_through_a_shape() -> None:
+    # Shape (2,1): round one accepts ranks 1, 0 and adds the token of rank 5; round two stops at rank 2 at once.
+    assert emitted_per_round([[1, 0, 5, 2, 9, 9]], (2, 1)) == pytest.approx((3 + 1) / 2)
+    assert emitted_per_round([[0] * 11], (1, 1, 1, 1)) == 5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shipped_checkpoints_load_and_are_small_enough(name: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(MODELS / name)
+    tokenizer = Tokenizer.from_file(str(MODELS / name / "tokenizer.json"))
+    assert model.num_parameters() <= (TARGET_LIMIT if name == "target" else DRAFTER_LIMIT)
+    assert model.config.vocab_size == tokenizer.get_vocab_size() == VOCABULARY
+    assert model.config.eos_token_id == model.generation_config.eos_token_id == END_OF_TEXT_ID
+    assert (MODELS / name / "tokenizer.json").read_bytes() == (MODELS / "target" / "tokenizer.json").read_bytes()
+    with torch.no_grad():
+        assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
+
+
+def test_shipped_checkpoints_stay_under_their_share_of_the_repository() -> None:
+    total = sum(path.stat().st_size for name in NAMES for path in (MODELS / name).iterdir())
+    assert total <= 25_500_000
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_an_exported_drafter_says_what_the_trained_one_said(name: str, tmp_path: Path) -> None:
+    model = new_model(drafter_config(name), seed=1, device=CPU).eval()  # type: ignore[arg-type]
+    export(model, tmp_path / name, MODELS / "target" / "tokenizer.json")
+    token_ids = torch.randint(VOCABULARY, (1, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        before, after = (each(token_ids).logits.log_softmax(-1) for each in (model, load_fp32(tmp_path / name, CPU)))
+    assert json.loads((tmp_path / name / "config.json").read_text())["dtype"] == "bfloat16"
+    assert (before.exp() * (before - after)).sum(-1).mean() < 1e-3  # nats; bf16 has three digits
+
+
+def test_models_keep_to_their_limits() -> None:
+    assert new_model(target_config(), seed=0, device=CPU).num_parameters() <= TARGET_LIMIT
+    for name in DRAFTERS:
+        assert new_model(drafter_config(name), seed=0, device=CPU).num_parameters() <= DRAFTER_LIMIT
+
+
+def test_a_finished_stage_is_skipped_and_another_seed_refused(tmp_path: Path) -> None:
+    plan = Plan(minutes=1, seed=7, out=tmp_path, device=CPU)
+    plan.work.mkdir()
+    plan.done_file("corpus").write_text("{}")
+    threads = torch.get_num_threads()
+    train_demo(tmp_path, minutes=1, seed=7, threads=threads, stop_after="corpus")
+    assert not (plan.work / "tokens.npy").exists()
+    with pytest.raises(ValueError, match="begun with seed 7"):
+        train_demo(tmp_path, minutes=1, seed=8, threads=threads, stop_after="corpus")

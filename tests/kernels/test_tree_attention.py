@@ -1,0 +1,283 @@
+"""Tree attention: every row is its own path's attention, and the same bits in whatever company it is computed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from tree_kernels.commit import commit
+from tree_kernels.tree_attention import PAGE, FarRows, Layout, TreeRows, attend, near_window, prepare, write
+
+NEAR = 16
+
+
+@dataclass
+class Case:
+    """Texts with keys of their own, spread over one pool, and rows that stand in them."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    dtype: torch.dtype = torch.float32
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+    seed: int = 0
+    texts: list[dict] = field(default_factory=list)
+    pages: int = 80
+
+    def __post_init__(self):
+        self.generator = torch.Generator().manual_seed(self.seed)
+        self.layout = Layout(self.kv_heads, self.dim, self.dim)
+        self.pool = self.layout.pool(self.pages * PAGE, torch.device("cpu"))
+        self.free = (1 + torch.randperm(self.pages - 9, generator=self.generator)).tolist()  # the last 8: scratch
+        self.scratch = (self.pages - 8) * PAGE
+
+    def random(self, *shape):
+        return torch.randn(*shape, generator=self.generator).to(self.dtype)
+
+    def text(self, base, parents):
+        """A text of `base` tokens whose last is the root of a tree of these parents; all of its q, k and v."""
+        rows = base - 1 + len(parents)
+        depth = [0] * len(parents)
+        for row, parent in enumerate(parents[1:], 1):
+            depth[row] = depth[parent] + 1
+        table = [self.free.pop() for _ in range(-(-(base + max(depth)) // PAGE))]
+        made = {
+            "base": base,
+            "parents": parents,
+            "depth": depth,
+            "table": table,
+            "q": self.random(rows, self.heads, self.dim),
+            "k": self.random(rows, self.kv_heads, self.dim),
+            "v": self.random(rows, self.kv_heads, self.dim),
+            "scratch": self.scratch,
+        }
+        self.scratch += len(parents)
+        self.texts.append(made)
+        return made
+
+    def position(self, text, row):
+        return row if row < text["base"] else text["base"] - 1 + text["depth"][row - text["base"] + 1]
+
+    def path(self, text, row):
+        """The rows that a row sees, in order of position, itself the last."""
+        if row < text["base"]:
+            return list(range(row + 1))
+        above = [row - text["base"] + 1]
+        while above[-1]:
+            above.append(text["parents"][above[-1]])
+        return list(range(text["base"] - 1)) + [text["base"] - 1 + node for node in reversed(above)]
+
+    def slot(self, text, row):
+        if row < text["base"]:
+            return text["table"][row // PAGE] * PAGE + row % PAGE
+        return text["scratch"] + row - text["base"] + 1
+
+    def step(self, wanted, padded):
+        """The step of rows [(text, [rows])], each text's side by side."""
+        positions, slots, near, far = [], [], [], []
+        for text, rows in wanted:
+            start = len(positions)
+            reach = 0
+            for row in rows:
+                position, path = self.position(text, row), self.path(text, row)
+                first = NEAR * (position // NEAR - 1)
+                reach = max(reach, first)
+                keys = range(first, first + 2 * NEAR)
+                near.append([self.slot(text, path[key]) if 0 <= key <= position else 0 for key in keys])
+                positions.append(position)
+                slots.append(self.slot(text, row))
+            if reach > 0:
+                far.append(FarRows(start, len(positions), tuple(text["table"][: -(-reach // PAGE)])))
+        long = torch.int64
+        return TreeRows(torch.tensor(positions), torch.tensor(slots), torch.tensor(near, dtype=long), far, padded)
+
+    def run(self, wanted, extra=0):
+        """[rows, heads, dim] of the wanted rows, computed in one step whose keys are written first."""
+        rows = [(text, row) for text, mine in wanted for row in mine]
+        padded = -(-len(rows) // 8) * 8 + 8 * extra
+        pack = {
+            name: torch.stack(
+                [text[name][row] for text, row in rows]
+                + [self.random(*rows[0][0][name].shape[1:])] * (padded - len(rows))
+            ).transpose(0, 1)
+            for name in "qkv"
+        }
+        prepared = prepare(self.step(wanted, padded), self.kv_heads, self.window)
+        write(self.pool, pack["k"], pack["v"], prepared)
+        out = attend(pack["q"], self.pool, prepared, self.layout, self.dim**-0.5, self.softcap, self.sinks)
+        assert torch.isfinite(out).all()
+        return out[: len(rows)]
+
+    def oracle(self, text, row):
+        """Dense softmax over the row's path, in float64 from the same rounded inputs."""
+        path = torch.tensor(self.path(text, row))
+        group = self.heads // self.kv_heads
+        k = text["k"][path].double().repeat_interleave(group, 1)
+        v = text["v"][path].double().repeat_interleave(group, 1)
+        scores = torch.einsum("hd,khd->hk", text["q"][row].double(), k) * self.dim**-0.5
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        if self.window is not None:
+            position = len(path) - 1
+            scores[:, torch.arange(len(path)) <= position - self.window] = -math.inf
+        if self.sinks is not None:
+            scores = torch.cat([scores, self.sinks.double()[:, None]], 1)
+        law = scores.softmax(-1)[:, : len(path)]
+        return torch.einsum("hk,khd->hd", law, v)
+
+
+TREES = {
+    "lone-root": [-1],
+    "chain": [-1, *range(15)],
+    "star": [-1] + [0] * 20,
+    "fork": [-1, 0, 0, 0, 1, 1, 2, 2, 3, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12],
+}
+BASES = [1, 2, 15, 16, 17, 18, 63, 64, 65, 66, 200, 1000]
+
+
+def rows_of(text):
+    return list(range(text["base"] - 1 + len(text["parents"])))
+
+
+def prefilled(case, base, parents):
+    """A text whose committed keys were written in chunks of 23 rows, and what came of each row."""
+    text = case.text(base, parents)
+    committed = list(range(base))
+    return text, torch.cat([case.run([(text, committed[at : at + 23])]) for at in range(0, base, 23)])
+
+
+@pytest.mark.parametrize("variant", ["plain", "grouped", "window", "softcap", "sinks"])
+@pytest.mark.parametrize(
+    ("dtype", "atol", "rel_rms"), [(torch.float32, 1e-5, 1e-5), (torch.bfloat16, 2e-2, 4e-3)], ids=["fp32", "bf16"]
+)
+def test_every_row_is_the_softmax_over_its_own_path(variant, dtype, atol, rel_rms):
+    kv_heads = 2 if variant == "grouped" else 4
+    case = Case(4, kv_heads, 16, dtype)
+    case.window = 20 if variant == "window" else None
+    case.softcap = 2.0 if variant == "softcap" else None
+    case.sinks = case.random(4) if variant == "sinks" else None
+    for base in (1, 17, 64, 150):
+        for parents in TREES.values():
+            text, _ = prefilled(case, base, parents)
+            rows = rows_of(text)[-len(parents) - 3 :] if base > 3 else rows_of(text)[base - 1 :]
+            ours = case.run([(text, rows)]).double()
+            truth = torch.stack([case.oracle(text, row) for row in rows])
+            assert (ours - truth).abs().max() < atol
+            assert (ours - truth).norm() / truth.norm() < rel_rms
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(5, 5, 64), (6, 2, 64), (4, 1, 16)])
+def test_a_row_has_the_same_bits_alone_in_a_chunk_and_in_a_tree(base, heads, kv_heads, dim):
+    case = Case(heads, kv_heads, dim)
+    text, chunked = prefilled(case, base, TREES["fork"])
+    tree = rows_of(text)[base - 1 :]
+    in_tree = case.run([(text, tree)])
+    assert torch.equal(in_tree[0], chunked[-1])  # the root
+    for index, row in enumerate(tree):
+        assert torch.equal(case.run([(text, [row])])[0], in_tree[index])
+    for row in (0, base // 2, base - 1):
+        assert torch.equal(case.run([(text, [row])])[0], chunked[row])
+
+
+def test_a_guess_has_the_bits_it_has_once_it_is_committed():
+    """The path of a tree, written down and computed as plain text, row by row."""
+    for base in (15, 16, 50, 64, 130):
+        case = Case(6, 2, 64)
+        tree, _ = prefilled(case, base, TREES["fork"])
+        path = [0, 2, 6, 12, 18]
+        guessed = case.run([(tree, [base - 1 + node for node in range(len(tree["parents"]))])])[path]
+        plain = case.text(base + len(path) - 1, [-1])
+        rows = case.path(tree, base - 1 + path[-1])
+        for name in "qkv":
+            plain[name] = tree[name][rows]
+        for row in range(len(rows)):
+            last = case.run([(plain, [row])])
+            if row >= base - 1:
+                assert torch.equal(last[0], guessed[row - base + 1])
+
+
+def test_sessions_side_by_side_have_the_bits_they_have_alone():
+    for kv_heads in (1, 2, 6):
+        case = Case(6, kv_heads, 64)
+        texts = [
+            prefilled(case, base, TREES[name])[0]
+            for base, name in (
+                (200, "fork"),
+                (1, "star"),
+                (70, "lone-root"),
+                (33, "chain"),
+                (500, "lone-root"),
+                (9, "lone-root"),
+            )
+        ]
+        wanted = [(text, rows_of(text)[text["base"] - 1 :]) for text in texts]
+        together = case.run(wanted)
+        backwards = case.run(wanted[::-1], extra=2)
+        at, end = 0, len(together)
+        for text, rows in wanted:
+            alone = case.run([(text, rows)])
+            assert torch.equal(together[at : at + len(rows)], alone)
+            assert torch.equal(backwards[end - len(rows) : end], alone)
+            at, end = at + len(rows), end - len(rows)
+
+
+def test_a_window_hides_far_and_near_keys_bit_for_bit_alike():
+    case = Case(4, 2, 16, window=40)
+    text, chunked = prefilled(case, 300, TREES["fork"])
+    for row in (10, 39, 40, 41, 104, 200, 299):
+        assert torch.equal(case.run([(text, [row])])[0], chunked[row])
+        assert (chunked[row].double() - case.oracle(text, row)).abs().max() < 1e-5
+
+
+BITS = """
+import os, sys
+sys.path[:0] = {paths!r}
+import torch
+torch.set_num_threads({threads})
+from test_tree_attention import Case, TREES, prefilled, rows_of
+bad = []
+for dtype in (torch.float32, torch.bfloat16):
+    case = Case(6, 2, 64, dtype)
+    text, chunked = prefilled(case, 330, TREES["fork"])
+    for count in (1, 2, 7, 8, 9, 16, 46, 48, 64, 100, 256, 300):
+        rows = list(range(330 - count, 330))
+        if not torch.equal(case.run([(text, rows)]), chunked[-count:]):
+            bad.append((str(dtype), count))
+print(bad)
+"""
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_bits_do_not_depend_on_the_number_of_rows(threads):
+    paths = [os.path.dirname(__file__), *sys.path]
+    environment = dict(os.environ, OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="passive", MKL_CBWR="AUTO,STRICT")
+    script = BITS.format(paths=paths, threads=threads)
+    run = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert json.loads(run.stdout) == []
+
+
+@pytest.mark.parametrize("path", [(0, 2, 3, 5), (0, 1, 2, 3), (0, 5), (0,)])
+def test_commit_loads_every_row_before_it_stores_one(path):
+    """In a contiguous cache the target of one row is the source of the next."""
+    pool = torch.arange(2 * 8 * 3).view(2, 8, 3).float()
+    expected = pool.clone()
+    expected[:, : len(path)] = pool[:, list(path)].clone()
+    commit(pool, torch.tensor(path), torch.arange(len(path)))
+    assert torch.equal(pool, expected)
+
+
+def test_near_blocks_hold_the_deepest_tree():
+    assert [near_window(depth) for depth in (1, 16, 17, 63)] == [16, 16, 32, 64]
+    with pytest.raises(ValueError, match="max_depth"):
+        near_window(65)

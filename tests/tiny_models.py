@@ -1,0 +1,74 @@
+"""Tiny Llama and GPT-NeoX checkpoints of random weights, with a byte-level tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+Family = Literal["llama", "neox"]
+FAMILIES: tuple[Family, ...] = ("llama", "neox")
+VOCABULARY = 257  # one token per byte, and the end of text
+PADDED = 264  # tokens the model has and the tokenizer does not: their logits must never be seen
+END = 256
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A byte-level BPE without merges: every byte is a token."""
+    letters = sorted(ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE({letter: token for token, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    tokenizer.add_special_tokens(["<|end|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def randomise(model: PreTrainedModel, seed: int) -> None:
+    """Every parameter at random, norms and biases included: none may pass by being neutral."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "norm" in name and name.endswith("weight"):
+                parameter.copy_(1 + 0.2 * noise)
+            elif name.endswith("bias"):
+                parameter.copy_(0.1 * noise)
+            elif "embed" in name and "out" not in name:
+                parameter.copy_(noise)
+            else:
+                parameter.copy_(1.5 * noise / parameter.shape[-1] ** 0.5)
+
+
+def make_model(family: Family, seed: int = 0, **settings: Any) -> PreTrainedModel:
+    """A tiny model; `settings` are the configuration's own words."""
+    common: dict[str, Any] = {
+        "vocab_size": PADDED,
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 2048,
+        "bos_token_id": END,
+        "eos_token_id": END,
+        "pad_token_id": END,
+    }
+    if family == "llama":
+        model: PreTrainedModel = LlamaForCausalLM(LlamaConfig(**common | {"num_key_value_heads": 2} | settings))
+    else:
+        model = GPTNeoXForCausalLM(GPTNeoXConfig(**common | settings))
+    randomise(model, seed)
+    return model.eval()
+
+
+def make_checkpoint(folder: Path, family: Family = "llama", seed: int = 0, **settings: Any) -> PreTrainedModel:
+    """Write a checkpoint into `folder` and return the library's model of it, in float32."""
+    model = make_model(family, seed, **settings)
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return model

@@ -1,0 +1,522 @@
+"""The verifier engine: whatever trees, company, drops and re-openings, the tokens are those of plain decoding."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+import torch
+from dendro.calls import CloseCall, OpenCall, Terms, TextUpdate, VerifyCall, new_opening
+from dendro.errors import BadRequest, EngineFailed, NotFound, Overloaded
+from dendro.text import Finish, Limits, Sampling, Tokens
+from dendro.tree import DraftTree
+from tiny_models import END, FAMILIES, VOCABULARY, make_checkpoint
+from transformers import AutoModelForCausalLM
+
+from verifier_service.engine import VerifierEngine
+from verifier_service.models import load_target
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PROMPT = [(7 * at * at + 3 * at) % 256 for at in range(75)]
+WARM = Sampling(temperature=0.7, top_k=50, top_p=0.9, seed=2**63 + 5)
+HOT = Sampling(temperature=1.0, seed=11, sample_index=3)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = {}
+    for seed, family in enumerate(FAMILIES):
+        folder = tmp_path_factory.mktemp(family)
+        made[family] = (folder, make_checkpoint(folder, family, seed))
+    return made
+
+
+@pytest.fixture(scope="module")
+def loaded(folders):
+    """One engine per family and dtype; the tests open and close what they need."""
+    kept = {}
+
+    def load(family="llama", dtype="fp32"):
+        if (family, dtype) not in kept:
+            kept[family, dtype] = VerifierEngine.load(
+                folders[family][0], name="tiny", dtype=DTYPES[dtype], max_length=512, max_sessions=12
+            )
+        return kept[family, dtype]
+
+    return load
+
+
+@asynccontextmanager
+async def running(engine):
+    """An engine that answers in this event loop, and has every page free again at the end."""
+    again = VerifierEngine(engine.scheduler, engine.runner, await engine.hello())
+    await again.start()
+    try:
+        yield again
+    finally:
+        await again.stop()
+        assert again.scheduler.book.free == again.scheduler.capacity.pages
+        assert not again.scheduler.sessions
+
+
+class Teller:
+    """A text and what a router does with it."""
+
+    def __init__(self, engine, prompt=PROMPT, sampling=None, limits=None):
+        self.engine = engine
+        self.text = Tokens()
+        self.text.extend(prompt)
+        self.terms = Terms(sampling or Sampling(), limits or Limits(400, ignore_end=True), "", ())
+        self.opening = new_opening()
+        self.known = 0
+
+    def update(self, start=None):
+        start = self.known if start is None else start
+        ids = self.text.ids
+        return TextUpdate(self.opening, len(ids), self.text.digests[-1], start, tuple(ids[start:]))
+
+    async def open(self):
+        self.opening, self.known = new_opening(), 0
+        answer = await self.engine.open(OpenCall(self.update(), self.terms))
+        self.known = len(self.text)
+        return answer
+
+    async def verify(self, tree=None, start=None):
+        tree = tree or DraftTree.root_only(self.text.ids[-1])
+        verdict = await self.engine.verify(VerifyCall(self.update(start), tree))
+        self.known = len(self.text)
+        return verdict
+
+    async def round(self, tree=None, keep=None):
+        verdict = await self.verify(tree)
+        self.text.extend(verdict.tokens[:keep])
+        return verdict
+
+    async def close(self):
+        return await self.engine.close(CloseCall(self.update()))
+
+
+async def plain(engine, count, prompt=PROMPT, sampling=None):
+    """The answer by root-only rounds."""
+    teller = Teller(engine, prompt, sampling)
+    await teller.open()
+    for _ in range(count):
+        await teller.round()
+    await teller.close()
+    return teller.text.ids[len(prompt) :]
+
+
+def random_tree(rng, root, truth, depth=16, rows=40):
+    """A tree with wrong guesses, in which the true continuation is somewhere, as far as luck has it."""
+    tokens, parents, level = [root], [-1], [0]
+    right = 0
+    for step in range(int(rng.integers(0, depth + 1))):
+        below = []
+        for parent in level:
+            siblings = set(rng.integers(0, 256, int(rng.integers(0, 4))).tolist())
+            if parent == right and step < len(truth) and rng.random() < 0.85:
+                siblings.add(truth[step])
+            for token in sorted(siblings, key=lambda token: (token * 7919) % 251):
+                if len(tokens) < rows:
+                    tokens.append(token)
+                    parents.append(parent)
+                    below.append(len(tokens) - 1)
+        right = next((r for r in below if parents[r] == right and step < len(truth) and tokens[r] == truth[step]), -1)
+        level = [row for row in below if row == right] + [row for row in below if row != right][:3]
+    return DraftTree.of(tokens, parents)
+
+
+async def by_trees(engine, truth, prompt=PROMPT, sampling=None, seed=0, count=None):
+    """An answer as long as `truth`, by random trees; returns it with the number of rounds."""
+    rng = np.random.default_rng(seed)
+    teller = Teller(engine, prompt, sampling)
+    await teller.open()
+    rounds, count = 0, count or len(truth)
+    while (done := len(teller.text) - len(prompt)) < count:
+        await teller.round(random_tree(rng, teller.text.ids[-1], truth[done:]))
+        rounds += 1
+    await teller.close()
+    return teller.text.ids[len(prompt) :][:count], rounds
+
+
+# The target
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_the_librarys_within_2e_3_and_argmax_equal(loaded, folders, family):
+    engine, model = loaded(family), folders[family][1]
+    rng = np.random.default_rng(1)
+    for length in (1, 5, 64, 200):
+        ids = rng.integers(0, 256, length).tolist()
+        tree = random_tree(rng, ids[-1], rng.integers(0, 256, 16).tolist())
+        ours = engine.logits_of(ids, tree)
+        assert ours.shape == (tree.rows, VOCABULARY)
+        for row in range(tree.rows):
+            path = ids + tree.tokens[tree.path_to(row)[1:]].tolist()
+            with torch.inference_mode():
+                theirs = model(torch.tensor([path])).logits[0, -1, :VOCABULARY]
+            assert (ours[row] - theirs).abs().max() < 2e-3
+            assert ours[row].argmax() == theirs.argmax()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_greedy_answers_are_the_librarys_generate(loaded, folders, family):
+    folder, _ = folders[family]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    ids = torch.tensor([PROMPT])
+    bad = list(range(VOCABULARY, 264))
+    theirs = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=80, do_sample=False, suppress_tokens=bad
+    )[0, len(PROMPT) :].tolist()
+    async with running(loaded(family)) as engine:
+        assert await plain(engine, 80) == theirs
+        answer, rounds = await by_trees(engine, theirs)
+        assert answer == theirs
+        assert rounds < 60
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tree_chunk_and_plain_forwards_have_the_same_bits(loaded, family, dtype):
+    """Every row of a tree against the same path as committed text, whose prompt is cut into chunks elsewhere."""
+    engine = loaded(family, dtype)
+    rng = np.random.default_rng(4)
+    for length in (1, 2, 16, 17, 64, 65, 200):
+        ids = rng.integers(0, 256, length).tolist()
+        tree = random_tree(rng, ids[-1], rng.integers(0, 256, 16).tolist())
+        logits = engine.logits_of(ids, tree)
+        for row in {0, tree.rows // 2, tree.rows - 1}:
+            path = ids + tree.tokens[tree.path_to(row)[1:]].tolist()
+            assert torch.equal(engine.logits_of(path, DraftTree.root_only(path[-1]))[0], logits[row])
+
+
+async def test_start_check_announces_bitwise(loaded):
+    for family in FAMILIES:
+        for dtype in DTYPES:
+            hello = await loaded(family, dtype).hello()
+            assert (hello.exactness, hello.vocabulary, hello.end_ids) == ("bitwise", VOCABULARY, (END,))
+
+
+# Promise 1
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), WARM, HOT], ids=["greedy", "warm", "hot"])
+@pytest.mark.parametrize("dtype", DTYPES)
+async def test_random_trees_answer_token_for_token_as_plain_decoding(loaded, dtype, sampling):
+    async with running(loaded("llama", dtype)) as engine:
+        truth = await plain(engine, 256, sampling=sampling)
+        for seed in (1, 2):
+            answer, rounds = await by_trees(engine, truth, sampling=sampling, seed=seed)
+            assert answer == truth
+            assert rounds < 200
+
+
+async def test_many_sessions_at_once_answer_as_each_does_alone(loaded):
+    prompts = [PROMPT[:length] for length in (1, 2, 15, 30, 60, 75)] + [PROMPT * 4, PROMPT[::-1]]
+    async with running(loaded("llama", "bf16")) as engine:
+        alone = [await plain(engine, 40, prompt, WARM) for prompt in prompts]
+        together = await asyncio.gather(
+            *(
+                by_trees(engine, truth, prompt, WARM, seed)
+                for seed, (truth, prompt) in enumerate(zip(alone, prompts, strict=True))
+            )
+        )
+        assert [answer for answer, _ in together] == alone
+
+
+async def test_seeds_and_sample_indices_give_other_answers(loaded):
+    async with running(loaded()) as engine:
+        answers = [
+            await plain(engine, 20, sampling=sampling)
+            for sampling in (Sampling(1.0, seed=1), Sampling(1.0, seed=2), Sampling(1.0, seed=1, sample_index=1))
+        ]
+        assert len(set(map(tuple, answers))) == 3
+
+
+# What a router may do
+
+
+async def test_part_of_a_verdict_may_be_dropped(loaded):
+    async with running(loaded()) as engine:
+        truth = await plain(engine, 40)
+        teller = Teller(engine)
+        await teller.open()
+        kept = 0
+        while kept < 24:
+            tokens, parents = [teller.text.ids[-1], *truth[kept : kept + 8]], list(range(-1, 8))
+            verdict = await teller.round(DraftTree.of(tokens, parents), keep=3)
+            assert verdict.tokens == tuple(truth[kept : kept + 9])
+            kept += 3
+        await teller.close()
+
+
+async def test_text_that_was_not_drawn_may_follow_a_verdict(loaded):
+    """The router owns the text: other tokens than the verdict's, or an older text, are simply the text."""
+    async with running(loaded()) as engine:
+        teller = Teller(engine)
+        await teller.open()
+        await teller.round()
+        forced = [9, 8, 7]
+        teller.text.extend(forced)
+        for _ in range(3):
+            await teller.round()
+        assert teller.text.ids[76:][3:] == await plain(engine, 3, teller.text.ids[:79])
+        await teller.close()
+
+
+async def test_a_lost_verdict_is_asked_again(loaded):
+    async with running(loaded()) as engine:
+        truth = await plain(engine, 12)
+        teller = Teller(engine)
+        await teller.open()
+        tree = DraftTree.of([PROMPT[-1], *truth[:4]], range(-1, 4))
+        first = await teller.verify(tree)
+        again = await teller.verify(tree, start=len(PROMPT) - 5)
+        assert first.tokens == again.tokens == tuple(truth[:5])
+        assert (first.path, first.ranks, first.length) == (again.path, again.ranks, again.length)
+        await teller.close()
+
+
+async def test_a_text_opened_again_midway_goes_on_with_the_same_tokens(loaded):
+    async with running(loaded("llama", "bf16")) as engine:
+        truth = await plain(engine, 30, sampling=WARM)
+        teller = Teller(engine, sampling=WARM)
+        opened = await teller.open()
+        assert (opened.restored, opened.processed) == (0, len(PROMPT) - 1)
+        while len(teller.text) < len(PROMPT) + 30:
+            done = len(teller.text) - len(PROMPT)
+            await teller.round(
+                DraftTree.of([teller.text.ids[-1], *truth[done : done + 3]], range(-1, len(truth[done : done + 3])))
+            )
+            if done > 10 and done % 2:
+                await teller.close()
+                assert (await teller.open()).processed == len(teller.text) - 1
+        assert teller.text.ids[len(PROMPT) :][:30] == truth
+        await teller.close()
+
+
+async def test_two_openings_of_one_text_live_side_by_side(loaded):
+    async with running(loaded()) as engine:
+        tellers = [Teller(engine, sampling=HOT) for _ in range(2)]
+        await asyncio.gather(*(teller.open() for teller in tellers))
+        for _ in range(5):
+            await asyncio.gather(*(teller.round() for teller in tellers))
+        await tellers[0].close()
+        await tellers[1].round()
+        assert tellers[1].text.ids[:-1] == tellers[0].text.ids
+        await tellers[1].close()
+
+
+async def test_an_answer_ends_at_the_end_of_text_and_at_its_limit(loaded):
+    async with running(loaded()) as engine:
+        truth = await plain(engine, 12)
+        limit = Teller(engine, limits=Limits(len(PROMPT) + 3, ignore_end=True))
+        await limit.open()
+        verdict = await limit.verify(DraftTree.of([PROMPT[-1], *truth[:8]], range(-1, 8)))
+        assert (verdict.tokens, verdict.finish, verdict.length) == (tuple(truth[:3]), Finish.LENGTH, 9)
+        await limit.close()
+        hello = await engine.hello()
+        assert hello.end_ids == (END,)
+
+
+async def test_a_verdict_says_what_it_cost(loaded):
+    async with running(loaded()) as engine:
+        teller = Teller(engine)
+        assert (await teller.open()).open_us > 0
+        verdict = await teller.verify()
+        assert verdict.verify_us > 0
+        assert verdict.queue_us >= 0
+        await teller.close()
+
+
+# What is refused
+
+BAD_TREES = {
+    "another root": ([PROMPT[-1] + 1], [-1], "tree.tokens: begins with"),
+    "past the vocabulary": ([PROMPT[-1], VOCABULARY], [-1, 0], "tree.tokens: a token lies outside"),
+    "too deep": ([PROMPT[-1], *range(17)], range(-1, 17), "tree.parents: depth 17"),
+    "too many rows": ([PROMPT[-1], *range(40)], [-1] + [0] * 40, "tree.tokens: 41 rows"),
+}
+
+
+async def test_bad_trees_are_refused_and_the_opening_goes_on(folders):
+    engine = VerifierEngine.load(folders["llama"][0], name="t", dtype=torch.float32, max_rows=40)
+    async with running(engine) as engine:
+        truth = await plain(engine, 8)
+        teller = Teller(engine)
+        await teller.open()
+        for at, (tokens, parents, message) in enumerate(BAD_TREES.values()):
+            root = teller.text.ids[-1]
+            shifted = [(root + 1) % 256 if at == 0 else root, *tokens[1:]]
+            with pytest.raises(BadRequest, match=message):
+                await teller.engine.verify(VerifyCall(teller.update(), DraftTree.of(shifted, parents)))
+            await teller.round()
+        assert teller.text.ids[len(PROMPT) :] == truth[: len(BAD_TREES)]
+        await teller.close()
+
+
+async def test_unknown_openings_and_differing_texts_are_not_found(loaded):
+    async with running(loaded()) as engine:
+        teller = Teller(engine)
+        with pytest.raises(NotFound, match="opening"):
+            await teller.verify()
+        with pytest.raises(NotFound, match="opening"):
+            await teller.close()
+        await teller.open()
+        update = teller.update()
+        wrong = TextUpdate(update.opening, update.base, update.digest ^ 1, update.start, update.tokens)
+        with pytest.raises(NotFound, match="digest"):
+            await engine.verify(VerifyCall(wrong, DraftTree.root_only(PROMPT[-1])))
+        ahead = TextUpdate(update.opening, update.base + 9, update.digest, update.base + 9, ())
+        with pytest.raises(NotFound):
+            await engine.verify(VerifyCall(ahead, DraftTree.root_only(PROMPT[-1])))
+        assert (await teller.verify()).tokens
+        await teller.close()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "limits", "message"),
+    [
+        ([], Limits(10), "text: is empty"),
+        ([1] * 600, Limits(700), "text: has 600 tokens"),
+        ([1, VOCABULARY], Limits(10), "text: has a token outside"),
+        ([1], Limits(513), "limits.max_length: 513 tokens"),
+        ([1, 2, 3], Limits(3), "limits.max_length: 3 tokens leave no room"),
+    ],
+)
+async def test_texts_that_cannot_be_served_are_refused_with_the_numbers(loaded, prompt, limits, message):
+    async with running(loaded()) as engine:
+        with pytest.raises(BadRequest, match=message):
+            await Teller(engine, prompt, limits=limits).open()
+
+
+async def test_a_full_pool_is_overloaded_and_has_room_after_a_close(folders):
+    engine = VerifierEngine.load(
+        folders["llama"][0], name="t", dtype=torch.float32, max_length=300, pool_tokens=512, max_sessions=3
+    )
+    async with running(engine) as engine:
+        short = Limits(100, ignore_end=True)  # two pages
+        tellers = [Teller(engine, limits=short) for _ in range(4)]
+        for teller in tellers[:3]:
+            await teller.open()
+        with pytest.raises(Overloaded, match="sessions: all 3 are taken"):
+            await tellers[3].open()
+        await tellers[0].close()
+        with pytest.raises(Overloaded, match="pages: 5 wanted, 4 of 8 free"):
+            await Teller(engine, limits=Limits(300, ignore_end=True)).open()
+        await tellers[3].open()
+        for teller in tellers[1:]:
+            await teller.close()
+        with pytest.raises(BadRequest, match=r"limits.max_length: 301"):
+            await Teller(engine, limits=Limits(301)).open()
+
+
+async def test_a_caller_that_goes_away_frees_its_place(loaded):
+    async with running(loaded()) as engine:
+        truth = await plain(engine, 3)
+        gone = [asyncio.ensure_future(Teller(engine, PROMPT * 5).open()) for _ in range(6)]
+        teller = Teller(engine)
+        await teller.open()
+        waiting = asyncio.ensure_future(teller.verify())
+        await asyncio.sleep(0)
+        for task in (*gone, waiting):
+            task.cancel()
+        await asyncio.gather(*gone, waiting, return_exceptions=True)
+        for _ in range(3):
+            await teller.round()
+        assert teller.text.ids[len(PROMPT) :] == truth
+        await teller.close()
+        assert all(task.cancelled() for task in (*gone, waiting))
+        assert not engine.scheduler.sessions
+
+
+async def test_a_step_that_fails_loses_its_texts_and_no_others(loaded, monkeypatch):
+    async with running(loaded()) as engine:
+        lost, kept = Teller(engine), Teller(engine)
+        await lost.open()
+        await kept.open()
+        run = engine.runner.run
+
+        def broken(plan):
+            raise RuntimeError("the device is on fire")
+
+        monkeypatch.setattr(engine.runner, "run", broken)
+        with pytest.raises(EngineFailed, match="on fire"):
+            await lost.verify()
+        monkeypatch.setattr(engine.runner, "run", run)
+        with pytest.raises(NotFound):
+            await lost.verify()
+        assert (await kept.verify()).tokens
+        await kept.close()
+
+
+async def test_what_waits_at_the_end_is_told_so(loaded):
+    async with running(loaded()) as engine:
+        teller = Teller(engine)
+        await teller.open()
+        waiting = asyncio.ensure_future(teller.verify())
+        await asyncio.sleep(0)
+        await engine.stop()
+        with pytest.raises(EngineFailed, match="stopped"):
+            await waiting
+        with pytest.raises(EngineFailed, match="not running"):
+            await teller.verify()
+
+
+# Checkpoints
+
+
+def broken(folder, copy, **changes):
+    shutil.copytree(folder, copy)
+    config = json.loads((copy / "config.json").read_text()) | changes
+    (copy / "config.json").write_text(json.dumps(config))
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "mamba"}, "state-space or hybrid"),
+        ({"model_type": "jamba", "mamba_d_state": 8}, "state-space or hybrid"),
+        ({"layer_types": ["linear_attention"] * 3}, "state-space or hybrid"),
+        ({"is_encoder_decoder": True}, "encoder-decoder"),
+        ({"layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rotary embeddings of type longrope"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rotary embeddings of type dynamic"),
+        ({"model_type": "no-such-model"}, "cannot be loaded"),
+        ({"num_hidden_layers": 4}, "tensors are missing"),
+    ],
+)
+def test_checkpoints_of_unsupported_kinds_say_why(folders, tmp_path, changes, message):
+    with pytest.raises(BadRequest, match=f"checkpoint: .*{message}"):
+        load_target(broken(folders["llama"][0], tmp_path / "c", **changes), torch.float32, torch.device("cpu"), [8])
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_missing_file_is_named(folders, tmp_path, name):
+    folder = broken(folders["llama"][0], tmp_path / "c")
+    (folder / name).unlink()
+    with pytest.raises(BadRequest, match=f"checkpoint: .*{name}"):
+        load_target(folder, torch.float32, torch.device("cpu"), [8])
+
+
+def test_damaged_weights_are_refused(folders, tmp_path):
+    folder = broken(folders["llama"][0], tmp_path / "c")
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(BadRequest, match="checkpoint: .*cannot be loaded"):
+        load_target(folder, torch.float32, torch.device("cpu"), [8])
+
+
+def test_fingerprints_name_weights_and_tokenizer(loaded, folders, tmp_path):
+    first = load_target(folders["llama"][0], torch.float32, torch.device("cpu"), [8])
+    make_checkpoint(tmp_path, "llama", seed=9)
+    other = load_target(tmp_path, torch.float32, torch.device("cpu"), [8])
+    assert first.fingerprint != other.fingerprint
+    assert first.tokenizer == other.tokenizer
+    assert first.fingerprint == loaded("llama", "bf16").runner.target.fingerprint

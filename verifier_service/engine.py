@@ -1,0 +1,204 @@
+"""The verifier as a peer: calls in, answers out, and one thread in which the model runs.
+
+open, verify, close -> Scheduler.submit -> the loop: plan = next(); outcome = run(plan); apply(outcome) -> answers
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from dendro.calls import PROTOCOL_VERSION, CloseCall, Closed, Hello, OpenCall, Opened, VerifyCall
+from dendro.errors import BadRequest, EngineFailed
+from dendro.text import Verdict
+from dendro.tree import MAX_ROWS, DraftTree
+from tree_kernels.tree_attention import PAGE
+from tree_layers.memory import pages_for
+
+from verifier_service.models import load_target
+from verifier_service.runner import Runner, buckets_up_to
+from verifier_service.scheduler import Ask, Call, Capacity, Scheduler
+
+log = logging.getLogger("dendro.verifier")
+
+NOISE_AHEAD = 6
+"""Positions past the next base whose noise is computed in idle time: about the deepest tree that is ever drafted."""
+
+
+class VerifierEngine:
+    """Implements `dendro.calls.VerifierPeer` for one target. Of one event loop, from `start` to `stop`."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, hello: Hello) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self._hello = hello
+        # A thread's number of threads is its own, taken from whoever set one last in this process.
+        self._thread = ThreadPoolExecutor(1, "verifier", torch.set_num_threads, (runner.target.run.threads,))
+        self._work = asyncio.Event()
+        self._loop: asyncio.Task[None] | None = None
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        name: str,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+        threads: int = 1,
+        max_length: int = 2048,
+        max_sessions: int = 16,
+        max_rows: int = MAX_ROWS,
+        max_depth: int = 16,
+        pool_tokens: int | None = None,
+        prefill_chunk: int = 256,
+    ) -> Self:
+        """Load a checkpoint and check the engine's rows; takes seconds. Raises BadRequest, naming the field.
+
+        max_length: tokens of a text, prompt and answer. pool_tokens: tokens of all texts that are open; by default
+        room for `max_sessions` of the longest. prefill_chunk: rows of a step, and so of a chunk of a prompt.
+        On a CPU, `MKL_CBWR=AUTO,STRICT` must be in the environment before torch is imported; without it the
+        engine works and announces the exactness `margin`.
+        """
+        device = torch.device(device)
+        if not 1 <= max_rows <= MAX_ROWS or not 0 <= max_depth < MAX_ROWS:
+            raise BadRequest("max_rows, max_depth", f"{max_rows}, {max_depth}; at most {MAX_ROWS}, {MAX_ROWS - 1}")
+        if prefill_chunk < 2 * MAX_ROWS:
+            raise BadRequest("prefill_chunk", f"{prefill_chunk}; at least {2 * MAX_ROWS}")
+        if device.type == "cpu":
+            torch.set_num_threads(threads)
+        longest = pages_for(max_length + max_depth)
+        pages = pages_for(pool_tokens) if pool_tokens is not None else max_sessions * longest
+        if pages < 1 or max_length < 2:
+            raise BadRequest("pool_tokens, max_length", f"{pool_tokens} and {max_length} leave no room for a text")
+        buckets = buckets_up_to(prefill_chunk)
+        target = load_target(path, dtype, device, buckets, threads)
+        if max_length > target.max_positions:
+            raise BadRequest("max_length", f"{max_length}; the model has {target.max_positions} positions")
+        capacity = Capacity(
+            vocabulary=target.vocabulary,
+            max_length=max_length,
+            max_rows=max_rows,
+            max_depth=max_depth,
+            max_sessions=max_sessions,
+            step_rows=prefill_chunk,
+            prefill_rows=prefill_chunk // 4,
+            pages=pages,
+            first_scratch=(1 + pages + longest) * PAGE,
+            end_ids=target.end_ids,
+        )
+        runner = Runner(target, capacity.near, pages, longest, buckets)
+        differ = [*target.linear.failed, *runner.check_rows()]
+        log.info(
+            "verifier %s: linear layers: %s; rows %s; %d pages, %.1f kB per token",
+            name,
+            target.linear,
+            f"differ: {', '.join(differ)}" if differ else "bitwise independent",
+            pages,
+            runner.pages.token_bytes / 1e3,
+        )
+        hello = Hello(
+            protocol=PROTOCOL_VERSION,
+            model=name,
+            fingerprint=target.fingerprint,
+            tokenizer=target.tokenizer,
+            vocabulary=target.vocabulary,
+            max_length=max_length,
+            max_rows=max_rows,
+            max_depth=max_depth,
+            dtype=str(dtype).removeprefix("torch."),
+            exactness="margin" if differ else "bitwise",
+            pid=os.getpid(),
+            end_ids=tuple(sorted(target.end_ids)),
+        )
+        return cls(Scheduler(capacity), runner, hello)
+
+    # The peer
+
+    async def hello(self) -> Hello:
+        return self._hello
+
+    async def open(self, call: OpenCall) -> Opened:
+        """Consume a text up to its root. Raises BadRequest, or Overloaded where all places or pages are taken."""
+        return await self._ask(call)
+
+    async def verify(self, call: VerifyCall) -> Verdict:
+        """What the target makes of a tree. Raises NotFound for an unknown opening, BadRequest for a tree that is none
+        of its text's; the opening lives on."""
+        return await self._ask(call)
+
+    async def close(self, call: CloseCall) -> Closed:
+        """End an opening. Keys stay on this replica, and only as long as the opening: nothing is saved."""
+        return await self._ask(call)
+
+    async def _ask(self, call: Call) -> Any:
+        if self._loop is None or self._loop.done():
+            raise EngineFailed("verifier: it is not running")
+        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.scheduler.submit(Ask(call, reply))
+        self._work.set()
+        try:
+            return await reply
+        except asyncio.CancelledError:
+            if isinstance(call, OpenCall):  # it may have been answered just now: nobody else would close it
+                unheard: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+                unheard.cancel()
+                self.scheduler.submit(Ask(CloseCall(call.update), unheard))
+            self._work.set()  # what it held is free at the next step
+            raise
+
+    # Its life
+
+    async def start(self) -> None:
+        """Begin to answer."""
+        if self._loop is not None:
+            raise RuntimeError("the engine was started before")
+        self._loop = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        """Fail what waits, end the thread. May be called twice, and without a start."""
+        if self._loop is not None:
+            self._loop.cancel()
+            await asyncio.gather(self._loop, return_exceptions=True)
+        self.scheduler.stop()
+        await asyncio.to_thread(self._thread.shutdown)
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        ahead: list[tuple[int, int]] = []  # (session, position) of noise to compute while nothing else is to do
+        while True:
+            plan = self.scheduler.next()
+            if closed := self.scheduler.take_closed():
+                self._thread.submit(self.runner.forget, closed)
+            if plan is not None:
+                try:
+                    outcome = await loop.run_in_executor(self._thread, self.runner.run, plan)
+                except Exception as error:
+                    log.exception("verifier: a step of %d rows failed", len(plan.tokens))
+                    self.scheduler.fail(error)
+                    continue
+                likely = self.scheduler.apply(outcome)
+                ahead = [(session, base + step) for step in range(NOISE_AHEAD) for session, base in likely]
+                # Answers are handed out before anything else is begun.
+                await asyncio.sleep(0)
+            elif ahead:
+                await loop.run_in_executor(self._thread, self.runner.prepare, *ahead.pop(0))
+            else:
+                self._work.clear()
+                await self._work.wait()
+
+    # For checks: the target's own logits, without a session
+
+    def logits_of(self, ids: Sequence[int], tree: DraftTree) -> torch.Tensor:
+        """Logits [rows, vocabulary] float32 of every row of a tree whose root is the last token of the text `ids`.
+
+        What a drafter made of the target itself needs. Costs a prefill: for certify and tests, not for serving. Blocks
+        until the model's thread is free; may be called from any thread, and before `start`.
+        """
+        return self._thread.submit(self.runner.tree_logits, ids, tree).result()

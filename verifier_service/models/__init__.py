@@ -1,0 +1,196 @@
+"""Any decoder-only Transformer checkpoint as a target: loaded by transformers, with our attention in its seats."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from dendro.errors import BadRequest
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.utils import logging
+from tree_kernels.tree_attention import Layout
+from tree_layers.linear import RowsReport, make_rows_independent
+from tree_layers.weights import (
+    SAFE,
+    SAFE_INDEX,
+    CheckpointError,
+    read_config,
+    tokenizer_fingerprint,
+    weights_fingerprint,
+)
+
+from verifier_service.models.seats import ATTENTION, Run, Seat, seat_attention
+
+PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
+UNPACKABLE_ROPE = {"dynamic", "longrope"}
+"""Rotary embeddings whose factor depends on the longest text of the batch."""
+
+PROBE_ROWS = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Target:
+    """A loaded target and what is to be known of it."""
+
+    model: PreTrainedModel
+    run: Run  # what its attention reads; set before each forward
+    layouts: tuple[Layout, ...]  # one per attention layer, in the order in which they run
+    vocabulary: int  # of the tokenizer: logits past it are padding
+    max_positions: int  # the model's own
+    end_ids: frozenset[int]
+    fingerprint: str
+    tokenizer: str
+    linear: RowsReport
+
+    def logits(self, tokens: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
+        """tokens, positions [rows] int64, wanted [k] rows; returns [k, vocabulary] float32.
+
+        Reads and fills the run's pages.
+        """
+        answer = self.model(
+            input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=wanted
+        )
+        return answer.logits[0, :, : self.vocabulary]
+
+
+def load_target(
+    path: str | Path, dtype: torch.dtype, device: torch.device, buckets: Sequence[int], threads: int = 1
+) -> Target:
+    """Load a checkpoint to run with these numbers of rows. Raises BadRequest, saying what is wrong with it."""
+    try:
+        return _load(Path(path), dtype, device, buckets, threads)
+    except CheckpointError as error:
+        raise BadRequest("checkpoint", str(error)) from error
+
+
+def _load(folder: Path, dtype: torch.dtype, device: torch.device, buckets: Sequence[int], threads: int) -> Target:
+    _check_kind(folder, read_config(folder))
+    if not any((folder / name).is_file() for name in (SAFE, SAFE_INDEX)):
+        raise CheckpointError(f"{folder}: there are no weights in {SAFE}; only safetensors are read")
+    tokenizer, fingerprint = tokenizer_fingerprint(folder), weights_fingerprint(folder)
+    logging.disable_progress_bar()  # a replica's log is no terminal
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=ATTENTION,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(f"{folder}: cannot be loaded as a decoder-only Transformer: {error}") from error
+    model, info = loaded
+    if lacking := [*info["missing_keys"], *info["mismatched_keys"]]:
+        raise CheckpointError(f"{folder}: {len(lacking)} tensors are missing or misshapen, among them {lacking[0]}")
+    model = model.to(device).eval().requires_grad_(False)
+    head = model.get_output_embeddings()
+    vocabulary = min(_vocabulary(folder), head.out_features)
+    _float_head(head, vocabulary)
+    linear = make_rows_independent(model, buckets)
+    run = Run(threads=threads if device.type == "cpu" else 1)
+    layouts = _take_seats(folder, model, run)
+    text = model.config.get_text_config()
+    return Target(
+        model=model,
+        run=run,
+        layouts=layouts,
+        vocabulary=vocabulary,
+        max_positions=getattr(text, "max_position_embeddings", None) or 1 << 31,
+        end_ids=_end_ids(folder, text),
+        fingerprint=fingerprint,
+        tokenizer=tokenizer,
+        linear=linear,
+    )
+
+
+def _check_kind(folder: Path, config: dict[str, Any]) -> None:
+    """Raise CheckpointError for a configuration that this verifier cannot serve."""
+    kind = config["model_type"]
+    if config.get("is_encoder_decoder"):
+        raise CheckpointError(f"{folder}: {kind} is an encoder-decoder; a target is decoder-only")
+    layers = set(config.get("layer_types") or ())
+    if "mamba" in kind or any(key.startswith(("mamba_", "ssm_")) for key in config) or "linear_attention" in layers:
+        raise CheckpointError(f"{folder}: {kind}, a state-space or hybrid model, is not supported as a target yet")
+    if layers - PACKABLE_LAYERS:
+        raise CheckpointError(f"{folder}: {kind} has layers of type {sorted(layers - PACKABLE_LAYERS)}: not supported")
+    for rope in _ropes(config):
+        if rope in UNPACKABLE_ROPE:
+            raise CheckpointError(
+                f"{folder}: rotary embeddings of type {rope} depend on the longest text of a batch: not supported"
+            )
+
+
+def _ropes(config: dict[str, Any]) -> Iterator[str]:
+    """The types of rotary embeddings that a configuration names, wherever it does."""
+    for key in ("rope_parameters", "rope_scaling"):
+        settings = config.get(key)
+        for each in (settings, *(settings.values() if isinstance(settings, dict) else ())):
+            if isinstance(each, dict):
+                yield str(each.get("rope_type", each.get("type", "default")))
+
+
+def _vocabulary(folder: Path) -> int:
+    """One more than the largest id of the tokenizer."""
+    try:
+        tokenizer = json.loads((folder / "tokenizer.json").read_text())
+        vocabulary = tokenizer["model"]["vocab"]
+        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        return 1 + max((*ids, *(added["id"] for added in tokenizer.get("added_tokens") or ())))
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder}: tokenizer.json is unreadable: {error!r}") from error
+
+
+def _end_ids(folder: Path, config: Any) -> frozenset[int]:
+    """End-of-text tokens: the generation configuration's, else the model's."""
+    end = config.eos_token_id
+    if (folder / "generation_config.json").is_file():
+        try:
+            generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{folder}: generation_config.json is unreadable: {error}") from error
+        end = generation.eos_token_id if generation.eos_token_id is not None else end
+    return frozenset([end] if isinstance(end, int) else end or ())
+
+
+def _float_head(head: nn.Linear, vocabulary: int) -> None:
+    """Let the head give float32 logits of the tokenizer's tokens: in bfloat16 they would be rounded to steps of 1/8."""
+    weight = head.weight[:vocabulary].float()
+    bias = None if head.bias is None else head.bias[:vocabulary].float()
+
+    def forward(hidden: Tensor) -> Tensor:
+        return F.linear(hidden.float(), weight, bias)
+
+    head.forward = forward  # type: ignore[method-assign, assignment]
+
+
+def _take_seats(folder: Path, model: PreTrainedModel, run: Run) -> tuple[Layout, ...]:
+    """Seat our attention in the model and find out, by a forward, what its layers are like."""
+    for module in model.modules():
+        if "Attention" in type(module).__name__:
+            module.dendro_seat = Seat(run)  # type: ignore[assignment]
+    rows = torch.arange(PROBE_ROWS, device=model.device)
+    with torch.inference_mode():
+        model(input_ids=torch.zeros_like(rows)[None], position_ids=rows[None], use_cache=False)
+    config = model.config.get_text_config()
+    if len(run.probed) != config.num_hidden_layers:
+        raise CheckpointError(
+            f"{folder}: {len(run.probed)} of {config.num_hidden_layers} layers call the attention interface"
+        )
+    windowed = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    if windowed and not any(layer.window for layer in run.probed):
+        raise CheckpointError(f"{folder}: its sliding window is not handed to the attention: not supported")
+    return tuple(layer.layout for layer in run.probed)
+
+
+__all__ = ["ATTENTION", "Run", "Target", "load_target", "seat_attention"]

@@ -1,0 +1,106 @@
+"""Our attention function, and the seat by which it finds the step's rows: some models drop keyword arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from tree_kernels.tree_attention import Layout, TreeRows, attend, prepare, write
+from tree_kernels.tree_attention.reference import Prepared
+from tree_layers.memory import Pages
+
+ATTENTION = "dendro_tree"
+"""No mask function is registered under this name, so models pass no mask, and look for no packed sequences."""
+
+SMALL_STEP = 64
+"""Rows up to which attention runs in one thread. The check at start compares such steps with larger ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbedLayer:
+    """What a layer's first call told of it."""
+
+    layout: Layout
+    window: int | None
+
+
+@dataclass(slots=True)
+class Run:
+    """What all seats of a model share: its pages, and the rows of the forward that runs now."""
+
+    threads: int = 1  # of the model's thread, on a CPU
+    pages: Pages | None = None  # None: the forward is a probe
+    step: TreeRows | None = None
+    probed: list[ProbedLayer] = field(default_factory=list)
+    _prepared: dict[tuple[int, int | None], Prepared] = field(default_factory=dict)
+
+    def begin(self, step: TreeRows) -> None:
+        """Set the rows of the next forward."""
+        self.step = step
+        self._prepared.clear()
+
+    @property
+    def alone(self) -> bool:
+        """Whether attention should run in one thread: waking others takes longer than small products do."""
+        assert self.step is not None
+        return self.threads > 1 and self.step.padded <= SMALL_STEP
+
+    def prepared(self, kv_heads: int, window: int | None) -> Prepared:
+        key = (kv_heads, window)
+        if key not in self._prepared:
+            assert self.step is not None
+            self._prepared[key] = prepare(self.step, kv_heads, window)
+        return self._prepared[key]
+
+
+class Seat:
+    """The place of one attention module: which layer it is, learned at its first call, and whose rows it sees."""
+
+    __slots__ = ("index", "run")
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.index = -1
+
+
+def seat_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **ignored: Any,
+) -> tuple[Tensor, None]:
+    """query [1, heads, rows, dim], key and value [1, kv heads, rows, dim], all of the step's rows alone.
+
+    Returns [1, rows, heads, dim]. Dropout, and whatever else models pass to other implementations, means nothing here.
+    """
+    seat: Seat = module.dendro_seat  # type: ignore[assignment]
+    run = seat.run
+    if run.pages is None:
+        seat.index = len(run.probed)
+        layout = Layout(key.shape[1], key.shape[3], value.shape[3])
+        run.probed.append(ProbedLayer(layout, sliding_window))
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+    layout = run.pages.layouts[seat.index]
+    step = run.prepared(layout.kv_heads, sliding_window)
+    pool = run.pages.layers[seat.index]
+    scale = layout.key_dim**-0.5 if scaling is None else scaling
+    if run.alone:
+        torch.set_num_threads(1)
+    try:
+        write(pool, key[0], value[0], step)
+        return attend(query[0], pool, step, layout, scale, softcap, s_aux)[None], None
+    finally:
+        if run.alone:
+            torch.set_num_threads(run.threads)
+
+
+AttentionInterface.register(ATTENTION, seat_attention)

@@ -1,0 +1,132 @@
+"""What a step is made of: rows of texts, where each stands, what it sees and where its keys go. Plain arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from dendro.tree import DraftTree
+from tree_kernels.tree_attention import PAGE
+from tree_kernels.tree_walk import Walk
+from tree_layers.memory import pages_for
+
+from verifier_service.walk import Draw
+
+Ints = npt.NDArray[np.int64]
+NO_ROWS: Ints = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Far:
+    """Rows [start, stop) of a plan and the pages of their text that any of them sees as far, in order."""
+
+    start: int
+    stop: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """One step. It can be sent to shards, or feed a graph."""
+
+    tokens: Ints  # [rows]
+    positions: Ints  # [rows]
+    slots: Ints  # [rows] where the row's key and value go: its home if it is certain, a scratch slot if it is a guess
+    homes: Ints  # [rows] the slot of its position in its text: where it is kept if the walk accepts it
+    near: Ints  # [rows, 2 * near] slots of the keys at near * (p // near - 1) + column; 0 where there is none
+    far: tuple[Far, ...]
+    wanted: Ints  # [k] rows whose logits are asked for
+    draws: tuple[Draw, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a plan."""
+
+    walks: tuple[Walk, ...]  # one per draw
+    run_us: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """One text's rows of a step; the fields are those of `Plan`."""
+
+    tokens: Ints
+    positions: Ints
+    slots: Ints
+    homes: Ints
+    near: Ints
+    pages: tuple[int, ...]  # with far keys of any of the rows
+
+
+def first_near(positions: Ints, near: int) -> Ints:
+    """The position of the first near column of rows at these positions; below 0 in the first block."""
+    return near * (positions // near - 1)
+
+
+def text_rows(
+    ids: Sequence[int], committed: Ints, tree: DraftTree | None, pages: Sequence[int], scratch: int, near: int
+) -> Part:
+    """Committed rows, at these positions of a text, then the rows of a tree whose root is the text's last token.
+
+    pages: of the text, by position. The guesses' keys go to slots from `scratch` on, in order; all the others' to
+    their homes. What a row sees must be in its place already, or be a row of the same step.
+    """
+    root = len(ids) - 1
+    tokens = np.array([ids[position] for position in committed.tolist()], np.int64)
+    positions, certain = committed, committed  # certain: the last position of a row's path that is no guess
+    trail = np.zeros((len(committed), 1), np.int64)  # column d: the slot of the row's guess at depth d
+    if tree is not None:
+        depths = tree.depths
+        paths = np.zeros((tree.rows, int(depths.max()) + 1), np.int64)
+        for row in range(1, tree.rows):
+            paths[row] = paths[tree.parents[row]]
+            paths[row, depths[row]] = scratch + row - 1
+        trail = np.concatenate([np.zeros((len(committed), paths.shape[1]), np.int64), paths])
+        tokens = np.concatenate([tokens, tree.tokens])
+        positions = np.concatenate([committed, root + depths])
+        certain = np.concatenate([committed, np.full(tree.rows, root)])
+    table = np.array(pages, np.int64)
+    homes = table[positions // PAGE] * PAGE + positions % PAGE
+    slots = homes.copy()
+    guesses = positions > certain
+    slots[guesses] = trail[guesses, (positions - certain)[guesses]]
+    reach = max(int(first_near(positions, near).max()), 0)
+    return Part(
+        tokens, positions, slots, homes, _near(table, positions, certain, trail, near), tuple(pages[: pages_for(reach)])
+    )
+
+
+def _near(table: Ints, positions: Ints, certain: Ints, trail: Ints, near: int) -> Ints:
+    keys = first_near(positions, near)[:, None] + np.arange(2 * near)
+    seen = np.clip(keys, 0, positions[:, None])  # in range, whatever is hidden below
+    depth = seen - certain[:, None]
+    guessed = depth > 0
+    committed = np.where(guessed, 0, seen)
+    slots = table[committed // PAGE] * PAGE + committed % PAGE
+    rows = np.broadcast_to(np.arange(len(positions))[:, None], keys.shape)
+    slots[guessed] = trail[rows[guessed], depth[guessed]]
+    slots[(keys < 0) | (keys > positions[:, None])] = 0
+    return slots
+
+
+def pack(parts: Sequence[Part], wanted: Ints, draws: Sequence[Draw] = ()) -> Plan:
+    """The parts of several texts as one step, in this order."""
+    far, start = [], 0
+    for part in parts:
+        stop = start + len(part.tokens)
+        if part.pages:
+            far.append(Far(start, stop, part.pages))
+        start = stop
+    return Plan(
+        tokens=np.concatenate([part.tokens for part in parts]),
+        positions=np.concatenate([part.positions for part in parts]),
+        slots=np.concatenate([part.slots for part in parts]),
+        homes=np.concatenate([part.homes for part in parts]),
+        near=np.concatenate([part.near for part in parts]),
+        far=tuple(far),
+        wanted=wanted,
+        draws=tuple(draws),
+    )

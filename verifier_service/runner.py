@@ -1,0 +1,136 @@
+"""Runs a step: rows into the model, logits into walks, accepted rows into their places. Knows no request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from dendro.tree import DraftTree
+from torch import Tensor
+from tree_kernels.tree_attention import PAGE, FarRows, TreeRows
+from tree_kernels.tree_walk import Walk
+from tree_layers.memory import Pages
+
+from verifier_service.models import Target
+from verifier_service.rows import NO_ROWS, Ints, Outcome, Plan, pack, text_rows
+from verifier_service.walk import Walker
+
+SMALL_BUCKETS = tuple(range(8, 65, 8))
+
+CHECKED_ROWS = 32
+"""Rows that the check at start looks at in each small bucket."""
+
+
+def buckets_up_to(step_rows: int) -> tuple[int, ...]:
+    """Numbers of rows that a step is padded to: multiples of 8 to 64, then half-way and full powers of two."""
+    buckets = [bucket for bucket in SMALL_BUCKETS if bucket < step_rows]
+    size = 64
+    while size < step_rows:
+        buckets += [bucket for bucket in (size * 3 // 2, size * 2) if bucket < step_rows]
+        size *= 2
+    return (*buckets, -(-step_rows // 8) * 8)
+
+
+class Runner:
+    """Owns the model, its pages and the noise. Of one thread at a time."""
+
+    def __init__(self, target: Target, near: int, pages: int, own_pages: int, buckets: Sequence[int]) -> None:
+        """pages: numbered from 1, for the scheduler to give out; own_pages: after them, for `text_logits`."""
+        self.target = target
+        self.near = near
+        self.device = target.model.device
+        self.buckets = tuple(buckets)
+        self.walker = Walker(target.vocabulary)
+        self.own_pages = range(1 + pages, 1 + pages + own_pages)
+        self.pages = Pages(target.layouts, pages + own_pages, buckets[-1], self.device)
+        target.run.pages = self.pages
+
+    def run(self, plan: Plan) -> Outcome:
+        """One forward and the walks of its trees; accepted guesses are kept."""
+        started = time.perf_counter()
+        with torch.inference_mode():
+            logits = self.forward(plan)
+            walks = [
+                self.walker.walk(draw, logits[draw.wanted : draw.wanted + len(draw.tokens)]) for draw in plan.draws
+            ]
+            self._keep(plan, walks)
+        return Outcome(tuple(walks), int(1e6 * (time.perf_counter() - started)))
+
+    def forward(self, plan: Plan) -> Tensor:
+        """Logits [wanted rows, vocabulary] float32. Writes every row's keys and values."""
+        count = len(plan.tokens)
+        padded = self._bucket(count)
+        positions = self._tensor(plan.positions)
+        self.target.run.begin(
+            TreeRows(
+                positions=positions,
+                slots=self._tensor(plan.slots),
+                near=self._tensor(plan.near),
+                far=[FarRows(far.start, far.stop, far.pages) for far in plan.far],
+                padded=padded,
+            )
+        )
+        missing = (0, padded - count)
+        # A guess may stand past the model's last position; its text may not, so such a row never counts.
+        places = torch.nn.functional.pad(positions.clamp(max=self.target.max_positions - 1), missing)
+        tokens = torch.nn.functional.pad(self._tensor(plan.tokens), missing)
+        wanted = np.zeros(self._bucket(len(plan.wanted)), np.int64)
+        wanted[: len(plan.wanted)] = plan.wanted
+        return self.target.logits(tokens, places, self._tensor(wanted))[: len(plan.wanted)]
+
+    def prepare(self, session: int, position: int) -> None:
+        """Compute noise ahead, in idle time."""
+        self.walker.prepare(session, position)
+
+    def forget(self, sessions: Sequence[int]) -> None:
+        """These sessions are closed."""
+        for session in sessions:
+            self.walker.forget(session)
+
+    def tree_logits(self, ids: Sequence[int], tree: DraftTree) -> Tensor:
+        """Logits [rows, vocabulary] float32 of a tree whose root is the last token of a text, computed from nothing.
+
+        What a drafter made of the target itself needs. Uses pages of the runner's own: no session is touched.
+        """
+        if len(ids) + int(tree.depths.max()) > len(self.own_pages) * PAGE:
+            raise ValueError(f"ids: {len(ids)} tokens; there is room for {len(self.own_pages) * PAGE}")
+        chunk = self.buckets[-1]
+        for start in range(0, len(ids) - 1, chunk):
+            self._text_rows(ids, np.arange(start, min(start + chunk, len(ids) - 1)), None)
+        return self._text_rows(ids, NO_ROWS, tree)
+
+    def check_rows(self, seed: int = 0) -> list[str]:
+        """Run the largest bucket, then every other one on rows of it in other places; names those that differ."""
+        largest = min(self.buckets[-1], self.target.max_positions, len(self.own_pages) * PAGE)
+        generator = np.random.default_rng(seed)
+        ids = generator.integers(0, self.target.vocabulary, largest).tolist()
+        order = generator.permutation(largest)
+        truth = self._text_rows(ids, np.arange(largest), None)
+        differ = []
+        for bucket in self.buckets:
+            for start in range(0, min(largest, CHECKED_ROWS), bucket):  # a small bucket shows a difference less often
+                rows = order[start : start + bucket]
+                if not torch.equal(self._text_rows(ids, rows, None), truth[self._tensor(rows)]):
+                    differ.append(f"{bucket} rows")
+                    break
+        return differ
+
+    def _text_rows(self, ids: Sequence[int], committed: Ints, tree: DraftTree | None) -> Tensor:
+        """Logits of these rows of a text that lies on the runner's own pages, in one step."""
+        part = text_rows(ids, committed, tree, self.own_pages, self.pages.scratch, self.near)
+        with torch.inference_mode():
+            return self.forward(pack([part], np.arange(len(part.tokens))))
+
+    def _keep(self, plan: Plan, walks: Sequence[Walk]) -> None:
+        """Copy accepted guesses from scratch slots to their places."""
+        rows = [draw.first + row for draw, walked in zip(plan.draws, walks, strict=True) for row in walked.path[1:]]
+        if rows:
+            self.pages.append(self._tensor(plan.slots[rows]), self._tensor(plan.homes[rows]))
+
+    def _bucket(self, rows: int) -> int:
+        return next((bucket for bucket in self.buckets if bucket >= rows), self.buckets[-1])
+
+    def _tensor(self, array: Ints) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)

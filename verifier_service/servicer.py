@@ -1,0 +1,55 @@
+"""The verifier on the wire: frames of calls in, frames of verdicts out. What it knows of verifying is its engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import grpc.aio
+from dendro import wire
+from dendro.calls import VerifierPeer, VerifyCall
+from dendro.internal.v1 import calls_pb2, verifier_pb2, verifier_pb2_grpc
+from dendro.serving import Dialect, Leases, Replica, StreamServer, serve
+
+
+def _calls(frame: verifier_pb2.VerifyFrame) -> Sequence[verifier_pb2.VerifierCall]:
+    return frame.calls
+
+
+def _frame(hello: calls_pb2.Hello | None, answers: list[verifier_pb2.VerifierAnswer]) -> verifier_pb2.VerdictFrame:
+    return verifier_pb2.VerdictFrame(hello=hello, answers=answers)
+
+
+DIALECT: Dialect[verifier_pb2.VerifyFrame, verifier_pb2.VerdictFrame, VerifyCall] = Dialect(
+    calls=_calls, call_from=wire.verifier_call_from, answer=wire.verifier_answer_message, frame=_frame
+)
+
+
+class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
+    """The shell that gRPC calls."""
+
+    def __init__(self, streams: StreamServer[Any, Any, Any]) -> None:
+        self._streams = streams
+
+    async def Rounds(  # type: ignore[override]  # the generated base allows blocking servers too
+        self,
+        request_iterator: AsyncIterator[verifier_pb2.VerifyFrame],
+        context: grpc.aio.ServicerContext[verifier_pb2.VerifyFrame, verifier_pb2.VerdictFrame],
+    ) -> None:
+        await self._streams.run(request_iterator, context)
+
+
+async def serve_verifier(
+    engine: VerifierPeer, leases: Leases | None = None, host: str = "127.0.0.1", port: int = 0
+) -> Replica:
+    """Serve an engine that has started; the replica is the caller's to stop. Without `leases`, none is asked for."""
+
+    async def verify(call: VerifyCall) -> Any:
+        return await engine.verify(call)
+
+    hello = await engine.hello()
+    streams = StreamServer(engine, verify, DIALECT, hello, leases)
+    servicer = VerifierServicer(streams)
+    return await serve(
+        streams, lambda server: verifier_pb2_grpc.add_VerifierServiceServicer_to_server(servicer, server), host, port
+    )

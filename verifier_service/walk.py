@@ -1,0 +1,65 @@
+"""The walk down a step's trees, and the noise that its texts draw with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+from tree_kernels.noise import NoiseRows
+from tree_kernels.tree_walk import Walk, walk
+from tree_kernels.warp import Warp, tokens_of
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """A tree to be walked: plain values, the parameters of its request among them."""
+
+    session: int  # whose noise is kept under this number
+    first: int  # row of the step that is its root
+    wanted: int  # row of the step's logits that is its root's; the others follow
+    base: int  # length of the text: the position of the token drawn after the root
+    tokens: npt.NDArray[np.int64]  # [rows]
+    parents: npt.NDArray[np.int64]  # [rows]
+    depths: npt.NDArray[np.int64]  # [rows]
+    warp: Warp
+    seed: int
+    sample_index: int
+
+
+class Walker:
+    """Walks trees over their logits. Keeps the noise of every session: a row of it is computed once per position."""
+
+    def __init__(self, vocabulary: int) -> None:
+        self._vocabulary = vocabulary
+        self._noise: dict[int, NoiseRows] = {}
+
+    def walk(self, draw: Draw, logits: Tensor) -> Walk:
+        """logits [rows of the tree, vocabulary] float32. Only visited rows are warped."""
+        noise = self._rows(draw) if not draw.warp.greedy else None
+
+        def pick(row: int) -> int:
+            drawn = None
+            if noise is not None:
+                drawn = noise.row(draw.base + int(draw.depths[row])).to(logits.device)[None]
+            return int(tokens_of(logits[row : row + 1], draw.warp, drawn)[0])
+
+        return walk(draw.tokens.tolist(), draw.parents.tolist(), pick)
+
+    def prepare(self, session: int, position: int) -> None:
+        """Compute the noise of a position that a session may soon draw at, unless it is there or the session is not."""
+        if session in self._noise:
+            self._noise[session].prepare([position])
+
+    def forget(self, session: int) -> None:
+        """The session is closed."""
+        self._noise.pop(session, None)
+
+    def _rows(self, draw: Draw) -> NoiseRows:
+        noise = self._noise.get(draw.session)
+        if noise is None:
+            noise = self._noise[draw.session] = NoiseRows(draw.seed, self._vocabulary, draw.sample_index)
+        # A verdict may be dropped and its tokens drawn anew, but never from before the base of a later call.
+        noise.forget_before(draw.base)
+        return noise
