@@ -52,6 +52,7 @@ SERVE_SETTINGS = {
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "3",
     "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(8 << 20),
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # Ray makes its workers nice (15): any other process would starve the engines
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_AUTH_MODE": "token",  # as Ray does by itself where nothing is said, and then tells every user of it
 }

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import torch
 from dendro.calls import PROTOCOL_VERSION, CloseCall, Closed, Hello, OpenCall, Opened, VerifyCall
-from dendro.errors import BadRequest, EngineFailed
+from dendro.errors import BadRequest, PeerLost
 from dendro.text import Verdict
 from dendro.tree import MAX_ROWS, DraftTree
 from tree_kernels.tree_attention import PAGE
@@ -139,7 +139,7 @@ class VerifierEngine:
 
     async def _ask(self, call: Call) -> Any:
         if self._loop is None or self._loop.done():
-            raise EngineFailed("verifier: it is not running")
+            raise PeerLost("verifier: it is not running")
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.scheduler.submit(Ask(call, reply))
         self._work.set()
@@ -198,7 +198,8 @@ class VerifierEngine:
     def logits_of(self, ids: Sequence[int], tree: DraftTree) -> torch.Tensor:
         """Logits [rows, vocabulary] float32 of every row of a tree whose root is the last token of the text `ids`.
 
-        What a drafter made of the target itself needs. Costs a prefill: for certify and tests, not for serving. Blocks
-        until the model's thread is free; may be called from any thread, and before `start`.
+        What a drafter made of the target itself needs. Costs a prefill of what the last call's text lacks: for certify
+        and tests, not for serving. Blocks until the model's thread is free; may be called from any thread, and before
+        `start`.
         """
         return self._thread.submit(self.runner.tree_logits, ids, tree).result()

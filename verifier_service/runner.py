@@ -44,6 +44,7 @@ class Runner:
         self.buckets = tuple(buckets)
         self.walker = Walker(target.vocabulary)
         self.own_pages = range(1 + pages, 1 + pages + own_pages)
+        self._own_text: list[int] = []  # tokens whose keys lie on them
         self.pages = Pages(target.layouts, pages + own_pages, buckets[-1], self.device)
         target.run.pages = self.pages
 
@@ -90,15 +91,21 @@ class Runner:
             self.walker.forget(session)
 
     def tree_logits(self, ids: Sequence[int], tree: DraftTree) -> Tensor:
-        """Logits [rows, vocabulary] float32 of a tree whose root is the last token of a text, computed from nothing.
+        """Logits [rows, vocabulary] float32 of a tree whose root is the last token of a text.
 
-        What a drafter made of the target itself needs. Uses pages of the runner's own: no session is touched.
+        What a drafter made of the target itself needs. Uses pages of the runner's own, which remember the last text:
+        no session is touched.
         """
         if len(ids) + int(tree.depths.max()) > len(self.own_pages) * PAGE:
             raise ValueError(f"ids: {len(ids)} tokens; there is room for {len(self.own_pages) * PAGE}")
-        chunk = self.buckets[-1]
-        for start in range(0, len(ids) - 1, chunk):
-            self._text_rows(ids, np.arange(start, min(start + chunk, len(ids) - 1)), None)
+        chunk, root = self.buckets[-1], len(ids) - 1
+        common = 0
+        while common < min(root, len(self._own_text)) and self._own_text[common] == ids[common]:
+            common += 1
+        self._own_text = list(ids[:common])
+        for start in range(common, root, chunk):
+            self._text_rows(ids, np.arange(start, min(start + chunk, root)), None)
+        self._own_text = list(ids[:root])
         return self._text_rows(ids, NO_ROWS, tree)
 
     def check_rows(self, seed: int = 0) -> list[str]:
@@ -108,6 +115,7 @@ class Runner:
         ids = generator.integers(0, self.target.vocabulary, largest).tolist()
         order = generator.permutation(largest)
         truth = self._text_rows(ids, np.arange(largest), None)
+        self._own_text = []
         differ = []
         for bucket in self.buckets:
             for start in range(0, min(largest, CHECKED_ROWS), bucket):  # a small bucket shows a difference less often

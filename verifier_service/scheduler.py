@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 from dendro.calls import CloseCall, Closed, OpenCall, Opened, PeerText, Terms, VerifyCall
-from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, Overloaded
+from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, Overloaded, PeerLost
 from dendro.text import Verdict, cut_verdict
 from dendro.tree import DraftTree
 from tree_kernels.tree_attention import PAGE, near_window
@@ -179,10 +179,10 @@ class Scheduler:
     def stop(self) -> None:
         """Fail whatever waits."""
         for ask in self._inbox:
-            ask.fail(EngineFailed("verifier: it was stopped"))
+            ask.fail(PeerLost("verifier: it was stopped"))
         self._inbox.clear()
         for opening in list(self.sessions):
-            self._free(opening, EngineFailed("verifier: it was stopped"))
+            self._free(opening, PeerLost("verifier: it was stopped"))
 
     def take_closed(self) -> tuple[int, ...]:
         """Numbers of sessions that ended since they were last taken."""

@@ -1,1 +1,1 @@
-"""`dendro certify`: the promises, checked on the running system, and the checks themselves checked against planted faults."""
+"""`dendro certify`: the promises checked on the running system, and the checks against planted faults."""

@@ -1,24 +1,24 @@
 """A small twin of the system in this process, in which rules can be broken on purpose.
 
-No service has a switch for a lossy rule. Whether our checks could notice one is shown here instead: the same loop, the same
-kernels, and a planted fault.
+No service has a switch for a lossy rule. Whether our checks could notice one is shown here instead: the same
+loop, the same kernels, and a planted fault.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-
-from cluster.rounds import rounds
 from dendro.text import Limits, Sampling, Text, Verdict, cut_verdict
 from dendro.tree import DraftTree, TreeShape, full_tree
 from tree_kernels.noise import NoiseRows, gumbel_noise
 from tree_kernels.tree_walk import Walk, walk
 from tree_kernels.warp import Warp, drafter_order, tokens_of
+
+from cluster.rounds import rounds
 
 LogitsOf = Callable[[Sequence[int], DraftTree], torch.Tensor]
 """The target: logits [rows, V] after every row of a tree whose root is the last token of a text."""
@@ -58,10 +58,11 @@ class SelfDrafter:
         for depth, width in enumerate(shape.widths):
             logits = self.logits_of(text.ids, tree)
             frontier = np.flatnonzero(tree.depths == depth)
-            noise = None
+            noise: torch.Tensor | None = None
             if self.warp.temperature:
                 position = len(text) + depth  # of the token that is drawn below a row of this depth
                 noise = gumbel_noise(self.sampling.seed, [position], logits.shape[-1], self.sampling.sample_index)
+                noise = noise.expand(len(frontier), -1)
             order = drafter_order(logits[torch.from_numpy(frontier)], self.warp, noise, width)
             levels.append(order.flatten().tolist())
             tree = full_tree(text.root, TreeShape(shape.widths[: depth + 1]), levels)
@@ -86,10 +87,12 @@ class TwinVerifier:
 
     async def verify(self, text: Text, tree: DraftTree) -> Verdict:
         logits = self.logits_of(text.ids, tree)
-        self.noise = self.noise or NoiseRows(self.sampling.seed, logits.shape[-1], self.sampling.sample_index)
+        if self.noise is None:
+            self.noise = NoiseRows(self.sampling.seed, logits.shape[-1], self.sampling.sample_index)
+        rows = self.noise
 
         def pick(row: int) -> int:
-            noise = self.noise.rows([self.position(text, tree, row)]) if self.noise and self.warp.temperature else None
+            noise = rows.rows([self.position(text, tree, row)]) if self.warp.temperature else None
             return int(tokens_of(logits[row : row + 1], self.warp, noise)[0])
 
         found = self.accept(tree, pick)
@@ -118,11 +121,14 @@ class OneTooMany(TwinVerifier):
 
 
 async def answer_of(
-    prompt: Sequence[int], sampling: Sampling, count: int, shape: TreeShape, verifier: TwinVerifier
+    prompt: Sequence[int], count: int, shape: TreeShape, verifier: TwinVerifier, drafter_seed: int
 ) -> list[int]:
-    """`count` tokens after a prompt, drafted by the target itself in one shape and judged by the twin's rule."""
-    text = Text(prompt, sampling, Limits(len(prompt) + count, ignore_end=True))
-    drafter = SelfDrafter(verifier.logits_of, sampling)
+    """`count` tokens after a prompt, drafted by the target itself in one shape and judged by the twin's rule.
+
+    A drafter with the verifier's own seed is always right; one with another is right as often as a good drafter.
+    """
+    text = Text(prompt, verifier.sampling, Limits(len(prompt) + count, ignore_end=True))
+    drafter = SelfDrafter(verifier.logits_of, replace(verifier.sampling, seed=drafter_seed))
     async for _ in rounds(text, drafter, verifier, Static(shape)):
         pass
     return text.answer

@@ -2,8 +2,8 @@
 
 A library picks how to split the inner dimension by the number of rows, and then a row's rounding depends on its
 neighbours (oneDNN's bfloat16 products with more than some 320 inputs, here). Splitting it ourselves, always alike,
-mends that. Each layer gets the first form of a fixed list that passes a check; nothing is timed, so that replicas on one kind
-of machine choose alike.
+mends that. Each layer gets the first form of a fixed list that passes a check; nothing is timed, so that replicas on one
+kind of machine choose alike.
 """
 
 from __future__ import annotations
@@ -141,9 +141,9 @@ def make_rows_independent(model: nn.Module, buckets: Sequence[int]) -> RowsRepor
 def _first_independent(layer: nn.Linear, buckets: Sequence[int]) -> _Choice | None:
     """The first form that passes, on numbers whose products cancel.
 
-    The second half of each sum takes away what the first half gave, in a random order of inputs, so that nothing is left
-    but the rounding on the way. On ordinary numbers another order of adding shows in one result of thousands: the last
-    step rounds it away.
+    The second half of each sum takes away what the first half gave, in a random order of inputs, so that nothing is
+    left but the rounding on the way. On ordinary numbers another order of adding shows in one result of thousands: the
+    last step rounds it away.
     """
     generator = torch.Generator().manual_seed(0)
     half = layer.in_features // 2

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from dendro.calls import CloseCall, OpenCall, Terms, TextUpdate, VerifyCall, new_opening
-from dendro.errors import BadRequest, EngineFailed, NotFound, Overloaded
+from dendro.errors import BadRequest, EngineFailed, NotFound, Overloaded, PeerLost
 from dendro.text import Finish, Limits, Sampling, Tokens
 from dendro.tree import DraftTree
 from tiny_models import END, FAMILIES, VOCABULARY, make_checkpoint
@@ -462,9 +462,9 @@ async def test_what_waits_at_the_end_is_told_so(loaded):
         waiting = asyncio.ensure_future(teller.verify())
         await asyncio.sleep(0)
         await engine.stop()
-        with pytest.raises(EngineFailed, match="stopped"):
+        with pytest.raises(PeerLost, match="stopped"):
             await waiting
-        with pytest.raises(EngineFailed, match="not running"):
+        with pytest.raises(PeerLost, match="not running"):
             await teller.verify()
 
 

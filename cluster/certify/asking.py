@@ -1,0 +1,68 @@
+"""What certify asks, and how: the same questions to a cluster far away and to engines in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dendro.client import Asking
+
+Step = Callable[[], None]
+"""Called when an answer is done, for the progress bar."""
+
+
+@dataclass(frozen=True, slots=True)
+class Law:
+    """How the target's law is warped."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __str__(self) -> str:
+        words = [f"temperature {self.temperature:g}"]
+        words += [f"top-k {self.top_k}"] if self.top_k else []
+        words += [f"top-p {self.top_p:g}"] if self.top_p < 1 else []
+        return ", ".join(words)
+
+
+async def answer(
+    service: Asking, prompt: Sequence[int], law: Law, seed: int, speculation: str, tokens: int, model: str = ""
+) -> list[int]:
+    """The ids of one answer of exactly `tokens` tokens."""
+    done = await service.generate_text(
+        prompt,
+        model=model,
+        temperature=law.temperature,
+        top_k=law.top_k,
+        top_p=law.top_p,
+        seed=seed,
+        speculation=speculation,
+        max_new_tokens=tokens,
+        ignore_end=True,
+    )
+    return list(done.token_ids)
+
+
+async def answers(
+    service: Asking,
+    prompts: Sequence[Sequence[int]],
+    seeds: Sequence[int],
+    law: Law,
+    speculation: str,
+    tokens: int,
+    step: Step,
+    at_once: int = 1,
+    model: str = "",
+) -> list[list[int]]:
+    """One answer to each (prompt, seed), `at_once` of them at a time."""
+    places = asyncio.Semaphore(at_once)
+
+    async def one(prompt: Sequence[int], seed: int) -> list[int]:
+        async with places:
+            ids = await answer(service, prompt, law, seed, speculation, tokens, model)
+        step()
+        return ids
+
+    return await asyncio.gather(*(one(prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True)))

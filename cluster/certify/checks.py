@@ -1,0 +1,250 @@
+"""The checks, one for each promise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from dendro.calls import CloseCall, OpenCall, Terms, TextUpdate, VerifyCall, new_opening
+from dendro.client import Asking
+from dendro.text import Limits, Sampling, Text
+from dendro.tree import OFF, DraftTree, TreeShape
+from tree_kernels.noise import gumbel_noise
+from tree_kernels.warp import Warp, tokens_of
+
+from cluster.certify.asking import Law, Step, answers
+from cluster.certify.law import expected_law, fit
+from cluster.certify.promises import Promise, first_difference
+from cluster.certify.twin import (
+    KeyedByRow,
+    LogitsOf,
+    OneTooMany,
+    SelfDrafter,
+    TwinVerifier,
+    answer_of,
+    float32_noise_is_infinite,
+    top_k_as_if_sampled,
+)
+from verifier_service.engine import VerifierEngine
+
+Prompt = tuple[int, ...]
+LAWS = tuple(
+    Law(temperature, top_k, top_p) for temperature in (0.7, 1.0) for top_k, top_p in ((0, 1.0), (50, 1.0), (0, 0.9))
+)
+FP32_MARGIN = 1e-4
+BF16_MARGIN = 0.25
+MOST_EXCUSED = 2
+SHAPES_OF_ITS_OWN = (TreeShape((1, 1, 1, 1)), TreeShape((3, 2, 1)), TreeShape((2, 2, 1, 1)))
+
+
+class Library:
+    """The target as transformers runs it."""
+
+    def __init__(self, checkpoint: Path, dtype: torch.dtype) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).eval()
+
+    @torch.inference_mode()
+    def greedy(self, prompt: Sequence[int], tokens: int) -> list[int]:
+        """What `generate` answers without sampling; the end-of-text token does not end it."""
+        ids = torch.tensor([list(prompt)])
+        made = self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=tokens,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        return made[0, ids.shape[1] :].tolist()
+
+    @torch.inference_mode()
+    def logits(self, ids: Sequence[int]) -> torch.Tensor:
+        """[V] float32, after the last of `ids`."""
+        return self.model(torch.tensor([list(ids)]), use_cache=False, logits_to_keep=1).logits[0, -1].float()
+
+    def margin(self, ids: Sequence[int]) -> float:
+        """How far apart the two best logits are after `ids`."""
+        best = self.logits(ids).topk(2).values
+        return float(best[0] - best[1])
+
+
+async def greedy_against_transformers(
+    service: Asking, checkpoint: Path, prompts: Sequence[Prompt], tokens: int, speculation: Sequence[str], step: Step
+) -> Promise:
+    """(a) Greedy answers in float32 are `generate`'s, excused only where its own two best logits lie within 1e-4."""
+    promise = Promise("(a) greedy equals transformers' generate, float32")
+    library = Library(checkpoint, torch.float32)
+    theirs = [library.greedy(prompt, tokens) for prompt in prompts]
+    for shape in speculation:
+        ours = await answers(service, prompts, [0] * len(prompts), Law(), shape, tokens, step)
+        same, excused = 0, 0
+        for prompt, mine, other in zip(prompts, ours, theirs, strict=True):
+            promise.answers += 1
+            place = first_difference(mine, other)
+            promise.tokens_compared += len(other) if place is None else place
+            if place is None:
+                same += 1
+                continue
+            margin = library.margin([*prompt, *other[:place]])
+            if margin < FP32_MARGIN:
+                excused += 1
+                promise.found.append(f"{shape}: excused at token {place}: the two best logits are {margin:.1e} apart")
+            else:
+                promise.check(False, f"{shape}: differs at token {place}, margin {margin:.1e}")
+        promise.excused += excused
+        promise.check(
+            same + excused == len(prompts) and excused <= MOST_EXCUSED,
+            f"{shape}: {same} of {len(prompts)} answers of {tokens} tokens identical, {excused} excused",
+        )
+    return promise
+
+
+async def identity_under_sampling(
+    service: Asking,
+    prompts: Sequence[Prompt],
+    tokens: int,
+    shapes: Sequence[str],
+    margin_of: Callable[[Sequence[int]], float] | None,
+    step: Step,
+) -> Promise:
+    """(b) Every shape, `auto`, and 8 requests at once give the tokens of speculation off, for the same seeds.
+
+    `margin_of` is None for an exact verifier, where nothing is excused; else a first difference is, where the two best
+    logits lie within the margin over the temperature.
+    """
+    promise = Promise("(b) sampled answers do not depend on speculation or load")
+    seeds = [1000 + number for number in range(len(prompts))]
+    for law in LAWS:
+        plain = await answers(service, prompts, seeds, law, "off", tokens, step)
+        ways = [(shape, 1) for shape in shapes] + [("auto", 1), ("auto", 8)]
+        same_ways = 0
+        for shape, at_once in ways:
+            again = await answers(service, prompts, seeds, law, shape, tokens, step, at_once)
+            same = True
+            for prompt, mine, other in zip(prompts, again, plain, strict=True):
+                promise.answers += 1
+                place = first_difference(mine, other)
+                promise.tokens_compared += len(other) if place is None else place
+                if place is None:
+                    continue
+                close = margin_of is not None and margin_of([*prompt, *other[:place]]) < BF16_MARGIN / law.temperature
+                if close:
+                    promise.excused += 1
+                else:
+                    same = False
+                    promise.check(False, f"{law}: {shape}, {at_once} at once, differs at token {place}")
+            same_ways += same
+        promise.check(same_ways == len(ways), f"{law}: {same_ways} of {len(ways)} ways identical to off")
+    return promise
+
+
+async def law_of_the_sampler(
+    service: Asking,
+    logits_of: LogitsOf,
+    prompt: Prompt,
+    draws: int,
+    far_draws: int,
+    step: Step,
+) -> Promise:
+    """(c) First tokens over many seeds have the target's law: the plain sampler here, and the whole system."""
+    promise = Promise("(c) the law: first tokens over many seeds")
+    logits = logits_of(prompt, _root(prompt))[:1]
+    for law in (Law(1.0), Law(0.7, 50), Law(1.0, 0, 0.9)):
+        wanted = expected_law(logits[0], law.temperature, law.top_k, law.top_p)
+        warp = Warp(law.temperature, law.top_k, law.top_p)
+        near = [
+            int(tokens_of(logits, warp, gumbel_noise(seed, [len(prompt)], logits.shape[-1]))[0])
+            for seed in range(draws)
+        ]
+        found = fit(near, wanted)
+        promise.answers += draws
+        promise.check(found.good, f"{law}, in process: {draws:,} seeds, {found.cells} cells, p = {found.p:.3g}")
+    law = Law(1.0)
+    wanted = expected_law(logits[0], law.temperature)
+    far = await answers(service, [prompt] * far_draws, range(far_draws), law, "off", 1, step, at_once=8)
+    found = fit([ids[0] for ids in far], wanted)
+    promise.answers += far_draws
+    promise.tokens_compared = 3 * draws + far_draws
+    promise.check(found.good, f"{law}, served: {far_draws:,} seeds, {found.cells} cells, p = {found.p:.3g}")
+    return promise
+
+
+async def planted_faults_are_noticed(
+    logits_of: LogitsOf, prompt: Prompt, tokens: int, draws: int, step: Step
+) -> Promise:
+    """(d) The checks can fail: each planted rule breaks them, and the twin without one does not."""
+    promise = Promise("(d) the checks notice planted faults")
+    sampling, shape = Sampling(temperature=1.0, seed=7), TreeShape((2, 2, 1))
+    plain = await answer_of(prompt, tokens, OFF, TwinVerifier(logits_of, sampling), sampling.seed)
+    right, other = sampling.seed, sampling.seed + 1
+    planted = ((TwinVerifier, other, False), (KeyedByRow, right, True), (OneTooMany, other, True))
+    for rule, drafter_seed, breaks in planted:
+        told = await answer_of(prompt, tokens, shape, rule(logits_of, sampling), drafter_seed)
+        place = first_difference(told, plain)
+        promise.tokens_compared += len(plain)
+        word = "identical" if place is None else f"differs at token {place}"
+        promise.check((place is not None) is breaks, f"{rule.__name__}: {word}")
+        step()
+    logits = logits_of(prompt, _root(prompt))[0]
+    lossy = fit(top_k_as_if_sampled(logits, 1.0, 3, draws, seed=1), expected_law(logits, 1.0))
+    promise.check(lossy.p < 1e-12, f"top-k drafts judged as if sampled: p = {lossy.p:.3g} over {draws:,} draws")
+    promise.check(float32_noise_is_infinite(), "float32 noise of the word 2**32-1 is infinite; the contract's is not")
+    step()
+    return promise
+
+
+async def the_target_drafts_for_itself(
+    engine: VerifierEngine, prompts: Sequence[Prompt], tokens: int, step: Step
+) -> Promise:
+    """(e) A drafter made of the target has every guess accepted, at every temperature, in chains and trees."""
+    promise = Promise("(e) the target, drafting for itself, is always right")
+    for temperature in (0.0, 0.7, 1.0):
+        for shape in SHAPES_OF_ITS_OWN:
+            rounds, full = 0, 0
+            for seed, prompt in enumerate(prompts):
+                text = Text(prompt, Sampling(temperature, seed=seed), Limits(len(prompt) + tokens, ignore_end=True))
+                drafter = SelfDrafter(engine.logits_of, text.sampling)
+                opening = new_opening()
+                terms = Terms(text.sampling, text.limits, "", ())
+                held = len(text)
+                await engine.open(OpenCall(_update(opening, text, 0), terms))
+                while text.finish is None:
+                    tree = await drafter.draft(text, shape)
+                    verdict = await engine.verify(VerifyCall(_update(opening, text, held), tree))
+                    held = len(text)
+                    text.commit(verdict)
+                    rounds += 1
+                    full += verdict.length == shape.depth + 1 and not any(verdict.ranks)
+                await engine.close(CloseCall(_update(opening, text, held)))
+                promise.answers += 1
+                promise.tokens_compared += tokens
+                step()
+            promise.check(
+                full == rounds, f"temperature {temperature:g}, {shape}: {full} of {rounds} rounds wholly accepted"
+            )
+    return promise
+
+
+def margin_in(checkpoint: Path, dtype: torch.dtype) -> Callable[[Sequence[int]], float]:
+    """The margin of the two best logits in a dtype; the model is loaded when first asked."""
+    loaded: list[Library] = []
+
+    def margin(ids: Sequence[int]) -> float:
+        if not loaded:
+            loaded.append(Library(checkpoint, dtype))
+        found = loaded[0].margin(ids)
+        return found if math.isfinite(found) else math.inf
+
+    return margin
+
+
+def _root(prompt: Prompt) -> DraftTree:
+    return DraftTree.root_only(prompt[-1])
+
+
+def _update(opening: bytes, text: Text, start: int) -> TextUpdate:
+    return TextUpdate(opening, len(text), text.digest(len(text)), start, tuple(text.ids[start:]))

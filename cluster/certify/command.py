@@ -1,0 +1,179 @@
+"""`dendro certify`: what it runs on, the order of the checks, the report."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from dendro.client import Asking, AsyncClient
+from dendro.errors import BadRequest
+from dendro.tree import OFF
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from cluster.bench.machine import describe_machine
+from cluster.certify import checks
+from cluster.certify.asking import Step
+from cluster.certify.promises import Promise, report, show
+from cluster.config import Config, Target, demo_config
+from cluster.demo.prompts import held_out_prompts
+from cluster.running import local_client, running_cluster
+from verifier_service.engine import VerifierEngine
+
+PROMPT_TOKENS = 128
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much is asked."""
+
+    greedy_prompts: int
+    greedy_tokens: int
+    prompts: int
+    tokens: int
+    draws: int
+    far_draws: int
+    own_prompts: int
+    own_tokens: int
+
+
+FULL = Size(32, 128, 8, 64, 20_000, 2_000, 2, 48)
+QUICK = Size(3, 32, 2, 24, 4_000, 200, 1, 24)
+
+
+@asynccontextmanager
+async def _serving(config: Config, local: bool) -> AsyncIterator[Asking]:
+    if local:
+        async with local_client(config) as client:
+            yield client
+        return
+    async with running_cluster(config) as address, AsyncClient(address) as far:
+        yield far
+
+
+def _with_dtype(config: Config, dtype: str) -> Config:
+    """The same cluster with its targets in another dtype."""
+    targets = {name: target.model_copy(update={"dtype": dtype}) for name, target in config.targets.items()}
+    return config.model_copy(update={"targets": targets})
+
+
+def _prompts(count: int, checkpoint: Path) -> list[checks.Prompt]:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    return [prompt.token_ids for prompt in held_out_prompts(count, PROMPT_TOKENS, tokenizer)]
+
+
+async def run_certify(config: Config, address: str, local: bool, size: Size, progress: Progress) -> list[Promise]:
+    """All promises, checked one after the other."""
+    name, target = next(iter(config.targets.items()))
+    shapes = [str(shape) for shape in config.arms_of(name) if shape != OFF]
+    prompts = _prompts(max(size.greedy_prompts, size.prompts), target.checkpoint)
+    found: list[Promise] = []
+
+    def bar(title: str, steps: int) -> Step:
+        task = progress.add_task(title, total=steps)
+        return lambda: progress.advance(task)
+
+    # (a) in float32: the cluster in that dtype; beside somebody's running cluster, an engine of our own.
+    ways = ["off", "auto"]
+    step = bar("(a) greedy against transformers", size.greedy_prompts * len(ways))
+    exact = _with_dtype(config, "float32")
+    async with _serving(exact, local or bool(address)) as service:
+        found.append(
+            await checks.greedy_against_transformers(
+                service, target.checkpoint, prompts[: size.greedy_prompts], size.greedy_tokens, ways, step
+            )
+        )
+
+    dtype = DTYPES[target.dtype]
+    engine = await asyncio.to_thread(_own_engine, name, target)
+    await engine.start()
+    try:
+        bitwise = (await engine.hello()).exactness == "bitwise"
+        margin_of = None if bitwise else checks.margin_in(target.checkpoint, dtype)
+        step = bar("(d) planted faults", 4)
+        found.append(
+            await checks.planted_faults_are_noticed(
+                engine.logits_of, prompts[0], size.own_tokens, min(size.draws, 4_000), step
+            )
+        )
+        step = bar("(e) the target drafts for itself", 9 * size.own_prompts)
+        found.append(
+            await checks.the_target_drafts_for_itself(engine, prompts[: size.own_prompts], size.own_tokens, step)
+        )
+
+        async def served(service: Asking) -> None:
+            chosen = prompts[: size.prompts]
+            step = bar("(b) identity under sampling", len(checks.LAWS) * (len(shapes) + 3) * len(chosen))
+            found.append(await checks.identity_under_sampling(service, chosen, size.tokens, shapes, margin_of, step))
+            found[-1].found.append(
+                f"the verifier, in {target.dtype}, says of itself: {'bitwise' if bitwise else 'margin'}"
+            )
+            step = bar("(c) the law", size.far_draws)
+            found.append(
+                await checks.law_of_the_sampler(service, engine.logits_of, prompts[0], size.draws, size.far_draws, step)
+            )
+
+        if address:
+            async with AsyncClient(address) as far:
+                await served(far)
+        else:
+            async with _serving(config, local) as service:
+                await served(service)
+    finally:
+        await engine.stop()
+    return sorted(found, key=lambda promise: promise.promise)
+
+
+def _own_engine(name: str, target: Target) -> VerifierEngine:
+    return VerifierEngine.load(
+        target.checkpoint,
+        name=name,
+        dtype=DTYPES[target.dtype],
+        threads=target.threads,
+        max_length=target.max_length,
+        max_sessions=4,
+        max_rows=target.max_rows,
+        max_depth=target.max_depth,
+    )
+
+
+def certify(
+    config: Annotated[Path | None, typer.Argument(help="A configuration; default: the bundled demo.")] = None,
+    address: Annotated[str, typer.Option(help="A cluster that is running; needs --target.")] = "",
+    target: Annotated[Path | None, typer.Option(help="The checkpoint that the cluster at --address serves.")] = None,
+    local: Annotated[bool, typer.Option("--local", help="Engines in this process: no Ray, gRPC or Redis.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A few prompts: minutes, and weaker.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report here.")] = None,
+) -> None:
+    """Check the promises on held-out prompts: the target's own tokens and law, whatever the speculation.
+
+    Exit status 1 when a promise is broken. What is started is stopped.
+    """
+    if bool(address) != (target is not None) or (address and (config or local)):
+        raise BadRequest("address", "goes with --target, and with neither a configuration nor --local")
+    checked = Config.load(config) if config else demo_config()
+    if target is not None:
+        name, served = next(iter(checked.targets.items()))
+        checked = checked.model_copy(update={"targets": {name: served.model_copy(update={"checkpoint": target})}})
+    subject = address or (str(config) if config else "the bundled demo")
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
+        found = asyncio.run(run_certify(checked, address, local, QUICK if quick else FULL, progress))
+    show(console, found, subject)
+    if json_file is not None:
+        threads = next(iter(checked.targets.values())).threads
+        json_file.write_text(json.dumps(report(found, describe_machine(threads), subject), indent=2) + "\n")
+    if any(promise.kept is not True for promise in found):
+        raise typer.Exit(1)

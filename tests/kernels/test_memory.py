@@ -1,0 +1,40 @@
+"""Pages: none is given out twice, none is lost, and paths are kept in every layer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tree_kernels.tree_attention import PAGE, Layout
+from tree_layers.memory import PageBook, Pages, PagesFull, pages_for
+
+
+def test_pages_are_out_once_and_come_back():
+    book = PageBook(5)
+    first, second = book.take(2), book.take(3)
+    assert sorted(first + second) == [1, 2, 3, 4, 5]  # never 0, the zero page
+    with pytest.raises(PagesFull, match="1 pages of 64 tokens wanted, 0 of 5 free"):
+        book.take(1)
+    book.give(first)
+    assert book.free == 2
+    with pytest.raises(ValueError, match="was not out"):
+        book.give(first[:1])
+    with pytest.raises(PagesFull):
+        book.take(3)
+    assert book.free == 2
+
+
+def test_tokens_need_whole_pages():
+    assert [pages_for(tokens) for tokens in (0, 1, 64, 65, 128)] == [0, 1, 1, 2, 2]
+
+
+def test_a_path_is_kept_in_every_layer_whatever_its_layout():
+    layouts = [Layout(2, 16, 16), Layout(1, 8, 24), Layout(2, 16, 16)]
+    pages = Pages(layouts, 2, 10, torch.device("cpu"))
+    assert pages.scratch == 3 * PAGE
+    assert [tuple(layer.shape[1:]) for layer in pages.layers] == [(2, 48), (1, 48), (2, 48)]
+    for number, layer in enumerate(pages.layers):
+        layer[pages.scratch : pages.scratch + 4] = torch.arange(4.0)[:, None, None] + 10 * number
+    pages.append(pages.scratch + torch.tensor([1, 3]), torch.tensor([70, 71]))
+    for number, layer in enumerate(pages.layers):
+        assert layer[70:72, 0, 0].tolist() == [10 * number + 1, 10 * number + 3]
+        assert not layer[:70].any()
