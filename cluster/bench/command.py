@@ -40,7 +40,7 @@ TIME_LIMIT_S = 1140.0  # of a whole run, warm-up and starting included: a minute
 COSTLY_SHARE = 0.7  # of the time, where both targets are measured
 CHECKED_PROMPTS = 2  # answered in every way before any is timed; of two or three, one
 PLAIN_WIDTH = 150  # columns, where the output is no terminal
-QUICK_PROMPTS, QUICK_TOKENS, QUICK_REPETITIONS = 2, 32, 1
+QUICK_PROMPTS, QUICK_TOKENS, QUICK_REPETITIONS = 2, 16, 1
 
 
 class Which(StrEnum):
@@ -247,7 +247,7 @@ def bench_speed(
     markdown: Annotated[Path | None, typer.Option(help="Write the tables as Markdown.")] = None,
     prompts: Annotated[int | None, typer.Option(help="Held-out prompts. (default 16; quick 2)")] = None,
     tokens: Annotated[
-        int | None, typer.Option(help="New tokens of every answer. (default as the model card recommends; quick 32)")
+        int | None, typer.Option(help="New tokens of every answer. (default as the model card recommends; quick 16)")
     ] = None,
     repetitions: Annotated[int | None, typer.Option(help="At each temperature. (default 2; quick 1)")] = None,
     target: Annotated[Which | None, typer.Option(help="(default both; quick costly)", show_default=False)] = None,

@@ -2,8 +2,8 @@
 
 A library picks how to split the inner dimension by the number of rows, and then a row's rounding depends on its
 neighbours (oneDNN's bfloat16 products with more than some 320 inputs, here). Splitting it ourselves, always alike,
-mends that. Each layer gets the first form of a fixed list that passes a check; nothing is timed, so that replicas on one
-kind of machine choose alike.
+mends that. Each layer gets the first form of a fixed list that passes a check; nothing is timed, so that replicas on
+one kind of machine choose alike.
 """
 
 from __future__ import annotations
