@@ -277,6 +277,13 @@ def test_commit_loads_every_row_before_it_stores_one(path):
     assert torch.equal(pool, expected)
 
 
+def test_commit_may_swap_two_slots():
+    pool = torch.arange(2 * 4 * 3).view(2, 4, 3).float()
+    expected = pool[:, [1, 0, 2, 3]].clone()
+    commit(pool, torch.tensor([1, 0]), torch.tensor([0, 1]))
+    assert torch.equal(pool, expected)
+
+
 def test_near_blocks_hold_the_deepest_tree():
     assert [near_window(depth) for depth in (1, 16, 17, 63)] == [16, 16, 32, 64]
     with pytest.raises(ValueError, match="max_depth"):

@@ -57,7 +57,7 @@ class Target:
         answer = self.model(
             input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=wanted
         )
-        return answer.logits[0, :, : self.vocabulary]
+        return answer.logits[0]
 
 
 def load_target(
