@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from tree_kernels.noise import NoiseRows, gumbel_noise
 from tree_kernels.tree_walk import Walk, walk
 from tree_kernels.warp import Warp, drafter_order, tokens_of
 
+from cluster.policies import Static
 from cluster.rounds import rounds
 
 LogitsOf = Callable[[Sequence[int], DraftTree], torch.Tensor]
@@ -26,19 +27,6 @@ LogitsOf = Callable[[Sequence[int], DraftTree], torch.Tensor]
 
 def warp_of(sampling: Sampling) -> Warp:
     return Warp(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-
-
-@dataclass(frozen=True, slots=True)
-class Static:
-    """The same shape every round."""
-
-    shape: TreeShape
-
-    def choose(self) -> TreeShape:
-        return self.shape
-
-    def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:
-        pass
 
 
 class SelfDrafter:
