@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 PARAMETERS = 100_000_000
 WIDTH_STEP = 1280
-"""Widths are multiples of this, and so of 256 and of 320, into which a verifier may slice an inner dimension."""
+"""Widths are multiples of this, and so of 256 and of 320: of the blocks in which libraries multiply."""
 SEED = 20
 FORMAT = 1  # counts up when the same source should give another costly target
 

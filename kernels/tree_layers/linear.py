@@ -1,9 +1,9 @@
 """Linear layers whose rows do not depend on how many rows there are, nor on a row's place among them.
 
 A library picks how to split the inner dimension by the number of rows, and then a row's rounding depends on its
-neighbours (oneDNN's bfloat16 products with more than some 320 inputs, here). Splitting it ourselves, always alike,
-mends that. Each layer gets the first form of a fixed list that passes a check; nothing is timed, so that replicas on
-one kind of machine choose alike.
+neighbours (oneDNN's bfloat16 products with more than some 320 inputs and more than 32 rows, here). Products of few rows
+at a time mend that. Each layer gets the first form of a fixed list that passes a check; nothing is timed, so that
+replicas on one kind of machine choose alike.
 """
 
 from __future__ import annotations
@@ -11,20 +11,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-LARGEST_SLICE = 768
-"""The longest slices that are tried. Longer ones are no faster with 8 rows, nor, past this, with 48; few pass."""
-
-PADDED_SLICE = 256
-"""The slice of an inner dimension that no multiple of 64 divides."""
-
-TILE = 64
-"""Rows of the last form: every product has exactly so many."""
+TILE = 32
+"""The most rows of a product, where more would split it otherwise."""
+ALONE = 1 << 20
+"""A layer of fewer weights runs in one thread, whatever the number of rows: waking another takes longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,46 +53,60 @@ def _plain(weight: Tensor, bias: Tensor | None) -> Form:
     return lambda x: F.linear(x, weight, bias)
 
 
-def _sliced(weight: Tensor, bias: Tensor | None, size: int) -> Form:
-    """The inner dimension in slices, multiplied as one batch and added up in order."""
-    outputs, inputs = weight.shape
-    count = -(-inputs // size)
-    missing = count * size - inputs
-    padded = F.pad(weight, (0, missing)) if missing else weight
-    slices = padded.view(outputs, count, size).permute(1, 2, 0).contiguous()  # [count, size, outputs]
+def _packed(weight: Tensor, bias: Tensor | None) -> Form:
+    """oneDNN's own layout of a weight: as fast as memory gives it, with 8 rows as with 1 (half the time, here)."""
+    blocks = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+    return lambda x: torch.ops.mkldnn._linear_pointwise(x, blocks, bias, "none", [], "")
+
+
+def _in_tiles(form: Form) -> Form:
+    """Products of at most TILE rows."""
 
     def run(x: Tensor) -> Tensor:
-        rows = x.reshape(-1, inputs)
-        if missing:
-            rows = F.pad(rows, (0, missing))
-        total = torch.bmm(rows.view(-1, count, size).transpose(0, 1), slices).sum(0)
-        return (total if bias is None else total + bias).view(*x.shape[:-1], outputs)
+        if x.shape[-2] <= TILE:
+            return form(x)
+        return torch.cat([form(tile) for tile in x.split(TILE, -2)], -2)
 
     return run
 
 
-def _tiled(weight: Tensor, bias: Tensor | None) -> Form:
+def _in_full_tiles(form: Form) -> Form:
     """Products of exactly TILE rows, the last one padded."""
 
     def run(x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        missing = -len(rows) % TILE
-        tiles = F.pad(rows, (0, 0, 0, missing)).split(TILE)
-        return torch.cat([F.linear(tile, weight, bias) for tile in tiles])[: len(rows)].view(*x.shape[:-1], -1)
+        count = x.shape[-2]
+        tiles = F.pad(x, (0, 0, 0, -count % TILE)).split(TILE, -2)
+        return torch.cat([form(tile) for tile in tiles], -2)[..., :count, :]
 
     return run
 
 
-def _choices(inputs: int) -> list[_Choice]:
-    """The forms to try for an inner dimension, in order."""
-    sizes = [size for size in range(LARGEST_SLICE, 127, -64) if inputs % size == 0 and size < inputs]
-    if not sizes and inputs > PADDED_SLICE:
-        sizes = [PADDED_SLICE]
-    return [
-        _Choice("plain", _plain),
-        *(_Choice(f"slices of {size}", partial(_sliced, size=size)) for size in sizes),
-        _Choice("tiles", _tiled),
-    ]
+def in_threads(form: Form, threads: int) -> Form:
+    """The form in so many threads, whatever the caller runs in."""
+
+    def run(x: Tensor) -> Tensor:
+        before = torch.get_num_threads()
+        if before == threads:
+            return form(x)
+        torch.set_num_threads(threads)
+        try:
+            return form(x)
+        finally:
+            torch.set_num_threads(before)
+
+    return run
+
+
+def _choices(weight: Tensor) -> list[_Choice]:
+    """The forms to try for a weight, in order."""
+    makes = [("plain", _plain)]
+    if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        makes.insert(0, ("packed", _packed))
+    choices = [_Choice(name, make) for name, make in makes]
+    for name, make in makes:
+        choices.append(_Choice(f"{name}, in tiles", lambda weight, bias, make=make: _in_tiles(make(weight, bias))))
+    choices.append(_Choice("plain, in full tiles", lambda weight, bias: _in_full_tiles(_plain(weight, bias))))
+    return choices
 
 
 def rows_are_independent(run: Form, rows: Tensor, buckets: Sequence[int]) -> bool:
@@ -115,10 +124,11 @@ def rows_are_independent(run: Form, rows: Tensor, buckets: Sequence[int]) -> boo
     return True
 
 
-def make_rows_independent(model: nn.Module, buckets: Sequence[int]) -> RowsReport:
+def make_rows_independent(model: nn.Module, buckets: Sequence[int], threads: int = 1) -> RowsReport:
     """Give every `nn.Linear` of the model the first form that passes its check for these numbers of rows.
 
-    The weights are shared, or repacked where the form is sliced: the module keeps its own, which nobody reads then.
+    threads: of large layers, on a CPU. A packed weight takes the place of the layer's own, of which only shape and type
+    are left (unless an embedding shares it).
     """
     chosen: dict[tuple[int, int, bool, torch.dtype], _Choice | None] = {}
     forms: Counter[str] = Counter()
@@ -126,19 +136,22 @@ def make_rows_independent(model: nn.Module, buckets: Sequence[int]) -> RowsRepor
     for layer in model.modules():
         if type(layer) is not nn.Linear or "forward" in layer.__dict__:  # somebody's own form already
             continue
+        own_threads = threads if layer.weight.numel() >= ALONE else 1
         key = (layer.in_features, layer.out_features, layer.bias is not None, layer.weight.dtype)
         if key not in chosen:
-            chosen[key] = _first_independent(layer, buckets)
+            chosen[key] = _first_independent(layer, buckets, own_threads)
         choice = chosen[key]
         if choice is None:
             failed.append(f"{layer.in_features} x {layer.out_features} {layer.weight.dtype}")
-        elif choice.name != "plain":
-            layer.forward = choice.make(layer.weight, layer.bias)  # type: ignore[method-assign, assignment]
+        form = (choice.make if choice else _plain)(layer.weight, layer.bias)
+        layer.forward = in_threads(form, own_threads)  # type: ignore[method-assign, assignment]
+        if choice and choice.name.startswith("packed"):
+            layer.weight = nn.Parameter(layer.weight.to("meta"), requires_grad=False)
         forms[choice.name if choice else "plain"] += 1
     return RowsReport(dict(forms), tuple(dict.fromkeys(failed)))
 
 
-def _first_independent(layer: nn.Linear, buckets: Sequence[int]) -> _Choice | None:
+def _first_independent(layer: nn.Linear, buckets: Sequence[int], threads: int = 1) -> _Choice | None:
     """The first form that passes, on numbers whose products cancel.
 
     The second half of each sum takes away what the first half gave, in a random order of inputs, so that nothing is
@@ -156,7 +169,7 @@ def _first_independent(layer: nn.Linear, buckets: Sequence[int]) -> _Choice | No
     weight[:, half : 2 * half] = weight[:, :half]
     rows, weight = rows[:, order].to(layer.weight), weight[:, order].to(layer.weight)
     with torch.inference_mode():
-        for choice in _choices(layer.in_features):
-            if rows_are_independent(choice.make(weight, layer.bias), rows, buckets):
+        for choice in _choices(weight):
+            if rows_are_independent(in_threads(choice.make(weight, layer.bias), threads), rows, buckets):
                 return choice
     return None

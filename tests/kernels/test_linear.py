@@ -6,9 +6,30 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from tree_layers.linear import _first_independent, _sliced, _tiled, make_rows_independent, rows_are_independent
+from torch.utils._python_dispatch import TorchDispatchMode
+from tree_layers.linear import (
+    ALONE,
+    _choices,
+    _first_independent,
+    _packed,
+    make_rows_independent,
+    rows_are_independent,
+)
 
 BUCKETS = (8, 16, 24, 32, 48, 64)
+
+
+class Threads(TorchDispatchMode):
+    """Notes in how many threads each product runs."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "mm" in function.__name__:
+            self.seen.append(torch.get_num_threads())
+        return function(*args, **(kwargs or {}))
 
 
 def split_by_rows(weight, bias):
@@ -41,26 +62,58 @@ def test_every_layer_gets_rows_that_stand_alone(inputs, dtype):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("form", [lambda w, b: _sliced(w, b, 64), _tiled], ids=["slices", "tiles"])
-@pytest.mark.parametrize("inputs", [128, 200])
-def test_forms_are_the_product(form, inputs, bias):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [8, 32, 37, 80])
+def test_every_form_is_the_product(rows, dtype, bias):
     torch.manual_seed(0)
-    layer = nn.Linear(inputs, 40, bias=bias).requires_grad_(False)
-    x = torch.randn(2, 37, inputs)
-    torch.testing.assert_close(form(layer.weight, layer.bias)(x), layer(x), atol=1e-5, rtol=1e-5)
+    layer = nn.Linear(200, 40, bias=bias, dtype=dtype).requires_grad_(False)
+    x = torch.randn(2, rows, 200).to(dtype)
+    exact = F.linear(x.double(), layer.weight.double(), layer.bias.double() if bias else None)
+    for choice in _choices(layer.weight):
+        got = choice.make(layer.weight, layer.bias)(x)
+        assert got.dtype == dtype, choice.name
+        error = (got.double() - exact).abs().max()
+        assert error < (1e-5 if dtype == torch.float32 else 3e-2), choice.name
 
 
 def test_a_form_that_splits_by_the_number_of_rows_is_noticed(monkeypatch):
     """On ordinary numbers it shows in so few results that a check may miss it; on sums that cancel it always does."""
-    monkeypatch.setattr("tree_layers.linear._plain", split_by_rows)
-    monkeypatch.setattr("tree_layers.linear._sliced", lambda weight, bias, size: split_by_rows(weight, bias))
-    monkeypatch.setattr("tree_layers.linear._tiled", split_by_rows)
+    for name in ("_plain", "_packed"):
+        monkeypatch.setattr(f"tree_layers.linear.{name}", split_by_rows)
+    for name in ("_in_tiles", "_in_full_tiles"):
+        monkeypatch.setattr(f"tree_layers.linear.{name}", lambda form: form)
     layer = nn.Linear(640, 40, bias=False, dtype=torch.bfloat16)
     assert _first_independent(layer, BUCKETS) is None
     with torch.inference_mode():
         report = make_rows_independent(nn.Sequential(layer), BUCKETS)
     assert not report.independent
     assert "640 x 40" in str(report)
+
+
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN packs no bfloat16 here")
+def test_a_packed_weight_takes_the_place_of_the_layers_own_but_not_of_an_embedding():
+    torch.manual_seed(0)
+    layer, embedding = nn.Linear(64, 48, dtype=torch.bfloat16), nn.Embedding(48, 64, dtype=torch.bfloat16)
+    embedding.weight = layer.weight
+    x = torch.randn(8, 64).bfloat16()
+    expected = _packed(layer.weight, layer.bias)(x)
+    report = make_rows_independent(nn.Sequential(layer), BUCKETS)
+    assert report.forms == {"packed": 1}
+    assert layer.weight.is_meta
+    assert not embedding.weight.is_meta
+    assert torch.equal(layer(x), expected)
+
+
+def test_large_layers_run_in_all_threads_and_small_ones_in_one():
+    seen = []
+    large, small = nn.Linear(1024, ALONE // 1024), nn.Linear(8, 8)
+    make_rows_independent(nn.Sequential(large, small), BUCKETS, threads=3)
+    before = torch.get_num_threads()
+    with Threads(seen):
+        large(torch.randn(8, 1024))
+        small(torch.randn(8, 8))
+    assert seen == [3, 1]
+    assert torch.get_num_threads() == before
 
 
 def test_a_form_that_looks_at_a_rows_place_is_noticed():

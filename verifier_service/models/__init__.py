@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 from tree_kernels.tree_attention import Layout
-from tree_layers.linear import RowsReport, make_rows_independent
+from tree_layers.linear import RowsReport, in_threads, make_rows_independent
 from tree_layers.weights import (
     SAFE,
     SAFE_INDEX,
@@ -33,6 +33,10 @@ UNPACKABLE_ROPE = {"dynamic", "longrope"}
 """Rotary embeddings whose factor depends on the longest text of the batch."""
 
 PROBE_ROWS = 8
+
+SMALL_STEP = 64
+"""Rows up to which all but the large layers run in one thread: waking others takes longer than such small operations.
+The check at start compares such steps with larger ones."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,9 +58,16 @@ class Target:
 
         Reads and fills the run's pages.
         """
-        answer = self.model(
-            input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=wanted
-        )
+        alone = self.run.threads > 1 and len(tokens) <= SMALL_STEP
+        if alone:
+            torch.set_num_threads(1)
+        try:
+            answer = self.model(
+                input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=wanted
+            )
+        finally:
+            if alone:
+                torch.set_num_threads(self.run.threads)
         return answer.logits[0]
 
 
@@ -96,9 +107,9 @@ def _load(folder: Path, dtype: torch.dtype, device: torch.device, buckets: Seque
     model = model.to(device).eval().requires_grad_(False)
     head = model.get_output_embeddings()
     vocabulary = min(_vocabulary(folder), head.out_features)
-    _float_head(head, vocabulary)
-    linear = make_rows_independent(model, buckets)
     run = Run(threads=threads if device.type == "cpu" else 1)
+    _float_head(head, vocabulary, run.threads)
+    linear = make_rows_independent(model, buckets, run.threads)
     layouts = _take_seats(folder, model, run)
     text = model.config.get_text_config()
     return Target(
@@ -163,7 +174,7 @@ def _end_ids(folder: Path, config: Any) -> frozenset[int]:
     return frozenset([end] if isinstance(end, int) else end or ())
 
 
-def _float_head(head: nn.Linear, vocabulary: int) -> None:
+def _float_head(head: nn.Linear, vocabulary: int, threads: int) -> None:
     """Let the head give float32 logits of the tokenizer's tokens: in bfloat16 they would be rounded to steps of 1/8."""
     weight = head.weight[:vocabulary].float()
     bias = None if head.bias is None else head.bias[:vocabulary].float()
@@ -171,7 +182,7 @@ def _float_head(head: nn.Linear, vocabulary: int) -> None:
     def forward(hidden: Tensor) -> Tensor:
         return F.linear(hidden.float(), weight, bias)
 
-    head.forward = forward  # type: ignore[method-assign, assignment]
+    head.forward = in_threads(forward, threads)  # type: ignore[method-assign, assignment]
 
 
 def _take_seats(folder: Path, model: PreTrainedModel, run: Run) -> tuple[Layout, ...]:

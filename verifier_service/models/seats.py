@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from tree_kernels.tree_attention import Layout, TreeRows, attend, prepare, write
@@ -14,9 +13,6 @@ from tree_layers.memory import Pages
 
 ATTENTION = "dendro_tree"
 """No mask function is registered under this name, so models pass no mask, and look for no packed sequences."""
-
-SMALL_STEP = 64
-"""Rows up to which attention runs in one thread. The check at start compares such steps with larger ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +37,6 @@ class Run:
         """Set the rows of the next forward."""
         self.step = step
         self._prepared.clear()
-
-    @property
-    def alone(self) -> bool:
-        """Whether attention should run in one thread: waking others takes longer than small products do."""
-        assert self.step is not None
-        return self.threads > 1 and self.step.padded <= SMALL_STEP
 
     def prepared(self, kv_heads: int, window: int | None) -> Prepared:
         key = (kv_heads, window)
@@ -93,14 +83,8 @@ def seat_attention(
     step = run.prepared(layout.kv_heads, sliding_window)
     pool = run.pages.layers[seat.index]
     scale = layout.key_dim**-0.5 if scaling is None else scaling
-    if run.alone:
-        torch.set_num_threads(1)
-    try:
-        write(pool, key[0], value[0], step)
-        return attend(query[0], pool, step, layout, scale, softcap, s_aux)[None], None
-    finally:
-        if run.alone:
-            torch.set_num_threads(run.threads)
+    write(pool, key[0], value[0], step)
+    return attend(query[0], pool, step, layout, scale, softcap, s_aux)[None], None
 
 
 AttentionInterface.register(ATTENTION, seat_attention)
