@@ -43,10 +43,14 @@ Form = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """A way to multiply by a weight: `make(weight, bias)` prepares it."""
+    """A way to multiply by a weight: a product, and how many rows it is given at once."""
 
     name: str
-    make: Callable[[Tensor, Tensor | None], Form]
+    product: Callable[[Tensor, Tensor | None], Form]
+    rows: Callable[[Form], Form]
+
+    def make(self, weight: Tensor, bias: Tensor | None) -> Form:
+        return self.rows(self.product(weight, bias))
 
 
 def _plain(weight: Tensor, bias: Tensor | None) -> Form:
@@ -57,6 +61,10 @@ def _packed(weight: Tensor, bias: Tensor | None) -> Form:
     """oneDNN's own layout of a weight: as fast as memory gives it, with 8 rows as with 1 (half the time, here)."""
     blocks = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, blocks, bias, "none", [], "")
+
+
+def _at_once(form: Form) -> Form:
+    return form
 
 
 def _in_tiles(form: Form) -> Form:
@@ -99,14 +107,12 @@ def in_threads(form: Form, threads: int) -> Form:
 
 def _choices(weight: Tensor) -> list[_Choice]:
     """The forms to try for a weight, in order."""
-    makes = [("plain", _plain)]
-    if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        makes.insert(0, ("packed", _packed))
-    choices = [_Choice(name, make) for name, make in makes]
-    for name, make in makes:
-        choices.append(_Choice(f"{name}, in tiles", lambda weight, bias, make=make: _in_tiles(make(weight, bias))))
-    choices.append(_Choice("plain, in full tiles", lambda weight, bias: _in_full_tiles(_plain(weight, bias))))
-    return choices
+    products = {"packed": _packed, "plain": _plain}
+    half = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if weight.device.type != "cpu" or not half:
+        del products["packed"]
+    rows = {"": _at_once, ", in tiles": _in_tiles, ", in full tiles": _in_full_tiles}
+    return [_Choice(name + ways, products[name], rows[ways]) for name in products for ways in rows]
 
 
 def rows_are_independent(run: Form, rows: Tensor, buckets: Sequence[int]) -> bool:
