@@ -7,6 +7,7 @@ below and the Serve deployment in app.py; both say an error in the words of `sta
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import secrets
@@ -14,7 +15,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import Protocol, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -37,6 +38,9 @@ log = logging.getLogger("dendro.ingress")
 
 CLOSE_BUDGET_S = 1.0
 """How long `complete` waits for the peers to put their last states by."""
+AHEAD = 4
+"""Rounds that an answer may be ahead of what was sent of it: sending costs no round its time, and a client that does
+not read stops the work."""
 MAX_REQUEST_ID = 128
 LONG_PROMPT_BYTES = 1 << 14
 
@@ -44,6 +48,8 @@ FINISH_REASONS = {
     Finish.END_OF_TEXT: pb.FINISH_REASON_END_OF_TEXT,
     Finish.LENGTH: pb.FINISH_REASON_LENGTH,
 }
+
+T = TypeVar("T")
 
 
 class Handle(Protocol):
@@ -116,10 +122,12 @@ class Served:
 
 
 class Tally:
-    """Wraps a policy and counts what its rounds came to."""
+    """Wraps a policy, counts what its rounds came to, and times them for the router's experience."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, experience: Experience) -> None:
         self._policy = policy
+        self._experience = experience
+        self._began_s = 0.0
         self.shape = TreeShape(())  # of the round that runs
         self.pulls: dict[str, int] = {}
         self.drafted = self.accepted = self.emitted = self.late = 0
@@ -129,10 +137,15 @@ class Tally:
         self.shape = self._policy.choose()
         name = str(self.shape)
         self.pulls[name] = self.pulls.get(name, 0) + 1
+        self._began_s = time.monotonic()
         return self.shape
 
     def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:
         self._policy.learn(shape, tree, verdict)
+        if sum(self.pulls.values()) > 1:  # the first round waits for its text to be opened
+            took_us = 1e6 * (time.monotonic() - self._began_s)
+            busy_us = tree.draft_us + verdict.verify_us + verdict.queue_us
+            self._experience.learn_hops(shape, max(took_us - busy_us, 0.0))
         self.drafted += tree.guesses
         self.accepted += len(verdict.ranks)
         self.emitted += len(verdict.tokens)
@@ -233,8 +246,8 @@ class Ingress:
             finish = self._finish_of_held(job)
             complete = pb.GenerateComplete()
             if finish is None:
-                tally = Tally(job.policy)
-                async with aclosing(self._run(job, text, tally, stream, complete)) as chunks:
+                tally = Tally(job.policy, self._experience[job.served.name])
+                async with aclosing(_ahead(self._run(job, text, tally, stream, complete))) as chunks:
                     async for chunk in chunks:
                         yield pb.GenerateResponse(chunk=chunk)
                 finish = text.finish
@@ -463,6 +476,33 @@ class Ingress:
         if not shape.off and not self.config.drafters_of(target):
             raise BadRequest("speculation", f"is {shape}, but {target} has no drafter")
         return Static(shape)
+
+
+async def _ahead(chunks: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+    """The same chunks; the next rounds run while one is sent, AHEAD of them at most."""
+    queue: asyncio.Queue[T | None] = asyncio.Queue(AHEAD)
+
+    async def drive() -> None:
+        try:
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    await queue.put(chunk)
+        finally:
+            with contextlib.suppress(asyncio.QueueFull):  # then the reader sees the task's end when it has read on
+                queue.put_nowait(None)
+
+    driver = asyncio.create_task(drive())
+    try:
+        while not (driver.done() and queue.empty()):
+            chunk = await queue.get()
+            if chunk is None:
+                break
+            await asyncio.sleep(0)  # the next round's call leaves first
+            yield chunk
+        await driver
+    finally:
+        driver.cancel()
+        await asyncio.wait({driver})
 
 
 def _check_ids(name: str, ids: list[int], vocabulary: int) -> None:

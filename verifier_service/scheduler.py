@@ -151,7 +151,8 @@ class Scheduler:
         return self._pack(self._running)
 
     def apply(self, outcome: Outcome) -> list[tuple[int, int]]:
-        """Take in what came of the last plan and answer. Returns (session, base) of the rounds likely to come next."""
+        """Take in what came of the last plan and answer. Returns (session, base) of the rounds likely to come next and
+        to need noise."""
         walks = iter(outcome.walks)
         likely = []
         for share in self._running:
@@ -163,7 +164,8 @@ class Scheduler:
                 session.append([session.text.ids[-1], *verdict.tokens[:-1]])  # the root and the path below it
                 session.asks.remove(share.ask)
                 share.ask.answer(verdict)
-                likely.append((session.number, len(session.text.ids) + len(verdict.tokens)))
+                if not session.warp.greedy:
+                    likely.append((session.number, len(session.text.ids) + len(verdict.tokens)))
             self._settle_opening(session)
         self._running = []
         return likely

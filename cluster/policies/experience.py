@@ -61,9 +61,9 @@ def row_bucket(rows: int) -> int:
 
 @dataclass(slots=True)
 class Experience:
-    """Costs and lengths so far. `hop_us` is what a call to a peer costs beyond the peer's own time."""
+    """Costs and lengths so far. `hop` is what a call to a peer costs beyond the peer's own time."""
 
-    hop_us: float = 500.0
+    hop: Cost = field(default_factory=Cost)
     draft_costs: dict[TreeShape, Cost] = field(default_factory=dict)
     verify_costs: dict[int, Cost] = field(default_factory=dict)  # by row bucket
     lengths: dict[tuple[str, TreeShape], Length] = field(default_factory=dict)
@@ -75,13 +75,17 @@ class Experience:
         self.verify_costs.setdefault(row_bucket(tree.rows), Cost()).learn(verdict.verify_us + verdict.queue_us)
         self.lengths.setdefault((temperature_class(temperature), shape), Length()).learn(verdict.length)
 
+    def learn_hops(self, shape: TreeShape, us: float) -> None:
+        """What a round with this shape took beyond the time in which its peers were busy or had it queued."""
+        self.hop.learn(us / (1 if shape.off else 2))
+
     def round_us(self, shape: TreeShape) -> float | None:
         """The predicted time of a round with this shape; None until something like it was seen."""
         verify = self.verify_costs.get(row_bucket(shape.rows))
         if shape.off:
-            return verify.us + self.hop_us if verify else None
+            return verify.us + self.hop.us if verify else None
         draft = self.draft_costs.get(shape)
-        return draft.us + verify.us + 2 * self.hop_us if draft and verify else None
+        return draft.us + verify.us + 2 * self.hop.us if draft and verify else None
 
     def prior(self, shape: TreeShape, temperature: float) -> Length:
         """How a new request starts out on this arm: the mean so far, weighing at most PRIOR_ROUNDS."""

@@ -16,7 +16,7 @@ from dendro.v1 import generation_pb2 as pb
 from dendro.v1 import generation_pb2_grpc
 from edge import END, MAX_LENGTH, VOCABULARY, FakePlaces, ingress, plain_answer
 
-from cluster.ingress import serve_plain
+from cluster.ingress import AHEAD, serve_plain
 from cluster.redis_server import RedisServer
 from cluster.sessions import MemorySessions, RedisSessions, Sessions
 
@@ -217,6 +217,18 @@ async def test_a_client_that_leaves_stops_the_work_within_a_round_and_the_leases
         await asyncio.sleep(0.1)
         assert places.rounds == rounds < 20
     assert {who for who, _ in places.closed} == {"drafter", "verifier"}
+
+
+async def test_rounds_do_not_wait_for_the_sending_of_chunks_nor_run_far_ahead_of_it():
+    places = FakePlaces()
+    events = ingress(places).generate(pb.GenerateRequest(text=PROMPT, max_new_tokens=100, speculation="off"))
+    kinds = [(await anext(events)).WhichOneof("event") for _ in range(2)]
+    assert kinds == ["started", "chunk"]
+    await asyncio.sleep(0.1)  # nobody reads
+    assert 1 + AHEAD <= places.rounds <= 3 + AHEAD
+    rest = [event async for event in events]
+    assert places.rounds == len(rest) == 100
+    assert rest[-1].WhichOneof("event") == "complete"
 
 
 async def test_an_orphan_ends_at_its_wall_clock_limit():
