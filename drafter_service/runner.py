@@ -14,7 +14,7 @@ from tree_kernels.noise import NoiseRows
 from tree_kernels.warp import Warp, drafter_order
 from tree_layers.states import States, as_slots
 
-from drafter_service.models.mamba import MambaModel
+from drafter_service.models import Model
 from drafter_service.scheduler import Outcome, Plan
 
 Arrays = Mapping[str, npt.NDArray[np.generic]]
@@ -32,7 +32,7 @@ class Law:
 class Runner:
     """A model, its memory, and the law of each session. Used by one thread, in inference mode."""
 
-    def __init__(self, model: MambaModel, slots: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, model: Model, slots: int, dtype: torch.dtype, device: torch.device) -> None:
         self.model = model
         self.device = device
         self.states = States(model.shapes, slots, dtype, device)

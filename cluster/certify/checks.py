@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from dendro.calls import CloseCall, OpenCall, Terms, TextUpdate, VerifyCall, new_opening
+from dendro.calls import CloseCall, DraftCall, OpenCall, Terms, TextUpdate, VerifyCall, new_opening
 from dendro.client import Asking
 from dendro.text import Limits, Sampling, Text
 from dendro.tree import OFF, DraftTree, TreeShape
@@ -16,17 +17,18 @@ from tree_kernels.warp import Warp, tokens_of
 
 from cluster.certify.asking import Law, Step, answers
 from cluster.certify.law import expected_law, fit
+from cluster.certify.own_drafter import own_drafter
 from cluster.certify.promises import Promise, first_difference
 from cluster.certify.twin import (
     KeyedByRow,
     LogitsOf,
     OneTooMany,
-    SelfDrafter,
     TwinVerifier,
     answer_of,
     float32_noise_is_infinite,
     top_k_as_if_sampled,
 )
+from drafter_service.engine import DrafterEngine
 from verifier_service.engine import VerifierEngine
 
 Prompt = tuple[int, ...]
@@ -198,35 +200,47 @@ async def planted_faults_are_noticed(
 
 
 async def the_target_drafts_for_itself(
-    engine: VerifierEngine, prompts: Sequence[Prompt], tokens: int, step: Step
+    verifier: VerifierEngine, prompts: Sequence[Prompt], tokens: int, step: Step
 ) -> Promise:
     """(e) A drafter made of the target has every guess accepted, at every temperature, in chains and trees."""
     promise = Promise("(e) the target, drafting for itself, is always right")
-    for temperature in (0.0, 0.7, 1.0):
-        for shape in SHAPES_OF_ITS_OWN:
-            rounds, full = 0, 0
-            for seed, prompt in enumerate(prompts):
-                text = Text(prompt, Sampling(temperature, seed=seed), Limits(len(prompt) + tokens, ignore_end=True))
-                drafter = SelfDrafter(engine.logits_of, text.sampling)
-                opening = new_opening()
-                terms = Terms(text.sampling, text.limits, "", ())
-                held = len(text)
-                await engine.open(OpenCall(_update(opening, text, 0), terms))
-                while text.finish is None:
-                    tree = await drafter.draft(text, shape)
-                    verdict = await engine.verify(VerifyCall(_update(opening, text, held), tree))
-                    held = len(text)
-                    text.commit(verdict)
-                    rounds += 1
-                    full += verdict.length == shape.depth + 1 and not any(verdict.ranks)
-                await engine.close(CloseCall(_update(opening, text, held)))
-                promise.answers += 1
-                promise.tokens_compared += tokens
-                step()
-            promise.check(
-                full == rounds, f"temperature {temperature:g}, {shape}: {full} of {rounds} rounds wholly accepted"
-            )
+    drafter = own_drafter(verifier, await verifier.hello())
+    drafter.start()
+    try:
+        for temperature in (0.0, 0.7, 1.0):
+            for shape in SHAPES_OF_ITS_OWN:
+                rounds = full = 0
+                for seed, prompt in enumerate(prompts):
+                    limits = Limits(len(prompt) + tokens, ignore_end=True)
+                    text = Text(prompt, Sampling(temperature, seed=seed), limits)
+                    lengths = await _lengths(verifier, drafter, text, shape)
+                    rounds += len(lengths)
+                    full += sum(length == shape.depth + 1 for length in lengths)
+                    promise.answers += 1
+                    promise.tokens_compared += tokens
+                    step()
+                promise.check(
+                    full == rounds, f"temperature {temperature:g}, {shape}: {full} of {rounds} rounds wholly accepted"
+                )
+    finally:
+        drafter.stop()
     return promise
+
+
+async def _lengths(verifier: VerifierEngine, drafter: DrafterEngine, text: Text, shape: TreeShape) -> list[int]:
+    """Finish a text; what each round would have emitted by first-ranked guesses alone, whatever its limit cut."""
+    call = OpenCall(_update(new_opening(), text, 0), Terms(text.sampling, text.limits, "", ()))
+    await asyncio.gather(verifier.open(call), drafter.open(call))
+    opening, held, lengths = call.update.opening, len(text), []
+    while text.finish is None:
+        tree = await drafter.draft(DraftCall(_update(opening, text, held), shape))
+        verdict = await verifier.verify(VerifyCall(_update(opening, text, held), tree))
+        held = len(text)
+        text.commit(verdict)
+        lengths.append(verdict.length if not any(verdict.ranks) else 0)
+    close = CloseCall(_update(opening, text, held))
+    await asyncio.gather(verifier.close(close), drafter.close(close))
+    return lengths
 
 
 def margin_in(checkpoint: Path, dtype: torch.dtype) -> Callable[[Sequence[int]], float]:

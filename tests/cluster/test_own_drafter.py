@@ -1,0 +1,44 @@
+"""The drafter service with the target for a model: its first guesses are what the target emits, or the check says no."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import make_checkpoint
+
+from cluster.certify.checks import the_target_drafts_for_itself
+from drafter_service.runner import Runner
+from verifier_service.engine import VerifierEngine
+
+PROMPTS = ((1, 2, 3, 4, 5), (9, 8, 7, 6, 5, 4, 3))
+
+
+@pytest.fixture
+async def verifier(tmp_path: Path):
+    make_checkpoint(tmp_path)
+    engine = VerifierEngine.load(tmp_path, name="tiny", dtype=torch.float32, max_length=64)
+    await engine.start()
+    yield engine
+    await engine.stop()
+
+
+async def test_every_guess_of_the_targets_own_drafter_is_accepted(verifier):
+    promise = await the_target_drafts_for_itself(verifier, PROMPTS, 12, lambda: None)
+    assert promise.kept, promise.found
+    assert promise.answers == 9 * len(PROMPTS)
+
+
+async def test_a_drafter_that_keys_its_noise_by_another_position_is_noticed(verifier, monkeypatch):
+    right = Runner._noise
+
+    def late(self, laws, rows, plan):
+        plan.positions[:] += 1
+        return right(self, laws, rows, plan)
+
+    monkeypatch.setattr(Runner, "_noise", late)
+    promise = await the_target_drafts_for_itself(verifier, PROMPTS, 12, lambda: None)
+    assert not promise.kept
+    assert len(promise.found) == 3, "at temperature 0 there is no noise to be keyed"
+    assert len(promise.broken) == 6
