@@ -67,8 +67,6 @@ class Model(Section):
     threads: int = Field(default=1, ge=1)
     replicas: int = Field(default=1, ge=0)
     resources: Resources = Resources()
-    max_length: int = Field(default=2048, ge=2)
-    """Tokens of the longest text that a replica holds, prompt and answer together."""
     max_sessions: int = Field(default=16, ge=1)
     """Texts that a replica holds at once."""
 
@@ -76,6 +74,8 @@ class Model(Section):
 class Target(Model):
     """A served model: one verifier deployment."""
 
+    max_length: int = Field(default=2048, ge=2)
+    """Tokens of the longest text that a replica holds, prompt and answer together."""
     max_rows: int = Field(default=MAX_ROWS, ge=1, le=MAX_ROWS)
     """Rows of the largest tree, its root among them."""
     max_depth: int = Field(default=16, ge=0, le=MAX_ROWS - 1)

@@ -1,4 +1,4 @@
-"""The drafter service with the target for a model: its first guesses are what the target emits, or the check says no."""
+"""The drafter service with the target for a model: its first guesses are what the target emits, or certify says no."""
 
 from __future__ import annotations
 
