@@ -1,45 +1,139 @@
 """What a router may expect of a peer, whether it is in this process or at the other end of a stream.
 
-The same suite runs on the fakes and on the fakes behind a socket; engines are added by naming them in `PEERS`.
+One suite for the fakes, the fakes behind a socket, the engines, and the engines behind a socket.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
+import fakes
 import pytest
+import tiny_mamba
+import tiny_models
+import torch
 from dendro.calls import CloseCall, DraftCall, OpenCall, Terms, TextUpdate, VerifyCall, new_opening
 from dendro.errors import BadRequest, NotFound, Overloaded
+from dendro.state import MemoryStates
 from dendro.text import Finish, Limits, Sampling, Text
-from dendro.tree import DraftTree, TreeShape
-from fakes import VOCABULARY, FakeDrafter, FakeVerifier, new_text, plain
+from dendro.tree import OFF, DraftTree, TreeShape
+from fakes import FakeDrafter, FakeVerifier
 from sockets import drafter_at, verifier_at
+from transformers import AutoModelForCausalLM
 
-from cluster.handles import FarDrafter, FarVerifier
+from drafter_service.engine import DrafterEngine
+from verifier_service.engine import VerifierEngine
 
 SHAPE = TreeShape.parse("(2,1,1)")
+KINDS = ("fake, near", "fake, far", "engine, near", "engine, far")
+SESSIONS = 32
+Greedy = Callable[[Sequence[int], int], list[int]]
 
 
-@pytest.fixture(params=["near", "far"])
-async def drafter(request) -> AsyncIterator[tuple[FakeDrafter | FarDrafter, FakeDrafter]]:
-    engine = FakeDrafter()
-    if request.param == "near":
-        yield engine, engine
-        return
-    async with drafter_at(engine) as (_, pool):
-        yield (await pool.lease()).peer, engine
+@dataclass(frozen=True)
+class Case:
+    """A peer, and what the suite knows of the engine behind it."""
+
+    peer: Any
+    engine: Any
+    vocabulary: int
+    open_texts: Callable[[], int]
+    greedy: Greedy  # the target's own answer to a text
 
 
-@pytest.fixture(params=["near", "far"])
-async def verifier(request) -> AsyncIterator[tuple[FakeVerifier | FarVerifier, FakeVerifier]]:
-    engine = FakeVerifier()
-    if request.param == "near":
-        yield engine, engine
-        return
-    async with verifier_at(engine) as (_, pool):
-        yield (await pool.lease()).peer, engine
+@pytest.fixture(scope="session")
+def target(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("target")
+    tiny_models.make_checkpoint(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def mamba(tmp_path_factory) -> Path:
+    """A drafter with the target's tokenizer."""
+    folder = tmp_path_factory.mktemp("mamba")
+    model = AutoModelForCausalLM.from_config(tiny_mamba.tiny_config("mamba", tiny_models.PADDED))
+    tiny_mamba.randomise(model, 0)
+    model.save_pretrained(folder)
+    tiny_models.write_tokenizer(folder)
+    return folder
+
+
+def greedy_of(folder: Path) -> Greedy:
+    """What transformers' `generate` gives for a checkpoint."""
+
+    def greedy(ids: Sequence[int], count: int) -> list[int]:
+        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        model.generation_config.eos_token_id = None
+        model.generation_config.suppress_tokens = list(range(tiny_models.VOCABULARY, tiny_models.PADDED))
+        said = model.generate(torch.tensor([list(ids)]), max_new_tokens=count, do_sample=False)
+        return said[0, len(ids) :].tolist()
+
+    return greedy
+
+
+@asynccontextmanager
+async def drafter_engine(folder: Path) -> AsyncIterator[DrafterEngine]:
+    engine = DrafterEngine.load(folder, name="tiny", states=MemoryStates(), max_sessions=SESSIONS)
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.stop()
+
+
+@asynccontextmanager
+async def verifier_engine(folder: Path) -> AsyncIterator[VerifierEngine]:
+    engine = VerifierEngine.load(folder, name="tiny", dtype=torch.float32, max_length=128, max_sessions=SESSIONS)
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
+@pytest.fixture(params=KINDS)
+def kind(request) -> str:
+    """Of both peers alike: their vocabularies must be one."""
+    return request.param
+
+
+@pytest.fixture
+async def drafter(kind, mamba) -> AsyncIterator[Case]:
+    fake, near = kind.startswith("fake"), kind.endswith("near")
+    async with drafter_engine(mamba) as real:
+        engine = FakeDrafter() if fake else real
+        vocabulary = fakes.VOCABULARY if fake else tiny_models.VOCABULARY
+        case = Case(engine, engine, vocabulary, lambda: len(engine.held) if fake else engine.sessions, fakes.plain)
+        if near:
+            yield case
+            return
+        async with drafter_at(engine) as (_, pool):
+            yield replace(case, peer=(await pool.lease()).peer)
+
+
+@pytest.fixture
+async def verifier(kind, target) -> AsyncIterator[Case]:
+    fake, near = kind.startswith("fake"), kind.endswith("near")
+    async with verifier_engine(target) as real:
+        engine = FakeVerifier() if fake else real
+        vocabulary = fakes.VOCABULARY if fake else tiny_models.VOCABULARY
+        greedy = fakes.plain if fake else greedy_of(target)
+        case = Case(engine, engine, vocabulary, lambda: len(engine.held if fake else engine.scheduler.sessions), greedy)
+        if near:
+            yield case
+            return
+        async with verifier_at(engine) as (_, pool):
+            yield replace(case, peer=(await pool.lease()).peer)
+
+
+def new_text(prompt: Sequence[int] = (5, 6, 7), count: int = 40, sampling: Sampling | None = None) -> Text:
+    return Text(prompt, sampling or Sampling(), Limits(len(prompt) + count, ignore_end=True))
 
 
 def whole(text: Text, opening: bytes) -> TextUpdate:
@@ -55,55 +149,61 @@ def opening_of(text: Text) -> OpenCall:
 
 
 async def test_the_hello_is_the_engines_own(drafter, verifier):
-    for peer, engine in (drafter, verifier):
-        assert await peer.hello() == await engine.hello()
+    for case in (drafter, verifier):
+        assert await case.peer.hello() == await case.engine.hello()
 
 
-async def test_an_opening_says_what_it_took(verifier):
-    peer, _ = verifier
-    opened = await peer.open(opening_of(new_text([1, 2, 3, 4])))
-    assert (opened.restored, opened.processed) == (0, 3)
+async def test_an_opening_says_what_it_took(drafter, verifier):
+    for case in (drafter, verifier):
+        opened = await case.peer.open(opening_of(new_text([1, 2, 3, 4])))
+        assert (opened.restored, opened.processed) == (0, 3)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-async def test_rounds_give_the_plain_answer_and_the_closing_saves_it(drafter, verifier, temperature):
+async def test_rounds_give_the_plain_answer_and_the_closing_ends_them(drafter, verifier, temperature):
     sampling = Sampling(temperature=temperature, seed=2**64 - 1)
-    text = new_text(count=30, sampling=sampling)
-    openings = []
-    for peer, _ in (drafter, verifier):
-        call = opening_of(text)
-        openings.append(call.update.opening)
-        await peer.open(call)
-    told = len(text)
-    while text.finish is None:
-        base = len(text)
-        tree = await drafter[0].draft(DraftCall(rest(text, openings[0], told), SHAPE))
-        verdict = await verifier[0].verify(VerifyCall(rest(text, openings[1], told), tree))
-        text.commit(verdict)
-        told = base
-    assert text.answer == plain([5, 6, 7], 30, sampling) and text.finish is Finish.LENGTH
-    for (peer, engine), opening in zip((drafter, verifier), openings, strict=True):
-        closed = await peer.close(CloseCall(rest(text, opening, told)))
-        assert closed.saved == len(text) - 1 and engine.held == {}
+    answers = []
+    for shape in (OFF, SHAPE):
+        text = new_text(count=30, sampling=sampling)
+        openings = []
+        for case in (drafter, verifier):
+            call = opening_of(text)
+            openings.append(call.update.opening)
+            await case.peer.open(call)
+        told = len(text)
+        while text.finish is None:
+            base = len(text)
+            tree = await drafter.peer.draft(DraftCall(rest(text, openings[0], told), shape))
+            verdict = await verifier.peer.verify(VerifyCall(rest(text, openings[1], told), tree))
+            text.commit(verdict)
+            told = base
+        assert text.finish is Finish.LENGTH
+        answers.append(text.answer)
+        for case, opening in zip((drafter, verifier), openings, strict=True):
+            closed = await case.peer.close(CloseCall(rest(text, opening, told)))
+            assert closed.saved in (0, len(text) - 1)  # a verifier's keys are not saved
+            assert case.open_texts() == 0
+    assert answers[0] == answers[1]
+    if not temperature:
+        assert answers[0] == verifier.greedy([5, 6, 7], 30)
 
 
 async def test_a_verdict_may_be_dropped_and_asked_for_again(verifier):
-    peer, _ = verifier
     text = new_text()
     call = opening_of(text)
-    await peer.open(call)
+    await verifier.peer.open(call)
     update = rest(text, call.update.opening, len(text))
-    first = await peer.verify(VerifyCall(update, DraftTree.root_only(text.root)))
-    again = await peer.verify(VerifyCall(update, DraftTree.root_only(text.root)))
+    first = await verifier.peer.verify(VerifyCall(update, DraftTree.root_only(text.root)))
+    again = await verifier.peer.verify(VerifyCall(update, DraftTree.root_only(text.root)))
     assert first.tokens == again.tokens
 
 
 @pytest.mark.parametrize("harm", ["unknown opening", "other digest", "a gap in the text"])
 async def test_a_text_that_differs_is_not_found(verifier, drafter, harm):
     text = new_text()
-    for peer, _ in (verifier, drafter):
+    for case in (verifier, drafter):
         call = opening_of(text)
-        await peer.open(call)
+        await case.peer.open(call)
         update = rest(text, call.update.opening, len(text))
         bad = {
             "unknown opening": replace(update, opening=new_opening()),
@@ -111,65 +211,73 @@ async def test_a_text_that_differs_is_not_found(verifier, drafter, harm):
             "a gap in the text": replace(update, start=len(text) + 1, base=len(text) + 1),
         }[harm]
         with pytest.raises(NotFound):
-            if peer is verifier[0]:
-                await peer.verify(VerifyCall(bad, DraftTree.root_only(text.root)))
+            if case is verifier:
+                await case.peer.verify(VerifyCall(bad, DraftTree.root_only(text.root)))
             else:
-                await peer.draft(DraftCall(bad, SHAPE))
+                await case.peer.draft(DraftCall(bad, SHAPE))
 
 
-@pytest.mark.parametrize(
-    "tree",
-    [DraftTree.root_only(99), DraftTree.of([7, VOCABULARY], [-1, 0])],
-    ids=["another root", "past the vocabulary"],
-)
-async def test_a_tree_that_does_not_fit_is_refused_and_the_opening_stands(verifier, tree):
-    peer, _ = verifier
+@pytest.mark.parametrize("fault", ["another root", "past the vocabulary"])
+async def test_a_tree_that_does_not_fit_is_refused_and_the_opening_stands(verifier, fault):
     text = new_text()
     call = opening_of(text)
-    await peer.open(call)
+    await verifier.peer.open(call)
     update = rest(text, call.update.opening, len(text))
+    tree = DraftTree.root_only(99) if fault == "another root" else DraftTree.of([7, verifier.vocabulary], [-1, 0])
     with pytest.raises(BadRequest) as refused:
-        await peer.verify(VerifyCall(update, tree))
+        await verifier.peer.verify(VerifyCall(update, tree))
     assert refused.value.field == "tree.tokens"
-    verdict = await peer.verify(VerifyCall(update, DraftTree.root_only(text.root)))
-    assert list(verdict.tokens) == plain(text.ids, 1)
+    verdict = await verifier.peer.verify(VerifyCall(update, DraftTree.root_only(text.root)))
+    assert list(verdict.tokens) == verifier.greedy(text.ids, 1)
 
 
-async def test_no_room_is_overload_and_leaves_nothing_behind(drafter):
-    peer, engine = drafter
-    engine.max_sessions = 1
-    first = opening_of(new_text())
-    await peer.open(first)
-    with pytest.raises(Overloaded):
-        await peer.open(opening_of(new_text()))
-    await peer.close(CloseCall(first.update))
-    await peer.open(opening_of(new_text()))
+async def test_no_room_is_overload_and_leaves_nothing_behind(drafter, verifier):
+    for case in (drafter, verifier):
+        if isinstance(case.engine, FakeDrafter | FakeVerifier):
+            case.engine.max_sessions = SESSIONS
+        first = opening_of(new_text())
+        await case.peer.open(first)
+        for _ in range(SESSIONS - 1):
+            await case.peer.open(opening_of(new_text()))
+        with pytest.raises(Overloaded):
+            await case.peer.open(opening_of(new_text()))
+        await case.peer.close(CloseCall(first.update))
+        await case.peer.open(opening_of(new_text()))
+        assert case.open_texts() == SESSIONS
+
+
+async def first_tokens(peer: Any, texts: Sequence[Text]) -> list[list[int]]:
+    """What a verifier says to all of them, asked at once."""
+    calls = [opening_of(text) for text in texts]
+    await asyncio.gather(*(peer.open(call) for call in calls))
+    asked = []
+    for text, call in zip(texts, calls, strict=True):
+        update = rest(text, call.update.opening, len(text))
+        asked.append(peer.verify(VerifyCall(update, DraftTree.root_only(text.root))))
+    return [list(verdict.tokens) for verdict in await asyncio.gather(*asked)]
 
 
 async def test_many_requests_do_not_mix(verifier):
-    peer, engine = verifier
-    engine.pause_s = 0.01
-    texts = [Text([token, 2, 3], Sampling(), Limits(20)) for token in range(24)]
-    calls = [opening_of(text) for text in texts]
-    await asyncio.gather(*(peer.open(call) for call in calls))
-    verdicts = await asyncio.gather(
-        *(
-            peer.verify(VerifyCall(rest(text, call.update.opening, len(text)), DraftTree.root_only(text.root)))
-            for text, call in zip(texts, calls, strict=True)
-        )
-    )
-    assert [list(verdict.tokens) for verdict in verdicts] == [plain(text.ids, 1) for text in texts]
-    assert engine.largest_batch == len(texts)
+    texts = [new_text([token, 2, 3]) for token in range(24)]
+    assert await first_tokens(verifier.peer, texts) == [verifier.greedy(text.ids, 1) for text in texts]
 
 
+@pytest.mark.parametrize("kind", ["fake, near", "fake, far"], indirect=True)
+async def test_calls_of_many_requests_are_at_the_engine_together(verifier):
+    verifier.engine.pause_s = 0.01
+    texts = [new_text([token, 2, 3]) for token in range(24)]
+    await first_tokens(verifier.peer, texts)
+    assert verifier.engine.largest_batch == len(texts)
+
+
+@pytest.mark.parametrize("kind", ["fake, near", "fake, far"], indirect=True)
 async def test_closing_while_opening_frees_the_opening(drafter):
-    peer, engine = drafter
-    engine.open_pause_s = 30.0
+    drafter.engine.open_pause_s = 30.0
     call = opening_of(new_text())
-    opening = asyncio.ensure_future(peer.open(call))
+    opening = asyncio.ensure_future(drafter.peer.open(call))
     await asyncio.sleep(0.05)
     opening.cancel()  # what a handle does, before it closes
     await asyncio.wait({opening})
     with pytest.raises(NotFound):
-        await peer.close(CloseCall(call.update))
-    assert engine.held == {}
+        await drafter.peer.close(CloseCall(call.update))
+    assert drafter.open_texts() == 0
