@@ -100,6 +100,9 @@ def load_verifier(name: str, target: Target, states: StateStore) -> VerifierEngi
         threads=target.threads,
         max_length=target.max_length,
         max_sessions=target.max_sessions,
+        max_waiting=target.max_waiting,
+        memory_fraction=target.memory_fraction,
+        share_prefixes=target.share_prefixes,
         max_rows=target.max_rows,
         max_depth=target.max_depth,
     )
@@ -123,8 +126,8 @@ class _Shell:
                 yield item
 
     async def stats(self) -> dict[str, int]:
-        """The replica's counters."""
-        return self._replica.stats()
+        """The replica's counters, and its engine's."""
+        return self._engine.stats() | self._replica.stats()
 
     async def __del__(self) -> None:  # Serve awaits it when the replica was drained
         await self._replica.stop()
@@ -231,17 +234,17 @@ def build(
         "graceful_shutdown_wait_loop_s": 0.1,
     }
 
-    def replicas(name: str, model: Model) -> dict[str, Any]:
+    def replicas(name: str, model: Model, waiting: int = 0) -> dict[str, Any]:
         return {
             "name": name,
             "num_replicas": model.replicas,
-            "max_ongoing_requests": model.max_sessions,
+            "max_ongoing_requests": model.max_sessions + waiting,  # leases
             "ray_actor_options": _actor_options(model.resources, engine_environment(model.threads)),
             **common,
         }
 
     targets = {
-        name: _deployment(VerifierShell, **replicas(f"verifier-{name}", target)).bind(
+        name: _deployment(VerifierShell, **replicas(f"verifier-{name}", target, target.max_waiting)).bind(
             name, target, longest_s, states, verifier
         )
         for name, target in config.targets.items()

@@ -240,6 +240,12 @@ def bench_speed(context: typer.Context) -> None:
     _hand_over("cluster.bench.command", "bench_speed", context)
 
 
+@bench.command("load", context_settings=ELSEWHERE, add_help_option=False)
+def bench_load(context: typer.Context) -> None:
+    """Measure many clients at once, beside transformers' batches."""
+    _hand_over("cluster.bench.load_command", "bench_load", context)
+
+
 def main() -> None:
     """The entry point: an error of the family is one line and exit status 2 (bad input) or 1."""
     try:

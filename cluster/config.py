@@ -76,6 +76,13 @@ class Target(Model):
 
     max_length: int = Field(default=2048, ge=2)
     """Tokens of the longest text that a replica holds, prompt and answer together."""
+    max_waiting: int = Field(default=64, ge=0)
+    """Texts that wait at a replica for one of its places; past them a request is refused with RESOURCE_EXHAUSTED."""
+    memory_fraction: float | None = Field(default=None, gt=0, le=1)
+    """The share of the device's free memory, once the weights are loaded, that texts may take. Default: as much as
+    `max_sessions` of the longest texts need."""
+    share_prefixes: bool = True
+    """Whether texts of one tenant that begin alike share that part's memory and computation."""
     max_rows: int = Field(default=MAX_ROWS, ge=1, le=MAX_ROWS)
     """Rows of the largest tree, its root among them."""
     max_depth: int = Field(default=16, ge=0, le=MAX_ROWS - 1)

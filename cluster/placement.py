@@ -53,6 +53,10 @@ class Engine(Peer, Protocol):
         """Ends the work at hand; those who still wait are told so."""
         ...
 
+    def stats(self) -> dict[str, int]:
+        """Counters and gauges by name."""
+        ...
+
 
 class DrafterEngine(DrafterPeer, Engine, Protocol):
     """A drafter of this process."""

@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -183,6 +183,10 @@ class DrafterEngine:
         if self._thread is not None and self._thread.is_alive():
             self._inbox.put(None)
             self._thread.join()
+
+    def stats(self) -> dict[str, int]:
+        """What was done since the start, and what is held now."""
+        return asdict(self.counters) | {"sessions": self.sessions, "free_slots": self.free_slots}
 
     @property
     def sessions(self) -> int:

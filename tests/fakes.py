@@ -82,6 +82,9 @@ class _Fake:
     def stop(self) -> None:
         return
 
+    def stats(self) -> dict[str, int]:
+        return {}
+
     async def hello(self) -> Hello:
         return Hello(
             protocol=PROTOCOL_VERSION,

@@ -10,12 +10,13 @@ import logging
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from dendro.calls import PROTOCOL_VERSION, CloseCall, Closed, Hello, OpenCall, Opened, VerifyCall
-from dendro.errors import BadRequest, PeerLost
+from dendro.errors import BadRequest, EngineFailed, PeerLost
 from dendro.text import Verdict
 from dendro.tree import MAX_ROWS, DraftTree
 from tree_kernels.tree_attention import PAGE
@@ -54,15 +55,21 @@ class VerifierEngine:
         threads: int = 1,
         max_length: int = 2048,
         max_sessions: int = 16,
+        max_waiting: int = 64,
         max_rows: int = MAX_ROWS,
         max_depth: int = 16,
         pool_tokens: int | None = None,
+        memory_fraction: float | None = None,
+        share_prefixes: bool = True,
         prefill_chunk: int = 256,
     ) -> Self:
         """Load a checkpoint and check the engine's rows; takes seconds. Raises BadRequest, naming the field.
 
-        max_length: tokens of a text, prompt and answer. pool_tokens: tokens of all texts that are open; by default
-        room for `max_sessions` of the longest. prefill_chunk: rows of a step, and so of a chunk of a prompt.
+        max_length: tokens of a text, prompt and answer. max_sessions: texts that hold memory at once; `max_waiting`
+        more may wait for their turn. pool_tokens: tokens of all texts that are open; or memory_fraction: the share of
+        the device's free memory that they may take, once the weights are loaded; by default there is room for
+        `max_sessions` of the longest. share_prefixes: whether texts of one tenant that begin alike share that part's
+        memory and computation. prefill_chunk: rows of a step, and so of a chunk of a prompt.
         On a CPU, `MKL_CBWR=AUTO,STRICT` must be in the environment before torch is imported; without it the
         engine works and announces the exactness `margin`.
         """
@@ -73,23 +80,34 @@ class VerifierEngine:
             raise BadRequest("prefill_chunk", f"{prefill_chunk}; at least {2 * MAX_ROWS}")
         if device.type == "cpu":
             torch.set_num_threads(threads)
+        if pool_tokens is not None and memory_fraction is not None:
+            raise BadRequest("memory_fraction", "and pool_tokens both say how large the pool is: name one")
+        if memory_fraction is not None and not 0 < memory_fraction <= 1:
+            raise BadRequest("memory_fraction", f"{memory_fraction}; above 0 and at most 1")
         longest = pages_for(max_length + max_depth)
-        pages = pages_for(pool_tokens) if pool_tokens is not None else max_sessions * longest
-        if pages < 1 or max_length < 2:
-            raise BadRequest("pool_tokens, max_length", f"{pool_tokens} and {max_length} leave no room for a text")
         buckets = buckets_up_to(prefill_chunk)
         target = load_target(path, dtype, device, buckets, threads)
         if max_length > target.max_positions:
             raise BadRequest("max_length", f"{max_length}; the model has {target.max_positions} positions")
+        pages = max_sessions * longest
+        if pool_tokens is not None:
+            pages = pages_for(pool_tokens)
+        elif memory_fraction is not None:
+            pages = int(memory_fraction * free_bytes(device)) // (target.token_bytes * PAGE)
+        if pages < 1 or max_length < 2:
+            raise BadRequest("pool_tokens, max_length", f"{pages} pages and {max_length} leave no room for a text")
         capacity = Capacity(
             vocabulary=target.vocabulary,
             max_length=max_length,
             max_rows=max_rows,
             max_depth=max_depth,
             max_sessions=max_sessions,
+            max_waiting=max_waiting,
             step_rows=prefill_chunk,
+            sizes=buckets,
             prefill_rows=prefill_chunk // 4,
             pages=pages,
+            share_prefixes=share_prefixes,
             first_scratch=(1 + pages + longest) * PAGE,
             end_ids=target.end_ids,
         )
@@ -166,14 +184,19 @@ class VerifierEngine:
         if self._loop is not None:
             self._loop.cancel()
             await asyncio.gather(self._loop, return_exceptions=True)
-        self.scheduler.stop()
+        self.scheduler.give_up(PeerLost("verifier: it was stopped"))
         await asyncio.to_thread(self._thread.shutdown)
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
         ahead: list[tuple[int, int]] = []  # (session, position) of noise to compute while nothing else is to do
         while True:
-            plan = self.scheduler.next()
+            try:
+                plan = self.scheduler.next()
+            except Exception as error:  # ours: no text's place is known for sure any more, but the replica lives
+                log.exception("verifier: the scheduler broke; all its texts are given up")
+                self.scheduler.give_up(EngineFailed(f"verifier: {error}"))
+                continue
             if closed := self.scheduler.take_closed():
                 self._thread.submit(self.runner.forget, closed)
             if plan is not None:
@@ -193,6 +216,18 @@ class VerifierEngine:
                 self._work.clear()
                 await self._work.wait()
 
+    def stats(self) -> dict[str, int]:
+        """What was done since the start, and what is held now."""
+        memory = self.scheduler.memory
+        return {
+            **asdict(self.scheduler.counters),
+            "shared_tokens": memory.shared_tokens,
+            "pages": memory.book.pages,
+            "pages_held": memory.held,
+            "pages_held_at_most": memory.peak,
+            "sessions": len(self.scheduler.sessions),
+        }
+
     # For checks: the target's own logits, without a session
 
     def logits_of(self, ids: Sequence[int], tree: DraftTree) -> torch.Tensor:
@@ -203,3 +238,10 @@ class VerifierEngine:
         `start`.
         """
         return self._thread.submit(self.runner.tree_logits, ids, tree).result()
+
+
+def free_bytes(device: torch.device) -> int:
+    """Free memory of a device: an accelerator's own, or this machine's."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

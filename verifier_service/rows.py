@@ -46,7 +46,8 @@ class Outcome:
     """What came of a plan."""
 
     walks: tuple[Walk, ...]  # one per draw
-    run_us: int
+    forward_us: int  # of the model, attention included
+    run_us: int  # of all of the step's work in the model's thread
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -52,15 +52,23 @@ class Runner:
         """One forward and the walks of its trees; accepted guesses are kept."""
         started = time.perf_counter()
         with torch.inference_mode():
-            logits = self.forward(plan)
+            inputs = self._begin(plan)
+            began = time.perf_counter()
+            logits = self.target.logits(*inputs)
+            forwarded = time.perf_counter()
             walks = [
                 self.walker.walk(draw, logits[draw.wanted : draw.wanted + len(draw.tokens)]) for draw in plan.draws
             ]
             self._keep(plan, walks)
-        return Outcome(tuple(walks), int(1e6 * (time.perf_counter() - started)))
+        ended = time.perf_counter()
+        return Outcome(tuple(walks), int(1e6 * (forwarded - began)), int(1e6 * (ended - started)))
 
     def forward(self, plan: Plan) -> Tensor:
         """Logits [wanted rows, vocabulary] float32. Writes every row's keys and values."""
+        return self.target.logits(*self._begin(plan))[: len(plan.wanted)]
+
+    def _begin(self, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+        """Tell the seats of a step's rows; returns the padded tokens, positions and wanted rows."""
         count = len(plan.tokens)
         padded = self._bucket(count)
         positions = self._tensor(plan.positions)
@@ -79,7 +87,7 @@ class Runner:
         tokens = torch.nn.functional.pad(self._tensor(plan.tokens), missing)
         wanted = np.zeros(self._bucket(len(plan.wanted)), np.int64)
         wanted[: len(plan.wanted)] = plan.wanted
-        return self.target.logits(tokens, places, self._tensor(wanted))[: len(plan.wanted)]
+        return tokens, places, self._tensor(wanted)
 
     def prepare(self, session: int, position: int) -> None:
         """Compute noise ahead, in idle time."""

@@ -7,6 +7,7 @@ Outcome -> apply(): what the memory now covers, and the answers
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,14 +15,16 @@ from typing import Any, Protocol
 
 import numpy as np
 from dendro.calls import CloseCall, Closed, OpenCall, Opened, PeerText, Terms, VerifyCall
-from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, Overloaded, PeerLost
+from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, Overloaded
 from dendro.text import Verdict, cut_verdict
 from dendro.tree import DraftTree
 from tree_kernels.tree_attention import PAGE, near_window
 from tree_kernels.tree_walk import Walk
 from tree_kernels.warp import Warp
-from tree_layers.memory import PageBook, pages_for
+from tree_layers.memory import pages_for
 
+from verifier_service.budget import StepCosts, path_in, worthwhile
+from verifier_service.memory import Memory, TextMemory, salt_of
 from verifier_service.rows import NO_ROWS, Outcome, Plan, pack, text_rows
 from verifier_service.walk import Draw
 
@@ -36,10 +39,13 @@ class Capacity:
     max_length: int  # tokens of a text
     max_rows: int  # rows of a tree
     max_depth: int
-    max_sessions: int
+    max_sessions: int  # texts that hold pages at once
+    max_waiting: int  # texts that wait for their turn behind them
     step_rows: int  # rows of a step
+    sizes: tuple[int, ...]  # numbers of rows that a step is padded to
     prefill_rows: int  # rows of a step that are kept for prompts while trees wait, and their limit beside trees
     pages: int  # for texts
+    share_prefixes: bool
     first_scratch: int  # the slots for guesses begin here
     end_ids: frozenset[int]
 
@@ -86,23 +92,37 @@ class Session:
     terms: Terms
     warp: Warp
     text: PeerText
-    pages: list[int]  # for the longest that the text may become
-    consumed: list[int] = field(default_factory=list)  # tokens whose keys are in their places
+    memory: TextMemory
     opening: Ask | None = None  # until the prompt is consumed
     asks: deque[Ask] = field(default_factory=deque)  # verifications, in order of arrival
+    admitted: bool = False  # it may hold pages; where not, it waits for its turn
+    counted: bool = False  # among those that had to wait
+    restored: int = 0  # tokens that were there when it was admitted first
 
     @property
     def lacking(self) -> int:
         """Committed tokens before the root that the memory has not consumed."""
-        return len(self.text.ids) - 1 - len(self.consumed)
+        return len(self.text.ids) - 1 - len(self.memory.consumed)
 
-    def append(self, tokens: Sequence[int]) -> None:
-        """The keys of these tokens are in their places now: what follows what was consumed, certain or drawn."""
-        self.consumed += tokens
+    @property
+    def waits(self) -> bool:
+        """Somebody waits for it to come on."""
+        return self.opening is not None or bool(self.asks)
 
-    def drop(self, length: int) -> None:
-        """Forget what was consumed past `length` tokens. An index only: the keys are written over."""
-        del self.consumed[length:]
+
+@dataclass(slots=True)
+class Counters:
+    """What happened since the start; only ever grows."""
+
+    steps: int = 0
+    step_us: int = 0  # from the choice of a step's rows to its answers
+    forward_us: int = 0  # of that, the model's forward
+    rows: int = 0
+    guesses: int = 0  # of them, rows of trees below a root
+    trimmed: int = 0  # guesses that were sent and left out
+    waited: int = 0  # texts that had to wait for their turn
+    refused: int = 0  # texts for which even the queue had no place
+    set_back: int = 0  # times that a text gave its pages to an older one, to be computed again
 
 
 @dataclass(slots=True, eq=False)
@@ -110,8 +130,9 @@ class _Share:
     """What one session has in a step."""
 
     session: Session
-    prefill: int  # committed rows, from `covered` on
+    prefill: int  # committed rows, from what is consumed on
     ask: Ask | None  # with its tree
+    tree: DraftTree | None = None  # what the step takes of it
 
 
 class Scheduler:
@@ -119,13 +140,16 @@ class Scheduler:
 
     def __init__(self, capacity: Capacity) -> None:
         self.capacity = capacity
-        self.book = PageBook(capacity.pages)
-        self.sessions: dict[bytes, Session] = {}
+        self.memory = Memory(capacity.pages, capacity.share_prefixes)
+        self.counters = Counters()
+        self.costs = StepCosts()
+        self.sessions: dict[bytes, Session] = {}  # in order of age
         self._inbox: deque[Ask] = deque()
         self._numbers = 0
         self._closed: list[int] = []
         self._running: list[_Share] = []
-        self._started = 0.0
+        self._began = self._started = 0.0  # of the last step: the choice of its rows, and their packing
+        self._size = 0  # rows of the last plan, padded
 
     def submit(self, ask: Ask) -> None:
         """Take in a call; it is looked at by the next `next`."""
@@ -133,6 +157,7 @@ class Scheduler:
 
     def next(self) -> Plan | None:
         """The next step, or None where nothing needs one. Answers at once what needs none."""
+        began = time.perf_counter()
         while self._inbox:
             ask = self._inbox.popleft()
             if ask.given_up and not isinstance(ask.call, CloseCall):
@@ -144,30 +169,42 @@ class Scheduler:
         for opening, session in list(self.sessions.items()):
             if session.opening is not None and session.opening.given_up:
                 self._free(opening)
+        self._admit()
         self._running = self._pick()
         if not self._running:
             return None
         self._started = time.perf_counter()
-        return self._pack(self._running)
+        self._began = began
+        plan = self._pack(self._running)
+        sizes = self.capacity.sizes
+        self._size = sizes[min(bisect_left(sizes, len(plan.tokens)), len(sizes) - 1)]
+        self.counters.steps += 1
+        self.counters.rows += len(plan.tokens)
+        self.counters.guesses += sum(len(draw.tokens) - 1 for draw in plan.draws)
+        return plan
 
     def apply(self, outcome: Outcome) -> list[tuple[int, int]]:
         """Take in what came of the last plan and answer. Returns (session, base) of the rounds likely to come next and
         to need noise."""
         walks = iter(outcome.walks)
         likely = []
+        self.costs.learn(self._size, outcome.run_us)
         for share in self._running:
             session = share.session
-            done = len(session.consumed)
-            session.append(session.text.ids[done : done + share.prefill])
+            done = len(session.memory.consumed)
+            self.memory.append(session.memory, session.text.ids[done : done + share.prefill])
             if share.ask is not None:
                 verdict = self._verdict(session, share.ask, next(walks), outcome.run_us)
-                session.append([session.text.ids[-1], *verdict.tokens[:-1]])  # the root and the path below it
+                path = [session.text.ids[-1], *verdict.tokens[:-1]]  # the root and the guesses below it
+                self.memory.append(session.memory, path)
                 session.asks.remove(share.ask)
                 share.ask.answer(verdict)
                 if not session.warp.greedy:
                     likely.append((session.number, len(session.text.ids) + len(verdict.tokens)))
             self._settle_opening(session)
         self._running = []
+        self.counters.forward_us += outcome.forward_us
+        self.counters.step_us += int(1e6 * (time.perf_counter() - self._began))
         return likely
 
     def fail(self, error: Exception) -> None:
@@ -178,13 +215,13 @@ class Scheduler:
                     self._free(opening, EngineFailed(f"verifier: {error}"))
         self._running = []
 
-    def stop(self) -> None:
-        """Fail whatever waits."""
+    def give_up(self, reason: DendroError) -> None:
+        """End all texts, and tell whoever waits why."""
         for ask in self._inbox:
-            ask.fail(PeerLost("verifier: it was stopped"))
+            ask.fail(reason)
         self._inbox.clear()
         for opening in list(self.sessions):
-            self._free(opening, PeerLost("verifier: it was stopped"))
+            self._free(opening, reason)
 
     def take_closed(self) -> tuple[int, ...]:
         """Numbers of sessions that ended since they were last taken."""
@@ -226,14 +263,34 @@ class Scheduler:
         if needed > capacity.pages:
             raise BadRequest("limits.max_length", f"needs {needed} pages of {PAGE} tokens; there are {capacity.pages}")
         self._free(update.opening)
-        if len(self.sessions) >= capacity.max_sessions:
-            raise Overloaded(f"sessions: all {capacity.max_sessions} are taken")
-        if needed > self.book.free:
-            raise Overloaded(f"pages: {needed} wanted, {self.book.free} of {capacity.pages} free")
+        if len(self.sessions) >= capacity.max_sessions + capacity.max_waiting:
+            self.counters.refused += 1
+            raise Overloaded(
+                f"sessions: {capacity.max_sessions} texts are open and {len(self.sessions) - capacity.max_sessions} "
+                f"wait, the most that may"
+            )
         self._numbers += 1
-        session = Session(self._numbers, call.terms, warp, text, self.book.take(needed), opening=ask)
-        self.sessions[update.opening] = session
-        self._settle_opening(session)
+        memory = TextMemory(salt_of(call.terms.tenant))
+        self.sessions[update.opening] = Session(self._numbers, call.terms, warp, text, memory, opening=ask)
+
+    def _admit(self) -> None:
+        """Let texts that wait have their turn, in order of age, as long as there are places and pages for them."""
+        admitted = sum(session.admitted for session in self.sessions.values())
+        for session in self.sessions.values():
+            if session.admitted:
+                continue
+            base = len(session.text.ids)
+            room = admitted < self.capacity.max_sessions
+            if not room or pages_for(base + self.capacity.max_depth) > self.memory.book.free:
+                self.counters.waited += not session.counted
+                session.counted = True
+                if room:  # a short text does not overtake a long one for ever
+                    return
+                continue
+            session.admitted = True
+            admitted += 1
+            session.restored = self.memory.adopt(session.memory, session.text.ids[:-1])
+            self._settle_opening(session)
 
     def _check_text(self, base: int, tokens: Sequence[int]) -> None:
         if base < 1:
@@ -250,7 +307,8 @@ class Scheduler:
         ask = session.opening
         if ask is not None and not session.lacking:
             waited = int(1e6 * (time.perf_counter() - ask.arrived))
-            ask.answer(Opened(restored=0, processed=len(session.consumed), open_us=waited))
+            processed = len(session.memory.consumed) - session.restored
+            ask.answer(Opened(session.restored, processed, waited))
             session.opening = None
 
     def _free(self, opening: bytes, error: DendroError | None = None) -> None:
@@ -258,7 +316,7 @@ class Scheduler:
         session = self.sessions.pop(opening, None)
         if session is None:
             return
-        self.book.give(session.pages)
+        self.memory.release(session.memory)
         self._closed.append(session.number)
         reason = error or NotFound("opening: it was closed")
         for ask in (*session.asks, *([session.opening] if session.opening else [])):
@@ -272,24 +330,53 @@ class Scheduler:
         for session in self.sessions.values():
             if session.opening is None and (ask := self._followed(session)) is not None:
                 ready.append((ask.arrived, session, ask))
+        for session in self.sessions.values():
+            if session.waits and session.admitted and not session.memory.pages:
+                # Set back: what others have published of its text is as good as computed.
+                self.memory.adopt(session.memory, session.text.ids[:-1])
         ready.sort(key=lambda each: each[0])
-        prompts = any(session.opening is not None for session in self.sessions.values())
+        prompts = any(session.admitted and session.opening is not None for session in self.sessions.values())
         room = self.capacity.step_rows - (self.capacity.prefill_rows if prompts else 0)
         shares: list[_Share] = []
-        for _, session, ask in ready:
+        taken: set[int] = set()
+        for _, session, ask in ready:  # the roots, and what lies before them
             assert isinstance(ask.call, VerifyCall)
-            rows = session.lacking + ask.call.tree.rows
-            if rows <= room:
-                shares.append(_Share(session, session.lacking, ask))
-                room -= rows
+            deepest = len(session.text.ids) + int(ask.call.tree.depths.max())
+            if session.lacking < room and self._hold(session, deepest, taken):
+                shares.append(_Share(session, session.lacking, ask, ask.call.tree))
+                taken.add(session.number)
+                room -= session.lacking + 1
+        self._trim(shares, room)
         room = self.capacity.prefill_rows if shares else self.capacity.step_rows
-        taken = {share.session.number for share in shares}
-        for session in self.sessions.values():  # the oldest first
+        for session in list(self.sessions.values()):  # the oldest first
             rows = min(session.lacking, room)
-            if rows and session.number not in taken and (session.opening is not None or session.asks):
+            if not rows or session.number in taken or not session.admitted or not session.waits:
+                continue
+            if self._hold(session, len(session.memory.consumed) + rows, taken):
                 shares.append(_Share(session, rows, None))
+                taken.add(session.number)
                 room -= rows
         return shares
+
+    def _trim(self, shares: Sequence[_Share], room: int) -> None:
+        """Leave out of the trees what does not fit, and what is not worth its rows."""
+        trees = [share.tree for share in shares if share.tree is not None]
+        must = sum(share.prefill + 1 for share in shares)
+        kept = worthwhile(trees, must, room, self.capacity.sizes, self.costs)
+        for share, tree in zip(shares, kept, strict=True):
+            share.tree = tree
+        self.counters.trimmed += sum(map(_rows, trees)) - sum(map(_rows, kept))
+
+    def _hold(self, session: Session, tokens: int, taken: set[int]) -> bool:
+        """Let a text hold so many tokens, at the cost of younger ones where it must be; false where even that does not
+        do. Texts that are `taken` into the step keep what they hold."""
+        while not self.memory.grow(session.memory, tokens):
+            others = [other for other in self.sessions.values() if other.memory.pages and other.number not in taken]
+            if not others or others[-1].number <= session.number:
+                return False
+            self.memory.release(others[-1].memory)
+            self.counters.set_back += 1
+        return True
 
     def _followed(self, session: Session) -> Ask | None:
         """The session's first call that is in order, its text brought up to it."""
@@ -310,12 +397,13 @@ class Scheduler:
         self._check_text(call.update.base, call.update.tokens)
         if call.update.base >= session.terms.limits.max_length:
             raise BadRequest("text", f"has reached its limit of {session.terms.limits.max_length} tokens")
-        stands = min(session.text.follow(call.update), len(session.consumed))
+        consumed = session.memory.consumed
+        stands = min(session.text.follow(call.update), len(consumed))
         # The last verdict's path was appended at once: it stands as far as its tokens came back with this call.
         ids = session.text.ids
-        while stands < len(session.consumed) and stands < len(ids) and session.consumed[stands] == ids[stands]:
+        while stands < len(consumed) and stands < len(ids) and consumed[stands] == ids[stands]:
             stands += 1
-        session.drop(min(stands, len(ids) - 1))  # the root is consumed with its tree
+        self.memory.cut(session.memory, min(stands, len(ids) - 1))  # the root is consumed with its tree
         self._check_tree(call, ids[-1])
 
     def _check_tree(self, call: VerifyCall, root: int) -> None:
@@ -333,17 +421,16 @@ class Scheduler:
         parts, draws = [], []
         start, guesses, wanted = 0, 0, [NO_ROWS]
         for share in shares:
-            session, tree = share.session, None
-            committed = np.arange(len(session.consumed), len(session.consumed) + share.prefill)
+            session, tree = share.session, share.tree
+            done = len(session.memory.consumed)
+            committed = np.arange(done, done + share.prefill)
             scratch = self.capacity.first_scratch + guesses
-            if share.ask is not None:
-                assert isinstance(share.ask.call, VerifyCall)
-                tree = share.ask.call.tree
+            if tree is not None:
                 first = start + share.prefill
                 draws.append(self._draw(session, tree, first, sum(map(len, wanted))))
                 wanted.append(np.arange(first, first + tree.rows))
                 guesses += tree.guesses
-            part = text_rows(session.text.ids, committed, tree, session.pages, scratch, self.capacity.near)
+            part = text_rows(session.text.ids, committed, tree, session.memory.pages, scratch, self.capacity.near)
             parts.append(part)
             start += len(part.tokens)
         return pack(parts, np.concatenate(wanted), draws)
@@ -364,13 +451,19 @@ class Scheduler:
         )
 
     def _verdict(self, session: Session, ask: Ask, walked: Walk, run_us: int) -> Verdict:
+        assert isinstance(ask.call, VerifyCall)
+        path, ranks = path_in(ask.call.tree, walked.tokens[:-1])  # the step's tree may have been less than was sent
         verdict = Verdict(
             tokens=walked.tokens,
-            path=walked.path,
-            ranks=walked.ranks,
+            path=path,
+            ranks=ranks,
             finish=None,
             length=len(walked.tokens),
             verify_us=run_us,
             queue_us=max(int(1e6 * (self._started - ask.arrived)), 0),
         )
         return cut_verdict(verdict, self.capacity.end_ids, len(session.text.ids), session.terms.limits)
+
+
+def _rows(tree: DraftTree) -> int:
+    return tree.rows

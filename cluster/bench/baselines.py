@@ -20,7 +20,7 @@ from typing import Any
 
 from dendro.errors import BadRequest, EngineFailed
 
-from cluster.bench.measurement import ASSISTED, GENERATE, LOOKUP, Answer
+from cluster.bench.measurement import ASSISTED, BATCH, CONTINUOUS, GENERATE, LOOKUP, Answer
 
 LOOKUP_TOKENS = 5
 LOOKUP_NGRAM = 3
@@ -97,6 +97,33 @@ class Baselines:
             raise EngineFailed(f"{row}: {len(answer)} tokens instead of {tokens}")
         return Answer(tuple(answer), seconds, clock.times[1] - started, clock.counts[1], len(clock.times) - 1)
 
+    def batch(self, row: str, prompts: Sequence[Sequence[int]], tokens: int) -> dict[str, float]:
+        """Greedy answers of `tokens` tokens to all prompts at once: `tokens` in all and the `seconds` they took.
+
+        The prompts have one length, so that nothing is padded.
+        """
+        torch = self._torch
+        ids = torch.tensor([list(prompt) for prompt in prompts], device=self.device)
+        started = time.perf_counter()
+        if row == BATCH:
+            with torch.inference_mode():
+                found = self.target.generate(
+                    ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False
+                )
+            count = found[:, ids.shape[1] :].numel()
+        elif row == CONTINUOUS:
+            from transformers import GenerationConfig
+
+            config = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+            said = self.target.generate_batch(inputs=ids.tolist(), generation_config=config, progress_bar=False)
+            count = sum(len(each.generated_tokens) for each in said.values())
+        else:
+            raise BadRequest("row", f"{row!r} is none of {BATCH}, {CONTINUOUS}")
+        seconds = time.perf_counter() - started
+        if count != tokens * len(prompts):
+            raise EngineFailed(f"{row}: {count} tokens instead of {tokens * len(prompts)}")
+        return {"tokens": count, "seconds": seconds}
+
 
 def serve_lines(target: Path, assistant: Path | None, dtype: str, threads: int) -> None:
     """Answer one JSON line on standard output for each on standard input, until there are no more."""
@@ -110,8 +137,8 @@ def serve_lines(target: Path, assistant: Path | None, dtype: str, threads: int) 
     print("ready", file=lines)
     for line in sys.stdin:
         try:
-            answer = baselines.answer(**json.loads(line))
-            said: dict[str, object] = asdict(answer)
+            call = json.loads(line)
+            said: dict[str, Any] = baselines.batch(**call) if "prompts" in call else asdict(baselines.answer(**call))
         except Exception as error:  # the other process raises it
             said = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(said), file=lines)
@@ -167,6 +194,14 @@ class BaselineProcess:
         if "error" in said:
             raise EngineFailed(f"{row}: {said['error']}")
         return Answer(**said | {"tokens": tuple(said["tokens"])})
+
+    async def batch(self, row: str, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[int, float]:
+        """As Baselines.batch: tokens and seconds; raises EngineFailed with what went wrong over there."""
+        call = {"row": row, "prompts": [list(prompt) for prompt in prompts], "tokens": tokens}
+        said = json.loads(await asyncio.to_thread(self._ask, json.dumps(call)))
+        if "error" in said:
+            raise EngineFailed(f"{row}: {said['error']}")
+        return int(said["tokens"]), float(said["seconds"])
 
     def _ask(self, line: str) -> str:
         assert self._process.stdin

@@ -88,11 +88,14 @@ def parse_temperatures(text: str) -> tuple[float, ...]:
 
 
 def target_config(models: Path, name: str) -> Config:
-    """The demo's configuration with THREADS threads, its target swapped for the costly one where that is meant."""
+    """The demo's configuration with THREADS threads, its target swapped for the costly one where that is meant.
+
+    Nothing is shared between texts: prompts come again, and the library computes them again.
+    """
     config = demo_config(models)
     (target,) = config.targets.values()
     checkpoint = costly_checkpoint(target.checkpoint) if name == COSTLY else target.checkpoint
-    swapped = target.model_copy(update={"checkpoint": checkpoint, "threads": THREADS})
+    swapped = target.model_copy(update={"checkpoint": checkpoint, "threads": THREADS, "share_prefixes": False})
     return config.model_copy(update={"targets": {name: swapped}})
 
 
@@ -233,7 +236,7 @@ def write_reports(report: dict[str, Any], json: Path | None, markdown: Path | No
     if json is not None:
         json.write_text(reports.as_json(report))
     if markdown is not None:
-        markdown.write_text(reports.as_markdown(report))
+        markdown.write_text(reports.as_markdown(report, reports.facts_of(report), reports.tables_of(report)))
     if plot is not None:
         reports.plot(report, plot)
 

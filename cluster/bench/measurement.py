@@ -9,6 +9,8 @@ from typing import Protocol
 GENERATE = "transformers generate"
 LOOKUP = "transformers prompt lookup"
 ASSISTED = "transformers assisted"
+BATCH = "transformers batch"
+CONTINUOUS = "transformers generate_batch"
 OFF = "off"
 AUTO = "auto"
 BASELINES = (GENERATE, LOOKUP, ASSISTED)

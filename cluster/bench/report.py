@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +70,17 @@ def _aim_cells(aim: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _tables(report: Report) -> Iterator[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
-    """Title, columns and cells of every table of the report, in order."""
+Cells = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
+"""Title, columns and rows of a table."""
+
+
+def aims_table(report: Report) -> Cells:
+    """The aims, and whether they were met."""
+    return "Aims", AIM_COLUMNS, [_aim_cells(aim) for aim in report["aims"]]
+
+
+def tables_of(report: Report) -> Iterator[Cells]:
+    """Every table of `dendro bench speed`, in order."""
     groups = dict.fromkeys((row["target"], row["temperature"]) for row in report["rows"])
     for target, temperature in groups:
         rows = [row for row in report["rows"] if (row["target"], row["temperature"]) == (target, temperature)]
@@ -80,11 +89,11 @@ def _tables(report: Report) -> Iterator[tuple[str, tuple[str, ...], list[tuple[s
         split = [_split_cells(row) for row in rows if "round_ms" in row]
         if split:
             yield f"{title}: where a round goes", SPLIT_COLUMNS, split
-    yield "Aims", AIM_COLUMNS, [_aim_cells(aim) for aim in report["aims"]]
+    yield aims_table(report)
 
 
-def _facts(report: Report) -> Iterator[str]:
-    """What the figures rest on, a line each."""
+def machine_facts(report: Report) -> Iterator[str]:
+    """Where, when and with what the figures were measured, a line each."""
     machine, settings = report["machine"], report["settings"]
     libraries = ", ".join(f"{name} {version}" for name, version in machine["libraries"].items())
     environment = ", ".join(f"{name}={value}" for name, value in machine["environment"].items())
@@ -96,6 +105,11 @@ def _facts(report: Report) -> Iterator[str]:
         f"{machine['threads']} threads for each engine"
     )
     yield f"Software: Python {machine['python']}, {libraries}; environment {environment or 'as it is by default'}"
+
+
+def facts_of(report: Report) -> Iterator[str]:
+    """What the figures of `dendro bench speed` rest on, a line each."""
+    yield from machine_facts(report)
     for name, target in report["targets"].items():
         check = target["identity"]
         agreed = f"{len(check['differences'])} differ" if check["differences"] else "all the same"
@@ -109,25 +123,30 @@ def _facts(report: Report) -> Iterator[str]:
 
 
 def show(console: Console, report: Report) -> None:
-    """Print the report for people."""
-    for fact in _facts(report):
+    """Print the report of `dendro bench speed` for people."""
+    show_tables(console, facts_of(report), tables_of(report))
+    for target in report["targets"].values():
+        for line in target["identity"]["differences"][:10]:
+            console.print(f"DIFFERENT: {line}", style="red", markup=False)
+
+
+def show_tables(console: Console, facts: Iterable[str], tables: Iterable[Cells]) -> None:
+    """Print facts and tables for people."""
+    for fact in facts:
         console.print(fact, highlight=False, markup=False)
-    for title, columns, rows in _tables(report):
+    for title, columns, rows in tables:
         table = Table(title=title, title_justify="left")
         for place, column in enumerate(columns):
             table.add_column(column, justify="left" if place == 0 or column in ("why", "shapes picked") else "right")
         for cells in rows:
             table.add_row(*cells)
         console.print(table)
-    for target in report["targets"].values():
-        for line in target["identity"]["differences"][:10]:
-            console.print(f"DIFFERENT: {line}", style="red", markup=False)
 
 
-def as_markdown(report: Report) -> str:
+def as_markdown(report: Report, facts: Iterable[str], tables: Iterable[Cells]) -> str:
     """The same figures as Markdown, ready to be committed."""
-    lines = [f"# dendro bench {report['bench']}", "", *(f"- {fact}" for fact in _facts(report))]
-    for title, columns, rows in _tables(report):
+    lines = [f"# dendro bench {report['bench']}", "", *(f"- {fact}" for fact in facts)]
+    for title, columns, rows in tables:
         lines += ["", f"## {title}", "", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
         lines += [f"| {' | '.join(cells)} |" for cells in rows]
     return "\n".join(lines) + "\n"

@@ -15,32 +15,72 @@ class PagesFull(RuntimeError):
 
 
 class PageBook:
-    """Which pages are free. Plain numbers: it knows of no tensor. Page 0 is the zero page and is never given out."""
+    """Which pages are free. Plain numbers: it knows of no tensor. Page 0 is the zero page and is never given out.
+
+    A page may be published under a name and is then held by everybody who finds it. One that nobody holds keeps its
+    contents until it is wanted for something else, the one given back longest ago first.
+    """
 
     def __init__(self, pages: int) -> None:
         self.pages = pages
-        self._free = list(range(pages, 0, -1))  # the lowest is given out first
-        self._out: set[int] = set()
+        self._blank = list(range(pages, 0, -1))  # the lowest is given out first
+        self._holders: dict[int, int] = {}
+        self._named: dict[bytes, int] = {}
+        self._names: dict[int, bytes] = {}
+        self._idle: dict[int, None] = {}  # published, and held by nobody
 
     @property
     def free(self) -> int:
-        return len(self._free)
+        """Pages that nobody holds."""
+        return len(self._blank) + len(self._idle)
 
     def take(self, count: int) -> list[int]:
         """Pages of undefined, finite contents. Raises PagesFull, taking none, where there are not as many."""
-        if count > len(self._free):
-            raise PagesFull(f"{count} pages of {PAGE} tokens wanted, {len(self._free)} of {self.pages} free")
-        taken = [self._free.pop() for _ in range(count)]
-        self._out.update(taken)
+        if count > self.free:
+            raise PagesFull(f"{count} pages of {PAGE} tokens wanted, {self.free} of {self.pages} free")
+        taken = []
+        for _ in range(count):
+            if self._blank:
+                page = self._blank.pop()
+            else:
+                page = next(iter(self._idle))
+                del self._idle[page], self._named[self._names.pop(page)]
+            self._holders[page] = 1
+            taken.append(page)
         return taken
 
     def give(self, pages: Sequence[int]) -> None:
-        """Take pages back. A page is given back once."""
-        for page in pages:
-            if page not in self._out:
+        """Take pages back, in the order of their text. A holder gives a page back once."""
+        for page in reversed(pages):  # a text's last page is of the least use to others: it goes first
+            if page not in self._holders:
                 raise ValueError(f"page {page} was not out")
-            self._out.remove(page)
-            self._free.append(page)
+            self._holders[page] -= 1
+            if self._holders[page]:
+                continue
+            del self._holders[page]
+            if page in self._names:
+                self._idle[page] = None
+            else:
+                self._blank.append(page)
+
+    def publish(self, page: int, name: bytes) -> int:
+        """Let others find a page whose contents are final. Where another has that name already, the caller holds that
+        one instead, and this one is given back: their contents are the same. Returns the page that is held."""
+        known = self.find(name)
+        if known is None:
+            self._named[name] = page
+            self._names[page] = name
+            return page
+        self.give([page])
+        return known
+
+    def find(self, name: bytes) -> int | None:
+        """Hold the page of this name, where there is one."""
+        page = self._named.get(name)
+        if page is not None:
+            self._holders[page] = self._holders.get(page, 0) + 1
+            self._idle.pop(page, None)
+        return page
 
 
 def pages_for(tokens: int) -> int:
@@ -70,7 +110,7 @@ class Pages:
     @property
     def token_bytes(self) -> int:
         """Bytes of one token over all layers."""
-        return sum(layout.kv_heads * layout.width * 4 for layout in self.layouts)
+        return sum(layout.token_bytes for layout in self.layouts)
 
     def append(self, source: Tensor, target: Tensor) -> None:
         """Keep guesses: copy slots [rows] to slots [rows], in every layer."""

@@ -404,7 +404,8 @@ async def test_markdown_and_console_show_every_row_every_aim_and_where_a_round_g
     console = Console(file=io.StringIO(), width=250)
     reports.show(console, report)
     printed = console.file.getvalue()
-    for text in (reports.as_markdown(report), printed):
+    markdown = reports.as_markdown(report, reports.facts_of(report), reports.tables_of(report))
+    for text in (markdown, printed):
         assert all(text.count(name) >= 2 for name in PLAN.rows)
         assert all(aim["aim"] in text for aim in report["aims"])
         assert "where a round goes" in text and "dendro bench speed" in text and "commit abc" in text

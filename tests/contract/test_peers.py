@@ -89,7 +89,9 @@ async def drafter_engine(folder: Path) -> AsyncIterator[DrafterEngine]:
 
 @asynccontextmanager
 async def verifier_engine(folder: Path) -> AsyncIterator[VerifierEngine]:
-    engine = VerifierEngine.load(folder, name="tiny", dtype=torch.float32, max_length=128, max_sessions=SESSIONS)
+    engine = VerifierEngine.load(
+        folder, name="tiny", dtype=torch.float32, max_length=128, max_sessions=SESSIONS, max_waiting=0
+    )
     await engine.start()
     try:
         yield engine

@@ -53,6 +53,11 @@ class Target:
     tokenizer: str
     linear: RowsReport
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of attention memory of one token."""
+        return sum(layout.token_bytes for layout in self.layouts)
+
     def logits(self, tokens: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
         """tokens, positions [rows] int64, wanted [k] rows; returns [k, vocabulary] float32.
 

@@ -41,6 +41,11 @@ class Layout:
     def width(self) -> int:
         return -(-(self.key_dim + self.value_dim + 1) // 16) * 16
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one slot."""
+        return self.kv_heads * self.width * 4
+
     def pool(self, slots: int, device: torch.device) -> Tensor:
         """[slots, kv_heads, width] float32, all zero. Untouched pages of it take no memory on a CPU."""
         return torch.zeros(slots, self.kv_heads, self.width, device=device)

@@ -1,0 +1,141 @@
+"""`dendro bench load`: start a cluster and the library, load both, say what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from dendro.client import AsyncClient
+from dendro.errors import BadRequest
+from rich.console import Console
+
+from cluster import app
+from cluster.app import engine_environment
+from cluster.bench import load_report
+from cluster.bench.baselines import BaselineProcess
+from cluster.bench.command import PLAIN_WIDTH, THREADS, Bars, commit_of, parameter_count, target_config
+from cluster.bench.load import Loader, LoadPlan, aims_of, measure_load, rows_of
+from cluster.bench.machine import describe_machine
+from cluster.bench.report import as_json, as_markdown, show_tables
+from cluster.bench.speed import COSTLY
+from cluster.config import DEMO_MODELS
+from cluster.demo.measure import PROMPT_TOKENS
+from cluster.demo.prompts import held_out_prompts, load_tokenizer
+from cluster.running import running_cluster
+
+CLIENTS, QUICK_CLIENTS = (1, 2, 4, 8, 16, 32), (1, 4)
+ARRIVALS, QUICK_ARRIVALS = (0.25, 0.5, 0.75, 1.0), (0.5,)
+PROMPTS = 32
+
+
+def parse_clients(text: str) -> tuple[int, ...]:
+    """Read `1,4,16`: different whole numbers from 1 up."""
+    try:
+        found = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise BadRequest("clients", f"{text!r} is not a list of numbers such as 1,4,16") from None
+    if min(found) < 1 or len(set(found)) != len(found):
+        raise BadRequest("clients", f"{text!r}: each must be at least 1 and named once")
+    return tuple(sorted(found))
+
+
+async def run_load(plan: LoadPlan, models: Path, progress: Callable[[str, int], Callable[[], None]]) -> dict[str, Any]:
+    """The whole measurement; the report as plain values."""
+    started = time.monotonic()
+    config = target_config(models, COSTLY)
+    (target,) = config.targets.values()
+    places = max(plan.clients)
+    target = target.model_copy(update={"max_sessions": max(places, target.max_sessions)})
+    drafters = {
+        name: each.model_copy(update={"max_sessions": max(places, each.max_sessions)})
+        for name, each in config.drafters.items()
+    }
+    config = config.model_copy(update={"targets": {COSTLY: target}, "drafters": drafters})
+    library = BaselineProcess(target.checkpoint, None, target.dtype, target.threads, engine_environment(target.threads))
+
+    async def stats() -> Mapping[str, int]:
+        return await asyncio.to_thread(app.deployment_stats, f"verifier-{COSTLY}")
+
+    try:
+        async with running_cluster(config) as address, AsyncClient(address) as client, library:
+            loader = Loader(client, plan.prompts, plan.tokens, stats)
+            blocks, silent = await measure_load(plan, loader, library, progress("loads", plan.blocks))
+    finally:
+        library.stop()
+    return {
+        "bench": "load",
+        "machine": describe_machine(THREADS),
+        "settings": {
+            "command": " ".join(["dendro", *sys.argv[1:]]),
+            "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            "commit": commit_of(Path(__file__).parent),
+            "local": False,
+            "seed": plan.seed,
+            "seconds": round(time.monotonic() - started, 1),
+        },
+        "plan": {
+            "parameters": parameter_count(target.checkpoint),
+            "dtype": target.dtype,
+            "drafter": ", ".join(config.drafters),
+            "tokens": plan.tokens,
+            "prompt_tokens": PROMPT_TOKENS,
+            "answers": plan.answers,
+            "requests": plan.requests,
+            "repetitions": plan.repetitions,
+        },
+        "silent": silent,
+        "rows": rows_of(blocks),
+        "aims": aims_of(blocks, plan.clients),
+    }
+
+
+def bench_load(
+    quick: Annotated[bool, typer.Option("--quick", help="A minute or two: few clients, one repetition.")] = False,
+    json: Annotated[Path | None, typer.Option(help="Write the report as JSON.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture; its suffix says of what kind.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write the tables as Markdown.")] = None,
+    clients: Annotated[
+        str | None, typer.Option(help="Of the closed loops, separated by commas. (default 1,2,4,8,16,32; quick 1,4)")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="New tokens of every answer.")] = 32,
+    answers: Annotated[int, typer.Option(min=1, help="Of every client of a closed loop.")] = 1,
+    requests: Annotated[int, typer.Option(min=1, help="Of every open loop.")] = 16,
+    repetitions: Annotated[int | None, typer.Option(min=1, help="(default 5; quick 1)", show_default=False)] = None,
+    seed: Annotated[int, typer.Option(help="Of the order, and of the arrivals.")] = 0,
+    models: Annotated[Path, typer.Option(help="A folder as `dendro train demo` writes it.")] = DEMO_MODELS,
+) -> None:
+    """Load a cluster with many clients, on the costly target: closed loops of more and more clients, then requests that
+    arrive by chance; without speculation, with one tree and with the policy, beside transformers' batches.
+    """
+    prompts = held_out_prompts(PROMPTS, PROMPT_TOKENS, load_tokenizer(models), models)
+    plan = LoadPlan(
+        prompts=tuple(prompt.token_ids for prompt in prompts),
+        tokens=tokens,
+        clients=parse_clients(clients) if clients is not None else QUICK_CLIENTS if quick else CLIENTS,
+        answers=answers,
+        arrivals=QUICK_ARRIVALS if quick else ARRIVALS,
+        requests=requests,
+        repetitions=repetitions if repetitions is not None else 1 if quick else 5,
+        seed=seed,
+    )
+    bars = Bars(Console(stderr=True))
+    with bars.progress:
+        report = asyncio.run(run_load(plan, models, bars.begin))
+    console = Console()
+    facts, tables = list(load_report.facts_of(report)), list(load_report.tables_of(report))
+    show_tables(console if console.is_terminal else Console(width=PLAIN_WIDTH + 30), facts, tables)
+    for path in (json, markdown, plot):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+    if json is not None:
+        json.write_text(as_json(report))
+    if markdown is not None:
+        markdown.write_text(as_markdown(report, facts, tables))
+    if plot is not None:
+        load_report.plot(report, plot)

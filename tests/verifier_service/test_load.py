@@ -1,0 +1,365 @@
+"""Many texts, little memory: waiting, growing, sharing, giving way. Every text's tokens are those it has when alone."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+from dendro.calls import CloseCall, OpenCall, Terms, TextUpdate, VerifyCall, new_opening
+from dendro.errors import BadRequest, NotFound, Overloaded
+from dendro.text import Limits, Sampling, Tokens
+from dendro.tree import DraftTree
+from tiny_models import make_checkpoint
+from tree_kernels.tree_attention import PAGE
+
+from verifier_service.budget import StepCosts, path_in, reached, subtree, worthwhile
+from verifier_service.engine import VerifierEngine
+from verifier_service.memory import Memory, TextMemory, salt_of
+
+SIZES = (8, 16, 24, 32, 48, 64)
+LAWS = (Sampling(), Sampling(temperature=1.0, seed=5), Sampling(temperature=0.7, top_k=20, top_p=0.9, seed=6))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("llama")
+    make_checkpoint(path)
+    return path
+
+
+def engine_of(folder, dtype=torch.float32, **limits):
+    said = {"max_length": 256, "max_sessions": 8, "max_waiting": 64, "prefill_chunk": 128} | limits
+    return VerifierEngine.load(folder, name="tiny", dtype=dtype, **said)
+
+
+class Router:
+    """One request's view of the engine."""
+
+    def __init__(self, engine, prompt, sampling=None, count=24, tenant=""):
+        self.engine, self.prompt = engine, list(prompt)
+        self.text = Tokens()
+        self.text.extend(prompt)
+        self.end = len(prompt) + count
+        self.terms = Terms(sampling or Sampling(), Limits(self.end, ignore_end=True), tenant, ())
+        self.opening, self.known = new_opening(), 0
+
+    def update(self):
+        ids = self.text.ids
+        return TextUpdate(self.opening, len(ids), self.text.digests[-1], self.known, tuple(ids[self.known :]))
+
+    async def open(self):
+        opened = await self.engine.open(OpenCall(self.update(), self.terms))
+        self.known = len(self.text)
+        return opened
+
+    async def round(self, tree=None):
+        tree = tree or DraftTree.root_only(self.text.ids[-1])
+        call = VerifyCall(self.update(), tree)
+        self.known = len(self.text)
+        verdict = await self.engine.verify(call)
+        for above, row, token in zip(verdict.path, verdict.path[1:], verdict.tokens, strict=False):
+            assert tree.parents[row] == above and tree.tokens[row] == token, (
+                "the path is none of the tree that was sent"
+            )
+            assert tree.children(above)[verdict.ranks[verdict.path.index(above)]] == row
+        self.text.extend(verdict.tokens)
+        return verdict
+
+    async def close(self):
+        return await self.engine.close(CloseCall(self.update()))
+
+    @property
+    def answer(self):
+        return self.text.ids[len(self.prompt) :]
+
+    async def finish(self, trees=None):
+        await self.open()
+        while len(self.text) < self.end:
+            await self.round(trees(self) if trees else None)
+        await self.close()
+        return self.answer
+
+
+def guessing(rng, truth):
+    """Trees of random shape, in which the true continuation is somewhere, as far as luck has it."""
+
+    def tree(router):
+        tokens, parents, values = [router.text.ids[-1]], [-1], [0.0]
+        done, right, level = len(router.answer), 0, [0]
+        for step in range(int(rng.integers(0, 6))):
+            below = []
+            for parent in level:
+                siblings = dict.fromkeys(rng.integers(0, 256, int(rng.integers(1, 4))).tolist())
+                if parent == right and done + step < len(truth) and rng.random() < 0.8:
+                    siblings[truth[done + step]] = None
+                for token in siblings:
+                    if len(tokens) < 32:
+                        tokens.append(token)
+                        parents.append(parent)
+                        values.append(float(rng.normal()) - 1.0)
+                        below.append(len(tokens) - 1)
+            wanted = truth[done + step] if done + step < len(truth) else None
+            right = next((row for row in below if parents[row] == right and tokens[row] == wanted), -1)
+            level = below[:4]
+        return DraftTree.of(tokens, parents, np.minimum(values, 0.0))
+
+    return tree
+
+
+async def alone(engine, prompts, laws, count):
+    """What each text is answered when no other is there."""
+    return [await Router(engine, prompt, law, count).finish() for prompt, law in zip(prompts, laws, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("seed", range(3))
+async def test_random_arrivals_and_departures_in_little_memory_change_no_token(folder, dtype, seed):
+    """Pages for about three of the texts, places for eight: texts wait, share, are set back and computed again."""
+    rng = np.random.default_rng(seed)
+    engine = engine_of(folder, dtype, pool_tokens=9 * PAGE)
+    await engine.start()
+    try:
+        begins = [rng.integers(0, 256, 70).tolist(), []]
+        prompts = [begins[k % 2] + rng.integers(0, 256, int(rng.integers(1, 90))).tolist() for k in range(14)]
+        laws = [LAWS[int(rng.integers(0, len(LAWS)))] for _ in prompts]
+        count = 40
+        truths = await alone(engine, prompts, laws, count)
+
+        async def request(place):
+            await asyncio.sleep(float(rng.random()) * 0.05)
+            router = Router(engine, prompts[place], laws[place], count)
+            if place % 5 == 4:  # leaves in the middle
+                await router.open()
+                for _ in range(5):
+                    await router.round()
+                await router.close()
+                assert truths[place][: len(router.answer)] == router.answer
+                return
+            assert await router.finish(guessing(rng, truths[place])) == truths[place]
+
+        await asyncio.gather(*(request(place) for place in range(len(prompts))))
+        stats = engine.stats()
+        assert stats["set_back"] > 0 and stats["shared_tokens"] > 0
+        assert stats["pages_held"] == stats["sessions"] == 0
+        assert stats["pages_held_at_most"] <= 9
+    finally:
+        await engine.stop()
+
+
+async def test_a_text_that_finds_no_place_waits_its_turn_and_one_too_many_is_refused(folder):
+    engine = engine_of(folder, max_sessions=2, max_waiting=1)
+    await engine.start()
+    try:
+        first, second, third = (Router(engine, [token, 2, 3]) for token in (1, 2, 3))
+        await first.open()
+        await second.open()
+        waiting = asyncio.ensure_future(third.open())
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        with pytest.raises(Overloaded, match="2 texts are open and 1 wait"):
+            await Router(engine, [4, 2, 3]).open()
+        await first.close()
+        assert (await waiting).processed == 2
+        for router in (second, third):
+            await router.close()
+        stats = engine.stats()
+        assert (stats["waited"], stats["refused"], stats["sessions"], stats["pages_held"]) == (1, 1, 0, 0)
+    finally:
+        await engine.stop()
+
+
+async def test_a_waiting_text_whose_caller_leaves_makes_room(folder):
+    engine = engine_of(folder, max_sessions=1, max_waiting=1)
+    await engine.start()
+    try:
+        first, second, third = (Router(engine, [token, 2, 3]) for token in (1, 2, 3))
+        await first.open()
+        waiting = asyncio.ensure_future(second.open())
+        await asyncio.sleep(0.02)
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        queued = asyncio.ensure_future(third.open())
+        await asyncio.sleep(0.02)
+        await first.close()
+        await queued
+        await third.close()
+        with pytest.raises(NotFound):
+            await second.round()
+        assert engine.stats()["sessions"] == 0
+    finally:
+        await engine.stop()
+
+
+async def test_a_text_that_can_never_fit_is_refused_at_once_with_the_numbers(folder):
+    engine = engine_of(folder, pool_tokens=2 * PAGE)
+    await engine.start()
+    try:
+        with pytest.raises(BadRequest, match="needs 4 pages of 64 tokens; there are 2"):
+            await Router(engine, [1] * 100, count=100).open()
+    finally:
+        await engine.stop()
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.5])
+def test_a_memory_fraction_must_be_one(folder, fraction):
+    with pytest.raises(BadRequest, match="memory_fraction"):
+        engine_of(folder, memory_fraction=fraction)
+
+
+def test_a_pool_takes_its_share_of_the_free_memory(folder, monkeypatch):
+    monkeypatch.setattr("verifier_service.engine.free_bytes", lambda device: 1 << 24)
+    engine = engine_of(folder, memory_fraction=0.5)
+    page_bytes = engine.runner.pages.token_bytes * PAGE
+    assert engine.stats()["pages"] == (1 << 23) // page_bytes
+
+
+async def test_equal_beginnings_are_computed_once_but_never_across_tenants(folder):
+    engine = engine_of(folder)
+    await engine.start()
+    try:
+        prompt = np.random.default_rng(1).integers(0, 256, 150).tolist()
+        whole = await Router(engine, prompt).finish()
+        again = Router(engine, prompt)
+        opened = await again.open()
+        assert (opened.restored, opened.processed) == (128, 21)
+        other = Router(engine, prompt, tenant="another")
+        assert (await other.open()).restored == 0
+        for router in (again, other):
+            while len(router.text) < router.end:
+                await router.round()
+            assert router.answer == whole
+            await router.close()
+        assert engine.stats()["pages_held"] == 0
+    finally:
+        await engine.stop()
+
+
+async def test_a_text_cut_inside_a_shared_page_harms_nobody(folder):
+    engine = engine_of(folder)
+    await engine.start()
+    try:
+        prompt = np.random.default_rng(2).integers(0, 256, 140).tolist()
+        whole = await Router(engine, prompt).finish()
+        first, second = Router(engine, prompt), Router(engine, prompt)
+        await first.open()
+        await second.open()
+        changed = prompt[:100] + [7, 8, 9]
+        expected = await Router(engine, changed).finish()
+        first.text = Tokens()  # its router takes tokens back, and goes on in another way
+        first.text.extend(changed)
+        first.prompt, first.known, first.end = changed, 100, len(changed) + 24
+        while len(first.text) < first.end:
+            await first.round()
+        while len(second.text) < second.end:
+            await second.round()
+        assert first.answer == expected
+        assert second.answer == whole
+        await first.close()
+        await second.close()
+        assert engine.stats()["pages_held"] == 0
+    finally:
+        await engine.stop()
+
+
+def test_a_text_that_gives_its_pages_back_finds_them_until_they_are_wanted():
+    memory, ids = Memory(4), list(range(3 * PAGE))
+    text = TextMemory(salt_of("a"))
+    assert memory.grow(text, len(ids))
+    memory.append(text, ids)
+    pages = list(text.pages)
+    memory.release(text)
+    assert memory.held == 0
+    assert memory.adopt(text, ids[: 2 * PAGE + 1]) == 2 * PAGE
+    assert text.pages == pages[:2]
+    other = TextMemory(salt_of("a"))
+    assert memory.grow(other, 2 * PAGE)  # the blank page, and the one published last
+    memory.release(text)
+    assert memory.adopt(text, ids) == 2 * PAGE
+    memory.release(text)
+    assert not memory.grow(other, 5 * PAGE)
+    assert memory.grow(other, 4 * PAGE)
+    assert memory.adopt(TextMemory(salt_of("a")), ids) == 0
+
+
+def test_pages_computed_twice_become_one():
+    memory, ids = Memory(4), list(range(PAGE))
+    texts = [TextMemory(salt_of("")) for _ in range(2)]
+    for text in texts:
+        memory.grow(text, PAGE)
+    assert memory.held == 2
+    for text in texts:
+        memory.append(text, ids)
+    assert texts[0].pages == texts[1].pages
+    assert memory.held == 1
+    for text in texts:
+        memory.release(text)
+    assert memory.held == 0
+
+
+def random_values(rng, rows):
+    parents = [-1, *(int(rng.integers(0, row)) for row in range(1, rows))]
+    values = [0.0]
+    for row in range(1, rows):
+        values.append(values[parents[row]] - float(rng.exponential(0.7)))
+    return DraftTree.of(range(rows), parents, values)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_stays_of_the_trees_is_the_best_of_all_subtrees(seed):
+    """Against every choice of guesses whose ancestors are chosen."""
+    rng = np.random.default_rng(seed)
+    trees = [random_values(rng, int(rng.integers(2, 6))) for _ in range(2)]
+    costs = StepCosts()
+    for size in SIZES:
+        costs.learn(size, 100.0 + 4.0 * size)
+    sizes = tuple(range(1, 65))  # every row costs
+    must = len(trees)
+
+    def rate(chosen):
+        rows = sum(len(each) for each in chosen)
+        gain = sum(reached(tree)[list(each)].sum() for tree, each in zip(trees, chosen, strict=True))
+        return gain / costs.us(np.array([must - len(trees) + rows]))[0]
+
+    def closed(tree):
+        rows = range(1, tree.rows)
+        for count in range(tree.rows):
+            for some in combinations(rows, count):
+                if all(tree.parents[row] in (0, *some) for row in some):
+                    yield (0, *some)
+
+    best = max(rate((first, second)) for first in closed(trees[0]) for second in closed(trees[1]))
+    kept = worthwhile(trees, must, 64, sizes, costs)
+    tokens = [tuple(tree.tokens.tolist()) for tree in kept]  # which are the rows' numbers here
+    assert rate(tokens) == pytest.approx(best, rel=1e-12)
+
+
+def test_a_saturated_step_sheds_all_speculation_and_a_lone_text_keeps_its_tree():
+    rng = np.random.default_rng(0)
+    trees = [random_values(rng, 12) for _ in range(6)]
+    costs = StepCosts()
+    costs.learn(8, 100.0)
+    costs.learn(64, 100_000.0)
+    assert [tree.rows for tree in worthwhile(trees, 6, 100, SIZES, costs)] != [12] * 6
+    steep = StepCosts()
+    steep.learn(6, 100.0)
+    steep.learn(12, 1e9)
+    assert [tree.rows for tree in worthwhile(trees, 6, 100, tuple(range(1, 90)), steep)] == [1] * 6
+    assert worthwhile(trees[:1], 1, 100, SIZES, costs)[0].rows == 12
+    assert sum(tree.guesses for tree in worthwhile(trees, 6, 9, SIZES, StepCosts())) == 9
+
+
+def test_values_that_rise_below_their_parent_break_no_ancestry():
+    tree = DraftTree.of([0, 1, 2, 3], [-1, 0, 1, 2], [0.0, -3.0, -0.1, -0.1])
+    rival = DraftTree.of([0, 1], [-1, 0], [0.0, -0.5])
+    kept = worthwhile([tree, rival], 2, 2, SIZES, StepCosts())
+    assert [each.rows for each in kept] == [2, 2]
+
+
+def test_a_subtrees_path_is_told_in_the_rows_of_the_whole():
+    tree = DraftTree.of([0, 5, 6, 7, 8], [-1, 0, 0, 2, 2])
+    part = subtree(tree, [0, 2, 4])
+    assert (part.tokens.tolist(), part.parents.tolist()) == ([0, 6, 8], [-1, 0, 1])
+    assert path_in(tree, (6, 8)) == ((0, 2, 4), (1, 1))

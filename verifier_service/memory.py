@@ -1,0 +1,110 @@
+"""What the texts hold of the paged pool: growth as they grow, pages shared by equal beginnings. Plain numbers.
+
+A page full of committed tokens is published under a name that stands for these tokens and all before them, salted by
+tenant; a text that begins alike holds the same page. Shared pages are never written: a text that is cut inside one
+leaves it and computes that page's tokens again on a page of its own, which has the same bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from tree_kernels.tree_attention import PAGE
+from tree_layers.memory import PageBook, pages_for
+
+
+@dataclass(slots=True)
+class TextMemory:
+    """What one text holds: pages by position, and the tokens whose keys are in their places on them."""
+
+    salt: bytes
+    pages: list[int] = field(default_factory=list)
+    consumed: list[int] = field(default_factory=list)
+    names: list[bytes] = field(default_factory=list)  # of the leading pages that are published
+
+
+def salt_of(tenant: str) -> bytes:
+    """What the names of a tenant's pages begin with: nobody shares, or can time, another tenant's."""
+    return hashlib.blake2b(tenant.encode(), digest_size=16, person=b"dendro.pages").digest()
+
+
+class Memory:
+    """The pool's pages among the texts."""
+
+    def __init__(self, pages: int, share: bool = True) -> None:
+        """share: whether texts that begin alike hold the same pages."""
+        self.book = PageBook(pages)
+        self._share = share
+        self.shared_tokens = 0  # tokens that no text had to compute because another had
+        self.peak = 0  # pages held at once
+
+    @property
+    def held(self) -> int:
+        """Pages that texts hold now."""
+        return self.book.pages - self.book.free
+
+    def adopt(self, text: TextMemory, ids: Sequence[int]) -> int:
+        """Give a text that holds nothing the published pages that begin as it does; how many tokens they cover.
+
+        `ids` are those that may be consumed: all but the root.
+        """
+        assert not text.pages and not text.consumed
+        if not self._share:
+            return 0
+        before = text.salt
+        for start in range(0, len(ids) - PAGE + 1, PAGE):
+            before = _name(before, ids[start : start + PAGE])
+            page = self.book.find(before)
+            if page is None:
+                break
+            text.pages.append(page)
+            text.names.append(before)
+            text.consumed += ids[start : start + PAGE]
+        self.shared_tokens += len(text.consumed)
+        self.peak = max(self.peak, self.held)
+        return len(text.consumed)
+
+    def lacks(self, text: TextMemory, tokens: int) -> int:
+        """Pages that a text must be given before it can hold so many tokens."""
+        return max(pages_for(tokens) - len(text.pages), 0)
+
+    def grow(self, text: TextMemory, tokens: int) -> bool:
+        """Let a text hold so many tokens; false, and nothing changed, where the free pages do not suffice."""
+        lacking = self.lacks(text, tokens)
+        if lacking > self.book.free:
+            return False
+        text.pages += self.book.take(lacking)
+        self.peak = max(self.peak, self.held)
+        return True
+
+    def append(self, text: TextMemory, ids: Sequence[int]) -> None:
+        """The keys of these tokens, which follow what was consumed, are in their places; full pages are published."""
+        text.consumed += ids
+        if not self._share:
+            return
+        for index in range(len(text.names), len(text.consumed) // PAGE):
+            before = text.names[-1] if text.names else text.salt
+            name = _name(before, text.consumed[index * PAGE : (index + 1) * PAGE])
+            text.pages[index] = self.book.publish(text.pages[index], name)
+            text.names.append(name)
+
+    def cut(self, text: TextMemory, length: int) -> None:
+        """Forget what was consumed past `length` tokens. Pages of its own are written over; published ones are left."""
+        if length < len(text.names) * PAGE:
+            keep = length // PAGE
+            self.book.give(text.pages[keep:])
+            del text.pages[keep:], text.names[keep:]
+            length = keep * PAGE
+        del text.consumed[length:]
+
+    def release(self, text: TextMemory) -> None:
+        """Take all pages back. Published ones keep what is on them until they are wanted for something else."""
+        self.book.give(text.pages)
+        text.pages, text.consumed, text.names = [], [], []
+
+
+def _name(before: bytes, ids: Sequence[int]) -> bytes:
+    return hashlib.blake2b(before + np.array(ids, np.int32).tobytes(), digest_size=16).digest()
