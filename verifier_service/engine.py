@@ -6,6 +6,7 @@ open, verify, close -> Scheduler.submit -> the loop: plan = next(); outcome = ru
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections.abc import Sequence
@@ -214,7 +215,9 @@ class VerifierEngine:
                 await loop.run_in_executor(self._thread, self.runner.prepare, *ahead.pop(0))
             else:
                 self._work.clear()
-                await self._work.wait()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self.scheduler.linger_s or None):
+                        await self._work.wait()
 
     def stats(self) -> dict[str, int]:
         """What was done since the start, and what is held now."""

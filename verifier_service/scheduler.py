@@ -30,6 +30,11 @@ from verifier_service.walk import Draw
 
 Call = OpenCall | VerifyCall | CloseCall
 
+LINGER = 0.25
+"""The share of a step's usual time that a round waits for others that are about to come back: two texts that take turns
+pay for two steps a token, two that go together for one."""
+SMOOTHING = 0.2
+
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
@@ -96,6 +101,8 @@ class Session:
     opening: Ask | None = None  # until the prompt is consumed
     asks: deque[Ask] = field(default_factory=deque)  # verifications, in order of arrival
     admitted: bool = False  # it may hold pages; where not, it waits for its turn
+    answered: float | None = None  # when its last verdict left; None where none is expected to follow
+    away_s: float = 0.0  # what its router usually takes to come back with the next round
     counted: bool = False  # among those that had to wait
     restored: int = 0  # tokens that were there when it was admitted first
 
@@ -149,6 +156,8 @@ class Scheduler:
         self._closed: list[int] = []
         self._running: list[_Share] = []
         self._began = self._started = 0.0  # of the last step: the choice of its rows, and their packing
+        self._usual_s = 0.0  # of a step
+        self.linger_s = 0.0  # how long to wait for more calls before `next` is asked again, though some are there
         self._size = 0  # rows of the last plan, padded
 
     def submit(self, ask: Ask) -> None:
@@ -156,7 +165,8 @@ class Scheduler:
         self._inbox.append(ask)
 
     def next(self) -> Plan | None:
-        """The next step, or None where nothing needs one. Answers at once what needs none."""
+        """The next step, or None where nothing needs one, or where it should wait for `linger_s`. Answers at once what
+        needs no step."""
         began = time.perf_counter()
         while self._inbox:
             ask = self._inbox.popleft()
@@ -170,7 +180,8 @@ class Scheduler:
             if session.opening is not None and session.opening.given_up:
                 self._free(opening)
         self._admit()
-        self._running = self._pick()
+        self.linger_s = self._worth_waiting()
+        self._running = [] if self.linger_s else self._pick()
         if not self._running:
             return None
         self._started = time.perf_counter()
@@ -183,12 +194,29 @@ class Scheduler:
         self.counters.guesses += sum(len(draw.tokens) - 1 for draw in plan.draws)
         return plan
 
+    def _worth_waiting(self) -> float:
+        """How long the next step should be put off for the sake of those who are about to join it; mostly 0."""
+        now = time.perf_counter()
+        waiting, away = [], []
+        for session in self.sessions.values():
+            if session.opening is not None and session.admitted:
+                return 0.0
+            if session.asks:
+                waiting.append(session.asks[0].arrived)
+            elif session.answered is not None:
+                away.append(session.answered + session.away_s)
+        if not waiting or not away:
+            return 0.0
+        until = min(waiting) + LINGER * self._usual_s
+        return max(until - now, 0.0) if min(away) <= until else 0.0
+
     def apply(self, outcome: Outcome) -> list[tuple[int, int]]:
         """Take in what came of the last plan and answer. Returns (session, base) of the rounds likely to come next and
         to need noise."""
         walks = iter(outcome.walks)
         likely = []
         self.costs.learn(self._size, outcome.run_us)
+        self._usual_s = _smoothed(self._usual_s, outcome.run_us / 1e6)
         for share in self._running:
             session = share.session
             done = len(session.memory.consumed)
@@ -199,6 +227,7 @@ class Scheduler:
                 self.memory.append(session.memory, path)
                 session.asks.remove(share.ask)
                 share.ask.answer(verdict)
+                session.answered = time.perf_counter() if verdict.finish is None else None
                 if not session.warp.greedy:
                     likely.append((session.number, len(session.text.ids) + len(verdict.tokens)))
             self._settle_opening(session)
@@ -242,6 +271,9 @@ class Scheduler:
             self._free(call.update.opening)
             ask.answer(Closed(saved=0))  # the keys of a Transformer stay on no shelf
             return
+        if session.answered is not None:
+            session.away_s = _smoothed(session.away_s, ask.arrived - session.answered)
+            session.answered = None
         session.asks.append(ask)
 
     def _open(self, ask: Ask, call: OpenCall) -> None:
@@ -467,3 +499,7 @@ class Scheduler:
 
 def _rows(tree: DraftTree) -> int:
     return tree.rows
+
+
+def _smoothed(usual: float, newest: float) -> float:
+    return newest if not usual else usual + SMOOTHING * (newest - usual)

@@ -14,10 +14,13 @@ from dendro.text import Limits, Sampling, Tokens
 from dendro.tree import DraftTree
 from tiny_models import make_checkpoint
 from tree_kernels.tree_attention import PAGE
+from tree_kernels.tree_walk import Walk
 
 from verifier_service.budget import StepCosts, path_in, reached, subtree, worthwhile
 from verifier_service.engine import VerifierEngine
 from verifier_service.memory import Memory, TextMemory, salt_of
+from verifier_service.rows import Outcome
+from verifier_service.scheduler import Ask, Capacity, Scheduler
 
 SIZES = (8, 16, 24, 32, 48, 64)
 LAWS = (Sampling(), Sampling(temperature=1.0, seed=5), Sampling(temperature=0.7, top_k=20, top_p=0.9, seed=6))
@@ -363,3 +366,97 @@ def test_a_subtrees_path_is_told_in_the_rows_of_the_whole():
     part = subtree(tree, [0, 2, 4])
     assert (part.tokens.tolist(), part.parents.tolist()) == ([0, 6, 8], [-1, 0, 1])
     assert path_in(tree, (6, 8)) == ((0, 2, 4), (1, 1))
+
+
+def scheduler_of(**limits):
+    said = {
+        "vocabulary": 100,
+        "max_length": 64,
+        "max_rows": 16,
+        "max_depth": 8,
+        "max_sessions": 8,
+        "max_waiting": 0,
+        "step_rows": 64,
+        "sizes": SIZES,
+        "prefill_rows": 16,
+        "pages": 16,
+        "share_prefixes": True,
+        "first_scratch": 30 * PAGE,
+        "end_ids": frozenset(),
+    }
+    return Scheduler(Capacity(**said | limits))
+
+
+class TakingTurns:
+    """Texts whose routers come back some time after each verdict, on a clock of their own."""
+
+    STEP_S = 0.020
+
+    def __init__(self, monkeypatch, away_s):
+        self.now = 100.0
+        monkeypatch.setattr("verifier_service.scheduler.time.perf_counter", lambda: self.now)
+        self.scheduler, self.away_s = scheduler_of(), away_s
+        self.routers = [Router(None, [place + 1], count=50) for place in range(len(away_s))]
+        self.due = {}
+        for router in self.routers:
+            self.submit(OpenCall(router.update(), router.terms))
+            router.known = len(router.text)
+        while (plan := self.scheduler.next()) is not None:
+            self.run(plan)
+        for place in range(len(self.routers)):
+            self.due[place] = self.now + 0.003 * place
+
+    def submit(self, call):
+        reply = asyncio.get_running_loop().create_future()
+        self.scheduler.submit(Ask(call, reply, self.now))
+        return reply
+
+    def run(self, plan):
+        self.now += self.STEP_S
+        walks = tuple(Walk((0,), (7,), ()) for _ in plan.draws)
+        self.scheduler.apply(Outcome(walks, 19_000, int(1e6 * self.STEP_S)))
+
+    def rounds(self, count):
+        """Steps that `count` rounds of every text take."""
+        replies, left, steps = {}, dict.fromkeys(range(len(self.routers)), count), 0
+        while any(left.values()):
+            for place in [place for place, due in self.due.items() if due <= self.now and left[place]]:
+                router = self.routers[place]
+                del self.due[place]
+                replies[place] = self.submit(VerifyCall(router.update(), DraftTree.root_only(router.text.ids[-1])))
+                router.known = len(router.text)
+            plan = self.scheduler.next()
+            if plan is None:
+                arrivals = [due for place, due in self.due.items() if left[place]]
+                self.now = min([*arrivals, *([self.now + self.scheduler.linger_s] if self.scheduler.linger_s else [])])
+                continue
+            steps += 1
+            self.run(plan)
+            for place in [place for place, reply in replies.items() if reply.done()]:
+                self.routers[place].text.extend(replies.pop(place).result().tokens)
+                left[place] -= 1
+                self.due[place] = self.now + self.away_s[place]
+        return steps
+
+
+async def test_texts_whose_routers_are_back_soon_go_together(monkeypatch):
+    turns = TakingTurns(monkeypatch, [0.002, 0.003, 0.004])
+    turns.rounds(4)
+    assert turns.rounds(20) == 20
+
+
+async def test_nobody_waits_for_a_router_that_is_away_for_long(monkeypatch):
+    turns = TakingTurns(monkeypatch, [0.002, 0.030])
+    turns.rounds(4)
+    began = turns.now
+    turns.rounds(12)
+    alone_s = 12 * (turns.STEP_S + 0.002)
+    assert turns.scheduler.linger_s == 0.0
+    assert turns.now - began < 2 * alone_s + 12 * 0.030
+
+
+async def test_a_lone_text_never_waits(monkeypatch):
+    turns = TakingTurns(monkeypatch, [0.002])
+    began = turns.now
+    assert turns.rounds(10) == 10
+    assert turns.now - began == pytest.approx(10 * turns.STEP_S + 9 * 0.002)
