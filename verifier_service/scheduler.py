@@ -6,6 +6,7 @@ Outcome -> apply(): what the memory now covers, and the answers
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_left
 from collections import deque
@@ -30,9 +31,9 @@ from verifier_service.walk import Draw
 
 Call = OpenCall | VerifyCall | CloseCall
 
-LINGER = 0.25
-"""The share of a step's usual time that a round waits for others that are about to come back: two texts that take turns
-pay for two steps a token, two that go together for one."""
+LINGER = 0.75
+"""The share of the time that a common step would save which a round may wait for others that are about to come back:
+two texts that take turns pay for two steps a token, two that go together for little more than one."""
 SMOOTHING = 0.2
 
 
@@ -102,6 +103,7 @@ class Session:
     asks: deque[Ask] = field(default_factory=deque)  # verifications, in order of arrival
     admitted: bool = False  # it may hold pages; where not, it waits for its turn
     answered: float | None = None  # when its last verdict left; None where none is expected to follow
+    rows: int = 1  # of its last tree
     away_s: float = 0.0  # what its router usually takes to come back with the next round
     counted: bool = False  # among those that had to wait
     restored: int = 0  # tokens that were there when it was admitted first
@@ -197,18 +199,23 @@ class Scheduler:
     def _worth_waiting(self) -> float:
         """How long the next step should be put off for the sake of those who are about to join it; mostly 0."""
         now = time.perf_counter()
-        waiting, away = [], []
+        began, back, rows, others = math.inf, math.inf, 0, 0
         for session in self.sessions.values():
             if session.opening is not None and session.admitted:
                 return 0.0
             if session.asks:
-                waiting.append(session.asks[0].arrived)
-            elif session.answered is not None:
-                away.append(session.answered + session.away_s)
-        if not waiting or not away:
+                call = session.asks[0].call
+                assert isinstance(call, VerifyCall)
+                began = min(began, session.asks[0].arrived)
+                rows += call.tree.rows
+            elif session.answered is not None and session.away_s < self._usual_s:
+                back = min(back, session.answered + session.away_s)
+                others += session.rows
+        if not rows or not others or not self.costs.known:
             return 0.0
-        until = min(waiting) + LINGER * self._usual_s
-        return max(until - now, 0.0) if min(away) <= until else 0.0
+        apart, other, together = self.costs.us(np.array([rows, others, rows + others]))
+        until = began + LINGER * (apart + other - together) / 1e6
+        return max(until - now, 0.0) if back <= until else 0.0
 
     def apply(self, outcome: Outcome) -> list[tuple[int, int]]:
         """Take in what came of the last plan and answer. Returns (session, base) of the rounds likely to come next and
@@ -227,6 +234,7 @@ class Scheduler:
                 self.memory.append(session.memory, path)
                 session.asks.remove(share.ask)
                 share.ask.answer(verdict)
+                session.rows = share.tree.rows if share.tree is not None else 1
                 session.answered = time.perf_counter() if verdict.finish is None else None
                 if not session.warp.greedy:
                     likely.append((session.number, len(session.text.ids) + len(verdict.tokens)))
