@@ -7,6 +7,8 @@ import contextlib
 import io
 import logging
 import os
+import signal
+import threading
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 
@@ -23,6 +25,14 @@ from cluster.sessions import MemorySessions
 
 def _is_error(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR
+
+
+def _take_signals_back() -> None:
+    """Ray puts a handler of its own beneath Python's: on a SIGTERM it would end the process before the cluster is
+    stopped."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
 
 
 @asynccontextmanager
@@ -49,6 +59,7 @@ async def running_cluster(config: Config) -> AsyncIterator[str]:
             raise EngineFailed(
                 f"cluster: {error} The replicas' logs are in /tmp/ray/session_latest/logs/serve."
             ) from error
+        _take_signals_back()
         try:
             yield address
         finally:

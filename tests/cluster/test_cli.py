@@ -1,19 +1,22 @@
-"""The command, in this process against fakes; what starts a cluster is in tests/e2e."""
+"""The command: in this process against fakes, and `serve` in a process of its own, with real parts."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import subprocess
 import sys
 from contextlib import asynccontextmanager
 
+import psutil
 import pytest
 from dendro.text import Sampling
 from edge import FakePlaces, ingress, plain_answer
 from typer.testing import CliRunner, Result
 
 from cluster import cli
+from cluster.config import DEMO_MODELS
 from cluster.ingress import LocalClient, serve_plain
 
 PROMPT = "walk the "
@@ -134,3 +137,26 @@ async def test_demo_fails_where_a_process_is_left_behind(orphan: int, monkeypatc
     monkeypatch.setattr(cli, "SHUTDOWN_S", 0.05)
     done = await run("demo", "--prompt", PROMPT, "--max-new-tokens", "4")
     assert done.exit_code == 1 and f"({orphan})" in done.stderr
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_serve_in_order(number, tmp_path):
+    """With status 0, and nothing that it started left behind; Ray would end the process itself on a SIGTERM."""
+    config = tmp_path / "cluster.yaml"
+    target, drafter = DEMO_MODELS / "target", DEMO_MODELS / "mamba"
+    config.write_text(
+        f"targets: {{demo: {{checkpoint: {target}, resources: {{cpu: 0.5}}}}}}\n"
+        f"drafters: {{mamba: {{checkpoint: {drafter}, resources: {{cpu: 0.5}}}}}}\n"
+        "grpc: {port: 0}\n"
+    )
+    command = [sys.executable, "-m", "cluster.cli", "serve", str(config)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("127.0.0.1:")
+        started = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(number)
+        assert process.wait(60) == 0
+    _, left = psutil.wait_procs(started, timeout=20)
+    assert not left
