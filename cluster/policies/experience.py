@@ -19,17 +19,26 @@ OUTLIER = 3.0
 ROW_BUCKET = 8
 
 
+TRIED = 2
+"""Measurements before a cost is believed. The first of a kind pays for memory and code that nobody touched before; an
+arm that is judged by it is never tried again."""
+
+
 @dataclass(slots=True)
 class Cost:
-    """A smoothed cost in microseconds."""
+    """A smoothed cost in microseconds; the least of the first TRIED measurements to begin with."""
 
     us: float = 0.0
     count: int = 0
 
+    @property
+    def known(self) -> bool:
+        return self.count >= TRIED
+
     def learn(self, us: float) -> None:
         self.count += 1
-        if self.count == 1:
-            self.us = us
+        if self.count <= TRIED:
+            self.us = us if self.count == 1 else min(self.us, us)
             return
         step = max(COST_STEP, 1 / self.count)
         self.us += step * (min(us, OUTLIER * self.us) - self.us)
@@ -80,12 +89,14 @@ class Experience:
         self.hop.learn(us / (1 if shape.off else 2))
 
     def round_us(self, shape: TreeShape) -> float | None:
-        """The predicted time of a round with this shape; None until something like it was seen."""
+        """The predicted time of a round with this shape; None until something like it was seen often enough."""
         verify = self.verify_costs.get(row_bucket(shape.rows))
+        if verify is None or not verify.known:
+            return None
         if shape.off:
-            return verify.us + self.hop.us if verify else None
+            return verify.us + self.hop.us
         draft = self.draft_costs.get(shape)
-        return draft.us + verify.us + 2 * self.hop.us if draft and verify else None
+        return draft.us + verify.us + 2 * self.hop.us if draft is not None and draft.known else None
 
     def prior(self, shape: TreeShape, temperature: float) -> Length:
         """How a new request starts out on this arm: the mean so far, weighing at most PRIOR_ROUNDS."""

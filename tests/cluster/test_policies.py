@@ -1,5 +1,6 @@
 import math
 import random
+from collections import Counter
 
 import pytest
 from dendro.errors import BadRequest
@@ -60,16 +61,30 @@ def test_the_ratio_prefers_1_or_7_over_always_3_where_the_mean_of_1_over_n_does_
     assert paper[steady] > 350
 
 
-def test_every_arm_is_tried_once_by_a_router_and_not_again_by_each_request():
+def test_an_arm_is_not_judged_by_its_first_round_which_pays_for_cold_memory():
+    experience = Experience()
+    policy = RatioUCB([OFF, CHAIN, BUSHY], experience, temperature=0.0)
+    seen = Counter()
+    for _ in range(60):
+        arm = policy.choose()
+        seen[arm] += 1
+        draft_us = 0 if arm.off else 1_000 * arm.depth
+        if arm == BUSHY and seen[arm] == 1:
+            draft_us *= 20
+        policy.learn(arm, tree(arm.rows, draft_us), verdict(1 if arm.off else 3 if arm == CHAIN else 5))
+    assert seen.most_common(1)[0][0] == BUSHY
+
+
+def test_every_arm_is_tried_twice_by_a_router_and_not_again_by_each_request():
     experience = Experience()
     arms = [OFF, CHAIN, BUSHY]
     first = RatioUCB(arms, experience, temperature=0.0)
     tried = []
-    for _ in range(3):
+    for _ in range(6):
         arm = first.choose()
         tried.append(arm)
         first.learn(arm, tree(arm.rows, 2_000 * (not arm.off)), verdict(1 if arm.off else 4))
-    assert set(tried) == set(arms)
+    assert Counter(tried) == dict.fromkeys(arms, 2)
     second = RatioUCB(arms, experience, temperature=0.0)
     assert all(second.index(arm) < math.inf for arm in arms)
 
