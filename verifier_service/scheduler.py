@@ -208,7 +208,7 @@ class Scheduler:
                 assert isinstance(call, VerifyCall)
                 began = min(began, session.asks[0].arrived)
                 rows += call.tree.rows
-            elif session.answered is not None and session.away_s < self._usual_s:
+            elif session.answered is not None and max(session.away_s, now - session.answered) < self._usual_s:
                 back = min(back, session.answered + session.away_s)
                 others += session.rows
         if not rows or not others or not self.costs.known:

@@ -418,9 +418,10 @@ class TakingTurns:
         walks = tuple(Walk((0,), (7,), ()) for _ in plan.draws)
         self.scheduler.apply(Outcome(walks, 19_000, int(1e6 * self.STEP_S)))
 
-    def rounds(self, count):
-        """Steps that `count` rounds of every text take."""
-        replies, left, steps = {}, dict.fromkeys(range(len(self.routers)), count), 0
+    def rounds(self, count, places=None):
+        """Steps that `count` rounds of every text take, or of those at `places`, while the others stay away."""
+        replies, steps = {}, 0
+        left = {place: count if places is None or place in places else 0 for place in range(len(self.routers))}
         while any(left.values()):
             for place in [place for place, due in self.due.items() if due <= self.now and left[place]]:
                 router = self.routers[place]
@@ -455,6 +456,15 @@ async def test_nobody_waits_for_a_router_that_is_away_for_long(monkeypatch):
     alone_s = 12 * (turns.STEP_S + 0.002)
     assert turns.scheduler.linger_s == 0.0
     assert turns.now - began < 2 * alone_s + 12 * 0.050
+
+
+async def test_a_router_that_never_comes_back_holds_up_nobody(monkeypatch):
+    turns = TakingTurns(monkeypatch, [0.002, 0.003])
+    turns.rounds(4)
+    turns.rounds(2, places=[0])  # the other one is missed for a while
+    began = turns.now
+    turns.rounds(10, places=[0])
+    assert turns.now - began == pytest.approx(10 * (turns.STEP_S + 0.002), abs=0.0021)
 
 
 async def test_a_lone_text_never_waits(monkeypatch):

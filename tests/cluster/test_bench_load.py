@@ -1,0 +1,68 @@
+"""What `dendro bench load` makes of its blocks: pairs by repetition, percentiles, rows in order, aims."""
+
+from __future__ import annotations
+
+import pytest
+from dendro.errors import BadRequest
+
+from cluster.bench.load import Block, aims_of, percentiles, ratio, rows_of
+from cluster.bench.load_command import parse_clients
+from cluster.bench.load_report import COLUMNS, tables_of
+from cluster.bench.measurement import BATCH
+
+
+def block(way, load, repetition, rate, **more):
+    return Block(way, load, repetition, tokens=int(rate), seconds=1.0, steps_us=100, forwards_us=95, **more)
+
+
+def some_blocks():
+    made = []
+    for repetition, weather in enumerate((1.0, 2.0, 4.0)):  # a noisy machine: pairs agree, rates do not
+        for load, off, fixed, auto in (("16 clients", 600, 500, 590), ("1 client", 100, 150, 160)):
+            made += [
+                block("off", load, repetition, off * weather, first_s=[0.1], between_s=[0.02, 0.03]),
+                block("(3,2,1)", load, repetition, fixed * weather, first_s=[0.1], between_s=[0.02], guesses=300),
+                block("auto", load, repetition, auto * weather, first_s=[0.1], between_s=[0.02]),
+            ]
+        made.append(block(BATCH, "1 client", repetition, 90 * weather))
+    return made
+
+
+def test_ratios_are_of_blocks_of_one_repetition():
+    found = ratio(some_blocks(), "1 client", "auto", "off")
+    assert (found.low, found.median, found.high) == pytest.approx((1.6, 1.6, 1.6))
+
+
+def test_percentiles_are_measured_values():
+    assert percentiles([0.001 * k for k in range(1, 101)]) == {"p50": 51.0, "p95": 96.0, "p99": 100.0}
+    assert percentiles([]) == {}
+
+
+def test_rows_stand_by_load_and_every_way_has_one():
+    rows = rows_of(some_blocks())
+    assert [(row["load"], row["name"]) for row in rows] == [
+        *(("1 client", way) for way in ("off", "(3,2,1)", "auto", BATCH)),
+        *(("16 clients", way) for way in ("off", "(3,2,1)", "auto")),
+    ]
+    assert rows[0]["step_overhead"] == pytest.approx(0.05)
+    report = {"rows": rows, "aims": aims_of(some_blocks(), (1, 16))}
+    for _, columns, cells in tables_of(report):
+        assert all(len(each) == len(columns) for each in cells)
+    assert len(COLUMNS) == len(set(COLUMNS))
+
+
+def test_the_policy_is_held_against_the_better_way_of_each_load():
+    aims = {aim["aim"]: aim for aim in aims_of(some_blocks(), (1, 16))}
+    assert aims["policy over the better of off and (3,2,1), 1 client: (3,2,1)"]["value"] == pytest.approx(160 / 150)
+    sixteen = aims["policy over the better of off and (3,2,1), 16 clients: off"]
+    assert sixteen["value"] == pytest.approx(590 / 600)
+    assert sixteen["met"]
+    assert aims["off, 16 clients over one"]["value"] == pytest.approx(6.0)
+    assert aims["a step's own overhead, off, 16 clients"]["met"]
+
+
+@pytest.mark.parametrize("text", ["", "0", "1,1", "one", "4,-1"])
+def test_clients_must_be_different_numbers_from_one_up(text):
+    with pytest.raises(BadRequest, match="clients"):
+        parse_clients(text)
+    assert parse_clients("16,1,4") == (1, 4, 16)
