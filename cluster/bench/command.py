@@ -243,7 +243,7 @@ def write_reports(report: dict[str, Any], json: Path | None, markdown: Path | No
 
 def bench_speed(
     quick: Annotated[
-        bool, typer.Option("--quick", help="Under a minute: few prompts, short answers, one target.")
+        bool, typer.Option("--quick", help="About a minute: few prompts, short answers, one target.")
     ] = False,
     json: Annotated[Path | None, typer.Option(help="Write the report as JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a picture; its suffix says of what kind.")] = None,
