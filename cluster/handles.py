@@ -234,8 +234,8 @@ def _told(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-class FarDrafter:
-    """A drafter at the other end of a stream."""
+class _FarPeer:
+    """What a drafter and a verifier at the other end of a stream share."""
 
     def __init__(self, stream: PeerStream) -> None:
         self.stream = stream
@@ -245,31 +245,23 @@ class FarDrafter:
 
     async def open(self, call: OpenCall) -> Opened:
         return cast(Opened, _expect(Opened, await self.stream.call(call)))
+
+    async def close(self, call: CloseCall) -> Closed:
+        return cast(Closed, _expect(Closed, await self.stream.call(call)))
+
+
+class FarDrafter(_FarPeer):
+    """A drafter at the other end of a stream."""
 
     async def draft(self, call: DraftCall) -> DraftTree:
         return cast(DraftTree, _expect(DraftTree, await self.stream.call(call)))
 
-    async def close(self, call: CloseCall) -> Closed:
-        return cast(Closed, _expect(Closed, await self.stream.call(call)))
 
-
-class FarVerifier:
+class FarVerifier(_FarPeer):
     """A verifier at the other end of a stream."""
-
-    def __init__(self, stream: PeerStream) -> None:
-        self.stream = stream
-
-    async def hello(self) -> Hello:
-        return self.stream.said
-
-    async def open(self, call: OpenCall) -> Opened:
-        return cast(Opened, _expect(Opened, await self.stream.call(call)))
 
     async def verify(self, call: VerifyCall) -> Verdict:
         return cast(Verdict, _expect(Verdict, await self.stream.call(call)))
-
-    async def close(self, call: CloseCall) -> Closed:
-        return cast(Closed, _expect(Closed, await self.stream.call(call)))
 
 
 def _expect(kind: type, answer: object) -> object:

@@ -158,7 +158,6 @@ class Scheduler:
         self._closed: list[int] = []
         self._running: list[_Share] = []
         self._began = self._started = 0.0  # of the last step: the choice of its rows, and their packing
-        self._usual_s = 0.0  # of a step
         self.linger_s = 0.0  # how long to wait for more calls before `next` is asked again, though some are there
         self._size = 0  # rows of the last plan, padded
 
@@ -198,7 +197,10 @@ class Scheduler:
 
     def _worth_waiting(self) -> float:
         """How long the next step should be put off for the sake of those who are about to join it; mostly 0."""
+        if not self.costs.known:
+            return 0.0
         now = time.perf_counter()
+        usual_s = self.costs.us(np.array([self._size]))[0] / 1e6
         began, back, rows, others = math.inf, math.inf, 0, 0
         for session in self.sessions.values():
             if session.opening is not None and session.admitted:
@@ -208,10 +210,10 @@ class Scheduler:
                 assert isinstance(call, VerifyCall)
                 began = min(began, session.asks[0].arrived)
                 rows += call.tree.rows
-            elif session.answered is not None and max(session.away_s, now - session.answered) < self._usual_s:
+            elif session.answered is not None and max(session.away_s, now - session.answered) < usual_s:
                 back = min(back, session.answered + session.away_s)
                 others += session.rows
-        if not rows or not others or not self.costs.known:
+        if not rows or not others:
             return 0.0
         apart, other, together = self.costs.us(np.array([rows, others, rows + others]))
         until = began + LINGER * (apart + other - together) / 1e6
@@ -223,7 +225,6 @@ class Scheduler:
         walks = iter(outcome.walks)
         likely = []
         self.costs.learn(self._size, outcome.run_us)
-        self._usual_s = _smoothed(self._usual_s, outcome.run_us / 1e6)
         for share in self._running:
             session = share.session
             done = len(session.memory.consumed)
@@ -315,20 +316,19 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Let texts that wait have their turn, in order of age, as long as there are places and pages for them."""
-        admitted = sum(session.admitted for session in self.sessions.values())
+        places = self.capacity.max_sessions - sum(session.admitted for session in self.sessions.values())
+        blocked = False  # a short text does not overtake a long one for ever
         for session in self.sessions.values():
             if session.admitted:
                 continue
-            base = len(session.text.ids)
-            room = admitted < self.capacity.max_sessions
-            if not room or pages_for(base + self.capacity.max_depth) > self.memory.book.free:
+            pages = pages_for(len(session.text.ids) + self.capacity.max_depth)
+            blocked = blocked or not places or pages > self.memory.book.free
+            if blocked:
                 self.counters.waited += not session.counted
                 session.counted = True
-                if room:  # a short text does not overtake a long one for ever
-                    return
                 continue
             session.admitted = True
-            admitted += 1
+            places -= 1
             session.restored = self.memory.adopt(session.memory, session.text.ids[:-1])
             self._settle_opening(session)
 
@@ -405,7 +405,7 @@ class Scheduler:
         kept = worthwhile(trees, must, room, self.capacity.sizes, self.costs)
         for share, tree in zip(shares, kept, strict=True):
             share.tree = tree
-        self.counters.trimmed += sum(map(_rows, trees)) - sum(map(_rows, kept))
+        self.counters.trimmed += sum(tree.guesses for tree in trees) - sum(tree.guesses for tree in kept)
 
     def _hold(self, session: Session, tokens: int, taken: set[int]) -> bool:
         """Let a text hold so many tokens, at the cost of younger ones where it must be; false where even that does not
@@ -503,10 +503,6 @@ class Scheduler:
             queue_us=max(int(1e6 * (self._started - ask.arrived)), 0),
         )
         return cut_verdict(verdict, self.capacity.end_ids, len(session.text.ids), session.terms.limits)
-
-
-def _rows(tree: DraftTree) -> int:
-    return tree.rows
 
 
 def _smoothed(usual: float, newest: float) -> float:

@@ -6,10 +6,10 @@ another way than the verifier does keeps all answers right and loses half of its
 
 from __future__ import annotations
 
-import os
+from dataclasses import replace
 
 import torch
-from dendro.calls import PROTOCOL_VERSION, Hello
+from dendro.calls import Hello
 from dendro.state import MemoryStates
 from dendro.tree import DraftTree
 from torch import Tensor
@@ -57,18 +57,6 @@ class OwnModel:
 def own_drafter(verifier: VerifierEngine, hello: Hello) -> DrafterEngine:
     """The drafter service around the target of a verifier that says `hello` of itself. Not started yet."""
     model = OwnModel(verifier, hello.vocabulary, hello.max_length + hello.max_depth)
-    said = Hello(
-        protocol=PROTOCOL_VERSION,
-        model=hello.model,
-        fingerprint=hello.fingerprint,
-        tokenizer=hello.tokenizer,
-        vocabulary=hello.vocabulary,
-        max_length=hello.max_length,
-        max_rows=hello.max_rows,
-        max_depth=hello.max_depth,
-        dtype="float32",
-        exactness="",
-        pid=os.getpid(),
-    )
+    said = replace(hello, dtype="float32", exactness="", end_ids=())
     runner = Runner(model, slots_for(SESSIONS, hello.max_rows), torch.float32, torch.device("cpu"))
     return DrafterEngine(said, runner, MemoryStates(), SESSIONS, CHUNK, threads=1)
