@@ -375,8 +375,14 @@ class Scheduler:
                 # Set back: what others have published of its text is as good as computed.
                 self.memory.adopt(session.memory, session.text.ids[:-1])
         ready.sort(key=lambda each: each[0])
-        prompts = any(session.admitted and session.opening is not None for session in self.sessions.values())
-        room = self.capacity.step_rows - (self.capacity.prefill_rows if prompts else 0)
+        step_rows, prefill_rows = self.capacity.step_rows, self.capacity.prefill_rows
+        # Texts that come on by prompt rows alone: being opened, or set back and too long for one step.
+        prompts = any(
+            session.admitted
+            and (session.opening is not None or (session.asks and session.lacking >= step_rows - prefill_rows))
+            for session in self.sessions.values()
+        )
+        room = step_rows - (prefill_rows if prompts else 0)
         shares: list[_Share] = []
         taken: set[int] = set()
         for _, session, ask in ready:  # the roots, and what lies before them
@@ -387,7 +393,8 @@ class Scheduler:
                 taken.add(session.number)
                 room -= session.lacking + 1
         self._trim(shares, room)
-        room = self.capacity.prefill_rows if shares else self.capacity.step_rows
+        left = step_rows - sum(share.prefill + share.tree.rows for share in shares if share.tree is not None)
+        room = min(prefill_rows, left) if shares else step_rows
         for session in list(self.sessions.values()):  # the oldest first
             rows = min(session.lacking, room)
             if not rows or session.number in taken or not session.admitted or not session.waits:

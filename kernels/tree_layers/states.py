@@ -75,10 +75,6 @@ class States:
         words = ["x".join(map(str, shape.recurrent)) + "+" + "x".join(map(str, shape.conv)) for shape in self.shapes]
         return f"recurrent-v1/{len(words)}/{','.join(sorted(set(words)))}/float32+{str(self.dtype).split('.')[-1]}"
 
-    @property
-    def slot_bytes(self) -> int:
-        return sum(memory[0].numel() * memory.element_size() for memory in (*self.recurrent, *self.conv))
-
     def save(self, slot: int) -> dict[str, npt.NDArray[np.generic]]:
         """A slot as plain arrays, `recurrent.N` and `conv.N`; bfloat16 as its bits."""
         arrays: dict[str, npt.NDArray[np.generic]] = {}

@@ -472,3 +472,34 @@ async def test_a_lone_text_never_waits(monkeypatch):
     began = turns.now
     assert turns.rounds(10) == 10
     assert turns.now - began == pytest.approx(10 * turns.STEP_S + 9 * 0.002)
+
+
+async def test_no_step_has_more_rows_than_a_step_may_have_though_a_text_was_set_back():
+    scheduler = scheduler_of(step_rows=32, prefill_rows=8)
+    routers = [Router(None, [1], count=9), Router(None, [2], count=9), Router(None, range(41), count=9)]
+    replies = []
+
+    def submit(call):
+        replies.append(asyncio.get_running_loop().create_future())
+        scheduler.submit(Ask(call, replies[-1]))
+
+    def step():
+        plan = scheduler.next()
+        assert plan is not None
+        assert len(plan.tokens) <= 32
+        scheduler.apply(Outcome(tuple(Walk((0,), (7,), ()) for _ in plan.draws), 1, 1))
+
+    for router in routers:
+        submit(OpenCall(router.update(), router.terms))
+        router.known = len(router.text)
+    while not all(reply.done() for reply in replies):
+        step()
+    scheduler.memory.release(scheduler.sessions[routers[2].opening].memory)
+    for router in routers:
+        root = router.text.ids[-1]
+        submit(VerifyCall(router.update(), DraftTree.of([root, *range(50, 65)], [-1, *[0] * 15])))
+    for _ in range(12):
+        if all(reply.done() for reply in replies):
+            break
+        step()
+    assert all(reply.done() for reply in replies)
