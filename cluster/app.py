@@ -8,13 +8,15 @@ deployments are thin shells around plain objects.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from ray.serve import Application
     from ray.serve.handle import DeploymentHandle
 
+    from verifier_service.shards import Summons
+
 log = logging.getLogger("dendro.app")
 
 APPLICATION = "dendro"
@@ -45,6 +49,8 @@ CONCURRENT_REQUESTS = 1024
 OBJECT_STORE_BYTES = 100 << 20
 """Nothing of ours travels through Ray's object store; this is near the least that it takes."""
 STOP_S = 20.0
+LAST_WORDS_S = 0.2
+"""What a replica that has to end leaves its streams for telling so."""
 _ray_processes: list[psutil.Process] = []  # what Ray started below this process; one cluster at a time
 
 SERVE_SETTINGS = {
@@ -86,8 +92,11 @@ def load_drafter(name: str, drafter: Drafter, states: StateStore) -> DrafterEngi
     )
 
 
-def load_verifier(name: str, target: Target, states: StateStore) -> VerifierEngine:
-    """A verifier's engine, not started yet. Raises BadRequest for a checkpoint that cannot be used."""
+def load_verifier(name: str, target: Target, states: StateStore, **workers: Any) -> VerifierEngine:
+    """A verifier's engine, not started yet. Raises BadRequest for a checkpoint that cannot be used.
+
+    workers: where those of a sharded target are started, if not as processes below this one.
+    """
     import torch
 
     from verifier_service.engine import VerifierEngine
@@ -105,7 +114,42 @@ def load_verifier(name: str, target: Target, states: StateStore) -> VerifierEngi
         share_prefixes=target.share_prefixes,
         max_rows=target.max_rows,
         max_depth=target.max_depth,
+        tensor_parallel=target.tensor_parallel,
+        **workers,
     )
+
+
+def load_replica(name: str, target: Target, states: StateStore) -> VerifierEngine:
+    """The same in a replica of Serve: the workers of a sharded target are actors in the replica's placement group."""
+    if target.tensor_parallel == 1:
+        return load_verifier(name, target, states)
+    return load_verifier(name, target, states, start_workers=partial(_start_actors, target), host=_node_address())
+
+
+class Worker:
+    """The actor of a shard."""
+
+    def work(self, summons: Summons) -> None:
+        from verifier_service.worker import work
+
+        work(summons)
+
+
+_workers: list[Any] = []  # handles of this replica's actors, which live as long as these
+
+
+def _start_actors(target: Target, summons: Sequence[Summons]) -> None:
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    group = ray.util.get_current_placement_group()
+    assert group is not None
+    for each in summons:
+        place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=each.rank)
+        options = _actor_options(target.resources, engine_environment(target.threads))
+        worker: Any = ray.remote(Worker).options(scheduling_strategy=place, max_restarts=0, **options).remote()
+        worker.work.remote(each)
+        _workers.append(worker)
 
 
 def _device(model: Model) -> str:
@@ -162,7 +206,7 @@ class VerifierShell(_Shell):
         target: Target,
         longest_s: float,
         states: Callable[[], StateStore],
-        load: Callable[[str, Target, StateStore], VerifierEngine] = load_verifier,
+        load: Callable[[str, Target, StateStore], VerifierEngine] = load_replica,
     ) -> None:
         from verifier_service.servicer import serve_verifier
 
@@ -170,6 +214,15 @@ class VerifierShell(_Shell):
         self._engine = load(name, target, states())
         await start_engine(self._engine)
         self._replica = await serve_verifier(self._engine, Leases(cap_s=longest_s), _node_address())
+        if target.tensor_parallel > 1:
+            self._watch = asyncio.create_task(self._end_with_engine())
+
+    async def _end_with_engine(self) -> None:
+        """A replica that lost a worker ends, and Serve makes another at once; of health checks it would want three."""
+        reason = await self._engine.lost()
+        await asyncio.sleep(LAST_WORDS_S)
+        log.error("this replica ends: %s", reason)
+        os._exit(1)
 
 
 class RouterShell:
@@ -221,7 +274,7 @@ def build(
     redis_url: str,
     *,
     drafter: Callable[[str, Drafter, StateStore], DrafterEngine] = load_drafter,
-    verifier: Callable[[str, Target, StateStore], VerifierEngine] = load_verifier,
+    verifier: Callable[[str, Target, StateStore], VerifierEngine] = load_replica,
     ingress: Callable[[Config, ServePlaces, RedisSessions], Ingress] = Ingress,
 ) -> Application:
     """The application of a configuration. The loaders are parameters, so that tests deploy engines of their own."""
@@ -244,9 +297,9 @@ def build(
         }
 
     targets = {
-        name: _deployment(VerifierShell, **replicas(f"verifier-{name}", target, target.max_waiting)).bind(
-            name, target, longest_s, states, verifier
-        )
+        name: _deployment(
+            VerifierShell, **replicas(f"verifier-{name}", target, target.max_waiting), **_group_of(target)
+        ).bind(name, target, longest_s, states, verifier)
         for name, target in config.targets.items()
     }
     drafters = {
@@ -272,6 +325,14 @@ def _deployment(shell: type, **options: Any) -> Any:
     return serve.deployment(**options)(shell)
 
 
+def _group_of(target: Target) -> dict[str, Any]:
+    """A placement group for a sharded target: the replica has the first bundle, each of its workers another."""
+    if target.tensor_parallel == 1:
+        return {}
+    bundles = [target.resources.bundle] * target.tensor_parallel
+    return {"placement_group_bundles": bundles, "placement_group_strategy": "PACK"}
+
+
 def _actor_options(resources: Resources, environment: dict[str, str]) -> dict[str, Any]:
     return {
         "num_cpus": resources.cpu,
@@ -290,7 +351,8 @@ def start(config: Config, redis_url: str, **loaders: Any) -> str:
     from ray.serve.config import HTTPOptions, ProxyLocation, gRPCOptions
 
     wanted = [
-        *(model.resources.cpu * model.replicas for model in (*config.targets.values(), *config.drafters.values())),
+        *(target.resources.cpu * target.tensor_parallel * target.replicas for target in config.targets.values()),
+        *(drafter.resources.cpu * drafter.replicas for drafter in config.drafters.values()),
         config.router.resources.cpu * config.router.replicas,
     ]
     others = psutil.Process().children()

@@ -58,6 +58,11 @@ class Resources(Section):
     custom: dict[str, float] = Field(default_factory=dict)
     """Ray's own named resources, such as `{verifier: 1}`, that pin a pool to its machines."""
 
+    @property
+    def bundle(self) -> dict[str, float]:
+        """The same as Ray's placement groups want it: without zeros."""
+        return {name: amount for name, amount in {"CPU": self.cpu, "GPU": self.gpu, **self.custom}.items() if amount}
+
 
 class Model(Section):
     """What a target and a drafter share: one Serve deployment with `replicas` replicas."""
@@ -83,9 +88,18 @@ class Target(Model):
     `max_sessions` of the longest texts need."""
     share_prefixes: bool = True
     """Whether texts of one tenant that begin alike share that part's memory and computation."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Workers that a replica is made of, each with a shard of the weights, of every text's keys, and `resources` and
+    `threads` of its own. All replicas of a target have the same number: another would round differently."""
     max_rows: int = Field(default=MAX_ROWS, ge=1, le=MAX_ROWS)
     """Rows of the largest tree, its root among them."""
     max_depth: int = Field(default=16, ge=0, le=MAX_ROWS - 1)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.tensor_parallel > 1 and not self.resources.bundle:
+            raise ValueError("resources: are all zero; workers of a sharded target are placed by what they take")
+        return self
 
 
 class Drafter(Model):

@@ -24,8 +24,10 @@ from tree_kernels.tree_attention import PAGE
 from tree_layers.memory import pages_for
 
 from verifier_service.models import load_target
-from verifier_service.runner import Runner, buckets_up_to
+from verifier_service.runner import Runner, buckets_up_to, free_bytes
 from verifier_service.scheduler import Ask, Call, Capacity, Scheduler
+from verifier_service.shards import Crew, Memory, Starter
+from verifier_service.worker import start_processes
 
 log = logging.getLogger("dendro.verifier")
 
@@ -44,6 +46,8 @@ class VerifierEngine:
         self._thread = ThreadPoolExecutor(1, "verifier", torch.set_num_threads, (runner.target.run.threads,))
         self._work = asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
+        self._lost: str | None = None  # why it will answer no more
+        self._ended = asyncio.Event()
 
     @classmethod
     def load(
@@ -63,6 +67,9 @@ class VerifierEngine:
         memory_fraction: float | None = None,
         share_prefixes: bool = True,
         prefill_chunk: int = 256,
+        tensor_parallel: int = 1,
+        start_workers: Starter = start_processes,
+        host: str = "127.0.0.1",
     ) -> Self:
         """Load a checkpoint and check the engine's rows; takes seconds. Raises BadRequest, naming the field.
 
@@ -71,6 +78,8 @@ class VerifierEngine:
         the device's free memory that they may take, once the weights are loaded; by default there is room for
         `max_sessions` of the longest. share_prefixes: whether texts of one tenant that begin alike share that part's
         memory and computation. prefill_chunk: rows of a step, and so of a chunk of a prompt.
+        tensor_parallel: workers that have a shard of the target each, this process among them; the others are started
+        by `start_workers` and come to `host`, an address of this machine.
         On a CPU, `MKL_CBWR=AUTO,STRICT` must be in the environment before torch is imported; without it the
         engine works and announces the exactness `margin`.
         """
@@ -85,57 +94,72 @@ class VerifierEngine:
             raise BadRequest("memory_fraction", "and pool_tokens both say how large the pool is: name one")
         if memory_fraction is not None and not 0 < memory_fraction <= 1:
             raise BadRequest("memory_fraction", f"{memory_fraction}; above 0 and at most 1")
+        if tensor_parallel < 1:
+            raise BadRequest("tensor_parallel", f"{tensor_parallel}; at least 1")
         longest = pages_for(max_length + max_depth)
         buckets = buckets_up_to(prefill_chunk)
-        target = load_target(path, dtype, device, buckets, threads)
-        if max_length > target.max_positions:
-            raise BadRequest("max_length", f"{max_length}; the model has {target.max_positions} positions")
-        pages = max_sessions * longest
-        if pool_tokens is not None:
-            pages = pages_for(pool_tokens)
-        elif memory_fraction is not None:
-            pages = int(memory_fraction * free_bytes(device)) // (target.token_bytes * PAGE)
-        if pages < 1 or max_length < 2:
-            raise BadRequest("pool_tokens, max_length", f"{pages} pages and {max_length} leave no room for a text")
-        capacity = Capacity(
-            vocabulary=target.vocabulary,
-            max_length=max_length,
-            max_rows=max_rows,
-            max_depth=max_depth,
-            max_sessions=max_sessions,
-            max_waiting=max_waiting,
-            step_rows=prefill_chunk,
-            sizes=buckets,
-            prefill_rows=prefill_chunk // 4,
-            pages=pages,
-            share_prefixes=share_prefixes,
-            first_scratch=(1 + pages + longest) * PAGE,
-            end_ids=target.end_ids,
-        )
-        runner = Runner(target, capacity.near, pages, longest, buckets)
-        differ = [*target.linear.failed, *runner.check_rows()]
-        log.info(
-            "verifier %s: linear layers: %s; rows %s; %d pages, %.1f kB per token",
-            name,
-            target.linear,
-            f"differ: {', '.join(differ)}" if differ else "bitwise independent",
-            pages,
-            runner.pages.token_bytes / 1e3,
-        )
-        hello = Hello(
-            protocol=PROTOCOL_VERSION,
-            model=name,
-            fingerprint=target.fingerprint,
-            tokenizer=target.tokenizer,
-            vocabulary=target.vocabulary,
-            max_length=max_length,
-            max_rows=max_rows,
-            max_depth=max_depth,
-            dtype=str(dtype).removeprefix("torch."),
-            exactness="margin" if differ else "bitwise",
-            pid=os.getpid(),
-            end_ids=tuple(sorted(target.end_ids)),
-        )
+        with contextlib.ExitStack() as undo:  # of what was begun, where the rest fails
+            crew = None
+            if tensor_parallel == 1:
+                target = load_target(path, dtype, device, buckets, threads)
+            else:
+                crew = Crew.muster(tensor_parallel, start_workers, host)
+                undo.callback(crew.stop)
+                target = crew.load(Path(path), dtype, device, buckets, threads, host)
+            if max_length > target.max_positions:
+                raise BadRequest("max_length", f"{max_length}; the model has {target.max_positions} positions")
+            pages = max_sessions * longest
+            if pool_tokens is not None:
+                pages = pages_for(pool_tokens)
+            elif memory_fraction is not None:
+                room = int(memory_fraction * free_bytes(device)) // (target.token_bytes * PAGE)
+                pages = room if crew is None else crew.pages(memory_fraction, room)
+            if pages < 1 or max_length < 2:
+                raise BadRequest("pool_tokens, max_length", f"{pages} pages and {max_length} leave no room for a text")
+            capacity = Capacity(
+                vocabulary=target.vocabulary,
+                max_length=max_length,
+                max_rows=max_rows,
+                max_depth=max_depth,
+                max_sessions=max_sessions,
+                max_waiting=max_waiting,
+                step_rows=prefill_chunk,
+                sizes=buckets,
+                prefill_rows=prefill_chunk // 4,
+                pages=pages,
+                share_prefixes=share_prefixes,
+                first_scratch=(1 + pages + longest) * PAGE,
+                end_ids=target.end_ids,
+            )
+            if crew is not None:
+                crew.set_out(Memory(capacity.near, pages, longest))
+            runner = Runner(target, capacity.near, pages, longest, buckets, crew)
+            dependent = [name for report in crew.reports for name in report.dependent] if crew is not None else []
+            differ = [*target.linear.failed, *dependent, *runner.check_rows()]
+            log.info(
+                "verifier %s: linear layers: %s; rows %s; %d pages, %.1f kB per token",
+                name,
+                target.linear,
+                f"differ: {', '.join(differ)}" if differ else "bitwise independent",
+                pages,
+                runner.pages.token_bytes / 1e3,
+            )
+            hello = Hello(
+                protocol=PROTOCOL_VERSION,
+                model=name,
+                # Sums of shards round differently: texts move between replicas of one degree alone.
+                fingerprint=target.fingerprint + (f"-tp{tensor_parallel}" if crew is not None else ""),
+                tokenizer=target.tokenizer,
+                vocabulary=target.vocabulary,
+                max_length=max_length,
+                max_rows=max_rows,
+                max_depth=max_depth,
+                dtype=str(dtype).removeprefix("torch."),
+                exactness="margin" if differ else "bitwise",
+                pid=os.getpid(),
+                end_ids=tuple(sorted(target.end_ids)),
+            )
+            undo.pop_all()
         return cls(Scheduler(capacity), runner, hello)
 
     # The peer
@@ -157,6 +181,8 @@ class VerifierEngine:
         return await self._ask(call)
 
     async def _ask(self, call: Call) -> Any:
+        if self._lost is not None:
+            raise PeerLost(f"verifier: {self._lost}")
         if self._loop is None or self._loop.done():
             raise PeerLost("verifier: it is not running")
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -179,6 +205,14 @@ class VerifierEngine:
         if self._loop is not None:
             raise RuntimeError("the engine was started before")
         self._loop = asyncio.create_task(self._run())
+        if self.runner.crew is not None:
+            loop = asyncio.get_running_loop()
+
+            def lose(reason: str) -> None:
+                with contextlib.suppress(RuntimeError):  # the loop has ended, and everything with it
+                    loop.call_soon_threadsafe(self._lose, reason)
+
+            self.runner.crew.watch(lose)
 
     async def stop(self) -> None:
         """Fail what waits, end the thread. May be called twice, and without a start."""
@@ -187,11 +221,26 @@ class VerifierEngine:
             await asyncio.gather(self._loop, return_exceptions=True)
         self.scheduler.give_up(PeerLost("verifier: it was stopped"))
         await asyncio.to_thread(self._thread.shutdown)
+        if self.runner.crew is not None:
+            await asyncio.to_thread(self.runner.crew.stop)
+
+    async def lost(self) -> str:
+        """Wait until a worker of a sharded target is lost, and with it the engine; says what happened."""
+        await self._ended.wait()
+        return str(self._lost)
+
+    def _lose(self, reason: str) -> None:
+        """Its texts go on elsewhere: those who wait are told so at once."""
+        if self._lost is None:
+            log.error("verifier: %s; the group of workers is given up", reason)
+            self._lost = reason
+            self.scheduler.give_up(PeerLost(f"verifier: {reason}"))
+            self._ended.set()
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
         ahead: list[tuple[int, int]] = []  # (session, position) of noise to compute while nothing else is to do
-        while True:
+        while self._lost is None:
             try:
                 plan = self.scheduler.next()
             except Exception as error:  # ours: no text's place is known for sure any more, but the replica lives
@@ -205,6 +254,9 @@ class VerifierEngine:
                     outcome = await loop.run_in_executor(self._thread, self.runner.run, plan)
                 except Exception as error:
                     log.exception("verifier: a step of %d rows failed", len(plan.tokens))
+                    if self.runner.crew is not None:  # its workers no longer stand at one place
+                        self._lose(str(error))
+                        return
                     self.scheduler.fail(error)
                     continue
                 likely = self.scheduler.apply(outcome)
@@ -241,10 +293,3 @@ class VerifierEngine:
         `start`.
         """
         return self._thread.submit(self.runner.tree_logits, ids, tree).result()
-
-
-def free_bytes(device: torch.device) -> int:
-    """Free memory of a device: an accelerator's own, or this machine's."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,6 +17,7 @@ from tree_layers.memory import Pages
 
 from verifier_service.models import Target
 from verifier_service.rows import NO_ROWS, Ints, Outcome, Plan, pack, text_rows
+from verifier_service.shards import Crew, Kept
 from verifier_service.walk import Walker
 
 SMALL_BUCKETS = tuple(range(8, 65, 8))
@@ -36,9 +39,19 @@ def buckets_up_to(step_rows: int) -> tuple[int, ...]:
 class Runner:
     """Owns the model, its pages and the noise. Of one thread at a time."""
 
-    def __init__(self, target: Target, near: int, pages: int, own_pages: int, buckets: Sequence[int]) -> None:
-        """pages: numbered from 1, for the scheduler to give out; own_pages: after them, for `text_logits`."""
+    def __init__(
+        self,
+        target: Target,
+        near: int,
+        pages: int,
+        own_pages: int,
+        buckets: Sequence[int],
+        crew: Crew | None = None,
+    ) -> None:
+        """pages: numbered from 1, for the scheduler to give out; own_pages: after them, for `tree_logits`.
+        crew: the workers that have the target's other shards, with runners of the same pages."""
         self.target = target
+        self.crew = crew
         self.near = near
         self.device = target.model.device
         self.buckets = tuple(buckets)
@@ -59,7 +72,7 @@ class Runner:
             walks = [
                 self.walker.walk(draw, logits[draw.wanted : draw.wanted + len(draw.tokens)]) for draw in plan.draws
             ]
-            self._keep(plan, walks)
+            self._keep_accepted(plan, walks)
         ended = time.perf_counter()
         return Outcome(tuple(walks), int(1e6 * (forwarded - began)), int(1e6 * (ended - started)))
 
@@ -68,7 +81,9 @@ class Runner:
         return self.target.logits(*self._begin(plan))[: len(plan.wanted)]
 
     def _begin(self, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
-        """Tell the seats of a step's rows; returns the padded tokens, positions and wanted rows."""
+        """Tell the crew and the seats of a step's rows; returns the padded tokens, positions and wanted rows."""
+        if self.crew is not None:
+            self.crew.tell(replace(plan, draws=()))
         count = len(plan.tokens)
         padded = self._bucket(count)
         positions = self._tensor(plan.positions)
@@ -88,6 +103,10 @@ class Runner:
         wanted = np.zeros(self._bucket(len(plan.wanted)), np.int64)
         wanted[: len(plan.wanted)] = plan.wanted
         return tokens, places, self._tensor(wanted)
+
+    def keep(self, kept: Kept) -> None:
+        """Copy accepted guesses from scratch slots to their places."""
+        self.pages.append(self._tensor(kept.source), self._tensor(kept.target))
 
     def prepare(self, session: int, position: int) -> None:
         """Compute noise ahead, in idle time."""
@@ -139,14 +158,23 @@ class Runner:
         with torch.inference_mode():
             return self.forward(pack([part], np.arange(len(part.tokens))))
 
-    def _keep(self, plan: Plan, walks: Sequence[Walk]) -> None:
-        """Copy accepted guesses from scratch slots to their places."""
+    def _keep_accepted(self, plan: Plan, walks: Sequence[Walk]) -> None:
         rows = [draw.first + row for draw, walked in zip(plan.draws, walks, strict=True) for row in walked.path[1:]]
         if rows:
-            self.pages.append(self._tensor(plan.slots[rows]), self._tensor(plan.homes[rows]))
+            kept = Kept(plan.slots[rows], plan.homes[rows])
+            if self.crew is not None:
+                self.crew.tell(kept)
+            self.keep(kept)
 
     def _bucket(self, rows: int) -> int:
         return next((bucket for bucket in self.buckets if bucket >= rows), self.buckets[-1])
 
     def _tensor(self, array: Ints) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Free memory of a device: an accelerator's own, or this machine's."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

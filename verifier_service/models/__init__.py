@@ -14,6 +14,7 @@ from dendro.errors import BadRequest
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 from tree_kernels.tree_attention import Layout
 from tree_layers.linear import RowsReport, in_threads, make_rows_independent
@@ -26,7 +27,9 @@ from tree_layers.weights import (
     weights_fingerprint,
 )
 
+from verifier_service.collectives import Collectives
 from verifier_service.models.seats import ATTENTION, Run, Seat, seat_attention
+from verifier_service.models.sharded import check_divisible, take_off_wrappers
 
 PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 UNPACKABLE_ROPE = {"dynamic", "longrope"}
@@ -77,23 +80,40 @@ class Target:
 
 
 def load_target(
-    path: str | Path, dtype: torch.dtype, device: torch.device, buckets: Sequence[int], threads: int = 1
+    path: str | Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    buckets: Sequence[int],
+    threads: int = 1,
+    group: Collectives | None = None,
 ) -> Target:
-    """Load a checkpoint to run with these numbers of rows. Raises BadRequest, saying what is wrong with it."""
+    """Load a checkpoint to run with these numbers of rows, or this worker's shard of it where there is a group; then
+    torch's own process group must be there too. Raises BadRequest, saying what is wrong with it."""
     try:
-        return _load(Path(path), dtype, device, buckets, threads)
+        return _load(Path(path), dtype, device, buckets, threads, group)
     except CheckpointError as error:
         raise BadRequest("checkpoint", str(error)) from error
 
 
-def _load(folder: Path, dtype: torch.dtype, device: torch.device, buckets: Sequence[int], threads: int) -> Target:
+def _load(
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    buckets: Sequence[int],
+    threads: int,
+    group: Collectives | None,
+) -> Target:
     _check_kind(folder, read_config(folder))
     if not any((folder / name).is_file() for name in (SAFE, SAFE_INDEX)):
         raise CheckpointError(f"{folder}: there are no weights in {SAFE}; only safetensors are read")
     tokenizer, fingerprint = tokenizer_fingerprint(folder), weights_fingerprint(folder)
     logging.disable_progress_bar()  # a replica's log is no terminal
+    sharded: dict[str, Any] = {}
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if group is not None:
+            check_divisible(folder, config.get_text_config(), group.size)
+            sharded["distributed_config"] = DistributedConfig(tp_size=group.size)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
@@ -103,18 +123,26 @@ def _load(folder: Path, dtype: torch.dtype, device: torch.device, buckets: Seque
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
+            **sharded,
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: cannot be loaded as a decoder-only Transformer: {error}") from error
     model, info = loaded
     if lacking := [*info["missing_keys"], *info["mismatched_keys"]]:
         raise CheckpointError(f"{folder}: {len(lacking)} tensors are missing or misshapen, among them {lacking[0]}")
-    model = model.to(device).eval().requires_grad_(False)
     head = model.get_output_embeddings()
-    vocabulary = min(_vocabulary(folder), head.out_features)
+    outputs = head.out_features
+    vocabulary = min(_vocabulary(folder), outputs)
+    join = take_off_wrappers(folder, model) if group is not None else None
+    model = model.to(device).eval().requires_grad_(False)
     run = Run(threads=threads if device.type == "cpu" else 1)
-    _float_head(head, vocabulary, run.threads)
+    if group is not None and head.out_features < outputs:
+        _gathering_head(head, outputs, vocabulary, run.threads, group)
+    else:
+        _float_head(head, vocabulary, run.threads)
     linear = make_rows_independent(model, buckets, run.threads)
+    if group is not None and join is not None:
+        join(group)
     layouts = _take_seats(folder, model, run)
     text = model.config.get_text_config()
     return Target(
@@ -188,6 +216,18 @@ def _float_head(head: nn.Linear, vocabulary: int, threads: int) -> None:
         return F.linear(hidden.float(), weight, bias)
 
     head.forward = in_threads(forward, threads)  # type: ignore[method-assign, assignment]
+
+
+def _gathering_head(head: nn.Linear, outputs: int, vocabulary: int, threads: int, group: Collectives) -> None:
+    """The same where each worker has some of the head's `outputs` rows: every worker gets all of the logits."""
+    weight = head.weight.float()
+    bias = None if head.bias is None else head.bias.float()
+    product = in_threads(lambda hidden: F.linear(hidden.float(), weight, bias), threads)
+
+    def forward(hidden: Tensor) -> Tensor:
+        return group.gather(product(hidden), outputs)[..., :vocabulary]
+
+    head.forward = forward  # type: ignore[method-assign, assignment]
 
 
 def _take_seats(folder: Path, model: PreTrainedModel, run: Run) -> tuple[Layout, ...]:

@@ -1,0 +1,92 @@
+"""Routers that speak to a verifier's engine directly, and trees in which the truth is somewhere."""
+
+from __future__ import annotations
+
+import numpy as np
+from dendro.calls import CloseCall, OpenCall, Terms, TextUpdate, VerifyCall, new_opening
+from dendro.text import Limits, Sampling, Tokens
+from dendro.tree import DraftTree
+
+LAWS = (Sampling(), Sampling(temperature=1.0, seed=5), Sampling(temperature=0.7, top_k=20, top_p=0.9, seed=6))
+
+
+class Router:
+    """One request's view of the engine."""
+
+    def __init__(self, engine, prompt, sampling=None, count=24, tenant=""):
+        self.engine, self.prompt = engine, list(prompt)
+        self.text = Tokens()
+        self.text.extend(prompt)
+        self.end = len(prompt) + count
+        self.terms = Terms(sampling or Sampling(), Limits(self.end, ignore_end=True), tenant, ())
+        self.opening, self.known = new_opening(), 0
+
+    def update(self):
+        ids = self.text.ids
+        return TextUpdate(self.opening, len(ids), self.text.digests[-1], self.known, tuple(ids[self.known :]))
+
+    async def open(self):
+        opened = await self.engine.open(OpenCall(self.update(), self.terms))
+        self.known = len(self.text)
+        return opened
+
+    async def round(self, tree=None):
+        tree = tree or DraftTree.root_only(self.text.ids[-1])
+        call = VerifyCall(self.update(), tree)
+        self.known = len(self.text)
+        verdict = await self.engine.verify(call)
+        for above, row, token in zip(verdict.path, verdict.path[1:], verdict.tokens, strict=False):
+            assert tree.parents[row] == above and tree.tokens[row] == token, (
+                "the path is none of the tree that was sent"
+            )
+            assert tree.children(above)[verdict.ranks[verdict.path.index(above)]] == row
+        self.text.extend(verdict.tokens)
+        return verdict
+
+    async def close(self):
+        return await self.engine.close(CloseCall(self.update()))
+
+    @property
+    def answer(self):
+        return self.text.ids[len(self.prompt) :]
+
+    async def finish(self, trees=None):
+        await self.open()
+        return await self.go_on(trees)
+
+    async def go_on(self, trees=None):
+        while len(self.text) < self.end:
+            await self.round(trees(self) if trees else None)
+        await self.close()
+        return self.answer
+
+
+def guessing(rng, truth):
+    """Trees of random shape, in which the true continuation is somewhere, as far as luck has it."""
+
+    def tree(router):
+        tokens, parents, values = [router.text.ids[-1]], [-1], [0.0]
+        done, right, level = len(router.answer), 0, [0]
+        for step in range(int(rng.integers(0, 6))):
+            below = []
+            for parent in level:
+                siblings = dict.fromkeys(rng.integers(0, 256, int(rng.integers(1, 4))).tolist())
+                if parent == right and done + step < len(truth) and rng.random() < 0.8:
+                    siblings[truth[done + step]] = None
+                for token in siblings:
+                    if len(tokens) < 32:
+                        tokens.append(token)
+                        parents.append(parent)
+                        values.append(float(rng.normal()) - 1.0)
+                        below.append(len(tokens) - 1)
+            wanted = truth[done + step] if done + step < len(truth) else None
+            right = next((row for row in below if parents[row] == right and tokens[row] == wanted), -1)
+            level = below[:4]
+        return DraftTree.of(tokens, parents, np.minimum(values, 0.0))
+
+    return tree
+
+
+async def alone(engine, prompts, laws, count):
+    """What each text is answered when no other is there."""
+    return [await Router(engine, prompt, law, count).finish() for prompt, law in zip(prompts, laws, strict=True)]

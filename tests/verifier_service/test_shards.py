@@ -1,0 +1,221 @@
+"""A target on several workers: the bits of one degree are the same whatever is in a step, and a loss ends all of it."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import socket
+import time
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import transformers
+from dendro.errors import BadRequest, PeerLost
+from dendro.text import Sampling
+from dendro.tree import DraftTree
+from routers import LAWS, Router, alone, guessing
+from tiny_models import END, PADDED, VOCABULARY, make_checkpoint, randomise, write_tokenizer
+from tree_kernels.tree_attention import PAGE
+
+from verifier_service import shards
+from verifier_service.collectives import WorkerLost
+from verifier_service.engine import VerifierEngine
+from verifier_service.shards import Crew
+
+DEGREES = (2, 4)
+SETTINGS = {
+    "vocab_size": PADDED,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "bos_token_id": END,
+    "eos_token_id": END,
+    "pad_token_id": END,
+}
+FAMILIES = {  # what a plan may ask for: plain slices, tied weights, biases, gathered projections, experts
+    "Llama": {"tie_word_embeddings": True},
+    "Qwen3": {"head_dim": 16},
+    "Gemma2": {"head_dim": 16},
+    "Starcoder2": {},
+    "Phi3": {},
+    "Olmo2": {},
+    "Mixtral": {"num_local_experts": 4},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("llama")
+    make_checkpoint(path, num_key_value_heads=4)
+    return path
+
+
+def engine_of(folder, degree, dtype=torch.float32, **limits):
+    said = {"max_length": 256, "max_sessions": 8, "max_waiting": 64, "prefill_chunk": 128} | limits
+    return VerifierEngine.load(folder, name="tiny", dtype=dtype, tensor_parallel=degree, **said)
+
+
+def workers():
+    """The processes of shards below this one."""
+    return [each for each in multiprocessing.active_children() if each.name.startswith("shard")]
+
+
+async def until(condition, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("degree", DEGREES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+async def test_random_arrivals_at_one_degree_change_no_token(folder, dtype, degree):
+    """Trees, chunks and company, waiting and giving way: each text's tokens are those it has alone at this degree."""
+    rng = np.random.default_rng(degree)
+    engine = engine_of(folder, degree, dtype, pool_tokens=6 * PAGE)
+    try:
+        assert (await engine.hello()).exactness == "bitwise"
+        await engine.start()
+        prompts = [rng.integers(0, 256, int(rng.integers(50, 150))).tolist() for _ in range(8)]
+        laws = [LAWS[place % len(LAWS)] for place in range(len(prompts))]
+        truths = await alone(engine, prompts, laws, 30)
+
+        async def request(place):
+            await asyncio.sleep(float(rng.random()) * 0.05)
+            router = Router(engine, prompts[place], laws[place], 30)
+            return await router.finish(guessing(rng, truths[place]))
+
+        assert await asyncio.gather(*(request(place) for place in range(len(prompts)))) == truths
+        stats = engine.stats()
+        assert stats["guesses"] > 0 and stats["set_back"] > 0
+        assert stats["pages_held"] == stats["sessions"] == 0
+    finally:
+        await engine.stop()
+    await until(lambda: not workers(), 10)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_of_two_workers_are_the_librarys_within_2e_3(tmp_path, family):
+    config = getattr(transformers, f"{family}Config")(**SETTINGS | FAMILIES[family])
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    randomise(model, 0)
+    model.save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    engine = engine_of(tmp_path, 2)
+    try:
+        ids = [(7 * at * at + 3 * at) % 256 for at in range(75)]
+        tree = DraftTree.of([ids[-1], 5, 6, 7], [-1, 0, 0, 1])
+        ours = engine.logits_of(ids, tree)
+        for row, path in enumerate(([], [5], [6], [5, 7])):
+            with torch.inference_mode():
+                theirs = model(torch.tensor([ids + path])).logits[0, -1, :VOCABULARY]
+            assert (ours[row] - theirs).abs().max() < 2e-3
+            assert ours[row].argmax() == theirs.argmax()
+        # No worker ever holds the whole model: norms are on all of them, everything else is dealt out.
+        held = sum(parameter.numel() for parameter in engine.runner.target.model.parameters())
+        assert held < 0.55 * sum(parameter.numel() for parameter in model.parameters())
+    finally:
+        engine.runner.crew.stop()
+
+
+def test_each_worker_keeps_the_keys_of_its_own_heads(folder):
+    one, four = engine_of(folder, 1), engine_of(folder, 4)
+    four.runner.crew.stop()
+    heads = [engine.runner.target.layouts[0].kv_heads for engine in (one, four)]
+    assert heads == [4, 1]
+    assert {report.token_bytes for report in four.runner.crew.reports} == {four.runner.target.token_bytes}
+
+
+async def test_replicas_of_another_degree_do_not_pass_for_the_same(folder):
+    names = []
+    for degree in (1, 2):
+        engine = engine_of(folder, degree)
+        names.append((await engine.hello()).fingerprint)
+        await engine.stop()
+    assert names[1] == names[0] + "-tp2"
+
+
+@pytest.mark.parametrize("idle", [False, True], ids=["in a step", "between steps"])
+async def test_a_worker_that_dies_ends_the_replica_within_seconds(folder, idle):
+    engine = engine_of(folder, 2)
+    await engine.start()
+    lost = asyncio.create_task(engine.lost())
+    try:
+        router = Router(engine, range(40), Sampling(temperature=1.0, seed=5), count=200)
+        await router.open()
+        asking = None if idle else asyncio.create_task(router.go_on())
+        await asyncio.sleep(0.2)
+        assert not lost.done()
+        os.kill(workers()[0].pid, signal.SIGKILL)
+        async with asyncio.timeout(5):
+            assert "worker 1 of 2" in await lost
+            if asking is not None:
+                with pytest.raises(PeerLost):
+                    await asking
+            with pytest.raises(PeerLost, match="worker 1 of 2"):
+                await router.round()
+            with pytest.raises(PeerLost):
+                await Router(engine, [1]).open()
+    finally:
+        await engine.stop()
+    await until(lambda: not workers(), 10)
+
+
+def lead(folder, answers):
+    """A leader whose process is killed."""
+    engine = engine_of(folder, 2)
+    answers.put([child.pid for child in multiprocessing.active_children()])
+    engine.logits_of(range(20), DraftTree.root_only(19))
+    time.sleep(60)
+
+
+def test_workers_end_with_their_leader(folder):
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    leader = context.Process(target=lead, args=(folder, answers))
+    leader.start()
+    pids = answers.get(timeout=60)
+    assert pids and all(psutil.pid_exists(pid) for pid in pids)
+    os.kill(leader.pid, signal.SIGKILL)
+    leader.join()
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=10)
+    assert not alive
+
+
+def test_heads_that_cannot_be_dealt_out_are_refused_with_the_numbers(folder):
+    with pytest.raises(BadRequest, match="4 attention heads cannot be dealt out to 3 workers"):
+        engine_of(folder, 3)
+    assert not [each for each in workers() if each.join(10) or each.is_alive()]
+
+
+def test_a_family_without_a_plan_is_refused_and_leaves_nothing_behind(tmp_path):
+    model = transformers.StableLmForCausalLM(transformers.StableLmConfig(**SETTINGS))
+    model.save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    with pytest.raises(BadRequest, match="tp_plan"):
+        engine_of(tmp_path, 2)
+    assert not [each for each in workers() if each.join(10) or each.is_alive()]
+
+
+def test_a_worker_that_does_not_come_is_said_to_be_missing(monkeypatch):
+    monkeypatch.setattr(shards, "MUSTER_S", 0.2)
+    with pytest.raises(WorkerLost, match="0 of 1 workers came within 0.2 s"):
+        Crew.muster(2, lambda summons: None)
+
+
+def test_a_stranger_without_the_key_is_no_worker(monkeypatch):
+    monkeypatch.setattr(shards, "MUSTER_S", 1.0)
+
+    def impostor(summons):
+        with socket.create_connection((summons[0].host, summons[0].port)) as stream:
+            stream.sendall(bytes(shards.KEY_BYTES) + bytes([1]))
+
+    with pytest.raises(WorkerLost, match="0 of 1 workers"):
+        Crew.muster(2, impostor)

@@ -1,0 +1,195 @@
+"""What the workers of one sharded target say to each other inside a forward: sums and gathers, in the order of ranks.
+
+The order is what makes a row's bits the same whatever is beside it: libraries add in an order that depends on the
+number of rows. Every worker ends up with the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import platform
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+SLOT_BYTES = 1 << 20
+"""Of one worker's part of an exchange; what is longer goes in several."""
+LINE_BYTES = 64
+"""Flags stand on cache lines of their own."""
+SHARED_FOLDER = Path("/dev/shm")
+
+EAGER_TURNS = 200
+"""Looks at the others' flags before the processor is offered to somebody else: a few tens of microseconds."""
+PATIENT_S, PAUSE_S = 0.002, 0.0001
+"""After so long the wait is no busy one any more, and every pause the others' lives are looked at."""
+FROZEN_S = 60.0
+"""A worker that says nothing for so long, in the middle of a step, counts as lost."""
+
+
+class WorkerLost(RuntimeError):
+    """A worker of the group died, or says nothing any more; the group cannot go on without it."""
+
+
+class Collectives(Protocol):
+    """A group of workers that run one forward together. Every one of them calls the same, in the same order."""
+
+    rank: int
+    size: int
+
+    def sum(self, part: Tensor) -> Tensor:
+        """The sum over all workers of tensors of one shape, added in float32 in the order of ranks and rounded once."""
+        ...
+
+    def gather(self, part: Tensor, width: int) -> Tensor:
+        """All workers' columns side by side, in the order of ranks: [..., width], of which each has the next
+        `shard_width(width)` or, at the end, what is left."""
+        ...
+
+
+def shard_width(width: int, size: int) -> int:
+    """Columns of a shard. The last shards may have fewer, or none."""
+    return -(-width // size)
+
+
+def shard_of(width: int, rank: int, size: int) -> tuple[int, int]:
+    """First and end column of a worker's shard."""
+    each = shard_width(width, size)
+    return min(rank * each, width), min((rank + 1) * each, width)
+
+
+def _added(parts: Sequence[Tensor]) -> Tensor:
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part
+    return total.to(parts[0].dtype)
+
+
+def _padded(part: Tensor, width: int, size: int) -> Tensor:
+    return F.pad(part, (0, shard_width(width, size) - part.shape[-1])).contiguous()
+
+
+class SharedMemory:
+    """Workers on one machine: parts lie in memory that all of them see, and nobody is woken.
+
+    An exchange: write the own part, raise the own flag to the number of the exchange, wait for all flags. Two sets of
+    parts take turns: who raises a flag for the next exchange has read the parts of the last, so a set is free when its
+    turn comes again. x86 shows stores to others in the order in which they were made; elsewhere this is not used.
+    """
+
+    def __init__(self, rank: int, size: int, memory: mmap.mmap, check: Callable[[], None]) -> None:
+        """check: raises WorkerLost when another of the group is gone; called while it is waited for."""
+        self.rank = rank
+        self.size = size
+        self._check = check
+        self._flags = memoryview(memory)[: size * LINE_BYTES].cast("q")
+        self._stride = LINE_BYTES // self._flags.itemsize
+        parts = torch.frombuffer(memory, dtype=torch.uint8, offset=size * LINE_BYTES)
+        self._parts = parts.view(2, size, SLOT_BYTES)
+        self._turn = 0
+
+    @staticmethod
+    def bytes_for(size: int) -> int:
+        return size * LINE_BYTES + 2 * size * SLOT_BYTES
+
+    def sum(self, part: Tensor) -> Tensor:
+        flat = part.contiguous().view(-1)
+        sums = [_added(self._exchange(piece)) for piece in flat.split(SLOT_BYTES // part.element_size())]
+        return (sums[0] if len(sums) == 1 else torch.cat(sums)).view(part.shape)
+
+    def gather(self, part: Tensor, width: int) -> Tensor:
+        mine = _padded(part, width, self.size)
+        pieces = mine.view(-1).split(SLOT_BYTES // part.element_size())
+        columns: list[list[Tensor]] = [[] for _ in range(self.size)]
+        for piece in pieces:
+            for column, theirs in zip(columns, self._exchange(piece), strict=True):
+                column.append(theirs.clone())
+        return torch.cat([torch.cat(column).view(mine.shape) for column in columns], -1)[..., :width]
+
+    def _exchange(self, mine: Tensor) -> list[Tensor]:
+        """Everybody's flat tensor of one length. The views stand until the exchange after the next."""
+        self._turn += 1
+        places = self._parts[self._turn & 1, :, : mine.numel() * mine.element_size()]
+        views = [place.view(mine.dtype) for place in places]
+        views[self.rank].copy_(mine)
+        self._flags[self.rank * self._stride] = self._turn
+        for rank in range(self.size):
+            self._await(rank)
+        return views
+
+    def _await(self, rank: int) -> None:
+        flags, place, turn = self._flags, rank * self._stride, self._turn
+        for _ in range(EAGER_TURNS):
+            if flags[place] >= turn:
+                return
+        started = time.perf_counter()
+        while flags[place] < turn:
+            waited = time.perf_counter() - started
+            if waited < PATIENT_S:
+                os.sched_yield()
+                time.sleep(0)  # lets go of the interpreter, too
+                continue
+            self._check()
+            if waited > FROZEN_S:
+                raise WorkerLost(f"worker {rank} says nothing for {FROZEN_S:g} s")
+            time.sleep(PAUSE_S)
+
+
+def can_share_memory(device: torch.device) -> bool:
+    """Whether this machine's workers may meet in shared memory."""
+    return device.type == "cpu" and SHARED_FOLDER.is_dir() and platform.machine() in ("x86_64", "AMD64")
+
+
+@contextlib.contextmanager
+def new_memory(size: int) -> Iterator[tuple[mmap.mmap, Path]]:
+    """Memory for a group, and the path by which others on this machine find it until the context ends."""
+    path = SHARED_FOLDER / f"dendro-{secrets.token_hex(8)}"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.ftruncate(descriptor, SharedMemory.bytes_for(size))
+        yield mmap.mmap(descriptor, SharedMemory.bytes_for(size)), path
+    finally:
+        os.close(descriptor)
+        path.unlink()
+
+
+def join_memory(path: Path, size: int) -> mmap.mmap | None:
+    """The memory of a group; None where this worker is on another machine."""
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        return None
+    try:
+        return mmap.mmap(descriptor, SharedMemory.bytes_for(size))
+    finally:
+        os.close(descriptor)
+
+
+class ProcessGroup:
+    """Workers anywhere: torch's own process group brings all parts to everybody, and each adds them in order."""
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+
+    def sum(self, part: Tensor) -> Tensor:
+        return _added(self._exchange(part.contiguous()))
+
+    def gather(self, part: Tensor, width: int) -> Tensor:
+        return torch.cat(self._exchange(_padded(part, width, self.size)), -1)[..., :width]
+
+    def _exchange(self, mine: Tensor) -> list[Tensor]:
+        parts = mine.new_empty(self.size * mine.numel())
+        try:
+            dist.all_gather_into_tensor(parts, mine.view(-1))
+        except RuntimeError as error:
+            raise WorkerLost(f"the process group broke: {error}") from error
+        return list(parts.view(self.size, *mine.shape))

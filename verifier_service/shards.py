@@ -1,0 +1,275 @@
+"""A target on several workers: one leads, answers calls and plans; the others run the same forwards on their shards.
+
+leader: Crew.muster, load, set_out       each step: tell(plan), its own forward, tell(kept)
+worker: work: come, load, report, then do as the leader tells until the stream between them ends
+
+A group that loses one worker is lost as a whole: the stream ends, the others end with it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import mmap
+import multiprocessing
+import os
+import pickle
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from dendro.errors import BadRequest
+from tree_kernels.tree_attention import PAGE
+
+from verifier_service.collectives import (
+    Collectives,
+    ProcessGroup,
+    SharedMemory,
+    WorkerLost,
+    can_share_memory,
+    new_memory,
+)
+from verifier_service.models import Target, load_target
+from verifier_service.rows import Ints
+
+MUSTER_S = 120.0
+"""How long workers may take to come: processes have to start and to import torch."""
+GROUP_S = 600.0
+"""How long torch's process group waits for a worker that reads its shard."""
+KEY_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Summons:
+    """What a worker needs to come to its leader. The key keeps strangers out."""
+
+    rank: int
+    host: str
+    port: int
+    key: bytes
+
+
+Starter = Callable[[Sequence[Summons]], None]
+"""Starts a worker somewhere for each summons; it runs `verifier_service.worker.work`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What a group loads; each worker takes its part."""
+
+    checkpoint: Path
+    dtype: torch.dtype
+    device: str
+    buckets: tuple[int, ...]
+    threads: int
+    size: int
+    url: str  # where torch's process group meets
+    memory: Path | None  # the group's, where machines of this kind can share some
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A worker's report."""
+
+    fault: str = ""  # why its shard is not there
+    token_bytes: int = 0
+    free_bytes: int = 0
+    dependent: tuple[str, ...] = ()  # linear layers whose rows depend on their neighbours
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The pages of a runner; every worker has the same, each for its own heads."""
+
+    near: int
+    pages: int
+    own_pages: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kept:
+    """Slots of accepted guesses, and where their keys go."""
+
+    source: Ints
+    target: Ints
+
+
+class Crew:
+    """A leader's workers. `tell`, and the forwards that follow from it, belong to one thread at a time."""
+
+    def __init__(self, streams: Sequence[Connection]) -> None:
+        self.size = len(streams) + 1
+        self.memory_is_shared = False  # all of the group are on this machine, and meet in its memory
+        self.reports: list[Loaded] = []
+        self._streams = list(streams)
+        self._sockets = [socket.socket(fileno=os.dup(stream.fileno())) for stream in streams]
+        self._wake, self._sleep = multiprocessing.Pipe()
+        self._watch: threading.Thread | None = None
+
+    @classmethod
+    def muster(cls, size: int, start: Starter, host: str = "127.0.0.1") -> Crew:
+        """Start `size - 1` workers and wait until they have come. Raises WorkerLost where one does not."""
+        key = secrets.token_bytes(KEY_BYTES)
+        streams: dict[int, Connection] = {}
+        with socket.create_server((host, 0), backlog=size) as server:
+            start([Summons(rank, host, server.getsockname()[1], key) for rank in range(1, size)])
+            deadline = time.monotonic() + MUSTER_S
+            while len(streams) < size - 1:
+                server.settimeout(max(deadline - time.monotonic(), 0.001))
+                try:
+                    stream, _ = server.accept()
+                except TimeoutError:
+                    raise WorkerLost(f"{len(streams)} of {size - 1} workers came within {MUSTER_S:g} s") from None
+                rank = _rank_of(stream, key)
+                if rank is None:
+                    stream.close()
+                else:
+                    streams[rank] = Connection(stream.detach())
+        return cls([streams[rank] for rank in sorted(streams)])
+
+    def load(
+        self,
+        checkpoint: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        buckets: tuple[int, ...],
+        threads: int,
+        host: str = "127.0.0.1",
+    ) -> Target:
+        """This worker's shard, while the others load theirs. Raises BadRequest for a checkpoint that cannot be sharded
+        so, WorkerLost where a worker dies over it."""
+        url = f"tcp://{host}:{_free_port(host)}"
+        with new_memory(self.size) as (memory, path):
+            shared = path if can_share_memory(device) else None
+            shard = Shard(checkpoint, dtype, device.type, buckets, threads, self.size, url, shared)
+            self.tell(shard)
+            self.memory_is_shared = all([self._hear(stream) for stream in self._streams])
+            self.tell(self.memory_is_shared)
+        target, fault = load_shard(shard, 0, memory if self.memory_is_shared else None, self.check)
+        self.reports = [self._hear(stream) for stream in self._streams]
+        fault = next((report.fault for report in self.reports if report.fault), fault)
+        if target is None or fault:
+            self.stop()
+            raise BadRequest("checkpoint", fault)
+        return target
+
+    def pages(self, fraction: float, own: int) -> int:
+        """Pages that every worker can have of this share of its free memory, where this one can have `own`."""
+        if self.memory_is_shared:  # one machine, one memory
+            return own // self.size
+        rooms = [int(fraction * report.free_bytes) // (report.token_bytes * PAGE) for report in self.reports]
+        return min(own, *rooms)
+
+    def set_out(self, memory: Memory) -> None:
+        """The workers make their runners; from now on they do as they are told."""
+        self.tell(memory)
+
+    def watch(self, lost: Callable[[str], None]) -> None:
+        """Call `lost` once, in a thread of its own, when a worker dies."""
+        self._watch = threading.Thread(target=self._wait_for_end, args=(lost,), name="shards", daemon=True)
+        self._watch.start()
+
+    def tell(self, what: object) -> None:
+        """Say the same to all of them."""
+        words = pickle.dumps(what)
+        try:
+            for stream in self._streams:
+                stream.send_bytes(words)
+        except OSError as error:
+            raise WorkerLost(f"a worker is gone: {error}") from error
+
+    def check(self) -> None:
+        """Raises WorkerLost where one of them is gone."""
+        for rank, stream in enumerate(self._sockets, 1):
+            if has_ended(stream):
+                raise WorkerLost(f"worker {rank} of {self.size} is gone")
+
+    def stop(self) -> None:
+        """Let them go: their work ends with their streams. May be called twice."""
+        self._wake.close()
+        if self._watch is not None:
+            self._watch.join()
+        for stream in self._streams:
+            stream.close()
+        for peeked in self._sockets:
+            peeked.close()
+
+    def _hear(self, stream: Connection) -> Any:
+        try:
+            return stream.recv()
+        except (EOFError, OSError) as error:
+            rank = 1 + self._streams.index(stream)
+            raise WorkerLost(f"worker {rank} of {self.size} died while it loaded its shard") from error
+
+    def _wait_for_end(self, lost: Callable[[str], None]) -> None:
+        ready = wait([*self._streams, self._sleep])  # workers have nothing more to say: what can be read is an end
+        if self._sleep not in ready:
+            rank = 1 + self._streams.index(ready[0])  # type: ignore[arg-type]
+            lost(f"worker {rank} of {self.size} is gone")
+
+
+def load_shard(
+    shard: Shard, rank: int, memory: mmap.mmap | None, check: Callable[[], None]
+) -> tuple[Target | None, str]:
+    """A worker's part of a target, or why there is none. `check` raises WorkerLost where the group is broken."""
+    device = torch.device(shard.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", rank if torch.cuda.device_count() > 1 else 0)
+        os.environ["LOCAL_RANK"] = str(device.index)  # read by transformers
+    elif torch.cuda.is_available():
+        return None, "shards on processors want CUDA_VISIBLE_DEVICES to be empty"
+    if dist.is_initialized():
+        return None, "this process has a shard of another target"
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        init_method=shard.url,
+        rank=rank,
+        world_size=shard.size,
+        timeout=timedelta(seconds=GROUP_S),
+    )
+    group: Collectives = ProcessGroup() if memory is None else SharedMemory(rank, shard.size, memory, check)
+    try:
+        return load_target(shard.checkpoint, shard.dtype, device, shard.buckets, shard.threads, group), ""
+    except BadRequest as error:
+        return None, str(error).removeprefix("checkpoint: ")
+    finally:
+        if memory is not None:
+            dist.destroy_process_group()  # it was for reading the shards
+
+
+def has_ended(stream: socket.socket) -> bool:
+    """Whether the other end of a stream is gone; reads nothing."""
+    try:
+        return not stream.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def _rank_of(stream: socket.socket, key: bytes) -> int | None:
+    """Who has come; None for a stranger. Nothing is unpickled before the key is seen."""
+    stream.settimeout(5.0)
+    try:
+        said = stream.recv(KEY_BYTES + 1, socket.MSG_WAITALL)
+    except OSError:
+        return None
+    if len(said) != KEY_BYTES + 1 or not hmac.compare_digest(said[:-1], key):
+        return None
+    stream.settimeout(None)
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return said[-1]
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

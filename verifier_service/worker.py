@@ -1,0 +1,61 @@
+"""A worker of a sharded target: comes when it is summoned, loads its shard, and runs its leader's plans."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import socket
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+
+import torch
+
+from verifier_service.collectives import WorkerLost, join_memory
+from verifier_service.rows import Plan
+from verifier_service.runner import Runner, free_bytes
+from verifier_service.shards import Kept, Loaded, Memory, Shard, Summons, has_ended, load_shard
+
+
+def start_processes(summons: Sequence[Summons]) -> None:
+    """Workers as processes below this one."""
+    context = multiprocessing.get_context("spawn")
+    for each in summons:
+        context.Process(target=work, args=(each,), name=f"shard {each.rank}", daemon=True).start()
+
+
+def work(summons: Summons) -> None:
+    """Serve a leader until the stream to it ends. Blocks, in the thread in which the shard runs."""
+    caller = socket.create_connection((summons.host, summons.port))
+    caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    caller.sendall(summons.key + bytes([summons.rank]))
+    with Connection(caller.detach()) as stream, contextlib.suppress(EOFError, OSError, WorkerLost):
+        _serve(stream, summons.rank)
+
+
+def _serve(stream: Connection, rank: int) -> None:
+    leader = socket.socket(fileno=os.dup(stream.fileno()))
+
+    def check() -> None:
+        if has_ended(leader):
+            raise WorkerLost("the leader is gone")
+
+    shard: Shard = stream.recv()
+    torch.set_num_threads(shard.threads)
+    memory = None if shard.memory is None else join_memory(shard.memory, shard.size)
+    stream.send(memory is not None)
+    together: bool = stream.recv()
+    target, fault = load_shard(shard, rank, memory if together else None, check)
+    if target is None:
+        stream.send(Loaded(fault))
+        return
+    stream.send(Loaded("", target.token_bytes, free_bytes(target.model.device), target.linear.failed))
+    said: Memory = stream.recv()
+    runner = Runner(target, said.near, said.pages, said.own_pages, shard.buckets)
+    while True:
+        order: Plan | Kept = stream.recv()
+        if isinstance(order, Plan):
+            with torch.inference_mode():
+                runner.forward(order)
+        else:
+            runner.keep(order)
