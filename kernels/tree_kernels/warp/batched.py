@@ -1,0 +1,51 @@
+"""The target's tokens of rows that each have parameters of their own, without a look by the host at any value.
+
+What a captured step runs. The order of the filters, and of ties, is that of `reference.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class WarpRows:
+    """The fields of `Warp` for each row, [rows] each. A greedy row has temperature 0."""
+
+    temperature: Tensor  # float32
+    top_k: Tensor  # int64, 0 is off
+    top_p: Tensor  # float64, 1 is off
+    min_p: Tensor  # float32, 0 is off
+
+
+def tokens_of_rows(logits: Tensor, warp: WarpRows, noise: Tensor, masks: bool) -> Tensor:
+    """argmax(warped logits + noise) of each row, the lowest id on ties; [rows] int64.
+
+    logits, noise [rows, vocabulary] float32; the noise of a greedy row is not looked at. masks: whether any row has a
+    filter; without one, none is sorted.
+    """
+    greedy = (warp.temperature == 0)[:, None]
+    scores = logits.float() / torch.where(greedy, 1.0, warp.temperature[:, None])
+    if masks:
+        scores = torch.where(greedy, scores, _filtered(scores, warp))
+    return torch.argmax(torch.where(greedy, scores, scores + noise), dim=1)
+
+
+def _filtered(scores: Tensor, warp: WarpRows) -> Tensor:
+    """scores [rows, vocabulary] with -inf where top-k, then top-p, then min-p remove a token."""
+    vocabulary = scores.shape[1]
+    ordered, ids = scores.sort(dim=1, descending=True, stable=True)  # the lower id first among equals
+    ranks = torch.arange(vocabulary, device=scores.device)[None]
+    width = torch.where(warp.top_k > 0, warp.top_k, vocabulary)[:, None]
+    kept = ranks < width
+    law = torch.softmax(ordered.masked_fill(~kept, -math.inf), dim=1)
+    mass = law.cumsum(dim=1, dtype=torch.float64)
+    before = mass - law
+    kept &= (before < warp.top_p[:, None] * mass[:, -1:]) | (warp.top_p[:, None] == 1)
+    kept &= law >= warp.min_p[:, None] * law[:, :1]
+    kept |= ranks == 0
+    return torch.full_like(scores, -math.inf).scatter(1, ids, ordered.masked_fill(~kept, -math.inf))

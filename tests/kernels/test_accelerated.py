@@ -1,0 +1,234 @@
+"""The Triton kernels against the references: here in Triton's interpreter, on an accelerator as they are."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from dendro.tree import DraftTree
+from tree_kernels.noise import gumbel_noise
+from tree_kernels.tree_attention import PAGE, FarRows, Layout, TreeRows, attend, prepare
+from tree_kernels.tree_walk import walk
+from tree_kernels.warp import Warp, tokens_of
+from tree_kernels.warp.batched import WarpRows, tokens_of_rows
+
+from verifier_service.rows import NO_ROWS, pack, text_rows
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+from tree_kernels.noise.triton import gumbel_rows  # noqa: E402
+from tree_kernels.tree_attention.triton import TableRows, attend_table  # noqa: E402
+from tree_kernels.tree_walk.triton import walk_rows  # noqa: E402
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+NEAR = 16
+
+
+# Noise
+
+
+def test_noise_has_the_references_bits():
+    seeds, positions, samples = [0, 7, 2**63 + 5, 2**64 - 1], [0, 1, 2**31, 2**32 - 1], [0, 3, 0, 2**32 - 1]
+    signed = np.array(seeds, np.uint64).view(np.int64)
+    ours = gumbel_rows(
+        *(torch.as_tensor(np.array(each, np.int64), device=DEVICE) for each in (signed, positions, samples)), 263
+    )
+    for row, (seed, position, sample) in enumerate(zip(seeds, positions, samples, strict=True)):
+        assert torch.equal(ours[row].cpu(), gumbel_noise(seed, [position], 263, sample)[0])
+
+
+# The walk
+
+
+def random_tree(rng, rows):
+    parents = [-1] + [int(rng.integers(0, row)) for row in range(1, rows)]
+    tokens = rng.permutation(500)[:rows].tolist()
+    return tokens, parents
+
+
+def test_walks_are_the_references():
+    rng = np.random.default_rng(0)
+    trees = [random_tree(rng, int(rng.integers(1, 64))) for _ in range(20)]
+    tokens = [token for tree in trees for token in tree[0]]
+    parents = [parent for tree in trees for parent in tree[1]]
+    first = np.cumsum([0] + [len(tree[0]) for tree in trees])[:-1]
+    picked = []
+    for own, above in trees:  # mostly a child's token, so that walks go deep
+        for row in range(len(own)):
+            children = [own[child] for child in range(len(own)) if above[child] == row]
+            picked.append(int(rng.choice(children)) if children and rng.random() < 0.8 else 999)
+    counts = [len(tree[0]) for tree in trees] + [0]  # one that only pads
+
+    def tensor(values):
+        return torch.as_tensor(np.array(values, np.int64), device=DEVICE)
+
+    paths, lengths = walk_rows(*map(tensor, (tokens, parents, picked, [*first, 0], counts)), 63, 63)
+    assert lengths[-1] == 0
+    for index, (own, above) in enumerate(trees):
+        start = int(first[index])
+        truth = walk(own, above, lambda row, start=start: picked[start + row])
+        assert (paths[index, : lengths[index]] - start).tolist() == list(truth.path)
+        assert [picked[row] for row in paths[index, : lengths[index]].tolist()] == list(truth.tokens)
+    assert int(lengths.max()) > 4
+
+
+# Tokens of rows
+
+
+def test_rows_with_parameters_of_their_own_give_the_references_tokens():
+    rng = np.random.default_rng(1)
+    plain = [Warp(), Warp(1.0)]
+    filtered = [Warp(0.7, 5), Warp(1.3, 0, 0.9), Warp(0.9, 50, 0.8, 0.05), Warp(1.0, 0, 1.0, 0.2), Warp(0.5, 1)]
+    warps = (plain + filtered) * 8
+    logits = torch.as_tensor(rng.normal(size=(len(warps), 200)).astype(np.float32)) * 3
+    logits[::3] = logits[::3].round()  # ties
+    noise = torch.cat([gumbel_noise(9, [row], 200) for row in range(len(warps))])
+
+    def column(name, dtype):
+        return torch.tensor([getattr(warp, name) for warp in warps], dtype=dtype)
+
+    rows = WarpRows(
+        column("temperature", torch.float32),
+        column("top_k", torch.int64),
+        column("top_p", torch.float64),
+        column("min_p", torch.float32),
+    )
+    ours = tokens_of_rows(logits, rows, noise, masks=True)
+    for row, warp in enumerate(warps):
+        truth = tokens_of(logits[row : row + 1], warp, None if warp.greedy else noise[row : row + 1])
+        assert ours[row] == truth[0], warp
+    bare = [row for row, warp in enumerate(warps) if warp in plain]
+    few = WarpRows(*(each[bare] for each in (rows.temperature, rows.top_k, rows.top_p, rows.min_p)))
+    assert torch.equal(tokens_of_rows(logits[bare], few, noise[bare], masks=False), ours[bare])
+
+
+# Attention
+
+
+class Step:
+    """Texts with random keys in one pool, each with a tree, as both kernels take them."""
+
+    def __init__(self, lengths, kv_heads=2, group=3, dim=24, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        rng = np.random.default_rng(seed)
+        self.layout = Layout(kv_heads, dim, dim)
+        pages = 1 + sum(-(-length // PAGE) + 1 for length in lengths)
+        self.pool = self.layout.pool((pages + 4) * PAGE, torch.device("cpu"))
+        self.pool[PAGE:] = torch.randn(self.pool[PAGE:].shape, generator=generator)
+        self.pool[..., 2 * dim] = 1.0  # the ones by which the reference adds weights up
+        free = (1 + rng.permutation(pages - 1)).tolist()
+        self.parts, scratch = [], pages * PAGE
+        for length in lengths:
+            table = [free.pop() for _ in range(-(-(length + 8) // PAGE))]
+            rows = int(rng.integers(1, 9))
+            tree = DraftTree.of(list(range(rows)), [-1, *(int(rng.integers(0, row)) for row in range(1, rows))])
+            self.parts.append(text_rows([0] * length, NO_ROWS, tree, table, scratch, NEAR))
+            scratch += rows
+        rows = sum(len(part.tokens) for part in self.parts)
+        self.queries = torch.randn(rows, kv_heads * group, dim, generator=generator)
+
+    def take(self, texts):
+        """Of these texts: the plan, and which of the queries are theirs."""
+        starts = np.cumsum([0] + [len(part.tokens) for part in self.parts])
+        rows = np.concatenate([np.arange(starts[text], starts[text + 1]) for text in texts])
+        return pack([self.parts[text] for text in texts], NO_ROWS), self.queries[rows]
+
+    def reference(self, texts, window=None, **more):
+        plan, queries = self.take(texts)
+        padded = -(-len(queries) // 8) * 8
+        far = [FarRows(each.start, each.stop, each.pages) for each in plan.far]
+        step = TreeRows(*map(torch.from_numpy, (plan.positions, plan.slots, plan.near)), far, padded)
+        query = torch.nn.functional.pad(queries, (0, 0, 0, 0, 0, padded - len(queries))).transpose(0, 1)
+        return attend(query, self.pool, prepare(step, self.layout.kv_heads, window), self.layout, 0.2, **more)[
+            : len(queries)
+        ]
+
+    def accelerated(self, texts, window=None, pad=0, tables=0, **more):
+        plan, queries = self.take(texts)
+        rows = len(queries) + pad
+        book = np.full((len(plan.far) + tables + 1, 40), 10**6)
+        owner = np.zeros(rows, np.int64)
+        for index, each in enumerate(plan.far, tables):
+            book[index, : len(each.pages)] = each.pages
+            owner[each.start : each.stop] = index
+
+        def padded(values):
+            return np.concatenate([values, np.zeros((pad, *values.shape[1:]), np.int64)])
+
+        arrays = (padded(plan.positions), padded(plan.slots), padded(plan.near), owner, book)
+        step = TableRows(*(torch.as_tensor(each, device=DEVICE) for each in arrays))
+        query = torch.nn.functional.pad(queries, (0, 0, 0, 0, 0, pad)).transpose(0, 1).to(DEVICE)
+        sinks = more.pop("sinks", None)
+        out = attend_table(
+            query, self.pool.to(DEVICE), step, self.layout, 0.2, window,
+            sinks=None if sinks is None else sinks.to(DEVICE), **more
+        ).cpu()  # fmt: skip
+        assert not out[len(queries) :].any(), "rows that only pad are zeros"
+        return out[: len(queries)]
+
+
+LENGTHS = (1, 15, 16, 63, 64, 65, 130, 200, 333)
+VARIANTS = {
+    "plain": {},
+    "window": {"window": 70},
+    "short-window": {"window": 9},
+    "softcap": {"softcap": 5.0},
+    "sinks": {"sinks": torch.linspace(-2, 2, 6)},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_attention_is_the_references_within_1e_5(variant):
+    step, texts = Step(LENGTHS), range(len(LENGTHS))
+    ours, theirs = (run(texts, **VARIANTS[variant]) for run in (step.accelerated, step.reference))
+    assert torch.allclose(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_attention_of_a_row_has_the_same_bits_whatever_else_is_in_the_step():
+    step = Step(LENGTHS)
+    together = step.accelerated(range(len(LENGTHS)), pad=5)
+    start = 0
+    for text in range(len(LENGTHS)):
+        alone = step.accelerated([text], pad=text % 3, tables=text)
+        assert torch.equal(alone, together[start : start + len(alone)])
+        start += len(alone)
+
+
+# For an accelerator that is not here
+
+COMPILED = """
+import sys, torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from tree_kernels.noise.triton import _gumbel
+from tree_kernels.tree_attention.triton import _attend
+from tree_kernels.tree_walk.triton import _walk
+
+def compiled(kernel, types, **constants):
+    names = kernel.arg_names
+    signature = dict(zip(names, types)) | {name: "constexpr" for name in constants}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    assert "sm_90" in triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+
+compiled(_gumbel, ["*i64", "*i64", "*i64", "*fp32", "i32"], BLOCK=256)
+compiled(_walk, ["*i64"] * 7, DEPTH=17, ROWS=64)
+heads = dict(KV_HEADS=8, GROUP=4, GROUP_PAD=16, KEY=128, KEY_PAD=128, VALUE=128, VALUE_PAD=128, WIDTH=272)
+shape = dict(**heads, NEAR=16, PAGE=64)
+for extra in (dict(CAPPED=False, WINDOWED=False, SINKS=False), dict(CAPPED=True, WINDOWED=True, SINKS=True)):
+    pointers = ["*bf16", "*fp32", "*i64", "*i64", "*i64", "*i64", "*fp32", "*bf16"]
+    compiled(_attend, [*pointers, "fp32", "fp32", "i32", "i32", "i32", "i32"], **shape, **extra)
+print("compiled")
+"""
+
+
+def test_every_kernel_compiles_for_sm_90():
+    said = subprocess.run(
+        [sys.executable, "-c", COMPILED],
+        env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    assert said.stdout.strip() == "compiled", said.stderr[-2000:]
