@@ -24,7 +24,7 @@ from tree_kernels.tree_attention import PAGE
 from tree_layers.memory import pages_for
 
 from verifier_service.models import load_target
-from verifier_service.runner import Runner, buckets_up_to, free_bytes
+from verifier_service.runner import Runner, buckets_up_to, free_bytes, runner_for
 from verifier_service.scheduler import Ask, Call, Capacity, Scheduler
 from verifier_service.shards import Crew, Memory, Starter
 from verifier_service.worker import start_processes
@@ -131,9 +131,10 @@ class VerifierEngine:
                 first_scratch=(1 + pages + longest) * PAGE,
                 end_ids=target.end_ids,
             )
+            memory = Memory(capacity.near, pages, longest, max_sessions, max_depth)
             if crew is not None:
-                crew.set_out(Memory(capacity.near, pages, longest))
-            runner = Runner(target, capacity.near, pages, longest, buckets, crew)
+                crew.set_out(memory)
+            runner = runner_for(target, memory, buckets, crew)
             dependent = [name for report in crew.reports for name in report.dependent] if crew is not None else []
             differ = [*target.linear.failed, *dependent, *runner.check_rows()]
             log.info(

@@ -17,7 +17,7 @@ from tree_layers.memory import Pages
 
 from verifier_service.models import Target
 from verifier_service.rows import NO_ROWS, Ints, Outcome, Plan, pack, text_rows
-from verifier_service.shards import Crew, Kept
+from verifier_service.shards import Crew, Kept, Memory
 from verifier_service.walk import Walker
 
 SMALL_BUCKETS = tuple(range(8, 65, 8))
@@ -39,26 +39,17 @@ def buckets_up_to(step_rows: int) -> tuple[int, ...]:
 class Runner:
     """Owns the model, its pages and the noise. Of one thread at a time."""
 
-    def __init__(
-        self,
-        target: Target,
-        near: int,
-        pages: int,
-        own_pages: int,
-        buckets: Sequence[int],
-        crew: Crew | None = None,
-    ) -> None:
-        """pages: numbered from 1, for the scheduler to give out; own_pages: after them, for `tree_logits`.
-        crew: the workers that have the target's other shards, with runners of the same pages."""
+    def __init__(self, target: Target, memory: Memory, buckets: Sequence[int], crew: Crew | None = None) -> None:
+        """crew: the workers that have the target's other shards, with runners of the same memory."""
         self.target = target
         self.crew = crew
-        self.near = near
+        self.near = memory.near
         self.device = target.model.device
         self.buckets = tuple(buckets)
         self.walker = Walker(target.vocabulary)
-        self.own_pages = range(1 + pages, 1 + pages + own_pages)
+        self.own_pages = range(1 + memory.pages, 1 + memory.pages + memory.own_pages)
         self._own_text: list[int] = []  # tokens whose keys lie on them
-        self.pages = Pages(target.layouts, pages + own_pages, buckets[-1], self.device)
+        self.pages = Pages(target.layouts, memory.pages + memory.own_pages, buckets[-1], self.device)
         target.run.pages = self.pages
 
     def run(self, plan: Plan) -> Outcome:
@@ -72,7 +63,8 @@ class Runner:
             walks = [
                 self.walker.walk(draw, logits[draw.wanted : draw.wanted + len(draw.tokens)]) for draw in plan.draws
             ]
-            self._keep_accepted(plan, walks)
+            if (kept := self._accepted(plan, walks)) is not None:
+                self.keep(kept)
         ended = time.perf_counter()
         return Outcome(tuple(walks), int(1e6 * (forwarded - began)), int(1e6 * (ended - started)))
 
@@ -158,19 +150,30 @@ class Runner:
         with torch.inference_mode():
             return self.forward(pack([part], np.arange(len(part.tokens))))
 
-    def _keep_accepted(self, plan: Plan, walks: Sequence[Walk]) -> None:
+    def _accepted(self, plan: Plan, walks: Sequence[Walk]) -> Kept | None:
+        """What the walks accepted, if anything, told to the crew."""
         rows = [draw.first + row for draw, walked in zip(plan.draws, walks, strict=True) for row in walked.path[1:]]
-        if rows:
-            kept = Kept(plan.slots[rows], plan.homes[rows])
-            if self.crew is not None:
-                self.crew.tell(kept)
-            self.keep(kept)
+        if not rows:
+            return None
+        kept = Kept(plan.slots[rows], plan.homes[rows])
+        if self.crew is not None:
+            self.crew.tell(kept)
+        return kept
 
     def _bucket(self, rows: int) -> int:
         return next((bucket for bucket in self.buckets if bucket >= rows), self.buckets[-1])
 
     def _tensor(self, array: Ints) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+
+
+def runner_for(target: Target, memory: Memory, buckets: Sequence[int], crew: Crew | None = None) -> Runner:
+    """The runner for the target's device."""
+    if target.model.device.type == "cpu":
+        return Runner(target, memory, buckets, crew)
+    from verifier_service.device import DeviceRunner
+
+    return DeviceRunner(target, memory, buckets, crew)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -87,11 +87,13 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The pages of a runner; every worker has the same, each for its own heads."""
+    """What a runner sees and holds; every worker of a group the same, each for its own heads."""
 
-    near: int
-    pages: int
-    own_pages: int
+    near: int  # positions of a near block
+    pages: int  # for the scheduler to give out, numbered from 1
+    own_pages: int  # after them, for the runner's checks: as many as the longest text has
+    max_texts: int  # of a step
+    max_depth: int  # of a tree
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,7 +13,7 @@ import torch
 
 from verifier_service.collectives import WorkerLost, join_memory
 from verifier_service.rows import Plan
-from verifier_service.runner import Runner, free_bytes
+from verifier_service.runner import free_bytes, runner_for
 from verifier_service.shards import Kept, Loaded, Memory, Shard, Summons, has_ended, load_shard
 
 
@@ -51,7 +51,7 @@ def _serve(stream: Connection, rank: int) -> None:
         return
     stream.send(Loaded("", target.token_bytes, free_bytes(target.model.device), target.linear.failed))
     said: Memory = stream.recv()
-    runner = Runner(target, said.near, said.pages, said.own_pages, shard.buckets)
+    runner = runner_for(target, said, shard.buckets)
     while True:
         order: Plan | Kept = stream.recv()
         if isinstance(order, Plan):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from tree_kernels.tree_attention import Layout, TreeRows, attend, prepare, write
 from tree_kernels.tree_attention.reference import Prepared
 from tree_layers.memory import Pages
+
+if TYPE_CHECKING:
+    from tree_kernels.tree_attention.triton import TableRows
 
 ATTENTION = "dendro_tree"
 """No mask function is registered under this name, so models pass no mask, and look for no packed sequences."""
@@ -29,11 +32,11 @@ class Run:
 
     threads: int = 1  # of the model's thread, on a CPU
     pages: Pages | None = None  # None: the forward is a probe
-    step: TreeRows | None = None
+    step: TreeRows | TableRows | None = None
     probed: list[ProbedLayer] = field(default_factory=list)
     _prepared: dict[tuple[int, int | None], Prepared] = field(default_factory=dict)
 
-    def begin(self, step: TreeRows) -> None:
+    def begin(self, step: TreeRows | TableRows) -> None:
         """Set the rows of the next forward."""
         self.step = step
         self._prepared.clear()
@@ -41,7 +44,7 @@ class Run:
     def prepared(self, kv_heads: int, window: int | None) -> Prepared:
         key = (kv_heads, window)
         if key not in self._prepared:
-            assert self.step is not None
+            assert isinstance(self.step, TreeRows)
             self._prepared[key] = prepare(self.step, kv_heads, window)
         return self._prepared[key]
 
@@ -80,9 +83,15 @@ def seat_attention(
         run.probed.append(ProbedLayer(layout, sliding_window))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
     layout = run.pages.layouts[seat.index]
-    step = run.prepared(layout.kv_heads, sliding_window)
     pool = run.pages.layers[seat.index]
     scale = layout.key_dim**-0.5 if scaling is None else scaling
+    if not isinstance(run.step, TreeRows):  # an accelerator's
+        from tree_kernels.tree_attention.triton import attend_table, write_table
+
+        assert run.step is not None
+        write_table(pool, key[0], value[0], run.step)
+        return attend_table(query[0], pool, run.step, layout, scale, sliding_window, softcap, s_aux)[None], None
+    step = run.prepared(layout.kv_heads, sliding_window)
     write(pool, key[0], value[0], step)
     return attend(query[0], pool, step, layout, scale, softcap, s_aux)[None], None
 

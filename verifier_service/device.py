@@ -1,0 +1,248 @@
+"""Steps on an accelerator: one upload of a plan, one download of its walks, and no look at a value in between.
+
+Forward, noise, filters, walk and the keeping of accepted keys are one sequence of operations on tensors of a fixed
+shape. A step without prompt rows is captured once for each number of rows that steps are padded to, as a CUDA graph,
+and replayed from then on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from dendro.tree import MAX_ROWS
+from torch import Tensor
+from tree_kernels.noise.triton import gumbel_rows
+from tree_kernels.tree_attention.triton import TableRows
+from tree_kernels.tree_walk import Walk
+from tree_kernels.tree_walk.triton import walk_rows
+from tree_kernels.warp.batched import WarpRows, tokens_of_rows
+
+from verifier_service.models import Target
+from verifier_service.rows import Ints, Outcome, Plan
+from verifier_service.runner import Runner
+from verifier_service.shards import Crew, Memory
+from verifier_service.walk import Draw
+
+log = logging.getLogger("dendro.verifier")
+
+GREEDY, SAMPLED, FILTERED = range(3)
+"""What drawing needs: no noise where all texts are greedy, no sorting where none has a filter."""
+
+WARM_UPS = 2
+"""Runs of a step before its capture: the first compiles kernels and makes libraries choose."""
+
+
+class Inputs:
+    """A step's arrays, at addresses that stay: on the host in one piece, on the device as views of one piece."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> None:
+        sizes = [int(np.prod(shape)) for shape in shapes.values()]
+        self._host = torch.zeros(sum(sizes), dtype=dtype, pin_memory=device.type == "cuda")
+        self._device = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        ends = np.cumsum([0, *sizes]).tolist()
+        places = {name: (slice(ends[i], ends[i + 1]), shape) for i, (name, shape) in enumerate(shapes.items())}
+        flat = self._host.numpy()
+        self.host: dict[str, npt.NDArray[Any]] = {name: flat[at].reshape(shape) for name, (at, shape) in places.items()}
+        self.device = {name: self._device[at].view(shape) for name, (at, shape) in places.items()}
+
+    def clear(self) -> None:
+        self._host.zero_()
+
+    def upload(self) -> None:
+        self._device.copy_(self._host, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a step of one kind is padded to."""
+
+    rows: int
+    drawn: int  # rows whose logits are wanted
+    drawing: int  # GREEDY, SAMPLED or FILTERED
+    alone: bool  # there is no row but those of trees: it may be captured
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What came of a step, on the device."""
+
+    paths: Tensor  # [texts, max_depth + 1] wanted rows that were visited
+    emitted: Tensor  # [texts, max_depth + 1] the token drawn at each
+    lengths: Tensor  # [texts] how many of them count
+
+
+class DeviceRunner(Runner):
+    """A runner whose attention, noise and walks are the kernels for accelerators."""
+
+    def __init__(self, target: Target, memory: Memory, buckets: Sequence[int], crew: Crew | None = None) -> None:
+        super().__init__(target, memory, buckets, crew)
+        self._memory = memory
+        self._inputs: dict[Shape, tuple[Inputs, Inputs]] = {}
+        self._captured: dict[Shape, tuple[torch.cuda.CUDAGraph, Drawn]] = {}
+        self._captures = self.device.type == "cuda" and crew is None
+        self._pool: Any = None  # memory that all graphs share
+
+    def run(self, plan: Plan) -> Outcome:
+        """One forward and the walks of its trees; accepted guesses are kept."""
+        started = time.perf_counter()
+        if self.crew is not None:
+            self.crew.tell(replace(plan, draws=()))
+        with torch.inference_mode():
+            shape = self._shape_of(plan)
+            inputs = self._upload(plan, shape)
+            began = time.perf_counter()
+            drawn = self._replayed(shape, inputs) if self._captures and shape.alone else self._step(shape, inputs)
+            said = torch.cat([drawn.paths, drawn.emitted, drawn.lengths[:, None]], 1).cpu().numpy()
+        forwarded = time.perf_counter()
+        walks = [_walk(draw, row, self._memory.max_depth + 1) for draw, row in zip(plan.draws, said, strict=False)]
+        self._accepted(plan, walks)  # kept here already; the crew is told
+        ended = time.perf_counter()
+        return Outcome(tuple(walks), int(1e6 * (forwarded - began)), int(1e6 * (ended - started)))
+
+    def prepare(self, session: int, position: int) -> None:
+        """Noise is computed within the step."""
+
+    def forget(self, sessions: Sequence[int]) -> None:
+        """Nothing is kept."""
+
+    # The arrays
+
+    def _shape_of(self, plan: Plan) -> Shape:
+        drawing = GREEDY
+        for draw in plan.draws:
+            if not draw.warp.greedy:
+                drawing = max(drawing, FILTERED if draw.warp.masks else SAMPLED)
+        rows, wanted = self._bucket(len(plan.tokens)), self._bucket(len(plan.wanted))
+        return Shape(rows, wanted, drawing, len(plan.wanted) == len(plan.tokens))
+
+    def _upload(self, plan: Plan, shape: Shape) -> tuple[Inputs, Inputs]:
+        if shape not in self._inputs:
+            rows, drawn, texts = (shape.rows,), (shape.drawn,), (self._memory.max_texts,)
+            whole = {
+                **dict.fromkeys(("tokens", "places", "positions", "slots", "texts"), rows),
+                "near": (shape.rows, 2 * self.near),
+                "tables": (self._memory.max_texts, self._memory.own_pages),
+                **dict.fromkeys(("wanted", "guesses", "parents", "draws_at", "seeds", "samples", "top_k"), drawn),
+                **dict.fromkeys(("from_slots", "to_slots"), drawn),
+                **dict.fromkeys(("first", "count"), texts),
+            }
+            real = dict.fromkeys(("temperature", "top_p", "min_p"), drawn)
+            self._inputs[shape] = (
+                Inputs(whole, torch.int64, self.device),
+                Inputs(real, torch.float64, self.device),
+            )
+        inputs = self._inputs[shape]
+        for each in inputs:
+            each.clear()
+        self._fill(plan, inputs[0].host, inputs[1].host)
+        for each in inputs:
+            each.upload()
+        return inputs
+
+    def _fill(self, plan: Plan, whole: dict[str, Ints], real: dict[str, npt.NDArray[np.float64]]) -> None:
+        rows, wanted = len(plan.tokens), plan.wanted
+        whole["tokens"][:rows] = plan.tokens
+        whole["positions"][:rows] = plan.positions
+        # A guess may stand past the model's last position; its text may not, so such a row never counts.
+        whole["places"][:rows] = np.minimum(plan.positions, self.target.max_positions - 1)
+        whole["slots"][:rows] = plan.slots
+        whole["near"][:rows] = plan.near
+        for text, far in enumerate(plan.far):
+            whole["tables"][text, : len(far.pages)] = far.pages
+            whole["texts"][far.start : far.stop] = text
+        whole["wanted"][: len(wanted)] = wanted
+        whole["draws_at"][: len(wanted)] = plan.positions[wanted] + 1
+        whole["from_slots"][: len(wanted)] = plan.slots[wanted]
+        whole["to_slots"][: len(wanted)] = plan.homes[wanted]
+        real["top_p"][:] = 1.0
+        for tree, draw in enumerate(plan.draws):
+            mine = slice(draw.wanted, draw.wanted + len(draw.tokens))
+            whole["guesses"][mine] = draw.tokens
+            whole["parents"][mine] = draw.parents
+            whole["seeds"][mine] = np.uint64(draw.seed).astype(np.int64)
+            whole["samples"][mine] = draw.sample_index
+            whole["top_k"][mine] = draw.warp.top_k
+            real["temperature"][mine] = draw.warp.temperature
+            real["top_p"][mine] = draw.warp.top_p
+            real["min_p"][mine] = draw.warp.min_p
+            whole["first"][tree], whole["count"][tree] = draw.wanted, len(draw.tokens)
+
+    def _begin(self, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+        """For forwards that draw nothing: of checks, and of workers that follow."""
+        if self.crew is not None:
+            self.crew.tell(replace(plan, draws=()))
+        inputs, _ = self._upload(replace(plan, draws=()), self._shape_of(replace(plan, draws=())))
+        return self._seen(inputs.device)
+
+    def _seen(self, given: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        rows = TableRows(given["positions"], given["slots"], given["near"], given["texts"], given["tables"])
+        self.target.run.begin(rows)
+        return given["tokens"], given["places"], given["wanted"]
+
+    # The step
+
+    def _step(self, shape: Shape, inputs: tuple[Inputs, Inputs]) -> Drawn:
+        """Everything from rows to kept keys. Asks the device for nothing."""
+        given, real = (each.device for each in inputs)
+        logits = self.target.logits(*self._seen(given))
+        if shape.drawing == GREEDY:
+            picked = logits.argmax(1)
+        else:
+            noise = gumbel_rows(given["seeds"], given["draws_at"], given["samples"], self.target.vocabulary)
+            warp = WarpRows(real["temperature"].float(), given["top_k"], real["top_p"], real["min_p"].float())
+            picked = tokens_of_rows(logits, warp, noise, masks=shape.drawing == FILTERED)
+        paths, lengths = walk_rows(
+            given["guesses"], given["parents"], picked, given["first"], given["count"], MAX_ROWS, self._memory.max_depth
+        )
+        below = paths[:, 1:]
+        accepted = torch.arange(1, self._memory.max_depth + 1, device=self.device)[None] < lengths[:, None]
+        source = torch.where(accepted, given["from_slots"][below], 0)  # what is not accepted: nothing onto nothing
+        target = torch.where(accepted, given["to_slots"][below], 0)
+        self.pages.append(source.view(-1), target.view(-1))
+        return Drawn(paths, picked[paths], lengths)
+
+    def _replayed(self, shape: Shape, inputs: tuple[Inputs, Inputs]) -> Drawn:
+        if shape not in self._captured:
+            self._capture(shape, inputs)
+            if not self._captures:
+                return self._step(shape, inputs)
+        graph, drawn = self._captured[shape]
+        graph.replay()
+        return drawn
+
+    def _capture(self, shape: Shape, inputs: tuple[Inputs, Inputs]) -> None:
+        """A step may be run again on the same inputs: it writes the same keys to the same places."""
+        beside = torch.cuda.Stream()
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):
+            for _ in range(WARM_UPS):
+                self._step(shape, inputs)
+        torch.cuda.current_stream().wait_stream(beside)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                drawn = self._step(shape, inputs)
+        except RuntimeError as error:
+            log.warning("verifier: this model's steps cannot be captured, and run as they are: %s", error)
+            self._captures = False
+            return
+        self._pool = self._pool or graph.pool()
+        self._captured[shape] = (graph, drawn)
+
+
+def _walk(draw: Draw, said: Ints, width: int) -> Walk:
+    """A downloaded walk: paths, emitted tokens and their number, side by side."""
+    length = int(said[-1])
+    path = (said[:length] - draw.wanted).tolist()
+    ranks = []
+    for row in path[1:]:
+        siblings = np.flatnonzero(draw.parents == draw.parents[row])
+        ranks.append(int(np.searchsorted(siblings, row)))
+    return Walk(tuple(path), tuple(said[width : width + length].tolist()), tuple(ranks))
