@@ -85,6 +85,9 @@ def test_rows_with_parameters_of_their_own_give_the_references_tokens():
     warps = (plain + filtered) * 8
     logits = torch.as_tensor(rng.normal(size=(len(warps), 200)).astype(np.float32)) * 3
     logits[::3] = logits[::3].round()  # ties
+    logits[-1] = -1e9
+    logits[-1, 20:24] = 0.0  # four equals, of which a half is exactly two
+    warps[-1] = Warp(1.0, 0, 0.5)
     noise = torch.cat([gumbel_noise(9, [row], 200) for row in range(len(warps))])
 
     def column(name, dtype):
