@@ -97,3 +97,18 @@ def test_a_pair_is_named_after_its_folders():
     config = pair_config(Path("/m/big"), [Path("/m/small")], dtype="float32", redis={"memory_mb": 9})
     assert list(config.targets) == ["big"] and list(config.drafters) == ["small"]
     assert config.targets["big"].dtype == "float32" and config.redis.memory_mb == 9
+
+
+def test_workers_of_a_sharded_target_must_take_something(load):
+    said = "targets: {big: {checkpoint: x, tensor_parallel: 2, resources: {cpu: 0}}}"
+    with pytest.raises(BadRequest, match="resources: are all zero"):
+        load(said)
+    assert load(said.replace("cpu: 0", "cpu: 0, gpu: 1")).targets["big"].resources.bundle == {"GPU": 1.0}
+
+
+def test_a_sharded_replica_asks_for_a_bundle_for_each_of_its_workers(load):
+    from cluster.app import build
+
+    config = load("targets: {big: {checkpoint: x, tensor_parallel: 3, resources: {cpu: 2, custom: {verifier: 1}}}}")
+    deployment = build(config, "redis://nowhere")._bound_deployment.init_args[2]["big"]._bound_deployment
+    assert deployment._replica_config.placement_group_bundles == [{"CPU": 2.0, "verifier": 1.0}] * 3
