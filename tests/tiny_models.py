@@ -1,4 +1,4 @@
-"""Tiny Llama and GPT-NeoX checkpoints of random weights, with a byte-level tokenizer."""
+"""Tiny Llama, GPT-NeoX and Mistral checkpoints of random weights, with a byte-level tokenizer."""
 
 from __future__ import annotations
 
@@ -10,10 +10,19 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+)
 
-Family = Literal["llama", "neox"]
-FAMILIES: tuple[Family, ...] = ("llama", "neox")
+Family = Literal["llama", "neox", "mistral"]
+FAMILIES: tuple[Family, ...] = ("llama", "neox", "mistral")
+WINDOW = 70  # of Mistral's layers
 VOCABULARY = 257  # one token per byte, and the end of text
 PADDED = 264  # tokens the model has and the tokenizer does not: their logits must never be seen
 END = 256
@@ -60,6 +69,9 @@ def make_model(family: Family, seed: int = 0, **settings: Any) -> PreTrainedMode
     }
     if family == "llama":
         model: PreTrainedModel = LlamaForCausalLM(LlamaConfig(**common | {"num_key_value_heads": 2} | settings))
+    elif family == "mistral":
+        sliding = {"num_key_value_heads": 2, "sliding_window": WINDOW}
+        model = MistralForCausalLM(MistralConfig(**common | sliding | settings))
     else:
         model = GPTNeoXForCausalLM(GPTNeoXConfig(**common | settings))
     randomise(model, seed)

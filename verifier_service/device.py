@@ -27,7 +27,7 @@ from tree_kernels.warp.batched import WarpRows, tokens_of_rows
 from verifier_service.models import Target
 from verifier_service.rows import Ints, Outcome, Plan
 from verifier_service.runner import Runner
-from verifier_service.shards import Crew, Memory
+from verifier_service.shards import Bounds, Crew
 from verifier_service.walk import Draw
 
 log = logging.getLogger("dendro.verifier")
@@ -81,9 +81,9 @@ class Drawn:
 class DeviceRunner(Runner):
     """A runner whose attention, noise and walks are the kernels for accelerators."""
 
-    def __init__(self, target: Target, memory: Memory, buckets: Sequence[int], crew: Crew | None = None) -> None:
-        super().__init__(target, memory, buckets, crew)
-        self._memory = memory
+    def __init__(self, target: Target, bounds: Bounds, buckets: Sequence[int], crew: Crew | None = None) -> None:
+        super().__init__(target, bounds, buckets, crew)
+        self._bounds = bounds
         self._inputs: dict[Shape, tuple[Inputs, Inputs]] = {}
         self._captured: dict[Shape, tuple[torch.cuda.CUDAGraph, Drawn]] = {}
         self._captures = self.device.type == "cuda" and crew is None
@@ -101,7 +101,7 @@ class DeviceRunner(Runner):
             drawn = self._replayed(shape, inputs) if self._captures and shape.alone else self._step(shape, inputs)
             said = torch.cat([drawn.paths, drawn.emitted, drawn.lengths[:, None]], 1).cpu().numpy()
         forwarded = time.perf_counter()
-        walks = [_walk(draw, row, self._memory.max_depth + 1) for draw, row in zip(plan.draws, said, strict=False)]
+        walks = [_walk(draw, row, self._bounds.max_depth + 1) for draw, row in zip(plan.draws, said, strict=False)]
         self._accepted(plan, walks)  # kept here already; the crew is told
         ended = time.perf_counter()
         return Outcome(tuple(walks), int(1e6 * (forwarded - began)), int(1e6 * (ended - started)))
@@ -124,11 +124,11 @@ class DeviceRunner(Runner):
 
     def _upload(self, plan: Plan, shape: Shape) -> tuple[Inputs, Inputs]:
         if shape not in self._inputs:
-            rows, drawn, texts = (shape.rows,), (shape.drawn,), (self._memory.max_texts,)
+            rows, drawn, texts = (shape.rows,), (shape.drawn,), (self._bounds.max_texts,)
             whole = {
                 **dict.fromkeys(("tokens", "places", "positions", "slots", "texts"), rows),
                 "near": (shape.rows, 2 * self.near),
-                "tables": (self._memory.max_texts, self._memory.own_pages),
+                "tables": (self._bounds.max_texts, self._bounds.own_pages),
                 **dict.fromkeys(("wanted", "guesses", "parents", "draws_at", "seeds", "samples", "top_k"), drawn),
                 **dict.fromkeys(("from_slots", "to_slots"), drawn),
                 **dict.fromkeys(("first", "count"), texts),
@@ -155,7 +155,7 @@ class DeviceRunner(Runner):
         whole["slots"][:rows] = plan.slots
         whole["near"][:rows] = plan.near
         for text, far in enumerate(plan.far):
-            whole["tables"][text, : len(far.pages)] = far.pages
+            whole["tables"][text, far.first : far.first + len(far.pages)] = far.pages
             whole["texts"][far.start : far.stop] = text
         whole["wanted"][: len(wanted)] = wanted
         whole["draws_at"][: len(wanted)] = plan.positions[wanted] + 1
@@ -199,10 +199,10 @@ class DeviceRunner(Runner):
             warp = WarpRows(real["temperature"].float(), given["top_k"], real["top_p"], real["min_p"].float())
             picked = tokens_of_rows(logits, warp, noise, masks=shape.drawing == FILTERED)
         paths, lengths = walk_rows(
-            given["guesses"], given["parents"], picked, given["first"], given["count"], MAX_ROWS, self._memory.max_depth
+            given["guesses"], given["parents"], picked, given["first"], given["count"], MAX_ROWS, self._bounds.max_depth
         )
         below = paths[:, 1:]
-        accepted = torch.arange(1, self._memory.max_depth + 1, device=self.device)[None] < lengths[:, None]
+        accepted = torch.arange(1, self._bounds.max_depth + 1, device=self.device)[None] < lengths[:, None]
         source = torch.where(accepted, given["from_slots"][below], 0)  # what is not accepted: nothing onto nothing
         target = torch.where(accepted, given["to_slots"][below], 0)
         self.pages.append(source.view(-1), target.view(-1))

@@ -23,10 +23,11 @@ from dendro.tree import MAX_ROWS, DraftTree
 from tree_kernels.tree_attention import PAGE
 from tree_layers.memory import pages_for
 
+from verifier_service.memory import most_pages
 from verifier_service.models import load_target
 from verifier_service.runner import Runner, buckets_up_to, free_bytes, runner_for
 from verifier_service.scheduler import Ask, Call, Capacity, Scheduler
-from verifier_service.shards import Crew, Memory, Starter
+from verifier_service.shards import Bounds, Crew, Starter
 from verifier_service.worker import start_processes
 
 log = logging.getLogger("dendro.verifier")
@@ -108,7 +109,8 @@ class VerifierEngine:
                 target = crew.load(Path(path), dtype, device, buckets, threads, host)
             if max_length > target.max_positions:
                 raise BadRequest("max_length", f"{max_length}; the model has {target.max_positions} positions")
-            pages = max_sessions * longest
+            most = most_pages(max_length + max_depth, target.window, max_depth + 1, prefill_chunk + max_depth)
+            pages = max_sessions * most
             if pool_tokens is not None:
                 pages = pages_for(pool_tokens)
             elif memory_fraction is not None:
@@ -130,11 +132,12 @@ class VerifierEngine:
                 share_prefixes=share_prefixes,
                 first_scratch=(1 + pages + longest) * PAGE,
                 end_ids=target.end_ids,
+                window=target.window,
             )
-            memory = Memory(capacity.near, pages, longest, max_sessions, max_depth)
+            bounds = Bounds(capacity.near, pages, longest, max_sessions, max_depth)
             if crew is not None:
-                crew.set_out(memory)
-            runner = runner_for(target, memory, buckets, crew)
+                crew.set_out(bounds)
+            runner = runner_for(target, bounds, buckets, crew)
             dependent = [name for report in crew.reports for name in report.dependent] if crew is not None else []
             differ = [*target.linear.failed, *dependent, *runner.check_rows()]
             log.info(

@@ -3,6 +3,8 @@
 A page full of committed tokens is published under a name that stands for these tokens and all before them, salted by
 tenant; a text that begins alike holds the same page. Shared pages are never written: a text that is cut inside one
 leaves it and computes that page's tokens again on a page of its own, which has the same bits.
+
+Where all layers of the model have a sliding window, a text gives back the pages that none of its rows will see again.
 """
 
 from __future__ import annotations
@@ -21,9 +23,17 @@ class TextMemory:
     """What one text holds: pages by position, and the tokens whose keys are in their places on them."""
 
     salt: bytes
-    pages: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)  # 0, the zero page, for one that was given back as out of sight
+    unseen: int = 0  # how many of the leading ones are
     consumed: list[int] = field(default_factory=list)
     names: list[bytes] = field(default_factory=list)  # of the leading pages that are published
+
+
+def most_pages(tokens: int, window: int | None, slack: int, rows: int) -> int:
+    """Pages that a text of so many tokens holds at most at once, where a step computes `rows` of them. The others are
+    those of `Memory`."""
+    whole = pages_for(tokens)
+    return whole if window is None else min(whole, pages_for(window + slack + rows) + 1)
 
 
 def salt_of(tenant: str) -> bytes:
@@ -34,10 +44,14 @@ def salt_of(tenant: str) -> bytes:
 class Memory:
     """The pool's pages among the texts."""
 
-    def __init__(self, pages: int, share: bool = True) -> None:
-        """share: whether texts that begin alike hold the same pages."""
+    def __init__(self, pages: int, share: bool = True, window: int | None = None, slack: int = 0) -> None:
+        """share: whether texts that begin alike hold the same pages. window: positions that a row sees, itself among
+        them, where every layer has a sliding window; slack: tokens by which a text may be cut without going back
+        further than its pages."""
         self.book = PageBook(pages)
         self._share = share
+        self._window = window
+        self._slack = slack
         self.shared_tokens = 0  # tokens that no text had to compute because another had
         self.peak = 0  # pages held at once
 
@@ -65,6 +79,7 @@ class Memory:
             text.consumed += ids[start : start + PAGE]
         self.shared_tokens += len(text.consumed)
         self.peak = max(self.peak, self.held)
+        self._drop_unseen(text)
         return len(text.consumed)
 
     def lacks(self, text: TextMemory, tokens: int) -> int:
@@ -81,10 +96,25 @@ class Memory:
         return True
 
     def append(self, text: TextMemory, ids: Sequence[int]) -> None:
-        """The keys of these tokens, which follow what was consumed, are in their places; full pages are published."""
+        """The keys of these tokens, which follow what was consumed, are in their places; full pages are published, and
+        those that are out of sight given back."""
         text.consumed += ids
-        if not self._share:
-            return
+        if self._share:
+            self._publish(text)
+        self._drop_unseen(text)
+
+    def _drop_unseen(self, text: TextMemory) -> None:
+        seen = self._seen_from(len(text.consumed) - self._slack)
+        if seen > text.unseen:
+            self.book.give(text.pages[text.unseen : seen])
+            text.pages[:seen] = [0] * seen
+            text.unseen = seen
+
+    def _seen_from(self, position: int) -> int:
+        """The first page that a row at this position, or after it, sees."""
+        return 0 if self._window is None else max(position - self._window + 1, 0) // PAGE
+
+    def _publish(self, text: TextMemory) -> None:
         for index in range(len(text.names), len(text.consumed) // PAGE):
             before = text.names[-1] if text.names else text.salt
             name = _name(before, text.consumed[index * PAGE : (index + 1) * PAGE])
@@ -92,8 +122,11 @@ class Memory:
             text.names.append(name)
 
     def cut(self, text: TextMemory, length: int) -> None:
-        """Forget what was consumed past `length` tokens. Pages of its own are written over; published ones are left."""
-        if length < len(text.names) * PAGE:
+        """Forget what was consumed past `length` tokens. Pages of its own are written over; published ones are left.
+        Where rows would see what was given back as out of sight, all is forgotten."""
+        if self._seen_from(length) < text.unseen:
+            self.release(text)
+        elif length < len(text.names) * PAGE:
             keep = length // PAGE
             self.book.give(text.pages[keep:])
             del text.pages[keep:], text.names[keep:]
@@ -102,8 +135,8 @@ class Memory:
 
     def release(self, text: TextMemory) -> None:
         """Take all pages back. Published ones keep what is on them until they are wanted for something else."""
-        self.book.give(text.pages)
-        text.pages, text.consumed, text.names = [], [], []
+        self.book.give(text.pages[text.unseen :])
+        text.pages, text.consumed, text.names, text.unseen = [], [], [], 0
 
 
 def _name(before: bytes, ids: Sequence[int]) -> bytes:

@@ -25,6 +25,7 @@ class Far:
     start: int
     stop: int
     pages: tuple[int, ...]
+    first: int  # the index of the first of them in the text
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,6 +61,7 @@ class Part:
     homes: Ints
     near: Ints
     pages: tuple[int, ...]  # with far keys of any of the rows
+    first_page: int
 
 
 def first_near(positions: Ints, near: int) -> Ints:
@@ -68,12 +70,19 @@ def first_near(positions: Ints, near: int) -> Ints:
 
 
 def text_rows(
-    ids: Sequence[int], committed: Ints, tree: DraftTree | None, pages: Sequence[int], scratch: int, near: int
+    ids: Sequence[int],
+    committed: Ints,
+    tree: DraftTree | None,
+    pages: Sequence[int],
+    scratch: int,
+    near: int,
+    window: int | None = None,
 ) -> Part:
     """Committed rows, at these positions of a text, then the rows of a tree whose root is the text's last token.
 
     pages: of the text, by position. The guesses' keys go to slots from `scratch` on, in order; all the others' to
-    their homes. What a row sees must be in its place already, or be a row of the same step.
+    their homes. What a row sees must be in its place already, or be a row of the same step. window: of the layer that
+    sees furthest, where none sees all.
     """
     root = len(ids) - 1
     tokens = np.array([ids[position] for position in committed.tolist()], np.int64)
@@ -95,9 +104,9 @@ def text_rows(
     guesses = positions > certain
     slots[guesses] = trail[guesses, (positions - certain)[guesses]]
     reach = max(int(first_near(positions, near).max()), 0)
-    return Part(
-        tokens, positions, slots, homes, _near(table, positions, certain, trail, near), tuple(pages[: pages_for(reach)])
-    )
+    first_page = 0 if window is None else max(int(positions.min()) - window + 1, 0) // PAGE
+    far = tuple(pages[first_page : pages_for(reach)])
+    return Part(tokens, positions, slots, homes, _near(table, positions, certain, trail, near), far, first_page)
 
 
 def _near(table: Ints, positions: Ints, certain: Ints, trail: Ints, near: int) -> Ints:
@@ -119,7 +128,7 @@ def pack(parts: Sequence[Part], wanted: Ints, draws: Sequence[Draw] = ()) -> Pla
     for part in parts:
         stop = start + len(part.tokens)
         if part.pages:
-            far.append(Far(start, stop, part.pages))
+            far.append(Far(start, stop, part.pages, part.first_page))
         start = stop
     return Plan(
         tokens=np.concatenate([part.tokens for part in parts]),

@@ -17,7 +17,7 @@ from tree_layers.memory import Pages
 
 from verifier_service.models import Target
 from verifier_service.rows import NO_ROWS, Ints, Outcome, Plan, pack, text_rows
-from verifier_service.shards import Crew, Kept, Memory
+from verifier_service.shards import Bounds, Crew, Kept
 from verifier_service.walk import Walker
 
 SMALL_BUCKETS = tuple(range(8, 65, 8))
@@ -39,17 +39,17 @@ def buckets_up_to(step_rows: int) -> tuple[int, ...]:
 class Runner:
     """Owns the model, its pages and the noise. Of one thread at a time."""
 
-    def __init__(self, target: Target, memory: Memory, buckets: Sequence[int], crew: Crew | None = None) -> None:
+    def __init__(self, target: Target, bounds: Bounds, buckets: Sequence[int], crew: Crew | None = None) -> None:
         """crew: the workers that have the target's other shards, with runners of the same memory."""
         self.target = target
         self.crew = crew
-        self.near = memory.near
+        self.near = bounds.near
         self.device = target.model.device
         self.buckets = tuple(buckets)
         self.walker = Walker(target.vocabulary)
-        self.own_pages = range(1 + memory.pages, 1 + memory.pages + memory.own_pages)
+        self.own_pages = range(1 + bounds.pages, 1 + bounds.pages + bounds.own_pages)
         self._own_text: list[int] = []  # tokens whose keys lie on them
-        self.pages = Pages(target.layouts, memory.pages + memory.own_pages, buckets[-1], self.device)
+        self.pages = Pages(target.layouts, bounds.pages + bounds.own_pages, buckets[-1], self.device)
         target.run.pages = self.pages
 
     def run(self, plan: Plan) -> Outcome:
@@ -84,7 +84,7 @@ class Runner:
                 positions=positions,
                 slots=self._tensor(plan.slots),
                 near=self._tensor(plan.near),
-                far=[FarRows(far.start, far.stop, far.pages) for far in plan.far],
+                far=[FarRows(far.start, far.stop, far.pages, far.first) for far in plan.far],
                 padded=padded,
             )
         )
@@ -146,7 +146,7 @@ class Runner:
 
     def _text_rows(self, ids: Sequence[int], committed: Ints, tree: DraftTree | None) -> Tensor:
         """Logits of these rows of a text that lies on the runner's own pages, in one step."""
-        part = text_rows(ids, committed, tree, self.own_pages, self.pages.scratch, self.near)
+        part = text_rows(ids, committed, tree, self.own_pages, self.pages.scratch, self.near, self.target.window)
         with torch.inference_mode():
             return self.forward(pack([part], np.arange(len(part.tokens))))
 
@@ -167,13 +167,13 @@ class Runner:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
 
 
-def runner_for(target: Target, memory: Memory, buckets: Sequence[int], crew: Crew | None = None) -> Runner:
+def runner_for(target: Target, bounds: Bounds, buckets: Sequence[int], crew: Crew | None = None) -> Runner:
     """The runner for the target's device."""
     if target.model.device.type == "cpu":
-        return Runner(target, memory, buckets, crew)
+        return Runner(target, bounds, buckets, crew)
     from verifier_service.device import DeviceRunner
 
-    return DeviceRunner(target, memory, buckets, crew)
+    return DeviceRunner(target, bounds, buckets, crew)
 
 
 def free_bytes(device: torch.device) -> int:

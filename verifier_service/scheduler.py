@@ -22,10 +22,9 @@ from dendro.tree import DraftTree
 from tree_kernels.tree_attention import PAGE, near_window
 from tree_kernels.tree_walk import Walk
 from tree_kernels.warp import Warp
-from tree_layers.memory import pages_for
 
 from verifier_service.budget import StepCosts, path_in, worthwhile
-from verifier_service.memory import Memory, TextMemory, salt_of
+from verifier_service.memory import Memory, TextMemory, most_pages, salt_of
 from verifier_service.rows import NO_ROWS, Outcome, Plan, pack, text_rows
 from verifier_service.walk import Draw
 
@@ -54,6 +53,16 @@ class Capacity:
     share_prefixes: bool
     first_scratch: int  # the slots for guesses begin here
     end_ids: frozenset[int]
+    window: int | None = None  # positions that a row sees at most, where every layer has a sliding window
+
+    def pages_of(self, tokens: int) -> int:
+        """Pages that a text of so many tokens, guesses included, holds at most at once."""
+        return most_pages(tokens, self.window, self.slack, self.step_rows + self.max_depth)
+
+    @property
+    def slack(self) -> int:
+        """Tokens by which a router cuts a text as a matter of course, when it drops a verdict."""
+        return self.max_depth + 1
 
     @property
     def near(self) -> int:
@@ -149,7 +158,7 @@ class Scheduler:
 
     def __init__(self, capacity: Capacity) -> None:
         self.capacity = capacity
-        self.memory = Memory(capacity.pages, capacity.share_prefixes)
+        self.memory = Memory(capacity.pages, capacity.share_prefixes, capacity.window, capacity.slack)
         self.counters = Counters()
         self.costs = StepCosts()
         self.sessions: dict[bytes, Session] = {}  # in order of age
@@ -300,7 +309,7 @@ class Scheduler:
             raise BadRequest("sampling", str(error)) from error
         text = PeerText()
         text.follow(update)
-        needed = pages_for(longest + capacity.max_depth)
+        needed = capacity.pages_of(longest + capacity.max_depth)
         if needed > capacity.pages:
             raise BadRequest("limits.max_length", f"needs {needed} pages of {PAGE} tokens; there are {capacity.pages}")
         self._free(update.opening)
@@ -321,7 +330,7 @@ class Scheduler:
         for session in self.sessions.values():
             if session.admitted:
                 continue
-            pages = pages_for(len(session.text.ids) + self.capacity.max_depth)
+            pages = self.capacity.pages_of(len(session.text.ids) + self.capacity.max_depth)
             blocked = blocked or not places or pages > self.memory.book.free
             if blocked:
                 self.counters.waited += not session.counted
@@ -477,7 +486,15 @@ class Scheduler:
                 draws.append(self._draw(session, tree, first, sum(map(len, wanted))))
                 wanted.append(np.arange(first, first + tree.rows))
                 guesses += tree.guesses
-            part = text_rows(session.text.ids, committed, tree, session.memory.pages, scratch, self.capacity.near)
+            part = text_rows(
+                session.text.ids,
+                committed,
+                tree,
+                session.memory.pages,
+                scratch,
+                self.capacity.near,
+                self.capacity.window,
+            )
             parts.append(part)
             start += len(part.tokens)
         return pack(parts, np.concatenate(wanted), draws)

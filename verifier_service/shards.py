@@ -86,7 +86,7 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class Bounds:
     """What a runner sees and holds; every worker of a group the same, each for its own heads."""
 
     near: int  # positions of a near block
@@ -170,9 +170,9 @@ class Crew:
         rooms = [int(fraction * report.free_bytes) // (report.token_bytes * PAGE) for report in self.reports]
         return min(own, *rooms)
 
-    def set_out(self, memory: Memory) -> None:
+    def set_out(self, bounds: Bounds) -> None:
         """The workers make their runners; from now on they do as they are told."""
-        self.tell(memory)
+        self.tell(bounds)
 
     def watch(self, lost: Callable[[str], None]) -> None:
         """Call `lost` once, in a thread of its own, when a worker dies."""

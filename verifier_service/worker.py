@@ -14,7 +14,7 @@ import torch
 from verifier_service.collectives import WorkerLost, join_memory
 from verifier_service.rows import Plan
 from verifier_service.runner import free_bytes, runner_for
-from verifier_service.shards import Kept, Loaded, Memory, Shard, Summons, has_ended, load_shard
+from verifier_service.shards import Bounds, Kept, Loaded, Shard, Summons, has_ended, load_shard
 
 
 def start_processes(summons: Sequence[Summons]) -> None:
@@ -50,7 +50,7 @@ def _serve(stream: Connection, rank: int) -> None:
         stream.send(Loaded(fault))
         return
     stream.send(Loaded("", target.token_bytes, free_bytes(target.model.device), target.linear.failed))
-    said: Memory = stream.recv()
+    said: Bounds = stream.recv()
     runner = runner_for(target, said, shard.buckets)
     while True:
         order: Plan | Kept = stream.recv()

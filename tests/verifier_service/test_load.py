@@ -13,13 +13,14 @@ from dendro.errors import BadRequest, NotFound, Overloaded
 from dendro.text import Tokens
 from dendro.tree import DraftTree
 from routers import LAWS, Router, alone, guessing
-from tiny_models import make_checkpoint
+from tiny_models import WINDOW, make_checkpoint
 from tree_kernels.tree_attention import PAGE
 from tree_kernels.tree_walk import Walk
+from tree_layers.memory import pages_for
 
 from verifier_service.budget import StepCosts, path_in, reached, subtree, worthwhile
 from verifier_service.engine import VerifierEngine
-from verifier_service.memory import Memory, TextMemory, salt_of
+from verifier_service.memory import Memory, TextMemory, most_pages, salt_of
 from verifier_service.rows import Outcome
 from verifier_service.scheduler import Ask, Capacity, Scheduler
 
@@ -424,3 +425,90 @@ async def test_no_step_has_more_rows_than_a_step_may_have_though_a_text_was_set_
             break
         step()
     assert all(reply.done() for reply in replies)
+
+
+# Sliding windows
+
+
+@pytest.fixture(scope="module")
+def sliding(tmp_path_factory):
+    path = tmp_path_factory.mktemp("mistral")
+    make_checkpoint(path, "mistral")
+    return path
+
+
+def sliding_engine(folder, dtype=torch.float32, **limits):
+    return engine_of(folder, dtype, **{"max_length": 512, "max_depth": 8, **limits})
+
+
+MOST = most_pages(512, WINDOW, slack=9, rows=128 + 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+async def test_texts_longer_than_the_pool_keep_their_tokens_where_windows_slide(sliding, dtype):
+    """Texts of up to 300 tokens, seven pages of 64: they drop what they no longer see, share, wait and give way."""
+    rng = np.random.default_rng(8)
+    engine = sliding_engine(sliding, dtype, pool_tokens=7 * PAGE)
+    roomy = sliding_engine(sliding, dtype)
+    await engine.start()
+    await roomy.start()
+    try:
+        begins = [rng.integers(0, 256, 130).tolist(), []]
+        prompts = [begins[k % 2] + rng.integers(0, 256, int(rng.integers(1, 90))).tolist() for k in range(6)]
+        laws = [LAWS[k % len(LAWS)] for k in range(len(prompts))]
+        truths = await alone(roomy, prompts, laws, 90)
+        routers = [Router(engine, prompt, law, 90) for prompt, law in zip(prompts, laws, strict=True)]
+        trees = [guessing(rng, truth) for truth in truths]
+        assert await asyncio.gather(*map(Router.finish, routers, trees)) == truths
+        stats = engine.stats()
+        assert stats["set_back"] > 0 and stats["shared_tokens"] > 0
+        assert stats["pages_held"] == stats["sessions"] == 0
+    finally:
+        await engine.stop()
+        await roomy.stop()
+
+
+async def test_a_long_text_holds_no_more_than_its_window_needs(sliding):
+    engine = sliding_engine(sliding, pool_tokens=MOST * PAGE, share_prefixes=False)
+    await engine.start()
+    try:
+        assert pages_for(501) > MOST
+        await Router(engine, [5] * 300, count=200).finish()
+        assert engine.stats()["pages_held_at_most"] <= MOST
+        router = Router(engine, [5] * 300, count=200)
+        await router.open()
+        assert engine.stats()["pages_held"] <= pages_for(WINDOW + 9) + 1, "the window, and what may be cut"
+        await router.close()
+    finally:
+        await engine.stop()
+
+
+async def test_a_text_cut_back_behind_what_was_dropped_is_computed_again(sliding):
+    engine = sliding_engine(sliding)
+    await engine.start()
+    try:
+        truth = await Router(engine, range(30), count=250).finish()
+        router = Router(engine, range(30), count=250)
+        await router.open()
+        while len(router.text) < 230:
+            await router.round(DraftTree.of([router.text.ids[-1], 1, 2], [-1, 0, 0]))
+        older = Tokens()
+        older.extend(router.text.ids[:60])
+        router.text, router.known = older, 20
+        assert await router.go_on() == truth
+    finally:
+        await engine.stop()
+
+
+def test_pages_out_of_sight_are_free_and_those_in_sight_are_not():
+    memory = Memory(8, share=False, window=100, slack=4)
+    text = TextMemory(salt_of(""))
+    memory.grow(text, 6 * PAGE)
+    memory.append(text, range(PAGE + 102))  # the next rows, and those that may come back, are at 162 and later
+    assert text.unseen == 0 and memory.held == 6
+    memory.append(text, [0])  # at 163 a row sees from 64 on
+    assert text.unseen == 1 and memory.held == 5 and text.pages[0] == 0 and 0 not in text.pages[1:]
+    memory.cut(text, PAGE + 99)
+    assert len(text.consumed) == PAGE + 99 and memory.held == 5
+    memory.cut(text, PAGE + 98)  # a row there would see the dropped page
+    assert text.consumed == [] and memory.held == 0

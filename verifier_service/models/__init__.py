@@ -51,6 +51,7 @@ class Target:
     layouts: tuple[Layout, ...]  # one per attention layer, in the order in which they run
     vocabulary: int  # of the tokenizer: logits past it are padding
     max_positions: int  # the model's own
+    window: int | None  # positions that a row sees at most, itself among them; None where any layer sees all
     end_ids: frozenset[int]
     fingerprint: str
     tokenizer: str
@@ -151,6 +152,7 @@ def _load(
         layouts=layouts,
         vocabulary=vocabulary,
         max_positions=getattr(text, "max_position_embeddings", None) or 1 << 31,
+        window=_window(run),
         end_ids=_end_ids(folder, text),
         fingerprint=fingerprint,
         tokenizer=tokenizer,
@@ -247,6 +249,12 @@ def _take_seats(folder: Path, model: PreTrainedModel, run: Run) -> tuple[Layout,
     if windowed and not any(layer.window for layer in run.probed):
         raise CheckpointError(f"{folder}: its sliding window is not handed to the attention: not supported")
     return tuple(layer.layout for layer in run.probed)
+
+
+def _window(run: Run) -> int | None:
+    """The widest sliding window of the layers; None where one has none."""
+    windows = [layer.window for layer in run.probed]
+    return None if None in windows else max(window for window in windows if window is not None)
 
 
 __all__ = ["ATTENTION", "Run", "Target", "load_target", "seat_attention"]

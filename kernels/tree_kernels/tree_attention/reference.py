@@ -58,6 +58,7 @@ class FarRows:
     start: int
     stop: int
     pages: tuple[int, ...]
+    first: int = 0  # the index of the first of them in the text: those before it lie outside every row's window
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,7 @@ def _far(step: TreeRows, first: Tensor, rows: FarRows, window: int | None) -> _F
     count = rows.stop - rows.start
     alone = count == len(step.positions)
     padded = step.padded if alone else -(-count // ROW_MULTIPLE) * ROW_MULTIPLE
-    keys = torch.arange(len(rows.pages) * PAGE, device=first.device)
+    keys = torch.arange(rows.first * PAGE, (rows.first + len(rows.pages)) * PAGE, device=first.device)
     hidden = keys >= first[rows.start : rows.stop, None]  # [count, keys]
     if window is not None:
         hidden |= step.positions[rows.start : rows.stop, None] - keys >= window
