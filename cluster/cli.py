@@ -246,6 +246,12 @@ def bench_load(context: typer.Context) -> None:
     _hand_over("cluster.bench.load_command", "bench_load", context)
 
 
+@bench.command("context", context_settings=ELSEWHERE, add_help_option=False)
+def bench_context(context: typer.Context) -> None:
+    """Measure what a longer context costs a round."""
+    _hand_over("cluster.bench.context_command", "bench_context", context)
+
+
 def main() -> None:
     """The entry point: an error of the family is one line and exit status 2 (bad input) or 1."""
     try:

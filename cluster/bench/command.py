@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,7 +23,7 @@ from cluster.app import engine_environment
 from cluster.bench import report as reports
 from cluster.bench.baselines import BaselineProcess
 from cluster.bench.costly import costly_checkpoint
-from cluster.bench.machine import describe_machine
+from cluster.bench.machine import describe_machine, describe_run
 from cluster.bench.measurement import BASELINES
 from cluster.bench.ours import Ours
 from cluster.bench.speed import COSTLY, DEMO, Contenders, Plan, aims_of, check_and_warm, measure, rows_of
@@ -97,20 +94,6 @@ def target_config(models: Path, name: str) -> Config:
     checkpoint = costly_checkpoint(target.checkpoint) if name == COSTLY else target.checkpoint
     swapped = target.model_copy(update={"checkpoint": checkpoint, "threads": THREADS, "share_prefixes": False})
     return config.model_copy(update={"targets": {name: swapped}})
-
-
-def commit_of(folder: Path) -> str:
-    """The commit of the checkout that `folder` is in, with a plus where files differ from it."""
-
-    def git(*arguments: str) -> str:
-        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False)
-        return done.stdout.strip() if done.returncode == 0 else ""
-
-    try:
-        commit = git("rev-parse", "--short=12", "HEAD")
-        return commit + ("+" if git("status", "--porcelain", "--untracked-files=no") else "") if commit else "unknown"
-    except FileNotFoundError:
-        return "unknown"
 
 
 def parameter_count(checkpoint: Path) -> int:
@@ -188,14 +171,7 @@ async def run_speed(settings: Settings, progress: Callable[[str, int], Callable[
     return {
         "bench": "speed",
         "machine": machine,
-        "settings": {
-            "command": " ".join(["dendro", *sys.argv[1:]]),
-            "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-            "commit": commit_of(Path(__file__).parent),
-            "local": settings.local,
-            "seed": settings.seed,
-            "seconds": round(time.monotonic() - started, 1),
-        },
+        "settings": describe_run(started, settings.local, settings.seed),
         "targets": targets,
         "rows": rows,
         "aims": aims_of(rows, THREADS, machine["accelerator"]),

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,9 +17,9 @@ from cluster import app
 from cluster.app import engine_environment
 from cluster.bench import load_report
 from cluster.bench.baselines import BaselineProcess
-from cluster.bench.command import PLAIN_WIDTH, THREADS, Bars, commit_of, parameter_count, target_config
+from cluster.bench.command import PLAIN_WIDTH, THREADS, Bars, parameter_count, target_config
 from cluster.bench.load import Loader, LoadPlan, aims_of, measure_load, rows_of
-from cluster.bench.machine import describe_machine
+from cluster.bench.machine import describe_machine, describe_run
 from cluster.bench.report import as_json, as_markdown, show_tables
 from cluster.bench.speed import COSTLY
 from cluster.config import DEMO_MODELS
@@ -71,14 +69,7 @@ async def run_load(plan: LoadPlan, models: Path, progress: Callable[[str, int], 
     return {
         "bench": "load",
         "machine": describe_machine(THREADS),
-        "settings": {
-            "command": " ".join(["dendro", *sys.argv[1:]]),
-            "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-            "commit": commit_of(Path(__file__).parent),
-            "local": False,
-            "seed": plan.seed,
-            "seconds": round(time.monotonic() - started, 1),
-        },
+        "settings": describe_run(started, local=False, seed=plan.seed),
         "plan": {
             "parameters": parameter_count(target.checkpoint),
             "dtype": target.dtype,

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -49,3 +53,29 @@ def describe_machine(threads: int) -> dict[str, object]:
         "libraries": {library: found for library in LIBRARIES if (found := _version(library))},
         "environment": {name: os.environ[name] for name in NUMERICS if name in os.environ},
     }
+
+
+def describe_run(started: float, local: bool, seed: int) -> dict[str, object]:
+    """The `settings` object of a report; `started` by the monotonic clock."""
+    return {
+        "command": " ".join(["dendro", *sys.argv[1:]]),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": commit_of(Path(__file__).parent),
+        "local": local,
+        "seed": seed,
+        "seconds": round(time.monotonic() - started, 1),
+    }
+
+
+def commit_of(folder: Path) -> str:
+    """The commit of the checkout that `folder` is in, with a plus where files differ from it."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    try:
+        commit = git("rev-parse", "--short=12", "HEAD")
+        return commit + ("+" if git("status", "--porcelain", "--untracked-files=no") else "") if commit else "unknown"
+    except FileNotFoundError:
+        return "unknown"

@@ -1,0 +1,219 @@
+"""What a longer context costs: a round of the engine, and the library's decoding step, at one length after another.
+
+The text and the shape stay; only the number of tokens before them grows. Every verdict is dropped, so that the same
+round can be asked again. The engine is in this process: what stands between router and engine does not grow with
+the context.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from dendro.calls import CloseCall, OpenCall, Terms, TextUpdate, VerifyCall, new_opening
+from dendro.text import Limits, Sampling, Tokens
+from dendro.tree import DraftTree, TreeShape
+from tree_kernels.tree_attention import PAGE
+
+from cluster.bench.statistics import median_estimate
+from verifier_service.engine import VerifierEngine
+
+OFF, CHAIN, TREE = "off", "(1,1,1,1)", "(3,2,1)"
+LIBRARY = "transformers, one token"
+WAYS = (OFF, CHAIN, TREE, LIBRARY)
+SPARE = 64
+"""Tokens that a text may have past the longest context."""
+CHUNK = 256
+"""Tokens that the library is given at once, as our engine is."""
+READ_BYTES = 512 << 20
+"""What is read to see how fast memory is: far more than caches hold."""
+
+
+@dataclass(slots=True)
+class Length:
+    """What was measured at one length."""
+
+    context: int
+    prefill_s: float = 0.0  # of the engine, for all of it
+    session_bytes: int = 0  # of the pages that the text held
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
+
+
+def with_positions(checkpoint: Path, positions: int, folder: Path) -> Path:
+    """The same checkpoint with a greater last position, in `folder`. It costs what a model trained for such texts
+    costs; what it says of them means nothing."""
+    made = folder / checkpoint.name
+    made.mkdir()
+    for file in checkpoint.iterdir():
+        if file.name != "config.json":
+            os.symlink(file.resolve(), made / file.name)
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["max_position_embeddings"] = max(positions, config["max_position_embeddings"])
+    (made / "config.json").write_text(json.dumps(config))
+    return made
+
+
+def tree_of(shape: str, root: int) -> DraftTree:
+    """A tree of guesses that all differ."""
+    tokens, parents, level = [root], [-1], [0]
+    for width in TreeShape.parse(shape).widths:
+        below = []
+        for parent in level:
+            for _ in range(width):
+                parents.append(parent)
+                tokens.append(len(tokens))
+                below.append(len(tokens) - 1)
+        level = below
+    return DraftTree.of(tokens, parents)
+
+
+class Rounds:
+    """One text at a time, on an engine of this process."""
+
+    def __init__(self, engine: VerifierEngine, ids: Sequence[int]) -> None:
+        self._engine = engine
+        self._text = Tokens()
+        self._text.extend(ids)
+        self._opening = new_opening()
+
+    def _update(self, start: int) -> TextUpdate:
+        ids = self._text.ids
+        return TextUpdate(self._opening, len(ids), self._text.digests[-1], start, tuple(ids[start:]))
+
+    async def open(self) -> None:
+        terms = Terms(Sampling(), Limits(len(self._text) + SPARE, ignore_end=True), "", ())
+        await self._engine.open(OpenCall(self._update(0), terms))
+
+    async def round(self, shape: str) -> None:
+        await self._engine.verify(VerifyCall(self._update(len(self._text)), tree_of(shape, self._text.ids[-1])))
+
+    async def close(self) -> None:
+        await self._engine.close(CloseCall(self._update(len(self._text))))
+
+
+class LibrarySteps:
+    """transformers' own decoding with its cache, attention by sdpa."""
+
+    def __init__(self, checkpoint: Path, dtype: str, device: torch.device) -> None:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, attn_implementation="sdpa")
+        self._model = model.eval().to(device)
+        self._device = device
+        self._cache: Any = None
+
+    def fill(self, ids: Sequence[int]) -> None:
+        from transformers import DynamicCache
+
+        self._cache = DynamicCache(config=self._model.config)
+        with torch.inference_mode():
+            for start in range(0, len(ids) - 1, CHUNK):
+                chunk = torch.tensor([ids[start : min(start + CHUNK, len(ids) - 1)]], device=self._device)
+                self._model(chunk, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+
+    def step(self, token: int) -> None:
+        with torch.inference_mode():
+            given = torch.tensor([[token]], device=self._device)
+            self._model(given, past_key_values=self._cache, use_cache=True).logits[0, -1].argmax().item()
+        self._cache.crop(-1)
+
+
+async def measure_context(
+    engine: VerifierEngine,
+    library: LibrarySteps,
+    ids: Sequence[int],
+    contexts: Sequence[int],
+    repetitions: int,
+    step: Callable[[], None],
+) -> list[Length]:
+    """All ways at every length, interleaved; the first round of each is not counted."""
+    token_bytes = engine.runner.target.token_bytes
+    found = []
+    for context in contexts:
+        text = list(ids[:context])
+        rounds, length = Rounds(engine, text), Length(context)
+        length.prefill_s = await _timed(rounds.open)
+        library.fill(text)
+        for repetition in range(repetitions + 1):
+            for way in (OFF, CHAIN, TREE):
+                seconds = await _timed(rounds.round, way)
+                if repetition:
+                    length.seconds[way].append(seconds)
+            started = time.perf_counter()
+            library.step(text[-1])
+            if repetition:
+                length.seconds[LIBRARY].append(time.perf_counter() - started)
+            step()
+        length.session_bytes = engine.stats()["pages_held"] * PAGE * token_bytes
+        await rounds.close()
+        found.append(length)
+    return found
+
+
+async def _timed(what: Callable[..., Awaitable[None]], *given: str) -> float:
+    started = time.perf_counter()
+    await what(*given)
+    return time.perf_counter() - started
+
+
+def read_bandwidth(device: torch.device, times: int = 7) -> float:
+    """Bytes a second that a sum over a large tensor reads; the median."""
+    values = torch.ones(READ_BYTES // 4, device=device)
+    rates = []
+    for _ in range(times + 1):
+        started = time.perf_counter()
+        values.sum().item()
+        rates.append(READ_BYTES / (time.perf_counter() - started))
+    return statistics.median(rates[1:])
+
+
+def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Intercept and slope of the least-squares line."""
+    xs, ys = zip(*points, strict=True)
+    slope, intercept = statistics.linear_regression(xs, ys)
+    return intercept, slope
+
+
+def fit_of(lengths: Sequence[Length], way: str, token_bytes: int) -> dict[str, Any]:
+    """How a way's cost grows: a line through each repetition's measurements, and how far medians lie from theirs.
+
+    token_bytes: keys and values of one token, which every round must read.
+    """
+    repetitions = len(lengths[0].seconds[way])
+    slopes = [line([(each.context, each.seconds[way][k]) for each in lengths])[1] for k in range(repetitions)]
+    medians = [(each.context, statistics.median(each.seconds[way])) for each in lengths]
+    intercept, slope = line(medians)
+    off = [abs(intercept + slope * context - seconds) / seconds for context, seconds in medians]
+    estimate = median_estimate([1e6 * slope for slope in slopes])
+    return {
+        "way": way,
+        "fixed_ms": round(1e3 * intercept, 3),
+        "slope_us_per_token": estimate.as_json(),
+        "bytes_per_token": token_bytes,
+        "read_gb_per_second": round(token_bytes / slope / 1e9, 2) if slope > 0 else None,
+        "largest_residual": round(max(off), 4),
+    }
+
+
+def rows_of(lengths: Sequence[Length]) -> list[dict[str, Any]]:
+    """One object per way and length."""
+    return [
+        {
+            "way": way,
+            "context": each.context,
+            "round_ms": median_estimate([1e3 * seconds for seconds in each.seconds[way]]).as_json(),
+            "session_bytes": each.session_bytes if way != LIBRARY else None,
+            "prefill_ms_per_token": round(1e3 * each.prefill_s / each.context, 4) if way != LIBRARY else None,
+        }
+        for each in lengths
+        for way in WAYS
+    ]

@@ -1,0 +1,93 @@
+"""`dendro bench context`: lines through what was measured, and a small run of all of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import tiny_models
+import torch
+from dendro.errors import BadRequest
+
+from cluster.bench.context import (
+    CHAIN,
+    OFF,
+    TREE,
+    WAYS,
+    Length,
+    LibrarySteps,
+    fit_of,
+    line,
+    measure_context,
+    rows_of,
+    tree_of,
+    with_positions,
+)
+from cluster.bench.context_command import parse_contexts, plot, tables_of
+from verifier_service.engine import VerifierEngine
+
+
+def lengths(contexts=(100, 200, 400), slope=1e-5, fixed=0.02):
+    """Measurements that lie on a line, each repetition on its own machine's."""
+    made = []
+    for context in contexts:
+        each = Length(context, prefill_s=0.001 * context, session_bytes=1000 * context)
+        for way in WAYS:
+            each.seconds[way] = [weather * (fixed + slope * context) for weather in (1.0, 1.0, 2.0)]
+        made.append(each)
+    return made
+
+
+def test_a_line_is_found_again():
+    assert line([(1, 5.0), (2, 7.0), (4, 11.0)]) == pytest.approx((3.0, 2.0))
+    fit = fit_of(lengths(), OFF, token_bytes=5000)
+    assert fit["fixed_ms"] == pytest.approx(20.0)
+    assert (fit["slope_us_per_token"]["median"], fit["slope_us_per_token"]["high"]) == pytest.approx((10.0, 20.0))
+    assert fit["read_gb_per_second"] == pytest.approx(0.5)
+    assert fit["largest_residual"] == 0
+
+
+def test_what_is_no_line_is_said_to_be_far_from_one():
+    bent = lengths()
+    bent[1].seconds[OFF] = [2 * seconds for seconds in bent[1].seconds[OFF]]
+    assert fit_of(bent, OFF, 5000)["largest_residual"] > 0.1
+    flat = lengths(slope=0.0)
+    assert fit_of(flat, OFF, 5000)["read_gb_per_second"] is None
+
+
+def test_trees_have_the_shapes_they_are_named_after():
+    assert (tree_of(OFF, 7).rows, tree_of(CHAIN, 7).rows, tree_of(TREE, 7).rows) == (1, 5, 16)
+    assert tree_of(TREE, 7).depths.tolist() == [0] + [1] * 3 + [2] * 6 + [3] * 6
+
+
+@pytest.mark.parametrize("text", ["", "64", "64,64", "1,64", "a,b"])
+def test_contexts_that_make_no_line_are_refused(text):
+    with pytest.raises(BadRequest, match="contexts"):
+        parse_contexts(text)
+    assert parse_contexts("512,256") == (256, 512)
+
+
+async def test_a_small_run_measures_every_way_at_every_length(tmp_path):
+    source, aside = tmp_path / "tiny", tmp_path / "aside"
+    for folder in (source, aside):
+        folder.mkdir()
+    tiny_models.make_checkpoint(source, max_position_embeddings=64)
+    longer = with_positions(source, 300, aside)
+    assert json.loads((longer / "config.json").read_text())["max_position_embeddings"] == 300
+    engine = VerifierEngine.load(longer, name="tiny", max_length=300, max_sessions=1, share_prefixes=False)
+    await engine.start()
+    steps = []
+    try:
+        library = LibrarySteps(longer, "bfloat16", torch.device("cpu"))
+        found = await measure_context(engine, library, range(250), (60, 200), 2, lambda: steps.append(1))
+    finally:
+        await engine.stop()
+    assert len(steps) == 6 and engine.stats()["pages_held"] == 0
+    pages = [each.session_bytes // (64 * engine.runner.target.token_bytes) for each in found]
+    assert pages == [1, 4], "as many pages as the text and its deepest guess need"
+    report = {"rows": rows_of(found), "fits": [fit_of(found, way, 100) for way in WAYS]}
+    assert {(row["way"], row["context"]) for row in report["rows"]} == {(way, at) for way in WAYS for at in (60, 200)}
+    for _, columns, cells in tables_of(report | {"aims": []}):
+        assert cells and all(len(each) == len(columns) for each in cells)
+    plot(report, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 1000
