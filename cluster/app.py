@@ -17,10 +17,12 @@ import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 from dendro.client import REASON_MARK
+from dendro.errors import BadRequest
 from dendro.serving import Leases, Replica
 from dendro.state import StateStore
 from dendro.v1 import generation_pb2 as pb
@@ -28,6 +30,7 @@ from dendro.v1 import generation_pb2 as pb
 from cluster.config import Config, Drafter, Model, Resources, Target
 from cluster.ingress import Ingress, status_of, tenant_of
 from cluster.placement import DrafterEngine, ServePlaces, VerifierEngine, start_engine, stop_engine
+from cluster.serve_config import APPLICATION, ENVIRONMENT, ROUTE, SERVICER
 from cluster.sessions import RedisSessions
 from cluster.state_store import RedisStates
 
@@ -39,8 +42,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("dendro.app")
 
-APPLICATION = "dendro"
-SERVICER = "dendro.v1.generation_pb2_grpc.add_GenerationServiceServicer_to_server"
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 1.0, 3.0
 DRAIN_MARGIN_S = 30.0
 """A replica that is taken away may finish the longest request, and this much more."""
@@ -49,20 +50,16 @@ CONCURRENT_REQUESTS = 1024
 OBJECT_STORE_BYTES = 100 << 20
 """Nothing of ours travels through Ray's object store; this is near the least that it takes."""
 STOP_S = 20.0
+LOOK_BACK_S, METRICS_INTERVAL_S = 5.0, 1.0
+"""Autoscaling goes by the mean of the leases over so long, told by every replica and router so often."""
 LAST_WORDS_S = 0.2
 """What a replica that has to end leaves its streams for telling so."""
 _ray_processes: list[psutil.Process] = []  # what Ray started below this process; one cluster at a time
 
 SERVE_SETTINGS = {
-    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",  # a killed proxy is back in 4 s instead of 30
-    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "3",
-    "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(8 << 20),
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_worker_niceness": "0",  # Ray makes its workers nice (15): any other process would starve the engines
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    **ENVIRONMENT,
     "RAY_AUTH_MODE": "token",  # as Ray does by itself where nothing is said, and then tells every user of it
 }
-"""Read by Serve's own processes when they start, so they are set before Ray is."""
 
 
 def engine_environment(threads: int) -> dict[str, str]:
@@ -290,7 +287,7 @@ def build(
     def replicas(name: str, model: Model, waiting: int = 0) -> dict[str, Any]:
         return {
             "name": name,
-            "num_replicas": model.replicas,
+            **_replicas_of(model),
             "max_ongoing_requests": model.max_sessions + waiting,  # leases
             "ray_actor_options": _actor_options(model.resources, engine_environment(model.threads)),
             **common,
@@ -319,10 +316,39 @@ def build(
     return router.bind(config, redis_url, targets, drafters, ingress)
 
 
+def application(said: dict[str, Any]) -> Application:
+    """What a Serve configuration file names as its import path: our whole configuration as the application's arguments.
+
+    Raises BadRequest where it does not fit, or names no Redis: nobody starts one here.
+    """
+    config = Config.of(said, Path.cwd())
+    if not config.redis.url:
+        raise BadRequest("redis.url", "is empty; a cluster that Serve deploys needs a Redis that is there")
+    return build(config, config.redis.url)
+
+
 def _deployment(shell: type, **options: Any) -> Any:
     from ray import serve
 
     return serve.deployment(**options)(shell)
+
+
+def _replicas_of(model: Model) -> dict[str, Any]:
+    """A number, or how Serve finds one. A lease is a call in progress to Serve: what its autoscaling counts."""
+    scaling = model.autoscaling
+    if scaling is None:
+        return {"num_replicas": model.replicas}
+    return {
+        "autoscaling_config": {
+            "min_replicas": scaling.min_replicas,
+            "max_replicas": scaling.max_replicas,
+            "target_ongoing_requests": scaling.leases,
+            "upscale_delay_s": scaling.up_after_s,
+            "downscale_delay_s": scaling.down_after_s,
+            "look_back_period_s": LOOK_BACK_S,
+            "metrics_interval_s": METRICS_INTERVAL_S,
+        }
+    }
 
 
 def _group_of(target: Target) -> dict[str, Any]:
@@ -351,8 +377,8 @@ def start(config: Config, redis_url: str, **loaders: Any) -> str:
     from ray.serve.config import HTTPOptions, ProxyLocation, gRPCOptions
 
     wanted = [
-        *(target.resources.cpu * target.tensor_parallel * target.replicas for target in config.targets.values()),
-        *(drafter.resources.cpu * drafter.replicas for drafter in config.drafters.values()),
+        *(target.resources.cpu * target.tensor_parallel * target.most_replicas for target in config.targets.values()),
+        *(drafter.resources.cpu * drafter.most_replicas for drafter in config.drafters.values()),
         config.router.resources.cpu * config.router.replicas,
     ]
     others = psutil.Process().children()
@@ -373,7 +399,7 @@ def start(config: Config, redis_url: str, **loaders: Any) -> str:
             http_options=HTTPOptions(host="127.0.0.1", port=_free_port("127.0.0.1")),
             grpc_options=gRPCOptions(port=port, grpc_servicer_functions=[SERVICER], enable_reflection=False),
         )
-        serve.run(build(config, redis_url, **loaders), name=APPLICATION, route_prefix="/dendro")
+        serve.run(build(config, redis_url, **loaders), name=APPLICATION, route_prefix=ROUTE)
     except BaseException:
         stop()
         raise

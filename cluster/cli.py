@@ -123,6 +123,25 @@ def serve(
     _run(run())
 
 
+@app.command("config")
+def write_config(
+    config: Annotated[Path, typer.Argument(help="A cluster's YAML file.")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="A file. Default: standard output.")] = None,
+) -> None:
+    """Write Ray Serve's own configuration of a cluster, for `serve deploy` and KubeRay.
+
+    Relative checkpoints become absolute: they must lie at the same place on every node. The file must name a Redis and
+    a port for gRPC.
+    """
+    from cluster.serve_config import as_yaml
+
+    text = as_yaml(_config(config))
+    if output is None:
+        print(text, end="")
+    else:
+        output.write_text(text)
+
+
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to go on from.")],

@@ -64,6 +64,25 @@ class Resources(Section):
         return {name: amount for name, amount in {"CPU": self.cpu, "GPU": self.gpu, **self.custom}.items() if amount}
 
 
+class Autoscaling(Section):
+    """How many replicas a pool has, by the leases that are held: each request in progress holds one of each peer."""
+
+    min_replicas: int = Field(default=1, ge=0)
+    max_replicas: int = Field(ge=1)
+    leases: float = Field(default=8.0, gt=0)
+    """Leases that a replica should hold on the average."""
+    up_after_s: float = Field(default=10.0, ge=0)
+    """How long there must be more than that before a replica is added."""
+    down_after_s: float = Field(default=120.0, ge=0)
+    """How long there must be fewer before one is taken away; it ends with its last lease."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.max_replicas < max(self.min_replicas, 1):
+            raise ValueError(f"max_replicas: {self.max_replicas}; at least min_replicas, {self.min_replicas}")
+        return self
+
+
 class Model(Section):
     """What a target and a drafter share: one Serve deployment with `replicas` replicas."""
 
@@ -71,9 +90,21 @@ class Model(Section):
     dtype: Dtype = "bfloat16"
     threads: int = Field(default=1, ge=1)
     replicas: int = Field(default=1, ge=0)
+    """A fixed number, where `autoscaling` is not given."""
+    autoscaling: Autoscaling | None = None
     resources: Resources = Resources()
     max_sessions: int = Field(default=16, ge=1)
     """Texts that a replica holds at once."""
+
+    @property
+    def most_replicas(self) -> int:
+        return self.autoscaling.max_replicas if self.autoscaling is not None else self.replicas
+
+    @model_validator(mode="after")
+    def _check_replicas(self) -> Self:
+        if self.autoscaling is not None and "replicas" in self.model_fields_set:
+            raise ValueError("replicas: is given beside autoscaling, whose min_replicas and max_replicas say it")
+        return self
 
 
 class Target(Model):

@@ -1,0 +1,117 @@
+"""Ray Serve's own configuration file: the same deployments as ours, and no key that Serve would pass over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from dendro.errors import BadRequest
+from ray.serve.config import AutoscalingConfig
+from ray.serve.schema import (
+    HTTPOptionsSchema,
+    ServeApplicationSchema,
+    ServeDeploySchema,
+    gRPCOptionsSchema,
+)
+from typer.testing import CliRunner
+
+from cluster import cli
+from cluster.app import application, build
+from cluster.config import Config
+from cluster.serve_config import as_yaml, serve_config
+
+SAID = """
+targets:
+  big:
+    checkpoint: models/big
+    tensor_parallel: 2
+    resources: {cpu: 2, gpu: 1, custom: {verifier: 1}}
+    autoscaling: {min_replicas: 2, max_replicas: 6, leases: 12, up_after_s: 3}
+drafters:
+  small: {checkpoint: /models/small, replicas: 3, resources: {cpu: 1, custom: {drafter: 1}}}
+redis: {url: "redis://sessions:6379"}
+grpc: {port: 9000}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    (tmp_path / "cluster.yaml").write_text(SAID)
+    return Config.load(tmp_path / "cluster.yaml")
+
+
+def deployments(app):
+    """Name to settings of an application's deployments: of the router, and of what it is bound to."""
+    router = app._bound_deployment
+    targets, drafters = router.init_args[2], router.init_args[3]
+    bound = [router, *(each._bound_deployment for each in (*targets.values(), *drafters.values()))]
+    return {
+        each.name: (each._deployment_config.model_dump(), each._replica_config.ray_actor_options,
+                    each._replica_config.placement_group_bundles)
+        for each in bound
+    }  # fmt: skip
+
+
+def test_the_written_file_deploys_what_dendro_serve_deploys(config):
+    said = yaml.safe_load(as_yaml(config))
+    (written,) = said["applications"]
+    assert written["import_path"] == "cluster.app:application"
+    ours, deployed = deployments(build(config, config.redis.url)), deployments(application(written["args"]))
+    assert deployed.keys() == {"router", "verifier-big", "drafter-small"}
+    assert deployed == ours
+
+
+def test_serve_knows_every_key_that_is_written(config):
+    said = serve_config(config)
+    assert ServeDeploySchema(**said)
+    for model, written in (
+        (ServeDeploySchema, said),
+        (HTTPOptionsSchema, said["http_options"]),
+        (gRPCOptionsSchema, said["grpc_options"]),
+        (ServeApplicationSchema, said["applications"][0]),
+    ):
+        assert set(written) <= set(model.model_fields)
+
+
+def test_a_pool_scales_by_its_leases(config):
+    verifier, options, bundles = deployments(build(config, config.redis.url))["verifier-big"]
+    scaling = verifier["autoscaling_config"]
+    assert set(scaling) <= set(AutoscalingConfig.model_fields)
+    assert (scaling["min_replicas"], scaling["max_replicas"], scaling["target_ongoing_requests"]) == (2, 6, 12)
+    assert (scaling["upscale_delay_s"], scaling["downscale_delay_s"]) == (3, 120)
+    assert bundles == [{"CPU": 2.0, "GPU": 1.0, "verifier": 1.0}] * 2
+    assert options["resources"] == {"verifier": 1.0}
+    drafter, _, _ = deployments(build(config, config.redis.url))["drafter-small"]
+    assert drafter["num_replicas"] == 3 and drafter["autoscaling_config"] is None
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        ("max_replicas: 6", "max_replica: 6", "targets.big.autoscaling"),
+        ("max_replicas: 6", "max_replicas: 1", "at least min_replicas"),
+        ("tensor_parallel: 2", "replicas: 2", "is given beside autoscaling"),
+        ("leases: 12", "leases: 0", "targets.big.autoscaling.leases"),
+    ],
+)
+def test_mistakes_are_named(tmp_path, before, after, told):
+    (tmp_path / "c.yaml").write_text(SAID.replace(before, after))
+    with pytest.raises(BadRequest, match=told):
+        Config.load(tmp_path / "c.yaml")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [("port: 9000", "port: 0", "grpc.port"), ('"redis://sessions:6379"', '""', "redis.url")],
+)
+def test_what_only_a_cluster_of_our_own_can_choose_must_be_said(tmp_path, before, after, told):
+    (tmp_path / "c.yaml").write_text(SAID.replace(before, after))
+    with pytest.raises(BadRequest, match=told):
+        serve_config(Config.load(tmp_path / "c.yaml"))
+
+
+def test_the_command_writes_the_file(tmp_path, config):
+    source, target = tmp_path / "cluster.yaml", tmp_path / "serve.yaml"
+    assert CliRunner().invoke(cli.app, ["config", str(source), "-o", str(target)]).exit_code == 0
+    assert target.read_text() == as_yaml(config) == CliRunner().invoke(cli.app, ["config", str(source)]).stdout
