@@ -157,7 +157,8 @@ class Scheduler:
         self._numbers = 0
         self._closed: list[int] = []
         self._running: list[_Share] = []
-        self._began = self._started = 0.0  # of the last step: the choice of its rows, and their packing
+        # Of the last step: the choice of its rows, their packing, and its answers.
+        self._began = self._started = self._ended = 0.0
         self.linger_s = 0.0  # how long to wait for more calls before `next` is asked again, though some are there
         self._size = 0  # rows of the last plan, padded
 
@@ -208,7 +209,8 @@ class Scheduler:
             if session.asks:
                 call = session.asks[0].call
                 assert isinstance(call, VerifyCall)
-                began = min(began, session.asks[0].arrived)
+                # The step that ran meanwhile is no waiting for others: else two halves would take turns for ever.
+                began = min(began, max(session.asks[0].arrived, self._ended))
                 rows += call.tree.rows
             elif session.answered is not None and max(session.away_s, now - session.answered) < usual_s:
                 back = min(back, session.answered + session.away_s)
@@ -242,7 +244,8 @@ class Scheduler:
             self._settle_opening(session)
         self._running = []
         self.counters.forward_us += outcome.forward_us
-        self.counters.step_us += int(1e6 * (time.perf_counter() - self._began))
+        self._ended = time.perf_counter()
+        self.counters.step_us += int(1e6 * (self._ended - self._began))
         return likely
 
     def fail(self, error: Exception) -> None:

@@ -408,9 +408,9 @@ class TakingTurns:
         for place in range(len(self.routers)):
             self.due[place] = self.now + 0.003 * place
 
-    def submit(self, call):
+    def submit(self, call, arrived=None):
         reply = asyncio.get_running_loop().create_future()
-        self.scheduler.submit(Ask(call, reply, self.now))
+        self.scheduler.submit(Ask(call, reply, self.now if arrived is None else arrived))
         return reply
 
     def run(self, plan):
@@ -425,8 +425,8 @@ class TakingTurns:
         while any(left.values()):
             for place in [place for place, due in self.due.items() if due <= self.now and left[place]]:
                 router = self.routers[place]
-                del self.due[place]
-                replies[place] = self.submit(VerifyCall(router.update(), DraftTree.root_only(router.text.ids[-1])))
+                call = VerifyCall(router.update(), DraftTree.root_only(router.text.ids[-1]))
+                replies[place] = self.submit(call, self.due.pop(place))
                 router.known = len(router.text)
             plan = self.scheduler.next()
             if plan is None:
@@ -444,6 +444,13 @@ class TakingTurns:
 
 async def test_texts_whose_routers_are_back_soon_go_together(monkeypatch):
     turns = TakingTurns(monkeypatch, [0.002, 0.003, 0.004])
+    turns.rounds(4)
+    assert turns.rounds(20) == 20
+
+
+async def test_texts_that_come_while_the_others_step_runs_join_them(monkeypatch):
+    turns = TakingTurns(monkeypatch, [0.004] * 4)
+    turns.due = {place: turns.now + (0.0, 0.0, 0.004, 0.004)[place] for place in range(4)}
     turns.rounds(4)
     assert turns.rounds(20) == 20
 
