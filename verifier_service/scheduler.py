@@ -49,7 +49,7 @@ class Capacity:
     max_waiting: int  # texts that wait for their turn behind them
     step_rows: int  # rows of a step
     sizes: tuple[int, ...]  # numbers of rows that a step is padded to
-    prefill_rows: int  # rows of a step that are kept for prompts while trees wait, and their limit beside trees
+    prefill_rows: int  # rows of a step that are kept for prompts; where few trees wait, all that a step has with them
     pages: int  # for texts
     share_prefixes: bool
     first_scratch: int  # the slots for guesses begin here
@@ -189,8 +189,7 @@ class Scheduler:
         self._started = time.perf_counter()
         self._began = began
         plan = self._pack(self._running)
-        sizes = self.capacity.sizes
-        self._size = sizes[min(bisect_left(sizes, len(plan.tokens)), len(sizes) - 1)]
+        self._size = self._padded(len(plan.tokens))
         self.counters.steps += 1
         self.counters.rows += len(plan.tokens)
         self.counters.guesses += sum(len(draw.tokens) - 1 for draw in plan.draws)
@@ -396,8 +395,12 @@ class Scheduler:
                 taken.add(session.number)
                 room -= session.lacking + 1
         self._trim(shares, room)
-        left = step_rows - sum(share.prefill + share.tree.rows for share in shares if share.tree is not None)
-        room = min(prefill_rows, left) if shares else step_rows
+        room = step_rows
+        if shares:
+            used = sum(share.prefill + share.tree.rows for share in shares if share.tree is not None)
+            # Prompts get what the trees leave of their part, or half of it, and the rows that would only pad the step.
+            wanted = used + max(prefill_rows - used, prefill_rows // 2)
+            room = min(self._padded(wanted), step_rows) - used
         for session in list(self.sessions.values()):  # the oldest first
             rows = min(session.lacking, room)
             if not rows or session.number in taken or not session.admitted or not session.waits:
@@ -407,6 +410,11 @@ class Scheduler:
                 taken.add(session.number)
                 room -= rows
         return shares
+
+    def _padded(self, rows: int) -> int:
+        """What a step of so many rows is padded to."""
+        sizes = self.capacity.sizes
+        return sizes[min(bisect_left(sizes, rows), len(sizes) - 1)]
 
     def _trim(self, shares: Sequence[_Share], room: int) -> None:
         """Leave out of the trees what does not fit, and what is not worth its rows."""

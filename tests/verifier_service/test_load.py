@@ -387,6 +387,18 @@ def scheduler_of(**limits):
     return Scheduler(Capacity(**said | limits))
 
 
+@pytest.mark.parametrize("guesses, rows", [(0, 16), (3, 16), (11, 24), (14, 24), (15, 24)])
+async def test_a_prompt_beside_a_tree_takes_every_row_that_would_only_pad(guesses, rows):
+    scheduler = scheduler_of(step_rows=64, prefill_rows=16)
+    speaker, newcomer = Router(None, [1], count=9), Router(None, range(50), count=9)
+    tree = DraftTree.of(list(range(1, guesses + 2)), [-1, *[0] * guesses])
+    calls = [OpenCall(router.update(), router.terms) for router in (speaker, newcomer)]
+    speaker.known = 1
+    for call in (*calls, VerifyCall(speaker.update(), tree)):
+        scheduler.submit(Ask(call, asyncio.get_running_loop().create_future()))
+    assert len(scheduler.next().tokens) == rows
+
+
 class TakingTurns:
     """Texts whose routers come back some time after each verdict, on a clock of their own."""
 
