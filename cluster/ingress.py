@@ -145,7 +145,7 @@ class Tally:
         if sum(self.pulls.values()) > 1:  # the first round waits for its text to be opened
             took_us = 1e6 * (time.monotonic() - self._began_s)
             busy_us = tree.draft_us + verdict.verify_us + verdict.queue_us
-            self._experience.learn_hops(shape, max(took_us - busy_us, 0.0))
+            self._experience.learn_hops(shape, max(took_us - busy_us, 0.0) / verdict.texts)
         self.drafted += tree.guesses
         self.accepted += len(verdict.ranks)
         self.emitted += len(verdict.tokens)

@@ -519,6 +519,7 @@ class Scheduler:
             length=len(walked.tokens),
             verify_us=run_us,
             queue_us=max(int(1e6 * (self._started - ask.arrived)), 0),
+            texts=sum(share.ask is not None for share in self._running),
         )
         return cut_verdict(verdict, self.capacity.end_ids, len(session.text.ids), session.terms.limits)
 

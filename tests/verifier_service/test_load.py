@@ -410,6 +410,7 @@ class TakingTurns:
         self.scheduler, self.away_s = scheduler_of(), away_s
         self.routers = [Router(None, [place + 1], count=50) for place in range(len(away_s))]
         self.due = {}
+        self.sharers = 0  # texts of the last step, by its verdicts
         for router in self.routers:
             self.submit(OpenCall(router.update(), router.terms))
             router.known = len(router.text)
@@ -448,7 +449,9 @@ class TakingTurns:
             steps += 1
             self.run(plan)
             for place in [place for place, reply in replies.items() if reply.done()]:
-                self.routers[place].text.extend(replies.pop(place).result().tokens)
+                verdict = replies.pop(place).result()
+                self.sharers = verdict.texts
+                self.routers[place].text.extend(verdict.tokens)
                 left[place] -= 1
                 self.due[place] = self.now + self.away_s[place]
         return steps
@@ -465,6 +468,7 @@ async def test_texts_that_come_while_the_others_step_runs_join_them(monkeypatch)
     turns.due = {place: turns.now + (0.0, 0.0, 0.004, 0.004)[place] for place in range(4)}
     turns.rounds(4)
     assert turns.rounds(20) == 20
+    assert turns.sharers == 4
 
 
 async def test_nobody_waits_for_a_router_that_is_away_for_long(monkeypatch):
