@@ -29,6 +29,7 @@ from dendro.v1 import generation_pb2_grpc
 
 from cluster.checkpoints import read_json
 from cluster.config import Config, Target
+from cluster.handles import NoDrafter
 from cluster.policies import Experience, Static, make_policy
 from cluster.rounds import Drafter, Policy, Verifier, rounds
 from cluster.sessions import Record, Sessions
@@ -173,6 +174,12 @@ class Job:
     began_s: float = field(default_factory=time.monotonic)
 
     @property
+    def needs_drafter(self) -> bool:
+        """Whether any round may ask for a tree, or a later turn for the state that a drafter leaves."""
+        off = isinstance(self.policy, Static) and self.policy.shape.off
+        return bool(self.session) or not off
+
+    @property
     def answer_length(self) -> int:
         return self.limits.max_length - len(self.prompt)
 
@@ -279,7 +286,7 @@ class Ingress:
         """The loop, between taking and giving back the leases. Fills in what `complete` says of it."""
         before = len(job.prompt)
         verifier = self._places.verifier(job.served.name, text)
-        drafter = self._places.drafter(job.served.name, text)
+        drafter = self._places.drafter(job.served.name, text) if job.needs_drafter else NoDrafter()
         first_s = last_s = 0.0
         first_tokens = 0
         try:
