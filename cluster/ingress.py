@@ -29,6 +29,7 @@ from dendro.v1 import generation_pb2_grpc
 
 from cluster.checkpoints import read_json
 from cluster.config import Config, Target
+from cluster.handles import NoDrafter
 from cluster.policies import Experience, Static, make_policy
 from cluster.rounds import Drafter, Policy, Verifier, rounds
 from cluster.sessions import Record, Sessions
@@ -145,7 +146,7 @@ class Tally:
         if sum(self.pulls.values()) > 1:  # the first round waits for its text to be opened
             took_us = 1e6 * (time.monotonic() - self._began_s)
             busy_us = tree.draft_us + verdict.verify_us + verdict.queue_us
-            self._experience.learn_hops(shape, max(took_us - busy_us, 0.0))
+            self._experience.learn_hops(shape, max(took_us - busy_us, 0.0) / verdict.texts)
         self.drafted += tree.guesses
         self.accepted += len(verdict.ranks)
         self.emitted += len(verdict.tokens)
@@ -171,6 +172,12 @@ class Job:
     record: Record | None  # of the session so far; None: it begins with this request
     told: Record | None = None  # the record that has this answer already
     began_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def needs_drafter(self) -> bool:
+        """Whether any round may ask for a tree, or a later turn for the state that a drafter leaves."""
+        off = isinstance(self.policy, Static) and self.policy.shape.off
+        return bool(self.session) or not off
 
     @property
     def answer_length(self) -> int:
@@ -279,7 +286,7 @@ class Ingress:
         """The loop, between taking and giving back the leases. Fills in what `complete` says of it."""
         before = len(job.prompt)
         verifier = self._places.verifier(job.served.name, text)
-        drafter = self._places.drafter(job.served.name, text)
+        drafter = self._places.drafter(job.served.name, text) if job.needs_drafter else NoDrafter()
         first_s = last_s = 0.0
         first_tokens = 0
         try:

@@ -464,7 +464,7 @@ class Scheduler:
         trace = ranks(session.ranks, start, work.base, CANDIDATES)
         tokens, parents, values = work.growth.arrays()
         assert work.ticket is not None
-        tree = DraftTree(tokens, parents, values, self.name, trace, work.ticket.waited_us)
+        tree = DraftTree(tokens, parents, values, self.name, trace, work.ticket.waited_us, len(self._planned))
         self.answers.append((work.ticket, tree))
         session.traced = work.base
         session.ranks = {}

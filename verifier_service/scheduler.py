@@ -48,7 +48,7 @@ class Capacity:
     max_waiting: int  # texts that wait for their turn behind them
     step_rows: int  # rows of a step
     sizes: tuple[int, ...]  # numbers of rows that a step is padded to
-    prefill_rows: int  # rows of a step that are kept for prompts while trees wait, and their limit beside trees
+    prefill_rows: int  # rows of a step that are kept for prompts; where few trees wait, all that a step has with them
     pages: int  # for texts
     share_prefixes: bool
     first_scratch: int  # the slots for guesses begin here
@@ -166,7 +166,8 @@ class Scheduler:
         self._numbers = 0
         self._closed: list[int] = []
         self._running: list[_Share] = []
-        self._began = self._started = 0.0  # of the last step: the choice of its rows, and their packing
+        # Of the last step: the choice of its rows, their packing, and its answers.
+        self._began = self._started = self._ended = 0.0
         self.linger_s = 0.0  # how long to wait for more calls before `next` is asked again, though some are there
         self._size = 0  # rows of the last plan, padded
 
@@ -197,8 +198,7 @@ class Scheduler:
         self._started = time.perf_counter()
         self._began = began
         plan = self._pack(self._running)
-        sizes = self.capacity.sizes
-        self._size = sizes[min(bisect_left(sizes, len(plan.tokens)), len(sizes) - 1)]
+        self._size = self._padded(len(plan.tokens))
         self.counters.steps += 1
         self.counters.rows += len(plan.tokens)
         self.counters.guesses += sum(len(draw.tokens) - 1 for draw in plan.draws)
@@ -217,7 +217,8 @@ class Scheduler:
             if session.asks:
                 call = session.asks[0].call
                 assert isinstance(call, VerifyCall)
-                began = min(began, session.asks[0].arrived)
+                # The step that ran meanwhile is no waiting for others: else two halves would take turns for ever.
+                began = min(began, max(session.asks[0].arrived, self._ended))
                 rows += call.tree.rows
             elif session.answered is not None and max(session.away_s, now - session.answered) < usual_s:
                 back = min(back, session.answered + session.away_s)
@@ -251,7 +252,8 @@ class Scheduler:
             self._settle_opening(session)
         self._running = []
         self.counters.forward_us += outcome.forward_us
-        self.counters.step_us += int(1e6 * (time.perf_counter() - self._began))
+        self._ended = time.perf_counter()
+        self.counters.step_us += int(1e6 * (self._ended - self._began))
         return likely
 
     def fail(self, error: Exception) -> None:
@@ -402,8 +404,12 @@ class Scheduler:
                 taken.add(session.number)
                 room -= session.lacking + 1
         self._trim(shares, room)
-        left = step_rows - sum(share.prefill + share.tree.rows for share in shares if share.tree is not None)
-        room = min(prefill_rows, left) if shares else step_rows
+        room = step_rows
+        if shares:
+            used = sum(share.prefill + share.tree.rows for share in shares if share.tree is not None)
+            # Prompts get what the trees leave of their part, or half of it, and the rows that would only pad the step.
+            wanted = used + max(prefill_rows - used, prefill_rows // 2)
+            room = min(self._padded(wanted), step_rows) - used
         for session in list(self.sessions.values()):  # the oldest first
             rows = min(session.lacking, room)
             if not rows or session.number in taken or not session.admitted or not session.waits:
@@ -413,6 +419,11 @@ class Scheduler:
                 taken.add(session.number)
                 room -= rows
         return shares
+
+    def _padded(self, rows: int) -> int:
+        """What a step of so many rows is padded to."""
+        sizes = self.capacity.sizes
+        return sizes[min(bisect_left(sizes, rows), len(sizes) - 1)]
 
     def _trim(self, shares: Sequence[_Share], room: int) -> None:
         """Leave out of the trees what does not fit, and what is not worth its rows."""
@@ -525,6 +536,7 @@ class Scheduler:
             length=len(walked.tokens),
             verify_us=run_us,
             queue_us=max(int(1e6 * (self._started - ask.arrived)), 0),
+            texts=sum(share.ask is not None for share in self._running),
         )
         return cut_verdict(verdict, self.capacity.end_ids, len(session.text.ids), session.terms.limits)
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from dendro.client import AsyncClient, Round
+from dendro.client import AsyncClient, Complete, Round
 from dendro.errors import EngineFailed
 
 from cluster.bench.baselines import BaselineProcess
@@ -24,6 +25,10 @@ from cluster.bench.statistics import Estimate, median_estimate
 FIXED = "(3,2,1)"
 WAYS = (OFF, FIXED, AUTO)
 PERCENTILES = (50, 95, 99)
+CONTINUOUS_REPETITIONS = 1
+"""Of the library's `generate_batch`: a tenth as fast as the others, it would take most of the time."""
+FIRST_SAMPLE_S, SAMPLE_S = 0.5, 1.0
+"""When the pages in use are looked at: seldom, as each look is a call that takes its part of the machine."""
 
 Prompt = Sequence[int]
 Stats = Callable[[], Awaitable[Mapping[str, int]]]
@@ -42,7 +47,8 @@ class Block:
     between_s: list[float] = field(default_factory=list)  # between tokens: a chunk's wait, shared by its tokens
     guesses: int = 0  # rows below a root that were verified
     trimmed: int = 0  # and those that were left out
-    pages: int = 0  # held at most, since the cluster started
+    pages: int = 0  # in use, the most that any look found
+    shapes: Counter[str] = field(default_factory=Counter)  # rounds that asked for each
     steps_us: int = 0  # of the verifier
     forwards_us: int = 0  # of them, the model's
 
@@ -92,16 +98,26 @@ class Loader:
 
     async def _timed(self, block: Block, work: Sequence[Awaitable[None]]) -> Block:
         before = await self._stats()
+        looking = asyncio.ensure_future(self._look(block))
         started = time.perf_counter()
-        await asyncio.gather(*work)
-        block.seconds = time.perf_counter() - started
+        try:
+            await asyncio.gather(*work)
+        finally:
+            block.seconds = time.perf_counter() - started
+            looking.cancel()
+        await asyncio.wait({looking})
         after = await self._stats()
         block.guesses = after.get("guesses", 0) - before.get("guesses", 0)
         block.trimmed = after.get("trimmed", 0) - before.get("trimmed", 0)
         block.steps_us = after.get("step_us", 0) - before.get("step_us", 0)
         block.forwards_us = after.get("forward_us", 0) - before.get("forward_us", 0)
-        block.pages = after.get("pages_held_at_most", 0)
         return block
+
+    async def _look(self, block: Block) -> None:
+        await asyncio.sleep(FIRST_SAMPLE_S)
+        while True:
+            block.pages = max(block.pages, (await self._stats()).get("pages_held", 0))
+            await asyncio.sleep(SAMPLE_S)
 
     async def _answer(self, block: Block, prompt: Prompt) -> None:
         started = last = time.perf_counter()
@@ -116,6 +132,8 @@ class Loader:
                 else:
                     block.first_s.append(now - started)
                 count, last = count + len(event.token_ids), now
+            elif isinstance(event, Complete):
+                block.shapes.update(event.speculation.pulls)
         if count != self._tokens:
             raise EngineFailed(f"{block.way}: {count} tokens instead of {self._tokens}")
         block.tokens += count
@@ -136,8 +154,9 @@ class LoadPlan:
 
     @property
     def blocks(self) -> int:
-        closed = len(self.clients) * (len(WAYS) + 2)
-        return (closed + len(self.arrivals) * len(WAYS)) * self.repetitions
+        ours = (len(self.clients) + len(self.arrivals)) * len(WAYS)
+        continuous = min(CONTINUOUS_REPETITIONS, self.repetitions)
+        return (ours + len(self.clients)) * self.repetitions + len(self.clients) * continuous
 
 
 async def measure_load(
@@ -151,7 +170,8 @@ async def measure_load(
         await loader.closed(Block(way, "warm-up", 0), max(plan.clients), 1)
     for repetition in range(plan.repetitions):
         for clients in order.sample(plan.clients, len(plan.clients)):
-            for way in order.sample((*WAYS, BATCH, CONTINUOUS), len(WAYS) + 2):
+            ways = (*WAYS, BATCH, CONTINUOUS) if repetition < CONTINUOUS_REPETITIONS else (*WAYS, BATCH)
+            for way in order.sample(ways, len(ways)):
                 block = Block(way, closed_load(clients), repetition)
                 if way in WAYS:
                     blocks.append(await loader.closed(block, clients, plan.answers))
@@ -212,7 +232,9 @@ def rows_of(blocks: Sequence[Block]) -> list[dict[str, Any]]:
                 steps_us = sum(block.steps_us for block in mine)
                 forwards_us = sum(block.forwards_us for block in mine)
                 row["step_overhead"] = round(1 - forwards_us / steps_us, 4) if steps_us else None
-                row["pages_held_at_most"] = max(block.pages for block in mine)
+                row["pages_in_use"] = max(block.pages for block in mine)
+                shapes = sum((block.shapes for block in mine), Counter[str]())
+                row["shapes"] = {name: round(pulls / shapes.total(), 3) for name, pulls in shapes.most_common()}
             if way != OFF:
                 row["over_off"] = ratio(blocks, load, way, OFF).as_json()
             rows.append(row)

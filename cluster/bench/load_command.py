@@ -18,7 +18,7 @@ from cluster.app import engine_environment
 from cluster.bench import load_report
 from cluster.bench.baselines import BaselineProcess
 from cluster.bench.command import PLAIN_WIDTH, THREADS, Bars, parameter_count, target_config
-from cluster.bench.load import Loader, LoadPlan, aims_of, measure_load, rows_of
+from cluster.bench.load import CONTINUOUS_REPETITIONS, Loader, LoadPlan, aims_of, measure_load, rows_of
 from cluster.bench.machine import describe_machine, describe_run
 from cluster.bench.report import as_json, as_markdown, show_tables
 from cluster.bench.speed import COSTLY
@@ -29,6 +29,9 @@ from cluster.running import running_cluster
 
 CLIENTS, QUICK_CLIENTS = (1, 2, 4, 8, 16, 32), (1, 4)
 ARRIVALS, QUICK_ARRIVALS = (0.25, 0.5, 0.75, 1.0), (0.5,)
+TOKENS, QUICK_TOKENS = 64, 32
+ANSWERS, QUICK_ANSWERS = 2, 1
+REPETITIONS, QUICK_REPETITIONS = 5, 1
 PROMPTS = 32
 
 
@@ -79,6 +82,7 @@ async def run_load(plan: LoadPlan, models: Path, progress: Callable[[str, int], 
             "answers": plan.answers,
             "requests": plan.requests,
             "repetitions": plan.repetitions,
+            "continuous_repetitions": min(CONTINUOUS_REPETITIONS, plan.repetitions),
         },
         "silent": silent,
         "rows": rows_of(blocks),
@@ -94,8 +98,12 @@ def bench_load(
     clients: Annotated[
         str | None, typer.Option(help="Of the closed loops, separated by commas. (default 1,2,4,8,16,32; quick 1,4)")
     ] = None,
-    tokens: Annotated[int, typer.Option(min=2, help="New tokens of every answer.")] = 32,
-    answers: Annotated[int, typer.Option(min=1, help="Of every client of a closed loop.")] = 1,
+    tokens: Annotated[
+        int | None, typer.Option(min=2, help="New tokens of every answer. (default 64; quick 32)")
+    ] = None,
+    answers: Annotated[
+        int | None, typer.Option(min=1, help="Of every client of a closed loop. (default 2; quick 1)")
+    ] = None,
     requests: Annotated[int, typer.Option(min=1, help="Of every open loop.")] = 16,
     repetitions: Annotated[int | None, typer.Option(min=1, help="(default 5; quick 1)", show_default=False)] = None,
     seed: Annotated[int, typer.Option(help="Of the order, and of the arrivals.")] = 0,
@@ -103,16 +111,22 @@ def bench_load(
 ) -> None:
     """Load a cluster with many clients, on the costly target: closed loops of more and more clients, then requests that
     arrive by chance; without speculation, with one tree and with the policy, beside transformers' batches.
+
+    The whole of it takes some 25 minutes on two cores.
     """
+
+    def said(value: int | None, default: int, quickly: int) -> int:
+        return value if value is not None else quickly if quick else default
+
     prompts = held_out_prompts(PROMPTS, PROMPT_TOKENS, load_tokenizer(models), models)
     plan = LoadPlan(
         prompts=tuple(prompt.token_ids for prompt in prompts),
-        tokens=tokens,
+        tokens=said(tokens, TOKENS, QUICK_TOKENS),
         clients=parse_clients(clients) if clients is not None else QUICK_CLIENTS if quick else CLIENTS,
-        answers=answers,
+        answers=said(answers, ANSWERS, QUICK_ANSWERS),
         arrivals=QUICK_ARRIVALS if quick else ARRIVALS,
         requests=requests,
-        repetitions=repetitions if repetitions is not None else 1 if quick else 5,
+        repetitions=said(repetitions, REPETITIONS, QUICK_REPETITIONS),
         seed=seed,
     )
     bars = Bars(Console(stderr=True))

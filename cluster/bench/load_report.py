@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cluster.bench.load import PERCENTILES, WAYS
+from cluster.bench.measurement import CONTINUOUS
 from cluster.bench.report import Cells, Report, aims_table, machine_facts
 
 COLUMNS = (
@@ -18,8 +19,9 @@ COLUMNS = (
     *(f"between tokens ms p{p}" for p in PERCENTILES),
     "guesses per token",
     "left out",
-    "pages at most",
+    "pages in use",
     "step overhead",
+    "rounds by shape",
 )
 COLOURS = {"off": "#b8b8b8", WAYS[1]: "#d98e04", "auto": "#2a7f62"}
 
@@ -32,7 +34,7 @@ def facts_of(report: Report) -> Iterator[str]:
         f"The costly target: {plan['parameters']:,} parameters in {plan['dtype']}, drafted for by {plan['drafter']}; "
         f"answers of {plan['tokens']} tokens after prompts of {plan['prompt_tokens']}, greedy; closed loops of "
         f"{plan['answers']} answers for each client, open loops of {plan['requests']} requests; "
-        f"{plan['repetitions']} repetitions, interleaved"
+        f"{plan['repetitions']} repetitions, interleaved; {CONTINUOUS} in {plan['continuous_repetitions']} of them"
     )
     for name, why in report["silent"].items():
         yield f"{name} could not be measured: {why}"
@@ -55,38 +57,56 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         f"{over['median']:.2f} ({over['low']:.2f}-{over['high']:.2f})" if over else "1",
         *(f"{first[f'p{p}']:.0f}" if first else "" for p in PERCENTILES),
         *(f"{between[f'p{p}']:.1f}" if between else "" for p in PERCENTILES),
-        *(str(row.get(key, "")) for key in ("guesses_per_token", "trimmed_per_token", "pages_held_at_most")),
+        *(str(row.get(key, "")) for key in ("guesses_per_token", "trimmed_per_token", "pages_in_use")),
         f"{row['step_overhead']:.1%}" if row.get("step_overhead") is not None else "",
+        ", ".join(f"{share:.0%} {name}" for name, share in row.get("shapes", {}).items()),
     )
 
 
 def plot(report: Report, path: Path) -> None:
-    """Tokens per second, and the wait between tokens, over the number of clients."""
+    """Tokens per second and the wait between tokens over the number of clients; the waits over the rate of arrival."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = [row for row in report["rows"] if "client" in row["load"]]
-    figure, (rates, waits) = pyplot.subplots(1, 2, figsize=(11, 4.5))
-    for name in dict.fromkeys(row["name"] for row in rows):
-        mine = [row for row in rows if row["name"] == name]
-        clients = [int(row["load"].split()[0]) for row in mine]
-        found = [row["tokens_per_second"] for row in mine]
-        colour = COLOURS.get(name)
-        style = "-" if name in WAYS else "--"
+    figure, ((rates, between), (open_first, open_between)) = pyplot.subplots(2, 2, figsize=(11, 9))
+    closed = [row for row in report["rows"] if "client" in row["load"]]
+    arriving = [row for row in report["rows"] if "client" not in row["load"]]
+    for name in dict.fromkeys(row["name"] for row in closed):
+        mine = [row for row in closed if row["name"] == name]
+        clients, found = _loads(mine), [row["tokens_per_second"] for row in mine]
+        colour, style = COLOURS.get(name), "-" if name in WAYS else "--"
         rates.plot(clients, [each["median"] for each in found], style, marker="o", color=colour, label=name)
         rates.fill_between(clients, [e["low"] for e in found], [e["high"] for e in found], color=colour, alpha=0.2)
-        if name in WAYS:
-            middle = [row["between_tokens_ms"]["p50"] for row in mine]
-            late = [row["between_tokens_ms"]["p99"] for row in mine]
-            waits.plot(clients, middle, "-", marker="o", color=colour, label=f"{name}, p50")
-            waits.plot(clients, late, ":", marker="o", color=colour, label=f"{name}, p99")
-    for axis, title in ((rates, "tokens per second (median, 90 % interval)"), (waits, "milliseconds between tokens")):
-        axis.set_xscale("log", base=2)
-        axis.set_xlabel("clients")
+    _plot_waits(between, closed, "between_tokens_ms")
+    _plot_waits(open_first, arriving, "first_token_ms")
+    _plot_waits(open_between, arriving, "between_tokens_ms")
+    for axis, title, below in (
+        (rates, "tokens per second (median, 90 % interval)", "clients"),
+        (between, "milliseconds between tokens", "clients"),
+        (open_first, "milliseconds to the first token", "arrivals, as a share of capacity"),
+        (open_between, "milliseconds between tokens", "arrivals, as a share of capacity"),
+    ):
         axis.set_title(title)
+        axis.set_xlabel(below)
+        if below == "clients":
+            axis.set_xscale("log", base=2)
         axis.legend(frameon=False, fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def _loads(rows: Sequence[Mapping[str, Any]]) -> list[float]:
+    """How many clients, or which share of the capacity."""
+    return [float(row["load"].split()[0]) for row in rows]
+
+
+def _plot_waits(axis: Any, rows: Sequence[Mapping[str, Any]], key: str) -> None:
+    """The median and the 99th percentile of our ways over the load."""
+    for name in WAYS:
+        mine = [row for row in rows if row["name"] == name]
+        for percentile, style in (("p50", "-"), ("p99", ":")):
+            values = [row[key][percentile] for row in mine]
+            axis.plot(_loads(mine), values, style, marker="o", color=COLOURS[name], label=f"{name}, {percentile}")

@@ -78,25 +78,32 @@ class Experience:
     lengths: dict[tuple[str, TreeShape], Length] = field(default_factory=dict)
 
     def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict, temperature: float) -> None:
-        """Take one round in. A late tree arrives as the root alone and carries the wait as its cost."""
+        """Take one round in. A late tree arrives as the root alone and carries the wait as its cost.
+
+        A round costs its share of what it had in common with other texts' rounds. Were it to count the whole, each
+        text would guess at the expense of all the others, and all would be slower than without.
+        """
         if not shape.off:
-            self.draft_costs.setdefault(shape, Cost()).learn(tree.draft_us)
-        self.verify_costs.setdefault(row_bucket(tree.rows), Cost()).learn(verdict.verify_us + verdict.queue_us)
+            self.draft_costs.setdefault(shape, Cost()).learn(tree.draft_us / tree.texts)
+        verify_us = (verdict.verify_us + verdict.queue_us) / verdict.texts
+        self.verify_costs.setdefault(row_bucket(tree.rows), Cost()).learn(verify_us)
         self.lengths.setdefault((temperature_class(temperature), shape), Length()).learn(verdict.length)
 
     def learn_hops(self, shape: TreeShape, us: float) -> None:
-        """What a round with this shape took beyond the time in which its peers were busy or had it queued."""
+        """A round's share of what it took beyond the time in which its peers were busy or had it queued."""
         self.hop.learn(us / (1 if shape.off else 2))
 
     def round_us(self, shape: TreeShape) -> float | None:
         """The predicted time of a round with this shape; None until something like it was seen often enough."""
-        verify = self.verify_costs.get(row_bucket(shape.rows))
-        if verify is None or not verify.known:
+        bucket = row_bucket(shape.rows)
+        if bucket not in self.verify_costs or not self.verify_costs[bucket].known:
             return None
+        # Fewer rows cost no more: what was learned under another load does not keep an arm from being tried under this.
+        verify_us = min(cost.us for rows, cost in self.verify_costs.items() if rows >= bucket and cost.known)
         if shape.off:
-            return verify.us + self.hop.us
+            return verify_us + self.hop.us
         draft = self.draft_costs.get(shape)
-        return draft.us + verify.us + 2 * self.hop.us if draft is not None and draft.known else None
+        return draft.us + verify_us + 2 * self.hop.us if draft is not None and draft.known else None
 
     def prior(self, shape: TreeShape, temperature: float) -> Length:
         """How a new request starts out on this arm: the mean so far, weighing at most PRIOR_ROUNDS."""

@@ -84,6 +84,7 @@ class DraftTree:
     trace: npt.NDArray[np.int32] = field(default_factory=lambda: EMPTY_TRACE)
     """[tokens since its last tree] the drafter's rank of each text token; past its candidates, their number."""
     draft_us: int = 0  # microseconds the drafter was busy or queued with this tree
+    texts: int = 1  # whose trees grew together, this one's among them
 
     def __post_init__(self) -> None:
         rows = len(self.tokens)
@@ -104,6 +105,8 @@ class DraftTree:
             raise ValueError("tree.tokens: two siblings carry the same token")
         if self.draft_us < 0:
             raise ValueError(f"tree.draft_us: negative: {self.draft_us}")
+        if self.texts < 1:
+            raise ValueError(f"tree.texts: must be at least 1, got {self.texts}")
 
     @classmethod
     def of(cls, tokens: Iterable[int], parents: Iterable[int], values: Iterable[float] | None = None) -> DraftTree:

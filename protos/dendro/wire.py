@@ -52,6 +52,7 @@ def tree_message(tree: DraftTree) -> tree_pb2.DraftTree:
         proposer=tree.proposer,
         trace=tree.trace.tolist(),
         draft_us=tree.draft_us,
+        texts=tree.texts,
     )
 
 
@@ -67,6 +68,7 @@ def tree_from(message: tree_pb2.DraftTree) -> DraftTree:
             proposer=message.proposer,
             trace=np.minimum(np.array(message.trace, np.int64), _MAX_COUNT).astype(np.int32),
             draft_us=message.draft_us,
+            texts=message.texts,
         )
     except ValueError as error:
         raise _bad("tree", error) from None
@@ -194,6 +196,7 @@ def verdict_message(verdict: Verdict) -> verifier_pb2.Verdict:
         length=verdict.length,
         verify_us=verdict.verify_us,
         queue_us=verdict.queue_us,
+        texts=verdict.texts,
     )
 
 
@@ -209,6 +212,7 @@ def verdict_from(message: verifier_pb2.Verdict) -> Verdict:
             length=message.length,
             verify_us=message.verify_us,
             queue_us=message.queue_us,
+            texts=message.texts,
         )
     except ValueError as error:
         raise _bad("verdict", error) from None

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from dendro.errors import BadRequest
 
-from cluster.bench.load import Block, aims_of, percentiles, ratio, rows_of
+from cluster.bench.load import Block, LoadPlan, aims_of, measure_load, percentiles, ratio, rows_of
 from cluster.bench.load_command import parse_clients
-from cluster.bench.load_report import COLUMNS, tables_of
-from cluster.bench.measurement import BATCH
+from cluster.bench.load_report import COLUMNS, plot, tables_of
+from cluster.bench.measurement import BATCH, CONTINUOUS
 
 
 def block(way, load, repetition, rate, **more):
@@ -59,6 +59,44 @@ def test_the_policy_is_held_against_the_better_way_of_each_load():
     assert sixteen["met"]
     assert aims["off, 16 clients over one"]["value"] == pytest.approx(6.0)
     assert aims["a step's own overhead, off, 16 clients"]["met"]
+
+
+class Instant:
+    """A loader and a library that answer at once."""
+
+    async def closed(self, block, clients, answers):
+        block.tokens, block.seconds = 100 * clients, 1.0
+        block.between_s, block.first_s = [0.02], [0.1]
+        block.shapes.update({"off": 3, "(1,1)": 1})
+        return block
+
+    async def open(self, block, per_second, requests, seed):
+        return await self.closed(block, 1, 1)
+
+    async def batch(self, way, prompts, tokens):
+        return tokens * len(prompts), 1.0
+
+
+async def test_every_way_is_measured_at_every_load_and_every_block_is_counted(tmp_path):
+    plan = LoadPlan(((1, 2),), 8, (1, 16), 1, (0.5, 1.0), 4, repetitions=5, seed=0)
+    steps = []
+    blocks, silent = await measure_load(plan, Instant(), Instant(), lambda: steps.append(1))
+    assert not silent
+    assert len(blocks) == len(steps) == plan.blocks
+    often = {(each.way, each.load): 0 for each in blocks}
+    for each in blocks:
+        often[each.way, each.load] += 1
+    ours = ("off", "(3,2,1)", "auto")
+    loads = ("1 client", "16 clients", "0.5 of capacity", "1 of capacity")
+    assert often == (
+        {(way, load): 5 for way in ours for load in loads}
+        | {(BATCH, load): 5 for load in loads[:2]}
+        | {(CONTINUOUS, load): 1 for load in loads[:2]}
+    )
+    rows = rows_of(blocks)
+    assert rows[0]["shapes"] == {"off": 0.75, "(1,1)": 0.25}
+    plot({"rows": rows}, tmp_path / "load.png")
+    assert (tmp_path / "load.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("text", ["", "0", "1,1", "one", "4,-1"])

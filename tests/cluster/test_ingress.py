@@ -209,7 +209,7 @@ async def test_a_client_that_leaves_stops_the_work_within_a_round_and_the_leases
     places = FakePlaces()
     places.pause_s = 0.02
     async with edge(places) as client:
-        async for event in client.generate(PROMPT, max_new_tokens=400, speculation="off"):
+        async for event in client.generate(PROMPT, max_new_tokens=400, speculation="(1,)"):
             if isinstance(event, Round) and event.offset >= 2:
                 break
         await asyncio.wait_for(places.all_closed.wait(), 10)
@@ -235,11 +235,20 @@ async def test_an_orphan_ends_at_its_wall_clock_limit():
     places = FakePlaces()
     places.pause_s = 0.01
     events = ingress(places, router={"request_timeout_s": 0.05}).generate(
-        pb.GenerateRequest(text=PROMPT, max_new_tokens=400, speculation="off")
+        pb.GenerateRequest(text=PROMPT, max_new_tokens=400, speculation="(1,)")
     )
     with pytest.raises(Exception, match="not done within"):
         [event async for event in events]
     assert len(places.closed) == 2
+
+
+@pytest.mark.parametrize("keep, whom", [(False, {"verifier"}), (True, {"drafter", "verifier"})])
+async def test_an_answer_without_trees_takes_no_drafter_unless_a_later_turn_may_want_its_state(keep, whom):
+    places = FakePlaces()
+    request = pb.GenerateRequest(text=PROMPT, max_new_tokens=5, speculation="off", keep_session=keep)
+    async for _ in ingress(places).generate(request):
+        pass
+    assert {who for who, _ in places.closed} == whom
 
 
 async def test_handles_are_closed_with_the_whole_text_before_complete():

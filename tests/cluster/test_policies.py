@@ -13,13 +13,14 @@ CHAIN = TreeShape((1, 1, 1, 1))
 BUSHY = TreeShape((3, 2, 2, 1, 1))
 
 
-def verdict(emitted: int, verify_us: int = 10_000) -> Verdict:
-    return Verdict((1,) * emitted, tuple(range(emitted)), (0,) * (emitted - 1), None, emitted, verify_us)
+def verdict(emitted: int, verify_us: int = 10_000, texts: int = 1) -> Verdict:
+    path, ranks = tuple(range(emitted)), (0,) * (emitted - 1)
+    return Verdict((1,) * emitted, path, ranks, None, emitted, verify_us, texts=texts)
 
 
-def tree(rows: int, draft_us: int = 0) -> DraftTree:
+def tree(rows: int, draft_us: int = 0, texts: int = 1) -> DraftTree:
     plain = DraftTree.of(range(rows), range(-1, rows - 1))
-    return DraftTree(plain.tokens, plain.parents, plain.values, draft_us=draft_us)
+    return DraftTree(plain.tokens, plain.parents, plain.values, draft_us=draft_us, texts=texts)
 
 
 def test_paper_ucb_follows_equations_1_and_2_on_a_hand_example():
@@ -99,6 +100,29 @@ def test_a_drafter_that_never_hits_is_left_for_off_within_two_percent_of_an_answ
         policy.learn(arm, tree(arm.rows, 3_000 * (not arm.off)), verdict(1, spent[arm] - 3_000 * (not arm.off)))
     wasted = sum(pulls[arm] * (spent[arm] - spent[OFF]) for arm in pulls)
     assert wasted <= 0.02 * pulls[OFF] * spent[OFF]
+
+
+@pytest.mark.parametrize("texts, best", [(1, CHAIN), (16, OFF)])
+def test_a_text_does_not_guess_at_the_expense_of_those_that_share_its_steps(texts, best):
+    """A step of 40 ms, for all; a draft of 30 ms, for a quarter of them; two tokens a round instead of one."""
+    policy, pulls = RatioUCB([OFF, CHAIN], Experience(), temperature=0.0), Counter()
+    for _ in range(100):
+        arm = policy.choose()
+        pulls[arm] += 1
+        guesses = tree(arm.rows, 0 if arm.off else 30_000, max(texts // 4, 1))
+        policy.learn(arm, guesses, verdict(1 if arm.off else 2, 40_000, texts))
+    assert pulls[best] > 90
+
+
+def test_what_off_cost_a_text_alone_does_not_keep_it_from_being_tried_in_company():
+    experience = Experience()
+    for _ in range(10):
+        experience.learn(OFF, tree(1), verdict(1, 20_000), 0.0)
+        experience.learn(BUSHY, tree(46, 10_000), verdict(4, 30_000), 0.0)
+    alone_us = experience.round_us(OFF)
+    for _ in range(100):
+        experience.learn(BUSHY, tree(46, 20_000, 4), verdict(4, 48_000, 16), 0.0)
+    assert experience.round_us(OFF) <= 3_001 < alone_us
 
 
 def test_one_slow_round_does_not_condemn_an_arm():

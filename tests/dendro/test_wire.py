@@ -32,6 +32,7 @@ def trees(draw: st.DrawFn) -> DraftTree:
         draw(st.text(max_size=5)),
         np.array(trace, np.int32),
         draw(st.integers(0, 2**63)),
+        draw(st.integers(1, 64)),
     )
 
 
@@ -65,7 +66,8 @@ def verdicts(draw: st.DrawFn) -> Verdict:
     ranks = tuple(draw(st.lists(st.integers(0, 62), max_size=8)))
     length = len(tokens) + draw(st.integers(0, 3))
     finish = draw(st.sampled_from([None, *Finish]))
-    return Verdict(tokens, path, ranks, finish, length, draw(st.integers(0, 2**40)), draw(st.integers(0, 2**40)))
+    took = [draw(st.integers(0, 2**40)) for _ in range(2)]
+    return Verdict(tokens, path, ranks, finish, length, *took, draw(st.integers(1, 64)))
 
 
 SHAPES = st.sampled_from(["off", "(1,1,1,1)", "(3,2,2,1,1)", "(63,)"]).map(TreeShape.parse)
@@ -79,7 +81,7 @@ def same_tree(one: DraftTree, other: DraftTree) -> bool:
         and getattr(one, name).dtype == getattr(other, name).dtype
         for name in ("tokens", "parents", "values", "trace")
     )
-    return arrays and (one.proposer, one.draft_us) == (other.proposer, other.draft_us)
+    return arrays and (one.proposer, one.draft_us, one.texts) == (other.proposer, other.draft_us, other.texts)
 
 
 @given(trees())

@@ -231,9 +231,12 @@ async def test_sessions_that_share_forwards_draft_what_each_would_alone(path, or
                 if not shape.off:
                     oracle.check(tree, client.ids, shape, client.sampling)
                 client.text.extend(walk(tree, turn, random.Random(turn)))
+        together = max(tree.texts for tree in trees)
         forwards = engine.counters.forwards
+        assert (await clients[0].draft(CHAIN)).texts == 1
         await asyncio.gather(*(client.close() for client in clients))
     assert forwards < 6 * 5 * 4  # they did share
+    assert 1 < together <= 5
 
 
 async def test_when_slots_run_short_idle_trees_give_theirs_up_and_drafts_stay_right(path, oracle):

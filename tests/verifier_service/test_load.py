@@ -309,6 +309,18 @@ def scheduler_of(**limits):
     return Scheduler(Capacity(**said | limits))
 
 
+@pytest.mark.parametrize("guesses, rows", [(0, 16), (3, 16), (11, 24), (14, 24), (15, 24)])
+async def test_a_prompt_beside_a_tree_takes_every_row_that_would_only_pad(guesses, rows):
+    scheduler = scheduler_of(step_rows=64, prefill_rows=16)
+    speaker, newcomer = Router(None, [1], count=9), Router(None, range(50), count=9)
+    tree = DraftTree.of(list(range(1, guesses + 2)), [-1, *[0] * guesses])
+    calls = [OpenCall(router.update(), router.terms) for router in (speaker, newcomer)]
+    speaker.known = 1
+    for call in (*calls, VerifyCall(speaker.update(), tree)):
+        scheduler.submit(Ask(call, asyncio.get_running_loop().create_future()))
+    assert len(scheduler.next().tokens) == rows
+
+
 class TakingTurns:
     """Texts whose routers come back some time after each verdict, on a clock of their own."""
 
@@ -320,6 +332,7 @@ class TakingTurns:
         self.scheduler, self.away_s = scheduler_of(), away_s
         self.routers = [Router(None, [place + 1], count=50) for place in range(len(away_s))]
         self.due = {}
+        self.sharers = 0  # texts of the last step, by its verdicts
         for router in self.routers:
             self.submit(OpenCall(router.update(), router.terms))
             router.known = len(router.text)
@@ -330,9 +343,9 @@ class TakingTurns:
         for place in range(len(self.routers)):
             self.due[place] = self.now + 0.003 * place
 
-    def submit(self, call):
+    def submit(self, call, arrived=None):
         reply = asyncio.get_running_loop().create_future()
-        self.scheduler.submit(Ask(call, reply, self.now))
+        self.scheduler.submit(Ask(call, reply, self.now if arrived is None else arrived))
         return reply
 
     def run(self, plan):
@@ -347,8 +360,8 @@ class TakingTurns:
         while any(left.values()):
             for place in [place for place, due in self.due.items() if due <= self.now and left[place]]:
                 router = self.routers[place]
-                del self.due[place]
-                replies[place] = self.submit(VerifyCall(router.update(), DraftTree.root_only(router.text.ids[-1])))
+                call = VerifyCall(router.update(), DraftTree.root_only(router.text.ids[-1]))
+                replies[place] = self.submit(call, self.due.pop(place))
                 router.known = len(router.text)
             plan = self.scheduler.next()
             if plan is None:
@@ -358,7 +371,9 @@ class TakingTurns:
             steps += 1
             self.run(plan)
             for place in [place for place, reply in replies.items() if reply.done()]:
-                self.routers[place].text.extend(replies.pop(place).result().tokens)
+                verdict = replies.pop(place).result()
+                self.sharers = verdict.texts
+                self.routers[place].text.extend(verdict.tokens)
                 left[place] -= 1
                 self.due[place] = self.now + self.away_s[place]
         return steps
@@ -368,6 +383,14 @@ async def test_texts_whose_routers_are_back_soon_go_together(monkeypatch):
     turns = TakingTurns(monkeypatch, [0.002, 0.003, 0.004])
     turns.rounds(4)
     assert turns.rounds(20) == 20
+
+
+async def test_texts_that_come_while_the_others_step_runs_join_them(monkeypatch):
+    turns = TakingTurns(monkeypatch, [0.004] * 4)
+    turns.due = {place: turns.now + (0.0, 0.0, 0.004, 0.004)[place] for place in range(4)}
+    turns.rounds(4)
+    assert turns.rounds(20) == 20
+    assert turns.sharers == 4
 
 
 async def test_nobody_waits_for_a_router_that_is_away_for_long(monkeypatch):

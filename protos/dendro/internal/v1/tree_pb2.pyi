@@ -30,10 +30,13 @@ class DraftTree(_message.Message):
     PROPOSER_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
     DRAFT_US_FIELD_NUMBER: _builtins.int
+    TEXTS_FIELD_NUMBER: _builtins.int
     proposer: _builtins.str
     """proposer names what made the tree. Empty: nothing did (the root alone)."""
     draft_us: _builtins.int
     """draft_us is the time that the drafter was busy or queued with the tree, in microseconds."""
+    texts: _builtins.int
+    """texts is the number of texts whose trees grew together, this one's among them; at least 1."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """tokens are the rows' token ids; 1 to 64 of them."""
@@ -59,10 +62,11 @@ class DraftTree(_message.Message):
         proposer: _builtins.str = ...,
         trace: _abc.Iterable[_builtins.int] | None = ...,
         draft_us: _builtins.int = ...,
+        texts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_us", b"draft_us", "parents", b"parents", "proposer", b"proposer", "tokens", b"tokens", "trace", b"trace", "values", b"values"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_us", b"draft_us", "parents", b"parents", "proposer", b"proposer", "texts", b"texts", "tokens", b"tokens", "trace", b"trace", "values", b"values"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
