@@ -324,7 +324,7 @@ def application(said: dict[str, Any]) -> Application:
     config = Config.of(said, Path.cwd())
     if not config.redis.url:
         raise BadRequest("redis.url", "is empty; a cluster that Serve deploys needs a Redis that is there")
-    return build(config, config.redis.url)
+    return build(config, config.redis.address(os.environ))
 
 
 def _deployment(shell: type, **options: Any) -> Any:

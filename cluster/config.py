@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
+from urllib.parse import quote
 
 import yaml
 from dendro.errors import BadRequest
@@ -184,6 +185,8 @@ class Redis(Section):
 
     url: str = ""
     """Empty: an embedded redis-server is started beside the cluster and ends with it."""
+    password_variable: str = ""
+    """The environment variable that has the server's password, so that it stands in no file."""
     record_ttl_s: int = Field(default=7 * 24 * 3600, ge=1)
     state_ttl_s: int = Field(default=24 * 3600, ge=1)
     memory_mb: int = Field(default=512, ge=8)
@@ -193,7 +196,19 @@ class Redis(Section):
     def _check(self) -> Self:
         if self.url and not self.url.startswith(("redis://", "rediss://", "unix://")):
             raise ValueError(f"url: {self.url!r} does not begin with redis://, rediss:// or unix://")
+        if self.password_variable and "@" in self.url:
+            raise ValueError("password_variable: is named beside a url that has credentials of its own")
         return self
+
+    def address(self, environment: Mapping[str, str]) -> str:
+        """The url with the password in it. Raises BadRequest where the variable is not set."""
+        if not self.password_variable:
+            return self.url
+        password = environment.get(self.password_variable, "")
+        if not password:
+            raise BadRequest("redis.password_variable", f"there is no {self.password_variable} in the environment")
+        scheme, _, rest = self.url.partition("://")
+        return f"{scheme}://:{quote(password, safe='')}@{rest}"
 
 
 class Grpc(Section):

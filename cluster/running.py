@@ -47,7 +47,7 @@ async def running_cluster(config: Config) -> AsyncIterator[str]:
         logging.getLogger(name).addFilter(_is_error)
 
     with ExitStack() as stack:
-        url = config.redis.url or stack.enter_context(RedisServer(config.redis.memory_mb)).url
+        url = config.redis.address(os.environ) or stack.enter_context(RedisServer(config.redis.memory_mb)).url
         starting = asyncio.ensure_future(asyncio.to_thread(app.start, config, url))
         try:
             address = await asyncio.shield(starting)

@@ -112,3 +112,13 @@ def test_a_sharded_replica_asks_for_a_bundle_for_each_of_its_workers(load):
     config = load("targets: {big: {checkpoint: x, tensor_parallel: 3, resources: {cpu: 2, custom: {verifier: 1}}}}")
     deployment = build(config, "redis://nowhere")._bound_deployment.init_args[2]["big"]._bound_deployment
     assert deployment._replica_config.placement_group_bundles == [{"CPU": 2.0, "verifier": 1.0}] * 3
+
+
+def test_a_password_comes_from_the_environment_alone(load):
+    said = "targets: {big: {checkpoint: x}}\nredis: {url: 'rediss://cache:6380/1', password_variable: SECRET}"
+    redis = load(said).redis
+    assert redis.address({"SECRET": "p/w@rd"}) == "rediss://:p%2Fw%40rd@cache:6380/1"
+    with pytest.raises(BadRequest, match="there is no SECRET"):
+        redis.address({})
+    with pytest.raises(BadRequest, match="password_variable"):
+        load(said.replace("cache", "user:secret@cache"))

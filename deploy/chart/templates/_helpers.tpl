@@ -1,0 +1,87 @@
+{{/* Names and values that several templates share. */}}
+
+{{- define "dendro.labels" -}}
+app.kubernetes.io/name: dendroaspis
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{- end }}
+
+{{- define "dendro.image" -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag }}
+{{- end }}
+
+{{- define "dendro.redisUrl" -}}
+{{ .Values.redis.url | default (printf "redis://%s-redis:6379" .Release.Name) }}
+{{- end }}
+
+{{/* The longest request, from the configuration or its default. */}}
+{{- define "dendro.requestSeconds" -}}
+{{ dig "router" "request_timeout_s" 600 .Values.cluster | int }}
+{{- end }}
+
+{{/* Fails the render where pods would be stopped before their requests have ended. */}}
+{{- define "dendro.checkDrain" -}}
+{{- $request := include "dendro.requestSeconds" . | int }}
+{{- $needed := add $request 60 }}
+{{- if lt (int .Values.drain.gracePeriodSeconds) (int $needed) }}
+{{- fail (printf "drain.gracePeriodSeconds: %d; requests may take %d s and replicas wait 30 s more, so at least %d" (int .Values.drain.gracePeriodSeconds) $request (int $needed)) }}
+{{- end }}
+{{- if lt (int .Values.drain.oldClusterSeconds) $request }}
+{{- fail (printf "drain.oldClusterSeconds: %d; requests may take %d s" (int .Values.drain.oldClusterSeconds) $request) }}
+{{- end }}
+{{- end }}
+
+{{/* The configuration with Redis, the port and each model's pool in it. */}}
+{{- define "dendro.cluster" -}}
+{{- $said := deepCopy .Values.cluster }}
+{{- range $key := list "redis" "grpc" }}
+{{- if hasKey $said $key }}{{ fail (printf "cluster.%s: is filled in from the value %s" $key $key) }}{{ end }}
+{{- end }}
+{{- if not $said.targets }}{{ fail "cluster.targets: name at least one target" }}{{ end }}
+{{- range $section, $pool := dict "targets" "verifier" "drafters" "drafter" }}
+{{- range $name, $model := get $said $section }}
+{{- $resources := mergeOverwrite (dict) ($model.resources | default dict) (dict "custom" (dict $pool 1)) }}
+{{- $_ := set $model "resources" $resources }}
+{{- end }}
+{{- end }}
+{{- $router := $said.router | default dict }}
+{{- $_ := set $router "resources" (mergeOverwrite (dict "cpu" 0.25) ($router.resources | default dict) (dict "custom" (dict "router" 1))) }}
+{{- $_ := set $said "router" $router }}
+{{- range $key := list "drafters" "speculation" }}
+{{- if not (get $said $key) }}{{ $_ := unset $said $key }}{{ end }}
+{{- end }}
+{{- $redis := dict "url" (include "dendro.redisUrl" .) }}
+{{- if .Values.redis.existingSecret }}{{ $_ := set $redis "password_variable" "REDIS_PASSWORD" }}{{ end }}
+{{- $_ := set $said "redis" $redis }}
+{{- $_ := set $said "grpc" (dict "port" (int .Values.grpc.port)) }}
+{{- toYaml $said }}
+{{- end }}
+
+{{/* What Ray's and Serve's processes read when they start. */}}
+{{- define "dendro.env" -}}
+- {name: RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S, value: "1"}
+- {name: RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S, value: "3"}
+- {name: RAY_SERVE_GRPC_MAX_MESSAGE_SIZE, value: "8388608"}
+- {name: RAY_USAGE_STATS_ENABLED, value: "0"}
+- {name: RAY_worker_niceness, value: "0"}
+- {name: RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO, value: "0"}
+{{- if .Values.redis.existingSecret }}
+- name: REDIS_PASSWORD
+  valueFrom:
+    secretKeyRef: {name: {{ .Values.redis.existingSecret }}, key: {{ .Values.redis.secretKey }}}
+{{- end }}
+{{- end }}
+
+{{- define "dendro.containerSecurity" -}}
+allowPrivilegeEscalation: false
+capabilities: {drop: [ALL]}
+{{- end }}
+
+{{- define "dendro.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: {{ .Values.podSecurity.runAsUser }}
+runAsGroup: {{ .Values.podSecurity.runAsGroup }}
+fsGroup: {{ .Values.podSecurity.fsGroup }}
+seccompProfile: {type: RuntimeDefault}
+{{- end }}

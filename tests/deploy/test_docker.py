@@ -1,0 +1,69 @@
+"""deploy/docker: one Dockerfile with two targets, and a compose file that starts the same cluster."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import ray
+import yaml
+from chart import ROOT, values_of
+
+from cluster import serve_config
+from cluster.config import Config
+
+DOCKER = ROOT / "deploy" / "docker"
+TEXT = (DOCKER / "Dockerfile").read_text()
+
+
+def compose():
+    return yaml.safe_load((DOCKER / "compose.yaml").read_text())
+
+
+def test_hadolint_finds_nothing_to_say():
+    linter = shutil.which("hadolint") or str(Path(sys.executable).parent / "hadolint")
+    said = subprocess.run([linter, str(DOCKER / "Dockerfile")], capture_output=True, text=True)
+    assert said.returncode == 0, said.stdout
+
+
+def test_both_targets_have_our_ray_and_end_as_nobody_in_particular():
+    assert f"ARG RAY_VERSION={ray.__version__}" in TEXT
+    stages = re.split(r"^FROM ", TEXT, flags=re.M)[1:]
+    assert [stage.split(" AS ")[1].split()[0] for stage in stages] == ["source", "cpu", "gpu"]
+    for stage in stages[1:]:
+        assert re.findall(r"^USER (.+)$", stage, flags=re.M)[-1] == str(
+            values_of("values.yaml")["podSecurity"]["runAsUser"]
+        )
+
+
+def test_images_carry_no_weights_and_freshly_generated_code():
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    assert ignored[0] == "*" and "cluster/demo/models" in ignored
+    assert "python protos/generate.py" in TEXT
+
+
+def test_the_compose_file_starts_a_redis_a_head_a_drafter_and_a_verifier():
+    said = compose()
+    assert set(said["services"]) == {"redis", "head", "drafter", "verifier"}
+    config = Config.of(yaml.safe_load(said["configs"]["cluster"]["content"]), ROOT)
+    assert set(serve_config.serve_config(config))
+    offered = {}
+    for name in ("head", "drafter", "verifier"):
+        words = " ".join(said["services"][name]["command"])
+        offered |= json.loads(re.search(r"--resources='?(\{[^}]*\})", words).group(1))
+    wanted = [model.resources.custom for model in (*config.targets.values(), *config.drafters.values(), config.router)]
+    assert offered == {key: value for each in wanted for key, value in each.items()}
+    for name in ("head", "drafter", "verifier"):
+        environment = dict(said["services"][name]["environment"])
+        assert environment.pop("RAY_AUTH_MODE") == "disabled" and environment == serve_config.ENVIRONMENT
+
+
+def test_containers_wait_for_the_longest_request():
+    config = Config.of(yaml.safe_load(compose()["configs"]["cluster"]["content"]), ROOT)
+    for name in ("head", "drafter", "verifier"):
+        grace = compose()["services"][name]["stop_grace_period"]
+        assert int(grace.removesuffix("s")) >= config.router.request_timeout_s + 60

@@ -1,0 +1,194 @@
+"""templates/rayservice.yaml: a RayService that KubeRay and Kubernetes take, with our own configuration inside."""
+
+from __future__ import annotations
+
+import json
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import ray
+from chart import CHART, KUBERNETES, SMALL, merged, rendered, serve_config, service, strict_crd, values_of
+from helm_python import HelmError
+from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema, gRPCOptionsSchema
+
+from cluster import serve_config as ours
+from cluster.app import DRAIN_MARGIN_S
+from cluster.config import Config
+
+FILES = tuple(sorted(path.name for path in CHART.glob("values-*.yaml")))
+ALL = ["small", *FILES]
+
+
+def values(name):
+    return SMALL if name == "small" else values_of(name)
+
+
+def cluster_of(said) -> Config:
+    """The configuration inside, checked by our own models."""
+    (application,) = said["applications"]
+    return Config.of(application["args"], CHART)
+
+
+def groups(manifest):
+    return {each["groupName"]: each for each in manifest["spec"]["rayClusterConfig"]["workerGroupSpecs"]}
+
+
+def pods(manifest):
+    config = manifest["spec"]["rayClusterConfig"]
+    return [config["headGroupSpec"]["template"], *(each["template"] for each in config["workerGroupSpecs"])]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_kuberay_knows_every_key(name):
+    jsonschema.validate(service(values(name)), strict_crd())
+
+
+def test_the_strict_schema_notices_a_misspelt_key():
+    manifest = service()
+    manifest["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["minReplicass"] = 1
+    with pytest.raises(jsonschema.ValidationError, match="minReplicass"):
+        jsonschema.validate(manifest, strict_crd())
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_kubernetes_takes_every_pod(name):
+    for template in pods(service(values(name))):
+        pod = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": "x"} | template["metadata"],
+            "spec": template["spec"],
+        }
+        kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_serve_and_we_know_every_key_of_the_configuration_inside(name):
+    said = serve_config(values(name))
+    ServeDeploySchema(**said)
+    for model, written in (
+        (ServeDeploySchema, said),
+        (HTTPOptionsSchema, said["http_options"]),
+        (gRPCOptionsSchema, said["grpc_options"]),
+        (ServeApplicationSchema, said["applications"][0]),
+    ):
+        assert set(written) <= set(model.model_fields)
+    config = cluster_of(said)
+    theirs = ours.serve_config(config)
+    assert {key: said[key] for key in said if key != "applications"} == {
+        key: theirs[key] for key in theirs if key != "applications"
+    }
+    assert (
+        said["applications"][0].items()
+        >= {key: theirs["applications"][0][key] for key in ("name", "import_path")}.items()
+    )
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_worker_of_a_pool_has_room_in_its_pods_and_in_no_other(name):
+    said = values(name)
+    manifest, config = service(said), cluster_of(serve_config(said))
+    workers = {"verifier": config.targets, "drafter": config.drafters, "router": {"router": config.router}}
+    for pool, group in groups(manifest).items():
+        offered = json.loads(json.loads(group["rayStartParams"]["resources"]))
+        assert list(offered) == [pool]
+        container = group["template"]["spec"]["containers"][0]
+        gpus = container["resources"]["limits"].get("nvidia.com/gpu", 0)
+        assert group["rayStartParams"]["num-gpus"] == str(gpus)
+        for model in workers[pool].values():
+            assert model.resources.custom == {pool: 1.0}
+            size = getattr(model, "tensor_parallel", 1)
+            assert size <= offered[pool] and size * model.resources.gpu <= gpus, "one pod holds a whole replica"
+            most = getattr(model, "most_replicas", getattr(model, "replicas", 1))
+            assert most * size <= offered[pool] * group["maxReplicas"], "every replica finds a pod"
+            assert size * model.resources.cpu <= _cpus(container["resources"]["requests"]["cpu"])
+
+
+def _cpus(said) -> float:
+    return float(said[:-1]) / 1000 if str(said).endswith("m") else float(said)
+
+
+def test_the_head_does_no_work():
+    head = service()["spec"]["rayClusterConfig"]["headGroupSpec"]["rayStartParams"]
+    assert (head["num-cpus"], head["num-gpus"]) == ("0", "0") and "resources" not in head
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_no_container_is_root_or_may_become_it(name):
+    for template in pods(service(values(name))):
+        assert (
+            template["spec"]["securityContext"]["runAsNonRoot"] and template["spec"]["securityContext"]["runAsUser"] > 0
+        )
+        for container in template["spec"]["containers"]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "capabilities": {"drop": ["ALL"]},
+            }
+
+
+def test_processes_are_started_with_what_they_read():
+    for template in pods(service()):
+        environment = {each["name"]: each.get("value") for each in template["spec"]["containers"][0]["env"]}
+        assert environment == ours.ENVIRONMENT
+
+
+def test_kuberays_service_finds_grpc_on_every_worker():
+    for group in groups(service()).values():
+        ports = {each["name"]: each["containerPort"] for each in group["template"]["spec"]["containers"][0]["ports"]}
+        assert ports["serve-grpc"] == serve_config()["grpc_options"]["port"] and ports["serve"] == 8000
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_pods_wait_for_the_longest_request(name):
+    said = values(name)
+    manifest, longest = service(said), cluster_of(serve_config(said)).router.request_timeout_s
+    for template in pods(manifest):
+        assert template["spec"]["terminationGracePeriodSeconds"] >= longest + DRAIN_MARGIN_S + 30
+    assert manifest["spec"]["rayClusterDeletionDelaySeconds"] >= longest
+    assert manifest["spec"]["upgradeStrategy"] == {"type": "NewCluster"}
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"drain": {"gracePeriodSeconds": 600}}, "drain.gracePeriodSeconds: 600; .* at least 660"),
+        ({"cluster": {"router": {"request_timeout_s": 900}}}, "at least 960"),
+        ({"drain": {"oldClusterSeconds": 30}}, "drain.oldClusterSeconds: 30"),
+        ({"cluster": {"targets": None}}, "targets"),
+    ],
+)
+def test_drain_times_that_do_not_agree_fail_the_render(change, told):
+    with pytest.raises(HelmError, match=told):
+        rendered(merged(SMALL, change))
+
+
+def test_a_password_is_a_name_of_a_secret_and_never_a_value():
+    said = merged(SMALL, {"redis": {"url": "rediss://cache:6379", "existingSecret": "mine", "secretKey": "word"}})
+    manifest = service(said)
+    secret = {"secretKeyRef": {"name": "mine", "key": "word"}}
+    fault_tolerance = manifest["spec"]["rayClusterConfig"]["gcsFaultToleranceOptions"]
+    assert fault_tolerance == {"redisAddress": "rediss://cache:6379", "redisPassword": {"valueFrom": secret}}
+    for template in pods(manifest):
+        assert {"name": "REDIS_PASSWORD", "valueFrom": secret} in template["spec"]["containers"][0]["env"]
+    redis = cluster_of(serve_config(said)).redis
+    assert (redis.url, redis.password_variable) == ("rediss://cache:6379", "REDIS_PASSWORD")
+
+
+def test_checkpoints_are_mounted_where_the_configuration_looks_for_them():
+    said = values_of("values-production.yaml")
+    config = cluster_of(serve_config(said))
+    for pool in ("verifier", "drafter"):
+        spec = groups(service(said))[pool]["template"]["spec"]
+        (mount,) = (each for each in spec["containers"][0]["volumeMounts"] if each["name"] == "checkpoints")
+        assert (
+            mount["readOnly"]
+            and {"name": "checkpoints", "persistentVolumeClaim": {"claimName": "checkpoints", "readOnly": True}}
+            in spec["volumes"]
+        )
+        for model in (*config.targets.values(), *config.drafters.values()):
+            assert model.checkpoint.is_relative_to(mount["mountPath"])
+
+
+def test_the_chart_names_the_ray_that_we_run_on():
+    assert service()["spec"]["rayClusterConfig"]["rayVersion"] == ray.__version__

@@ -1,0 +1,72 @@
+"""values.yaml and its schema: every value is documented where it stands, and a misspelt one is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import jsonschema
+import pytest
+from chart import CHART, SMALL, merged, rendered, values_of
+from helm_python import HelmError, lint
+
+DEFAULTS = values_of("values.yaml")
+SCHEMA = json.loads((CHART / "values.schema.json").read_text())
+FREE = ("cluster", "resources", "nodeSelector", "volume")  # whose keys are others'
+
+
+def paths(values, at=()):
+    for key, value in values.items():
+        yield (*at, key)
+        if isinstance(value, dict) and key not in FREE:
+            yield from paths(value, (*at, key))
+
+
+def test_helm_finds_nothing_to_say():
+    said = lint(str(CHART), SMALL, strict=True)
+    assert not said["errors"]
+    assert not [each for each in said["messages"] if "icon" not in each["error"]]
+
+
+def test_every_default_is_in_the_schema_and_every_schema_key_has_a_default():
+    jsonschema.validate(merged(DEFAULTS, SMALL), SCHEMA)
+
+    def keys(schema, at=()):
+        for key, value in schema.get("properties", {}).items():
+            yield (*at, key)
+            if key not in FREE:
+                yield from keys(value, (*at, key))
+
+    known = {path for path in keys(SCHEMA) if path[0] not in ("global", "cluster")}
+    assert known == {path for path in paths(DEFAULTS) if path[0] != "cluster"}
+
+
+def test_every_section_says_what_it_is_for():
+    lines = (CHART / "values.yaml").read_text().splitlines()
+    for number, line in enumerate(lines):
+        if re.match(r"[a-zA-Z]+:", line):
+            around = [lines[number - 1], *lines[number + 1 : number + 3]]
+            assert any(each.strip().startswith("#") for each in around), line
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"pool": {}}, "pool"),
+        ({"pools": {"verifier": {"minPod": 1}}}, "minPod"),
+        ({"pools": {"verifier": {"slots": 0}}}, "slots"),
+        ({"redis": {"url": "redis://:secret@cache:6379"}}, "url"),
+        ({"redis": {"password": "x"}}, "password"),
+        ({"podSecurity": {"runAsUser": 0}}, "runAsUser"),
+        ({"cluster": {"redis": {"url": "redis://x"}}}, "redis"),
+        ({"image": {"pullPolicy": "Sometimes"}}, "pullPolicy"),
+    ],
+)
+def test_a_misspelt_or_impossible_value_is_refused_by_its_name(change, told):
+    with pytest.raises(HelmError, match=told):
+        rendered(merged(SMALL, change))
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in CHART.glob("values-*.yaml")))
+def test_the_files_for_places_change_only_what_there_is(name):
+    assert set(paths(values_of(name))) <= set(paths(DEFAULTS))
