@@ -368,8 +368,11 @@ def _actor_options(resources: Resources, environment: dict[str, str]) -> dict[st
     }
 
 
-def start(config: Config, redis_url: str, **loaders: Any) -> str:
-    """Start Ray and Serve in processes below this one and deploy; the address clients call. `stop` ends all of it."""
+def start(config: Config, redis_url: str, ray_address: str = "", **loaders: Any) -> str:
+    """Start Ray and Serve in processes below this one and deploy; the address clients call. `stop` ends all of it.
+
+    ray_address: of a Ray that is running and stays, whose processes were started with ENVIRONMENT; only Serve is ours.
+    """
     for key, value in SERVE_SETTINGS.items():
         os.environ.setdefault(key, value)
     import ray
@@ -382,13 +385,16 @@ def start(config: Config, redis_url: str, **loaders: Any) -> str:
         config.router.resources.cpu * config.router.replicas,
     ]
     others = psutil.Process().children()
+    own: dict[str, Any] = {
+        "num_cpus": max(os.cpu_count() or 1, int(sum(wanted)) + 1),
+        "include_dashboard": False,
+        "object_store_memory": OBJECT_STORE_BYTES,
+    }
     ray.init(
-        address="local",
-        num_cpus=max(os.cpu_count() or 1, int(sum(wanted)) + 1),
-        include_dashboard=False,
+        address=ray_address or "local",
         log_to_driver=False,
         logging_level=logging.ERROR,
-        object_store_memory=OBJECT_STORE_BYTES,
+        **({} if ray_address else own),
     )
     _ray_processes[:] = [child for child in psutil.Process().children() if child not in others]
     try:

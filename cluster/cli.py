@@ -105,6 +105,9 @@ def serve(
     config: Annotated[
         Path | None, typer.Argument(help="A cluster's YAML file. Default: the bundled demo.", show_default=False)
     ] = None,
+    ray: Annotated[
+        str, typer.Option(help="A Ray that is running, such as `auto`. Default: one is started, and ends with us.")
+    ] = "",
 ) -> None:
     """Serve a cluster until Ctrl-C; prints the address that clients call."""
     _log_to_stderr(logging.INFO)
@@ -114,7 +117,7 @@ def serve(
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         checked = _config(config)
-        async with running_cluster(checked) as address:
+        async with running_cluster(checked, ray) as address:
             print(address, flush=True)
             errors.print(f"serving {', '.join(checked.targets)} at {address}; Ctrl-C stops everything")
             await stop.wait()

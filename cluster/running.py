@@ -36,8 +36,11 @@ def _take_signals_back() -> None:
 
 
 @asynccontextmanager
-async def running_cluster(config: Config) -> AsyncIterator[str]:
-    """The address of a cluster that runs as long as the context does, with a Redis of its own where none is named."""
+async def running_cluster(config: Config, ray_address: str = "") -> AsyncIterator[str]:
+    """The address of a cluster that runs as long as the context does, with a Redis of its own where none is named.
+
+    ray_address: of a Ray that is there already; one is started where none is named.
+    """
     check_checkpoints(config)
     from cluster import app
 
@@ -48,7 +51,7 @@ async def running_cluster(config: Config) -> AsyncIterator[str]:
 
     with ExitStack() as stack:
         url = config.redis.address(os.environ) or stack.enter_context(RedisServer(config.redis.memory_mb)).url
-        starting = asyncio.ensure_future(asyncio.to_thread(app.start, config, url))
+        starting = asyncio.ensure_future(asyncio.to_thread(app.start, config, url, ray_address))
         try:
             address = await asyncio.shield(starting)
         except asyncio.CancelledError:  # the thread goes on, and what it starts must not outlive us
