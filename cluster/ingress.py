@@ -253,10 +253,12 @@ class Ingress:
             finish = self._finish_of_held(job)
             complete = pb.GenerateComplete()
             if finish is None:
-                tally = Tally(job.policy, self._experience[job.served.name])
-                async with aclosing(_ahead(self._run(job, text, tally, stream, complete))) as chunks:
-                    async for chunk in chunks:
-                        yield pb.GenerateResponse(chunk=chunk)
+                experience = self._experience[job.served.name]
+                tally = Tally(job.policy, experience)
+                with experience.running():
+                    async with aclosing(_ahead(self._run(job, text, tally, stream, complete))) as chunks:
+                        async for chunk in chunks:
+                            yield pb.GenerateResponse(chunk=chunk)
                 finish = text.finish
                 assert finish is not None
             complete.finish_reason = FINISH_REASONS[finish]

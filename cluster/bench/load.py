@@ -168,6 +168,8 @@ async def measure_load(
     silent: dict[str, str] = {}
     for way in WAYS:  # warm-up: every way once, and the sizes of steps that a full house makes
         await loader.closed(Block(way, "warm-up", 0), max(plan.clients), 1)
+    for clients in plan.clients:  # what the policy learns of a load, it learns once in a router's life
+        await loader.closed(Block(AUTO, "warm-up", 0), clients, 1)
     for repetition in range(plan.repetitions):
         for clients in order.sample(plan.clients, len(plan.clients)):
             ways = (*WAYS, BATCH, CONTINUOUS) if repetition < CONTINUOUS_REPETITIONS else (*WAYS, BATCH)

@@ -1,11 +1,15 @@
 """What a router has learned of one (target, drafter) pair: what rounds cost, and how many tokens each arm emits.
 
-A hint, shared by its requests and never a matter of correctness. Costs are of the machine and carry over whole; emitted
-lengths are of the text and weigh in a new request as a few rounds at most.
+A hint, shared by its requests and never a matter of correctness. Costs are of the machine and its load, and carry over
+whole; emitted lengths are of the text and weigh in a new request as a few rounds at most.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from dendro.text import Verdict
@@ -68,14 +72,42 @@ def row_bucket(rows: int) -> int:
     return -(-rows // ROW_BUCKET) * ROW_BUCKET
 
 
+def load_class(requests: int) -> int:
+    """Loads that cost alike: 1 request, 2, 3 to 5, 6 to 11, 12 to 22, and so on."""
+    return round(math.log2(max(requests, 1)))
+
+
 @dataclass(slots=True)
-class Experience:
-    """Costs and lengths so far. `hop` is what a call to a peer costs beyond the peer's own time."""
+class Costs:
+    """Costs and lengths under one load. `hop` is what a call to a peer costs beyond the peer's own time."""
 
     hop: Cost = field(default_factory=Cost)
-    draft_costs: dict[TreeShape, Cost] = field(default_factory=dict)
-    verify_costs: dict[int, Cost] = field(default_factory=dict)  # by row bucket
+    draft: dict[TreeShape, Cost] = field(default_factory=dict)
+    verify: dict[int, Cost] = field(default_factory=dict)  # by row bucket
     lengths: dict[tuple[str, TreeShape], Length] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Experience:
+    """Costs and lengths so far, for each load by itself: an arm that a full house gave up is tried again when the house
+    is empty."""
+
+    requests: int = 0  # that run now
+    _by_load: defaultdict[int, Costs] = field(default_factory=lambda: defaultdict(Costs))
+
+    @property
+    def costs(self) -> Costs:
+        """Those of the present load."""
+        return self._by_load[load_class(self.requests)]
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """While a request runs, it counts."""
+        self.requests += 1
+        try:
+            yield
+        finally:
+            self.requests -= 1
 
     def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict, temperature: float) -> None:
         """Take one round in. A late tree arrives as the root alone and carries the wait as its cost.
@@ -84,37 +116,36 @@ class Experience:
         text would guess at the expense of all the others, and all would be slower than without.
         """
         if not shape.off:
-            self.draft_costs.setdefault(shape, Cost()).learn(tree.draft_us / tree.texts)
+            self.costs.draft.setdefault(shape, Cost()).learn(tree.draft_us / tree.texts)
         verify_us = (verdict.verify_us + verdict.queue_us) / verdict.texts
-        self.verify_costs.setdefault(row_bucket(tree.rows), Cost()).learn(verify_us)
-        self.lengths.setdefault((temperature_class(temperature), shape), Length()).learn(verdict.length)
+        self.costs.verify.setdefault(row_bucket(tree.rows), Cost()).learn(verify_us)
+        self.costs.lengths.setdefault((temperature_class(temperature), shape), Length()).learn(verdict.length)
 
     def learn_hops(self, shape: TreeShape, us: float) -> None:
         """A round's share of what it took beyond the time in which its peers were busy or had it queued."""
-        self.hop.learn(us / (1 if shape.off else 2))
+        self.costs.hop.learn(us / (1 if shape.off else 2))
 
     def round_us(self, shape: TreeShape) -> float | None:
         """The predicted time of a round with this shape; None until something like it was seen often enough."""
-        bucket = row_bucket(shape.rows)
-        if bucket not in self.verify_costs or not self.verify_costs[bucket].known:
+        costs, bucket = self.costs, row_bucket(shape.rows)
+        if bucket not in costs.verify or not costs.verify[bucket].known:
             return None
-        # Fewer rows cost no more: what was learned under another load does not keep an arm from being tried under this.
-        verify_us = min(cost.us for rows, cost in self.verify_costs.items() if rows >= bucket and cost.known)
+        verify_us = costs.verify[bucket].us
         if shape.off:
-            return verify_us + self.hop.us
-        draft = self.draft_costs.get(shape)
-        return draft.us + verify_us + 2 * self.hop.us if draft is not None and draft.known else None
+            return verify_us + costs.hop.us
+        draft = costs.draft.get(shape)
+        return draft.us + verify_us + 2 * costs.hop.us if draft is not None and draft.known else None
 
     def prior(self, shape: TreeShape, temperature: float) -> Length:
         """How a new request starts out on this arm: the mean so far, weighing at most PRIOR_ROUNDS."""
-        seen = self.lengths.get((temperature_class(temperature), shape), Length())
+        seen = self.costs.lengths.get((temperature_class(temperature), shape), Length())
         return Length(seen.mean, min(seen.rounds, PRIOR_ROUNDS))
 
     @property
     def draft_ratio(self) -> float:
         """lambda_gamma of the paper: time of one drafter level over one plain target forward, 0.1 until measured."""
-        plain = self.verify_costs.get(ROW_BUCKET)
-        levels = [cost.us / shape.depth for shape, cost in self.draft_costs.items() if cost.count]
+        plain = self.costs.verify.get(ROW_BUCKET)
+        levels = [cost.us / shape.depth for shape, cost in self.costs.draft.items() if cost.count]
         if plain is None or not plain.us or not levels:
             return 0.1
         return min(levels) / plain.us

@@ -1,3 +1,4 @@
+import contextlib
 import math
 import random
 from collections import Counter
@@ -114,15 +115,25 @@ def test_a_text_does_not_guess_at_the_expense_of_those_that_share_its_steps(text
     assert pulls[best] > 90
 
 
-def test_what_off_cost_a_text_alone_does_not_keep_it_from_being_tried_in_company():
-    experience = Experience()
-    for _ in range(10):
-        experience.learn(OFF, tree(1), verdict(1, 20_000), 0.0)
-        experience.learn(BUSHY, tree(46, 10_000), verdict(4, 30_000), 0.0)
-    alone_us = experience.round_us(OFF)
-    for _ in range(100):
-        experience.learn(BUSHY, tree(46, 20_000, 4), verdict(4, 48_000, 16), 0.0)
-    assert experience.round_us(OFF) <= 3_001 < alone_us
+def test_an_arm_that_a_full_house_gave_up_is_tried_again_when_the_house_is_empty():
+    """In company nothing is guessed right; alone, all of it is."""
+    experience, pulls = Experience(), {1: Counter(), 16: Counter()}
+    with contextlib.ExitStack() as house:
+        for _ in range(16):
+            house.enter_context(experience.running())
+        for requests in (16, 1):
+            if requests == 1:
+                house.close()
+            with experience.running():
+                policy = RatioUCB([OFF, BUSHY], experience, temperature=0.0)
+                for _ in range(100):
+                    arm = policy.choose()
+                    pulls[requests][arm] += 1
+                    right = requests == 1 and not arm.off
+                    policy.learn(arm, tree(arm.rows, 0 if arm.off else 10_000), verdict(5 if right else 1))
+    assert pulls[16][OFF] > 90
+    assert pulls[1][BUSHY] > 90
+    assert experience.requests == 0
 
 
 def test_one_slow_round_does_not_condemn_an_arm():
