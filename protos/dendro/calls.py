@@ -114,7 +114,7 @@ class Hello:
     end_ids: tuple[int, ...] = ()  # end-of-text tokens of the target
 
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class DrafterPeer(Protocol):
