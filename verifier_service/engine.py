@@ -25,9 +25,9 @@ from tree_layers.memory import pages_for
 
 from verifier_service.memory import most_pages
 from verifier_service.models import load_target
-from verifier_service.runner import Runner, buckets_up_to, free_bytes, runner_for
+from verifier_service.runner import Runner, buckets_up_to, runner_for
 from verifier_service.scheduler import Ask, Call, Capacity, Scheduler
-from verifier_service.shards import Bounds, Crew, Starter
+from verifier_service.shards import Bounds, Crew, Starter, free_bytes
 from verifier_service.worker import start_processes
 
 log = logging.getLogger("dendro.verifier")
@@ -247,9 +247,8 @@ class VerifierEngine:
         while self._lost is None:
             try:
                 plan = self.scheduler.next()
-            except Exception as error:  # ours: no text's place is known for sure any more, but the replica lives
-                log.exception("verifier: the scheduler broke; all its texts are given up")
-                self.scheduler.give_up(EngineFailed(f"verifier: {error}"))
+            except Exception as error:
+                self._give_up(error)
                 continue
             if closed := self.scheduler.take_closed():
                 self._thread.submit(self.runner.forget, closed)
@@ -263,7 +262,11 @@ class VerifierEngine:
                         return
                     self.scheduler.fail(error)
                     continue
-                likely = self.scheduler.apply(outcome)
+                try:
+                    likely = self.scheduler.apply(outcome)
+                except Exception as error:
+                    self._give_up(error)
+                    continue
                 ahead = [(session, base + step) for step in range(NOISE_AHEAD) for session, base in likely]
                 # Answers are handed out before anything else is begun.
                 await asyncio.sleep(0)
@@ -274,6 +277,11 @@ class VerifierEngine:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self.scheduler.linger_s or None):
                         await self._work.wait()
+
+    def _give_up(self, error: Exception) -> None:
+        """The scheduler broke, by a fault of ours: no text's place is known for sure any more, but the replica lives."""
+        log.exception("verifier: the scheduler broke; all its texts are given up")
+        self.scheduler.give_up(EngineFailed(f"verifier: {error}"))
 
     def stats(self) -> dict[str, int]:
         """What was done since the start, and what is held now."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -174,10 +173,3 @@ def runner_for(target: Target, bounds: Bounds, buckets: Sequence[int], crew: Cre
     from verifier_service.device import DeviceRunner
 
     return DeviceRunner(target, bounds, buckets, crew)
-
-
-def free_bytes(device: torch.device) -> int:
-    """Free memory of a device: an accelerator's own, or this machine's."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -80,6 +80,7 @@ class Loaded:
     """A worker's report."""
 
     fault: str = ""  # why its shard is not there
+    alone: bool = False  # it is not there because another gave up, who knows why
     token_bytes: int = 0
     free_bytes: int = 0
     dependent: tuple[str, ...] = ()  # linear layers whose rows depend on their neighbours
@@ -155,12 +156,13 @@ class Crew:
             self.tell(shard)
             self.memory_is_shared = all([self._hear(stream) for stream in self._streams])
             self.tell(self.memory_is_shared)
-        target, fault = load_shard(shard, 0, memory if self.memory_is_shared else None, self.check)
+        target, report = load_shard(shard, 0, memory if self.memory_is_shared else None, self.check)
         self.reports = [self._hear(stream) for stream in self._streams]
-        fault = next((report.fault for report in self.reports if report.fault), fault)
-        if target is None or fault:
-            self.stop()
+        said = [report, *self.reports]
+        for fault in (each.fault for each in said if each.fault):
             raise BadRequest("checkpoint", fault)
+        if target is None or any(each.alone for each in said):
+            raise WorkerLost("a worker gave up while it loaded its shard")
         return target
 
     def pages(self, fraction: float, own: int) -> int:
@@ -220,16 +222,16 @@ class Crew:
 
 def load_shard(
     shard: Shard, rank: int, memory: mmap.mmap | None, check: Callable[[], None]
-) -> tuple[Target | None, str]:
-    """A worker's part of a target, or why there is none. `check` raises WorkerLost where the group is broken."""
+) -> tuple[Target | None, Loaded]:
+    """A worker's part of a target, if it is there, and its report. `check` raises WorkerLost where the group broke."""
     device = torch.device(shard.device)
     if device.type == "cuda":
         device = torch.device("cuda", rank if torch.cuda.device_count() > 1 else 0)
         os.environ["LOCAL_RANK"] = str(device.index)  # read by transformers
     elif torch.cuda.is_available():
-        return None, "shards on processors want CUDA_VISIBLE_DEVICES to be empty"
+        return None, Loaded("shards on processors want CUDA_VISIBLE_DEVICES to be empty")
     if dist.is_initialized():
-        return None, "this process has a shard of another target"
+        return None, Loaded("this process has a shard of another target")
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         init_method=shard.url,
@@ -239,9 +241,12 @@ def load_shard(
     )
     group: Collectives = ProcessGroup() if memory is None else SharedMemory(rank, shard.size, memory, check)
     try:
-        return load_target(shard.checkpoint, shard.dtype, device, shard.buckets, shard.threads, group), ""
+        target = load_target(shard.checkpoint, shard.dtype, device, shard.buckets, shard.threads, group)
+        return target, Loaded("", False, target.token_bytes, free_bytes(device), target.linear.failed)
     except BadRequest as error:
-        return None, str(error).removeprefix("checkpoint: ")
+        return None, Loaded(str(error).removeprefix("checkpoint: "))
+    except (WorkerLost, dist.DistError):
+        return None, Loaded(alone=True)
     finally:
         if memory is not None:
             dist.destroy_process_group()  # it was for reading the shards
@@ -275,3 +280,10 @@ def _free_port(host: str) -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
+
+
+def free_bytes(device: torch.device) -> int:
+    """Free memory of a device: an accelerator's own, or this machine's."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

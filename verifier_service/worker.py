@@ -13,8 +13,8 @@ import torch
 
 from verifier_service.collectives import WorkerLost, join_memory
 from verifier_service.rows import Plan
-from verifier_service.runner import free_bytes, runner_for
-from verifier_service.shards import Bounds, Kept, Loaded, Shard, Summons, has_ended, load_shard
+from verifier_service.runner import runner_for
+from verifier_service.shards import Bounds, Kept, Shard, Summons, has_ended, load_shard
 
 
 def start_processes(summons: Sequence[Summons]) -> None:
@@ -45,11 +45,10 @@ def _serve(stream: Connection, rank: int) -> None:
     memory = None if shard.memory is None else join_memory(shard.memory, shard.size)
     stream.send(memory is not None)
     together: bool = stream.recv()
-    target, fault = load_shard(shard, rank, memory if together else None, check)
+    target, report = load_shard(shard, rank, memory if together else None, check)
+    stream.send(report)
     if target is None:
-        stream.send(Loaded(fault))
         return
-    stream.send(Loaded("", target.token_bytes, free_bytes(target.model.device), target.linear.failed))
     said: Bounds = stream.recv()
     runner = runner_for(target, said, shard.buckets)
     while True:

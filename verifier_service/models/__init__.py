@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from dendro.errors import BadRequest
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.distributed import DistError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging
@@ -126,6 +127,8 @@ def _load(
             output_loading_info=True,
             **sharded,
         )
+    except DistError:  # another worker gave up, and knows why
+        raise
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: cannot be loaded as a decoder-only Transformer: {error}") from error
     model, info = loaded
