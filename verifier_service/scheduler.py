@@ -537,6 +537,7 @@ class Scheduler:
             verify_us=run_us,
             queue_us=max(int(1e6 * (self._started - ask.arrived)), 0),
             texts=sum(share.ask is not None for share in self._running),
+            step_rows=self._size,
         )
         return cut_verdict(verdict, self.capacity.end_ids, len(session.text.ids), session.terms.limits)
 

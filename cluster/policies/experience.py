@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -18,6 +18,7 @@ from dendro.tree import DraftTree, TreeShape
 PRIOR_ROUNDS = 8.0
 """What all earlier requests together weigh in a new one, in rounds."""
 COST_STEP = 0.1
+LINE_STEP = 0.01
 OUTLIER = 3.0
 """A round that took longer than this many times the usual counts as that: one page fault must not condemn an arm."""
 ROW_BUCKET = 8
@@ -46,6 +47,37 @@ class Cost:
             return
         step = max(COST_STEP, 1 / self.count)
         self.us += step * (min(us, OUTLIER * self.us) - self.us)
+
+
+@dataclass(slots=True)
+class StepTime:
+    """A verifier's step as a line over its rows: what it costs at all, and what a row costs. The older a measurement,
+    the less it weighs."""
+
+    weight: float = 0.0
+    rows: float = 0.0  # weighted means from here on
+    us: float = 0.0
+    rows_us: float = 0.0
+    rows_rows: float = 0.0
+
+    def learn(self, rows: int, us: float) -> None:
+        if self.weight:
+            us = min(us, OUTLIER * self.at(rows))
+        self.weight = self.weight * (1 - LINE_STEP) + 1
+        step = 1 / self.weight
+        self.rows += step * (rows - self.rows)
+        self.us += step * (us - self.us)
+        self.rows_us += step * (rows * us - self.rows_us)
+        self.rows_rows += step * (rows * rows - self.rows_rows)
+
+    def at(self, rows: float) -> float:
+        """Microseconds of a step of so many rows; more rows never cost less."""
+        if not self.weight:
+            return 0.0
+        spread = self.rows_rows - self.rows * self.rows
+        slope = max((self.rows_us - self.rows * self.us) / spread, 0.0) if spread > 1e-6 else 0.0
+        slope = min(slope, self.us / self.rows)  # nor does a step without rows
+        return self.us + slope * (rows - self.rows)
 
 
 @dataclass(slots=True)
@@ -83,7 +115,9 @@ class Costs:
 
     hop: Cost = field(default_factory=Cost)
     draft: dict[TreeShape, Cost] = field(default_factory=dict)
-    verify: dict[int, Cost] = field(default_factory=dict)  # by row bucket
+    step: StepTime = field(default_factory=StepTime)
+    texts: float = 1.0  # of a step, usually
+    tried: Counter[int] = field(default_factory=Counter)  # rounds by row bucket
     lengths: dict[tuple[str, TreeShape], Length] = field(default_factory=dict)
 
 
@@ -112,25 +146,32 @@ class Experience:
     def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict, temperature: float) -> None:
         """Take one round in. A late tree arrives as the root alone and carries the wait as its cost.
 
-        A round costs its share of what it had in common with other texts' rounds. Were it to count the whole, each
-        text would guess at the expense of all the others, and all would be slower than without.
+        A round costs its share of a draft that it had in common with other texts. Of steps, only how long they take
+        with so many rows is learned: what others guess in them is not this arm's doing.
         """
+        costs = self.costs
         if not shape.off:
-            self.costs.draft.setdefault(shape, Cost()).learn(tree.draft_us / tree.texts)
-        verify_us = (verdict.verify_us + verdict.queue_us) / verdict.texts
-        self.costs.verify.setdefault(row_bucket(tree.rows), Cost()).learn(verify_us)
-        self.costs.lengths.setdefault((temperature_class(temperature), shape), Length()).learn(verdict.length)
+            costs.draft.setdefault(shape, Cost()).learn(tree.draft_us / tree.texts)
+        if costs.tried.total():  # the very first pays for cold memory
+            costs.step.learn(row_bucket(verdict.step_rows), verdict.verify_us)
+            costs.texts += COST_STEP * (verdict.texts - costs.texts)
+        costs.tried[row_bucket(tree.rows)] += 1
+        costs.lengths.setdefault((temperature_class(temperature), shape), Length()).learn(verdict.length)
 
     def learn_hops(self, shape: TreeShape, us: float) -> None:
         """A round's share of what it took beyond the time in which its peers were busy or had it queued."""
         self.costs.hop.learn(us / (1 if shape.off else 2))
 
     def round_us(self, shape: TreeShape) -> float | None:
-        """The predicted time of a round with this shape; None until something like it was seen often enough."""
-        costs, bucket = self.costs, row_bucket(shape.rows)
-        if bucket not in costs.verify or not costs.verify[bucket].known:
+        """The predicted time of a round with this shape, its share of what it has in common with others; None until
+        something like it was seen often enough.
+
+        As if all texts of a step chose this shape: where each counts on the others to stay small, none does.
+        """
+        costs = self.costs
+        if costs.tried[row_bucket(shape.rows)] < TRIED:
             return None
-        verify_us = costs.verify[bucket].us
+        verify_us = costs.step.at(row_bucket(round(costs.texts * shape.rows))) / costs.texts
         if shape.off:
             return verify_us + costs.hop.us
         draft = costs.draft.get(shape)
@@ -144,8 +185,8 @@ class Experience:
     @property
     def draft_ratio(self) -> float:
         """lambda_gamma of the paper: time of one drafter level over one plain target forward, 0.1 until measured."""
-        plain = self.costs.verify.get(ROW_BUCKET)
+        plain_us = self.costs.step.at(ROW_BUCKET)
         levels = [cost.us / shape.depth for shape, cost in self.costs.draft.items() if cost.count]
-        if plain is None or not plain.us or not levels:
+        if not plain_us or not levels:
             return 0.1
-        return min(levels) / plain.us
+        return min(levels) / plain_us

@@ -68,12 +68,15 @@ class Verdict:
     verify_us: int = 0  # microseconds the verifier was busy with the round
     queue_us: int = 0  # microseconds the round waited at the verifier
     texts: int = 1  # whose rounds the step took, this one's among them
+    step_rows: int = 1  # of that step
 
     def __post_init__(self) -> None:
         if not self.tokens or len(self.path) != len(self.tokens) or self.length < len(self.tokens):
             raise ValueError(f"verdict: {len(self.tokens)} tokens, {len(self.path)} rows, N = {self.length}")
         if self.texts < 1:
             raise ValueError(f"verdict.texts: must be at least 1, got {self.texts}")
+        if self.step_rows < 1:
+            raise ValueError(f"verdict.step_rows: must be at least 1, got {self.step_rows}")
         if self.path[0] != 0:
             raise ValueError(f"verdict.path: must begin at the root, got {self.path}")
 

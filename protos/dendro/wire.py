@@ -197,6 +197,7 @@ def verdict_message(verdict: Verdict) -> verifier_pb2.Verdict:
         verify_us=verdict.verify_us,
         queue_us=verdict.queue_us,
         texts=verdict.texts,
+        step_rows=verdict.step_rows,
     )
 
 
@@ -213,6 +214,7 @@ def verdict_from(message: verifier_pb2.Verdict) -> Verdict:
             verify_us=message.verify_us,
             queue_us=message.queue_us,
             texts=message.texts,
+            step_rows=message.step_rows,
         )
     except ValueError as error:
         raise _bad("verdict", error) from None

@@ -9,14 +9,20 @@ from dendro.text import Verdict
 from dendro.tree import OFF, DraftTree, TreeShape
 
 from cluster.policies import Experience, PaperUCB, RatioUCB, make_policy
+from cluster.policies.experience import StepTime
 
 CHAIN = TreeShape((1, 1, 1, 1))
 BUSHY = TreeShape((3, 2, 2, 1, 1))
 
 
-def verdict(emitted: int, verify_us: int = 10_000, texts: int = 1) -> Verdict:
+def verdict(emitted: int, verify_us: int = 10_000, texts: int = 1, step_rows: int = 1) -> Verdict:
     path, ranks = tuple(range(emitted)), (0,) * (emitted - 1)
-    return Verdict((1,) * emitted, path, ranks, None, emitted, verify_us, texts=texts)
+    return Verdict((1,) * emitted, path, ranks, None, emitted, verify_us, texts=texts, step_rows=step_rows)
+
+
+def step_us(rows: int) -> int:
+    """A step of 20 ms and 0.4 ms for each row."""
+    return 20_000 + 400 * rows
 
 
 def tree(rows: int, draft_us: int = 0, texts: int = 1) -> DraftTree:
@@ -98,21 +104,53 @@ def test_a_drafter_that_never_hits_is_left_for_off_within_two_percent_of_an_answ
     for _ in range(1000):
         arm = policy.choose()
         pulls[arm] += 1
-        policy.learn(arm, tree(arm.rows, 3_000 * (not arm.off)), verdict(1, spent[arm] - 3_000 * (not arm.off)))
+        took = spent[arm] - 3_000 * (not arm.off)
+        policy.learn(arm, tree(arm.rows, 3_000 * (not arm.off)), verdict(1, took, step_rows=arm.rows))
     wasted = sum(pulls[arm] * (spent[arm] - spent[OFF]) for arm in pulls)
     assert wasted <= 0.02 * pulls[OFF] * spent[OFF]
 
 
 @pytest.mark.parametrize("texts, best", [(1, CHAIN), (16, OFF)])
 def test_a_text_does_not_guess_at_the_expense_of_those_that_share_its_steps(texts, best):
-    """A step of 40 ms, for all; a draft of 30 ms, for a quarter of them; two tokens a round instead of one."""
+    """A draft of 10 ms, for a quarter of the texts; two tokens a round instead of one. Everybody does the same."""
     policy, pulls = RatioUCB([OFF, CHAIN], Experience(), temperature=0.0), Counter()
     for _ in range(100):
         arm = policy.choose()
         pulls[arm] += 1
-        guesses = tree(arm.rows, 0 if arm.off else 30_000, max(texts // 4, 1))
-        policy.learn(arm, guesses, verdict(1 if arm.off else 2, 40_000, texts))
+        guesses, rows = tree(arm.rows, 0 if arm.off else 10_000, max(texts // 4, 1)), texts * arm.rows
+        policy.learn(arm, guesses, verdict(1 if arm.off else 2, step_us(rows), texts, rows))
     assert pulls[best] > 90
+
+
+def test_what_others_guess_does_not_make_off_look_dear():
+    """Fifteen texts guess and one does not: it is `off` that all of them should choose."""
+    experience = Experience()
+    for _ in range(200):
+        experience.learn(CHAIN, tree(5, 10_000, 4), verdict(2, step_us(76), 16, 76), 0.0)
+        experience.learn(OFF, tree(1), verdict(1, step_us(76), 16, 76), 0.0)
+        experience.learn(OFF, tree(1), verdict(1, step_us(40), 16, 40), 0.0)
+    assert experience.round_us(OFF) == pytest.approx(step_us(16) / 16, rel=0.1)
+    assert 2 / experience.round_us(CHAIN) < 1 / experience.round_us(OFF)
+
+
+def test_a_line_through_steps_follows_the_machine():
+    line = StepTime()
+    for _ in range(300):
+        for rows in (8, 16, 64):
+            line.learn(rows, step_us(rows))
+    assert line.at(128) == pytest.approx(step_us(128), rel=0.01)
+    for _ in range(2000):
+        for rows in (8, 16, 64):
+            line.learn(rows, 2 * step_us(rows))
+    assert line.at(128) == pytest.approx(2 * step_us(128), rel=0.02)
+
+
+def test_one_number_of_rows_tells_nothing_of_others():
+    line = StepTime()
+    for us in (10_000, 12_000):
+        line.learn(8, us)
+    assert line.at(8) == line.at(64) == pytest.approx(11_000, rel=1e-2)
+    assert StepTime().at(8) == 0.0
 
 
 def test_an_arm_that_a_full_house_gave_up_is_tried_again_when_the_house_is_empty():
