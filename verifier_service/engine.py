@@ -279,7 +279,7 @@ class VerifierEngine:
                         await self._work.wait()
 
     def _give_up(self, error: Exception) -> None:
-        """The scheduler broke, by a fault of ours: no text's place is known for sure any more, but the replica lives."""
+        """The scheduler broke, by our own fault: no text's place is known for sure any more, but the replica lives."""
         log.exception("verifier: the scheduler broke; all its texts are given up")
         self.scheduler.give_up(EngineFailed(f"verifier: {error}"))
 
