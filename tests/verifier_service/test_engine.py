@@ -435,6 +435,24 @@ async def test_a_step_that_fails_loses_its_texts_and_no_others(loaded, monkeypat
         await kept.close()
 
 
+@pytest.mark.parametrize("method", ["next", "apply"])
+async def test_a_fault_of_the_scheduler_ends_its_texts_and_not_the_replica(loaded, monkeypatch, method):
+    async with running(loaded()) as engine:
+        lost, later = Teller(engine), Teller(engine)
+        await lost.open()
+
+        def broken(*_):
+            monkeypatch.undo()
+            raise RuntimeError("a fault of ours")
+
+        monkeypatch.setattr(engine.scheduler, method, broken)
+        with pytest.raises(EngineFailed, match="a fault of ours"):
+            await lost.verify()
+        await later.open()
+        assert (await later.verify()).tokens
+        await later.close()
+
+
 async def test_what_waits_at_the_end_is_told_so(loaded):
     async with running(loaded()) as engine:
         teller = Teller(engine)
