@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import grpc.aio
 import numpy as np
 import pytest
-from dendro.calls import VerifyCall, new_opening
+from dendro.calls import PROTOCOL_VERSION, VerifyCall, new_opening
 from dendro.errors import BadRequest, EngineFailed, NotFound, PeerLost
 from dendro.internal.v1 import calls_pb2, verifier_pb2
 from dendro.text import Sampling, Text
@@ -406,7 +406,7 @@ async def test_noise_on_the_wire_kills_neither_the_replica_nor_other_streams():
 
 @pytest.mark.parametrize(
     "frame",
-    [verifier_pb2.VerifyFrame(), verifier_pb2.VerifyFrame(greeting=calls_pb2.Greeting(protocol=2))],
+    [verifier_pb2.VerifyFrame(), verifier_pb2.VerifyFrame(greeting=calls_pb2.Greeting(protocol=PROTOCOL_VERSION + 1))],
     ids=["no greeting", "another protocol"],
 )
 async def test_a_stream_that_does_not_greet_is_refused(frame):
