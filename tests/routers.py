@@ -61,7 +61,7 @@ class Router:
         return self.answer
 
 
-def guessing(rng, truth):
+def guessing(rng, truth, vocabulary=256):
     """Trees of random shape, in which the true continuation is somewhere, as far as luck has it."""
 
     def tree(router):
@@ -70,7 +70,7 @@ def guessing(rng, truth):
         for step in range(int(rng.integers(0, 6))):
             below = []
             for parent in level:
-                siblings = dict.fromkeys(rng.integers(0, 256, int(rng.integers(1, 4))).tolist())
+                siblings = dict.fromkeys(rng.integers(0, vocabulary, int(rng.integers(1, 4))).tolist())
                 if parent == right and done + step < len(truth) and rng.random() < 0.8:
                     siblings[truth[done + step]] = None
                 for token in siblings:

@@ -102,7 +102,9 @@ class DeviceRunner(Runner):
             said = torch.cat([drawn.paths, drawn.emitted, drawn.lengths[:, None]], 1).cpu().numpy()
         forwarded = time.perf_counter()
         walks = [_walk(draw, row, self._bounds.max_depth + 1) for draw, row in zip(plan.draws, said, strict=False)]
-        self._accepted(plan, walks)  # kept here already; the crew is told
+        kept = self._accepted(plan, walks)  # kept here already
+        if self.crew is not None and len(kept.source):
+            self.crew.tell(kept)
         ended = time.perf_counter()
         return Outcome(tuple(walks), int(1e6 * (forwarded - began)), int(1e6 * (ended - started)))
 

@@ -20,11 +20,12 @@ from dendro.calls import PROTOCOL_VERSION, CloseCall, Closed, Hello, OpenCall, O
 from dendro.errors import BadRequest, EngineFailed, PeerLost
 from dendro.text import Verdict
 from dendro.tree import MAX_ROWS, DraftTree
-from tree_kernels.tree_attention import PAGE
+from tree_kernels.tree_attention import PAGE, near_window
 from tree_layers.memory import pages_for
 
 from verifier_service.memory import most_pages
 from verifier_service.models import load_target
+from verifier_service.recurrent import Arrangement
 from verifier_service.runner import Runner, buckets_up_to, runner_for
 from verifier_service.scheduler import Ask, Call, Capacity, Scheduler
 from verifier_service.shards import Bounds, Crew, Starter, free_bytes
@@ -113,7 +114,7 @@ class VerifierEngine:
             pages = max_sessions * most
             if pool_tokens is not None:
                 pages = pages_for(pool_tokens)
-            elif memory_fraction is not None:
+            elif memory_fraction is not None and target.token_bytes:
                 room = int(memory_fraction * free_bytes(device)) // (target.token_bytes * PAGE)
                 pages = room if crew is None else crew.pages(memory_fraction, room)
             if pages < 1 or max_length < 2:
@@ -133,6 +134,9 @@ class VerifierEngine:
                 first_scratch=(1 + pages + longest) * PAGE,
                 end_ids=target.end_ids,
                 window=target.window,
+                recurrent=Arrangement.of(max_sessions, near_window(max_depth), max_depth, prefill_chunk)
+                if target.mixers
+                else None,
             )
             bounds = Bounds(capacity.near, pages, longest, max_sessions, max_depth)
             if crew is not None:

@@ -5,6 +5,8 @@ tenant; a text that begins alike holds the same page. Shared pages are never wri
 leaves it and computes that page's tokens again on a page of its own, which has the same bits.
 
 Where all layers of the model have a sliding window, a text gives back the pages that none of its rows will see again.
+Where a model has states, a text that holds pages has a place for them too (`recurrent.py`), and shares nothing: a page
+says nothing of the state after it.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import numpy as np
 from tree_kernels.tree_attention import PAGE
 from tree_layers.memory import PageBook, pages_for
 
+from verifier_service.recurrent import Place, Places
+
 
 @dataclass(slots=True)
 class TextMemory:
@@ -27,6 +31,7 @@ class TextMemory:
     unseen: int = 0  # how many of the leading ones are
     consumed: list[int] = field(default_factory=list)
     names: list[bytes] = field(default_factory=list)  # of the leading pages that are published
+    place: Place | None = None  # of its states, where the target has any
 
 
 def most_pages(tokens: int, window: int | None, slack: int, rows: int) -> int:
@@ -44,12 +49,20 @@ def salt_of(tenant: str) -> bytes:
 class Memory:
     """The pool's pages among the texts."""
 
-    def __init__(self, pages: int, share: bool = True, window: int | None = None, slack: int = 0) -> None:
+    def __init__(
+        self,
+        pages: int,
+        share: bool = True,
+        window: int | None = None,
+        slack: int = 0,
+        places: Places | None = None,
+    ) -> None:
         """share: whether texts that begin alike hold the same pages. window: positions that a row sees, itself among
         them, where every layer has a sliding window; slack: tokens by which a text may be cut without going back
-        further than its pages."""
+        further than its pages. places: for states; as many as there are texts that hold pages at once."""
         self.book = PageBook(pages)
-        self._share = share
+        self.places = places
+        self._share = share and places is None
         self._window = window
         self._slack = slack
         self.shared_tokens = 0  # tokens that no text had to compute because another had
@@ -92,6 +105,8 @@ class Memory:
         if lacking > self.book.free:
             return False
         text.pages += self.book.take(lacking)
+        if self.places is not None and text.place is None:
+            text.place = self.places.take()
         self.peak = max(self.peak, self.held)
         return True
 
@@ -99,6 +114,8 @@ class Memory:
         """The keys of these tokens, which follow what was consumed, are in their places; full pages are published, and
         those that are out of sight given back."""
         text.consumed += ids
+        if text.place is not None:
+            text.place.append(len(text.consumed))
         if self._share:
             self._publish(text)
         self._drop_unseen(text)
@@ -123,8 +140,10 @@ class Memory:
 
     def cut(self, text: TextMemory, length: int) -> None:
         """Forget what was consumed past `length` tokens. Pages of its own are written over; published ones are left.
-        Where rows would see what was given back as out of sight, all is forgotten."""
-        if self._seen_from(length) < text.unseen:
+        Where rows would see what was given back as out of sight, or states that were written over, all is forgotten."""
+        if length >= len(text.consumed):
+            return
+        if self._seen_from(length) < text.unseen or (text.place is not None and not text.place.can_cut(length)):
             self.release(text)
         elif length < len(text.names) * PAGE:
             keep = length // PAGE
@@ -132,11 +151,16 @@ class Memory:
             del text.pages[keep:], text.names[keep:]
             length = keep * PAGE
         del text.consumed[length:]
+        if text.place is not None:
+            text.place.cut(length)
 
     def release(self, text: TextMemory) -> None:
         """Take all pages back. Published ones keep what is on them until they are wanted for something else."""
         self.book.give(text.pages[text.unseen :])
         text.pages, text.consumed, text.names, text.unseen = [], [], [], 0
+        if text.place is not None and self.places is not None:
+            self.places.give(text.place)
+            text.place = None
 
 
 def _name(before: bytes, ids: Sequence[int]) -> bytes:

@@ -12,6 +12,7 @@ from tree_kernels.tree_attention import PAGE
 from tree_kernels.tree_walk import Walk
 from tree_layers.memory import pages_for
 
+from verifier_service.recurrent import RecurrentRows, pack_recurrent
 from verifier_service.walk import Draw
 
 Ints = npt.NDArray[np.int64]
@@ -40,6 +41,12 @@ class Plan:
     far: tuple[Far, ...]
     wanted: Ints  # [k] rows whose logits are asked for
     draws: tuple[Draw, ...]
+    recurrent: RecurrentRows | None = None  # of a target with states
+
+    @property
+    def certain(self) -> npt.NDArray[np.bool_]:
+        """[rows] which rows are no guesses."""
+        return self.slots == self.homes
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +69,7 @@ class Part:
     near: Ints
     pages: tuple[int, ...]  # with far keys of any of the rows
     first_page: int
+    recurrent: RecurrentRows | None = None
 
 
 def first_near(positions: Ints, near: int) -> Ints:
@@ -130,6 +138,7 @@ def pack(parts: Sequence[Part], wanted: Ints, draws: Sequence[Draw] = ()) -> Pla
         if part.pages:
             far.append(Far(start, stop, part.pages, part.first_page))
         start = stop
+    recurrent = [part.recurrent for part in parts if part.recurrent is not None]
     return Plan(
         tokens=np.concatenate([part.tokens for part in parts]),
         positions=np.concatenate([part.positions for part in parts]),
@@ -139,4 +148,5 @@ def pack(parts: Sequence[Part], wanted: Ints, draws: Sequence[Draw] = ()) -> Pla
         far=tuple(far),
         wanted=wanted,
         draws=tuple(draws),
+        recurrent=pack_recurrent(recurrent) if recurrent else None,
     )

@@ -11,10 +11,13 @@ import torch
 from dendro.tree import DraftTree
 from torch import Tensor
 from tree_kernels.tree_attention import PAGE, FarRows, TreeRows
+from tree_kernels.tree_scan import ROW_MULTIPLE, Fold, Group, Paths
 from tree_kernels.tree_walk import Walk
 from tree_layers.memory import Pages
+from tree_layers.tree_mixers import RecurrentMemory, RecurrentStep
 
 from verifier_service.models import Target
+from verifier_service.recurrent import Arrangement, RecurrentRows, last_writers, recurrent_rows
 from verifier_service.rows import NO_ROWS, Ints, Outcome, Plan, pack, text_rows
 from verifier_service.shards import Bounds, Crew, Kept
 from verifier_service.walk import Walker
@@ -50,6 +53,11 @@ class Runner:
         self._own_text: list[int] = []  # tokens whose keys lie on them
         self.pages = Pages(target.layouts, bounds.pages + bounds.own_pages, buckets[-1], self.device)
         target.run.pages = self.pages
+        self.arrangement = Arrangement.of(bounds.max_texts, bounds.near, bounds.max_depth, buckets[-1])
+        if target.mixers:
+            tokens, states = self.arrangement.tokens, self.arrangement.states
+            target.run.recurrent = RecurrentMemory(target.mixers, tokens, states, self.device)
+        self._own_place = self.arrangement.own_place()
 
     def run(self, plan: Plan) -> Outcome:
         """One forward and the walks of its trees; accepted guesses are kept."""
@@ -62,8 +70,7 @@ class Runner:
             walks = [
                 self.walker.walk(draw, logits[draw.wanted : draw.wanted + len(draw.tokens)]) for draw in plan.draws
             ]
-            if (kept := self._accepted(plan, walks)) is not None:
-                self.keep(kept)
+            self._keep(self._accepted(plan, walks))
         ended = time.perf_counter()
         return Outcome(tuple(walks), int(1e6 * (forwarded - began)), int(1e6 * (ended - started)))
 
@@ -87,6 +94,8 @@ class Runner:
                 padded=padded,
             )
         )
+        if plan.recurrent is not None:
+            self.target.run.recurrent_step = self._recurrent(plan.recurrent, padded)
         missing = (0, padded - count)
         # A guess may stand past the model's last position; its text may not, so such a row never counts.
         places = torch.nn.functional.pad(positions.clamp(max=self.target.max_positions - 1), missing)
@@ -96,8 +105,12 @@ class Runner:
         return tokens, places, self._tensor(wanted)
 
     def keep(self, kept: Kept) -> None:
-        """Copy accepted guesses from scratch slots to their places."""
-        self.pages.append(self._tensor(kept.source), self._tensor(kept.target))
+        """Copy accepted guesses from scratch slots to their places, and accepted rows' inputs to mixers into rings."""
+        if len(kept.source):
+            self.pages.append(self._tensor(kept.source), self._tensor(kept.target))
+        if len(kept.inputs):
+            assert self.target.run.recurrent is not None
+            self.target.run.recurrent.keep(self._tensor(kept.inputs), self._tensor(kept.rings))
 
     def prepare(self, session: int, position: int) -> None:
         """Compute noise ahead, in idle time."""
@@ -120,6 +133,11 @@ class Runner:
         common = 0
         while common < min(root, len(self._own_text)) and self._own_text[common] == ids[common]:
             common += 1
+        if self.target.mixers:
+            if self._own_place.can_cut(common):
+                self._own_place.cut(common)
+            else:
+                common, self._own_place = 0, self.arrangement.own_place()
         self._own_text = list(ids[:common])
         for start in range(common, root, chunk):
             self._text_rows(ids, np.arange(start, min(start + chunk, root)), None)
@@ -131,6 +149,7 @@ class Runner:
         largest = min(self.buckets[-1], self.target.max_positions, len(self.own_pages) * PAGE)
         generator = np.random.default_rng(seed)
         ids = generator.integers(0, self.target.vocabulary, largest).tolist()
+        self._own_place = self.arrangement.own_place()
         order = generator.permutation(largest)
         truth = self._text_rows(ids, np.arange(largest), None)
         self._own_text = []
@@ -146,18 +165,49 @@ class Runner:
     def _text_rows(self, ids: Sequence[int], committed: Ints, tree: DraftTree | None) -> Tensor:
         """Logits of these rows of a text that lies on the runner's own pages, in one step."""
         part = text_rows(ids, committed, tree, self.own_pages, self.pages.scratch, self.near, self.target.window)
+        if self.target.mixers:
+            scratch = self.arrangement.scratch
+            rows = recurrent_rows(self._own_place, committed, len(ids) - 1, tree, scratch)
+            part = replace(part, recurrent=rows)
+        plan = pack([part], np.arange(len(part.tokens)))
         with torch.inference_mode():
-            return self.forward(pack([part], np.arange(len(part.tokens))))
+            logits = self.forward(plan)
+            if self.target.mixers and tree is None:
+                self._keep(self._accepted(plan, ()))
+                self._own_place.append(int(committed.max()) + 1)
+        return logits
 
-    def _accepted(self, plan: Plan, walks: Sequence[Walk]) -> Kept | None:
-        """What the walks accepted, if anything, told to the crew."""
+    def _accepted(self, plan: Plan, walks: Sequence[Walk]) -> Kept:
+        """What the walks accepted."""
         rows = [draw.first + row for draw, walked in zip(plan.draws, walks, strict=True) for row in walked.path[1:]]
-        if not rows:
-            return None
-        kept = Kept(plan.slots[rows], plan.homes[rows])
+        inputs = rings = NO_ROWS
+        if plan.recurrent is not None:
+            accepted = np.sort(np.concatenate([np.flatnonzero(plan.certain), np.array(rows, np.int64)]))
+            inputs, rings = last_writers(self.arrangement.scratch + accepted, plan.recurrent.homes[accepted])
+        return Kept(plan.slots[rows], plan.homes[rows], inputs, rings)
+
+    def _keep(self, kept: Kept) -> None:
+        """Keep it here and, where there is a crew, at all its workers."""
+        if not len(kept.source) and not len(kept.inputs):
+            return
         if self.crew is not None:
             self.crew.tell(kept)
-        return kept
+        self.keep(kept)
+
+    def _recurrent(self, rows: RecurrentRows, padded: int) -> RecurrentStep:
+        """A step's rows as its mixers see them; those that only pad have no path."""
+        missing = (0, padded - len(rows.columns))
+        groups = []
+        for source in np.unique(rows.sources).tolist():
+            if source:
+                its = np.flatnonzero(rows.sources == source)
+                more = np.full(-len(its) % ROW_MULTIPLE, its[0])
+                groups.append(Group(source, self._tensor(np.concatenate([its, more])), len(its)))
+        folds = [Fold(each.source, self._tensor(each.columns), each.target) for each in rows.folds]
+        columns = torch.nn.functional.pad(self._tensor(rows.columns), (0, 0, *missing))
+        own = torch.nn.functional.pad(self._tensor(rows.own), missing, value=self.near)
+        slots = torch.arange(self.arrangement.scratch, self.arrangement.scratch + padded, device=self.device)
+        return RecurrentStep(slots, own, Paths(columns, groups, folds))
 
     def _bucket(self, rows: int) -> int:
         return next((bucket for bucket in self.buckets if bucket >= rows), self.buckets[-1])
@@ -168,7 +218,7 @@ class Runner:
 
 def runner_for(target: Target, bounds: Bounds, buckets: Sequence[int], crew: Crew | None = None) -> Runner:
     """The runner for the target's device."""
-    if target.model.device.type == "cpu":
+    if target.model.device.type == "cpu" or target.mixers:
         return Runner(target, bounds, buckets, crew)
     from verifier_service.device import DeviceRunner
 

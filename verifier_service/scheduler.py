@@ -11,7 +11,7 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,6 +25,7 @@ from tree_kernels.warp import Warp
 
 from verifier_service.budget import StepCosts, path_in, worthwhile
 from verifier_service.memory import Memory, TextMemory, most_pages, salt_of
+from verifier_service.recurrent import Arrangement, Places, recurrent_rows
 from verifier_service.rows import NO_ROWS, Outcome, Plan, pack, text_rows
 from verifier_service.walk import Draw
 
@@ -54,6 +55,7 @@ class Capacity:
     first_scratch: int  # the slots for guesses begin here
     end_ids: frozenset[int]
     window: int | None = None  # positions that a row sees at most, where every layer has a sliding window
+    recurrent: Arrangement | None = None  # of the memory of a target with states
 
     def pages_of(self, tokens: int) -> int:
         """Pages that a text of so many tokens, guesses included, holds at most at once."""
@@ -158,7 +160,9 @@ class Scheduler:
 
     def __init__(self, capacity: Capacity) -> None:
         self.capacity = capacity
-        self.memory = Memory(capacity.pages, capacity.share_prefixes, capacity.window, capacity.slack)
+        arranged = capacity.recurrent
+        places = Places(arranged.places, arranged.extent) if arranged is not None else None
+        self.memory = Memory(capacity.pages, capacity.share_prefixes, capacity.window, capacity.slack, places)
         self.counters = Counters()
         self.costs = StepCosts()
         self.sessions: dict[bytes, Session] = {}  # in order of age
@@ -486,7 +490,7 @@ class Scheduler:
 
     def _pack(self, shares: Sequence[_Share]) -> Plan:
         parts, draws = [], []
-        start, guesses, wanted = 0, 0, [NO_ROWS]
+        start, guesses, folds, wanted = 0, 0, 0, [NO_ROWS]
         for share in shares:
             session, tree = share.session, share.tree
             done = len(session.memory.consumed)
@@ -506,6 +510,17 @@ class Scheduler:
                 self.capacity.near,
                 self.capacity.window,
             )
+            if self.capacity.recurrent is not None and session.memory.place is not None:
+                rows = recurrent_rows(
+                    session.memory.place,
+                    committed,
+                    len(session.text.ids) - 1,
+                    tree,
+                    self.capacity.recurrent.scratch + start,
+                    folds,
+                )
+                part = replace(part, recurrent=rows)
+                folds += len(rows.folds)
             parts.append(part)
             start += len(part.tokens)
         return pack(parts, np.concatenate(wanted), draws)

@@ -99,10 +99,12 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kept:
-    """Slots of accepted guesses, and where their keys go."""
+    """Slots of accepted guesses and where their keys go; and of all accepted rows' inputs to mixers."""
 
     source: Ints
     target: Ints
+    inputs: Ints
+    rings: Ints
 
 
 class Crew:

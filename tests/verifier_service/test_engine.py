@@ -479,8 +479,8 @@ def broken(folder, copy, **changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mamba"}, "state-space or hybrid"),
-        ({"model_type": "jamba", "mamba_d_state": 8}, "state-space or hybrid"),
+        ({"model_type": "mamba9"}, "state-space or hybrid"),
+        ({"model_type": "plamo", "mamba_d_state": 8}, "state-space or hybrid"),
         ({"layer_types": ["linear_attention"] * 3}, "state-space or hybrid"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"layer_types": ["chunked_attention"] * 3}, "chunked_attention"),

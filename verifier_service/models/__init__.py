@@ -19,6 +19,7 @@ from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 from tree_kernels.tree_attention import Layout
 from tree_layers.linear import RowsReport, in_threads, make_rows_independent
+from tree_layers.tree_mixers import MixerLayout
 from tree_layers.weights import (
     SAFE,
     SAFE_INDEX,
@@ -29,6 +30,7 @@ from tree_layers.weights import (
 )
 
 from verifier_service.collectives import Collectives
+from verifier_service.models.mixers import MIXER_FAMILIES, seat_mixers
 from verifier_service.models.seats import ATTENTION, Run, Seat, seat_attention
 from verifier_service.models.sharded import check_divisible, take_off_wrappers
 
@@ -50,6 +52,7 @@ class Target:
     model: PreTrainedModel
     run: Run  # what its attention reads; set before each forward
     layouts: tuple[Layout, ...]  # one per attention layer, in the order in which they run
+    mixers: tuple[MixerLayout, ...]  # one per state-space mixer
     vocabulary: int  # of the tokenizer: logits past it are padding
     max_positions: int  # the model's own
     window: int | None  # positions that a row sees at most, itself among them; None where any layer sees all
@@ -62,6 +65,10 @@ class Target:
     def token_bytes(self) -> int:
         """Bytes of attention memory of one token."""
         return sum(layout.token_bytes for layout in self.layouts)
+
+    def text_bytes(self, tokens: int, states: int) -> int:
+        """Bytes of so many tokens' inputs and so many checkpoints of all mixers."""
+        return sum(tokens * layout.token_bytes + states * layout.state_bytes for layout in self.mixers)
 
     def logits(self, tokens: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
         """tokens, positions [rows] int64, wanted [k] rows; returns [k, vocabulary] float32.
@@ -144,15 +151,17 @@ def _load(
         _gathering_head(head, outputs, vocabulary, run.threads, group)
     else:
         _float_head(head, vocabulary, run.threads)
+    mixers = seat_mixers(folder, model, run)
     linear = make_rows_independent(model, buckets, run.threads)
     if group is not None and join is not None:
         join(group)
-    layouts = _take_seats(folder, model, run)
+    layouts = _take_seats(folder, model, run, len(mixers))
     text = model.config.get_text_config()
     return Target(
         model=model,
         run=run,
         layouts=layouts,
+        mixers=mixers,
         vocabulary=vocabulary,
         max_positions=getattr(text, "max_position_embeddings", None) or 1 << 31,
         window=_window(run),
@@ -169,8 +178,10 @@ def _check_kind(folder: Path, config: dict[str, Any]) -> None:
     if config.get("is_encoder_decoder"):
         raise CheckpointError(f"{folder}: {kind} is an encoder-decoder; a target is decoder-only")
     layers = set(config.get("layer_types") or ())
+    if kind in MIXER_FAMILIES:
+        return
     if "mamba" in kind or any(key.startswith(("mamba_", "ssm_")) for key in config) or "linear_attention" in layers:
-        raise CheckpointError(f"{folder}: {kind}, a state-space or hybrid model, is not supported as a target yet")
+        raise CheckpointError(f"{folder}: {kind}, a state-space or hybrid model of a family that is not supported yet")
     if layers - PACKABLE_LAYERS:
         raise CheckpointError(f"{folder}: {kind} has layers of type {sorted(layers - PACKABLE_LAYERS)}: not supported")
     for rope in _ropes(config):
@@ -235,7 +246,7 @@ def _gathering_head(head: nn.Linear, outputs: int, vocabulary: int, threads: int
     head.forward = forward  # type: ignore[method-assign, assignment]
 
 
-def _take_seats(folder: Path, model: PreTrainedModel, run: Run) -> tuple[Layout, ...]:
+def _take_seats(folder: Path, model: PreTrainedModel, run: Run, mixers: int) -> tuple[Layout, ...]:
     """Seat our attention in the model and find out, by a forward, what its layers are like."""
     for module in model.modules():
         if "Attention" in type(module).__name__:
@@ -244,7 +255,7 @@ def _take_seats(folder: Path, model: PreTrainedModel, run: Run) -> tuple[Layout,
     with torch.inference_mode():
         model(input_ids=torch.zeros_like(rows)[None], position_ids=rows[None], use_cache=False)
     config = model.config.get_text_config()
-    if len(run.probed) != config.num_hidden_layers:
+    if not mixers and len(run.probed) != config.num_hidden_layers:
         raise CheckpointError(
             f"{folder}: {len(run.probed)} of {config.num_hidden_layers} layers call the attention interface"
         )
@@ -257,7 +268,7 @@ def _take_seats(folder: Path, model: PreTrainedModel, run: Run) -> tuple[Layout,
 def _window(run: Run) -> int | None:
     """The widest sliding window of the layers; None where one has none."""
     windows = [layer.window for layer in run.probed]
-    return None if None in windows else max(window for window in windows if window is not None)
+    return None if None in windows or not windows else max(window for window in windows if window is not None)
 
 
 __all__ = ["ATTENTION", "Run", "Target", "load_target", "seat_attention"]

@@ -10,6 +10,8 @@ from transformers import AttentionInterface
 from tree_kernels.tree_attention import Layout, TreeRows, attend, prepare, write
 from tree_kernels.tree_attention.reference import Prepared
 from tree_layers.memory import Pages
+from tree_layers.tree_mixers import RecurrentMemory, RecurrentStep
+from tree_layers.weights import CheckpointError
 
 if TYPE_CHECKING:
     from tree_kernels.tree_attention.triton import TableRows
@@ -34,6 +36,8 @@ class Run:
     pages: Pages | None = None  # None: the forward is a probe
     step: TreeRows | TableRows | None = None
     probed: list[ProbedLayer] = field(default_factory=list)
+    recurrent: RecurrentMemory | None = None  # of a target with states
+    recurrent_step: RecurrentStep | None = None
     _prepared: dict[tuple[int, int | None], Prepared] = field(default_factory=dict)
 
     def begin(self, step: TreeRows | TableRows) -> None:
@@ -78,6 +82,8 @@ def seat_attention(
     seat: Seat = module.dendro_seat  # type: ignore[assignment]
     run = seat.run
     if run.pages is None:
+        if seat.index >= 0:
+            raise CheckpointError(f"{type(module).__name__}: called by two layers, which is not supported")
         seat.index = len(run.probed)
         layout = Layout(key.shape[1], key.shape[3], value.shape[3])
         run.probed.append(ProbedLayer(layout, sliding_window))

@@ -1,0 +1,20 @@
+"""The convolution along paths in PyTorch: one gather, and a multiply-add for each tap."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def tree_conv(raw: Tensor, taps: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """raw [slots, C] the inputs before the convolution; slot 0 holds zeros
+
+    taps [rows, W] slots of each row's last inputs, itself last, 0 before the text   weight [W, C]   bias [C], float32
+    returns [rows, C] in the dtype of `raw`
+    """
+    rows, width = taps.shape
+    seen = raw.index_select(0, taps.t().reshape(-1)).view(width, rows, -1).float()
+    out = seen[0].mul_(weight[0])
+    for tap in range(1, width):
+        out.addcmul_(seen[tap], weight[tap])
+    return F.silu(out.add_(bias)).to(raw.dtype)

@@ -1,0 +1,25 @@
+"""The recurrence of state-space layers for a list of rows, each with a path of its own (README.md beside this file)."""
+
+from tree_kernels.tree_scan.reference import (
+    ROW_MULTIPLE,
+    Fold,
+    Group,
+    Inputs,
+    Paths,
+    fold,
+    fold_in_order,
+    tree_scan,
+    tree_scan_in_order,
+)
+
+__all__ = [
+    "ROW_MULTIPLE",
+    "Fold",
+    "Group",
+    "Inputs",
+    "Paths",
+    "fold",
+    "fold_in_order",
+    "tree_scan",
+    "tree_scan_in_order",
+]

@@ -1,0 +1,224 @@
+"""The recurrence along paths in PyTorch: matrix products for Mamba-2, token by token for Mamba-1. What a CPU runs.
+
+A row's state is a checkpoint of its text, followed by the inputs in its `columns`, oldest first. Slot 0 holds zeros: a
+column that is 0 has dt = 0, decays nothing and adds nothing.
+
+    H heads of P channels, G groups of heads that share B and C, N state width. Mamba-1: H channels, P = 1, G = 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ROW_MULTIPLE = 8
+"""Rows of a product are padded to a multiple of this: fewer, or others, take different paths through the library."""
+
+
+class Inputs(NamedTuple):
+    """What a layer keeps of every token, by slot; `x`, `B` after the convolution, `dt` after softplus and clamp."""
+
+    x: Tensor  # [slots, H, P]
+    B: Tensor  # [slots, G, N]
+    dt: Tensor  # [slots, H] float32
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Rows that start from one checkpoint."""
+
+    source: int  # a slot of the states, or -1 - f for what the step's fold f gives; 0, the zero state, has no group
+    rows: Tensor  # [a multiple of ROW_MULTIPLE] int64; those past `count` only pad
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """A checkpoint moved on by one block of tokens."""
+
+    source: int  # as a group's; 0 is the zero state
+    columns: Tensor  # [block] int64 slots of the block's inputs, in order; all are there
+    target: int  # the slot of the states that keeps it; -1: this step alone needs it
+
+
+class Wave(NamedTuple):
+    """The tokens at one distance from their checkpoints."""
+
+    columns: Tensor  # [n] int64 their slots
+    parents: Tensor  # [n] int64 their places in the wave before, or among the sources
+    rows: Tensor  # [m] int64 the step's rows whose paths end here
+    ends: Tensor  # [m] int64 and where: places in this wave
+
+
+class Waves(NamedTuple):
+    """Checkpoints, and what comes after them."""
+
+    sources: tuple[int, ...]  # as a group's
+    waves: tuple[Wave, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Paths:
+    """The rows of a step and what they see. The same for all layers.
+
+    columns [rows, K] int64   slots of each row's inputs since its checkpoint, in order of position, its own among
+    them; 0 where there is none
+    """
+
+    columns: Tensor
+    groups: Sequence[Group]
+    folds: Sequence[Fold]
+    _gathers: dict[int, Tensor] = field(default_factory=dict)
+    _waves: list[Waves] = field(default_factory=list)
+
+    def waves(self) -> Waves:
+        """The paths as a forest, each token of it once."""
+        if not self._waves:
+            self._waves.append(_forest(self.columns, self.groups))
+        return self._waves[0]
+
+    def gather(self, parts: int) -> Tensor:
+        """[rows * parts * K] rows of a pool seen as [slots * parts, ...]: every row's columns, part by part, the newest
+        first."""
+        if parts not in self._gathers:
+            index = (self.columns.flip(1) * parts)[:, None, :] + torch.arange(parts, device=self.columns.device)[
+                :, None
+            ]
+            self._gathers[parts] = index.reshape(-1)
+        return self._gathers[parts]
+
+
+def tree_scan(
+    inputs: Inputs, states: Tensor, folded: Sequence[Tensor], paths: Paths, x: Tensor, C: Tensor, A: Tensor, D: Tensor
+) -> Tensor:
+    """Mamba-2 of every row along its own path (ALGORITHMS 6.1, and 6.4 for the rule of checkpoints).
+
+    states [slots, H, P, N]   folded: what `fold` gave for the step's folds   x [rows, H, P], C [rows, G, N] the rows'
+    own   A, D [H] float32; returns y [rows, H, P] float32
+    """
+    rows, heads, width = x.shape
+    groups, size = C.shape[1:]
+    columns, members = paths.columns.shape[1], heads // groups
+    C = C.float()
+    dt = inputs.dt.view(-1, 1).index_select(0, paths.gather(heads)).view(rows, heads, columns)
+    total, since = _decays(dt * A[:, None])
+    weight = since.exp_().mul_(dt).view(rows, groups, members, columns)
+    B = inputs.B.view(-1, size).index_select(0, paths.gather(groups)).view(rows * groups, columns, size)
+    alike = torch.bmm(B.float(), C.reshape(rows * groups, size, 1)).view(rows, groups, 1, columns)
+    seen = inputs.x.view(-1, width).index_select(0, paths.gather(heads)).view(rows * heads, columns, width)
+    y = torch.bmm((weight * alike).view(rows * heads, 1, columns), seen.float()).view(rows, heads, width)
+    if paths.groups:
+        before = torch.zeros_like(y)
+        for group in paths.groups:
+            state = _source(group.source, states, folded).view(groups, members * width, size)
+            queries = C.index_select(0, group.rows).transpose(0, 1)
+            read = torch.bmm(queries, state.transpose(1, 2))[:, : group.count]  # [G, count, members * P]
+            before[group.rows[: group.count]] = read.transpose(0, 1).reshape(group.count, heads, width)
+        y.addcmul_(before, total.exp())
+    return y.addcmul_(x.float(), D[:, None])
+
+
+def fold(inputs: Inputs, states: Tensor, folds: Sequence[Fold], A: Tensor) -> list[Tensor]:
+    """The state after each fold's block, [H, P, N]; a fold may begin where an earlier one ended."""
+    heads, width = inputs.x.shape[1:]
+    groups, size = inputs.B.shape[1:]
+    done: list[Tensor] = []
+    for each in folds:
+        columns = each.columns.flip(0)
+        dt = inputs.dt.index_select(0, columns)  # [block, H]
+        total, since = _decays((dt * A).t().contiguous())
+        weight = since.exp_().t() * dt
+        x = inputs.x.index_select(0, columns).float().mul_(weight[..., None])
+        B = inputs.B.index_select(0, columns).float()
+        x = x.view(-1, groups, heads // groups * width).permute(1, 2, 0)  # [G, channels, block]
+        after = torch.bmm(x, B.transpose(0, 1)).view(heads, width, size)
+        if each.source:
+            after.addcmul_(_source(each.source, states, done), total.exp()[:, :, None])
+        done.append(after)
+    return done
+
+
+def tree_scan_in_order(
+    inputs: Inputs, states: Tensor, folded: Sequence[Tensor], paths: Paths, x: Tensor, C: Tensor, A: Tensor, D: Tensor
+) -> Tensor:
+    """Mamba-1 of every row along its own path: the recurrence, one token after another (ALGORITHMS 6.7).
+
+    The same as `tree_scan`, but A [H, N]. A path that several rows have in common is walked once.
+    """
+    plan = paths.waves()
+    y = torch.zeros(x.shape, device=x.device)
+    C = C.float().transpose(1, 2)  # [rows, N, 1]
+    zero = torch.zeros_like(states[0])
+    before = [_source(source, states, folded) if source else zero for source in plan.sources]
+    state = torch.stack(before)
+    for wave in plan.waves:
+        state = _step(inputs, state.index_select(0, wave.parents), wave.columns, A)
+        if len(wave.rows):
+            ends = state.index_select(0, wave.ends).flatten(1, 2)
+            y[wave.rows] = torch.bmm(ends, C.index_select(0, wave.rows)).view(len(wave.rows), *x.shape[1:])
+    return y.addcmul_(x.float(), D[:, None])
+
+
+def fold_in_order(inputs: Inputs, states: Tensor, folds: Sequence[Fold], A: Tensor) -> list[Tensor]:
+    """`fold` for Mamba-1; A [H, N]."""
+    done: list[Tensor] = []
+    for each in folds:
+        state = states.new_zeros(1, *states.shape[1:]) if not each.source else _source(each.source, states, done)[None]
+        for column in each.columns.split(1):
+            state = _step(inputs, state, column, A)
+        done.append(state[0])
+    return done
+
+
+def _decays(a: Tensor) -> tuple[Tensor, Tensor]:
+    """a [..., K] log decays of tokens, the newest first, to that of all [..., 1] and of those after each [..., K].
+
+    Sums of numbers of one sign: differences of sums from the beginning would lose what the far end of a path is worth.
+    """
+    total = a.cumsum(-1)
+    since = torch.zeros_like(total)
+    since[..., 1:] = total[..., :-1]
+    return total[..., -1:], since
+
+
+def _source(source: int, states: Tensor, folded: Sequence[Tensor]) -> Tensor:
+    return states[source] if source >= 0 else folded[-1 - source]
+
+
+def _step(inputs: Inputs, state: Tensor, columns: Tensor, A: Tensor) -> Tensor:
+    """state [n, H, P, N] moved on by one token each."""
+    dt = inputs.dt.index_select(0, columns)[..., None]  # [n, H, 1]
+    decay = (dt * A).exp_()[:, :, None]
+    drive = inputs.x.index_select(0, columns).float().mul_(dt)[..., None] * inputs.B.index_select(0, columns)[:, None]
+    return drive.addcmul_(state, decay)
+
+
+def _forest(columns: Tensor, groups: Sequence[Group]) -> Waves:
+    slots = columns.cpu().numpy()
+    rows, width = slots.shape
+    sources = (0, *(group.source for group in groups))
+    begins = np.zeros(rows, np.int64)  # of each row: the place of its checkpoint among the sources
+    for place, group in enumerate(groups, 1):
+        begins[group.rows[: group.count].cpu().numpy()] = place
+    paths = np.take_along_axis(slots, np.argsort(slots == 0, axis=1, kind="stable"), 1)
+    lengths = (slots != 0).sum(1)
+    most = int(slots.max()) + 1
+    waves, nodes = [], begins  # nodes: of each row, the place of its token in the wave before
+    for distance in range(int(lengths.max(initial=0))):
+        active = np.flatnonzero(lengths > distance)
+        # A slot is on one path of one text, but that path may be walked from two checkpoints.
+        found, first, places = np.unique(
+            begins[active] * most + paths[active, distance], return_index=True, return_inverse=True
+        )
+        parents = nodes[active][first]
+        nodes = nodes.copy()
+        nodes[active] = places
+        ending = np.flatnonzero(lengths == distance + 1)
+        parts = (found % most, parents, ending, nodes[ending])
+        waves.append(Wave(*(torch.from_numpy(part).to(columns.device) for part in parts)))
+    return Waves(sources, tuple(waves))

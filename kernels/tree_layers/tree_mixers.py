@@ -1,0 +1,175 @@
+"""The tree-aware mixers: a layer's convolution and recurrence for rows that each have a path of their own.
+
+The linear layers around them are the model's. A row depends on nothing but its path: on the checkpoint that the rule of
+ALGORITHMS 6.4 gives it and the inputs since, in order of position. So prompts, plain decoding and trees have the same
+bits. Inputs wait in slots by token; those of accepted tokens are kept in a ring per text, and folded into checkpoints
+when a row first needs them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tree_kernels.commit import commit
+from tree_kernels.tree_conv import tree_conv
+from tree_kernels.tree_scan import Inputs, Paths, fold, fold_in_order, tree_scan, tree_scan_in_order
+
+
+@dataclass(frozen=True, slots=True)
+class MixerLayout:
+    """What one layer remembers: of a token its inputs, of a text its checkpoints."""
+
+    channels: int  # that the convolution sees
+    heads: int  # H; Mamba-1: its channels
+    width: int  # P; Mamba-1: 1
+    groups: int  # G; Mamba-1: 1
+    size: int  # N
+    dtype: torch.dtype  # of the inputs but dt
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's inputs."""
+        numbers = self.channels + self.heads * self.width + self.groups * self.size
+        return numbers * self.dtype.itemsize + self.heads * 4
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one checkpoint."""
+        return self.heads * self.width * self.size * 4
+
+
+class LayerMemory(NamedTuple):
+    """One layer's slots."""
+
+    raw: Tensor  # [token slots, channels] before the convolution
+    inputs: Inputs  # [token slots, ...] after it
+    states: Tensor  # [state slots, H, P, N] float32
+
+
+class RecurrentMemory:
+    """The slots of every layer's mixer. Token slot 0 and state slot 0 hold zeros and are never written."""
+
+    def __init__(self, layouts: Sequence[MixerLayout], tokens: int, states: int, device: torch.device) -> None:
+        """tokens, states: how many slots there are, the zeros among them."""
+        self.layouts = tuple(layouts)
+        self._stores: list[tuple[Tensor, ...]] = []  # of the layers of one layout, side by side
+        layers: dict[MixerLayout, list[LayerMemory]] = {}
+        for layout in dict.fromkeys(layouts):
+            count = self.layouts.count(layout)
+            raw = torch.zeros(count, tokens, layout.channels, dtype=layout.dtype, device=device)
+            x = torch.zeros(count, tokens, layout.heads, layout.width, dtype=layout.dtype, device=device)
+            B = torch.zeros(count, tokens, layout.groups, layout.size, dtype=layout.dtype, device=device)
+            dt = torch.zeros(count, tokens, layout.heads, device=device)
+            kept = torch.zeros(count, states, layout.heads, layout.width, layout.size, device=device)
+            self._stores.append((raw, x, B, dt))
+            layers[layout] = [LayerMemory(raw[i], Inputs(x[i], B[i], dt[i]), kept[i]) for i in range(count)]
+        rest = {layout: iter(each) for layout, each in layers.items()}
+        self.layers = [next(rest[layout]) for layout in layouts]
+
+    def keep(self, source: Tensor, target: Tensor) -> None:
+        """Copy the inputs of tokens from slots [n] to slots [n], in every layer."""
+        for stores in self._stores:
+            for store in stores:
+                commit(store, source, target)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecurrentStep:
+    """The rows of a step for mixers; the same for all layers."""
+
+    slots: Tensor  # [rows] int64 where each row's inputs are written
+    own: Tensor  # [rows] int64 the column of `paths` that is the row's own, or past it; at least W - 1
+    paths: Paths
+    _taps: dict[int, Tensor] = field(default_factory=dict)
+
+    def taps(self, width: int) -> Tensor:
+        """[rows, width] slots of each row's last inputs, itself last."""
+        if width not in self._taps:
+            back = torch.arange(1 - width, 1, device=self.own.device)
+            self._taps[width] = self.paths.columns.gather(1, self.own[:, None] + back)
+        return self._taps[width]
+
+    def write(self, store: Tensor, rows: Tensor) -> None:
+        """Put every row's numbers into its slot."""
+        store.index_copy_(0, self.slots, rows.to(store.dtype))
+
+
+Scan = Callable[[Inputs, Tensor, Sequence[Tensor], Paths, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def _scan(run: Scan, memory: LayerMemory, step: RecurrentStep, done: Sequence[Tensor], *rows: Tensor) -> Tensor:
+    y = run(memory.inputs, memory.states, done, step.paths, *rows)
+    for each, state in zip(step.paths.folds, done, strict=True):
+        if each.target >= 0:  # only now: a row may have begun where this slot's old checkpoint was
+            memory.states[each.target] = state
+    return y
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TreeMamba2:
+    """Mamba-2's convolution and recurrence."""
+
+    layout: MixerLayout
+    conv_weight: Tensor  # [W, channels] float32
+    conv_bias: Tensor  # [channels] float32
+    dt_bias: Tensor  # [H] float32
+    A: Tensor  # [H] float32, negative
+    D: Tensor  # [H] float32
+    dt_limit: tuple[float, float]
+
+    def __call__(self, raw: Tensor, dt: Tensor, memory: LayerMemory, step: RecurrentStep) -> Tensor:
+        """raw [rows, H P + 2 G N] what the convolution sees (x, B, C), dt [rows, H] before softplus.
+
+        Returns y [rows, H P] float32, before gate and norm. Writes the rows' inputs and the step's checkpoints.
+        """
+        layout = self.layout
+        step.write(memory.raw, raw)
+        mixed = tree_conv(memory.raw, step.taps(len(self.conv_weight)), self.conv_weight, self.conv_bias)
+        shared = layout.groups * layout.size
+        x, B, C = mixed.split((layout.heads * layout.width, shared, shared), 1)
+        x = x.unflatten(1, (layout.heads, layout.width))
+        dt = F.softplus(dt.float() + self.dt_bias)
+        if self.dt_limit != (0.0, math.inf):
+            dt = dt.clamp(*self.dt_limit)
+        step.write(memory.inputs.x, x)
+        step.write(memory.inputs.B, B.unflatten(1, (layout.groups, layout.size)))
+        step.write(memory.inputs.dt, dt)
+        done = fold(memory.inputs, memory.states, step.paths.folds, self.A)
+        C = C.unflatten(1, (layout.groups, layout.size))
+        return _scan(tree_scan, memory, step, done, x, C, self.A, self.D).flatten(1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TreeMamba1:
+    """Mamba-1's convolution and recurrence, in token order everywhere."""
+
+    layout: MixerLayout
+    conv_weight: Tensor  # [W, I] float32
+    conv_bias: Tensor  # [I] float32
+    A: Tensor  # [I, N] float32, negative
+    D: Tensor  # [I] float32
+
+    def __call__(
+        self,
+        raw: Tensor,
+        select: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]],
+        memory: LayerMemory,
+        step: RecurrentStep,
+    ) -> Tensor:
+        """raw [rows, I] what the convolution sees; `select` makes dt [rows, I] after softplus, B and C [rows, N] of its
+        output. Returns y [rows, I] float32, before the gate. Writes the rows' inputs and the step's checkpoints.
+        """
+        step.write(memory.raw, raw)
+        x = tree_conv(memory.raw, step.taps(len(self.conv_weight)), self.conv_weight, self.conv_bias)
+        dt, B, C = select(x)
+        step.write(memory.inputs.x, x[..., None])
+        step.write(memory.inputs.B, B[:, None])
+        step.write(memory.inputs.dt, dt)
+        done = fold_in_order(memory.inputs, memory.states, step.paths.folds, self.A)
+        return _scan(tree_scan_in_order, memory, step, done, x[..., None], C[:, None], self.A, self.D).flatten(1)

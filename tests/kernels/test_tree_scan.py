@@ -1,0 +1,222 @@
+"""Convolution and recurrence of packed trees against each path by itself, in float64 (ALGORITHMS 11, 8 to 10)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tree_kernels.tree_conv import tree_conv
+from tree_kernels.tree_scan import (
+    ROW_MULTIPLE,
+    Fold,
+    Group,
+    Inputs,
+    Paths,
+    fold,
+    fold_in_order,
+    tree_scan,
+    tree_scan_in_order,
+)
+
+CHAIN = 5  # committed tokens between the checkpoint and the tree
+
+
+def random_tree(rng, rows):
+    """Parents of a tree of so many rows, the root first."""
+    return [-1, *(int(rng.integers(0, row)) for row in range(1, rows))]
+
+
+def paths_of(parents, chain=CHAIN):
+    """Slots of every row's path: the chain's are 1 to `chain`, the rows' own follow."""
+    paths = []
+    for row, parent in enumerate(parents):
+        above = list(range(1, chain + 1)) if parent < 0 else paths[parent]
+        paths.append([*above, chain + 1 + row])
+    return paths
+
+
+def packed(paths, source, folds=(), room=3):
+    """The paths as a step, with some empty columns on either side."""
+    columns = torch.zeros(len(paths), max(map(len, paths)) + 2 * room, dtype=torch.int64)
+    for row, path in enumerate(paths):
+        columns[row, room : room + len(path)] = torch.tensor(path)
+    groups = []
+    if source:
+        rows = torch.zeros(-(-len(paths) // ROW_MULTIPLE) * ROW_MULTIPLE, dtype=torch.int64)
+        rows[: len(paths)] = torch.arange(len(paths))
+        groups = [Group(source, rows, len(paths))]
+    return Paths(columns, groups, folds)
+
+
+def random_inputs(generator, slots, heads, width, groups, size, dtype=torch.float64):
+    x = torch.randn(slots, heads, width, generator=generator, dtype=torch.float64)
+    B = torch.randn(slots, groups, size, generator=generator, dtype=torch.float64)
+    dt = F.softplus(torch.randn(slots, heads, generator=generator, dtype=torch.float64) * 5)
+    for each in (x, B, dt):
+        each[0] = 0
+    return Inputs(x.to(dtype), B.to(dtype), dt if dtype == torch.float64 else dt.float())
+
+
+def stepped(inputs, state, path, A, C, D):
+    """The recurrence by its definition, one token after another; A [H] or [H, N]."""
+    members = inputs.x.shape[1] // inputs.B.shape[1]
+    A = A.double().view(len(A), 1, -1)
+    for slot in path:
+        dt = inputs.dt[slot].double()[:, None, None]
+        B = inputs.B[slot].double().repeat_interleave(members, 0)[:, None]
+        state = torch.exp(dt * A) * state + dt * inputs.x[slot].double()[..., None] * B
+    C = C.double().repeat_interleave(members, 0)[:, None]
+    return (state * C).sum(-1) + D.double()[:, None] * inputs.x[path[-1]].double(), state
+
+
+def relative(found, truth):
+    return float((found.double() - truth).norm() / truth.norm())
+
+
+@pytest.mark.parametrize("groups", [1, 2, 8])
+@pytest.mark.parametrize("rows", [1, 2, 15, 64])
+@pytest.mark.parametrize("source", [0, 2])
+def test_a_tree_scan_is_each_path_by_itself(rows, groups, source):
+    rng, generator = np.random.default_rng(rows), torch.Generator().manual_seed(rows)
+    heads, width, size = 8, 64, 16
+    paths = paths_of(random_tree(rng, rows))
+    A = -torch.rand(heads, generator=generator, dtype=torch.float64) * 16
+    D = torch.randn(heads, generator=generator, dtype=torch.float64)
+    C = torch.randn(rows, groups, size, generator=generator, dtype=torch.float64)
+    states = torch.randn(3, heads, width, size, generator=generator, dtype=torch.float64)
+    states[0] = 0
+    for dtype, bound in ((torch.float32, 2e-6), (torch.bfloat16, 2e-3)):
+        inputs = random_inputs(generator, CHAIN + 1 + rows, heads, width, groups, size, dtype)
+        own = torch.tensor([path[-1] for path in paths])
+        x, c = inputs.x[own], C.to(dtype)
+        y = tree_scan(inputs, states.float(), [], packed(paths, source), x, c, A.float(), D.float())
+        truth = torch.stack(
+            [
+                stepped(inputs, states[source].float().double(), p, A.float(), c[r], D.float())[0]
+                for r, p in enumerate(paths)
+            ]
+        )
+        assert relative(y, truth) < bound
+
+
+@pytest.mark.parametrize("rows", [1, 2, 15, 64])
+@pytest.mark.parametrize("source", [0, 2])
+def test_a_tree_scan_in_order_is_each_path_by_itself_bit_for_bit(rows, source):
+    """Mamba-1: whatever rows share a forest, a row has the bits that it has alone."""
+    rng, generator = np.random.default_rng(rows), torch.Generator().manual_seed(rows)
+    heads, size = 24, 16
+    paths = paths_of(random_tree(rng, rows))
+    A = -torch.rand(heads, size, generator=generator) * 16
+    D = torch.randn(heads, generator=generator)
+    C = torch.randn(rows, 1, size, generator=generator)
+    states = torch.randn(3, heads, 1, size, generator=generator)
+    states[0] = 0
+    inputs = random_inputs(generator, CHAIN + 1 + rows, heads, 1, 1, size, torch.float32)
+    x = inputs.x[torch.tensor([path[-1] for path in paths])]
+    y = tree_scan_in_order(inputs, states, [], packed(paths, source), x, C, A, D)
+    truth = torch.stack(
+        [stepped(inputs, states[source].double(), path, A, C[row], D)[0] for row, path in enumerate(paths)]
+    )
+    assert relative(y, truth) < 2e-6
+    for row, path in enumerate(paths):
+        alone = tree_scan_in_order(inputs, states, [], packed([path], source), x[row : row + 1], C[row : row + 1], A, D)
+        assert torch.equal(alone[0], y[row])
+
+
+@pytest.mark.parametrize("kind", ["mamba1", "mamba2"])
+def test_folds_are_steps_one_after_another(kind):
+    generator = torch.Generator().manual_seed(3)
+    heads, width, groups, size = (8, 1, 1, 16) if kind == "mamba1" else (8, 32, 2, 16)
+    run = fold_in_order if kind == "mamba1" else fold
+    A = (
+        -torch.rand(heads, size, generator=generator) * 4
+        if kind == "mamba1"
+        else -torch.rand(heads, generator=generator)
+    )
+    inputs = random_inputs(generator, 40, heads, width, groups, size, torch.float32)
+    states = torch.randn(3, heads, width, size, generator=generator)
+    blocks = torch.randperm(39, generator=generator)[:32].view(2, 16) + 1
+    done = run(inputs, states, [Fold(2, blocks[0], 1), Fold(-1, blocks[1], -1), Fold(0, blocks[1], -1)], A)
+    zeros, nothing = torch.zeros(groups, size), torch.zeros(heads)
+    first = stepped(inputs, states[2].double(), blocks[0].tolist(), A, zeros, nothing)[1]
+    second = stepped(inputs, first, blocks[1].tolist(), A, zeros, nothing)[1]
+    fresh = stepped(inputs, torch.zeros_like(first), blocks[1].tolist(), A, zeros, nothing)[1]
+    for state, truth in zip(done, (first, second, fresh), strict=True):
+        assert relative(state, truth) < 2e-6
+
+
+def test_a_row_may_start_from_what_the_step_folded():
+    generator = torch.Generator().manual_seed(4)
+    heads, width, groups, size = 4, 8, 1, 16
+    A, D = -torch.rand(heads, generator=generator), torch.randn(heads, generator=generator)
+    inputs = random_inputs(generator, 30, heads, width, groups, size, torch.float32)
+    states = torch.zeros(1, heads, width, size)
+    C = torch.randn(1, groups, size, generator=generator)
+    folds = [Fold(0, torch.arange(1, 17), -1)]
+    paths = Paths(torch.arange(17, 30)[None], [Group(-1, torch.zeros(8, dtype=torch.int64), 1)], folds)
+    y = tree_scan(inputs, states, fold(inputs, states, folds, A), paths, inputs.x[29:], C, A, D)
+    truth, _ = stepped(inputs, states[0].double(), list(range(1, 30)), A, C[0], D)
+    assert relative(y[0], truth) < 2e-6
+
+
+@pytest.mark.parametrize("run", [tree_scan, tree_scan_in_order], ids=["mamba2", "mamba1"])
+def test_decays_that_underflow_give_no_infinities_and_hide_siblings_wholly(run):
+    """200 nats of decay a token: whatever lies behind a token is gone, and a sibling's huge input never shows."""
+    heads, width, size = 2, 1, 4
+    slots = 12
+    inputs = Inputs(torch.ones(slots, heads, width), torch.ones(slots, 1, size), torch.full((slots, heads), 200.0))
+    inputs.x[9] = 1e30  # row 3, nobody's ancestor
+    for each in inputs:
+        each[0] = 0
+    paths = paths_of([-1, 0, 0, 0, 1], chain=5)
+    A = -torch.ones(heads, size) if run is tree_scan_in_order else -torch.ones(heads)
+    states = torch.full((2, heads, width, size), 1e30)
+    C = torch.ones(5, 1, size)
+    x = inputs.x[torch.tensor([path[-1] for path in paths])]
+    y = run(inputs, states, [], packed(paths, 1), x, C, A, torch.zeros(heads))
+    assert torch.isfinite(y).all()
+    assert torch.equal(y[[0, 1, 2, 4]], torch.full((4, heads, width), 200.0 * size))
+
+
+@pytest.mark.parametrize("rows", [1, 7, 33])
+@pytest.mark.parametrize("chain", [0, 1, 5])
+def test_a_tree_convolution_is_each_paths_convolution(rows, chain):
+    rng, generator = np.random.default_rng(rows), torch.Generator().manual_seed(rows)
+    channels, width = 12, 4
+    raw = torch.randn(chain + 1 + rows, channels, generator=generator)
+    raw[0] = 0
+    weight = torch.randn(width, channels, generator=generator)
+    bias = torch.randn(channels, generator=generator)
+    paths = paths_of(random_tree(rng, rows), chain)
+    taps = torch.tensor([([0] * width + path)[-width:] for path in paths])
+    found = tree_conv(raw, taps, weight, bias)
+    for row, path in enumerate(paths):
+        line = raw[torch.tensor(path)].double().t()[None]
+        truth = F.conv1d(line, weight.double().t()[:, None], bias.double(), padding=width - 1, groups=channels)
+        assert (found[row] - F.silu(truth[0, :, len(path) - 1])).abs().max() < 1e-6
+
+
+def test_a_rows_bits_do_not_depend_on_the_rows_beside_it():
+    """Mamba-2: alone, in a tree, and in another order."""
+    rng, generator = np.random.default_rng(5), torch.Generator().manual_seed(5)
+    heads, width, groups, size, rows = 8, 64, 2, 64, 63
+    paths = paths_of(random_tree(rng, rows))
+    A, D = -torch.rand(heads, generator=generator), torch.randn(heads, generator=generator)
+    C = torch.randn(rows, groups, size, generator=generator)
+    states = torch.randn(2, heads, width, size, generator=generator)
+    inputs = random_inputs(generator, CHAIN + 1 + rows, heads, width, groups, size, torch.float32)
+    x = inputs.x[torch.tensor([path[-1] for path in paths])]
+    whole = packed(paths, 1)
+    y = tree_scan(inputs, states, [], whole, x, C, A, D)
+    for count in (1, 8, 24, 40):
+        places = torch.from_numpy(rng.permutation(rows)[:count])
+        columns = torch.zeros(-(-count // 8) * 8, whole.columns.shape[1], dtype=torch.int64)
+        columns[:count] = whole.columns[places]
+        group = torch.zeros(-(-count // 8) * 8, dtype=torch.int64)
+        group[:count] = torch.arange(count)
+        some = Paths(columns, [Group(1, group, count)], [])
+        their_x, their_C = x.new_zeros(len(columns), heads, width), C.new_zeros(len(columns), groups, size)
+        their_x[:count], their_C[:count] = x[places], C[places]
+        found = tree_scan(inputs, states, [], some, their_x, their_C, A, D)[:count]
+        assert torch.equal(found, y[places]), count

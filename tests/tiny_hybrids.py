@@ -1,0 +1,156 @@
+"""Tiny checkpoints of every state-space and hybrid family that is served, of random weights."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tiny_mamba import PADDED, VOCABULARY, write_tokenizer
+from transformers import PreTrainedModel
+
+COMMON: dict[str, Any] = {"vocab_size": PADDED, "hidden_size": 32, "max_position_embeddings": 4096}
+ATTENTION: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+MAMBA2: dict[str, Any] = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 2,
+    "mamba_expand": 2,
+    "mamba_d_conv": 4,
+    "mamba_chunk_size": 16,
+}
+MOE: dict[str, Any] = {"num_experts_per_tok": 2}
+
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mamba": ("Mamba", {"num_hidden_layers": 2, "state_size": 8, "tie_word_embeddings": True}),
+    "falcon_mamba": ("FalconMamba", {"num_hidden_layers": 2, "state_size": 8}),
+    "mamba2": (
+        "Mamba2",
+        # Two groups of two heads, and a limit on dt that some tokens reach.
+        {
+            "num_hidden_layers": 2,
+            "state_size": 8,
+            "num_heads": 4,
+            "head_dim": 16,
+            "n_groups": 2,
+            "chunk_size": 16,
+            "time_step_limit": (0.02, 2.0),
+            "use_bias": True,
+        },
+    ),
+    "bamba": ("Bamba", {**ATTENTION, **MAMBA2, "num_hidden_layers": 3, "attn_layer_indices": [1]}),
+    "falcon_h1": (
+        "FalconH1",
+        {
+            **ATTENTION,
+            **MAMBA2,
+            "num_hidden_layers": 2,
+            "mamba_d_ssm": 64,
+            "ssm_in_multiplier": 1.3,
+            "ssm_multipliers": [0.7, 1.2, 0.9, 1.1, 0.8],
+            "key_multiplier": 1.5,
+        },
+    ),
+    "zamba2": (
+        "Zamba2",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "intermediate_size": 48,
+            "num_hidden_layers": 4,
+            "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+            "num_mem_blocks": 1,
+            "mamba_d_state": 8,
+            "mamba_ngroups": 2,
+            "n_mamba_heads": 4,
+            "mamba_expand": 2,
+            "use_shared_attention_adapter": False,
+            "adapter_rank": 4,
+            "chunk_size": 16,
+        },
+    ),
+    "nemotron_h": (
+        "NemotronH",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "intermediate_size": 48,
+            "layers_block_type": ["mamba", "attention", "mlp", "mamba"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 8,
+            "n_groups": 2,
+            "conv_kernel": 4,
+            "chunk_size": 16,
+        },
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        {
+            **ATTENTION,
+            **MAMBA2,
+            **MOE,
+            "num_hidden_layers": 3,
+            "layer_types": ["mamba", "attention", "mamba"],
+            "num_local_experts": 4,
+            "shared_intermediate_size": 48,
+        },
+    ),
+    "jamba": (
+        "Jamba",
+        {
+            **ATTENTION,
+            **MOE,
+            "num_hidden_layers": 4,
+            "num_experts": 4,
+            "attn_layer_period": 4,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 4,
+            "use_mamba_kernels": False,
+        },
+    ),
+}
+FAMILIES = tuple(SETTINGS)
+
+
+def randomise(model: PreTrainedModel, seed: int) -> None:
+    """Every parameter at random, norms, A_log, D and all biases included: none may pass by being neutral."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "norm" in name or name.endswith(".D"):
+                parameter.copy_(1 + 0.3 * noise)
+            elif name.endswith("A_log"):
+                parameter.copy_(0.5 + 0.7 * noise)
+            elif name.endswith(("dt_bias", "dt_proj.bias")):
+                parameter.copy_(-2 + noise)
+            elif name.endswith("bias"):
+                parameter.copy_(0.3 * noise)
+            elif "conv1d" in name:
+                parameter.copy_(0.5 * noise)
+            elif "embed" in name or "lm_head" in name:
+                parameter.copy_(0.6 * noise)
+            else:
+                parameter.copy_(noise / math.sqrt(parameter.shape[-1]))
+
+
+def make_checkpoint(folder: Path, family: str, seed: int = 0) -> PreTrainedModel:
+    """Write a checkpoint into `folder` and return the library's model of it, in float32."""
+    name, settings = SETTINGS[family]
+    config = getattr(transformers, f"{name}Config")(**{**COMMON, **settings})
+    model: PreTrainedModel = getattr(transformers, f"{name}ForCausalLM")(config)
+    randomise(model, seed)
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return type(model).from_pretrained(folder, dtype=torch.float32).eval()
+
+
+__all__ = ["FAMILIES", "PADDED", "VOCABULARY", "make_checkpoint"]

@@ -1,0 +1,287 @@
+"""State-space and hybrid targets: the library's logits, and the same bits however a text came to be where it is."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from dendro.errors import BadRequest
+from dendro.text import Tokens
+from dendro.tree import DraftTree
+from routers import LAWS, Router, alone, guessing
+from tiny_hybrids import FAMILIES, VOCABULARY, make_checkpoint
+from tree_kernels.tree_attention import PAGE
+
+from verifier_service.engine import VerifierEngine
+from verifier_service.recurrent import Arrangement, Extent, Places, last_writers
+
+MIXED = ("mamba", "mamba2", "bamba")
+"""One of each kind: Mamba-1, Mamba-2, and with attention."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    made = {}
+
+    def make(family):
+        if family not in made:
+            folder = tmp_path_factory.mktemp(family)
+            made[family] = (folder, make_checkpoint(folder, family))
+        return made[family]
+
+    return make
+
+
+def engine_of(folder, dtype=torch.float32, **limits):
+    said = {"max_length": 512, "max_sessions": 8, "max_waiting": 64, "prefill_chunk": 128, "max_depth": 8} | limits
+    return VerifierEngine.load(folder, name="tiny", dtype=dtype, **said)
+
+
+def tree_below(root):
+    return DraftTree.of([root, 3, 4, 5, 6], [-1, 0, 0, 1, 3])
+
+
+def paths_below(ids):
+    return [ids, [*ids, 3], [*ids, 4], [*ids, 3, 5], [*ids, 3, 5, 6]]
+
+
+def oracle(model, ids):
+    """The library's logits after these tokens: its forward of the full sequence, without a cache."""
+    with torch.no_grad():
+        return model(torch.tensor([ids]), use_cache=False).logits[0, -1, :VOCABULARY]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_familys_trees_have_the_librarys_logits(models, family):
+    folder, model = models(family)
+    engine = engine_of(folder)
+    rng = np.random.default_rng(0)
+    for length in (1, 2, 16, 17, 60, 190):
+        ids = rng.integers(0, VOCABULARY, length).tolist()
+        found = engine.logits_of(ids, tree_below(ids[-1]))
+        truth = torch.stack([oracle(model, path) for path in paths_below(ids)])
+        assert (found - truth).abs().max() < 1e-4, length
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_familys_rows_are_independent(models, family, dtype):
+    assert engine_of(models(family)[0], dtype)._hello.exactness == "bitwise"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_greedy_answers_are_those_of_the_full_forward(models, family):
+    folder, model = models(family)
+    engine = engine_of(folder)
+    await engine.start()
+    try:
+        rng = np.random.default_rng(1)
+        prompt = rng.integers(0, VOCABULARY, 21).tolist()
+        truth = list(prompt)
+        for _ in range(24):
+            truth.append(int(oracle(model, truth).argmax()))
+        found = await Router(engine, prompt, count=24).finish(guessing(rng, truth[21:], VOCABULARY))
+        assert found == truth[21:]
+    finally:
+        await engine.stop()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("family", MIXED)
+async def test_random_arrivals_and_departures_change_no_token(models, family, dtype):
+    """Pages for about four of the texts: they wait, are set back and computed again."""
+    rng = np.random.default_rng(2)
+    engine = engine_of(models(family)[0], dtype, pool_tokens=7 * PAGE)
+    await engine.start()
+    try:
+        # They end before the end of a page, so that all of them soon want another.
+        lengths = [PAGE * int(rng.integers(1, 3)) - int(rng.integers(9, 30)) for _ in range(12)]
+        prompts = [rng.integers(0, VOCABULARY, length).tolist() for length in lengths]
+        laws = [LAWS[int(rng.integers(0, len(LAWS)))] for _ in prompts]
+        truths = await alone(engine, prompts, laws, 40)
+
+        async def request(place):
+            await asyncio.sleep(float(rng.random()) * 0.05)
+            router = Router(engine, prompts[place], laws[place], 40)
+            trees = guessing(rng, truths[place], VOCABULARY)
+            if place % 5 == 4:  # leaves in the middle
+                await router.open()
+                for _ in range(5):
+                    await router.round(trees(router))
+                await router.close()
+                assert truths[place][: len(router.answer)] == router.answer
+                return
+            assert await router.finish(trees) == truths[place]
+
+        await asyncio.gather(*(request(place) for place in range(len(prompts))))
+        stats = engine.stats()
+        assert stats["set_back"] > 0
+        assert stats["pages_held"] == stats["sessions"] == 0
+        assert engine.scheduler.memory.places.free == 8
+    finally:
+        await engine.stop()
+
+
+@pytest.mark.parametrize("family", MIXED)
+async def test_a_thousand_random_rounds_leave_the_state_and_the_logits_of_straight_decoding(models, family):
+    """Rounds that accept nothing, something, all; rounds without a tree; verdicts that are dropped. What the memory
+    holds then, and the logits of every visited row, are bitwise those of one token after another."""
+    rounds = 1000 if family == "mamba2" else 250
+    count = 3 * rounds
+    rng = np.random.default_rng(3)
+    engine = engine_of(models(family)[0], max_length=count + 64, max_sessions=2)
+    seen: dict[int, dict[int, torch.Tensor]] = {}
+    walk = engine.runner.walker.walk
+
+    def watched(draw, logits):
+        walked = walk(draw, logits)
+        for row in walked.path:
+            seen.setdefault(draw.session, {})[draw.base + int(draw.depths[row])] = logits[row].clone()
+        return walked
+
+    engine.runner.walker.walk = watched
+    await engine.start()
+    try:
+        prompt = rng.integers(0, VOCABULARY, 20).tolist()
+        straight = Router(engine, prompt, LAWS[1], count)
+        await straight.open()
+        while len(straight.text) < straight.end - 1:
+            await straight.round()
+        router = Router(engine, prompt, LAWS[1], count)
+        await router.open()
+        trees = chains(rng, straight.answer)
+        accepted, dropped = set(), 0
+        for _ in range(rounds):
+            before = Tokens()
+            before.extend(router.text.ids)
+            verdict = await router.round(trees(router) if rng.random() < 0.9 else None)
+            accepted.add(len(verdict.path) - 1)
+            if rng.random() < 0.1:
+                router.text, dropped = before, dropped + 1
+        assert accepted == set(range(9)) and dropped > 10
+        while len(router.text) < straight.end - 1:
+            await router.round(trees(router))
+        assert router.answer == straight.answer
+        first, second = engine.scheduler.sessions.values()
+        assert len(seen[first.number]) >= count - 1
+        for position, logits in seen[first.number].items():
+            assert torch.equal(seen[second.number][position], logits), position
+        same_memory(engine, first.memory, second.memory)
+    finally:
+        await engine.stop()
+
+
+def chains(rng, truth):
+    """Trees of up to the greatest depth, true as far as chance has it, with siblings."""
+
+    def tree(router):
+        tokens, parents, done = [router.text.ids[-1]], [-1], len(router.answer)
+        depth, last = int(rng.integers(0, 9)), 0
+        right = int(rng.integers(0, depth + 1))
+        for step in range(depth):
+            wanted = truth[done + step] if step < right and done + step < len(truth) else 0
+            siblings = dict.fromkeys([*rng.integers(0, VOCABULARY, int(rng.integers(0, 3))).tolist(), wanted])
+            tokens += siblings
+            parents += [last] * len(siblings)
+            last = len(tokens) - 1
+        return DraftTree.of(tokens, parents)
+
+    return tree
+
+
+def same_memory(engine, first, second):
+    """Both texts have consumed the same; whatever both places still hold of it is bitwise the same."""
+    assert first.consumed == second.consumed
+    one, other = first.place, second.place
+    length = len(first.consumed)
+    positions = np.arange(length - 2 * one.extent.block, length)
+    blocks = range(max(one.lowest, other.lowest), min(one.folded, other.folded) + 1)
+    assert len(blocks) >= 2
+    for layer in engine.runner.target.run.recurrent.layers:
+        for store in (layer.raw, *layer.inputs):
+            assert torch.equal(store[one.token_slots(positions)], store[other.token_slots(positions)])
+        for block in blocks:
+            assert torch.equal(layer.states[one.state_slot(block)], layer.states[other.state_slot(block)]), block
+
+
+@pytest.mark.parametrize("family", MIXED)
+async def test_a_text_cut_back_behind_its_ring_is_computed_again(models, family):
+    engine = engine_of(models(family)[0])
+    await engine.start()
+    try:
+        truth = await Router(engine, range(30), LAWS[1], 200).finish()
+        router = Router(engine, range(30), LAWS[1], 200)
+        await router.open()
+        while len(router.text) < 180:
+            await router.round(DraftTree.of([router.text.ids[-1], 1, 2], [-1, 0, 0]))
+        older = Tokens()
+        older.extend(router.text.ids[:60])
+        router.text, router.known = older, 20
+        assert await router.go_on() == truth
+    finally:
+        await engine.stop()
+
+
+async def test_a_prompt_longer_than_its_ring_is_kept_as_far_as_it_is_needed(models):
+    """A chunk of 128 goes round a ring of 32 four times."""
+    engine = engine_of(models("mamba2")[0], max_depth=4)
+    assert engine.scheduler.capacity.recurrent.extent.ring == 48
+    await engine.start()
+    try:
+        rng = np.random.default_rng(4)
+        prompt = rng.integers(0, VOCABULARY, 400).tolist()
+        router = Router(engine, prompt, count=1)
+        await router.open()
+        short = engine.runner.target.run.recurrent
+        place = next(iter(engine.scheduler.sessions.values())).memory.place
+        assert place.high == 399 and place.folded == 398 // 16 - 1
+        assert short.layers[0].raw.shape[0] < 8 * 48 + 2 * 128 + 64
+        await router.close()
+    finally:
+        await engine.stop()
+
+
+def test_a_place_can_be_cut_by_its_slack_wherever_it_stands():
+    """What rows after a cut look back on is in the ring, and their checkpoint not written over."""
+    for block, depth in ((16, 16), (16, 3), (32, 20)):
+        extent = Extent.of(block, depth + 1, depth)
+        places = Places(1, extent)
+        place = places.take()
+        for tokens in range(1, 300):
+            deepest = tokens - 1 + depth
+            place.fold_to(max(deepest // block - 1, 0))
+            place.append(tokens)
+            for cut in range(depth + 2):
+                length = max(tokens - cut, 0)
+                assert place.can_cut(length), (block, depth, tokens, cut)
+        assert not place.can_cut(tokens - 3 * block - depth)
+
+
+def test_arrangements_give_every_place_slots_of_its_own():
+    arranged = Arrangement.of(places=3, block=16, depth=8, step_rows=128)
+    places = Places(arranged.places, arranged.extent)
+    owned = [places.take() for _ in range(3)] + [arranged.own_place()]
+    tokens = [set(place.token_slots(np.arange(4096)).tolist()) for place in owned]
+    states = [{place.state_slot(block) for block in range(1, 500)} for place in owned]
+    for slots, end in ((tokens, arranged.scratch), (states, arranged.states)):
+        assert sorted(slot for each in slots for slot in each) == list(range(1, end))
+    places.give(owned[1])
+    assert places.take().first_token == owned[1].first_token
+
+
+def test_of_several_rows_for_one_slot_the_last_is_kept():
+    source, target = last_writers(np.arange(10, 16), np.array([3, 4, 5, 3, 4, 6]))
+    assert dict(zip(target.tolist(), source.tolist(), strict=True)) == {3: 13, 4: 14, 5: 12, 6: 15}
+
+
+def test_a_hybrid_of_another_family_says_so(models, tmp_path):
+    folder = tmp_path / "c"
+    folder.mkdir()
+    for file in models("mamba2")[0].iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    config = (folder / "config.json").read_text().replace('"model_type": "mamba2"', '"model_type": "mamba9"')
+    (folder / "config.json").write_text(config)
+    with pytest.raises(BadRequest, match="state-space or hybrid model of a family that is not supported"):
+        engine_of(folder)

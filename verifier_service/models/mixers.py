@@ -1,0 +1,123 @@
+"""Our tree-aware mixers in the seats of a state-space or hybrid model's own.
+
+Only `forward` of a mixer is replaced; its linear layers and norms, and everything around it, stay the library's.
+"""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from tree_layers.tree_mixers import MixerLayout, TreeMamba1, TreeMamba2
+from tree_layers.weights import CheckpointError
+
+from verifier_service.models.seats import Run
+
+PURE = {"mamba", "falcon_mamba", "mamba2"}
+HYBRID = {"bamba", "falcon_h1", "zamba2", "nemotron_h", "granitemoehybrid", "jamba"}
+MIXER_FAMILIES = PURE | HYBRID
+
+PARTS = ("in_proj", "conv1d", "A_log", "D", "out_proj")
+
+
+def seat_mixers(folder: Path, model: PreTrainedModel, run: Run) -> tuple[MixerLayout, ...]:
+    """Replace every mixer's forward by ours; returns what their layers remember, in order.
+
+    Before linear layers get their forms: Mamba-1 adds the bias of dt in float32, so that layer loses it.
+    """
+    layouts: list[MixerLayout] = []
+    for module in model.modules():
+        if all(hasattr(module, part) for part in PARTS):
+            _check(folder, module)
+            seat = _seat_mamba1 if hasattr(module, "x_proj") else _seat_mamba2
+            layouts.append(seat(module, run, len(layouts)))
+    return tuple(layouts)
+
+
+def _check(folder: Path, module: Any) -> None:
+    if module.activation not in ("silu", "swish"):
+        raise CheckpointError(f"{folder}: its mixers' activation {module.activation!r} is not supported")
+
+
+def _seat_mamba2(module: Any, run: Run, index: int) -> MixerLayout:
+    inner, channels, heads = module.intermediate_size, module.conv_dim, module.num_heads
+    layout = MixerLayout(
+        channels=channels,
+        heads=heads,
+        width=inner // heads,
+        groups=module.n_groups,
+        size=module.ssm_state_size,
+        dtype=module.conv1d.weight.dtype,
+    )
+    weight, bias = _convolution(module.conv1d)
+    low, high = module.time_step_limit
+    mixer = TreeMamba2(
+        layout=layout,
+        conv_weight=weight,
+        conv_bias=bias,
+        dt_bias=module.dt_bias.float(),
+        A=-torch.exp(module.A_log.float()),
+        D=module.D.float(),
+        dt_limit=(float(low), float(high)),
+    )
+
+    def forward(self: Any, hidden_states: Tensor, *_: Any, **ignored: Any) -> Tensor:
+        if run.recurrent is None:  # a probe
+            return torch.zeros_like(hidden_states)
+        assert run.recurrent_step is not None
+        projected = self.in_proj(hidden_states * getattr(self, "ssm_in_multiplier", 1))
+        if hasattr(self, "mup_vector"):
+            projected = projected * self.mup_vector
+        gate, raw, dt = projected.split((inner, channels, heads), -1)
+        y = mixer(raw[0], dt[0], run.recurrent.layers[index], run.recurrent_step)
+        return self.out_proj(_normed(self.norm, y[None], gate).to(hidden_states.dtype))
+
+    module.forward = types.MethodType(forward, module)
+    return layout
+
+
+def _seat_mamba1(module: Any, run: Run, index: int) -> MixerLayout:
+    inner, size, rank = module.intermediate_size, module.ssm_state_size, module.time_step_rank
+    layout = MixerLayout(inner, heads=inner, width=1, groups=1, size=size, dtype=module.conv1d.weight.dtype)
+    weight, bias = _convolution(module.conv1d)
+    mixer = TreeMamba1(layout, weight, bias, A=-torch.exp(module.A_log.float()), D=module.D.float())
+    dt_bias = module.dt_proj.bias.float()
+    module.dt_proj.bias = None
+    normed = hasattr(module, "dt_layernorm")
+
+    def forward(self: Any, hidden_states: Tensor, *_: Any, **ignored: Any) -> Tensor:
+        if run.recurrent is None:  # a probe
+            return torch.zeros_like(hidden_states)
+        assert run.recurrent_step is not None
+
+        def select(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            dt, B, C = self.x_proj(x[None]).split((rank, size, size), -1)
+            if normed:
+                dt, B, C = self.dt_layernorm(dt), self.b_layernorm(B), self.c_layernorm(C)
+            return F.softplus(self.dt_proj(dt)[0].float() + dt_bias), B[0], C[0]
+
+        raw, gate = self.in_proj(hidden_states).chunk(2, -1)
+        y = mixer(raw[0], select, run.recurrent.layers[index], run.recurrent_step)
+        return self.out_proj((y[None] * F.silu(gate.float())).to(hidden_states.dtype))
+
+    module.forward = types.MethodType(forward, module)
+    return layout
+
+
+def _convolution(conv: nn.Conv1d) -> tuple[Tensor, Tensor]:
+    """Weight [W, C] and bias [C] of a depthwise convolution, float32."""
+    weight = conv.weight[:, 0].t().float().contiguous()
+    return weight, weight.new_zeros(weight.shape[1]) if conv.bias is None else conv.bias.float()
+
+
+def _normed(norm: nn.Module, y: Tensor, gate: Tensor) -> Tensor:
+    """Gate and norm; a model without this norm has the gate alone."""
+    if isinstance(norm, nn.Identity):
+        return y * F.silu(gate.float())
+    normed: Tensor = norm(y, gate)
+    return normed

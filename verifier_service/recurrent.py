@@ -1,0 +1,250 @@
+"""What texts hold of a state-space target's memory, and what a step does with it. Plain numbers.
+
+A text has a *place*: a ring for the inputs of its newest tokens, and a few checkpoints of its states. A row at position
+p starts from the checkpoint at `block * (p // block - 1)` and takes the inputs since, in order of position (ALGORITHMS
+6.4). So it lags by at least a block, which holds the deepest tree, and every row of a tree starts inside the committed
+text; and its bits depend on nothing but its path.
+
+All rows of a step write scratch slots, in their order. What the walks accept is then copied into the rings: one way for
+prompts, plain decoding and trees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+from dendro.tree import DraftTree
+
+Ints = npt.NDArray[np.int64]
+
+NOT_KEPT = -1
+"""The target of a checkpoint that a step alone needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How much a place holds, for trees of some depth and cuts of up to `slack` tokens."""
+
+    block: int  # tokens of a block: R of ALGORITHMS 6.4
+    ring: int  # tokens
+    checkpoints: int
+
+    @classmethod
+    def of(cls, block: int, slack: int, depth: int) -> Extent:
+        """What a text needs that is never cut by more than `slack` without being computed again."""
+        # The next row stands at most `slack` before the last token, and looks back less than two blocks.
+        return cls(block, -(-(2 * block + slack) // block) * block, (depth + slack - 1) // block + 2)
+
+    @classmethod
+    def of_whole(cls, block: int, tokens: int, depth: int) -> Extent:
+        """One that holds any text of so many tokens whole."""
+        return cls(block, -(-tokens // block) * block + block, (tokens + depth) // block + 1)
+
+
+@dataclass(slots=True)
+class Place:
+    """One text's part of the memory, and how far it got."""
+
+    extent: Extent
+    first_token: int  # slot of the ring
+    first_state: int  # slot of the checkpoints
+    folded: int = 0  # the newest checkpoint that stands: the state after `folded` blocks
+    lowest: int = 0  # the oldest that was not written over
+    high: int = 0  # tokens that the ring has seen
+
+    def token_slots(self, positions: Ints) -> Ints:
+        """Where the inputs of committed tokens are kept."""
+        return self.first_token + positions % self.extent.ring
+
+    def state_slot(self, block: int) -> int:
+        """Where the state after so many blocks is kept; 0, the zero state, before the text."""
+        return self.first_state + block % self.extent.checkpoints if block > 0 else 0
+
+    def fold_to(self, block: int) -> None:
+        """Checkpoints up to this one are being written."""
+        self.folded = max(self.folded, block)
+        self.lowest = max(self.lowest, block - self.extent.checkpoints + 1)
+
+    def append(self, tokens: int) -> None:
+        """The text has consumed so many tokens in all."""
+        self.high = max(self.high, tokens)
+
+    def can_cut(self, length: int) -> bool:
+        """Whether all that a text of this length needs still stands."""
+        block = max(length // self.extent.block - 1, 0)
+        return (not block or block >= self.lowest) and block * self.extent.block >= self.high - self.extent.ring
+
+    def cut(self, length: int) -> None:
+        """The text is this long now. Only where it can be cut so."""
+        self.folded = min(self.folded, length // self.extent.block)
+
+
+class Places:
+    """Which places are free."""
+
+    def __init__(self, count: int, extent: Extent) -> None:
+        self.count = count
+        self.extent = extent
+        self._free = list(range(count, 0, -1))  # the lowest is given out first
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self) -> Place:
+        """A place of undefined contents, for a text that has consumed nothing."""
+        return place_of(self._free.pop() - 1, self.extent)
+
+    def give(self, place: Place) -> None:
+        """Take a place back."""
+        self._free.append((place.first_token - 1) // self.extent.ring + 1)
+
+
+def place_of(index: int, extent: Extent) -> Place:
+    """The place of this number, where all are alike; slot 0 is nobody's."""
+    return Place(extent, 1 + index * extent.ring, 1 + index * extent.checkpoints)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """Where everything lies: the texts' places, one for the runner's own checks, and scratch for a step's rows."""
+
+    extent: Extent
+    places: int
+    whole: Extent  # of the runner's own
+    scratch: int  # the first token slot for a step's rows
+    tokens: int  # token slots in all
+    states: int  # state slots in all
+
+    @classmethod
+    def of(cls, places: int, block: int, depth: int, step_rows: int) -> Arrangement:
+        """For so many texts, blocks of so many tokens, trees of this depth and steps of so many rows."""
+        extent = Extent.of(block, depth + 1, depth)  # a router that drops a verdict cuts a text by a path
+        whole = Extent.of_whole(block, step_rows, depth)
+        scratch = 1 + places * extent.ring + whole.ring
+        states = 1 + places * extent.checkpoints + whole.checkpoints
+        return cls(extent, places, whole, scratch, scratch + step_rows, states)
+
+    def own_place(self) -> Place:
+        """The runner's own, for a text of which nothing is there."""
+        after = place_of(self.places, self.extent)
+        return Place(self.whole, after.first_token, after.first_state)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FoldOf:
+    """A checkpoint moved on by a block."""
+
+    source: int  # slot of the states; -1 - f for what the step's fold f gives
+    columns: Ints  # [block] slots of the block's inputs
+    target: int  # slot of the states, or NOT_KEPT
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecurrentRows:
+    """A step's rows, or one text's of them, for a target with states."""
+
+    columns: Ints  # [rows, 2 * block] slots of the inputs at positions from the row's checkpoint on; 0 where none is
+    own: Ints  # [rows] the column of each row's own
+    homes: Ints  # [rows] the slot of its position in its text's ring
+    sources: Ints  # [rows] the checkpoint that it starts from, as a fold's source
+    folds: tuple[FoldOf, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Slots:
+    """Where the inputs of one text's tokens are, for a step."""
+
+    place: Place
+    committed: Ints  # [n] positions of rows of this step, in any order
+    scratch: int  # slot of the first of them
+    order: Ints = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "order", np.argsort(self.committed, kind="stable"))
+
+    def at(self, positions: Ints) -> Ints:
+        """Slots of committed tokens at these positions: this step's own, else the ring's."""
+        slots = self.place.token_slots(positions)
+        if len(self.committed):
+            ascending = self.committed[self.order]
+            found = np.minimum(np.searchsorted(ascending, positions), len(ascending) - 1)
+            mine = ascending[found] == positions
+            slots = np.where(mine, self.scratch + self.order[found], slots)
+        return slots
+
+
+def recurrent_rows(
+    place: Place, committed: Ints, root: int, tree: DraftTree | None, scratch: int, folds: int = 0
+) -> RecurrentRows:
+    """One text's rows of a step: committed ones at these positions, then a tree's, whose root stands at `root`.
+
+    scratch: the slot of the first of these rows   folds: how many of the step are others', before these. Says to the
+    place which checkpoints the step writes.
+    """
+    block = place.extent.block
+    positions = committed
+    certain = committed  # the last position of a row's path that is no guess
+    trail = np.zeros((len(committed), 1), np.int64)  # column d: the slot of the row's ancestor at depth d
+    known = committed
+    if tree is not None:
+        depths = tree.depths.astype(np.int64)
+        first = scratch + len(committed)
+        paths = np.zeros((tree.rows, int(depths.max()) + 1), np.int64)
+        paths[0, 0] = first
+        for row in range(1, tree.rows):
+            paths[row] = paths[tree.parents[row]]
+            paths[row, depths[row]] = first + row
+        trail = np.concatenate([np.zeros((len(committed), paths.shape[1]), np.int64), paths])
+        positions = np.concatenate([committed, root + depths])
+        certain = np.concatenate([committed, np.full(tree.rows, root)])
+        known = np.append(committed, root)
+    slots = _Slots(place, known, scratch)
+    starts = block * (positions // block - 1)
+    keys = starts[:, None] + np.arange(2 * block)
+    columns = slots.at(np.clip(keys, 0, certain[:, None]).ravel()).reshape(keys.shape)
+    depth = np.minimum(keys, positions[:, None]) - certain[:, None]
+    rows = np.broadcast_to(np.arange(len(positions))[:, None], keys.shape)
+    guessed = depth > 0
+    columns[guessed] = trail[rows[guessed], depth[guessed]]
+    columns[(keys < 0) | (keys > positions[:, None])] = 0
+
+    blocks = np.maximum(positions // block - 1, 0)
+    newest, before = int(blocks.max()), place.folded
+
+    def source(after: int) -> int:
+        return place.state_slot(after) if after <= before else -1 - (folds + after - before - 1)
+
+    made = tuple(
+        FoldOf(
+            source(after - 1),
+            slots.at(np.arange((after - 1) * block, after * block)),
+            place.state_slot(after) if after > newest - place.extent.checkpoints else NOT_KEPT,
+        )
+        for after in range(before + 1, newest + 1)
+    )
+    sources = np.array([source(int(after)) for after in blocks], np.int64)
+    place.fold_to(newest)
+    return RecurrentRows(columns, positions - starts, place.token_slots(positions), sources, made)
+
+
+def pack_recurrent(parts: Sequence[RecurrentRows]) -> RecurrentRows:
+    """The rows of several texts as one step, in this order."""
+    return RecurrentRows(
+        columns=np.concatenate([part.columns for part in parts]),
+        own=np.concatenate([part.own for part in parts]),
+        homes=np.concatenate([part.homes for part in parts]),
+        sources=np.concatenate([part.sources for part in parts]),
+        folds=tuple(each for part in parts for each in part.folds),
+    )
+
+
+def last_writers(source: Ints, target: Ints) -> tuple[Ints, Ints]:
+    """A copy in which several rows have one target, as one in which the last of them does: a long chunk of a prompt
+    goes round its ring more than once."""
+    _, first = np.unique(target[::-1], return_index=True)
+    rows = np.sort(len(target) - 1 - first)
+    return source[rows], target[rows]
