@@ -101,6 +101,7 @@ def load_verifier(name: str, target: Target, states: StateStore, **workers: Any)
     return VerifierEngine.load(
         target.checkpoint,
         name=name,
+        states=states,
         dtype=getattr(torch, target.dtype),
         device=_device(target),
         threads=target.threads,

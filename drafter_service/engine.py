@@ -18,13 +18,13 @@ from pathlib import Path
 import torch
 from dendro.calls import PROTOCOL_VERSION, CloseCall, Closed, DraftCall, Hello, OpenCall, Opened, TextUpdate
 from dendro.errors import BadRequest, DendroError, EngineFailed, PeerLost
-from dendro.state import BadState, StateHeader, StateStore, pack_state, unpack_state
-from dendro.text import Tokens, state_name
+from dendro.shelf import Arrays, Shelf
+from dendro.state import StateStore
 from dendro.tree import MAX_ROWS, DraftTree
 from tree_layers.states import SlotPool
 
 from drafter_service.models import load_model
-from drafter_service.runner import Arrays, Runner
+from drafter_service.runner import Runner
 from drafter_service.scheduler import Answer, Consumed, Plan, Ready, Scheduler
 
 log = logging.getLogger(__name__)
@@ -83,10 +83,6 @@ class _Saved:
 class Counters:
     """What happened since the start; only ever grows."""
 
-    states_restored: int = 0
-    states_missed: int = 0  # no blob under any of a text's names
-    states_refused: int = 0  # a blob that was not the state it should be
-    states_saved: int = 0
     forwards: int = 0
     rows: int = 0  # tokens through the model
     trees: int = 0
@@ -107,9 +103,9 @@ class DrafterEngine:
         """`runner` has `slots_for(...)` slots."""
         self._hello = hello
         self._runner = runner
-        self._states = states
+        layout, check = runner.states.layout, runner.states.check
+        self._shelf = Shelf(states, hello.fingerprint, hello.tokenizer, layout, check)
         self._threads = threads
-        self._layout = runner.states.layout
         self._max_sessions = max_sessions
         self._chunk = prefill_chunk
         self._pool, self._scheduler = self._fresh()
@@ -186,7 +182,8 @@ class DrafterEngine:
 
     def stats(self) -> dict[str, int]:
         """What was done since the start, and what is held now."""
-        return asdict(self.counters) | {"sessions": self.sessions, "free_slots": self.free_slots}
+        kept = asdict(self._shelf.counters)
+        return asdict(self.counters) | kept | {"sessions": self.sessions, "free_slots": self.free_slots}
 
     @property
     def sessions(self) -> int:
@@ -215,7 +212,7 @@ class DrafterEngine:
         """
         arrived_ns = time.perf_counter_ns()
         self._check(call.update)
-        restored, arrays = await self._find_state(call)
+        restored, arrays = await self._shelf.find(call)
         ticket = _Ticket()
 
         def work() -> None:
@@ -264,11 +261,7 @@ class DrafterEngine:
         ids = saved.ready.ids
         if not ids:
             return Closed(0)
-        # Packing hashes megabytes: not on the loop that serves other texts.
-        blob = await asyncio.to_thread(pack_state, self._header(len(ids), saved.ready.digest), saved.arrays)
-        kept = await self._states.save(self._name(saved.ready.tenant, ids), blob)
-        self.counters.states_saved += kept
-        return Closed(len(ids) if kept else 0)
+        return Closed(await self._shelf.put(saved.ready.tenant, ids, saved.ready.digest, saved.arrays))
 
     async def _ask(self, ticket: _Ticket, work: Callable[[], None]) -> object:
         """Have the engine's thread do `work`, and wait until the ticket is settled."""
@@ -282,42 +275,6 @@ class DrafterEngine:
             raise BadRequest("update.base", "the text is empty: there is no root")
         if update.tokens and not 0 <= min(update.tokens) <= max(update.tokens) < self._hello.vocabulary:
             raise BadRequest("update.tokens", f"a token lies outside the vocabulary of {self._hello.vocabulary}")
-
-    # -- states by name ------------------------------------------------------------------------------------------
-
-    def _name(self, tenant: str, ids: tuple[int, ...]) -> str:
-        return state_name(tenant, self._hello.fingerprint, self._layout, ids)
-
-    def _header(self, tokens: int, digest: int) -> StateHeader:
-        return StateHeader(self._hello.fingerprint, self._hello.tokenizer, self._layout, tokens, digest)
-
-    async def _find_state(self, call: OpenCall) -> tuple[int, Arrays | None]:
-        """The longest saved state of this text, and how many tokens it covers. Whatever is wrong with one is a miss.
-
-        A turn that ended at a mark left the state before its last token; both are looked for.
-        """
-        ids, longest = call.update.tokens, call.update.base - 1
-        lengths = {longest, *call.terms.marks, *(mark - 1 for mark in call.terms.marks)}
-        digests: list[int] = []
-        for length in sorted((length for length in lengths if 1 <= length <= longest), reverse=True):
-            blob = await self._states.load(self._name(call.terms.tenant, ids[:length]))
-            if blob is None:
-                continue
-            if not digests:
-                tokens = Tokens()
-                tokens.extend(ids)
-                digests = tokens.digests
-            try:
-                arrays = await asyncio.to_thread(unpack_state, blob, self._header(length, digests[length]))
-                self._runner.states.check(arrays)
-            except (BadState, ValueError, TypeError) as error:
-                self.counters.states_refused += 1
-                log.warning("a saved state of %d tokens is refused: %s", length, error)
-                continue
-            self.counters.states_restored += 1
-            return length, arrays
-        self.counters.states_missed += 1
-        return 0, None
 
     # -- the engine's thread -------------------------------------------------------------------------------------
 

@@ -18,6 +18,8 @@ from typing import Any, Self
 import torch
 from dendro.calls import PROTOCOL_VERSION, CloseCall, Closed, Hello, OpenCall, Opened, VerifyCall
 from dendro.errors import BadRequest, EngineFailed, PeerLost
+from dendro.shelf import Arrays, Shelf
+from dendro.state import NoStates, StateStore
 from dendro.text import Verdict
 from dendro.tree import MAX_ROWS, DraftTree
 from tree_kernels.tree_attention import PAGE, near_window
@@ -27,7 +29,7 @@ from verifier_service.memory import most_pages
 from verifier_service.models import load_target
 from verifier_service.recurrent import Arrangement
 from verifier_service.runner import Runner, buckets_up_to, runner_for
-from verifier_service.scheduler import Ask, Call, Capacity, Scheduler
+from verifier_service.scheduler import Ask, Call, Capacity, Saved, Scheduler, Session
 from verifier_service.shards import Bounds, Crew, Starter, free_bytes
 from verifier_service.worker import start_processes
 
@@ -40,10 +42,13 @@ NOISE_AHEAD = 6
 class VerifierEngine:
     """Implements `dendro.calls.VerifierPeer` for one target. Of one event loop, from `start` to `stop`."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, hello: Hello) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner, hello: Hello, shelf: Shelf | None = None) -> None:
+        """shelf: for the states of texts, where the scheduler `saves` them."""
         self.scheduler = scheduler
         self.runner = runner
         self._hello = hello
+        self._shelf = shelf
+        self._saving: set[asyncio.Task[None]] = set()
         # A thread's number of threads is its own, taken from whoever set one last in this process.
         self._thread = ThreadPoolExecutor(1, "verifier", torch.set_num_threads, (runner.target.run.threads,))
         self._work = asyncio.Event()
@@ -57,6 +62,7 @@ class VerifierEngine:
         path: str | Path,
         *,
         name: str,
+        states: StateStore | None = None,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
         threads: int = 1,
@@ -75,11 +81,14 @@ class VerifierEngine:
     ) -> Self:
         """Load a checkpoint and check the engine's rows; takes seconds. Raises BadRequest, naming the field.
 
+        states: where the memory of a state-space target's texts is put by when they are closed, and found again; a
+        target with attention puts nothing by.
         max_length: tokens of a text, prompt and answer. max_sessions: texts that hold memory at once; `max_waiting`
         more may wait for their turn. pool_tokens: tokens of all texts that are open; or memory_fraction: the share of
         the device's free memory that they may take, once the weights are loaded; by default there is room for
         `max_sessions` of the longest. share_prefixes: whether texts of one tenant that begin alike share that part's
-        memory and computation. prefill_chunk: rows of a step, and so of a chunk of a prompt.
+        memory and computation; those of a target with states never do. prefill_chunk: rows of a step, and so of a
+        chunk of a prompt.
         tensor_parallel: workers that have a shard of the target each, this process among them; the others are started
         by `start_workers` and come to `host`, an address of this machine.
         On a CPU, `MKL_CBWR=AUTO,STRICT` must be in the environment before torch is imported; without it the
@@ -134,6 +143,7 @@ class VerifierEngine:
                 first_scratch=(1 + pages + longest) * PAGE,
                 end_ids=target.end_ids,
                 window=target.window,
+                saves=bool(target.mixers) and not target.layouts and crew is None,
                 recurrent=Arrangement.of(max_sessions, near_window(max_depth), max_depth, prefill_chunk)
                 if target.mixers
                 else None,
@@ -168,7 +178,15 @@ class VerifierEngine:
                 end_ids=tuple(sorted(target.end_ids)),
             )
             undo.pop_all()
-        return cls(Scheduler(capacity), runner, hello)
+        shelf = None
+        if capacity.saves and capacity.recurrent is not None and (memory := target.run.recurrent) is not None:
+            block = capacity.recurrent.extent.block
+
+            def check(arrays: Arrays) -> None:
+                memory.check(arrays, 2 * block)
+
+            shelf = Shelf(states or NoStates(), hello.fingerprint, hello.tokenizer, memory.layout(block), check)
+        return cls(Scheduler(capacity), runner, hello, shelf)
 
     # The peer
 
@@ -177,7 +195,11 @@ class VerifierEngine:
 
     async def open(self, call: OpenCall) -> Opened:
         """Consume a text up to its root. Raises BadRequest, or Overloaded where all places or pages are taken."""
-        return await self._ask(call)
+        saved = None
+        if self._shelf is not None:
+            length, arrays = await self._shelf.find(call)
+            saved = Saved(length, len(arrays["dt.0"]), arrays) if arrays is not None else None
+        return await self._ask(call, saved)
 
     async def verify(self, call: VerifyCall) -> Verdict:
         """What the target makes of a tree. Raises NotFound for an unknown opening, BadRequest for a tree that is none
@@ -185,16 +207,17 @@ class VerifierEngine:
         return await self._ask(call)
 
     async def close(self, call: CloseCall) -> Closed:
-        """End an opening. Keys stay on this replica, and only as long as the opening: nothing is saved."""
+        """End an opening. A state-space target's memory of the text is put by first, under its name; keys stay on this
+        replica, and only as long as the opening."""
         return await self._ask(call)
 
-    async def _ask(self, call: Call) -> Any:
+    async def _ask(self, call: Call, saved: Saved | None = None) -> Any:
         if self._lost is not None:
             raise PeerLost(f"verifier: {self._lost}")
         if self._loop is None or self._loop.done():
             raise PeerLost("verifier: it is not running")
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self.scheduler.submit(Ask(call, reply))
+        self.scheduler.submit(Ask(call, reply, saved))
         self._work.set()
         try:
             return await reply
@@ -228,6 +251,7 @@ class VerifierEngine:
             self._loop.cancel()
             await asyncio.gather(self._loop, return_exceptions=True)
         self.scheduler.give_up(PeerLost("verifier: it was stopped"))
+        await asyncio.gather(*self._saving, return_exceptions=True)
         await asyncio.to_thread(self._thread.shutdown)
         if self.runner.crew is not None:
             await asyncio.to_thread(self.runner.crew.stop)
@@ -249,6 +273,7 @@ class VerifierEngine:
         loop = asyncio.get_running_loop()
         ahead: list[tuple[int, int]] = []  # (session, position) of noise to compute while nothing else is to do
         while self._lost is None:
+            self._work.clear()  # what comes from now on wakes the loop, whatever it does meanwhile
             try:
                 plan = self.scheduler.next()
             except Exception as error:
@@ -256,6 +281,8 @@ class VerifierEngine:
                 continue
             if closed := self.scheduler.take_closed():
                 self._thread.submit(self.runner.forget, closed)
+            for place, saved in self.scheduler.take_restoring():
+                await loop.run_in_executor(self._thread, self.runner.restore, place, saved.length, saved.arrays)
             if plan is not None:
                 try:
                     outcome = await loop.run_in_executor(self._thread, self.runner.run, plan)
@@ -274,13 +301,35 @@ class VerifierEngine:
                 ahead = [(session, base + step) for step in range(NOISE_AHEAD) for session, base in likely]
                 # Answers are handed out before anything else is begun.
                 await asyncio.sleep(0)
+            if leaving := self.scheduler.take_leaving():
+                for session, ask in leaving:
+                    await self._put_by(session, ask)
+            elif plan is not None:
+                continue
             elif ahead:
                 await loop.run_in_executor(self._thread, self.runner.prepare, *ahead.pop(0))
             else:
-                self._work.clear()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self.scheduler.linger_s or None):
                         await self._work.wait()
+
+    async def _put_by(self, session: Session, ask: Ask) -> None:
+        """Copy a closed text's memory, which is free then, and save it while others go on."""
+        assert isinstance(ask.call, CloseCall) and self._shelf is not None
+        shelf, arrays = self._shelf, None
+        ids = list(session.memory.consumed)
+        digest = session.text.tokens.digests[len(ids)]
+        if (place := session.memory.place) is not None and ids:
+            copied = asyncio.get_running_loop().run_in_executor(self._thread, self.runner.save, place, len(ids))
+            arrays = await copied
+        self.scheduler.gone(ask.call)
+
+        async def save() -> None:
+            ask.answer(Closed(await shelf.put(session.terms.tenant, ids, digest, arrays) if arrays else 0))
+
+        task = asyncio.create_task(save())
+        self._saving.add(task)
+        task.add_done_callback(self._saving.discard)
 
     def _give_up(self, error: Exception) -> None:
         """The scheduler broke, by our own fault: no text's place is known for sure any more, but the replica lives."""
@@ -292,6 +341,7 @@ class VerifierEngine:
         memory = self.scheduler.memory
         return {
             **asdict(self.scheduler.counters),
+            **(asdict(self._shelf.counters) if self._shelf is not None else {}),
             "shared_tokens": memory.shared_tokens,
             "pages": memory.book.pages,
             "pages_held": memory.held,

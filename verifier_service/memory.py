@@ -110,6 +110,18 @@ class Memory:
         self.peak = max(self.peak, self.held)
         return True
 
+    def restore(self, text: TextMemory, ids: Sequence[int], tokens: int) -> bool:
+        """Let a text that holds nothing have consumed these tokens, the last `tokens` of them as inputs after a
+        checkpoint; false, and nothing changed, where that cannot be."""
+        assert self.places is not None and not text.consumed
+        block, rest = divmod(len(ids) - tokens, self.places.extent.block)
+        if rest or block < 0 or not self.grow(text, len(ids)):
+            return False
+        assert text.place is not None
+        text.place.restore(block, len(ids))
+        text.consumed = list(ids)
+        return True
+
     def append(self, text: TextMemory, ids: Sequence[int]) -> None:
         """The keys of these tokens, which follow what was consumed, are in their places; full pages are published, and
         those that are out of sight given back."""

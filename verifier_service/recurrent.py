@@ -77,6 +77,16 @@ class Place:
         block = max(length // self.extent.block - 1, 0)
         return (not block or block >= self.lowest) and block * self.extent.block >= self.high - self.extent.ring
 
+    def base_of(self, length: int) -> int:
+        """The checkpoint that the rows after so many tokens start from, or an older one: what is kept of a text that
+        is put by, with the inputs since."""
+        return min(max(length // self.extent.block - 1, 0), self.folded)
+
+    def restore(self, block: int, length: int) -> None:
+        """This checkpoint and the inputs after it, up to this length, have been put into place."""
+        self.folded = self.lowest = block
+        self.high = length
+
     def cut(self, length: int) -> None:
         """The text is this long now. Only where it can be cut so."""
         self.folded = min(self.folded, length // self.extent.block)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,10 +14,10 @@ from tree_kernels.tree_attention import PAGE, FarRows, TreeRows
 from tree_kernels.tree_scan import ROW_MULTIPLE, Fold, Group, Paths
 from tree_kernels.tree_walk import Walk
 from tree_layers.memory import Pages
-from tree_layers.tree_mixers import RecurrentMemory, RecurrentStep
+from tree_layers.tree_mixers import Array, RecurrentMemory, RecurrentStep
 
 from verifier_service.models import Target
-from verifier_service.recurrent import Arrangement, RecurrentRows, last_writers, recurrent_rows
+from verifier_service.recurrent import Arrangement, Place, RecurrentRows, last_writers, recurrent_rows
 from verifier_service.rows import NO_ROWS, Ints, Outcome, Plan, pack, text_rows
 from verifier_service.shards import Bounds, Crew, Kept
 from verifier_service.walk import Walker
@@ -111,6 +111,20 @@ class Runner:
         if len(kept.inputs):
             assert self.target.run.recurrent is not None
             self.target.run.recurrent.keep(self._tensor(kept.inputs), self._tensor(kept.rings))
+
+    def save(self, place: Place, length: int) -> dict[str, Array]:
+        """What a text of so many consumed tokens needs to go on elsewhere."""
+        assert self.target.run.recurrent is not None
+        block = place.base_of(length)
+        slots = place.token_slots(np.arange(block * place.extent.block, length))
+        return self.target.run.recurrent.save(self._tensor(slots), place.state_slot(block))
+
+    def restore(self, place: Place, length: int, arrays: Mapping[str, Array]) -> None:
+        """Put what `save` returned into the place of a text of that length."""
+        assert self.target.run.recurrent is not None
+        block = place.folded
+        slots = place.token_slots(np.arange(block * place.extent.block, length))
+        self.target.run.recurrent.load(arrays, self._tensor(slots), place.state_slot(block))
 
     def prepare(self, session: int, position: int) -> None:
         """Compute noise ahead, in idle time."""

@@ -10,22 +10,23 @@ import math
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
-from dendro.calls import CloseCall, Closed, OpenCall, Opened, PeerText, Terms, VerifyCall
+from dendro.calls import CloseCall, Closed, OpenCall, Opened, PeerText, Terms, TextUpdate, VerifyCall
 from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, Overloaded
 from dendro.text import Verdict, cut_verdict
 from dendro.tree import DraftTree
 from tree_kernels.tree_attention import PAGE, near_window
 from tree_kernels.tree_walk import Walk
 from tree_kernels.warp import Warp
+from tree_layers.tree_mixers import Array
 
 from verifier_service.budget import StepCosts, path_in, worthwhile
 from verifier_service.memory import Memory, TextMemory, most_pages, salt_of
-from verifier_service.recurrent import Arrangement, Places, recurrent_rows
+from verifier_service.recurrent import Arrangement, Place, Places, recurrent_rows
 from verifier_service.rows import NO_ROWS, Outcome, Plan, pack, text_rows
 from verifier_service.walk import Draw
 
@@ -55,6 +56,7 @@ class Capacity:
     first_scratch: int  # the slots for guesses begin here
     end_ids: frozenset[int]
     window: int | None = None  # positions that a row sees at most, where every layer has a sliding window
+    saves: bool = False  # a text's whole memory is small, and is put by when it is closed
     recurrent: Arrangement | None = None  # of the memory of a target with states
 
     def pages_of(self, tokens: int) -> int:
@@ -79,12 +81,22 @@ class Reply(Protocol):
     def set_exception(self, error: BaseException) -> None: ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Saved:
+    """A state-space text's memory after `length` tokens."""
+
+    length: int
+    tokens: int  # the newest ones, whose inputs it has
+    arrays: Mapping[str, Array]
+
+
 @dataclass(slots=True, eq=False)
 class Ask:
     """A call that waits for its answer."""
 
     call: Call
     reply: Reply
+    saved: Saved | None = None  # what the store has of a text that is opened
     arrived: float = field(default_factory=time.perf_counter)
 
     @property
@@ -118,6 +130,7 @@ class Session:
     away_s: float = 0.0  # what its router usually takes to come back with the next round
     counted: bool = False  # among those that had to wait
     restored: int = 0  # tokens that were there when it was admitted first
+    saved: Saved | None = None  # what the store has of it, until it is admitted
 
     @property
     def lacking(self) -> int:
@@ -169,6 +182,8 @@ class Scheduler:
         self._inbox: deque[Ask] = deque()
         self._numbers = 0
         self._closed: list[int] = []
+        self._restoring: list[tuple[Session, Saved]] = []
+        self._leaving: list[tuple[Session, Ask]] = []
         self._running: list[_Share] = []
         # Of the last step: the choice of its rows, their packing, and its answers.
         self._began = self._started = self._ended = 0.0
@@ -292,6 +307,8 @@ class Scheduler:
         if session is None:
             raise NotFound("opening: unknown here; open the text again")
         if isinstance(call, CloseCall):
+            if self.capacity.saves and not ask.given_up and self._leave(session, ask, call):
+                return
             self._free(call.update.opening)
             ask.answer(Closed(saved=0))  # the keys of a Transformer stay on no shelf
             return
@@ -327,7 +344,39 @@ class Scheduler:
             )
         self._numbers += 1
         memory = TextMemory(salt_of(call.terms.tenant))
-        self.sessions[update.opening] = Session(self._numbers, call.terms, warp, text, memory, opening=ask)
+        session = Session(self._numbers, call.terms, warp, text, memory, opening=ask, saved=ask.saved)
+        self.sessions[update.opening] = session
+
+    def _leave(self, session: Session, ask: Ask, call: CloseCall) -> bool:
+        """Let a closed text's memory be put by first; false where it does not cover the text."""
+        try:
+            self._follow_text(session, call.update)
+        except NotFound:
+            return False
+        if not session.memory.consumed or session.lacking:
+            return False
+        self._fail(session, NotFound("opening: it was closed"))
+        self._leaving.append((session, ask))
+        return True
+
+    def take_leaving(self) -> list[tuple[Session, Ask]]:
+        """Closed texts since they were last taken. Their memory stands until they are `gone`; one that was set back
+        meanwhile has none."""
+        leaving, self._leaving = self._leaving, []
+        return leaving
+
+    def gone(self, call: CloseCall) -> None:
+        """A leaving text's memory was copied."""
+        self._free(call.update.opening)
+
+    def take_restoring(self) -> list[tuple[Place, Saved]]:
+        """What is to be put into place before the next step runs."""
+        restoring, self._restoring = self._restoring, []
+        return [  # none that was set back already
+            (session.memory.place, saved)
+            for session, saved in restoring
+            if session.memory.place is not None and session.memory.consumed
+        ]
 
     def _admit(self) -> None:
         """Let texts that wait have their turn, in order of age, as long as there are places and pages for them."""
@@ -344,7 +393,14 @@ class Scheduler:
                 continue
             session.admitted = True
             places -= 1
-            session.restored = self.memory.adopt(session.memory, session.text.ids[:-1])
+            saved, session.saved = session.saved, None
+            if saved is not None and self.memory.restore(
+                session.memory, session.text.ids[: saved.length], saved.tokens
+            ):
+                self._restoring.append((session, saved))
+                session.restored = saved.length
+            else:
+                session.restored = self.memory.adopt(session.memory, session.text.ids[:-1])
             self._settle_opening(session)
 
     def _check_text(self, base: int, tokens: Sequence[int]) -> None:
@@ -373,9 +429,13 @@ class Scheduler:
             return
         self.memory.release(session.memory)
         self._closed.append(session.number)
-        reason = error or NotFound("opening: it was closed")
+        self._fail(session, error or NotFound("opening: it was closed"))
+
+    def _fail(self, session: Session, reason: DendroError) -> None:
         for ask in (*session.asks, *([session.opening] if session.opening else [])):
             ask.fail(reason)
+        session.asks.clear()
+        session.opening = None
 
     # What goes into a step
 
@@ -468,14 +528,17 @@ class Scheduler:
         self._check_text(call.update.base, call.update.tokens)
         if call.update.base >= session.terms.limits.max_length:
             raise BadRequest("text", f"has reached its limit of {session.terms.limits.max_length} tokens")
+        self._follow_text(session, call.update)
+        self._check_tree(call, session.text.ids[-1])
+
+    def _follow_text(self, session: Session, update: TextUpdate) -> None:
         consumed = session.memory.consumed
-        stands = min(session.text.follow(call.update), len(consumed))
+        stands = min(session.text.follow(update), len(consumed))
         # The last verdict's path was appended at once: it stands as far as its tokens came back with this call.
         ids = session.text.ids
         while stands < len(consumed) and stands < len(ids) and consumed[stands] == ids[stands]:
             stands += 1
         self.memory.cut(session.memory, min(stands, len(ids) - 1))  # the root is consumed with its tree
-        self._check_tree(call, ids[-1])
 
     def _check_tree(self, call: VerifyCall, root: int) -> None:
         tree, capacity = call.tree, self.capacity

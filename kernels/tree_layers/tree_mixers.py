@@ -9,16 +9,20 @@ when a row first needs them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from tree_kernels.commit import commit
 from tree_kernels.tree_conv import tree_conv
 from tree_kernels.tree_scan import Inputs, Paths, fold, fold_in_order, tree_scan, tree_scan_in_order
+
+Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +76,59 @@ class RecurrentMemory:
         rest = {layout: iter(each) for layout, each in layers.items()}
         self.layers = [next(rest[layout]) for layout in layouts]
 
+    def layout(self, block: int) -> str:
+        """Shapes and dtypes of what `save` returns as one word; part of a saved state's name."""
+        words = [
+            f"{each.channels}+{each.heads}x{each.width}x{each.size}+{each.groups}+{str(each.dtype).split('.')[-1]}"
+            for each in self.layouts
+        ]
+        return f"checkpoint-v1/{block}/{len(words)}/{','.join(sorted(set(words)))}"
+
+    def save(self, tokens: Tensor, state: int) -> dict[str, Array]:
+        """A checkpoint and the inputs in these token slots as plain arrays; bfloat16 as its bits."""
+        arrays: dict[str, Array] = {}
+        for index, layer in enumerate(self.layers):
+            arrays[f"state.{index}"] = layer.states[state].cpu().numpy().copy()
+            for name, store in _named(layer):
+                bits = store.index_select(0, tokens).cpu()
+                bits = bits.view(torch.uint16) if bits.dtype == torch.bfloat16 else bits
+                arrays[f"{name}.{index}"] = bits.numpy().copy()
+        return arrays
+
+    def check(self, arrays: Mapping[str, Array], most: int) -> None:
+        """Raise ValueError unless these are what `save` returns for at most so many tokens, finite numbers."""
+        wanted: dict[str, tuple[tuple[int, ...], str]] = {}
+        count = len(arrays["dt.0"]) if "dt.0" in arrays and arrays["dt.0"].ndim else 0
+        for index, layer in enumerate(self.layers):
+            wanted[f"state.{index}"] = (tuple(layer.states.shape[1:]), "float32")
+            for name, store in _named(layer):
+                kind = "uint16" if store.dtype == torch.bfloat16 else "float32"
+                wanted[f"{name}.{index}"] = ((count, *store.shape[1:]), kind)
+        found = {name: (array.shape, str(array.dtype)) for name, array in arrays.items()}
+        if found != wanted or not 1 <= count <= most:
+            raise ValueError(f"the arrays are {found}, not {wanted} of 1 to {most} tokens")
+        if not all(np.isfinite(array).all() for array in arrays.values() if array.dtype == np.float32):
+            raise ValueError("a number is not finite")
+
+    def load(self, arrays: Mapping[str, Array], tokens: Tensor, state: int) -> None:
+        """Write what `save` returned into these slots; state 0, which stays zero, is passed over."""
+        for index, layer in enumerate(self.layers):
+            if state:
+                layer.states[state] = torch.from_numpy(arrays[f"state.{index}"])
+            for name, store in _named(layer):
+                bits = torch.from_numpy(arrays[f"{name}.{index}"])
+                values = bits.view(torch.bfloat16) if store.dtype == torch.bfloat16 else bits
+                store.index_copy_(0, tokens, values.to(store.device))
+
     def keep(self, source: Tensor, target: Tensor) -> None:
         """Copy the inputs of tokens from slots [n] to slots [n], in every layer."""
         for stores in self._stores:
             for store in stores:
                 commit(store, source, target)
+
+
+def _named(layer: LayerMemory) -> tuple[tuple[str, Tensor], ...]:
+    return ("raw", layer.raw), ("x", layer.inputs.x), ("B", layer.inputs.B), ("dt", layer.inputs.dt)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

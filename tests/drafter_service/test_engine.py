@@ -328,7 +328,7 @@ async def test_a_saved_state_drafts_bit_for_bit_like_the_session_it_came_from(pa
         oracle.check(await longer.draft(TREE), more, TREE, GREEDY)
         await same.close()
         await longer.close()
-        assert elsewhere.counters.states_restored == 2
+        assert elsewhere.stats()["states_restored"] == 2
 
 
 def flip(blob: bytes) -> bytes:
@@ -348,7 +348,7 @@ async def test_a_spoilt_state_is_a_counted_miss_and_the_draft_is_right(path, ora
         states.blobs[name] = spoil(states.blobs[name])
         client = Client(engine)
         opened = await client.open(first.ids)
-        assert (opened.restored, engine.counters.states_refused) == (0, 1)
+        assert (opened.restored, engine.stats()["states_refused"]) == (0, 1)
         oracle.check(await client.draft(TREE), client.ids, TREE, GREEDY)
         await client.close()
 
@@ -369,7 +369,7 @@ async def test_a_state_of_another_model_tenant_or_text_is_not_taken(paths, oracl
             states.blobs[wanted] = blob  # a valid blob under a name that is not its own
         client = Client(engine, tenant="a")
         assert (await client.open(first.ids)).restored == 0
-        assert engine.counters.states_refused == 1
+        assert engine.stats()["states_refused"] == 1
         await client.close()
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from dendro.errors import BadRequest
+from dendro.state import MemoryStates, NoStates
 from dendro.text import Tokens
 from dendro.tree import DraftTree
 from routers import LAWS, Router, alone, guessing
@@ -285,3 +287,114 @@ def test_a_hybrid_of_another_family_says_so(models, tmp_path):
     (folder / "config.json").write_text(config)
     with pytest.raises(BadRequest, match="state-space or hybrid model of a family that is not supported"):
         engine_of(folder)
+
+
+# States at rest
+
+
+async def two_turns(first, second, family_law=LAWS[1], marks=()):
+    """A turn at one engine, and the next at another; what the second opening found, and both answers."""
+    one = Router(first, range(3, 40), family_law, 30)
+    begin = await one.finish()
+    other = Router(second, [*one.text.ids, 7, 8, 9], family_law, 30)
+    other.terms = replace(other.terms, marks=(len(one.text.ids), *marks))
+    opened = await other.open()
+    return opened, begin, await other.go_on()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("family", ["mamba", "falcon_mamba", "mamba2"])
+async def test_a_session_goes_on_at_another_replica_from_what_was_put_by(models, family, dtype):
+    store = MemoryStates()
+    folder = models(family)[0]
+    engines = [engine_of(folder, dtype, states=states) for states in (store, store, NoStates())]
+    for engine in engines:
+        await engine.start()
+    try:
+        opened, begin, end = await two_turns(engines[0], engines[1])
+        assert opened.restored == 37 + 30 - 1, "all but the last token, which neither has consumed"
+        assert opened.processed == 3
+        assert (await two_turns(engines[2], engines[2]))[1:] == (begin, end)
+        assert engines[1].stats()["states_restored"] == 1
+        assert engines[0].stats()["states_saved"] == 1
+        assert all(engine.scheduler.memory.places.free == 8 for engine in engines)
+        (size,) = {len(blob) for name, blob in store.blobs.items() if name == min(store.blobs)}
+        assert size < 200_000
+    finally:
+        for engine in engines:
+            await engine.stop()
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33, 47, 48, 63, 64])
+async def test_a_text_of_any_length_is_restored_bit_for_bit(models, length):
+    """Also where its last block is just full, and the next checkpoint not folded yet."""
+    store = MemoryStates()
+    folder = models("mamba2")[0]
+    engines = [engine_of(folder, states=states) for states in (store, store, NoStates())]
+    for engine in engines:
+        await engine.start()
+    try:
+        prompt = [(7 * place) % VOCABULARY for place in range(length + 1)]
+        one = Router(engines[0], prompt, LAWS[1], 60)
+        await one.open()
+        assert (await one.close()).saved == length
+        other = Router(engines[1], prompt, LAWS[1], 60)
+        assert (await other.open()).restored == length
+        truth = await Router(engines[2], prompt, LAWS[1], 60).finish()
+        assert await other.go_on(chains(np.random.default_rng(length), truth)) == truth
+    finally:
+        for engine in engines:
+            await engine.stop()
+
+
+async def test_a_damaged_state_is_a_miss(models):
+    store = MemoryStates()
+    folder = models("mamba2")[0]
+    engine, plain = engine_of(folder, states=store), engine_of(folder)
+    await engine.start()
+    await plain.start()
+    try:
+        for damage in (lambda blob: blob[:-1] + bytes([blob[-1] ^ 1]), lambda blob: blob[: len(blob) // 2]):
+            one = Router(engine, range(40), LAWS[1], 20)
+            truth = await one.finish()
+            store.blobs = {name: damage(blob) for name, blob in store.blobs.items()}
+            opened, _, end = await two_turns(engine, engine)
+            assert end == (await two_turns(plain, plain))[2]
+        other = Router(engine, [*one.text.ids], LAWS[1], 20)
+        assert (await other.open()).restored == 0 and truth
+        assert engine.stats()["states_refused"] >= 1
+        await other.close()
+    finally:
+        await engine.stop()
+        await plain.stop()
+
+
+async def test_a_text_that_is_set_back_after_it_was_restored_is_computed_again(models):
+    store = MemoryStates()
+    folder = models("mamba2")[0]
+    engine = engine_of(folder, states=store, pool_tokens=3 * PAGE)
+    await engine.start()
+    try:
+        prompts = [[place + 1] * 50 for place in range(3)]
+        truths = [await Router(engine, prompt, LAWS[1], 60).finish() for prompt in prompts]
+        store.blobs.clear()
+        for prompt in prompts:
+            router = Router(engine, prompt, LAWS[1], 60)
+            await router.open()
+            await router.close()
+        found = await asyncio.gather(*(Router(engine, prompt, LAWS[1], 60).finish() for prompt in prompts))
+        assert found == truths
+        assert engine.stats()["set_back"] > 0 and engine.stats()["states_restored"] >= 3
+    finally:
+        await engine.stop()
+
+
+async def test_a_hybrid_puts_nothing_by(models):
+    store = MemoryStates()
+    engine = engine_of(models("bamba")[0], states=store)
+    await engine.start()
+    try:
+        await Router(engine, range(40), count=4).finish()
+        assert not store.blobs
+    finally:
+        await engine.stop()

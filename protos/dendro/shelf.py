@@ -1,0 +1,89 @@
+"""One engine's states in the store: put by under their texts' names, found again when a text that begins so is opened.
+
+A drafter's and a state-space verifier's alike. Whatever is wrong with a state is a miss.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dendro.calls import OpenCall
+from dendro.state import BadState, StateHeader, StateStore, pack_state, unpack_state
+from dendro.text import Tokens, state_name
+
+log = logging.getLogger("dendro.states")
+
+Arrays = Mapping[str, npt.NDArray[np.generic]]
+
+
+@dataclass(slots=True)
+class ShelfCounters:
+    """What happened since the start; only ever grows."""
+
+    states_restored: int = 0
+    states_missed: int = 0  # no blob under any of a text's names
+    states_refused: int = 0  # a blob that was not the state it should be
+    states_saved: int = 0
+
+
+class Shelf:
+    """The states of one model in one layout."""
+
+    def __init__(
+        self, store: StateStore, fingerprint: str, tokenizer: str, layout: str, check: Callable[[Arrays], None]
+    ) -> None:
+        """check: raises ValueError or TypeError unless these are arrays that the engine can take in."""
+        self.counters = ShelfCounters()
+        self._store = store
+        self._fingerprint = fingerprint
+        self._tokenizer = tokenizer
+        self._layout = layout
+        self._check = check
+
+    async def find(self, call: OpenCall) -> tuple[int, Arrays | None]:
+        """The longest saved state of this text, and how many tokens it covers; (0, None) where there is none.
+
+        A turn that ended at a mark left the state before its last token; both are looked for.
+        """
+        ids, longest = call.update.tokens, call.update.base - 1
+        lengths = {longest, *call.terms.marks, *(mark - 1 for mark in call.terms.marks)}
+        digests: list[int] = []
+        for length in sorted((length for length in lengths if 1 <= length <= longest), reverse=True):
+            blob = await self._store.load(self._name(call.terms.tenant, ids[:length]))
+            if blob is None:
+                continue
+            if not digests:
+                tokens = Tokens()
+                tokens.extend(ids)
+                digests = tokens.digests
+            try:
+                arrays = await asyncio.to_thread(unpack_state, blob, self._header(length, digests[length]))
+                self._check(arrays)
+            except (BadState, ValueError, TypeError) as error:
+                self.counters.states_refused += 1
+                log.warning("a saved state of %d tokens is refused: %s", length, error)
+                continue
+            self.counters.states_restored += 1
+            return length, arrays
+        self.counters.states_missed += 1
+        return 0, None
+
+    async def put(self, tenant: str, ids: Sequence[int], digest: int, arrays: Arrays) -> int:
+        """Put by the state after these tokens, whose chained digest this is; how many it covers, 0 if not kept."""
+        # Packing hashes megabytes: not on the loop that serves other texts.
+        blob = await asyncio.to_thread(pack_state, self._header(len(ids), digest), arrays)
+        kept = await self._store.save(self._name(tenant, ids), blob)
+        self.counters.states_saved += kept
+        return len(ids) if kept else 0
+
+    def _name(self, tenant: str, ids: Sequence[int]) -> str:
+        return state_name(tenant, self._fingerprint, self._layout, ids)
+
+    def _header(self, tokens: int, digest: int) -> StateHeader:
+        return StateHeader(self._fingerprint, self._tokenizer, self._layout, tokens, digest)
