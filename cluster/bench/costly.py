@@ -1,11 +1,13 @@
 """A costly target: the function of a small checkpoint at the cost of a large one.
 
-Every MLP gets more hidden units, whose gate and up rows are random and whose columns of the output projection are zero.
-So each of them is read from memory, computed and added to the sum, as nothing.
+A Transformer's MLPs get more hidden units, whose gate and up rows are random and whose columns of the output projection
+are zero. So each of them is read from memory, computed and added to the sum, as nothing. A Mamba-2's mixers get more
+groups of heads in the same way: each with its own part of the gated norm, so that the old ones are normed as before.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 import os
@@ -88,6 +90,53 @@ def widen(model: PreTrainedModel, width: int) -> None:
     model.config.intermediate_size = width
 
 
+def add_head_groups(model: PreTrainedModel, times: int) -> PreTrainedModel:
+    """A Mamba-2 model of the same function with `times` as many groups of heads, and states as many times as large."""
+    generator = torch.Generator().manual_seed(SEED)
+    old, config = model.config, copy.deepcopy(model.config)
+    config.num_heads, config.n_groups, config.expand = old.num_heads * times, old.n_groups * times, old.expand * times
+    wide: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
+    inner, shared = int(old.expand * old.hidden_size), old.n_groups * old.state_size
+    seen = (inner, shared, shared)  # what the convolution sees: x, B, C
+
+    def spread(weight: torch.Tensor, parts: tuple[int, ...]) -> torch.Tensor:
+        """Rows in parts, each followed by random ones at the scale of the old."""
+        more = []
+        for part in weight.split(parts):
+            extra = torch.randn((times - 1) * len(part), *part.shape[1:], generator=generator)
+            more += [part, (extra * weight.float().std()).to(weight.dtype)]
+        return torch.cat(more)
+
+    def grown(name: str, weight: torch.Tensor) -> torch.Tensor:
+        match name.rpartition("mixer.")[2] if "mixer." in name else "":
+            case "in_proj.weight" | "in_proj.bias":
+                return spread(weight, (inner, *seen, old.num_heads))
+            case "conv1d.weight" | "conv1d.bias":
+                return spread(weight, seen)
+            case "A_log" | "D" | "dt_bias" | "norm.weight":
+                return weight.repeat(times)
+            case "out_proj.weight":
+                return torch.cat([weight, weight.new_zeros(len(weight), (times - 1) * inner)], 1)
+        return weight
+
+    wide.load_state_dict({name: grown(name, weight) for name, weight in model.state_dict().items()})
+    return wide
+
+
+def costly_times(model: PreTrainedModel, parameters: int) -> int:
+    """How many times as many groups of heads bring a Mamba-2 model to `parameters`."""
+    total = sum(parameter.numel() for parameter in model.parameters())
+    mixers = sum(parameter.numel() for name, parameter in model.named_parameters() if "mixer." in name)
+    return 1 + max(math.ceil((parameters - total) / mixers), 0)
+
+
+def _made_costly(model: PreTrainedModel, parameters: int) -> PreTrainedModel:
+    if model.config.model_type == "mamba2":
+        return add_head_groups(model, costly_times(model, parameters))
+    widen(model, costly_width(model, parameters))
+    return model
+
+
 def _digest(source: Path, parameters: int) -> str:
     """Names the costly target of a checkpoint: its weights, its configuration and what we make of them."""
     digest = hashlib.sha256(f"{FORMAT} {SEED} {WIDTH_STEP} {parameters}".encode())
@@ -101,7 +150,7 @@ def costly_checkpoint(source: Path, folder: Path | None = None, parameters: int 
     """The folder of a costly target made from the checkpoint at `source`; made once, then found again.
 
     An ordinary Hugging Face checkpoint of at least `parameters` parameters (None: PARAMETERS) in the dtype of its
-    source, with the source's tokenizer. Raises BadRequest where the source is no Llama-like checkpoint.
+    source, with the source's tokenizer. Raises BadRequest where the source is neither Llama-like nor a Mamba-2.
     """
     parameters = PARAMETERS if parameters is None else parameters
     if not (source / "config.json").exists():
@@ -109,8 +158,7 @@ def costly_checkpoint(source: Path, folder: Path | None = None, parameters: int 
     made = (folder or cache_folder()) / f"costly-{_digest(source, parameters)}"
     if made.exists():
         return made
-    model = AutoModelForCausalLM.from_pretrained(source)
-    widen(model, costly_width(model, parameters))
+    model = _made_costly(AutoModelForCausalLM.from_pretrained(source), parameters)
     made.parent.mkdir(parents=True, exist_ok=True)
     # Written aside and moved in one step: a run that is stopped half-way leaves nothing that looks finished.
     with tempfile.TemporaryDirectory(dir=made.parent) as aside:

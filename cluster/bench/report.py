@@ -24,6 +24,15 @@ SPEED_COLUMNS = (
     "decode tokens/s",
 )
 SPLIT_COLUMNS = ("", *(f"{part} ms" for part in PARTS), "round ms", "hops", "shapes picked")
+MODEL_COLUMNS = (
+    "",
+    "rows",
+    "verify ms",
+    "predicted",
+    "decode tokens/s",
+    "predicted tokens/s",
+    "picked by the policy",
+)
 AIM_COLUMNS = ("aim", "value", "90 %", "bar", "", "why")
 
 
@@ -58,6 +67,18 @@ def _split_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
+def _model_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    return (
+        row["name"],
+        str(row["rows"]),
+        f"{row['verify_ms']:.2f}",
+        f"{row['predicted_verify_ms']:.2f}",
+        f"{row['tokens_per_second']:.1f}",
+        f"{row['predicted_tokens_per_second']:.1f}",
+        f"{row['picked_share']:.0%}",
+    )
+
+
 def _aim_cells(aim: Mapping[str, Any]) -> tuple[str, ...]:
     interval = aim["interval"]
     return (
@@ -89,7 +110,15 @@ def tables_of(report: Report) -> Iterator[Cells]:
         split = [_split_cells(row) for row in rows if "round_ms" in row]
         if split:
             yield f"{title}: where a round goes", SPLIT_COLUMNS, split
-    yield aims_table(report)
+        model = [row for row in report["cost_model"] if (row["target"], row["temperature"]) == (target, temperature)]
+        if model:
+            yield (
+                f"{title}: a line through the other shapes' steps",
+                MODEL_COLUMNS,
+                [_model_cells(row) for row in model],
+            )
+    if report["aims"]:
+        yield aims_table(report)
 
 
 def machine_facts(report: Report) -> Iterator[str]:

@@ -7,14 +7,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, median
+from statistics import fmean, linear_regression, median
 from typing import Any
+
+from dendro.tree import TreeShape
 
 from cluster.bench.measurement import AUTO, BASELINES, GENERATE, OFF, Answer, Contender, Rounds
 from cluster.bench.statistics import Estimate, Key, median_estimate, paired_ratio, repeat_difference
 
 DEMO = "demo"
 COSTLY = "costly"
+MAMBA2 = "mamba2"
+"""The costly form of the demo's Mamba-2 target."""
 AIM_THREADS = 2
 COMPARED = (*BASELINES, OFF)
 """The rows that every other row is put in relation to."""
@@ -23,6 +27,8 @@ POLICY_BARS = {0.0: 2.0, 1.0: 1.3}  # policy over ours-off, by temperature
 OFF_BAR = 0.97  # ours-off over generate
 ABOVE_BAR = 1.0  # policy over the best transformers row: the lower end of its interval
 HOP_BAR = 0.1  # hops as a share of a round
+STEP_MULTIPLE = 8
+"""A verifier's steps are padded to a multiple of so many rows."""
 
 Row = dict[str, Any]
 
@@ -226,6 +232,46 @@ def rows_of(measured: Measured) -> Iterator[Row]:
             if rounds:
                 row |= _round_split(rounds)
             yield row
+
+
+def cost_model_of(rows: Sequence[Row]) -> Iterator[Row]:
+    """What a straight line through the steps of the other shapes makes of each shape, beside what was measured.
+
+    T(n) = k n + c over a step's rows (ALGORITHMS 10.2: linear for state-space targets); a round is that and what draft,
+    queue and hops took. Only where at least three shapes were measured.
+    """
+    groups = dict.fromkeys((row["target"], row["temperature"]) for row in rows)
+    for target, temperature in groups:
+        ours = [row for row in rows if (row["target"], row["temperature"]) == (target, temperature)]
+        picked: Mapping[str, float] = next((row["arms"] for row in ours if row["name"] == AUTO and "arms" in row), {})
+        shapes = [row for row in ours if row["name"] not in (AUTO, *BASELINES) and "round_ms" in row]
+        counts = {row["name"]: _padded(TreeShape.parse(row["name"]).rows) for row in shapes}
+        for row in shapes:
+            others = [other for other in shapes if other is not row]
+            if len({counts[other["name"]] for other in others}) < 2:
+                continue
+            slope, intercept = linear_regression(
+                [counts[other["name"]] for other in others], [other["round_ms"]["verify"] for other in others]
+            )
+            split = row["round_ms"]
+            verify = slope * counts[row["name"]] + intercept
+            predicted = split["total"] - split["verify"] + verify
+            yield {
+                "target": target,
+                "temperature": temperature,
+                "name": row["name"],
+                "rows": counts[row["name"]],
+                "verify_ms": split["verify"],
+                "predicted_verify_ms": round(verify, 3),
+                "tokens_per_second": round(1000 * row["emitted_per_round"] / split["total"], 2),
+                "predicted_tokens_per_second": round(1000 * row["emitted_per_round"] / predicted, 2),
+                "picked_share": picked.get(row["name"], 0.0),
+            }
+
+
+def _padded(rows: int) -> int:
+    """What a step of so many rows is padded to."""
+    return -(-rows // STEP_MULTIPLE) * STEP_MULTIPLE
 
 
 def _estimate(said: Mapping[str, float]) -> Estimate:

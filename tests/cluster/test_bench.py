@@ -17,6 +17,7 @@ from dendro.client import AsyncClient, Speculation
 from dendro.errors import BadRequest, EngineFailed
 from dendro.text import Sampling
 from rich.console import Console
+from tiny_hybrids import make_checkpoint as make_hybrid
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
@@ -28,7 +29,7 @@ from cluster.bench.costly import WIDTH_STEP, costly_checkpoint, costly_width
 from cluster.bench.machine import describe_machine
 from cluster.bench.measurement import ASSISTED, AUTO, GENERATE, LOOKUP, OFF, Answer, Rounds
 from cluster.bench.ours import Ours, mean_round
-from cluster.bench.speed import Contenders, Measured, Plan, aims_of, check_and_warm, measure, rows_of
+from cluster.bench.speed import Contenders, Measured, Plan, aims_of, check_and_warm, cost_model_of, measure, rows_of
 from cluster.bench.statistics import median_estimate, paired_ratio, repeat_difference
 from cluster.demo.prompts import Prompt
 from cluster.ingress import serve_plain
@@ -78,6 +79,23 @@ def test_the_added_hidden_units_are_computed_and_read_but_never_heard(costly):
         assert layer.mlp.gate_proj.weight[48:].float().std() > 0.1
         assert layer.mlp.up_proj.weight[48:].float().std() > 0.1
         assert (layer.mlp.down_proj.weight[:, 48:] == 0).all()
+
+
+def test_a_mamba_gets_costly_by_groups_of_heads_that_are_never_heard(tmp_path):
+    """They have groups of the gated norm of their own, so the old ones are normed as before."""
+    small = make_hybrid(tmp_path / "small", "mamba2")
+    folder = costly_checkpoint(tmp_path / "small", tmp_path / "cache", parameters=200_000)
+    wide = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    times = wide.config.num_heads // small.config.num_heads
+    assert parameter_count(folder) >= 200_000 and times > 1
+    assert wide.config.n_groups == times * small.config.n_groups
+    ids = torch.randint(0, 96, (1, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        assert (wide(ids).logits - small(ids).logits).abs().max() < 1e-5
+    inner = int(small.config.expand * small.config.hidden_size)
+    for layer in wide.backbone.layers:
+        assert layer.mixer.out_proj.weight[:, inner:].count_nonzero() == 0
+        assert layer.mixer.in_proj.weight.count_nonzero() == layer.mixer.in_proj.weight.numel()
 
 
 def test_the_costly_target_is_made_once_and_is_always_the_same(small, costly, tmp_path):
@@ -387,8 +405,27 @@ async def a_report() -> dict:
         "settings": settings,
         "targets": {"costly": target},
         "rows": rows,
+        "cost_model": list(cost_model_of(rows)),
         "aims": aims_of(rows, 2, None),
     }
+
+
+def test_a_shapes_step_is_predicted_from_the_other_shapes():
+    def row(name, verify, emitted, total):
+        split = {"draft": 2.0, "verify": verify, "queue": 0.0, "hop": 1.0, "total": total}
+        said = {"name": name, "target": "costly", "temperature": 0.0, "emitted_per_round": emitted}
+        return said | {"round_ms": split, "arms": {name: 1.0} if name != AUTO else {"(1,1)": 0.75, OFF: 0.25}}
+
+    # 10 ms and 0.5 ms for each row that is computed: 8, 8, 16 and 24 of them; the chain took 4 ms longer than that.
+    rows = [row(OFF, 14.0, 1.0, 15.0), row("(1,1)", 18.0, 2.0, 21.0), row("(3,2)", 18.0, 2.5, 21.0)]
+    rows += [row("(4,2,1)", 22.0, 3.0, 25.0), row(AUTO, 16.0, 1.9, 20.0)]
+    found = {each["name"]: each for each in cost_model_of(rows)}
+    assert set(found) == {OFF, "(1,1)", "(3,2)", "(4,2,1)"}
+    assert [found[name]["rows"] for name in (OFF, "(1,1)", "(3,2)", "(4,2,1)")] == [8, 8, 16, 24]
+    assert found["(1,1)"]["predicted_verify_ms"] == pytest.approx(14.0)
+    assert found["(1,1)"]["predicted_tokens_per_second"] == pytest.approx(1000 * 2.0 / 17.0, abs=0.01)
+    assert found["(1,1)"]["tokens_per_second"] == pytest.approx(1000 * 2.0 / 21.0, abs=0.01)
+    assert found["(1,1)"]["picked_share"] == 0.75 and found["(3,2)"]["picked_share"] == 0.0
 
 
 async def test_the_json_form_has_what_every_bench_has():
@@ -468,6 +505,7 @@ def test_a_run_ends_with_status_1_where_speculation_changed_a_token(tmp_path, mo
         options = ["--quick", "--target", "demo", "--json", str(found), "--models", str(tmp_path)]
         options += ["--markdown", str(found.with_suffix(".md")), "--plot", str(found.with_suffix(".svg"))]
         result = CliRunner().invoke(app, options)
+        assert found.exists(), result.exception
         return result.exit_code, json.loads(found.read_text())
 
     status, report = run_with("")
