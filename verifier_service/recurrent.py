@@ -158,9 +158,7 @@ class RecurrentRows:
     """A step's rows, or one text's of them, for a target with states."""
 
     columns: Ints  # [rows, 2 * block] slots of the inputs at positions from the row's checkpoint on; 0 where none is
-    positions: Ints  # [rows]
-    starts: Ints  # [rows] the position of the first column
-    texts: Ints  # [rows] rows of one text have one number here
+    own: Ints  # [rows] the column of each row's own
     homes: Ints  # [rows] the slot of its position in its text's ring
     sources: Ints  # [rows] the checkpoint that it starts from, as a fold's source
     folds: tuple[FoldOf, ...]
@@ -240,17 +238,14 @@ def recurrent_rows(
     )
     sources = np.array([source(int(after)) for after in blocks], np.int64)
     place.fold_to(newest)
-    texts = np.full(len(positions), place.first_token)  # a place is one text's
-    return RecurrentRows(columns, positions, starts, texts, place.token_slots(positions), sources, made)
+    return RecurrentRows(columns, positions - starts, place.token_slots(positions), sources, made)
 
 
 def pack_recurrent(parts: Sequence[RecurrentRows]) -> RecurrentRows:
     """The rows of several texts as one step, in this order."""
     return RecurrentRows(
         columns=np.concatenate([part.columns for part in parts]),
-        positions=np.concatenate([part.positions for part in parts]),
-        starts=np.concatenate([part.starts for part in parts]),
-        texts=np.concatenate([part.texts for part in parts]),
+        own=np.concatenate([part.own for part in parts]),
         homes=np.concatenate([part.homes for part in parts]),
         sources=np.concatenate([part.sources for part in parts]),
         folds=tuple(each for part in parts for each in part.folds),

@@ -11,7 +11,7 @@ import torch
 from dendro.tree import DraftTree
 from torch import Tensor
 from tree_kernels.tree_attention import PAGE, FarRows, TreeRows
-from tree_kernels.tree_scan import Fold, Paths
+from tree_kernels.tree_scan import ROW_MULTIPLE, Fold, Group, Paths
 from tree_kernels.tree_walk import Walk
 from tree_layers.memory import Pages
 from tree_layers.tree_mixers import Array, RecurrentMemory, RecurrentStep
@@ -210,14 +210,18 @@ class Runner:
 
     def _recurrent(self, rows: RecurrentRows, padded: int) -> RecurrentStep:
         """A step's rows as its mixers see them; those that only pad have no path."""
-        missing = padded - len(rows.columns)
-        columns = np.pad(rows.columns, ((0, missing), (0, 0)))
-        starts, sources, texts = (np.pad(each, (0, missing)) for each in (rows.starts, rows.sources, rows.texts))
+        missing = (0, padded - len(rows.columns))
+        groups = []
+        for source in np.unique(rows.sources).tolist():
+            if source:
+                its = np.flatnonzero(rows.sources == source)
+                more = np.full(-len(its) % ROW_MULTIPLE, its[0])
+                groups.append(Group(source, self._tensor(np.concatenate([its, more])), len(its)))
         folds = [Fold(each.source, self._tensor(each.columns), each.target) for each in rows.folds]
-        own = np.pad(rows.positions - rows.starts, (0, missing), constant_values=self.near)
+        columns = torch.nn.functional.pad(self._tensor(rows.columns), (0, 0, *missing))
+        own = torch.nn.functional.pad(self._tensor(rows.own), missing, value=self.near)
         slots = torch.arange(self.arrangement.scratch, self.arrangement.scratch + padded, device=self.device)
-        paths = Paths(columns, starts, sources, texts, folds, self.device)
-        return RecurrentStep(slots, self._tensor(own), self._tensor(columns), paths)
+        return RecurrentStep(slots, own, Paths(columns, groups, folds))
 
     def _bucket(self, rows: int) -> int:
         return next((bucket for bucket in self.buckets if bucket >= rows), self.buckets[-1])

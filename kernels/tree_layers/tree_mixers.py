@@ -136,8 +136,7 @@ class RecurrentStep:
     """The rows of a step for mixers; the same for all layers."""
 
     slots: Tensor  # [rows] int64 where each row's inputs are written
-    own: Tensor  # [rows] int64 the column of `paths` that is the row's own; at least W - 1
-    columns: Tensor  # [rows, K] int64 those of `paths`
+    own: Tensor  # [rows] int64 the column of `paths` that is the row's own, or past it; at least W - 1
     paths: Paths
     _taps: dict[int, Tensor] = field(default_factory=dict)
 
@@ -145,7 +144,7 @@ class RecurrentStep:
         """[rows, width] slots of each row's last inputs, itself last."""
         if width not in self._taps:
             back = torch.arange(1 - width, 1, device=self.own.device)
-            self._taps[width] = self.columns.gather(1, self.own[:, None] + back)
+            self._taps[width] = self.paths.columns.gather(1, self.own[:, None] + back)
         return self._taps[width]
 
     def write(self, store: Tensor, rows: Tensor) -> None:

@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from tree_kernels.tree_conv import tree_conv
 from tree_kernels.tree_scan import (
+    ROW_MULTIPLE,
     Fold,
+    Group,
     Inputs,
     Paths,
     fold,
@@ -36,15 +38,15 @@ def paths_of(parents, chain=CHAIN):
 
 def packed(paths, source, folds=(), room=3):
     """The paths as a step, with some empty columns on either side."""
-    columns = np.zeros((len(paths), max(map(len, paths)) + 2 * room), np.int64)
+    columns = torch.zeros(len(paths), max(map(len, paths)) + 2 * room, dtype=torch.int64)
     for row, path in enumerate(paths):
-        columns[row, room : room + len(path)] = path
-    return step_of(columns, source, folds)
-
-
-def step_of(columns, source, folds=()):
-    nothing = np.zeros(len(columns), np.int64)
-    return Paths(columns, nothing, nothing + source, nothing, folds, torch.device("cpu"))
+        columns[row, room : room + len(path)] = torch.tensor(path)
+    groups = []
+    if source:
+        rows = torch.zeros(-(-len(paths) // ROW_MULTIPLE) * ROW_MULTIPLE, dtype=torch.int64)
+        rows[: len(paths)] = torch.arange(len(paths))
+        groups = [Group(source, rows, len(paths))]
+    return Paths(columns, groups, folds)
 
 
 def random_inputs(generator, slots, heads, width, groups, size, dtype=torch.float64):
@@ -152,7 +154,7 @@ def test_a_row_may_start_from_what_the_step_folded():
     states = torch.zeros(1, heads, width, size)
     C = torch.randn(1, groups, size, generator=generator)
     folds = [Fold(0, torch.arange(1, 17), -1)]
-    paths = step_of(np.arange(17, 30)[None], -1, folds)
+    paths = Paths(torch.arange(17, 30)[None], [Group(-1, torch.zeros(8, dtype=torch.int64), 1)], folds)
     y = tree_scan(inputs, states, fold(inputs, states, folds, A), paths, inputs.x[29:], C, A, D)
     truth, _ = stepped(inputs, states[0].double(), list(range(1, 30)), A, C[0], D)
     assert relative(y[0], truth) < 2e-6
@@ -209,8 +211,12 @@ def test_a_rows_bits_do_not_depend_on_the_rows_beside_it():
     y = tree_scan(inputs, states, [], whole, x, C, A, D)
     for count in (1, 8, 24, 40):
         places = torch.from_numpy(rng.permutation(rows)[:count])
-        some = step_of(np.pad(whole.columns[places.numpy()], ((0, -count % 8), (0, 0))), 1)
-        their_x, their_C = x.new_zeros(len(some.columns), heads, width), C.new_zeros(len(some.columns), groups, size)
+        columns = torch.zeros(-(-count // 8) * 8, whole.columns.shape[1], dtype=torch.int64)
+        columns[:count] = whole.columns[places]
+        group = torch.zeros(-(-count // 8) * 8, dtype=torch.int64)
+        group[:count] = torch.arange(count)
+        some = Paths(columns, [Group(1, group, count)], [])
+        their_x, their_C = x.new_zeros(len(columns), heads, width), C.new_zeros(len(columns), groups, size)
         their_x[:count], their_C[:count] = x[places], C[places]
         found = tree_scan(inputs, states, [], some, their_x, their_C, A, D)[:count]
         assert torch.equal(found, y[places]), count

@@ -1,10 +1,11 @@
 """The recurrence of state-space layers for a list of rows, each with a path of its own (README.md beside this file)."""
 
 from tree_kernels.tree_scan.reference import (
+    ROW_MULTIPLE,
     Fold,
+    Group,
     Inputs,
     Paths,
-    Segments,
     fold,
     fold_in_order,
     tree_scan,
@@ -12,10 +13,11 @@ from tree_kernels.tree_scan.reference import (
 )
 
 __all__ = [
+    "ROW_MULTIPLE",
     "Fold",
+    "Group",
     "Inputs",
     "Paths",
-    "Segments",
     "fold",
     "fold_in_order",
     "tree_scan",

@@ -10,19 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-Ints = npt.NDArray[np.int64]
-
 ROW_MULTIPLE = 8
 """Rows of a product are padded to a multiple of this: fewer, or others, take different paths through the library."""
-COLUMN_MULTIPLE = 16
-"""The same for the columns that a group of rows sees."""
 
 
 class Inputs(NamedTuple):
@@ -34,10 +29,19 @@ class Inputs(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Group:
+    """Rows that start from one checkpoint."""
+
+    source: int  # a slot of the states, or -1 - f for what the step's fold f gives; 0, the zero state, has no group
+    rows: Tensor  # [a multiple of ROW_MULTIPLE] int64; those past `count` only pad
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Fold:
     """A checkpoint moved on by one block of tokens."""
 
-    source: int  # a slot of the states; -1 - f for what the step's fold f gives; 0 for the zero state
+    source: int  # as a group's; 0 is the zero state
     columns: Tensor  # [block] int64 slots of the block's inputs, in order; all are there
     target: int  # the slot of the states that keeps it; -1: this step alone needs it
 
@@ -54,51 +58,39 @@ class Wave(NamedTuple):
 class Waves(NamedTuple):
     """Checkpoints, and what comes after them."""
 
-    sources: tuple[int, ...]  # as a fold's
+    sources: tuple[int, ...]  # as a group's
     waves: tuple[Wave, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Segments:
-    """Groups of rows, each of one text and one checkpoint, in one shape: S groups of T rows that see U columns."""
-
-    sources: tuple[int, ...]  # [S] as a fold's
-    rows: Tensor  # [S * T] int64 rows of the step; those that only pad repeat one
-    columns: Tensor  # [S * U] int64 slots of all that the group's rows see, in order of position; 0 where there is none
-    paths: Tensor  # [S, 1, T, K] int64 slots of each row's own, the newest first
-    places: Tensor  # [S, 1, T, K] int64 where each of these is among its group's columns; the last, 0, for none
-    found: Tensor  # [n] int64 the rows that count, as places in [S * T]
-    targets: Tensor  # [n] int64 and their rows of the step
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Paths:
-    """The rows of a step and what they see. The same for all layers; plain arrays, made into tensors when wanted."""
+    """The rows of a step and what they see. The same for all layers.
 
-    columns: Ints  # [rows, K] slots of each row's inputs since its checkpoint, in order of position; 0 where none is
-    starts: Ints  # [rows] the position of its first column
-    sources: Ints  # [rows] the checkpoint, as a fold's source
-    texts: Ints  # [rows] rows of one text have one number here
+    columns [rows, K] int64   slots of each row's inputs since its checkpoint, in order of position, its own among
+    them; 0 where there is none
+    """
+
+    columns: Tensor
+    groups: Sequence[Group]
     folds: Sequence[Fold]
-    device: torch.device
-    _made: dict[str, Any] = field(default_factory=dict)
-
-    def segments(self) -> tuple[Segments, ...]:
-        """The rows in groups, for matrix products; a row that sees nothing is in none."""
-        if "segments" not in self._made:
-            self._made["segments"] = _segments(self)
-        made: tuple[Segments, ...] = self._made["segments"]
-        return made
+    _gathers: dict[int, Tensor] = field(default_factory=dict)
+    _waves: list[Waves] = field(default_factory=list)
 
     def waves(self) -> Waves:
         """The paths as a forest, each token of it once."""
-        if "waves" not in self._made:
-            self._made["waves"] = _forest(self)
-        made: Waves = self._made["waves"]
-        return made
+        if not self._waves:
+            self._waves.append(_forest(self.columns, self.groups))
+        return self._waves[0]
 
-    def tensor(self, array: Ints) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+    def gather(self, parts: int) -> Tensor:
+        """[rows * parts * K] rows of a pool seen as [slots * parts, ...]: every row's columns, part by part, the newest
+        first."""
+        if parts not in self._gathers:
+            index = (self.columns.flip(1) * parts)[:, None, :] + torch.arange(parts, device=self.columns.device)[
+                :, None
+            ]
+            self._gathers[parts] = index.reshape(-1)
+        return self._gathers[parts]
 
 
 def tree_scan(
@@ -109,38 +101,25 @@ def tree_scan(
     states [slots, H, P, N]   folded: what `fold` gave for the step's folds   x [rows, H, P], C [rows, G, N] the rows'
     own   A, D [H] float32; returns y [rows, H, P] float32
     """
-    heads, width = x.shape[1:]
+    rows, heads, width = x.shape
     groups, size = C.shape[1:]
-    members = heads // groups
-    y = torch.zeros(x.shape, device=x.device)
-    by_head = torch.arange(heads, device=x.device)[:, None, None]
-    for part in paths.segments():
-        count, _, rows, length = part.paths.shape
-        dt = inputs.dt.view(-1).index_select(0, (part.paths * heads + by_head).view(-1))
-        dt = dt.view(count, heads, rows, length)
-        total, since = _decays(dt * A[:, None, None])
-        queries = C.index_select(0, part.rows).float().view(count, rows, groups, size).transpose(1, 2)
-        B = inputs.B.index_select(0, part.columns).view(count, -1, groups, size).permute(0, 2, 3, 1)
-        seen = part.columns.numel() // count
-        alike = torch.bmm(queries.reshape(count * groups, rows, size), B.float().reshape(count * groups, size, seen))
-        alike = alike.view(count, groups, rows, seen).gather(3, part.places.expand(-1, groups, -1, -1))
-        weight = since.exp_().mul_(dt).view(count, groups, members, rows, length).mul_(alike[:, :, None])
-        # Zeros where a column is not on a row's path: they change no bit of a sum that runs over columns in order.
-        spread = dt.new_zeros(count, heads, rows, seen)
-        places = part.places.expand(-1, heads, -1, -1)
-        spread.scatter_(3, places, weight.view(count, heads, rows, length))
-        values = inputs.x.index_select(0, part.columns).view(count, seen, heads, width).transpose(1, 2)
-        values = values.to(torch.float32, memory_format=torch.contiguous_format)
-        out = torch.bmm(spread.view(-1, rows, seen), values.reshape(-1, seen, width)).view(count, heads, rows, width)
-        before = torch.zeros_like(out) if any(part.sources) else None
-        for place, source in enumerate(part.sources):
-            if before is not None and source:
-                state = _source(source, states, folded).view(groups, members * width, size)
-                read = torch.bmm(queries[place], state.transpose(1, 2))
-                before[place] = read.view(groups, rows, members, width).transpose(1, 2).reshape(heads, rows, width)
-        if before is not None:
-            out.addcmul_(before, total.exp())
-        y.index_copy_(0, part.targets, out.transpose(1, 2).reshape(-1, heads, width).index_select(0, part.found))
+    columns, members = paths.columns.shape[1], heads // groups
+    C = C.float()
+    dt = inputs.dt.view(-1, 1).index_select(0, paths.gather(heads)).view(rows, heads, columns)
+    total, since = _decays(dt * A[:, None])
+    weight = since.exp_().mul_(dt).view(rows, groups, members, columns)
+    B = inputs.B.view(-1, size).index_select(0, paths.gather(groups)).view(rows * groups, columns, size)
+    alike = torch.bmm(B.float(), C.reshape(rows * groups, size, 1)).view(rows, groups, 1, columns)
+    seen = inputs.x.view(-1, width).index_select(0, paths.gather(heads)).view(rows * heads, columns, width)
+    y = torch.bmm((weight * alike).view(rows * heads, 1, columns), seen.float()).view(rows, heads, width)
+    if paths.groups:
+        before = torch.zeros_like(y)
+        for group in paths.groups:
+            state = _source(group.source, states, folded).view(groups, members * width, size)
+            queries = C.index_select(0, group.rows).transpose(0, 1)
+            read = torch.bmm(queries, state.transpose(1, 2))[:, : group.count]  # [G, count, members * P]
+            before[group.rows[: group.count]] = read.transpose(0, 1).reshape(group.count, heads, width)
+        y.addcmul_(before, total.exp())
     return y.addcmul_(x.float(), D[:, None])
 
 
@@ -219,72 +198,27 @@ def _step(inputs: Inputs, state: Tensor, columns: Tensor, A: Tensor) -> Tensor:
     return drive.addcmul_(state, decay)
 
 
-def _segments(paths: Paths) -> tuple[Segments, ...]:
-    columns, length = paths.columns, paths.columns.shape[1]
-    seeing = np.flatnonzero(columns.any(1))
-    keys = np.stack([paths.texts[seeing], paths.sources[seeing]], 1)
-    _, groups = np.unique(keys, axis=0, return_inverse=True)
-    most = int(columns.max(initial=0)) + 1
-    by_shape: dict[tuple[int, int], list[tuple[Ints, Ints, Ints]]] = {}
-    for group in range(int(groups.max(initial=-1)) + 1):
-        rows = seeing[groups.reshape(-1) == group]
-        its = columns[rows]
-        # By position; of siblings, which no path has both of, by slot.
-        order = (paths.starts[rows, None] + np.arange(length) + length) * most + its
-        union = np.unique(order[its > 0])
-        shape = (_up(len(rows), ROW_MULTIPLE), _up(len(union) + 1, COLUMN_MULTIPLE))
-        places = np.where(its > 0, np.searchsorted(union, order), shape[1] - 1)
-        by_shape.setdefault(shape, []).append((rows, union % most, places))
-    return tuple(_segments_of(paths, shape, members) for shape, members in by_shape.items())
-
-
-def _segments_of(paths: Paths, shape: tuple[int, int], members: Sequence[tuple[Ints, Ints, Ints]]) -> Segments:
-    (rows, seen), length = shape, paths.columns.shape[1]
-    taken = np.zeros((len(members), rows), np.int64)
-    columns = np.zeros((len(members), seen), np.int64)
-    own = np.zeros((len(members), 1, rows, length), np.int64)
-    places = np.full((len(members), 1, rows, length), seen - 1, np.int64)
-    for index, (its, union, among) in enumerate(members):
-        taken[index] = its[0]
-        taken[index, : len(its)] = its
-        columns[index, : len(union)] = union
-        own[index, 0, : len(its)] = paths.columns[its, ::-1]
-        places[index, 0, : len(its)] = among[:, ::-1]
-    return Segments(
-        sources=tuple(int(paths.sources[its[0]]) for its, _, _ in members),
-        rows=paths.tensor(taken.reshape(-1)),
-        columns=paths.tensor(columns.reshape(-1)),
-        paths=paths.tensor(own),
-        places=paths.tensor(places),
-        found=paths.tensor(
-            np.concatenate([index * rows + np.arange(len(its)) for index, (its, _, _) in enumerate(members)])
-        ),
-        targets=paths.tensor(np.concatenate([its for its, _, _ in members])),
-    )
-
-
-def _up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
-
-
-def _forest(paths: Paths) -> Waves:
-    slots = paths.columns
-    sources, begins = np.unique(paths.sources, return_inverse=True)
-    ordered = np.take_along_axis(slots, np.argsort(slots == 0, axis=1, kind="stable"), 1)
+def _forest(columns: Tensor, groups: Sequence[Group]) -> Waves:
+    slots = columns.cpu().numpy()
+    rows, width = slots.shape
+    sources = (0, *(group.source for group in groups))
+    begins = np.zeros(rows, np.int64)  # of each row: the place of its checkpoint among the sources
+    for place, group in enumerate(groups, 1):
+        begins[group.rows[: group.count].cpu().numpy()] = place
+    paths = np.take_along_axis(slots, np.argsort(slots == 0, axis=1, kind="stable"), 1)
     lengths = (slots != 0).sum(1)
-    most = int(slots.max(initial=0)) + 1
-    waves, nodes = [], begins.reshape(-1)  # nodes: of each row, the place of its token in the wave before
-    begins = nodes
+    most = int(slots.max()) + 1
+    waves, nodes = [], begins  # nodes: of each row, the place of its token in the wave before
     for distance in range(int(lengths.max(initial=0))):
         active = np.flatnonzero(lengths > distance)
         # A slot is on one path of one text, but that path may be walked from two checkpoints.
         found, first, places = np.unique(
-            begins[active] * most + ordered[active, distance], return_index=True, return_inverse=True
+            begins[active] * most + paths[active, distance], return_index=True, return_inverse=True
         )
         parents = nodes[active][first]
         nodes = nodes.copy()
-        nodes[active] = places.reshape(-1)
+        nodes[active] = places
         ending = np.flatnonzero(lengths == distance + 1)
         parts = (found % most, parents, ending, nodes[ending])
-        waves.append(Wave(*map(paths.tensor, parts)))
-    return Waves(tuple(sources.tolist()), tuple(waves))
+        waves.append(Wave(*(torch.from_numpy(part).to(columns.device) for part in parts)))
+    return Waves(sources, tuple(waves))
