@@ -274,6 +274,12 @@ def bench_context(context: typer.Context) -> None:
     _hand_over("cluster.bench.context_command", "bench_context", context)
 
 
+@bench.command("tree-scan", context_settings=ELSEWHERE, add_help_option=False)
+def bench_tree_scan(context: typer.Context) -> None:
+    """Measure what a tree costs a state-space layer."""
+    _hand_over("cluster.bench.tree_scan_command", "bench_tree_scan", context)
+
+
 def main() -> None:
     """The entry point: an error of the family is one line and exit status 2 (bad input) or 1."""
     try:

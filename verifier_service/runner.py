@@ -95,7 +95,9 @@ class Runner:
             )
         )
         if plan.recurrent is not None:
-            self.target.run.recurrent_step = self._recurrent(plan.recurrent, padded)
+            self.target.run.recurrent_step = recurrent_step(
+                plan.recurrent, padded, self.arrangement.scratch, self.device
+            )
         missing = (0, padded - count)
         # A guess may stand past the model's last position; its text may not, so such a row never counts.
         places = torch.nn.functional.pad(positions.clamp(max=self.target.max_positions - 1), missing)
@@ -208,26 +210,30 @@ class Runner:
             self.crew.tell(kept)
         self.keep(kept)
 
-    def _recurrent(self, rows: RecurrentRows, padded: int) -> RecurrentStep:
-        """A step's rows as its mixers see them; those that only pad have no path."""
-        missing = (0, padded - len(rows.columns))
-        groups = []
-        for source in np.unique(rows.sources).tolist():
-            if source:
-                its = np.flatnonzero(rows.sources == source)
-                more = np.full(-len(its) % ROW_MULTIPLE, its[0])
-                groups.append(Group(source, self._tensor(np.concatenate([its, more])), len(its)))
-        folds = [Fold(each.source, self._tensor(each.columns), each.target) for each in rows.folds]
-        columns = torch.nn.functional.pad(self._tensor(rows.columns), (0, 0, *missing))
-        own = torch.nn.functional.pad(self._tensor(rows.own), missing, value=self.near)
-        slots = torch.arange(self.arrangement.scratch, self.arrangement.scratch + padded, device=self.device)
-        return RecurrentStep(slots, own, Paths(columns, groups, folds))
-
     def _bucket(self, rows: int) -> int:
         return next((bucket for bucket in self.buckets if bucket >= rows), self.buckets[-1])
 
     def _tensor(self, array: Ints) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+
+
+def recurrent_step(rows: RecurrentRows, padded: int, scratch: int, device: torch.device) -> RecurrentStep:
+    """A step's rows as its mixers see them, written to slots from `scratch` on; those that only pad have no path."""
+
+    def tensor(array: Ints) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+    missing = (0, padded - len(rows.columns))
+    groups = []
+    for source in np.unique(rows.sources).tolist():
+        if source:
+            its = np.flatnonzero(rows.sources == source)
+            more = np.full(-len(its) % ROW_MULTIPLE, its[0])
+            groups.append(Group(source, tensor(np.concatenate([its, more])), len(its)))
+    folds = [Fold(each.source, tensor(each.columns), each.target) for each in rows.folds]
+    columns = torch.nn.functional.pad(tensor(rows.columns), (0, 0, *missing))
+    own = torch.nn.functional.pad(tensor(rows.own), missing, value=rows.columns.shape[1] // 2)
+    return RecurrentStep(torch.arange(scratch, scratch + padded, device=device), own, Paths(columns, groups, folds))
 
 
 def runner_for(target: Target, bounds: Bounds, buckets: Sequence[int], crew: Crew | None = None) -> Runner:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 ROW_MULTIPLE = 8
@@ -74,6 +75,7 @@ class Paths:
     groups: Sequence[Group]
     folds: Sequence[Fold]
     _gathers: dict[int, Tensor] = field(default_factory=dict)
+    _slots: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     _waves: list[Waves] = field(default_factory=list)
 
     def waves(self) -> Waves:
@@ -82,15 +84,23 @@ class Paths:
             self._waves.append(_forest(self.columns, self.groups))
         return self._waves[0]
 
+    def slots(self) -> Tensor:
+        """The slots that the rows see, each once: far fewer than the columns, as the rows of a tree share most."""
+        return self._shared()[0]
+
     def gather(self, parts: int) -> Tensor:
-        """[rows * parts * K] rows of a pool seen as [slots * parts, ...]: every row's columns, part by part, the newest
-        first."""
+        """[rows * parts, K] rows of `slots()` seen as [slots * parts, ...]: every row's columns, part by part, the
+        newest first."""
         if parts not in self._gathers:
-            index = (self.columns.flip(1) * parts)[:, None, :] + torch.arange(parts, device=self.columns.device)[
-                :, None
-            ]
-            self._gathers[parts] = index.reshape(-1)
+            places = self._shared()[1].flip(1)[:, None, :] * parts
+            index = places + torch.arange(parts, device=places.device)[:, None]
+            self._gathers[parts] = index.flatten(0, 1)
         return self._gathers[parts]
+
+    def _shared(self) -> tuple[Tensor, Tensor]:
+        if not self._slots:
+            self._slots.append(torch.unique(self.columns, return_inverse=True))
+        return self._slots[0]
 
 
 def tree_scan(
@@ -105,13 +115,17 @@ def tree_scan(
     groups, size = C.shape[1:]
     columns, members = paths.columns.shape[1], heads // groups
     C = C.float()
-    dt = inputs.dt.view(-1, 1).index_select(0, paths.gather(heads)).view(rows, heads, columns)
-    total, since = _decays(dt * A[:, None])
-    weight = since.exp_().mul_(dt).view(rows, groups, members, columns)
-    B = inputs.B.view(-1, size).index_select(0, paths.gather(groups)).view(rows * groups, columns, size)
-    alike = torch.bmm(B.float(), C.reshape(rows * groups, size, 1)).view(rows, groups, 1, columns)
-    seen = inputs.x.view(-1, width).index_select(0, paths.gather(heads)).view(rows * heads, columns, width)
-    y = torch.bmm((weight * alike).view(rows * heads, 1, columns), seen.float()).view(rows, heads, width)
+    slots = paths.slots()
+    dt = inputs.dt.index_select(0, slots).view(-1).take(paths.gather(heads))  # [rows * H, K]
+    total, since = _decays(dt.view(rows, heads, columns) * A[:, None])
+    weight = since.exp_().mul_(dt.view_as(since)).view(rows, groups, members, columns)
+    B = inputs.B.index_select(0, slots).view(-1, size).float()
+    B = B.index_select(0, paths.gather(groups).view(-1)).view(rows * groups, columns, size)
+    alike = torch.bmm(B, C.reshape(rows * groups, size, 1)).view(rows, groups, 1, columns)
+    seen = inputs.x.index_select(0, slots).view(-1, width).float()
+    weight = weight.mul_(alike).view(rows * heads, columns)
+    # A bag sums its columns one after another where they lie: a product would need every row's copy of them.
+    y = F.embedding_bag(paths.gather(heads), seen, mode="sum", per_sample_weights=weight).view(rows, heads, width)
     if paths.groups:
         before = torch.zeros_like(y)
         for group in paths.groups:
