@@ -66,7 +66,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     """Read all of it. Raises CheckpointError for what is missing or unreadable."""
     folder = Path(path)
     config = read_config(folder)
-    files = _weight_files(folder)
+    files = weight_files(folder)
     tensors: dict[str, Tensor] = {}
     for file in files:
         try:
@@ -85,7 +85,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
 
 def weights_fingerprint(folder: Path) -> str:
     """SHA-256 over the configuration and the weights of a checkpoint."""
-    return _sha256([folder / CONFIG, *_weight_files(folder)])
+    return _sha256([folder / CONFIG, *weight_files(folder)])
 
 
 def tokenizer_fingerprint(folder: Path) -> str:
@@ -108,7 +108,8 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
     return value
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold a checkpoint's weights. Raises CheckpointError where some are missing."""
     for single, index in ((SAFE, SAFE_INDEX), (TORCH, TORCH_INDEX)):
         if (folder / single).is_file():
             return [folder / single]

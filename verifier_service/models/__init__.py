@@ -30,6 +30,7 @@ from tree_layers.weights import (
 )
 
 from verifier_service.collectives import Collectives
+from verifier_service.models.heads import deal_out
 from verifier_service.models.mixers import MIXER_FAMILIES, seat_mixers
 from verifier_service.models.seats import ATTENTION, Run, Seat, seat_attention
 from verifier_service.models.sharded import check_divisible, take_off_wrappers
@@ -117,23 +118,22 @@ def _load(
         raise CheckpointError(f"{folder}: there are no weights in {SAFE}; only safetensors are read")
     tokenizer, fingerprint = tokenizer_fingerprint(folder), weights_fingerprint(folder)
     logging.disable_progress_bar()  # a replica's log is no terminal
-    sharded: dict[str, Any] = {}
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        if group is not None:
-            check_divisible(folder, config.get_text_config(), group.size)
-            sharded["distributed_config"] = DistributedConfig(tp_size=group.size)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            attn_implementation=ATTENTION,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            **sharded,
-        )
+        settings = {"config": config, "dtype": dtype, "attn_implementation": ATTENTION, "output_loading_info": True}
+        loaded: Any
+        if group is not None and config.model_type in MIXER_FAMILIES:
+            deal = deal_out(folder, config, group.rank, group.size)
+            spread = DistributedConfig(tp_size=group.size, tp_plan=deal.plan)
+            with deal.tensors(folder) as tensors:
+                loaded = deal.kind.from_pretrained(None, state_dict=tensors, distributed_config=spread, **settings)
+        else:
+            if group is not None:
+                check_divisible(folder, config.get_text_config(), group.size)
+                settings["distributed_config"] = DistributedConfig(tp_size=group.size)
+            loaded = AutoModelForCausalLM.from_pretrained(
+                folder, use_safetensors=True, local_files_only=True, trust_remote_code=False, **settings
+            )
     except DistError:  # another worker gave up, and knows why
         raise
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
@@ -151,7 +151,7 @@ def _load(
         _gathering_head(head, outputs, vocabulary, run.threads, group)
     else:
         _float_head(head, vocabulary, run.threads)
-    mixers = seat_mixers(folder, model, run)
+    mixers = seat_mixers(folder, model, run, group)
     linear = make_rows_independent(model, buckets, run.threads)
     if group is not None and join is not None:
         join(group)

@@ -6,6 +6,7 @@ Only `forward` of a mixer is replaced; its linear layers and norms, and everythi
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +17,29 @@ from transformers import PreTrainedModel
 from tree_layers.tree_mixers import MixerLayout, TreeMamba1, TreeMamba2
 from tree_layers.weights import CheckpointError
 
+from verifier_service.collectives import Collectives
+from verifier_service.models.heads import Part, SpreadNorm, is_mixer
 from verifier_service.models.seats import Run
 
 PURE = {"mamba", "falcon_mamba", "mamba2"}
 HYBRID = {"bamba", "falcon_h1", "zamba2", "nemotron_h", "granitemoehybrid", "jamba"}
 MIXER_FAMILIES = PURE | HYBRID
 
-PARTS = ("in_proj", "conv1d", "A_log", "D", "out_proj")
 
-
-def seat_mixers(folder: Path, model: PreTrainedModel, run: Run) -> tuple[MixerLayout, ...]:
+def seat_mixers(
+    folder: Path, model: PreTrainedModel, run: Run, group: Collectives | None
+) -> tuple[MixerLayout, ...]:
     """Replace every mixer's forward by ours; returns what their layers remember, in order.
 
-    Before linear layers get their forms: Mamba-1 adds the bias of dt in float32, so that layer loses it.
+    Before linear layers get their forms: Mamba-1 adds the bias of dt in float32, so that layer loses it; and where
+    there is a group, out_proj's is added once, after the sum.
     """
     layouts: list[MixerLayout] = []
     for module in model.modules():
-        if all(hasattr(module, part) for part in PARTS):
+        if is_mixer(module):
             _check(folder, module)
             seat = _seat_mamba1 if hasattr(module, "x_proj") else _seat_mamba2
-            layouts.append(seat(module, run, len(layouts)))
+            layouts.append(seat(module, run, len(layouts), group))
     return tuple(layouts)
 
 
@@ -44,7 +48,7 @@ def _check(folder: Path, module: Any) -> None:
         raise CheckpointError(f"{folder}: its mixers' activation {module.activation!r} is not supported")
 
 
-def _seat_mamba2(module: Any, run: Run, index: int) -> MixerLayout:
+def _seat_mamba2(module: Any, run: Run, index: int, group: Collectives | None) -> MixerLayout:
     inner, channels, heads = module.intermediate_size, module.conv_dim, module.num_heads
     layout = MixerLayout(
         channels=channels,
@@ -66,6 +70,13 @@ def _seat_mamba2(module: Any, run: Run, index: int) -> MixerLayout:
         dt_limit=(float(low), float(high)),
     )
 
+    out_proj = _joined(module.out_proj, group)
+    if isinstance(module.norm, SpreadNorm):
+        assert group is not None
+        module.norm.group = group
+    if group is not None and hasattr(module, "mup_vector"):
+        module.mup_vector = Part(2, module.dealt_rows.ranges).of(module.mup_vector)
+
     def forward(self: Any, hidden_states: Tensor, *_: Any, **ignored: Any) -> Tensor:
         if run.recurrent is None:  # a probe
             return torch.zeros_like(hidden_states)
@@ -75,13 +86,13 @@ def _seat_mamba2(module: Any, run: Run, index: int) -> MixerLayout:
             projected = projected * self.mup_vector
         gate, raw, dt = projected.split((inner, channels, heads), -1)
         y = mixer(raw[0], dt[0], run.recurrent.layers[index], run.recurrent_step)
-        return self.out_proj(_normed(self.norm, y[None], gate).to(hidden_states.dtype))
+        return out_proj(_normed(self.norm, y[None], gate).to(hidden_states.dtype))
 
     module.forward = types.MethodType(forward, module)
     return layout
 
 
-def _seat_mamba1(module: Any, run: Run, index: int) -> MixerLayout:
+def _seat_mamba1(module: Any, run: Run, index: int, group: Collectives | None) -> MixerLayout:
     inner, size, rank = module.intermediate_size, module.ssm_state_size, module.time_step_rank
     layout = MixerLayout(inner, heads=inner, width=1, groups=1, size=size, dtype=module.conv1d.weight.dtype)
     weight, bias = _convolution(module.conv1d)
@@ -89,6 +100,7 @@ def _seat_mamba1(module: Any, run: Run, index: int) -> MixerLayout:
     dt_bias = module.dt_proj.bias.float()
     module.dt_proj.bias = None
     normed = hasattr(module, "dt_layernorm")
+    x_proj, out_proj = _joined(module.x_proj, group), _joined(module.out_proj, group)
 
     def forward(self: Any, hidden_states: Tensor, *_: Any, **ignored: Any) -> Tensor:
         if run.recurrent is None:  # a probe
@@ -96,14 +108,14 @@ def _seat_mamba1(module: Any, run: Run, index: int) -> MixerLayout:
         assert run.recurrent_step is not None
 
         def select(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            dt, B, C = self.x_proj(x[None]).split((rank, size, size), -1)
+            dt, B, C = x_proj(x[None]).split((rank, size, size), -1)
             if normed:
                 dt, B, C = self.dt_layernorm(dt), self.b_layernorm(B), self.c_layernorm(C)
             return F.softplus(self.dt_proj(dt)[0].float() + dt_bias), B[0], C[0]
 
         raw, gate = self.in_proj(hidden_states).chunk(2, -1)
         y = mixer(raw[0], select, run.recurrent.layers[index], run.recurrent_step)
-        return self.out_proj((y[None] * F.silu(gate.float())).to(hidden_states.dtype))
+        return out_proj((y[None] * F.silu(gate.float())).to(hidden_states.dtype))
 
     module.forward = types.MethodType(forward, module)
     return layout
@@ -113,6 +125,20 @@ def _convolution(conv: nn.Conv1d) -> tuple[Tensor, Tensor]:
     """Weight [W, C] and bias [C] of a depthwise convolution, float32."""
     weight = conv.weight[:, 0].t().float().contiguous()
     return weight, weight.new_zeros(weight.shape[1]) if conv.bias is None else conv.bias.float()
+
+
+def _joined(layer: nn.Linear, group: Collectives | None) -> Callable[[Tensor], Tensor]:
+    """A layer of whose inputs every worker of a group has some."""
+    if group is None:
+        return layer
+    bias = layer.bias
+    layer.register_parameter("bias", None)  # added once, after the sum
+
+    def run(x: Tensor) -> Tensor:
+        total = group.sum(layer(x))
+        return total if bias is None else total + bias
+
+    return run
 
 
 def _normed(norm: nn.Module, y: Tensor, gate: Tensor) -> Tensor:

@@ -25,6 +25,8 @@ GATHERED = {"colwise_gather_output", "colwise_rep"}
 SPLIT = {"rowwise_split_input", "rowwise_rep"}
 SUMMED = {"rowwise", "moe_tp_experts", "all_reduce"}
 VOCABULARY = "embedding_rowwise"
+BY_HEADS = "dendro_by_heads"
+"""Our own, of mixers (`heads.py`): they have their sums themselves."""
 
 Forward = Callable[..., Any]
 
@@ -44,9 +46,9 @@ def take_off_wrappers(folder: Path, model: PreTrainedModel) -> Callable[[Collect
     Returns what joins the workers' layers, to be called once the layers have their forms. The head is left to the
     caller. Raises CheckpointError for a plan with a style that is not known here.
     """
-    plan = dict(model.tp_plan)
+    plan = {name: style for name, style in model.tp_plan.items() if style != BY_HEADS}
     modules = dict(model.named_modules())
-    styles = {name: style for name in modules if (style := plan.get(_as_rule(name))) is not None}
+    styles = {name: style for name in modules if (style := plan.get(as_rule(name))) is not None}
     if unknown := set(styles.values()) - LOCAL - GATHERED - SPLIT - SUMMED - {VOCABULARY}:
         raise CheckpointError(f"{folder}: its plan for several workers has styles {sorted(unknown)}: not supported")
     widths = {name: module.out_features for name, module in modules.items() if isinstance(module, nn.Linear)}
@@ -87,7 +89,7 @@ def take_off_wrappers(folder: Path, model: PreTrainedModel) -> Callable[[Collect
     return join
 
 
-def _as_rule(name: str) -> str:
+def as_rule(name: str) -> str:
     """A module's name as plans have it: `model.layers.3.mlp` is `model.layers.*.mlp`."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 

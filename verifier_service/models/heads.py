@@ -1,0 +1,234 @@
+"""Mixers of which each worker has some of the heads, Mamba-1's of which it has some of the channels.
+
+transformers has no tensor-parallel plan for mixers: rows of in_proj are pieces of several kinds, which no style of its
+own can deal out. So we give its plan a style of ours, which makes the mixers small before their weights are read, and
+read the checkpoint ourselves, of each mixer's tensors the worker's part alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+from transformers.distributed.tensor_parallel import TensorParallelLayer
+from tree_layers.weights import CheckpointError, weight_files
+
+from verifier_service.collectives import Collectives, shard_of
+from verifier_service.models.sharded import BY_HEADS, VOCABULARY, as_rule
+
+PARTS = ("in_proj", "conv1d", "A_log", "D", "out_proj")
+
+Range = tuple[int, int]
+
+
+def is_mixer(module: nn.Module) -> bool:
+    """Whether a module is a mixer, of Mamba-1 or of Mamba-2."""
+    return all(hasattr(module, part) for part in PARTS)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Ranges of a tensor along one dimension, side by side."""
+
+    dim: int
+    ranges: tuple[Range, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(stop - start for start, stop in self.ranges)
+
+    def of(self, whole: Any) -> Tensor:
+        """Of a tensor, or of a file's tensor, of which no more is read."""
+        before = (slice(None),) * self.dim
+        return torch.cat([whole[(*before, slice(start, stop))] for start, stop in self.ranges], self.dim)
+
+
+@dataclass(frozen=True, slots=True)
+class _PartOfFile:
+    """A file's tensor of which a part is read; transformers asks for all of it when it is wanted."""
+
+    whole: Any
+    part: Part
+
+    def __getitem__(self, all_of_it: object) -> Tensor:
+        return self.part.of(self.whole)
+
+
+class SpreadNorm(nn.Module):
+    """The gated norm of a group of channels that spans workers: they add up its squares."""
+
+    group: Collectives
+
+    def __init__(self, norm: Any, channels: int, places: int, place: int) -> None:
+        """norm: of the whole model   channels: of a group of it   place: which of its `places` groups is this one"""
+        super().__init__()
+        self.weight = norm.weight
+        self.eps = norm.variance_epsilon
+        self.gate_first = not getattr(norm, "norm_before_gate", False)
+        self.channels = channels
+        self.places = places
+        self.place = place
+
+    def forward(self, y: Tensor, gate: Tensor) -> Tensor:
+        """y [..., this worker's channels] float32"""
+        gate = F.silu(gate.float())
+        if self.gate_first:
+            y = y * gate
+        squares = y.new_zeros(*y.shape[:-1], self.places)
+        squares[..., self.place] = y.square().sum(-1)  # every worker adds to its own group's place
+        mean = self.group.sum(squares)[..., self.place, None] / self.channels
+        y = self.weight * (y * torch.rsqrt(mean + self.eps))
+        return y if self.gate_first else y * gate
+
+
+class ByHeads(TensorParallelLayer):
+    """A style of transformers' plans: the mixer has this worker's heads. Put on before weights are read."""
+
+    def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
+        if is_mixer(module):  # elsewhere a family may call other layers by the same name
+            shrink(module, mesh.get_local_rank(), mesh.size())
+        return module
+
+
+ALL_PARALLEL_STYLES.register(BY_HEADS, ByHeads())
+
+
+def parts_of(mixer: Any, rank: int, size: int) -> dict[str, Part]:
+    """Which part of each of a whole mixer's parameters is a worker's, by name. Raises ValueError, with the numbers,
+    where it cannot be dealt out evenly. Those that are not named are every worker's."""
+    inner = mixer.intermediate_size
+    if hasattr(mixer, "x_proj"):
+        mine = _share(inner, "channels of a mixer", rank, size)
+        channels = Part(0, (mine,))
+        dealt = {
+            "in_proj.weight": Part(0, (mine, _after(inner, mine))),
+            "x_proj.weight": Part(1, (mine,)),
+            "out_proj.weight": Part(1, (mine,)),
+        }
+        whole = ("conv1d.weight", "conv1d.bias", "dt_proj.weight", "dt_proj.bias", "A_log", "D")
+        dealt |= dict.fromkeys(whole, channels)
+    else:
+        heads, width = mixer.num_heads, inner // mixer.num_heads
+        mine = _share(heads, "heads of a mixer", rank, size)
+        groups = _scaled(_groups_of(mixer.n_groups, rank, size), mixer.ssm_state_size)
+        shared = mixer.n_groups * mixer.ssm_state_size
+        x = _scaled(mine, width)
+        seen = (x, _after(inner, groups), _after(inner + shared, groups))
+        rows = (x, *(_after(inner, each) for each in seen), _after(2 * (inner + shared), mine))
+        dealt = {
+            "in_proj.weight": Part(0, rows),
+            "out_proj.weight": Part(1, (x,)),
+            "norm.weight": Part(0, (x,)),
+        }
+        dealt |= dict.fromkeys(("conv1d.weight", "conv1d.bias"), Part(0, seen))
+        dealt |= dict.fromkeys(("A_log", "D", "dt_bias"), Part(0, (mine,)))
+    dealt["in_proj.bias"] = dealt["in_proj.weight"]
+    there = {name for name, _ in mixer.named_parameters()}
+    return {name: part for name, part in dealt.items() if name in there}
+
+
+def shrink(mixer: Any, rank: int, size: int) -> None:
+    """Make a whole mixer without weights (on torch's `meta`) one of this worker's heads."""
+    dealt = parts_of(mixer, rank, size)
+    for name, part in dealt.items():
+        owner, _, key = name.rpartition(".")
+        module = mixer.get_submodule(owner)
+        whole = module._parameters[key]
+        shape = list(whole.shape)
+        shape[part.dim] = part.size
+        module._parameters[key] = nn.Parameter(whole.new_empty(shape), requires_grad=False)
+    for module in mixer.children():
+        if isinstance(module, nn.Linear):
+            module.out_features, module.in_features = module.weight.shape
+    mixer.dealt_rows = dealt["in_proj.weight"]  # for what else goes by in_proj's rows
+    if not hasattr(mixer, "x_proj"):
+        whole_groups = mixer.n_groups
+        first, last = _groups_of(whole_groups, rank, size)
+        if whole_groups < size and not isinstance(mixer.norm, nn.Identity):
+            mixer.norm = SpreadNorm(mixer.norm, mixer.intermediate_size // whole_groups, whole_groups, first)
+        elif hasattr(mixer.norm, "n_groups"):
+            mixer.norm.n_groups = last - first
+        mixer.n_groups = last - first
+        mixer.num_heads //= size
+        mixer.conv_dim = mixer.conv1d.weight.shape[0]
+    mixer.intermediate_size //= size
+    mixer.conv1d.in_channels = mixer.conv1d.out_channels = mixer.conv1d.groups = mixer.conv1d.weight.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Deal:
+    """How a model with mixers is dealt out to workers."""
+
+    kind: type[PreTrainedModel]
+    plan: dict[str, str]  # for transformers, beside the family's own
+    parts: dict[str, Part]  # of the mixers' parameters, by their names from `layers.` on
+
+    @contextmanager
+    def tensors(self, folder: Path) -> Iterator[dict[str, Any]]:
+        """A checkpoint's tensors, or this worker's parts of them, to be read when they are wanted."""
+        with ExitStack() as stack:
+            files = [stack.enter_context(safe_open(file, framework="pt")) for file in weight_files(folder)]
+            found = {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118
+            yield {
+                name: whole if (part := self.parts.get(_in_layers(name))) is None else _PartOfFile(whole, part)
+                for name, whole in found.items()
+            }
+
+
+def deal_out(folder: Path, config: Any, rank: int, size: int) -> Deal:
+    """Raises CheckpointError, with the numbers, for a model whose mixers cannot be dealt out evenly."""
+    kind: Callable[[Any], PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    with torch.device("meta"):
+        whole = kind(copy.deepcopy(config))
+    names = {id(module): name for name, module in whole.named_modules()}
+    plan = {
+        names[id(whole.get_input_embeddings())]: VOCABULARY,
+        names[id(whole.get_output_embeddings())]: "colwise_gather_output",
+    }
+    parts: dict[str, Part] = {}
+    for name, module in whole.named_modules():
+        if is_mixer(module):
+            plan[as_rule(name)] = BY_HEADS
+            try:
+                dealt = parts_of(module, rank, size)
+            except ValueError as error:
+                raise CheckpointError(f"{folder}: {error}") from error
+            parts |= {_in_layers(f"{name}.{parameter}"): part for parameter, part in dealt.items()}
+    return Deal(kind, plan, parts)
+
+
+def _in_layers(name: str) -> str:
+    """A parameter's name from `layers.` on: what is before it differs between a file and the model."""
+    return name[max(name.rfind("layers."), 0) :]
+
+
+def _share(count: int, what: str, rank: int, size: int) -> Range:
+    if count % size:
+        raise ValueError(f"its {count} {what} cannot be dealt out to {size} workers evenly")
+    return shard_of(count, rank, size)
+
+
+def _groups_of(groups: int, rank: int, size: int) -> Range:
+    """The groups that a worker's heads use; several workers may use one."""
+    if size % groups == 0:
+        first = rank * groups // size
+        return first, first + 1
+    return _share(groups, "groups of heads of a mixer", rank, size)
+
+
+def _after(offset: int, part: Range) -> Range:
+    return offset + part[0], offset + part[1]
+
+
+def _scaled(part: Range, each: int) -> Range:
+    return part[0] * each, part[1] * each
