@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from dendro.tree import DraftTree
 from tiny_mamba import PADDED, VOCABULARY, write_tokenizer
 from transformers import PreTrainedModel
 
@@ -142,10 +143,10 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
                 parameter.copy_(noise / math.sqrt(parameter.shape[-1]))
 
 
-def make_checkpoint(folder: Path, family: str, seed: int = 0) -> PreTrainedModel:
+def make_checkpoint(folder: Path, family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """Write a checkpoint into `folder` and return the library's model of it, in float32."""
     name, settings = SETTINGS[family]
-    config = getattr(transformers, f"{name}Config")(**{**COMMON, **settings})
+    config = getattr(transformers, f"{name}Config")(**{**COMMON, **settings, **changes})
     model: PreTrainedModel = getattr(transformers, f"{name}ForCausalLM")(config)
     randomise(model, seed)
     model.save_pretrained(folder)
@@ -153,4 +154,20 @@ def make_checkpoint(folder: Path, family: str, seed: int = 0) -> PreTrainedModel
     return type(model).from_pretrained(folder, dtype=torch.float32).eval()
 
 
-__all__ = ["FAMILIES", "PADDED", "VOCABULARY", "make_checkpoint"]
+def tree_below(root: int) -> DraftTree:
+    """A tree of two branches."""
+    return DraftTree.of([root, 3, 4, 5, 6], [-1, 0, 0, 1, 3])
+
+
+def paths_below(ids: list[int]) -> list[list[int]]:
+    """The texts that the rows of `tree_below` end."""
+    return [ids, [*ids, 3], [*ids, 4], [*ids, 3, 5], [*ids, 3, 5, 6]]
+
+
+def oracle(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
+    """The library's logits after these tokens: its forward of the full sequence, without a cache."""
+    with torch.no_grad():
+        return model(torch.tensor([ids]), use_cache=False).logits[0, -1, :VOCABULARY]
+
+
+__all__ = ["FAMILIES", "PADDED", "VOCABULARY", "make_checkpoint", "oracle", "paths_below", "tree_below"]

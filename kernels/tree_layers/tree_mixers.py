@@ -186,7 +186,7 @@ class TreeMamba2:
         shared = layout.groups * layout.size
         x, B, C = mixed.split((layout.heads * layout.width, shared, shared), 1)
         x = x.unflatten(1, (layout.heads, layout.width))
-        dt = F.softplus(dt.float() + self.dt_bias)
+        dt = _softplus(dt.float() + self.dt_bias)
         if self.dt_limit != (0.0, math.inf):
             dt = dt.clamp(*self.dt_limit)
         step.write(memory.inputs.x, x)
@@ -195,6 +195,13 @@ class TreeMamba2:
         done = fold(memory.inputs, memory.states, step.paths.folds, self.A)
         C = C.unflatten(1, (layout.groups, layout.size))
         return _scan(tree_scan, memory, step, done, x, C, self.A, self.D).flatten(1)
+
+
+def _softplus(x: Tensor) -> Tensor:
+    """x [rows, H], of rows in eights. torch leaves what is over of 32 numbers to a loop that rounds otherwise: with
+    fewer heads than four to a row, whether a number is among them would depend on how many rows there are."""
+    heads = x.shape[1]
+    return F.softplus(F.pad(x, (0, -heads % 4)))[:, :heads]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

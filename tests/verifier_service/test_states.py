@@ -13,7 +13,7 @@ from dendro.state import MemoryStates, NoStates
 from dendro.text import Tokens
 from dendro.tree import DraftTree
 from routers import LAWS, Router, alone, guessing
-from tiny_hybrids import FAMILIES, VOCABULARY, make_checkpoint
+from tiny_hybrids import FAMILIES, VOCABULARY, make_checkpoint, oracle, paths_below, tree_below
 from tree_kernels.tree_attention import PAGE
 
 from verifier_service.engine import VerifierEngine
@@ -39,20 +39,6 @@ def models(tmp_path_factory):
 def engine_of(folder, dtype=torch.float32, **limits):
     said = {"max_length": 512, "max_sessions": 8, "max_waiting": 64, "prefill_chunk": 128, "max_depth": 8} | limits
     return VerifierEngine.load(folder, name="tiny", dtype=dtype, **said)
-
-
-def tree_below(root):
-    return DraftTree.of([root, 3, 4, 5, 6], [-1, 0, 0, 1, 3])
-
-
-def paths_below(ids):
-    return [ids, [*ids, 3], [*ids, 4], [*ids, 3, 5], [*ids, 3, 5, 6]]
-
-
-def oracle(model, ids):
-    """The library's logits after these tokens: its forward of the full sequence, without a cache."""
-    with torch.no_grad():
-        return model(torch.tensor([ids]), use_cache=False).logits[0, -1, :VOCABULARY]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

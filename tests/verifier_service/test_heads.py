@@ -1,0 +1,261 @@
+"""Mixers dealt out to workers by heads: the library's logits, the bits of one degree, and refusals with the numbers."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from dendro.errors import BadRequest
+from routers import LAWS, Router, alone, guessing
+from tiny_hybrids import FAMILIES, VOCABULARY, make_checkpoint, oracle, paths_below, tree_below
+from transformers import AutoConfig
+from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
+from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
+from tree_kernels.tree_attention import PAGE
+from tree_layers.weights import CheckpointError
+
+from verifier_service.engine import VerifierEngine
+from verifier_service.models.heads import SpreadNorm, deal_out, is_mixer
+
+CASES = [  # (family, what is changed of it, workers)
+    *((family, {}, 2) for family in FAMILIES),
+    ("mamba", {}, 4),
+    ("mamba2", {}, 4),  # two workers to a group
+    ("bamba", {}, 4),
+    ("mamba2", {"n_groups": 1}, 2),
+    ("mamba2", {"n_groups": 4, "use_bias": False}, 2),  # two groups to a worker
+    ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": True}, 2),
+    ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_n_groups": 1}, 2),
+]
+BITWISE = [
+    *((family, dtype, 2) for family in ("mamba", "mamba2", "bamba") for dtype in (torch.float32, torch.bfloat16)),
+    ("mamba2", torch.bfloat16, 4),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    made = {}
+
+    def make(family, **changes):
+        key = (family, *sorted(changes.items()))
+        if key not in made:
+            folder = tmp_path_factory.mktemp(family)
+            made[key] = (folder, make_checkpoint(folder, family, **changes))
+        return made[key]
+
+    return make
+
+
+def engine_of(folder, degree, dtype=torch.float32, **limits):
+    said = {"max_length": 512, "max_sessions": 8, "max_waiting": 64, "prefill_chunk": 128, "max_depth": 8} | limits
+    return VerifierEngine.load(folder, name="tiny", dtype=dtype, tensor_parallel=degree, **said)
+
+
+def name_of(case):
+    family, changes, degree = case
+    return "-".join([family, *(f"{key}={value}" for key, value in changes.items()), str(degree)])
+
+
+@pytest.mark.parametrize(("family", "changes", "degree"), CASES, ids=map(name_of, CASES))
+def test_trees_of_several_workers_have_the_librarys_logits(models, family, changes, degree):
+    folder, model = models(family, **changes)
+    engine = engine_of(folder, degree)
+    try:
+        assert engine._hello.exactness == "bitwise"
+        rng = np.random.default_rng(0)
+        for length in (1, 17, 60, 190):
+            ids = rng.integers(0, VOCABULARY, length).tolist()
+            found = engine.logits_of(ids, tree_below(ids[-1]))
+            truth = torch.stack([oracle(model, path) for path in paths_below(ids)])
+            assert (found - truth).abs().max() < 1e-4, length
+    finally:
+        engine.runner.crew.stop()
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "bamba"])
+def test_bfloat16_workers_choose_what_one_does_where_it_leads(models, family):
+    """Sums of rounded shards: near to one worker's logits, and its choice wherever its lead is wider than that."""
+    folder, _ = models(family)
+    one, two = engine_of(folder, 1, torch.bfloat16), engine_of(folder, 2, torch.bfloat16)
+    try:
+        rng = np.random.default_rng(1)
+        led = 0
+        for length in (5, 40, 150):
+            ids = rng.integers(0, VOCABULARY, length).tolist()
+            truth, found = (engine.logits_of(ids, tree_below(ids[-1])) for engine in (one, two))
+            apart = (found - truth).abs().max(1).values
+            assert apart.max() < 0.15
+            best = truth.topk(2, 1).values
+            leads = best[:, 0] - best[:, 1] > 2 * apart
+            led += int(leads.sum())
+            assert torch.equal(found.argmax(1)[leads], truth.argmax(1)[leads])
+        assert led > 5
+    finally:
+        two.runner.crew.stop()
+
+
+@pytest.mark.parametrize(("family", "dtype", "degree"), BITWISE, ids=lambda each: str(each).removeprefix("torch."))
+async def test_random_arrivals_at_one_degree_change_no_token(models, family, dtype, degree):
+    """Trees, chunks and company, waiting and giving way: each text's tokens are those it has alone at this degree."""
+    rng = np.random.default_rng(2)
+    engine = engine_of(models(family)[0], degree, dtype, pool_tokens=7 * PAGE)
+    await engine.start()
+    try:
+        assert engine._hello.exactness == "bitwise"
+        lengths = [PAGE * int(rng.integers(1, 3)) - int(rng.integers(9, 30)) for _ in range(8)]
+        prompts = [rng.integers(0, VOCABULARY, length).tolist() for length in lengths]
+        laws = [LAWS[place % len(LAWS)] for place in range(len(prompts))]
+        truths = await alone(engine, prompts, laws, 40)
+
+        async def request(place):
+            await asyncio.sleep(float(rng.random()) * 0.05)
+            router = Router(engine, prompts[place], laws[place], 40)
+            return await router.finish(guessing(rng, truths[place], VOCABULARY))
+
+        assert await asyncio.gather(*(request(place) for place in range(len(prompts)))) == truths
+        stats = engine.stats()
+        assert stats["guesses"] > 0 and stats["set_back"] > 0
+        assert stats["pages_held"] == stats["sessions"] == 0
+    finally:
+        await engine.stop()
+
+
+@pytest.mark.parametrize(("family", "degree"), [("mamba", 2), ("mamba2", 2), ("mamba2", 4), ("bamba", 2)])
+async def test_random_rounds_leave_the_logits_of_straight_decoding(models, family, degree):
+    """Rounds with and without a tree, some verdicts dropped: the logits of every visited row are bitwise those of one
+    token after another."""
+    rng = np.random.default_rng(3)
+    engine = engine_of(models(family)[0], degree, max_sessions=2)
+    seen = {}
+    walk = engine.runner.walker.walk
+
+    def watched(draw, logits):
+        walked = walk(draw, logits)
+        for row in walked.path:
+            seen.setdefault(draw.session, {})[draw.base + int(draw.depths[row])] = logits[row].clone()
+        return walked
+
+    engine.runner.walker.walk = watched
+    await engine.start()
+    try:
+        prompt = rng.integers(0, VOCABULARY, 20).tolist()
+        straight = Router(engine, prompt, LAWS[1], 150)
+        await straight.open()
+        while len(straight.text) < straight.end - 1:
+            await straight.round()
+        router = Router(engine, prompt, LAWS[1], 150)
+        await router.open()
+        trees = guessing(rng, straight.answer, VOCABULARY)
+        accepted = 0
+        while len(router.text) < straight.end - 8:
+            before = list(router.text.ids)
+            verdict = await router.round(trees(router) if rng.random() < 0.9 else None)
+            accepted += len(verdict.path) - 1
+            if rng.random() < 0.1:
+                router.text = type(router.text)()
+                router.text.extend(before)
+        assert accepted > 20
+        assert straight.answer[: len(router.answer)] == router.answer
+        first, second = (session.number for session in engine.scheduler.sessions.values())
+        assert len(seen[second]) > 100
+        for position, logits in seen[second].items():
+            if position in seen[first]:
+                assert torch.equal(seen[first][position], logits), position
+    finally:
+        await engine.stop()
+
+
+@pytest.mark.parametrize(("family", "degree"), [("mamba2", 2), ("mamba2", 4), ("jamba", 2), ("nemotron_h", 4)])
+def test_workers_read_of_mixers_nothing_but_their_parts(models, family, degree):
+    """All workers' parts together are the checkpoint's: whole rows once, and B and C once for each that shares them."""
+    folder, model = models(family)
+    config = AutoConfig.from_pretrained(folder)
+    mixer = next(module for module in model.modules() if is_mixer(module))
+    name = next(name for name, module in model.named_modules() if module is mixer)
+    read = []
+    for rank in range(degree):
+        with deal_out(folder, config, rank, degree).tensors(folder) as tensors:
+            found = {each.rpartition(f"{name.partition('layers.')[2]}.")[2]: each for each in tensors}
+            weight = next(each for key, each in found.items() if key == "in_proj.weight")
+            read.append(tensors[weight][...])
+    whole = mixer.in_proj.weight
+    rows = {tuple(row.tolist()) for part in read for row in part}
+    assert rows == {tuple(row.tolist()) for row in whole}
+    twice = 2 * mixer.n_groups * mixer.ssm_state_size if hasattr(mixer, "n_groups") else 0
+    shared = twice * max(degree // mixer.n_groups - 1, 0) if twice else 0
+    assert sum(len(part) for part in read) == len(whole) + shared
+
+
+def test_a_worker_keeps_the_states_of_its_own_heads(models):
+    folder, _ = models("mamba2")
+    one, two = engine_of(folder, 1), engine_of(folder, 2)
+    two.runner.crew.stop()
+    whole, half = (engine.runner.target.mixers[0] for engine in (one, two))
+    assert (half.heads, half.groups, half.channels) == (whole.heads // 2, whole.groups // 2, whole.channels // 2)
+    assert 2 * two.runner.target.text_bytes(100, 4) == one.runner.target.text_bytes(100, 4)
+
+
+class Summed:
+    """A group of one process: what its workers gave is added when all have; then they ask again."""
+
+    def __init__(self):
+        self.given = []
+        self.total = None
+
+    def sum(self, part):
+        if self.total is None:
+            self.given.append(part)
+            return part
+        return self.total
+
+
+@pytest.mark.parametrize("workers", [2, 6])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("kind", ["after the gate", "before the gate", "mamba2"])
+def test_a_norm_spread_over_workers_is_the_whole_norm(kind, groups, workers):
+    torch.manual_seed(0)
+    channels = 48
+    if kind == "mamba2":
+        norm = MambaRMSNormGated(channels, channels // groups)
+    else:
+        norm = FalconH1RMSNormGated(channels, n_groups=groups, norm_before_gate=kind == "before the gate")
+    norm.weight.data.normal_()
+    y, gate = torch.randn(1, 7, channels), torch.randn(1, 7, channels)
+    group = Summed()
+
+    def parts():
+        each = channels // workers
+        found = []
+        for rank in range(workers):
+            spread = SpreadNorm(norm, channels // groups, groups, rank * groups // workers)
+            mine = slice(rank * each, (rank + 1) * each)
+            spread.weight, spread.group = torch.nn.Parameter(norm.weight[mine]), group
+            found.append(spread(y[..., mine], gate[..., mine]))
+        return torch.cat(found, -1)
+
+    with torch.no_grad():
+        parts()
+        group.total = sum(group.given)
+        assert (parts() - norm(y, gate)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "degree", "said"),
+    [
+        ("mamba2", {}, 3, "its 4 heads of a mixer cannot be dealt out to 3 workers evenly"),
+        ("mamba", {}, 3, "its 64 channels of a mixer cannot be dealt out to 3 workers evenly"),
+        ("mamba2", {"n_groups": 3, "num_heads": 6, "head_dim": 16, "hidden_size": 48}, 2, "its 3 groups of heads"),
+    ],
+)
+def test_mixers_that_cannot_be_dealt_out_are_refused_with_the_numbers(models, family, changes, degree, said):
+    folder, _ = models(family, **changes)
+    with pytest.raises(CheckpointError, match=said):
+        deal_out(folder, AutoConfig.from_pretrained(folder), 0, degree)
+
+
+def test_an_engine_refuses_what_cannot_be_dealt_out(models):
+    with pytest.raises(BadRequest, match="its 4 heads of a mixer cannot be dealt out to 3 workers evenly"):
+        engine_of(models("mamba2")[0], 3)
