@@ -19,6 +19,12 @@ from tree_layers.weights import CheckpointError
 from verifier_service.engine import VerifierEngine
 from verifier_service.models.heads import SpreadNorm, deal_out, is_mixer
 
+EXPERTS = {
+    "layers_block_type": ["mamba", "moe", "attention", "mamba"],
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 48,
+}
 CASES = [  # (family, what is changed of it, workers)
     *((family, {}, 2) for family in FAMILIES),
     ("mamba", {}, 4),
@@ -28,6 +34,8 @@ CASES = [  # (family, what is changed of it, workers)
     ("mamba2", {"n_groups": 4, "use_bias": False}, 2),  # two groups to a worker
     ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": True}, 2),
     ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_n_groups": 1}, 2),
+    ("zamba2", {"use_shared_attention_adapter": True}, 2),
+    ("nemotron_h", EXPERTS, 2),
 ]
 BITWISE = [
     *((family, dtype, 2) for family in ("mamba", "mamba2", "bamba") for dtype in (torch.float32, torch.bfloat16)),
@@ -40,7 +48,7 @@ def models(tmp_path_factory):
     made = {}
 
     def make(family, **changes):
-        key = (family, *sorted(changes.items()))
+        key = (family, repr(changes))
         if key not in made:
             folder = tmp_path_factory.mktemp(family)
             made[key] = (folder, make_checkpoint(folder, family, **changes))
@@ -56,7 +64,8 @@ def engine_of(folder, degree, dtype=torch.float32, **limits):
 
 def name_of(case):
     family, changes, degree = case
-    return "-".join([family, *(f"{key}={value}" for key, value in changes.items()), str(degree)])
+    said = "experts" if changes is EXPERTS else ", ".join(f"{key}={value}" for key, value in changes.items())
+    return f"{family}, {said}, {degree}" if said else f"{family}, {degree}"
 
 
 @pytest.mark.parametrize(("family", "changes", "degree"), CASES, ids=map(name_of, CASES))
@@ -71,6 +80,9 @@ def test_trees_of_several_workers_have_the_librarys_logits(models, family, chang
             found = engine.logits_of(ids, tree_below(ids[-1]))
             truth = torch.stack([oracle(model, path) for path in paths_below(ids)])
             assert (found - truth).abs().max() < 1e-4, length
+        # Every worker has all of the norms, and Zamba2's fused MLP.
+        held = sum(parameter.numel() for parameter in engine.runner.target.model.parameters())
+        assert changes or degree > 2 or held < 0.58 * sum(parameter.numel() for parameter in model.parameters())
     finally:
         engine.runner.crew.stop()
 

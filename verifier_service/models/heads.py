@@ -204,7 +204,29 @@ def deal_out(folder: Path, config: Any, rank: int, size: int) -> Deal:
             except ValueError as error:
                 raise CheckpointError(f"{folder}: {error}") from error
             parts |= {_in_layers(f"{name}.{parameter}"): part for parameter, part in dealt.items()}
+        elif style := _style_of(module, size):
+            plan |= {f"{as_rule(name)}.{layer}": each for layer, each in style.items()}
     return Deal(kind, plan, parts)
+
+
+def _style_of(module: Any, size: int) -> dict[str, str]:
+    """How the linear layers of an attention or an MLP are dealt out: the families with mixers have no plan for them.
+    Nothing where they cannot be dealt out evenly, or not in this way: then every worker has all of it."""
+    children = dict(module.named_children())
+    layers = {name: layer for name, layer in children.items() if isinstance(layer, nn.Linear)}
+    kind = layers.keys()
+    if kind == {"q_proj", "k_proj", "v_proj", "o_proj"} and len(children) == len(layers):
+        counts = [layers[name].out_features // module.head_dim for name in ("q_proj", "k_proj")]
+        found = dict.fromkeys(layers, "colwise") | {"o_proj": "rowwise"}
+    elif kind == {"gate_proj", "up_proj", "down_proj"} or kind == {"up_proj", "down_proj"}:
+        counts = [layers["down_proj"].in_features]
+        found = dict.fromkeys(layers, "colwise") | {"down_proj": "rowwise"}
+    elif kind == {"input_linear", "output_linear"}:
+        counts = [layers["output_linear"].in_features]
+        found = {"input_linear": "packed_colwise", "output_linear": "rowwise"}
+    else:
+        return {}
+    return {} if any(count % size for count in counts) else found
 
 
 def _in_layers(name: str) -> str:
