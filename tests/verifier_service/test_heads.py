@@ -88,25 +88,23 @@ def test_trees_of_several_workers_have_the_librarys_logits(models, family, chang
 
 
 @pytest.mark.parametrize("family", ["mamba", "mamba2", "bamba"])
-def test_bfloat16_workers_choose_what_one_does_where_it_leads(models, family):
-    """Sums of rounded shards: near to one worker's logits, and its choice wherever its lead is wider than that."""
-    folder, _ = models(family)
-    one, two = engine_of(folder, 1, torch.bfloat16), engine_of(folder, 2, torch.bfloat16)
+def test_two_workers_round_in_bfloat16_about_as_one_does(models, family):
+    """Parts of sums are rounded once more: from the float32 logits they are at most half as far again as one worker. A
+    choice then differs from the library's only where its lead is less than twice that."""
+    folder, model = models(family)
+    engines = [engine_of(folder, degree, torch.bfloat16) for degree in (1, 2)]
     try:
         rng = np.random.default_rng(1)
-        led = 0
+        errors = [0.0, 0.0]
         for length in (5, 40, 150):
             ids = rng.integers(0, VOCABULARY, length).tolist()
-            truth, found = (engine.logits_of(ids, tree_below(ids[-1])) for engine in (one, two))
-            apart = (found - truth).abs().max(1).values
-            assert apart.max() < 0.15
-            best = truth.topk(2, 1).values
-            leads = best[:, 0] - best[:, 1] > 2 * apart
-            led += int(leads.sum())
-            assert torch.equal(found.argmax(1)[leads], truth.argmax(1)[leads])
-        assert led > 5
+            truth = torch.stack([oracle(model, path) for path in paths_below(ids)])
+            for place, engine in enumerate(engines):
+                found = engine.logits_of(ids, tree_below(ids[-1]))
+                errors[place] = max(errors[place], float((found - truth).abs().max()))
+        assert 0 < errors[1] < 1.5 * errors[0]
     finally:
-        two.runner.crew.stop()
+        engines[1].runner.crew.stop()
 
 
 @pytest.mark.parametrize(("family", "dtype", "degree"), BITWISE, ids=lambda each: str(each).removeprefix("torch."))
