@@ -26,7 +26,9 @@ HYBRID = {"bamba", "falcon_h1", "zamba2", "nemotron_h", "granitemoehybrid", "jam
 MIXER_FAMILIES = PURE | HYBRID
 
 
-def seat_mixers(folder: Path, model: PreTrainedModel, run: Run, group: Collectives | None) -> tuple[MixerLayout, ...]:
+def seat_mixers(
+    folder: Path, model: PreTrainedModel, run: Run, group: Collectives | None = None
+) -> tuple[MixerLayout, ...]:
     """Replace every mixer's forward by ours; returns what their layers remember, in order.
 
     Before linear layers get their forms: Mamba-1 adds the bias of dt in float32, so that layer loses it; and where
