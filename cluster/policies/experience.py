@@ -2,15 +2,20 @@
 
 A hint, shared by its requests and never a matter of correctness. Costs are of the machine and its load, and carry over
 whole; emitted lengths are of the text and weigh in a new request as a few rounds at most.
+
+Which tree suits a text is predicted, and is the text's own business. Whether those that run together should guess at
+all is theirs together (`House`): what one of them guesses the others wait for, and a drafter that shares a machine with
+the verifier takes from all of them what no round's price says. So it is tried, by all at once, and measured.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from statistics import fmean, median
 
 from dendro.text import Verdict
 from dendro.tree import DraftTree, TreeShape
@@ -22,7 +27,17 @@ LINE_STEP = 0.01
 OUTLIER = 3.0
 """A round that took longer than this many times the usual counts as that: one page fault must not condemn an arm."""
 ROW_BUCKET = 8
-
+LEARNING_ROUNDS = 16.0
+"""Rounds in which a house's texts get to know the arms under a new load, before what they reach is measured."""
+SETTLING_ROUNDS = 4.0
+"""Rounds after a change of mind that are of both sides: drafters are opened in them, and late drafts come in."""
+TRIAL_ROUNDS = 16.0
+FIRST_REST, LONGEST_REST = 256.0, 4096.0
+"""Rounds until the side that lost is tried again: as a trial costs a few rounds, a hundredth at most. It doubles with
+every trial that is lost again."""
+GUESSING_MARGIN = 1.05
+"""How much faster rounds must be with guesses: drafters are opened and closed besides."""
+SAMPLES = 1024
 
 TRIED = 2
 """Measurements before a cost is believed. The first of a kind pays for memory and code that nobody touched before; an
@@ -110,6 +125,59 @@ def load_class(requests: int) -> int:
 
 
 @dataclass(slots=True)
+class Side:
+    """What a house came to of late, guessing or not."""
+
+    tokens: deque[int] = field(default_factory=lambda: deque(maxlen=SAMPLES))  # of each round
+    shares_us: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))  # of the house's time
+
+    @property
+    def rate(self) -> float:
+        """Tokens per microsecond of the whole house. Of the times the median: prompts of others make some long, and
+        mean nothing for the choice."""
+        return fmean(self.tokens) / max(median(self.shares_us), 1e-9)
+
+
+@dataclass(slots=True)
+class House:
+    """Whether the texts that run together under one load guess: the side under which they emitted more tokens a second,
+    all of them on one side at a time. Rounds are counted as those of one text."""
+
+    guessing: bool = True
+    rounds: float = -LEARNING_ROUNDS  # since the last change of mind; below zero they are not judged
+    until: float = TRIAL_ROUNDS
+    trial: bool = False
+    rest: float = FIRST_REST
+    _sides: dict[bool, Side] = field(default_factory=lambda: {True: Side(), False: Side()})
+
+    def learn(self, tokens: int, took_us: float, texts: int) -> None:
+        """Take in one of its rounds, which took so long with all its waits, while so many texts ran."""
+        self.rounds += 1 / texts
+        if self.rounds < 0:
+            return
+        side = self._sides[self.guessing]
+        side.tokens.append(tokens)
+        side.shares_us.append(took_us / texts)
+        if self.rounds >= self.until:
+            self._judge()
+
+    def _judge(self) -> None:
+        if not self.trial:
+            self._sides[not self.guessing] = Side()
+            self.trial = True
+            self._turn(not self.guessing, TRIAL_ROUNDS)
+            return
+        better = self._sides[True].rate >= GUESSING_MARGIN * self._sides[False].rate
+        self.rest = FIRST_REST if better is self.guessing else min(2 * self.rest, LONGEST_REST)
+        self.trial = False
+        self._turn(better, self.rest)
+
+    def _turn(self, guessing: bool, until: float) -> None:
+        self.rounds = -SETTLING_ROUNDS if guessing is not self.guessing else 0.0
+        self.guessing, self.until = guessing, until
+
+
+@dataclass(slots=True)
 class Costs:
     """Costs and lengths under one load. `hop` is what a call to a peer costs beyond the peer's own time."""
 
@@ -119,6 +187,7 @@ class Costs:
     texts: float = 1.0  # of a step, usually
     tried: Counter[int] = field(default_factory=Counter)  # rounds by row bucket
     lengths: dict[tuple[str, TreeShape], Length] = field(default_factory=dict)
+    house: House = field(default_factory=House)
 
 
 @dataclass(slots=True)
@@ -127,6 +196,7 @@ class Experience:
     is empty."""
 
     requests: int = 0  # that run now
+    fixed: int = 0  # of them, those whose shape the client chose
     _by_load: defaultdict[int, Costs] = field(default_factory=lambda: defaultdict(Costs))
 
     @property
@@ -134,14 +204,21 @@ class Experience:
         """Those of the present load."""
         return self._by_load[load_class(self.requests)]
 
+    @property
+    def guesses(self) -> bool:
+        """Whether texts should guess under the present load. One that is alone is its own policy's business."""
+        return self.requests < 2 or self.costs.house.guessing
+
     @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self, fixed: bool = False) -> Iterator[None]:
         """While a request runs, it counts."""
         self.requests += 1
+        self.fixed += fixed
         try:
             yield
         finally:
             self.requests -= 1
+            self.fixed -= fixed
 
     def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict, temperature: float) -> None:
         """Take one round in. A late tree arrives as the root alone and carries the wait as its cost.
@@ -158,9 +235,15 @@ class Experience:
         costs.tried[row_bucket(tree.rows)] += 1
         costs.lengths.setdefault((temperature_class(temperature), shape), Length()).learn(verdict.length)
 
-    def learn_hops(self, shape: TreeShape, us: float) -> None:
-        """A round's share of what it took beyond the time in which its peers were busy or had it queued."""
-        self.costs.hop.learn(us / (1 if shape.off else 2))
+    def learn_time(self, shape: TreeShape, tree: DraftTree, verdict: Verdict, took_us: float) -> None:
+        """Take in how long a round took, all told. What its peers were not busy with it, and had it not queued, was on
+        its way: its share of that is its hops'."""
+        costs = self.costs
+        busy_us = tree.draft_us + verdict.verify_us + verdict.queue_us
+        hops_us = max(took_us - busy_us, 0.0) / verdict.texts
+        costs.hop.learn(hops_us / (1 if shape.off else 2))
+        if self.requests > 1 and not self.fixed:
+            costs.house.learn(verdict.length, took_us, self.requests)
 
     def round_us(self, shape: TreeShape) -> float | None:
         """The predicted time of a round with this shape, its share of what it has in common with others; None until

@@ -9,7 +9,7 @@ from dendro.text import Verdict
 from dendro.tree import OFF, DraftTree, TreeShape
 
 from cluster.policies import Experience, PaperUCB, RatioUCB, make_policy
-from cluster.policies.experience import StepTime
+from cluster.policies.experience import FIRST_REST, LONGEST_REST, House, StepTime
 
 CHAIN = TreeShape((1, 1, 1, 1))
 BUSHY = TreeShape((3, 2, 2, 1, 1))
@@ -193,3 +193,119 @@ def test_a_prior_weighs_a_few_rounds_at_most():
 def test_an_unknown_policy_or_no_arms_is_refused_by_name(name, arms, field):
     with pytest.raises(BadRequest, match=field):
         make_policy(name, arms, Experience(), 0.0)
+
+
+class Crowd:
+    """Sixteen requests at once, of one router, whose rounds take as long as a test says."""
+
+    def __init__(self, experience: Experience, off_us: float, tree_us: float, fixed: bool = False) -> None:
+        self.experience = experience
+        self.us = {True: off_us, False: tree_us}  # of a round of all, by whether it was off
+        self.fixed = fixed
+        self.tokens = 0
+        self.spent_us = 0.0
+        self.chosen: list[TreeShape] = []
+
+    def answer(self, rounds: int, texts: int = 16) -> None:
+        """All of them at once: a round of all takes as long as that of the slowest."""
+        with contextlib.ExitStack() as house:
+            for _ in range(texts):
+                house.enter_context(self.experience.running(self.fixed))
+            policies = [RatioUCB([OFF, CHAIN, BUSHY], self.experience, temperature=0.0) for _ in range(texts)]
+            for _ in range(rounds):
+                shapes = [policy.choose() for policy in policies]
+                took_us = max(self.us[shape.off] for shape in shapes)
+                for policy, shape in zip(policies, shapes, strict=True):
+                    guesses = tree(shape.rows, 0 if shape.off else 1_000, texts)
+                    came = verdict(1 if shape.off else 2, 20_000, texts, texts * shape.rows)
+                    policy.learn(shape, guesses, came)
+                    self.experience.learn_time(shape, guesses, came, took_us)
+                    self.tokens += came.length
+                self.chosen += shapes
+                self.spent_us += took_us
+
+
+def test_an_experienced_router_loses_two_percent_at_most_against_off():
+    """Drafts and steps look cheap, yet two tokens take more than twice the time: no round's price says it."""
+    experience = Experience()
+    Crowd(experience, off_us=30_000, tree_us=70_000).answer(64)
+    crowd = Crowd(experience, off_us=30_000, tree_us=70_000)
+    for _ in range(20):
+        crowd.answer(64)
+    assert crowd.tokens / crowd.spent_us > 0.98 * 16 / 30_000
+
+
+def test_a_house_goes_on_guessing_where_that_gives_more():
+    experience = Experience()
+    crowd = Crowd(experience, off_us=30_000, tree_us=40_000)
+    for _ in range(20):
+        crowd.answer(64)
+    assert crowd.tokens / crowd.spent_us > 0.97 * 32 / 40_000
+
+
+def test_a_new_request_of_a_house_that_does_not_guess_explores_nothing():
+    experience = Experience()
+    Crowd(experience, off_us=30_000, tree_us=70_000).answer(80)
+    later = Crowd(experience, off_us=30_000, tree_us=70_000)
+    later.answer(64)
+    assert set(later.chosen) == {OFF}
+
+
+def test_what_a_house_gave_up_under_load_leaves_a_lone_text_its_own_choice():
+    experience = Experience()
+    Crowd(experience, off_us=30_000, tree_us=70_000).answer(80)
+    alone = Crowd(experience, off_us=30_000, tree_us=40_000)
+    alone.answer(64, texts=1)
+    assert Counter(shape.off for shape in alone.chosen)[False] > 50
+
+
+def test_a_house_changes_its_mind_when_the_side_that_lost_has_become_the_better():
+    experience = Experience()
+    Crowd(experience, off_us=30_000, tree_us=70_000).answer(80)
+    changed = Crowd(experience, off_us=30_000, tree_us=40_000)
+    changed.answer(int(FIRST_REST) + 64)
+    assert not any(shape.off for shape in changed.chosen[-16:])
+
+
+def rounds_between_trials(house: House, rounds: int) -> list[int]:
+    """Drive a house that is slower with guesses; how many rounds went by before each change of mind."""
+    lengths, before, count = [], house.guessing, 0
+    for _ in range(rounds):
+        house.learn(2 if before else 1, 70_000 if before else 30_000, 1)
+        count += 1
+        if house.guessing is not before:
+            lengths.append(count)
+            before, count = house.guessing, 0
+    return lengths
+
+
+def test_the_side_that_lost_is_tried_again_ever_more_rarely_but_always_again():
+    rests = [length for length in rounds_between_trials(House(), 20_000) if length >= FIRST_REST]
+    assert rests[:4] == pytest.approx([FIRST_REST * 2**k for k in range(4)], abs=40)
+    assert max(rests) == pytest.approx(LONGEST_REST, abs=40)
+    assert len(rests) > 5
+
+
+def test_a_prompt_that_slows_a_few_rounds_does_not_decide_for_a_house():
+    house = House()
+    for place in range(100):
+        slow = 20 if place % 3 == 0 else 1
+        house.learn(2 if house.guessing else 1, slow * 40_000 if house.guessing else 30_000, 1)
+    assert house.guessing
+
+
+def test_requests_whose_shape_is_the_clients_do_not_speak_for_the_house():
+    experience = Experience()
+    Crowd(experience, off_us=30_000, tree_us=70_000, fixed=True).answer(80)
+    with experience.running(), experience.running():
+        assert experience.guesses
+
+
+def test_rounds_before_the_drafter_is_open_count_for_no_arm_unless_it_never_comes():
+    policy = RatioUCB([OFF, CHAIN], Experience(), temperature=0.0)
+    root = tree(1)
+    policy.learn(CHAIN, root, verdict(1))
+    assert policy.lengths[CHAIN].rounds == 0
+    for _ in range(10):
+        policy.learn(CHAIN, root, verdict(1))
+    assert policy.lengths[CHAIN].rounds > 0
