@@ -32,9 +32,9 @@ LEARNING_ROUNDS = 16.0
 SETTLING_ROUNDS = 4.0
 """Rounds after a change of mind that are of both sides: drafters are opened in them, and late drafts come in."""
 TRIAL_ROUNDS = 16.0
-FIRST_REST, LONGEST_REST = 256.0, 4096.0
-"""Rounds until the side that lost is tried again: as a trial costs a few rounds, a hundredth at most. It doubles with
-every trial that is lost again."""
+FIRST_REST, LONGEST_REST = 1024.0, 8192.0
+"""Rounds until the side that lost is tried again: a trial costs what twenty rounds do at most, a fiftieth of them. It
+doubles with every trial that is lost again."""
 GUESSING_MARGIN = 1.05
 """How much faster rounds must be with guesses: drafters are opened and closed besides."""
 SAMPLES = 1024
@@ -144,6 +144,8 @@ class House:
     all of them on one side at a time. Rounds are counted as those of one text."""
 
     guessing: bool = True
+    gain: float | None = None  # how many times as many tokens a second they emit if they guess; None: not tried yet
+    usual: float = 1.0  # tokens of a round in which they do
     rounds: float = -LEARNING_ROUNDS  # since the last change of mind; below zero they are not judged
     until: float = TRIAL_ROUNDS
     trial: bool = False
@@ -161,13 +163,21 @@ class House:
         if self.rounds >= self.until:
             self._judge()
 
+    def repays(self, tokens: float) -> bool:
+        """Whether a text guesses with the others from which a round draws so many tokens: what a round with guesses
+        takes is known by what the house emits in its own."""
+        return self.trial or self.gain is None or tokens * self.gain >= self.usual
+
     def _judge(self) -> None:
         if not self.trial:
             self._sides[not self.guessing] = Side()
             self.trial = True
             self._turn(not self.guessing, TRIAL_ROUNDS)
             return
-        better = self._sides[True].rate >= GUESSING_MARGIN * self._sides[False].rate
+        gain = self._sides[True].rate / self._sides[False].rate
+        self.gain = gain if self.gain is None else math.sqrt(self.gain * gain)
+        self.usual = fmean(self._sides[True].tokens)
+        better = self.gain >= GUESSING_MARGIN
         self.rest = FIRST_REST if better is self.guessing else min(2 * self.rest, LONGEST_REST)
         self.trial = False
         self._turn(better, self.rest)
@@ -205,9 +215,11 @@ class Experience:
         return self._by_load[load_class(self.requests)]
 
     @property
-    def guesses(self) -> bool:
-        """Whether texts should guess under the present load. One that is alone is its own policy's business."""
-        return self.requests < 2 or self.costs.house.guessing
+    def house(self) -> House | None:
+        """Those that run now; None where each decides for itself: a text that is alone, and one in company whose shapes
+        clients have fixed, until this load is known otherwise."""
+        house = self.costs.house
+        return house if self.requests > 1 and (not self.fixed or house.gain is not None) else None
 
     @contextlib.contextmanager
     def running(self, fixed: bool = False) -> Iterator[None]:

@@ -168,8 +168,11 @@ def test_an_arm_that_a_full_house_gave_up_is_tried_again_when_the_house_is_empty
                     arm = policy.choose()
                     pulls[requests][arm] += 1
                     right = requests == 1 and not arm.off
-                    policy.learn(arm, tree(arm.rows, 0 if arm.off else 10_000), verdict(5 if right else 1))
-    assert pulls[16][OFF] > 90
+                    guesses, came = tree(arm.rows, 0 if arm.off else 10_000), verdict(5 if right else 1)
+                    policy.learn(arm, guesses, came)
+                    for _ in range(requests):
+                        experience.learn_time(arm, guesses, came, 10_000 + guesses.draft_us)
+    assert pulls[16][OFF] > 60
     assert pulls[1][BUSHY] > 90
     assert experience.requests == 0
 
@@ -280,7 +283,7 @@ def rounds_between_trials(house: House, rounds: int) -> list[int]:
 
 
 def test_the_side_that_lost_is_tried_again_ever_more_rarely_but_always_again():
-    rests = [length for length in rounds_between_trials(House(), 20_000) if length >= FIRST_REST]
+    rests = [length for length in rounds_between_trials(House(), 40_000) if length >= FIRST_REST]
     assert rests[:4] == pytest.approx([FIRST_REST * 2**k for k in range(4)], abs=40)
     assert max(rests) == pytest.approx(LONGEST_REST, abs=40)
     assert len(rests) > 5
@@ -298,7 +301,14 @@ def test_requests_whose_shape_is_the_clients_do_not_speak_for_the_house():
     experience = Experience()
     Crowd(experience, off_us=30_000, tree_us=70_000, fixed=True).answer(80)
     with experience.running(), experience.running():
-        assert experience.guesses
+        assert experience.house is not None and experience.house.gain is None
+        with experience.running(fixed=True):
+            assert experience.house is None, "unknown, and not to be found out: each text predicts for itself"
+
+
+def test_a_text_that_draws_too_little_from_its_guesses_refrains_in_a_house_that_guesses():
+    house = House(gain=1.25, usual=2.5)
+    assert house.repays(2.0) and not house.repays(1.9)
 
 
 def test_rounds_before_the_drafter_is_open_count_for_no_arm_unless_it_never_comes():
