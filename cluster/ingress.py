@@ -29,7 +29,7 @@ from dendro.v1 import generation_pb2_grpc
 
 from cluster.checkpoints import read_json
 from cluster.config import Config, Target
-from cluster.policies import Experience, Static, make_policy
+from cluster.policies import Experience, Place, Static, make_policy
 from cluster.rounds import Drafter, Policy, Verifier, rounds
 from cluster.sessions import Record, Sessions
 from cluster.tokenizer import CheckpointTokenizer, TextStream, Tokenizer
@@ -125,10 +125,12 @@ class Served:
 class Tally:
     """Wraps a policy, counts what its rounds came to, and times them for the router's experience."""
 
-    def __init__(self, policy: Policy, experience: Experience) -> None:
+    def __init__(self, policy: Policy, experience: Experience, place: Place) -> None:
         self._policy = policy
         self._experience = experience
+        self._place = place
         self._began_s = 0.0
+        self._disturbed = False
         self.shape = TreeShape(())  # of the round that runs
         self.pulls: dict[str, int] = {}
         self.drafted = self.accepted = self.emitted = self.late = 0
@@ -139,12 +141,15 @@ class Tally:
         name = str(self.shape)
         self.pulls[name] = self.pulls.get(name, 0) + 1
         self._began_s = time.monotonic()
+        self._disturbed = self._experience.opening > 0
         return self.shape
 
     def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:
         self._policy.learn(shape, tree, verdict)
+        self._place.begun()
         if sum(self.pulls.values()) > 1:  # the first round waits for its text to be opened
-            self._experience.learn_time(shape, tree, verdict, 1e6 * (time.monotonic() - self._began_s))
+            disturbed = self._disturbed or self._experience.opening > 0
+            self._experience.learn_time(shape, tree, verdict, 1e6 * (time.monotonic() - self._began_s), disturbed)
         self.drafted += tree.guesses
         self.accepted += len(verdict.ranks)
         self.emitted += len(verdict.tokens)
@@ -246,8 +251,8 @@ class Ingress:
             complete = pb.GenerateComplete()
             if finish is None:
                 experience = self._experience[job.served.name]
-                tally = Tally(job.policy, experience)
-                with experience.running(fixed=isinstance(job.policy, Static)):
+                with experience.running(fixed=isinstance(job.policy, Static)) as place:
+                    tally = Tally(job.policy, experience, place)
                     async with aclosing(_ahead(self._run(job, text, tally, stream, complete))) as chunks:
                         async for chunk in chunks:
                             yield pb.GenerateResponse(chunk=chunk)

@@ -35,8 +35,12 @@ TRIAL_ROUNDS = 16.0
 FIRST_REST, LONGEST_REST = 1024.0, 8192.0
 """Rounds until the side that lost is tried again: a trial costs what twenty rounds do at most, a fiftieth of them. It
 doubles with every trial that is lost again."""
-GUESSING_MARGIN = 1.05
-"""How much faster rounds must be with guesses: drafters are opened and closed besides."""
+DISTURBED = 0.25
+"""What a round counts for in which a prompt was processed: it is not judged, but a house that always has one must not
+be caught in a trial."""
+GUESSING_MARGIN = 1.1
+"""How much faster rounds must be with guesses: drafters are opened and closed besides, and prompts wait for larger
+steps."""
 SAMPLES = 1024
 
 TRIED = 2
@@ -133,8 +137,7 @@ class Side:
 
     @property
     def rate(self) -> float:
-        """Tokens per microsecond of the whole house. Of the times the median: prompts of others make some long, and
-        mean nothing for the choice."""
+        """Tokens per microsecond of the whole house. Of the times the median: a hiccup means nothing for the choice."""
         return fmean(self.tokens) / max(median(self.shares_us), 1e-9)
 
 
@@ -152,14 +155,16 @@ class House:
     rest: float = FIRST_REST
     _sides: dict[bool, Side] = field(default_factory=lambda: {True: Side(), False: Side()})
 
-    def learn(self, tokens: int, took_us: float, texts: int) -> None:
-        """Take in one of its rounds, which took so long with all its waits, while so many texts ran."""
-        self.rounds += 1 / texts
-        if self.rounds < 0:
+    def learn(self, tokens: int, took_us: float, texts: int, disturbed: bool = False) -> None:
+        """Take in one of its rounds, which took so long with all its waits, while so many texts ran. A round is
+        disturbed by the prompt of another text, which takes longer than any guess and says nothing of them."""
+        before, self.rounds = self.rounds, self.rounds + (DISTURBED if disturbed and self.rounds >= 0 else 1) / texts
+        if before < 0:
             return
-        side = self._sides[self.guessing]
-        side.tokens.append(tokens)
-        side.shares_us.append(took_us / texts)
+        if not disturbed:
+            side = self._sides[self.guessing]
+            side.tokens.append(tokens)
+            side.shares_us.append(took_us / texts)
         if self.rounds >= self.until:
             self._judge()
 
@@ -174,13 +179,18 @@ class House:
             self.trial = True
             self._turn(not self.guessing, TRIAL_ROUNDS)
             return
-        gain = self._sides[True].rate / self._sides[False].rate
-        self.gain = gain if self.gain is None else math.sqrt(self.gain * gain)
-        self.usual = fmean(self._sides[True].tokens)
-        better = self.gain >= GUESSING_MARGIN
-        self.rest = FIRST_REST if better is self.guessing else min(2 * self.rest, LONGEST_REST)
         self.trial = False
+        self._compare()
+        better = self.gain is None or self.gain >= GUESSING_MARGIN
+        self.rest = FIRST_REST if better is self.guessing else min(2 * self.rest, LONGEST_REST)
         self._turn(better, self.rest)
+
+    def _compare(self) -> None:
+        guessing, off = self._sides[True], self._sides[False]
+        if guessing.tokens and off.tokens:
+            gain = guessing.rate / off.rate
+            self.gain = gain if self.gain is None else math.sqrt(self.gain * gain)
+            self.usual = fmean(guessing.tokens)
 
     def _turn(self, guessing: bool, until: float) -> None:
         self.rounds = -SETTLING_ROUNDS if guessing is not self.guessing else 0.0
@@ -200,6 +210,20 @@ class Costs:
     house: House = field(default_factory=House)
 
 
+class Place:
+    """One of the requests that run: its text is being opened until `begun`."""
+
+    def __init__(self, experience: Experience) -> None:
+        self._experience = experience
+        self._opening = True
+        experience.opening += 1
+
+    def begun(self) -> None:
+        """Its text is open. May be said again."""
+        self._experience.opening -= self._opening
+        self._opening = False
+
+
 @dataclass(slots=True)
 class Experience:
     """Costs and lengths so far, for each load by itself: an arm that a full house gave up is tried again when the house
@@ -207,6 +231,7 @@ class Experience:
 
     requests: int = 0  # that run now
     fixed: int = 0  # of them, those whose shape the client chose
+    opening: int = 0  # and those whose text is not open yet
     _by_load: defaultdict[int, Costs] = field(default_factory=lambda: defaultdict(Costs))
 
     @property
@@ -222,13 +247,15 @@ class Experience:
         return house if self.requests > 1 and (not self.fixed or house.gain is not None) else None
 
     @contextlib.contextmanager
-    def running(self, fixed: bool = False) -> Iterator[None]:
+    def running(self, fixed: bool = False) -> Iterator[Place]:
         """While a request runs, it counts."""
         self.requests += 1
         self.fixed += fixed
+        place = Place(self)
         try:
-            yield
+            yield place
         finally:
+            place.begun()
             self.requests -= 1
             self.fixed -= fixed
 
@@ -247,7 +274,9 @@ class Experience:
         costs.tried[row_bucket(tree.rows)] += 1
         costs.lengths.setdefault((temperature_class(temperature), shape), Length()).learn(verdict.length)
 
-    def learn_time(self, shape: TreeShape, tree: DraftTree, verdict: Verdict, took_us: float) -> None:
+    def learn_time(
+        self, shape: TreeShape, tree: DraftTree, verdict: Verdict, took_us: float, disturbed: bool = False
+    ) -> None:
         """Take in how long a round took, all told. What its peers were not busy with it, and had it not queued, was on
         its way: its share of that is its hops'."""
         costs = self.costs
@@ -255,7 +284,7 @@ class Experience:
         hops_us = max(took_us - busy_us, 0.0) / verdict.texts
         costs.hop.learn(hops_us / (1 if shape.off else 2))
         if self.requests > 1 and not self.fixed:
-            costs.house.learn(verdict.length, took_us, self.requests)
+            costs.house.learn(verdict.length, took_us, self.requests, disturbed)
 
     def round_us(self, shape: TreeShape) -> float | None:
         """The predicted time of a round with this shape, its share of what it has in common with others; None until

@@ -289,12 +289,33 @@ def test_the_side_that_lost_is_tried_again_ever_more_rarely_but_always_again():
     assert len(rests) > 5
 
 
-def test_a_prompt_that_slows_a_few_rounds_does_not_decide_for_a_house():
+@pytest.mark.parametrize("judged", [True, False])
+def test_a_prompt_that_slows_the_rounds_of_one_side_does_not_decide_for_a_house(judged):
+    """Nine rounds in ten of those with guesses are slow, for another text's prompt."""
     house = House()
-    for place in range(100):
-        slow = 20 if place % 3 == 0 else 1
-        house.learn(2 if house.guessing else 1, slow * 40_000 if house.guessing else 30_000, 1)
-    assert house.guessing
+    for place in range(400):
+        slow = house.guessing and place % 10 > 0
+        took_us = 400_000 if slow else 40_000 if house.guessing else 30_000
+        house.learn(2 if house.guessing else 1, took_us, 1, disturbed=slow and not judged)
+    assert house.guessing is not judged
+
+
+def test_a_house_that_always_takes_in_a_prompt_is_not_caught_in_a_trial():
+    house, off = House(), 0
+    for _ in range(1000):
+        off += not house.guessing
+        house.learn(1, 30_000, 1, disturbed=True)
+    assert 0 < off < 100
+
+
+def test_a_request_disturbs_the_others_until_its_text_is_open_or_it_is_gone():
+    experience = Experience()
+    with experience.running() as first:
+        first.begun()
+        first.begun()
+        with experience.running():
+            assert experience.opening == 1
+        assert experience.opening == 0
 
 
 def test_requests_whose_shape_is_the_clients_do_not_speak_for_the_house():
