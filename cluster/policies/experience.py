@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from statistics import fmean, median
@@ -30,18 +30,19 @@ ROW_BUCKET = 8
 LEARNING_ROUNDS = 16.0
 """Rounds in which a house's texts get to know the arms under a new load, before what they reach is measured."""
 SETTLING_ROUNDS = 4.0
-"""Rounds after a change of mind that are of both sides: drafters are opened in them, and late drafts come in."""
-TRIAL_ROUNDS = 16.0
-FIRST_REST, LONGEST_REST = 1024.0, 8192.0
-"""Rounds until the side that lost is tried again: a trial costs what twenty rounds do at most, a fiftieth of them. It
-doubles with every trial that is lost again."""
+"""Rounds after a change of sides that are of both: drafters are opened in them, and late drafts come in."""
+TURN_ROUNDS = 8.0
+TURNS = 6
+"""Of a trial, the two sides one after the other: what else the machine does meanwhile befalls both."""
+FIRST_REST, LONGEST_REST = 512.0, 8192.0
+"""Rounds until the next trial: one costs what a dozen rounds do, a fiftieth of them at most. It doubles with every
+trial that changes nothing."""
 DISTURBED = 0.25
 """What a round counts for in which a prompt was processed: it is not judged, but a house that always has one must not
 be caught in a trial."""
 GUESSING_MARGIN = 1.1
 """How much faster rounds must be with guesses: drafters are opened and closed besides, and prompts wait for larger
 steps."""
-SAMPLES = 1024
 
 TRIED = 2
 """Measurements before a cost is believed. The first of a kind pays for memory and code that nobody touched before; an
@@ -130,10 +131,10 @@ def load_class(requests: int) -> int:
 
 @dataclass(slots=True)
 class Side:
-    """What a house came to of late, guessing or not."""
+    """What a house came to in a trial, guessing or not."""
 
-    tokens: deque[int] = field(default_factory=lambda: deque(maxlen=SAMPLES))  # of each round
-    shares_us: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))  # of the house's time
+    tokens: list[int] = field(default_factory=list)  # of each round
+    shares_us: list[float] = field(default_factory=list)  # of the house's time
 
     @property
     def rate(self) -> float:
@@ -149,9 +150,10 @@ class House:
     guessing: bool = True
     gain: float | None = None  # how many times as many tokens a second they emit if they guess; None: not tried yet
     usual: float = 1.0  # tokens of a round in which they do
-    rounds: float = -LEARNING_ROUNDS  # since the last change of mind; below zero they are not judged
-    until: float = TRIAL_ROUNDS
-    trial: bool = False
+    rounds: float = -LEARNING_ROUNDS  # of this turn or rest; below zero they are not judged
+    until: float = TURN_ROUNDS
+    turns: int = TURNS  # that are left of a trial, this one among them; 0: the house rests
+    settled: bool | None = None  # whether it guesses while it rests
     rest: float = FIRST_REST
     _sides: dict[bool, Side] = field(default_factory=lambda: {True: Side(), False: Side()})
 
@@ -161,28 +163,33 @@ class House:
         before, self.rounds = self.rounds, self.rounds + (DISTURBED if disturbed and self.rounds >= 0 else 1) / texts
         if before < 0:
             return
-        if not disturbed:
+        if self.turns and not disturbed:
             side = self._sides[self.guessing]
             side.tokens.append(tokens)
             side.shares_us.append(took_us / texts)
         if self.rounds >= self.until:
-            self._judge()
+            self._next()
 
     def repays(self, tokens: float) -> bool:
         """Whether a text guesses with the others from which a round draws so many tokens: what a round with guesses
         takes is known by what the house emits in its own."""
-        return self.trial or self.gain is None or tokens * self.gain >= self.usual
+        return bool(self.turns) or self.gain is None or tokens * self.gain >= self.usual
 
-    def _judge(self) -> None:
-        if not self.trial:
-            self._sides[not self.guessing] = Side()
-            self.trial = True
-            self._turn(not self.guessing, TRIAL_ROUNDS)
+    def _next(self) -> None:
+        """What comes after a turn or a rest."""
+        if not self.turns:
+            self._sides = {True: Side(), False: Side()}
+            self.turns = TURNS
+            self._turn(not self.guessing, TURN_ROUNDS)
             return
-        self.trial = False
+        self.turns -= 1
+        if self.turns:
+            self._turn(not self.guessing, TURN_ROUNDS)
+            return
         self._compare()
         better = self.gain is None or self.gain >= GUESSING_MARGIN
-        self.rest = FIRST_REST if better is self.guessing else min(2 * self.rest, LONGEST_REST)
+        self.rest = min(2 * self.rest, LONGEST_REST) if better is self.settled else FIRST_REST
+        self.settled = better
         self._turn(better, self.rest)
 
     def _compare(self) -> None:
