@@ -131,7 +131,7 @@ def load_class(requests: int) -> int:
 
 @dataclass(slots=True)
 class Side:
-    """What a house came to in a trial, guessing or not."""
+    """What a house came to in a turn, guessing or not."""
 
     tokens: list[int] = field(default_factory=list)  # of each round
     shares_us: list[float] = field(default_factory=list)  # of the house's time
@@ -155,7 +155,7 @@ class House:
     turns: int = TURNS  # that are left of a trial, this one among them; 0: the house rests
     settled: bool | None = None  # whether it guesses while it rests
     rest: float = FIRST_REST
-    _sides: dict[bool, Side] = field(default_factory=lambda: {True: Side(), False: Side()})
+    _sides: list[Side] = field(default_factory=lambda: [Side()])  # of the trial's turns so far, and of this one
 
     def learn(self, tokens: int, took_us: float, texts: int, disturbed: bool = False) -> None:
         """Take in one of its rounds, which took so long with all its waits, while so many texts ran. A round is
@@ -164,9 +164,8 @@ class House:
         if before < 0:
             return
         if self.turns and not disturbed:
-            side = self._sides[self.guessing]
-            side.tokens.append(tokens)
-            side.shares_us.append(took_us / texts)
+            self._sides[-1].tokens.append(tokens)
+            self._sides[-1].shares_us.append(took_us / texts)
         if self.rounds >= self.until:
             self._next()
 
@@ -178,12 +177,13 @@ class House:
     def _next(self) -> None:
         """What comes after a turn or a rest."""
         if not self.turns:
-            self._sides = {True: Side(), False: Side()}
+            self._sides = [Side()]
             self.turns = TURNS
             self._turn(not self.guessing, TURN_ROUNDS)
             return
         self.turns -= 1
         if self.turns:
+            self._sides.append(Side())
             self._turn(not self.guessing, TURN_ROUNDS)
             return
         self._compare()
@@ -193,11 +193,14 @@ class House:
         self._turn(better, self.rest)
 
     def _compare(self) -> None:
-        guessing, off = self._sides[True], self._sides[False]
-        if guessing.tokens and off.tokens:
-            gain = guessing.rate / off.rate
+        """Each turn with the one after it, which the machine was alike to; of these, the median."""
+        last, before = self._sides[1::2], self._sides[::2]  # a trial ends on the side that is tried now
+        pairs = zip(*((last, before) if self.guessing else (before, last)), strict=True)
+        found = [(guessing, off) for guessing, off in pairs if guessing.tokens and off.tokens]
+        if found:
+            gain = median(guessing.rate / off.rate for guessing, off in found)
             self.gain = gain if self.gain is None else math.sqrt(self.gain * gain)
-            self.usual = fmean(guessing.tokens)
+            self.usual = fmean(fmean(guessing.tokens) for guessing, _ in found)
 
     def _turn(self, guessing: bool, until: float) -> None:
         self.rounds = -SETTLING_ROUNDS if guessing is not self.guessing else 0.0
