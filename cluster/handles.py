@@ -1,6 +1,7 @@
 """A request's hold on a drafter and a verifier: what they lack of the text is sent, what goes wrong is mended.
 
-The only file that calls peers. A handle takes its lease and opens its text in the background, as soon as it is made:
+The only file that calls peers. A handle takes its lease and opens its text in the background: a verifier's as soon as
+it is made, a drafter's when a tree is wanted for the first time, as what it costs is taken from all texts' rounds:
 
   lease -> open (the whole text) -> draft or verify (what the peer lacks), round after round -> close
 
@@ -593,14 +594,7 @@ def _check_verdict(verdict: Verdict, tree: DraftTree) -> None:
 class DrafterHandle:
     """A request's drafter. `draft` gives a tree in time, or the root alone; it never raises for a drafter's fault."""
 
-    def __init__(
-        self,
-        text: Text,
-        pool: Pool[DrafterPeer],
-        pace: Pace,
-        verifier: VerifierHandle,
-        longest_s: float = 0.5,
-    ) -> None:
+    def __init__(self, pool: Pool[DrafterPeer], pace: Pace, verifier: VerifierHandle, longest_s: float = 0.5) -> None:
         """`longest_s` bounds every wait for a draft; the verifier's limits are those that a tree must keep."""
         self.clock = Clock()
         self.fallbacks: Counter[str] = Counter()  # rounds without the tree that was asked for, by reason
@@ -614,7 +608,6 @@ class DrafterHandle:
         self._seat: Seat[DrafterPeer] | None = None
         self._tried: Seat[DrafterPeer] | None = None
         self._idle = 0
-        self._first = True
         self._strikes = 0
         self._given_up = ""  # why no drafter is asked any more in this request; empty: it is
         self._late_draft: asyncio.Task[None] | None = None
@@ -622,7 +615,7 @@ class DrafterHandle:
         self._not_before_s = 0.0
         self._closed = False
         self._background = _Background()
-        self._opening: asyncio.Task[None] | None = self._background.start(self._settle(text))
+        self._opening: asyncio.Task[None] | None = None  # a text that never wants a tree costs no drafter anything
         verifier.on_refused_tree = self.strike
 
     def strike(self) -> None:
@@ -634,7 +627,8 @@ class DrafterHandle:
             self._rest(text)
             return DraftTree.root_only(text.root)
         self._idle = 0
-        if self._first:
+        if self._opening is None:
+            self._begin(text)
             await self._wait_first()
         reason = self._unfit(text, shape)
         if reason:
@@ -727,8 +721,8 @@ class DrafterHandle:
             raise BadRequest("tree.tokens", f"past the target's vocabulary of {target.vocabulary}")
 
     async def _wait_first(self) -> None:
-        """The first round waits for the drafter no longer than for the verifier's own opening."""
-        self._first = False
+        """The first round waits for the drafter no longer than for the verifier's own opening; a later one that is the
+        first to want a tree does not wait."""
         verifier = asyncio.ensure_future(self._verifier.ready())
         greeted = asyncio.ensure_future(self._verifier.greeted.wait())
         try:

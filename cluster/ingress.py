@@ -29,8 +29,7 @@ from dendro.v1 import generation_pb2_grpc
 
 from cluster.checkpoints import read_json
 from cluster.config import Config, Target
-from cluster.handles import NoDrafter
-from cluster.policies import Experience, Static, make_policy
+from cluster.policies import Experience, Place, Static, make_policy
 from cluster.rounds import Drafter, Policy, Verifier, rounds
 from cluster.sessions import Record, Sessions
 from cluster.tokenizer import CheckpointTokenizer, TextStream, Tokenizer
@@ -67,7 +66,7 @@ class Handle(Protocol):
 
 
 class DrafterHandle(Drafter, Handle, Protocol):
-    """A drafter, leased for one request."""
+    """A drafter, leased for one request when it first wants a tree."""
 
 
 class VerifierHandle(Verifier, Handle, Protocol):
@@ -77,7 +76,8 @@ class VerifierHandle(Verifier, Handle, Protocol):
 
 
 class Places(Protocol):
-    """Where texts can be opened. Taking a handle sends the text at once and waits for nothing."""
+    """Where texts can be opened. Taking a handle waits for nothing; a verifier's sends the text at once, a drafter's
+    when a tree is wanted."""
 
     def drafter(self, target: str, text: Text) -> DrafterHandle: ...
     def verifier(self, target: str, text: Text) -> VerifierHandle: ...
@@ -125,10 +125,12 @@ class Served:
 class Tally:
     """Wraps a policy, counts what its rounds came to, and times them for the router's experience."""
 
-    def __init__(self, policy: Policy, experience: Experience) -> None:
+    def __init__(self, policy: Policy, experience: Experience, place: Place) -> None:
         self._policy = policy
         self._experience = experience
+        self._place = place
         self._began_s = 0.0
+        self._disturbed = False
         self.shape = TreeShape(())  # of the round that runs
         self.pulls: dict[str, int] = {}
         self.drafted = self.accepted = self.emitted = self.late = 0
@@ -139,14 +141,15 @@ class Tally:
         name = str(self.shape)
         self.pulls[name] = self.pulls.get(name, 0) + 1
         self._began_s = time.monotonic()
+        self._disturbed = self._experience.opening > 0
         return self.shape
 
     def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:
         self._policy.learn(shape, tree, verdict)
+        self._place.begun()
         if sum(self.pulls.values()) > 1:  # the first round waits for its text to be opened
-            took_us = 1e6 * (time.monotonic() - self._began_s)
-            busy_us = tree.draft_us + verdict.verify_us + verdict.queue_us
-            self._experience.learn_hops(shape, max(took_us - busy_us, 0.0) / verdict.texts)
+            disturbed = self._disturbed or self._experience.opening > 0
+            self._experience.learn_time(shape, tree, verdict, 1e6 * (time.monotonic() - self._began_s), disturbed)
         self.drafted += tree.guesses
         self.accepted += len(verdict.ranks)
         self.emitted += len(verdict.tokens)
@@ -172,12 +175,6 @@ class Job:
     record: Record | None  # of the session so far; None: it begins with this request
     told: Record | None = None  # the record that has this answer already
     began_s: float = field(default_factory=time.monotonic)
-
-    @property
-    def needs_drafter(self) -> bool:
-        """Whether any round may ask for a tree, or a later turn for the state that a drafter leaves."""
-        off = isinstance(self.policy, Static) and self.policy.shape.off
-        return bool(self.session) or not off
 
     @property
     def answer_length(self) -> int:
@@ -254,8 +251,8 @@ class Ingress:
             complete = pb.GenerateComplete()
             if finish is None:
                 experience = self._experience[job.served.name]
-                tally = Tally(job.policy, experience)
-                with experience.running():
+                with experience.running(fixed=isinstance(job.policy, Static)) as place:
+                    tally = Tally(job.policy, experience, place)
                     async with aclosing(_ahead(self._run(job, text, tally, stream, complete))) as chunks:
                         async for chunk in chunks:
                             yield pb.GenerateResponse(chunk=chunk)
@@ -288,7 +285,7 @@ class Ingress:
         """The loop, between taking and giving back the leases. Fills in what `complete` says of it."""
         before = len(job.prompt)
         verifier = self._places.verifier(job.served.name, text)
-        drafter = self._places.drafter(job.served.name, text) if job.needs_drafter else NoDrafter()
+        drafter = self._places.drafter(job.served.name, text)
         first_s = last_s = 0.0
         first_tokens = 0
         try:

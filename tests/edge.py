@@ -88,11 +88,12 @@ class FakeDrafter:
 
     def __init__(self, places: FakePlaces, text: Text) -> None:
         self.places = places
-        self.opened = Opened(0, len(text) - 1, 10)
+        self.opened: Opened | None = None
 
     async def draft(self, text: Text, shape: TreeShape) -> DraftTree:
         if shape.off or self.places.drafter_lost:
             return DraftTree.root_only(text.root)
+        self.opened = self.opened or Opened(0, len(text) - 1, 10)
         ids, levels = list(text.ids), []
         for count, width in zip(shape.levels, shape.widths, strict=True):
             right = next_token(ids, text.sampling)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dendro.errors import BadRequest
 from dendro.tree import TreeShape
 
-from cluster.policies.experience import Experience
+from cluster.policies.experience import Experience, Place
 from cluster.policies.paper_ucb import PaperUCB
 from cluster.policies.ratio_ucb import RatioUCB
 from cluster.policies.static import Static
@@ -15,7 +15,7 @@ from cluster.rounds import Policy
 
 POLICIES = ("ratio_ucb", "paper_ucb")
 
-__all__ = ["POLICIES", "Experience", "PaperUCB", "RatioUCB", "Static", "make_policy"]
+__all__ = ["POLICIES", "Experience", "PaperUCB", "Place", "RatioUCB", "Static", "make_policy"]
 
 
 def make_policy(name: str, arms: Sequence[TreeShape], experience: Experience, temperature: float) -> Policy:

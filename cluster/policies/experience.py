@@ -2,6 +2,10 @@
 
 A hint, shared by its requests and never a matter of correctness. Costs are of the machine and its load, and carry over
 whole; emitted lengths are of the text and weigh in a new request as a few rounds at most.
+
+Which tree suits a text is predicted, and is the text's own business. Whether those that run together should guess at
+all is theirs together (`House`): what one of them guesses the others wait for, and a drafter that shares a machine with
+the verifier takes from all of them what no round's price says. So it is tried, by all at once, and measured.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from statistics import fmean, median
 
 from dendro.text import Verdict
 from dendro.tree import DraftTree, TreeShape
@@ -22,7 +27,22 @@ LINE_STEP = 0.01
 OUTLIER = 3.0
 """A round that took longer than this many times the usual counts as that: one page fault must not condemn an arm."""
 ROW_BUCKET = 8
-
+LEARNING_ROUNDS = 16.0
+"""Rounds in which a house's texts get to know the arms under a new load, before what they reach is measured."""
+SETTLING_ROUNDS = 4.0
+"""Rounds after a change of sides that are of both: drafters are opened in them, and late drafts come in."""
+TURN_ROUNDS = 8.0
+TURNS = 6
+"""Of a trial, the two sides one after the other: what else the machine does meanwhile befalls both."""
+FIRST_REST, LONGEST_REST = 512.0, 8192.0
+"""Rounds until the next trial: one costs what a dozen rounds do, a fiftieth of them at most. It doubles with every
+trial that changes nothing."""
+DISTURBED = 0.25
+"""What a round counts for in which a prompt was processed: it is not judged, but a house that always has one must not
+be caught in a trial."""
+GUESSING_MARGIN = 1.1
+"""How much faster rounds must be with guesses: drafters are opened and closed besides, and prompts wait for larger
+steps."""
 
 TRIED = 2
 """Measurements before a cost is believed. The first of a kind pays for memory and code that nobody touched before; an
@@ -110,6 +130,84 @@ def load_class(requests: int) -> int:
 
 
 @dataclass(slots=True)
+class Side:
+    """What a house came to in a turn, guessing or not."""
+
+    tokens: list[int] = field(default_factory=list)  # of each round
+    shares_us: list[float] = field(default_factory=list)  # of the house's time
+
+    @property
+    def rate(self) -> float:
+        """Tokens per microsecond of the whole house. Of the times the median: a hiccup means nothing for the choice."""
+        return fmean(self.tokens) / max(median(self.shares_us), 1e-9)
+
+
+@dataclass(slots=True)
+class House:
+    """Whether the texts that run together under one load guess: the side under which they emitted more tokens a second,
+    all of them on one side at a time. Rounds are counted as those of one text."""
+
+    guessing: bool = True
+    gain: float | None = None  # how many times as many tokens a second they emit if they guess; None: not tried yet
+    usual: float = 1.0  # tokens of a round in which they do
+    rounds: float = -LEARNING_ROUNDS  # of this turn or rest; below zero they are not judged
+    until: float = TURN_ROUNDS
+    turns: int = TURNS  # that are left of a trial, this one among them; 0: the house rests
+    settled: bool | None = None  # whether it guesses while it rests
+    rest: float = FIRST_REST
+    _sides: list[Side] = field(default_factory=lambda: [Side()])  # of the trial's turns so far, and of this one
+
+    def learn(self, tokens: int, took_us: float, texts: int, disturbed: bool = False) -> None:
+        """Take in one of its rounds, which took so long with all its waits, while so many texts ran. A round is
+        disturbed by the prompt of another text, which takes longer than any guess and says nothing of them."""
+        before, self.rounds = self.rounds, self.rounds + (DISTURBED if disturbed and self.rounds >= 0 else 1) / texts
+        if before < 0:
+            return
+        if self.turns and not disturbed:
+            self._sides[-1].tokens.append(tokens)
+            self._sides[-1].shares_us.append(took_us / texts)
+        if self.rounds >= self.until:
+            self._next()
+
+    def repays(self, tokens: float) -> bool:
+        """Whether a text guesses with the others from which a round draws so many tokens: what a round with guesses
+        takes is known by what the house emits in its own."""
+        return bool(self.turns) or self.gain is None or tokens * self.gain >= self.usual
+
+    def _next(self) -> None:
+        """What comes after a turn or a rest."""
+        if not self.turns:
+            self._sides = [Side()]
+            self.turns = TURNS
+            self._turn(not self.guessing, TURN_ROUNDS)
+            return
+        self.turns -= 1
+        if self.turns:
+            self._sides.append(Side())
+            self._turn(not self.guessing, TURN_ROUNDS)
+            return
+        self._compare()
+        better = self.gain is None or self.gain >= GUESSING_MARGIN
+        self.rest = min(2 * self.rest, LONGEST_REST) if better is self.settled else FIRST_REST
+        self.settled = better
+        self._turn(better, self.rest)
+
+    def _compare(self) -> None:
+        """Each turn with the one after it, which the machine was alike to; of these, the median."""
+        last, before = self._sides[1::2], self._sides[::2]  # a trial ends on the side that is tried now
+        pairs = zip(*((last, before) if self.guessing else (before, last)), strict=True)
+        found = [(guessing, off) for guessing, off in pairs if guessing.tokens and off.tokens]
+        if found:
+            gain = median(guessing.rate / off.rate for guessing, off in found)
+            self.gain = gain if self.gain is None else math.sqrt(self.gain * gain)
+            self.usual = fmean(fmean(guessing.tokens) for guessing, _ in found)
+
+    def _turn(self, guessing: bool, until: float) -> None:
+        self.rounds = -SETTLING_ROUNDS if guessing is not self.guessing else 0.0
+        self.guessing, self.until = guessing, until
+
+
+@dataclass(slots=True)
 class Costs:
     """Costs and lengths under one load. `hop` is what a call to a peer costs beyond the peer's own time."""
 
@@ -119,6 +217,21 @@ class Costs:
     texts: float = 1.0  # of a step, usually
     tried: Counter[int] = field(default_factory=Counter)  # rounds by row bucket
     lengths: dict[tuple[str, TreeShape], Length] = field(default_factory=dict)
+    house: House = field(default_factory=House)
+
+
+class Place:
+    """One of the requests that run: its text is being opened until `begun`."""
+
+    def __init__(self, experience: Experience) -> None:
+        self._experience = experience
+        self._opening = True
+        experience.opening += 1
+
+    def begun(self) -> None:
+        """Its text is open. May be said again."""
+        self._experience.opening -= self._opening
+        self._opening = False
 
 
 @dataclass(slots=True)
@@ -127,6 +240,8 @@ class Experience:
     is empty."""
 
     requests: int = 0  # that run now
+    fixed: int = 0  # of them, those whose shape the client chose
+    opening: int = 0  # and those whose text is not open yet
     _by_load: defaultdict[int, Costs] = field(default_factory=lambda: defaultdict(Costs))
 
     @property
@@ -134,14 +249,25 @@ class Experience:
         """Those of the present load."""
         return self._by_load[load_class(self.requests)]
 
+    @property
+    def house(self) -> House | None:
+        """Those that run now; None where each decides for itself: a text that is alone, and one in company whose shapes
+        clients have fixed, until this load is known otherwise."""
+        house = self.costs.house
+        return house if self.requests > 1 and (not self.fixed or house.gain is not None) else None
+
     @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self, fixed: bool = False) -> Iterator[Place]:
         """While a request runs, it counts."""
         self.requests += 1
+        self.fixed += fixed
+        place = Place(self)
         try:
-            yield
+            yield place
         finally:
+            place.begun()
             self.requests -= 1
+            self.fixed -= fixed
 
     def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict, temperature: float) -> None:
         """Take one round in. A late tree arrives as the root alone and carries the wait as its cost.
@@ -158,9 +284,17 @@ class Experience:
         costs.tried[row_bucket(tree.rows)] += 1
         costs.lengths.setdefault((temperature_class(temperature), shape), Length()).learn(verdict.length)
 
-    def learn_hops(self, shape: TreeShape, us: float) -> None:
-        """A round's share of what it took beyond the time in which its peers were busy or had it queued."""
-        self.costs.hop.learn(us / (1 if shape.off else 2))
+    def learn_time(
+        self, shape: TreeShape, tree: DraftTree, verdict: Verdict, took_us: float, disturbed: bool = False
+    ) -> None:
+        """Take in how long a round took, all told. What its peers were not busy with it, and had it not queued, was on
+        its way: its share of that is its hops'."""
+        costs = self.costs
+        busy_us = tree.draft_us + verdict.verify_us + verdict.queue_us
+        hops_us = max(took_us - busy_us, 0.0) / verdict.texts
+        costs.hop.learn(hops_us / (1 if shape.off else 2))
+        if self.requests > 1 and not self.fixed:
+            costs.house.learn(verdict.length, took_us, self.requests, disturbed)
 
     def round_us(self, shape: TreeShape) -> float | None:
         """The predicted time of a round with this shape, its share of what it has in common with others; None until

@@ -46,7 +46,7 @@ async def run(text, drafters, verifiers, policy=None, pace=None, each=None, **op
     """The loop over handles of our own; `each` is called after every round with its number."""
     pace = pace or Pace()
     verifier = VerifierHandle(text, verifiers, pace, **options)
-    drafter = DrafterHandle(text, drafters, pace, verifier)
+    drafter = DrafterHandle(drafters, pace, verifier)
     lengths: list[int] = []
     try:
         async for verdict in rounds(text, drafter, verifier, policy or Static(CHAIN)):
@@ -229,6 +229,42 @@ async def test_a_drafter_that_is_not_used_is_given_back_and_taken_again():
         ran = await run(new_text(count=150), *pools, policy=Pauses(), each=look)
     assert is_plain(ran) and ran.drafter.leases == 2
     assert held[20] == 1 and held[37] == 0 and held[-1] == 1 and max(ran.lengths[-10:]) > 1
+
+
+class Late(Static):
+    """A chain after so many rounds of off."""
+
+    def __init__(self, after: int) -> None:
+        self.left = after
+
+    def choose(self) -> TreeShape:
+        self.left -= 1
+        return CHAIN if self.left < 0 else OFF
+
+
+async def test_a_text_that_never_wants_a_tree_neither_leases_nor_opens_nor_closes_a_drafter():
+    drafter = FakeDrafter()
+    async with pair(drafter, FakeVerifier()) as pools:
+        ran = await run(new_text(), *pools, policy=Static(OFF))
+    assert is_plain(ran) and ran.drafter.leases == 0 and ran.drafter.opened is None
+    assert (drafter.opens, drafter.closes, drafter.calls) == (0, 0, 0)
+
+
+async def test_a_drafter_is_opened_when_a_tree_is_first_wanted_and_no_round_waits_for_that():
+    drafter = FakeDrafter()
+    drafter.open_pause_s = 0.05
+    opens: list[int] = []
+
+    async def look(number: int) -> None:
+        await asyncio.sleep(0.005)
+        opens.append(drafter.opens)
+
+    async with pair(drafter, FakeVerifier()) as pools:
+        ran = await run(new_text(count=100), *pools, policy=Late(10), each=look)
+    assert is_plain(ran) and ran.drafter.leases == 1
+    assert opens[9] == 0 and opens[-1] == 1
+    assert ran.drafter.fallbacks["opening"] >= 1 and max(ran.lengths[-10:]) > 1
+    assert ran.drafter.saved == len(ran.text) - 1
 
 
 async def test_no_drafter_at_all_is_plain_decoding():
