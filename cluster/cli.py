@@ -226,20 +226,6 @@ def _demo_prompt(config: Config) -> str:
     return held_out_prompts(1, DEMO_PROMPT_TOKENS, load_tokenizer())[0].text
 
 
-@train.command("demo")
-def train_demo(
-    out: Annotated[Path, typer.Option(help="Folder of the checkpoints and the model card.")] = Path("demo-pair"),
-    minutes: Annotated[float, typer.Option(help="Time for the whole training.")] = 90,
-    seed: Annotated[int, typer.Option(help="Of weights, order of text and sampled text.")] = 0,
-    resume: Annotated[bool, typer.Option(help="Go on where a run in the same folder stopped.")] = True,
-    threads: Annotated[int, typer.Option(help="CPU threads.")] = 2,
-) -> None:
-    """Train the demo pair: a small Llama on Python's standard library, and three drafters distilled from it."""
-    from cluster.demo.train import train_demo as run
-
-    run(out, minutes, seed, resume, threads)
-
-
 ELSEWHERE = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 
@@ -248,6 +234,12 @@ def _hand_over(module: str, function: str, context: typer.Context) -> None:
     command = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
     command.command()(getattr(importlib.import_module(module), function))
     command(args=context.args, prog_name=context.command_path)
+
+
+@train.command("demo", context_settings=ELSEWHERE, add_help_option=False)
+def train_demo(context: typer.Context) -> None:
+    """Train the demo pair: a small Llama on Python's standard library, three drafters distilled from it, a Mamba-2."""
+    _hand_over("cluster.demo.train", "main", context)
 
 
 @app.command("certify", context_settings=ELSEWHERE, add_help_option=False)

@@ -1,6 +1,6 @@
-"""The four models of the demo pair: one target and three drafters of the same vocabulary.
+"""The models of the demo pair: two targets and three drafters of the same vocabulary.
 
-Serving on a CPU pays Python's overhead per layer, so all four are shallow and wide.
+Serving on a CPU pays Python's overhead per layer, so all are shallow and wide.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ from cluster.demo.corpus import END_OF_TEXT_ID, VOCABULARY
 DrafterName = Literal["mamba", "mamba2", "llama"]
 DRAFTERS: tuple[DrafterName, ...] = get_args(DrafterName)
 
-TARGET_LIMIT = 9_000_000  # parameters
+TargetName = Literal["target", "target_mamba2"]
+TARGETS: tuple[TargetName, ...] = get_args(TargetName)
+
+# Parameters. The repository has room for one target of the Llama's size; the second is half of it.
+TARGET_LIMIT: dict[TargetName, int] = {"target": 9_000_000, "target_mamba2": 4_800_000}
 DRAFTER_LIMIT = 1_200_000
 
 _TOKENS: dict[str, Any] = {
@@ -37,7 +41,18 @@ _TOKENS: dict[str, Any] = {
 }
 
 
-def target_config() -> LlamaConfig:
+def target_config(name: TargetName) -> PreTrainedConfig:
+    if name == "target_mamba2":
+        return Mamba2Config(
+            hidden_size=352,  # twice the drafter's, as are heads and layers: it grows from that one
+            head_dim=32,
+            num_heads=22,
+            state_size=64,
+            n_groups=1,
+            num_hidden_layers=4,
+            chunk_size=64,
+            **_TOKENS,
+        )
     return LlamaConfig(
         hidden_size=384,
         intermediate_size=1152,

@@ -12,7 +12,7 @@ from cluster.demo.measure import (
     PROMPT_TOKENS,
     PROMPTS,
     REPEATED_LIMIT,
-    ChosenPrompts,
+    Acceptance,
     DrafterFacts,
     TargetFacts,
 )
@@ -32,59 +32,68 @@ def _millions(count: int) -> str:
 
 def model_card(
     stages: Mapping[Any, Mapping[str, Any]],  # stage -> what it left to say
-    chosen: ChosenPrompts,
     prompt_names: list[str],
-    target: TargetFacts,
+    targets: Mapping[str, TargetFacts],
     drafters: Mapping[str, DrafterFacts],
+    acceptance: Mapping[str, Mapping[str, Acceptance]],  # target -> drafter -> on that target's answers
     seed: int,
     hard_share: float,  # of a drafter's loss
 ) -> str:
     """The card, as Markdown."""
     corpus, teacher = stages["corpus"], stages["teacher"]
     distilled, own_share = _millions(teacher["tokens"]), f"{teacher['own_share']:.0%}"
-    trained = [("target", target.parameters, target.loss)]
-    trained += [(name, facts.parameters, facts.loss) for name, facts in drafters.items()]
+    trained: dict[str, TargetFacts | DrafterFacts] = {**targets, **drafters}
     models = _table(
         ("model", "parameters", "tokens seen", "minutes", "held-out loss, nats/token"),
         (
             (
                 name,
-                _millions(parameters),
+                _millions(facts.parameters),
                 _millions(stages[name]["tokens"]),
                 f"{stages[name]['seconds'] / 60:.0f}",
-                f"{loss:.3f}",
+                f"{facts.loss:.3f}",
             )
-            for name, parameters, loss in trained
+            for name, facts in trained.items()
         ),
     )
-    shapes = list(next(iter(next(iter(drafters.values())).emitted.values())))
+    agreement = " and ".join(f"{facts.agreement_with_text:.1%} (`{name}`)" for name, facts in targets.items())
+    shapes = list(next(iter(acceptance["target"]["mamba2"].emitted.values())))
     emitted = _table(
-        ("drafter", "temperature", "ranked first", *(f"`{shape}`" for shape in shapes)),
+        ("target", "drafter", "temperature", "ranked first", *(f"`{shape}`" for shape in shapes)),
         (
             (
+                target,
                 name,
                 temperature,
                 f"{facts.first_rank[temperature]:.1%}",
                 *(f"{facts.emitted[temperature][shape]:.2f}" for shape in shapes),
             )
-            for name, facts in drafters.items()
+            for target, of_drafters in acceptance.items()
+            for name, facts in of_drafters.items()
             for temperature in facts.emitted
         ),
     )
+    candidates = targets["target"].repetition.candidates
     repetition = _table(
-        ("prompts", "answers of", "repeated 4-grams"),
+        ("target", "prompts", "answers of", "repeated 4-grams"),
         (
-            (f"all {chosen.candidates}", f"{ANSWER_TOKENS} tokens", f"{chosen.repeated_in_all:.1%}"),
-            (f"the {PROMPTS} measured", f"{ANSWER_TOKENS} tokens", f"{chosen.repeated_in_chosen:.1%}"),
-            (f"the {PROMPTS} measured", f"{LONG_ANSWER_TOKENS} tokens", f"{chosen.repeated_in_chosen_long:.1%}"),
+            (name, prompts, f"{length} tokens", f"{share:.1%}")
+            for name, facts in targets.items()
+            for prompts, length, share in (
+                (f"all {candidates}", ANSWER_TOKENS, facts.repetition.in_all),
+                (f"the {PROMPTS} measured", ANSWER_TOKENS, facts.repetition.in_measured),
+                (f"the {PROMPTS} measured", LONG_ANSWER_TOKENS, facts.repetition.in_measured_long),
+            )
         ),
     )
+    under_limit = " and ".join(f"{facts.repetition.under_limit} (`{name}`)" for name, facts in targets.items())
     held_out = ", ".join(f"`{name}`" for name in HELD_OUT)
     measured_on = ", ".join(f"`{name}`" for name in prompt_names)
     return f"""# The demo pair
 
-A target and three drafters, small enough to train on a laptop and to keep in git; written by `dendro train demo`
-(seed {seed}). They write Python, badly: they exist to show and to test speculation on real text.
+A target, a second one of state-space layers, and three drafters, small enough to train on a laptop and to keep in git;
+written by `dendro train demo` (seed {seed}). They write Python, badly: they exist to show and to test speculation on
+real text.
 
 ## Data
 
@@ -100,26 +109,31 @@ Their tests are part of the training text. The text is Python's, under the PSF l
 
 {models}
 
-`target` is a Llama, trained on the text. `mamba` (Mamba-1), `mamba2` and `llama` are drafters, distilled from the
-target's {KEPT} largest log-probabilities on {distilled} tokens; {own_share} of them are the target's own text at
-temperatures 0, 0.7 and 1, the others the corpus's. {hard_share:.0%} of their loss is the text's next token.
+`target` is a Llama, trained on the text. `mamba` (Mamba-1), `mamba2` and `llama` are drafters, distilled from its
+{KEPT} largest log-probabilities on {distilled} tokens; {own_share} of them are its own text at temperatures 0, 0.7
+and 1, the others the corpus's. {hard_share:.0%} of their loss is the text's next token. `target_mamba2` is a Mamba-2
+that begins as the drafter `mamba2` with twice its width, heads and layers, and is then trained on the text.
 Tokens seen count repetitions. Held-out loss is over all passages of `cluster/demo/held_out.json`, in fp32.
-The target's first guess is the text's next token in {target.agreement_with_text:.1%} of them.
+The target's first guess is the text's next token in {agreement} of them.
+`dendro train demo --only target_mamba2 --out FOLDER` trains that one alone, for all of `--minutes`, with the
+vocabulary of the `target` that is in the folder.
 
 ## Emitted per round
 
 Tokens per round, the target's own one included, on {PROMPTS} held-out prompts of {PROMPT_TOKENS} tokens with answers
-of {ANSWER_TOKENS}, under the shared-noise rule, by replaying the drafter's ranks of the target's text through static
-shapes; "ranked first" is the share of the target's tokens that were the drafter's first choice.
+of {ANSWER_TOKENS} that the target wrote, under the shared-noise rule, by replaying the drafter's ranks of the target's
+text through static shapes; "ranked first" is the share of the target's tokens that were the drafter's first choice.
+No drafter was distilled from `target_mamba2`, but `mamba2` is what it grew from: the two agree more than strangers.
 
 {emitted}
 
 ## Repetition, and the prompts
 
 A target this small loops when it is greedy, and text that loops is trivially predicted. So measurements use short
-answers and passages on which it does not: greedy answers of {ANSWER_TOKENS} tokens after prompts of {PROMPT_TOKENS}
-that repeat less than {REPEATED_LIMIT:.0%} of their 4-grams, which {chosen.under_limit} of {chosen.candidates} shipped
-passages do (these were chosen alike among all definitions of the held-out modules).
+answers and passages on which `target` does not: greedy answers of {ANSWER_TOKENS} tokens after prompts of
+{PROMPT_TOKENS} that repeat less than {REPEATED_LIMIT:.0%} of their 4-grams (these were chosen alike among all
+definitions of the held-out modules). Of {candidates} shipped passages so many do: {under_limit}.
+A target that loops more than another flatters every drafter more; compare drafters on one target, not targets.
 The share of repeated 4-grams in greedy answers, mean:
 
 {repetition}

@@ -1,4 +1,4 @@
-"""What the model card says of the trained pair, computed offline in plain PyTorch and fp32.
+"""What the model card says of the trained models, computed offline in plain PyTorch and fp32.
 
 Emitted per round is measured by replay, under the shared-noise rule (ALGORITHMS 3.5): the target's own text is fixed by
 its noise, so a drafter's ranks of that text's tokens, among its own scores with the same noise, say what every tree of
@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, Mamba2ForCausalLM, PreTrainedModel
 
 from cluster.demo.corpus import END_OF_TEXT_ID, VOCABULARY
 from cluster.demo.prompts import MEASURING_FILE, Prompt, held_out_prompts, load_passages, load_tokenizer
@@ -45,14 +46,14 @@ class Answers:
 
 
 @dataclass(frozen=True, slots=True)
-class ChosenPrompts:
-    """Which passages the measurements use, and how often their greedy answers repeat themselves (mean shares)."""
+class Repetition:
+    """How often a target's greedy answers to the shipped passages repeat themselves (mean shares of 4-grams)."""
 
     candidates: int
     under_limit: int  # candidates whose answer of ANSWER_TOKENS repeats less than REPEATED_LIMIT of its 4-grams
-    repeated_in_all: float
-    repeated_in_chosen: float  # over the PROMPTS that are used
-    repeated_in_chosen_long: float  # over the same, answers of LONG_ANSWER_TOKENS
+    in_all: float
+    in_measured: float  # over the PROMPTS that are measured on
+    in_measured_long: float  # over the same, answers of LONG_ANSWER_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +61,19 @@ class TargetFacts:
     parameters: int
     loss: float  # nats per token, held-out passages
     agreement_with_text: float  # share of held-out tokens that the greedy guess gets right
+    repetition: Repetition
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterFacts:
     parameters: int
     loss: float  # nats per token, held-out passages
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """How well a drafter guesses a target's answers."""
+
     first_rank: dict[str, float]  # temperature -> share of answer tokens that the drafter ranks first
     emitted: dict[str, dict[str, float]]  # temperature -> shape -> tokens per round
 
@@ -96,10 +104,11 @@ def write_answers(target: PreTrainedModel, prompts: list[Prompt], temperature: f
     """Answers of `length` tokens; what follows an end of text is written, and not counted."""
     noise = noise_rows(temperature, len(prompts), length)
     texts = torch.tensor([prompt.token_ids for prompt in prompts])
-    cache = DynamicCache(config=target.config)
+    cache_name = "cache_params" if isinstance(target, Mamba2ForCausalLM) else "past_key_values"
+    past: Any = {cache_name: DynamicCache(config=target.config)}
     fed = 0
     for position in range(length):
-        logits = target(texts[:, fed:], past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+        logits = target(texts[:, fed:], **past, use_cache=True, logits_to_keep=1).logits[:, -1]
         fed = texts.shape[1]
         token = perturbed(logits, temperature, noise[:, position]).argmax(-1, keepdim=True)
         texts = torch.cat([texts, token], 1)
@@ -121,31 +130,35 @@ def greedy_repetition(target: PreTrainedModel, prompts: list[Prompt], length: in
     return {prompt.name: repeated_4grams(answer) for prompt, answer in zip(prompts, answers.tokens(), strict=True)}
 
 
-def choose_prompts(target: PreTrainedModel, out: Path) -> ChosenPrompts:
+def choose_prompts(target: PreTrainedModel, out: Path) -> None:
     """Write which passages to measure on: those whose greedy answer repeats few 4-grams, in the shipped order.
 
     Text that loops is trivially predicted and would flatter every drafter.
     """
     (out / MEASURING_FILE).unlink(missing_ok=True)
-    candidates = held_out_prompts(None, PROMPT_TOKENS, models=out)
-    repeated = greedy_repetition(target, candidates)
+    repeated = greedy_repetition(target, held_out_prompts(None, PROMPT_TOKENS, models=out))
     varied = [name for name, share in repeated.items() if share < REPEATED_LIMIT]
     looping = sorted((name for name in repeated if name not in set(varied)), key=repeated.__getitem__)
-    order = varied + looping
     listing = {
         "prompt_tokens": PROMPT_TOKENS,
         "answer_tokens": ANSWER_TOKENS,
         "repeated_4grams": repeated,
-        "order": order,
+        "order": varied + looping,
     }
     (out / MEASURING_FILE).write_text(json.dumps(listing, indent=1) + "\n")
-    long = greedy_repetition(target, held_out_prompts(PROMPTS, PROMPT_TOKENS, models=out), LONG_ANSWER_TOKENS)
-    return ChosenPrompts(
-        candidates=len(candidates),
-        under_limit=len(varied),
-        repeated_in_all=sum(repeated.values()) / len(repeated),
-        repeated_in_chosen=sum(repeated[name] for name in order[:PROMPTS]) / PROMPTS,
-        repeated_in_chosen_long=sum(long.values()) / PROMPTS,
+
+
+def measure_repetition(target: PreTrainedModel, out: Path) -> Repetition:
+    """On the prompts of `choose_prompts`, which another target may have chosen."""
+    prompts = held_out_prompts(None, PROMPT_TOKENS, models=out)
+    repeated = list(greedy_repetition(target, prompts).values())
+    long = greedy_repetition(target, prompts[:PROMPTS], LONG_ANSWER_TOKENS)
+    return Repetition(
+        candidates=len(prompts),
+        under_limit=sum(share < REPEATED_LIMIT for share in repeated),
+        in_all=sum(repeated) / len(repeated),
+        in_measured=sum(repeated[:PROMPTS]) / PROMPTS,
+        in_measured_long=sum(long.values()) / PROMPTS,
     )
 
 
@@ -167,7 +180,15 @@ def held_out_loss(model: PreTrainedModel, out: Path) -> tuple[float, float]:
 
 def measure_target(target: PreTrainedModel, out: Path) -> TargetFacts:
     loss, right = held_out_loss(target, out)
-    return TargetFacts(sum(parameter.numel() for parameter in target.parameters()), loss, right)
+    return TargetFacts(_parameters(target), loss, right, measure_repetition(target, out))
+
+
+def measure_drafter(drafter: PreTrainedModel, out: Path) -> DrafterFacts:
+    return DrafterFacts(_parameters(drafter), held_out_loss(drafter, out)[0])
+
+
+def _parameters(model: PreTrainedModel) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 @torch.inference_mode()
@@ -204,7 +225,8 @@ def emitted_per_round(ranks: list[list[int]], shape: tuple[int, ...]) -> float:
     return emitted / rounds
 
 
-def measure_drafter(drafter: PreTrainedModel, all_answers: list[Answers], out: Path) -> DrafterFacts:
+def measure_acceptance(drafter: PreTrainedModel, all_answers: list[Answers]) -> Acceptance:
+    """Of one target's answers, those of each temperature."""
     first_rank: dict[str, float] = {}
     emitted: dict[str, dict[str, float]] = {}
     for answers in all_answers:
@@ -215,5 +237,4 @@ def measure_drafter(drafter: PreTrainedModel, all_answers: list[Answers], out: P
         temperature = f"{answers.temperature:g}"
         first_rank[temperature] = flat.count(0) / len(flat)
         emitted[temperature] = {_shape_name(shape): emitted_per_round(ranks, shape) for shape in SHAPES}
-    parameters = sum(parameter.numel() for parameter in drafter.parameters())
-    return DrafterFacts(parameters, held_out_loss(drafter, out)[0], first_rank, emitted)
+    return Acceptance(first_rank, emitted)

@@ -1,10 +1,14 @@
 """`dendro train demo`: train the demo pair from the standard library of the Python that runs.
 
-    python -m cluster.demo.train --minutes 90 --out demo-pair
+    python -m cluster.demo.train --minutes 120 --out demo-pair
 
 Stages, in order: corpus and tokenizer, target, the teacher's outputs (on that text, and on text that the target writes
-itself), the three drafters, measurements with the model card. A stage that is finished is skipped; one that was killed
-goes on from its last state.
+itself), the three drafters, a second target that is a Mamba-2, measurements with the model card. A stage that is
+finished is skipped; one that was killed goes on from its last state.
+
+    python -m cluster.demo.train --minutes 60 --out demo-pair --only target_mamba2
+
+trains one model alone, for all these minutes, on what earlier stages left in the folder: this one grows from `mamba2`.
 """
 
 from __future__ import annotations
@@ -24,20 +28,34 @@ from typing import Annotated, Any, Literal, get_args
 import numpy as np
 import torch
 import typer
+from tokenizers import Tokenizer
 from torch import Tensor
+from transformers import Mamba2ForCausalLM
 
-from cluster.demo.architectures import DRAFTERS, DrafterName, drafter_config, new_model, target_config
+from cluster.demo.architectures import (
+    DRAFTERS,
+    TARGETS,
+    DrafterName,
+    TargetName,
+    drafter_config,
+    new_model,
+    target_config,
+)
 from cluster.demo.bars import stage_bar
 from cluster.demo.card import model_card
 from cluster.demo.checkpoints import export, load_fp32
 from cluster.demo.corpus import corpus_facts, encode_corpus, train_tokenizer, training_files
+from cluster.demo.growth import grow
 from cluster.demo.measure import (
     ANSWER_TOKENS,
     PROMPT_TOKENS,
     PROMPTS,
     TEMPERATURES,
+    Acceptance,
     DrafterFacts,
+    TargetFacts,
     choose_prompts,
+    measure_acceptance,
     measure_drafter,
     measure_target,
     write_answers,
@@ -49,13 +67,22 @@ from drafter_service.training.rows import TokenRows
 from drafter_service.training.students import StudentForward
 from drafter_service.training.teacher import ROW_TOKENS, TeacherFolder, write_teacher_outputs
 
-Stage = Literal["corpus", "target", "teacher", "mamba", "mamba2", "llama", "measure"]
+Stage = Literal["corpus", "target", "teacher", "mamba", "mamba2", "llama", "target_mamba2", "measure"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 
 # Of the whole time; the rest is for the corpus, the compiler and the measurements.
-SHARE: dict[Stage, float] = {"target": 0.45, "teacher": 0.1, "mamba": 0.15, "mamba2": 0.13, "llama": 0.11}
+SHARE: dict[Stage, float] = {
+    "target": 0.34,
+    "teacher": 0.075,
+    "mamba": 0.11,
+    "mamba2": 0.1,
+    "llama": 0.08,
+    "target_mamba2": 0.24,
+}
 
-TARGET_ROWS, TARGET_LENGTH = 12, 512  # of a target's training step
+# Of a target's training step. The second has less time, and takes more and smaller steps in it.
+TARGET_ROWS: dict[TargetName, int] = {"target": 12, "target_mamba2": 4}
+TARGET_LENGTH = 512
 DRAFTER_ROWS = 8  # of a drafter's, ROW_TOKENS long
 HARD_SHARE = 0.1  # of a drafter's loss; it teaches the tail that the teacher's kept log-probabilities leave out
 
@@ -68,6 +95,7 @@ class Plan:
     seed: int
     out: Path
     device: torch.device
+    only: Stage | None = None  # the one stage that gets all the minutes
 
     @property
     def work(self) -> Path:
@@ -75,7 +103,8 @@ class Plan:
         return self.out / ".train"
 
     def budget(self, stage: Stage) -> Budget:
-        return Budget(seconds=60 * self.minutes * SHARE[stage])
+        share = 1.0 if stage == self.only else SHARE[stage]
+        return Budget(seconds=60 * self.minutes * share)
 
     def tokens(self) -> np.ndarray:
         tokens: np.ndarray = np.load(self.work / "tokens.npy", mmap_mode="r")
@@ -102,7 +131,10 @@ def _corpus(plan: Plan) -> dict[str, Any]:
         report(0.0, "reading")
         files = training_files()
         report(0.1, "training the tokenizer")
-        tokenizer = train_tokenizer(files)
+        # What is trained alone joins the models that are there, and shares their vocabulary.
+        there = plan.out / "target" / "tokenizer.json"
+        joins = plan.only is not None and there.exists()
+        tokenizer = Tokenizer.from_file(str(there)) if joins else train_tokenizer(files)
         tokenizer.save(str(plan.work / "tokenizer.json"))
         report(0.4, "encoding")
         tokens = encode_corpus(files, tokenizer, plan.seed)
@@ -111,22 +143,28 @@ def _corpus(plan: Plan) -> dict[str, Any]:
     return asdict(corpus_facts(files, len(tokens)))
 
 
-def _target(plan: Plan) -> dict[str, Any]:
-    model = new_model(target_config(), plan.seed, plan.device)
-    rows = TokenRows(plan.tokens(), TARGET_ROWS, TARGET_LENGTH, plan.seed)
-    forward = compiled(model.model)
+def _target(plan: Plan, name: TargetName) -> dict[str, Any]:
+    model = new_model(target_config(name), plan.seed, plan.device)
+    if isinstance(model, Mamba2ForCausalLM):
+        drafter = load_fp32(plan.out / "mamba2", plan.device)
+        assert isinstance(drafter, Mamba2ForCausalLM)
+        grow(drafter, model)
+    row_count = TARGET_ROWS[name]
+    rows = TokenRows(plan.tokens(), row_count, TARGET_LENGTH, plan.seed)
+    forward = compiled(StudentForward(model))
 
     def batch_loss(step: int) -> Tensor:
         inputs, labels = (tensor.to(plan.device) for tensor in rows.batch(step))
         with autocast(plan.device):
-            hidden = forward(inputs, use_cache=False).last_hidden_state
-            return projected_loss(hidden, model.lm_head.weight, labels)
+            return projected_loss(forward(inputs), model.lm_head.weight, labels)
 
-    recipe = Recipe(plan.budget("target"))
-    trainer = Trainer(model, batch_loss, TARGET_ROWS * TARGET_LENGTH, recipe, plan.work / "target.state")
-    with stage_bar("target") as report:
+    recipe = Recipe(plan.budget(name))
+    if name == "target_mamba2":  # the rates for random weights would undo what it begins with
+        recipe = Recipe(plan.budget(name), matrix_rate=1e-3, other_rate=5e-4)
+    trainer = Trainer(model, batch_loss, row_count * TARGET_LENGTH, recipe, plan.work / f"{name}.state")
+    with stage_bar(name) as report:
         trained = trainer.run(_show(report))
-    export(model, plan.out / "target", plan.work / "tokenizer.json")
+    export(model, plan.out / name, plan.work / "tokenizer.json")
     return asdict(trained)
 
 
@@ -170,33 +208,44 @@ def _measure(plan: Plan) -> dict[str, Any]:
     """Measures what was exported, in fp32, and writes the card and the list of measuring prompts."""
     with stage_bar("measure") as report:
         cpu = torch.device("cpu")
-        target = load_fp32(plan.out / "target", cpu)
         report(0.0, "choosing prompts")
-        chosen = choose_prompts(target, plan.out)
-        report(0.3, "writing answers")
+        choose_prompts(load_fp32(plan.out / "target", cpu), plan.out)
         prompts = held_out_prompts(PROMPTS, PROMPT_TOKENS, models=plan.out)
-        answers = [write_answers(target, prompts, temperature, ANSWER_TOKENS) for temperature in TEMPERATURES]
-        report(0.6, "target")
-        target_facts = measure_target(target, plan.out)
-        drafter_facts: dict[str, DrafterFacts] = {}
-        for place, name in enumerate(DRAFTERS):
-            report(0.7 + 0.1 * place, name)
-            drafter_facts[name] = measure_drafter(load_fp32(plan.out / name, cpu), answers, plan.out)
+        drafters = {name: load_fp32(plan.out / name, cpu) for name in DRAFTERS}
+        target_facts: dict[str, TargetFacts] = {}
+        acceptance: dict[str, dict[str, Acceptance]] = {}
+        for place, target_name in enumerate(TARGETS):
+            report(0.1 + 0.4 * place, target_name)
+            target = load_fp32(plan.out / target_name, cpu)
+            target_facts[target_name] = measure_target(target, plan.out)
+            report(0.3 + 0.4 * place, f"{target_name}'s answers")
+            answers = [write_answers(target, prompts, temperature, ANSWER_TOKENS) for temperature in TEMPERATURES]
+            acceptance[target_name] = {name: measure_acceptance(model, answers) for name, model in drafters.items()}
+        report(0.9, "drafters")
+        drafter_facts: dict[str, DrafterFacts] = {
+            name: measure_drafter(model, plan.out) for name, model in drafters.items()
+        }
         stages = {stage: plan.facts(stage) for stage in STAGES if stage != "measure"}
         names = [prompt.name for prompt in prompts]
-        card = model_card(stages, chosen, names, target_facts, drafter_facts, plan.seed, HARD_SHARE)
+        card = model_card(stages, names, target_facts, drafter_facts, acceptance, plan.seed, HARD_SHARE)
         (plan.out / "README.md").write_text(card)
         report(1.0, "card written")
-    drafters = {name: asdict(facts) for name, facts in drafter_facts.items()}
-    return {"prompts": asdict(chosen), "target": asdict(target_facts), "drafters": drafters}
+    return {
+        "targets": {name: asdict(facts) for name, facts in target_facts.items()},
+        "drafters": {name: asdict(facts) for name, facts in drafter_facts.items()},
+        "acceptance": {
+            target_name: {name: asdict(facts) for name, facts in of_drafters.items()}
+            for target_name, of_drafters in acceptance.items()
+        },
+    }
 
 
 def _run_stage(plan: Plan, stage: Stage) -> dict[str, Any]:
     match stage:
         case "corpus":
             return _corpus(plan)
-        case "target":
-            return _target(plan)
+        case "target" | "target_mamba2":
+            return _target(plan, stage)
         case "teacher":
             return _teacher(plan)
         case "measure":
@@ -207,21 +256,23 @@ def _run_stage(plan: Plan, stage: Stage) -> dict[str, Any]:
 
 def train_demo(
     out: Path,
-    minutes: float = 90,
+    minutes: float = 120,
     seed: int = 0,
     resume: bool = True,
     threads: int = 2,
     stop_after: Stage | None = None,
+    only: Stage | None = None,
 ) -> None:
-    """Train the demo pair and write it to `out`: `target`, `mamba`, `mamba2`, `llama` and a model card.
+    """Train the demo pair and write it to `out`: both targets, `mamba`, `mamba2`, `llama` and a model card.
 
     Takes about `minutes` on any machine, on a GPU where there is one: the schedules run in time, and a faster machine
     sees more tokens. May be repeated: finished stages are skipped and a killed one goes on, unless `resume` is false,
-    which begins anew. `stop_after` ends the run early after that stage. The trainer's files are in `out/.train`.
+    which begins anew. `stop_after` ends the run early after that stage; `only` runs none but that one, for all the
+    minutes, on what is in `out`. The trainer's files are in `out/.train`.
     """
     torch.set_num_threads(threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    plan = Plan(minutes, seed, out, device)
+    plan = Plan(minutes, seed, out, device, only)
     if not resume:
         shutil.rmtree(plan.work, ignore_errors=True)
     plan.work.mkdir(parents=True, exist_ok=True)
@@ -230,7 +281,7 @@ def train_demo(
     if seed_file.exists() and int(seed_file.read_text()) != seed:
         raise ValueError(f"{plan.work} was begun with seed {seed_file.read_text()}; begin anew with resume=False")
     seed_file.write_text(str(seed))
-    for stage in STAGES:
+    for stage in STAGES if only is None else ("corpus", only):
         if not plan.done_file(stage).exists():
             facts = _run_stage(plan, stage)
             plan.done_file(stage).write_text(json.dumps(facts, indent=1) + "\n")
@@ -240,14 +291,15 @@ def train_demo(
 
 def main(
     out: Annotated[Path, typer.Option(help="Folder of the checkpoints and the model card.")] = Path("demo-pair"),
-    minutes: Annotated[float, typer.Option(help="Time for the whole training.")] = 90,
+    minutes: Annotated[float, typer.Option(help="Time for the whole training.")] = 120,
     seed: Annotated[int, typer.Option(help="Of weights, order of text and sampled text.")] = 0,
     resume: Annotated[bool, typer.Option(help="Go on where a run in the same folder stopped.")] = True,
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 2,
     stop_after: Annotated[Stage | None, typer.Option(help="End after this stage.")] = None,
+    only: Annotated[Stage | None, typer.Option(help="Train this one alone, for all the minutes.")] = None,
 ) -> None:
-    """Train the demo pair: a small Llama on Python's standard library, and three drafters distilled from it."""
-    train_demo(out, minutes, seed, resume, threads, stop_after)
+    """Train the demo pair: a small Llama on Python's standard library, three drafters distilled from it, a Mamba-2."""
+    train_demo(out, minutes, seed, resume, threads, stop_after, only)
 
 
 if __name__ == "__main__":

@@ -118,25 +118,28 @@ def mamba2_scan_by_steps(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor)
     return torch.stack(outputs, 1)
 
 
+@torch.compiler.disable  # fused with what is around it, its gradient has NaN, or is not compiled at all (torch 2.13)
 def mamba2_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk: int = MAMBA2_CHUNK) -> Tensor:
     """The same as `mamba2_scan_by_steps` by matrix products: inside a chunk it is attention with decaying weights."""
-    rows, length, heads, width = x.shape
-    chunks = -(-length // chunk)
-    inputs = _in_chunks(dt[..., None] * x, chunk).permute(0, 1, 3, 2, 4)  # [R, chunks, H, chunk, P]
-    log_decay = (_in_chunks(dt, chunk) * A).cumsum(2).permute(0, 1, 3, 2)  # [R, chunks, H, chunk], from the border
-    B, C = _in_chunks(B, chunk)[:, :, None], _in_chunks(C, chunk)[:, :, None]  # [R, chunks, 1, chunk, N]
+    length, heads = x.shape[1:3]
+    inputs = _in_chunks(dt[..., None] * x, chunk)  # [R, chunks, chunk, H, P]
+    log_decay = (_in_chunks(dt, chunk) * A).cumsum(2)  # [R, chunks, chunk, H], from the border
+    B, C = _in_chunks(B, chunk), _in_chunks(C, chunk)  # [R, chunks, chunk, N]
 
     # Later positions are masked before exp: their differences are positive and may overflow.
-    between = log_decay[..., :, None] - log_decay[..., None, :]  # [R, chunks, H, chunk (to), chunk (from)]
+    by_head = log_decay.mT
+    between = by_head[..., :, None] - by_head[..., None, :]  # [R, chunks, H, chunk (to), chunk (from)]
     later = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).triu(1)
-    weights = (C @ B.mT) * torch.exp(between.masked_fill(later, -torch.inf))
-    within = weights @ inputs  # [R, chunks, H, chunk, P]
+    weights = (C @ B.mT)[:, :, None] * torch.exp(between.masked_fill(later, -torch.inf))
+    within = (weights @ inputs.transpose(2, 3)).transpose(2, 3)  # [R, chunks, chunk, H, P]
 
-    to_border = torch.exp(log_decay[..., -1:] - log_decay)[..., None]  # [R, chunks, H, chunk, 1]
-    last = (to_border * inputs).mT @ B  # [R, chunks, H, P, N]
-    entering = _carry(last, torch.exp(log_decay[..., -1])[..., None, None])
-    y = within + torch.exp(log_decay)[..., None] * (C @ entering.mT)
-    return y.permute(0, 1, 3, 2, 4).reshape(rows, chunks * chunk, heads, width)[:, :length]
+    # All heads share B and C, so what needs only those is one product for all heads.
+    to_border = torch.exp(log_decay[:, :, -1:] - log_decay)[..., None]  # [R, chunks, chunk, H, 1]
+    last = ((to_border * inputs).flatten(3).mT @ B).unflatten(2, (heads, -1))  # [R, chunks, H, P, N]
+    entering = _carry(last, torch.exp(log_decay[:, :, -1])[..., None, None])
+    across = (C @ entering.flatten(2, 3).mT).unflatten(3, (heads, -1))  # [R, chunks, chunk, H, P]
+    y = within + torch.exp(log_decay)[..., None] * across
+    return y.flatten(1, 2)[:, :length]
 
 
 def _in_chunks(values: Tensor, chunk: int) -> Tensor:

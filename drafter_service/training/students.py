@@ -45,7 +45,8 @@ def _mamba2_mixer(mixer: Mamba2Mixer, hidden: Tensor) -> Tensor:
     x, B, C = F.silu(causal_conv(xBC.float(), mixer.conv1d)).split([inner, states, states], dim=-1)
     x = x.unflatten(-1, (mixer.num_heads, mixer.head_dim))
     dt = F.softplus(dt.float() + mixer.dt_bias).clamp(*mixer.time_step_limit)
-    y = mamba2_scan(x, dt, -torch.exp(mixer.A_log), B, C) + mixer.D[:, None] * x
+    with torch.autocast(hidden.device.type, enabled=False):  # states add up over a whole row
+        y = mamba2_scan(x, dt, -torch.exp(mixer.A_log), B, C) + mixer.D[:, None] * x
     out: Tensor = mixer.out_proj(mixer.norm(y.flatten(-2), gate))
     return out
 

@@ -45,6 +45,12 @@ def test_help_of_generate_names_every_option():
         assert f"--{option} " in said
 
 
+def test_help_of_training_names_every_option():
+    said = CliRunner().invoke(cli.app, ["train", "demo", "--help"], env={"COLUMNS": "200"}).stdout
+    for option in ("out", "minutes", "seed", "resume", "threads", "stop-after", "only"):
+        assert f"--{option} " in said
+
+
 def test_the_command_does_not_import_torch_and_sets_what_arithmetic_depends_on():
     show = "print('torch' in sys.modules, os.environ['MKL_CBWR'], os.environ['OMP_WAIT_POLICY'])"
     code = f"import cluster.cli, os, sys; {show}"

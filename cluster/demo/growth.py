@@ -1,0 +1,76 @@
+"""A larger Mamba-2 that begins by saying what a smaller one says.
+
+The second target has the drafter's layers, wider and with new ones in between. A model of random weights would spend
+half of its training on getting to where the drafter is.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Mamba2ForCausalLM
+from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
+
+
+@torch.no_grad()
+def grow(small: Mamba2ForCausalLM, large: Mamba2ForCausalLM) -> None:
+    """Give `large`, which has random weights, those of `small`, so that both say the same.
+
+    Both have one group, heads of one width and states of one width; `large` has a multiple of the layers. What is new
+    gets zeros where it writes and keeps its random weights where it reads, so that it has a gradient.
+    """
+    _widen(large.backbone.embeddings.weight.zero_(), small.backbone.embeddings.weight)
+    _widen_norm(large.backbone.norm_f.weight, small.backbone.norm_f.weight)
+    blocks: Any = large.backbone.layers  # their types are lost in a ModuleList
+    sources: Any = small.backbone.layers
+    apart = len(blocks) // len(sources)
+    for place, block in enumerate(blocks):
+        if place % apart:
+            block.mixer.out_proj.weight.zero_()
+            continue
+        source = sources[place // apart]
+        _widen_norm(block.norm.weight, source.norm.weight)
+        _widen_mixer(block.mixer, source.mixer)
+
+
+def _widen_mixer(large: Mamba2Mixer, small: Mamba2Mixer) -> None:
+    # A new head's x is zero, and with it all that the head writes.
+    inner, bias = large.intermediate_size, large.conv1d.bias
+    assert bias is not None
+    large.in_proj.weight[inner : 2 * inner].zero_()
+    bias[:inner].zero_()
+    for of_large, of_small in zip(_parts(large), _parts(small), strict=True):
+        for weight, source in zip(of_large, of_small, strict=True):
+            _widen(weight, source)
+    _widen_norm(large.norm.weight, small.norm.weight)
+    large.out_proj.weight[small.out_proj.weight.shape[0] :].zero_()
+    _widen(large.out_proj.weight, small.out_proj.weight)
+
+
+def _parts(mixer: Mamba2Mixer) -> list[list[Tensor]]:
+    """The mixer's weights as views that each have the heads, the states or the model's width as their first axis."""
+    inner, states, bias = mixer.intermediate_size, mixer.ssm_state_size, mixer.conv1d.bias
+    assert bias is not None
+    return [
+        _cut(mixer.in_proj.weight, [inner, inner, states, states, mixer.num_heads]),
+        _cut(mixer.conv1d.weight, [inner, states, states]),
+        _cut(bias, [inner, states, states]),
+        [mixer.dt_bias, mixer.A_log, mixer.D],
+    ]
+
+
+def _cut(weight: Tensor, sizes: list[int]) -> list[Tensor]:
+    return [weight[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
+
+
+def _widen(large: Tensor, small: Tensor) -> None:
+    """`small` into the first cells of `large` along every axis."""
+    large[tuple(slice(size) for size in small.shape)] = small
+
+
+def _widen_norm(large: Tensor, small: Tensor) -> None:
+    """A norm's weight. Its mean square is over more cells, and the new ones are zero at first."""
+    large[: len(small)] = small * (len(small) / len(large)) ** 0.5
