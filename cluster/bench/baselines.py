@@ -54,7 +54,8 @@ class Baselines:
         device = "cuda" if torch.cuda.is_available() else "cpu"
 
         def load(path: Path) -> Any:
-            model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+            # The library picks its fused attention by itself, and refuses to be asked for it by a model without any.
+            model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
             model = model.eval().to(device)
             # All rows answer with the same number of tokens, so nothing may end an answer sooner.
             model.config.eos_token_id = None
