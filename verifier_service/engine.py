@@ -217,7 +217,7 @@ class VerifierEngine:
         if self._loop is None or self._loop.done():
             raise PeerLost("verifier: it is not running")
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self.scheduler.submit(Ask(call, reply, saved))
+        self.scheduler.submit(Ask(call, reply, saved=saved))
         self._work.set()
         try:
             return await reply

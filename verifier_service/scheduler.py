@@ -96,8 +96,8 @@ class Ask:
 
     call: Call
     reply: Reply
-    saved: Saved | None = None  # what the store has of a text that is opened
     arrived: float = field(default_factory=time.perf_counter)
+    saved: Saved | None = None  # what the store has of a text that is opened
 
     @property
     def given_up(self) -> bool:

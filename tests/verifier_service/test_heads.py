@@ -27,9 +27,9 @@ EXPERTS = {
 }
 CASES = [  # (family, what is changed of it, workers)
     *((family, {}, 2) for family in FAMILIES),
-    ("mamba", {}, 4),
+    pytest.param("mamba", {}, 4, marks=pytest.mark.long),
     ("mamba2", {}, 4),  # two workers to a group
-    ("bamba", {}, 4),
+    pytest.param("bamba", {}, 4, marks=pytest.mark.long),
     ("mamba2", {"n_groups": 1}, 2),
     ("mamba2", {"n_groups": 4, "use_bias": False}, 2),  # two groups to a worker
     ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": True}, 2),
@@ -38,8 +38,18 @@ CASES = [  # (family, what is changed of it, workers)
     ("nemotron_h", EXPERTS, 2),
 ]
 BITWISE = [
-    *((family, dtype, 2) for family in ("mamba", "mamba2", "bamba") for dtype in (torch.float32, torch.bfloat16)),
-    ("mamba2", torch.bfloat16, 4),
+    ("mamba2", torch.bfloat16, 2),
+    ("bamba", torch.float32, 2),
+    *(
+        pytest.param(family, dtype, degree, marks=pytest.mark.long)
+        for family, dtype, degree in (
+            ("mamba", torch.float32, 2),
+            ("mamba", torch.bfloat16, 2),
+            ("mamba2", torch.float32, 2),
+            ("mamba2", torch.bfloat16, 4),
+            ("bamba", torch.bfloat16, 2),
+        )
+    ),
 ]
 
 
@@ -68,7 +78,9 @@ def name_of(case):
     return f"{family}, {said}, {degree}" if said else f"{family}, {degree}"
 
 
-@pytest.mark.parametrize(("family", "changes", "degree"), CASES, ids=map(name_of, CASES))
+@pytest.mark.parametrize(
+    ("family", "changes", "degree"), CASES, ids=[name_of(getattr(case, "values", case)) for case in CASES]
+)
 def test_trees_of_several_workers_have_the_librarys_logits(models, family, changes, degree):
     folder, model = models(family, **changes)
     engine = engine_of(folder, degree)
@@ -133,7 +145,13 @@ async def test_random_arrivals_at_one_degree_change_no_token(models, family, dty
         await engine.stop()
 
 
-@pytest.mark.parametrize(("family", "degree"), [("mamba", 2), ("mamba2", 2), ("mamba2", 4), ("bamba", 2)])
+@pytest.mark.parametrize(
+    ("family", "degree"),
+    [
+        ("mamba2", 2),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in (("mamba", 2), ("mamba2", 4), ("bamba", 2))),
+    ],
+)
 async def test_random_rounds_leave_the_logits_of_straight_decoding(models, family, degree):
     """Rounds with and without a tree, some verdicts dropped: the logits of every visited row are bitwise those of one
     token after another."""
