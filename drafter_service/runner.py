@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from dendro.shelf import Arrays
 from dendro.text import Sampling
 from torch import Tensor
 from tree_kernels.noise import NoiseRows
@@ -17,7 +17,6 @@ from tree_layers.states import States, as_slots
 from drafter_service.models import Model
 from drafter_service.scheduler import Outcome, Plan
 
-Arrays = Mapping[str, npt.NDArray[np.generic]]
 NOTHING = Outcome(np.zeros((0, 0), np.int64), np.zeros((0, 0), np.float32))
 
 

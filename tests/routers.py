@@ -43,6 +43,12 @@ class Router:
         self.text.extend(verdict.tokens)
         return verdict
 
+    def back_to(self, length):
+        """Drop what came after so many tokens, as if no verdict had told of it."""
+        before = Tokens()
+        before.extend(self.text.ids[:length])
+        self.text, self.known = before, min(self.known, length)
+
     async def close(self):
         return await self.engine.close(CloseCall(self.update()))
 
@@ -85,6 +91,20 @@ def guessing(rng, truth, vocabulary=256):
         return DraftTree.of(tokens, parents, np.minimum(values, 0.0))
 
     return tree
+
+
+def watch_logits(engine):
+    """{session: {position: logits}} of every row that is visited from now on."""
+    seen, walk = {}, engine.runner.walker.walk
+
+    def watched(draw, logits):
+        walked = walk(draw, logits)
+        for row in walked.path:
+            seen.setdefault(draw.session, {})[draw.base + int(draw.depths[row])] = logits[row].clone()
+        return walked
+
+    engine.runner.walker.walk = watched
+    return seen
 
 
 async def alone(engine, prompts, laws, count):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from dendro.tree import DraftTree
-from tiny_mamba import PADDED, VOCABULARY, write_tokenizer
-from transformers import PreTrainedModel
+from tiny_mamba import FAMILIES as DRAFTING
+from tiny_mamba import PADDED, VOCABULARY, randomise, tiny_config, write_tokenizer
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 COMMON: dict[str, Any] = {"vocab_size": PADDED, "hidden_size": 32, "max_position_embeddings": 4096}
 ATTENTION: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
@@ -26,22 +26,7 @@ MAMBA2: dict[str, Any] = {
 MOE: dict[str, Any] = {"num_experts_per_tok": 2}
 
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "mamba": ("Mamba", {"num_hidden_layers": 2, "state_size": 8, "tie_word_embeddings": True}),
     "falcon_mamba": ("FalconMamba", {"num_hidden_layers": 2, "state_size": 8}),
-    "mamba2": (
-        "Mamba2",
-        # Two groups of two heads, and a limit on dt that some tokens reach.
-        {
-            "num_hidden_layers": 2,
-            "state_size": 8,
-            "num_heads": 4,
-            "head_dim": 16,
-            "n_groups": 2,
-            "chunk_size": 16,
-            "time_step_limit": (0.02, 2.0),
-            "use_bias": True,
-        },
-    ),
     "bamba": ("Bamba", {**ATTENTION, **MAMBA2, "num_hidden_layers": 3, "attn_layer_indices": [1]}),
     "falcon_h1": (
         "FalconH1",
@@ -118,36 +103,17 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-FAMILIES = tuple(SETTINGS)
-
-
-def randomise(model: PreTrainedModel, seed: int) -> None:
-    """Every parameter at random, norms, A_log, D and all biases included: none may pass by being neutral."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if "norm" in name or name.endswith(".D"):
-                parameter.copy_(1 + 0.3 * noise)
-            elif name.endswith("A_log"):
-                parameter.copy_(0.5 + 0.7 * noise)
-            elif name.endswith(("dt_bias", "dt_proj.bias")):
-                parameter.copy_(-2 + noise)
-            elif name.endswith("bias"):
-                parameter.copy_(0.3 * noise)
-            elif "conv1d" in name:
-                parameter.copy_(0.5 * noise)
-            elif "embed" in name or "lm_head" in name:
-                parameter.copy_(0.6 * noise)
-            else:
-                parameter.copy_(noise / math.sqrt(parameter.shape[-1]))
+FAMILIES = (*DRAFTING, *SETTINGS)
 
 
 def make_checkpoint(folder: Path, family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """Write a checkpoint into `folder` and return the library's model of it, in float32."""
-    name, settings = SETTINGS[family]
-    config = getattr(transformers, f"{name}Config")(**{**COMMON, **settings, **changes})
-    model: PreTrainedModel = getattr(transformers, f"{name}ForCausalLM")(config)
+    if family in DRAFTING:
+        config = tiny_config(family, **changes)
+    else:
+        name, settings = SETTINGS[family]
+        config = getattr(transformers, f"{name}Config")(**{**COMMON, **settings, **changes})
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     randomise(model, seed)
     model.save_pretrained(folder)
     write_tokenizer(folder)

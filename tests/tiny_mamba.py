@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from tokenizers import Tokenizer
@@ -18,14 +18,13 @@ VOCABULARY = 96
 PADDED = 104  # tokens the model has and the tokenizer does not: their logits must never be seen
 
 
-def tiny_config(family: Family, vocabulary: int = PADDED) -> MambaConfig | Mamba2Config:
-    common = {"vocab_size": vocabulary, "num_hidden_layers": 2, "hidden_size": 32, "state_size": 8}
+def tiny_config(family: Family, vocabulary: int = PADDED, **changes: Any) -> MambaConfig | Mamba2Config:
+    common: dict[str, Any] = {"vocab_size": vocabulary, "num_hidden_layers": 2, "hidden_size": 32, "state_size": 8}
     if family == "mamba":
-        return MambaConfig(**common, tie_word_embeddings=True)
+        return MambaConfig(**{**common, "tie_word_embeddings": True, **changes})
     # Two groups of two heads, and a limit on dt that some tokens reach.
-    return Mamba2Config(
-        **common, num_heads=4, head_dim=16, n_groups=2, chunk_size=16, time_step_limit=(0.02, 2.0), use_bias=True
-    )
+    heads = {"num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 16}
+    return Mamba2Config(**{**common, **heads, "time_step_limit": (0.02, 2.0), "use_bias": True, **changes})
 
 
 def randomise(model: PreTrainedModel, seed: int) -> None:
@@ -44,7 +43,7 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
                 parameter.copy_(0.3 * noise)
             elif "conv1d" in name:
                 parameter.copy_(0.5 * noise)
-            elif "embeddings" in name or "lm_head" in name:
+            elif "embed" in name or "lm_head" in name:
                 parameter.copy_(0.6 * noise)
             else:
                 parameter.copy_(noise / math.sqrt(parameter.shape[-1]))

@@ -121,11 +121,23 @@ class VerifierEngine:
                 raise BadRequest("max_length", f"{max_length}; the model has {target.max_positions} positions")
             most = most_pages(max_length + max_depth, target.window, max_depth + 1, prefill_chunk + max_depth)
             pages = max_sessions * most
+            arrangement = Arrangement.of(max_sessions, near_window(max_depth), max_depth, buckets[-1])
+            states_bytes = target.recurrent_bytes(arrangement.tokens, arrangement.states)
             if pool_tokens is not None:
                 pages = pages_for(pool_tokens)
-            elif memory_fraction is not None and target.token_bytes:
-                room = int(memory_fraction * free_bytes(device)) // (target.token_bytes * PAGE)
-                pages = room if crew is None else crew.pages(memory_fraction, room)
+            elif memory_fraction is not None:
+                sharing = crew.size if crew is not None and crew.memory_is_shared else 1  # workers of one memory
+                taken = sharing * states_bytes
+                bytes_left = int(memory_fraction * free_bytes(device)) - taken
+                if bytes_left < 0:
+                    raise BadRequest(
+                        "memory_fraction",
+                        f"the states of max_sessions = {max_sessions} texts take {taken / 1e6:.0f} MB, "
+                        f"{-bytes_left / 1e6:.0f} MB more than {memory_fraction} of what is free",
+                    )
+                if target.token_bytes:  # without attention, pages only count tokens
+                    room = bytes_left // (target.token_bytes * PAGE)
+                    pages = room if crew is None else crew.pages(memory_fraction, room, states_bytes)
             if pages < 1 or max_length < 2:
                 raise BadRequest("pool_tokens, max_length", f"{pages} pages and {max_length} leave no room for a text")
             capacity = Capacity(
@@ -144,23 +156,22 @@ class VerifierEngine:
                 end_ids=target.end_ids,
                 window=target.window,
                 saves=bool(target.mixers) and not target.layouts and crew is None,
-                recurrent=Arrangement.of(max_sessions, near_window(max_depth), max_depth, prefill_chunk)
-                if target.mixers
-                else None,
+                recurrent=arrangement if target.mixers else None,
             )
-            bounds = Bounds(capacity.near, pages, longest, max_sessions, max_depth)
+            bounds = Bounds(capacity.near, pages, longest, max_sessions, max_depth, arrangement)
             if crew is not None:
                 crew.set_out(bounds)
             runner = runner_for(target, bounds, buckets, crew)
             dependent = [name for report in crew.reports for name in report.dependent] if crew is not None else []
             differ = [*target.linear.failed, *dependent, *runner.check_rows()]
             log.info(
-                "verifier %s: linear layers: %s; rows %s; %d pages, %.1f kB per token",
+                "verifier %s: linear layers: %s; rows %s; %d pages, %.1f kB per token, %.1f MB of states",
                 name,
                 target.linear,
                 f"differ: {', '.join(differ)}" if differ else "bitwise independent",
                 pages,
                 runner.pages.token_bytes / 1e3,
+                states_bytes / 1e6,
             )
             hello = Hello(
                 protocol=PROTOCOL_VERSION,
@@ -281,8 +292,12 @@ class VerifierEngine:
                 continue
             if closed := self.scheduler.take_closed():
                 self._thread.submit(self.runner.forget, closed)
-            for place, saved in self.scheduler.take_restoring():
-                await loop.run_in_executor(self._thread, self.runner.restore, place, saved.length, saved.arrays)
+            try:
+                for place, saved in self.scheduler.take_restoring():
+                    await loop.run_in_executor(self._thread, self.runner.restore, place, saved.length, saved.arrays)
+            except Exception as error:
+                self._give_up(error)
+                continue
             if plan is not None:
                 try:
                     outcome = await loop.run_in_executor(self._thread, self.runner.run, plan)
@@ -301,12 +316,13 @@ class VerifierEngine:
                 ahead = [(session, base + step) for step in range(NOISE_AHEAD) for session, base in likely]
                 # Answers are handed out before anything else is begun.
                 await asyncio.sleep(0)
-            if leaving := self.scheduler.take_leaving():
-                for session, ask in leaving:
-                    await self._put_by(session, ask)
-            elif plan is not None:
+            idle = plan is None
+            while (leaving := self.scheduler.next_leaving()) is not None:
+                await self._put_by(*leaving)
+                idle = False
+            if not idle:
                 continue
-            elif ahead:
+            if ahead:
                 await loop.run_in_executor(self._thread, self.runner.prepare, *ahead.pop(0))
             else:
                 with contextlib.suppress(TimeoutError):
@@ -321,7 +337,13 @@ class VerifierEngine:
         digest = session.text.tokens.digests[len(ids)]
         if (place := session.memory.place) is not None and ids:
             copied = asyncio.get_running_loop().run_in_executor(self._thread, self.runner.save, place, len(ids))
-            arrays = await copied
+            try:
+                arrays = await copied
+            except Exception:
+                log.exception("verifier: the memory of a closed text could not be copied")
+            except asyncio.CancelledError:
+                ask.fail(PeerLost("verifier: it was stopped"))
+                raise
         self.scheduler.gone(ask.call)
 
         async def save() -> None:

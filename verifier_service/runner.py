@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from tree_layers.memory import Pages
 from tree_layers.tree_mixers import Array, RecurrentMemory, RecurrentStep
 
 from verifier_service.models import Target
-from verifier_service.recurrent import Arrangement, Place, RecurrentRows, last_writers, recurrent_rows
+from verifier_service.recurrent import Place, RecurrentRows, last_writers, recurrent_rows
 from verifier_service.rows import NO_ROWS, Ints, Outcome, Plan, pack, text_rows
 from verifier_service.shards import Bounds, Crew, Kept
 from verifier_service.walk import Walker
@@ -53,7 +54,7 @@ class Runner:
         self._own_text: list[int] = []  # tokens whose keys lie on them
         self.pages = Pages(target.layouts, bounds.pages + bounds.own_pages, buckets[-1], self.device)
         target.run.pages = self.pages
-        self.arrangement = Arrangement.of(bounds.max_texts, bounds.near, bounds.max_depth, buckets[-1])
+        self.arrangement = bounds.arrangement
         if target.mixers:
             tokens, states = self.arrangement.tokens, self.arrangement.states
             target.run.recurrent = RecurrentMemory(target.mixers, tokens, states, self.device)
@@ -214,15 +215,16 @@ class Runner:
         return next((bucket for bucket in self.buckets if bucket >= rows), self.buckets[-1])
 
     def _tensor(self, array: Ints) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+        return _on(self.device, array)
+
+
+def _on(device: torch.device, array: Ints) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
 
 def recurrent_step(rows: RecurrentRows, padded: int, scratch: int, device: torch.device) -> RecurrentStep:
     """A step's rows as its mixers see them, written to slots from `scratch` on; those that only pad have no path."""
-
-    def tensor(array: Ints) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
-
+    tensor = partial(_on, device)
     missing = (0, padded - len(rows.columns))
     groups = []
     for source in np.unique(rows.sources).tolist():

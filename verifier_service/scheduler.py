@@ -183,7 +183,7 @@ class Scheduler:
         self._numbers = 0
         self._closed: list[int] = []
         self._restoring: list[tuple[Session, Saved]] = []
-        self._leaving: list[tuple[Session, Ask]] = []
+        self._leaving: deque[tuple[Session, Ask]] = deque()
         self._running: list[_Share] = []
         # Of the last step: the choice of its rows, their packing, and its answers.
         self._began = self._started = self._ended = 0.0
@@ -288,6 +288,9 @@ class Scheduler:
         for ask in self._inbox:
             ask.fail(reason)
         self._inbox.clear()
+        for _, ask in self._leaving:
+            ask.fail(reason)
+        self._leaving.clear()
         for opening in list(self.sessions):
             self._free(opening, reason)
 
@@ -359,11 +362,10 @@ class Scheduler:
         self._leaving.append((session, ask))
         return True
 
-    def take_leaving(self) -> list[tuple[Session, Ask]]:
-        """Closed texts since they were last taken. Their memory stands until they are `gone`; one that was set back
+    def next_leaving(self) -> tuple[Session, Ask] | None:
+        """A closed text whose memory is to be put by. It stands until the text is `gone`; one that was set back
         meanwhile has none."""
-        leaving, self._leaving = self._leaving, []
-        return leaving
+        return self._leaving.popleft() if self._leaving else None
 
     def gone(self, call: CloseCall) -> None:
         """A leaving text's memory was copied."""

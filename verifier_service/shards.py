@@ -38,6 +38,7 @@ from verifier_service.collectives import (
     new_memory,
 )
 from verifier_service.models import Target, load_target
+from verifier_service.recurrent import Arrangement
 from verifier_service.rows import Ints
 
 MUSTER_S = 120.0
@@ -95,6 +96,7 @@ class Bounds:
     own_pages: int  # after them, for the runner's checks: as many as the longest text has
     max_texts: int  # of a step
     max_depth: int  # of a tree
+    arrangement: Arrangement  # of the memory of states, where the target has any
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -167,11 +169,12 @@ class Crew:
             raise WorkerLost("a worker gave up while it loaded its shard")
         return target
 
-    def pages(self, fraction: float, own: int) -> int:
-        """Pages that every worker can have of this share of its free memory, where this one can have `own`."""
+    def pages(self, fraction: float, own: int, states: int) -> int:
+        """Pages that every worker can have of this share of its free memory, beside so many bytes of states, where this
+        one can have `own`."""
         if self.memory_is_shared:  # one machine, one memory
             return own // self.size
-        rooms = [int(fraction * report.free_bytes) // (report.token_bytes * PAGE) for report in self.reports]
+        rooms = [(int(fraction * report.free_bytes) - states) // (report.token_bytes * PAGE) for report in self.reports]
         return min(own, *rooms)
 
     def set_out(self, bounds: Bounds) -> None:

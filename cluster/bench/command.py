@@ -220,19 +220,6 @@ class Bars:
         return step
 
 
-def write_reports(report: dict[str, Any], json: Path | None, markdown: Path | None, plot: Path | None) -> None:
-    """Write the forms of a report that were asked for."""
-    for path in (json, markdown, plot):
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-    if json is not None:
-        json.write_text(reports.as_json(report))
-    if markdown is not None:
-        markdown.write_text(reports.as_markdown(report, reports.facts_of(report), reports.tables_of(report)))
-    if plot is not None:
-        reports.plot(report, plot)
-
-
 def bench_speed(
     quick: Annotated[
         bool, typer.Option("--quick", help="About a minute: few prompts, short answers, one target.")
@@ -277,7 +264,8 @@ def bench_speed(
         report = asyncio.run(run_speed(settings, bars.begin))
     console = Console()
     reports.show(console if console.is_terminal else Console(width=PLAIN_WIDTH), report)
-    write_reports(report, json, markdown, plot)
+    facts, tables = reports.facts_of(report), reports.tables_of(report)
+    reports.write_reports(report, facts, tables, reports.plot, json, markdown, plot)
     if different(report):
         raise typer.Exit(1)
 

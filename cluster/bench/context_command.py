@@ -31,7 +31,7 @@ from cluster.bench.context import (
     with_positions,
 )
 from cluster.bench.machine import describe_machine, describe_run
-from cluster.bench.report import Cells, Report, as_json, as_markdown, machine_facts, show_tables
+from cluster.bench.report import Cells, Report, machine_facts, show_tables, write_reports
 from cluster.config import DEMO_MODELS
 from cluster.demo.prompts import held_out_prompts, load_tokenizer
 from verifier_service.engine import VerifierEngine
@@ -202,7 +202,7 @@ def bench_context(
     """What a longer context costs a round: time, memory and the bytes that must be read, without speculation, with a
     chain and with a tree, beside transformers' own decoding step. The engine runs in this process.
     """
-    if target is Which.BOTH:
+    if target not in (Which.DEMO, Which.COSTLY):
         raise BadRequest("target", "one at a time: demo or costly")
     found = parse_contexts(contexts) if contexts is not None else QUICK_CONTEXTS if quick else CONTEXTS
     repeated = repetitions if repetitions is not None else QUICK_REPETITIONS if quick else REPETITIONS
@@ -212,12 +212,4 @@ def bench_context(
     console = Console()
     facts, tables = list(facts_of(report)), list(tables_of(report))
     show_tables(console if console.is_terminal else Console(width=PLAIN_WIDTH), facts, tables)
-    for path in (json, markdown, plot_to):
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-    if json is not None:
-        json.write_text(as_json(report))
-    if markdown is not None:
-        markdown.write_text(as_markdown(report, facts, tables))
-    if plot_to is not None:
-        plot(report, plot_to)
+    write_reports(report, facts, tables, plot, json, markdown, plot_to)

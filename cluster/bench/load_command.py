@@ -20,7 +20,7 @@ from cluster.bench.baselines import BaselineProcess
 from cluster.bench.command import PLAIN_WIDTH, THREADS, Bars, parameter_count, target_config
 from cluster.bench.load import CONTINUOUS_REPETITIONS, Loader, LoadPlan, aims_of, measure_load, rows_of
 from cluster.bench.machine import describe_machine, describe_run
-from cluster.bench.report import as_json, as_markdown, show_tables
+from cluster.bench.report import show_tables, write_reports
 from cluster.bench.speed import COSTLY
 from cluster.config import DEMO_MODELS
 from cluster.demo.measure import PROMPT_TOKENS
@@ -135,12 +135,4 @@ def bench_load(
     console = Console()
     facts, tables = list(load_report.facts_of(report)), list(load_report.tables_of(report))
     show_tables(console if console.is_terminal else Console(width=PLAIN_WIDTH + 30), facts, tables)
-    for path in (json, markdown, plot):
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-    if json is not None:
-        json.write_text(as_json(report))
-    if markdown is not None:
-        markdown.write_text(as_markdown(report, facts, tables))
-    if plot is not None:
-        load_report.plot(report, plot)
+    write_reports(report, facts, tables, load_report.plot, json, markdown, plot)

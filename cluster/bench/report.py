@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +179,27 @@ def as_markdown(report: Report, facts: Iterable[str], tables: Iterable[Cells]) -
         lines += ["", f"## {title}", "", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
         lines += [f"| {' | '.join(cells)} |" for cells in rows]
     return "\n".join(lines) + "\n"
+
+
+def write_reports(
+    report: Report,
+    facts: Iterable[str],
+    tables: Iterable[Cells],
+    draw: Callable[[Report, Path], None],
+    json: Path | None,
+    markdown: Path | None,
+    plot: Path | None,
+) -> None:
+    """Write the forms of a bench's report that were asked for."""
+    for path in (json, markdown, plot):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+    if json is not None:
+        json.write_text(as_json(report))
+    if markdown is not None:
+        markdown.write_text(as_markdown(report, facts, tables))
+    if plot is not None:
+        draw(report, plot)
 
 
 def as_json(report: Report) -> str:

@@ -14,6 +14,7 @@ from dendro.tree import TreeShape
 
 from cluster.bench.measurement import AUTO, BASELINES, GENERATE, OFF, Answer, Contender, Rounds
 from cluster.bench.statistics import Estimate, Key, median_estimate, paired_ratio, repeat_difference
+from cluster.policies.experience import row_bucket
 
 DEMO = "demo"
 COSTLY = "costly"
@@ -27,8 +28,6 @@ POLICY_BARS = {0.0: 2.0, 1.0: 1.3}  # policy over ours-off, by temperature
 OFF_BAR = 0.97  # ours-off over generate
 ABOVE_BAR = 1.0  # policy over the best transformers row: the lower end of its interval
 HOP_BAR = 0.1  # hops as a share of a round
-STEP_MULTIPLE = 8
-"""A verifier's steps are padded to a multiple of so many rows."""
 
 Row = dict[str, Any]
 
@@ -245,7 +244,7 @@ def cost_model_of(rows: Sequence[Row]) -> Iterator[Row]:
         ours = [row for row in rows if (row["target"], row["temperature"]) == (target, temperature)]
         picked: Mapping[str, float] = next((row["arms"] for row in ours if row["name"] == AUTO and "arms" in row), {})
         shapes = [row for row in ours if row["name"] not in (AUTO, *BASELINES) and "round_ms" in row]
-        counts = {row["name"]: _padded(TreeShape.parse(row["name"]).rows) for row in shapes}
+        counts = {row["name"]: row_bucket(TreeShape.parse(row["name"]).rows) for row in shapes}
         for row in shapes:
             others = [other for other in shapes if other is not row]
             if len({counts[other["name"]] for other in others}) < 2:
@@ -267,11 +266,6 @@ def cost_model_of(rows: Sequence[Row]) -> Iterator[Row]:
                 "predicted_tokens_per_second": round(1000 * row["emitted_per_round"] / predicted, 2),
                 "picked_share": picked.get(row["name"], 0.0),
             }
-
-
-def _padded(rows: int) -> int:
-    """What a step of so many rows is padded to."""
-    return -(-rows // STEP_MULTIPLE) * STEP_MULTIPLE
 
 
 def _estimate(said: Mapping[str, float]) -> Estimate:

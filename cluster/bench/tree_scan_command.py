@@ -16,7 +16,7 @@ from tree_kernels.tree_attention.reference import NEAR_CHOICES
 
 from cluster.bench.command import PLAIN_WIDTH, THREADS, Bars
 from cluster.bench.machine import describe_machine, describe_run
-from cluster.bench.report import Cells, Report, aims_table, as_json, as_markdown, machine_facts, show_tables
+from cluster.bench.report import Cells, Report, aims_table, machine_facts, show_tables, write_reports
 from cluster.bench.tree_scan import (
     BEAM_STEPS,
     BEAM_WIDTHS,
@@ -269,12 +269,4 @@ def bench_tree_scan(
     console = Console()
     facts, tables = list(facts_of(report)), list(tables_of(report))
     show_tables(console if console.is_terminal else Console(width=PLAIN_WIDTH), facts, tables)
-    for path in (json, markdown, plot_to):
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-    if json is not None:
-        json.write_text(as_json(report))
-    if markdown is not None:
-        markdown.write_text(as_markdown(report, facts, tables))
-    if plot_to is not None:
-        plot(report, plot_to)
+    write_reports(report, facts, tables, plot, json, markdown, plot_to)

@@ -9,6 +9,7 @@ import tiny_models
 import torch
 from dendro.errors import BadRequest
 
+from cluster.bench.command import Which
 from cluster.bench.context import (
     CHAIN,
     OFF,
@@ -23,7 +24,7 @@ from cluster.bench.context import (
     tree_of,
     with_positions,
 )
-from cluster.bench.context_command import parse_contexts, plot, tables_of
+from cluster.bench.context_command import bench_context, parse_contexts, plot, tables_of
 from verifier_service.engine import VerifierEngine
 
 
@@ -58,6 +59,13 @@ def test_what_is_no_line_is_said_to_be_far_from_one():
 def test_trees_have_the_shapes_they_are_named_after():
     assert (tree_of(OFF, 7).rows, tree_of(CHAIN, 7).rows, tree_of(TREE, 7).rows) == (1, 5, 16)
     assert tree_of(TREE, 7).depths.tolist() == [0] + [1] * 3 + [2] * 6 + [3] * 6
+
+
+@pytest.mark.parametrize("target", [Which.BOTH, Which.MAMBA2])
+def test_only_one_target_with_attention_is_measured(target):
+    """What another remembers does not grow with the context."""
+    with pytest.raises(BadRequest, match="target: one at a time: demo or costly"):
+        bench_context(target=target)
 
 
 @pytest.mark.parametrize("text", ["", "64", "64,64", "1,64", "a,b"])

@@ -282,12 +282,14 @@ def test_the_next_trial_is_ever_further_off_but_always_comes():
     assert rests[-1] == pytest.approx(LONGEST_REST, abs=5) and len(rests) > 5
 
 
-def test_a_machine_that_slows_down_during_a_trial_does_not_decide_it():
-    """By half, from the middle on: more than lies between the sides."""
+@pytest.mark.parametrize("change", range(16, 101, 4))
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)], ids=["slower", "faster"])
+def test_a_machine_that_changes_its_pace_during_a_trial_does_not_decide_it(before, after, change):
+    """By half, from some round on: more than lies between the sides."""
     house = House()
-    for place in range(100):
-        slow = 2 if place > 50 else 1
-        house.learn(2 if house.guessing else 1, slow * (50_000 if house.guessing else 30_000), 1)
+    for place in range(110):
+        pace = before if place < change else after
+        house.learn(2 if house.guessing else 1, pace * (50_000 if house.guessing else 30_000), 1)
     assert house.settled
 
 

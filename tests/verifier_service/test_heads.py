@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from dendro.errors import BadRequest
-from routers import LAWS, Router, alone, guessing
+from routers import LAWS, Router, alone, guessing, watch_logits
 from tiny_hybrids import FAMILIES, VOCABULARY, make_checkpoint, oracle, paths_below, tree_below
 from transformers import AutoConfig
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
@@ -157,16 +157,7 @@ async def test_random_rounds_leave_the_logits_of_straight_decoding(models, famil
     token after another."""
     rng = np.random.default_rng(3)
     engine = engine_of(models(family)[0], degree, max_sessions=2)
-    seen = {}
-    walk = engine.runner.walker.walk
-
-    def watched(draw, logits):
-        walked = walk(draw, logits)
-        for row in walked.path:
-            seen.setdefault(draw.session, {})[draw.base + int(draw.depths[row])] = logits[row].clone()
-        return walked
-
-    engine.runner.walker.walk = watched
+    seen = watch_logits(engine)
     await engine.start()
     try:
         prompt = rng.integers(0, VOCABULARY, 20).tolist()
@@ -179,12 +170,11 @@ async def test_random_rounds_leave_the_logits_of_straight_decoding(models, famil
         trees = guessing(rng, straight.answer, VOCABULARY)
         accepted = 0
         while len(router.text) < straight.end - 8:
-            before = list(router.text.ids)
+            before = len(router.text)
             verdict = await router.round(trees(router) if rng.random() < 0.9 else None)
             accepted += len(verdict.path) - 1
             if rng.random() < 0.1:
-                router.text = type(router.text)()
-                router.text.extend(before)
+                router.back_to(before)
         assert accepted > 20
         assert straight.answer[: len(router.answer)] == router.answer
         first, second = (session.number for session in engine.scheduler.sessions.values())
@@ -223,7 +213,7 @@ def test_a_worker_keeps_the_states_of_its_own_heads(models):
     two.runner.crew.stop()
     whole, half = (engine.runner.target.mixers[0] for engine in (one, two))
     assert (half.heads, half.groups, half.channels) == (whole.heads // 2, whole.groups // 2, whole.channels // 2)
-    assert 2 * two.runner.target.text_bytes(100, 4) == one.runner.target.text_bytes(100, 4)
+    assert 2 * two.runner.target.recurrent_bytes(100, 4) == one.runner.target.recurrent_bytes(100, 4)
 
 
 class Summed:

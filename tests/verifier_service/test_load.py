@@ -515,9 +515,7 @@ async def test_a_text_cut_back_behind_what_was_dropped_is_computed_again(sliding
         await router.open()
         while len(router.text) < 230:
             await router.round(DraftTree.of([router.text.ids[-1], 1, 2], [-1, 0, 0]))
-        older = Tokens()
-        older.extend(router.text.ids[:60])
-        router.text, router.known = older, 20
+        router.back_to(60)
         assert await router.go_on() == truth
     finally:
         await engine.stop()

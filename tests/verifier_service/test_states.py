@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import threading
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from dendro.errors import BadRequest
+from dendro.errors import BadRequest, PeerLost
 from dendro.state import MemoryStates, NoStates
-from dendro.text import Tokens
 from dendro.tree import DraftTree
-from routers import LAWS, Router, alone, guessing
+from routers import LAWS, Router, alone, guessing, watch_logits
 from tiny_hybrids import FAMILIES, VOCABULARY, make_checkpoint, oracle, paths_below, tree_below
+from transformers.models.bamba.modeling_bamba import BambaAttention
 from tree_kernels.tree_attention import PAGE
 
 from verifier_service.engine import VerifierEngine
@@ -120,16 +122,7 @@ async def test_a_thousand_random_rounds_leave_the_state_and_the_logits_of_straig
     count = 3 * rounds
     rng = np.random.default_rng(3)
     engine = engine_of(models(family)[0], max_length=count + 64, max_sessions=2)
-    seen: dict[int, dict[int, torch.Tensor]] = {}
-    walk = engine.runner.walker.walk
-
-    def watched(draw, logits):
-        walked = walk(draw, logits)
-        for row in walked.path:
-            seen.setdefault(draw.session, {})[draw.base + int(draw.depths[row])] = logits[row].clone()
-        return walked
-
-    engine.runner.walker.walk = watched
+    seen = watch_logits(engine)
     await engine.start()
     try:
         prompt = rng.integers(0, VOCABULARY, 20).tolist()
@@ -142,12 +135,12 @@ async def test_a_thousand_random_rounds_leave_the_state_and_the_logits_of_straig
         trees = chains(rng, straight.answer)
         accepted, dropped = set(), 0
         for _ in range(rounds):
-            before = Tokens()
-            before.extend(router.text.ids)
+            before = len(router.text)
             verdict = await router.round(trees(router) if rng.random() < 0.9 else None)
             accepted.add(len(verdict.path) - 1)
             if rng.random() < 0.1:
-                router.text, dropped = before, dropped + 1
+                router.back_to(before)
+                dropped += 1
         assert accepted == set(range(9)) and dropped > 10
         while len(router.text) < straight.end - 1:
             await router.round(trees(router))
@@ -204,16 +197,14 @@ async def test_a_text_cut_back_behind_its_ring_is_computed_again(models, family)
         await router.open()
         while len(router.text) < 180:
             await router.round(DraftTree.of([router.text.ids[-1], 1, 2], [-1, 0, 0]))
-        older = Tokens()
-        older.extend(router.text.ids[:60])
-        router.text, router.known = older, 20
+        router.back_to(60)
         assert await router.go_on() == truth
     finally:
         await engine.stop()
 
 
 async def test_a_prompt_longer_than_its_ring_is_kept_as_far_as_it_is_needed(models):
-    """A chunk of 128 goes round a ring of 32 four times."""
+    """A chunk of 128 goes round a ring of 48 more than twice."""
     engine = engine_of(models("mamba2")[0], max_depth=4)
     assert engine.scheduler.capacity.recurrent.extent.ring == 48
     await engine.start()
@@ -222,10 +213,8 @@ async def test_a_prompt_longer_than_its_ring_is_kept_as_far_as_it_is_needed(mode
         prompt = rng.integers(0, VOCABULARY, 400).tolist()
         router = Router(engine, prompt, count=1)
         await router.open()
-        short = engine.runner.target.run.recurrent
         place = next(iter(engine.scheduler.sessions.values())).memory.place
         assert place.high == 399 and place.folded == 398 // 16 - 1
-        assert short.layers[0].raw.shape[0] < 8 * 48 + 2 * 128 + 64
         await router.close()
     finally:
         await engine.stop()
@@ -264,13 +253,93 @@ def test_of_several_rows_for_one_slot_the_last_is_kept():
     assert dict(zip(target.tolist(), source.tolist(), strict=True)) == {3: 13, 4: 14, 5: 12, 6: 15}
 
 
+def changed(folder, to, **changes):
+    """A checkpoint with another configuration."""
+    to.mkdir()
+    for file in folder.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    config = json.loads((to / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps(config | changes))
+    return to
+
+
+def test_a_hybrid_whose_rotary_embeddings_depend_on_the_batch_is_refused(models, tmp_path):
+    folder = changed(models("bamba")[0], tmp_path / "c", rope_scaling={"type": "dynamic", "factor": 2.0})
+    with pytest.raises(BadRequest, match="rotary embeddings of type dynamic"):
+        engine_of(folder)
+
+
+def test_a_hybrid_with_a_layer_that_attends_past_our_seats_is_refused(models, monkeypatch):
+    """What its attention makes of a text would not be ours to keep."""
+    monkeypatch.setattr(BambaAttention, "forward", lambda self, hidden_states, *_, **ignored: (hidden_states, None))
+    with pytest.raises(BadRequest, match="0 layers call the attention interface, not 1"):
+        engine_of(models("bamba")[0])
+
+
+def test_states_that_do_not_fit_their_share_of_the_memory_are_refused_with_the_numbers(models, monkeypatch):
+    folder = models("mamba2")[0]
+    monkeypatch.setattr("verifier_service.engine.free_bytes", lambda device: 1_000_000)
+    with pytest.raises(BadRequest, match="memory_fraction: the states of max_sessions = 8 texts take 1 MB, .* 0.5 of"):
+        engine_of(folder, memory_fraction=0.5)
+
+
+def test_states_leave_the_rest_of_their_share_to_keys(models, monkeypatch):
+    folder = models("bamba")[0]
+    free = 64_000_000
+    monkeypatch.setattr("verifier_service.engine.free_bytes", lambda device: free)
+    engine = engine_of(folder, memory_fraction=0.5)
+    target, arranged = engine.runner.target, engine.runner.arrangement
+    states = target.recurrent_bytes(arranged.tokens, arranged.states)
+    assert states > 500_000
+    assert engine.stats()["pages"] == (free // 2 - states) // (target.token_bytes * PAGE)
+
+
+async def test_a_memory_that_cannot_be_copied_is_not_kept_and_the_engine_goes_on(models, monkeypatch):
+    store = MemoryStates()
+    engine = engine_of(models("mamba2")[0], states=store)
+
+    def broken(place, length):
+        raise RuntimeError("no such memory")
+
+    monkeypatch.setattr(engine.runner, "save", broken)
+    await engine.start()
+    try:
+        router = Router(engine, range(40), LAWS[1], 8)
+        await router.open()
+        assert (await router.close()).saved == 0
+        truth = await Router(engine, range(40), LAWS[1], 8).finish()
+        assert len(truth) == 8 and not store.blobs and engine.stats()["sessions"] == 0
+    finally:
+        await engine.stop()
+
+
+async def test_a_close_that_the_end_of_the_engine_overtakes_is_answered(models, monkeypatch):
+    engine = engine_of(models("mamba2")[0], states=MemoryStates())
+    began, go_on = threading.Event(), threading.Event()
+
+    def slow(place, length):
+        began.set()
+        go_on.wait(10)
+        return {}
+
+    monkeypatch.setattr(engine.runner, "save", slow)
+    await engine.start()
+    routers = [Router(engine, range(start, start + 40), LAWS[1], 8) for start in (0, 1)]
+    for router in routers:
+        await router.open()
+    closing = [asyncio.ensure_future(router.close()) for router in routers]
+    await asyncio.to_thread(began.wait, 10)
+    ending = asyncio.ensure_future(engine.stop())
+    await asyncio.sleep(0.05)
+    go_on.set()
+    await ending
+    for each in closing:
+        with pytest.raises(PeerLost):
+            await asyncio.wait_for(each, 5)
+
+
 def test_a_hybrid_of_another_family_says_so(models, tmp_path):
-    folder = tmp_path / "c"
-    folder.mkdir()
-    for file in models("mamba2")[0].iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    config = (folder / "config.json").read_text().replace('"model_type": "mamba2"', '"model_type": "mamba9"')
-    (folder / "config.json").write_text(config)
+    folder = changed(models("mamba2")[0], tmp_path / "c", model_type="mamba9")
     with pytest.raises(BadRequest, match="state-space or hybrid model of a family that is not supported"):
         engine_of(folder)
 

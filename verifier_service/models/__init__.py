@@ -36,6 +36,7 @@ from verifier_service.models.seats import ATTENTION, Run, Seat, seat_attention
 from verifier_service.models.sharded import check_divisible, take_off_wrappers
 
 PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
+ATTENDING_LAYERS = PACKABLE_LAYERS | {"hybrid"}
 UNPACKABLE_ROPE = {"dynamic", "longrope"}
 """Rotary embeddings whose factor depends on the longest text of the batch."""
 
@@ -67,7 +68,7 @@ class Target:
         """Bytes of attention memory of one token."""
         return sum(layout.token_bytes for layout in self.layouts)
 
-    def text_bytes(self, tokens: int, states: int) -> int:
+    def recurrent_bytes(self, tokens: int, states: int) -> int:
         """Bytes of so many tokens' inputs and so many checkpoints of all mixers."""
         return sum(tokens * layout.token_bytes + states * layout.state_bytes for layout in self.mixers)
 
@@ -155,7 +156,7 @@ def _load(
     linear = make_rows_independent(model, buckets, run.threads)
     if group is not None and join is not None:
         join(group)
-    layouts = _take_seats(folder, model, run, len(mixers))
+    layouts = _take_seats(folder, model, run)
     text = model.config.get_text_config()
     return Target(
         model=model,
@@ -178,11 +179,10 @@ def _check_kind(folder: Path, config: dict[str, Any]) -> None:
     if config.get("is_encoder_decoder"):
         raise CheckpointError(f"{folder}: {kind} is an encoder-decoder; a target is decoder-only")
     layers = set(config.get("layer_types") or ())
-    if kind in MIXER_FAMILIES:
-        return
-    if "mamba" in kind or any(key.startswith(("mamba_", "ssm_")) for key in config) or "linear_attention" in layers:
+    recurrent = "mamba" in kind or any(key.startswith(("mamba_", "ssm_")) for key in config)
+    if (recurrent or "linear_attention" in layers) and kind not in MIXER_FAMILIES:
         raise CheckpointError(f"{folder}: {kind}, a state-space or hybrid model of a family that is not supported yet")
-    if layers - PACKABLE_LAYERS:
+    if layers - PACKABLE_LAYERS and kind not in MIXER_FAMILIES:  # theirs are counted once they are loaded
         raise CheckpointError(f"{folder}: {kind} has layers of type {sorted(layers - PACKABLE_LAYERS)}: not supported")
     for rope in _ropes(config):
         if rope in UNPACKABLE_ROPE:
@@ -246,7 +246,7 @@ def _gathering_head(head: nn.Linear, outputs: int, vocabulary: int, threads: int
     head.forward = forward  # type: ignore[method-assign, assignment]
 
 
-def _take_seats(folder: Path, model: PreTrainedModel, run: Run, mixers: int) -> tuple[Layout, ...]:
+def _take_seats(folder: Path, model: PreTrainedModel, run: Run) -> tuple[Layout, ...]:
     """Seat our attention in the model and find out, by a forward, what its layers are like."""
     for module in model.modules():
         if "Attention" in type(module).__name__:
@@ -255,11 +255,11 @@ def _take_seats(folder: Path, model: PreTrainedModel, run: Run, mixers: int) -> 
     with torch.inference_mode():
         model(input_ids=torch.zeros_like(rows)[None], position_ids=rows[None], use_cache=False)
     config = model.config.get_text_config()
-    if not mixers and len(run.probed) != config.num_hidden_layers:
-        raise CheckpointError(
-            f"{folder}: {len(run.probed)} of {config.num_hidden_layers} layers call the attention interface"
-        )
-    windowed = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    layers = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    attending = sum(layer in ATTENDING_LAYERS for layer in layers)
+    if len(run.probed) != attending:
+        raise CheckpointError(f"{folder}: {len(run.probed)} layers call the attention interface, not {attending}")
+    windowed = "sliding_attention" in layers
     if windowed and not any(layer.window for layer in run.probed):
         raise CheckpointError(f"{folder}: its sliding window is not handed to the attention: not supported")
     return tuple(layer.layout for layer in run.probed)

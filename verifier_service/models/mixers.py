@@ -21,9 +21,10 @@ from verifier_service.collectives import Collectives
 from verifier_service.models.heads import Part, SpreadNorm, is_mixer
 from verifier_service.models.seats import Run
 
-PURE = {"mamba", "falcon_mamba", "mamba2"}
-HYBRID = {"bamba", "falcon_h1", "zamba2", "nemotron_h", "granitemoehybrid", "jamba"}
-MIXER_FAMILIES = PURE | HYBRID
+MIXER_FAMILIES = {
+    *("mamba", "falcon_mamba", "mamba2"),
+    *("bamba", "falcon_h1", "zamba2", "nemotron_h", "granitemoehybrid", "jamba"),
+}
 
 
 def seat_mixers(
