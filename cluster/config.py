@@ -21,7 +21,7 @@ from urllib.parse import quote
 
 import yaml
 from dendro.errors import BadRequest
-from dendro.tree import MAX_ROWS, OFF, TreeShape
+from dendro.shapes import MAX_ROWS, OFF, TreeShape
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cluster.policies import POLICIES

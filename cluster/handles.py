@@ -42,8 +42,9 @@ from dendro.calls import (
 from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, Overloaded, PeerLost, error_for
 from dendro.internal.v1 import calls_pb2, drafter_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 from dendro.serving import MAX_MESSAGE_BYTES, STREAM_OPTIONS
+from dendro.shapes import TreeShape
 from dendro.text import Text, Verdict
-from dendro.tree import DraftTree, TreeShape
+from dendro.tree import DraftTree
 
 log = logging.getLogger("dendro.handles")
 EOF = cast(Any, grpc.aio).EOF  # its stubs do not know it

@@ -22,8 +22,9 @@ import grpc.aio
 from dendro.calls import Opened
 from dendro.client import CHANNEL_OPTIONS, REASON_KEY, TENANT_KEY, Answer, Asking, Event
 from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, Overloaded, PeerLost
+from dendro.shapes import OFF, TreeShape
 from dendro.text import SEED_BITS, Finish, Limits, Sampling, Text, Verdict
-from dendro.tree import DraftTree, TreeShape
+from dendro.tree import DraftTree
 from dendro.v1 import generation_pb2 as pb
 from dendro.v1 import generation_pb2_grpc
 
@@ -131,7 +132,7 @@ class Tally:
         self._place = place
         self._began_s = 0.0
         self._disturbed = False
-        self.shape = TreeShape(())  # of the round that runs
+        self.shape: TreeShape = OFF  # of the round that runs
         self.pulls: dict[str, int] = {}
         self.drafted = self.accepted = self.emitted = self.late = 0
         self.draft_us = self.verify_us = self.queue_us = 0

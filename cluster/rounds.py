@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Protocol
 
+from dendro.shapes import TreeShape
 from dendro.text import Text, Verdict
-from dendro.tree import DraftTree, TreeShape
+from dendro.tree import DraftTree
 
 
 class Drafter(Protocol):

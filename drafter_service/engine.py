@@ -18,9 +18,10 @@ from pathlib import Path
 import torch
 from dendro.calls import PROTOCOL_VERSION, CloseCall, Closed, DraftCall, Hello, OpenCall, Opened, TextUpdate
 from dendro.errors import BadRequest, DendroError, EngineFailed, PeerLost
+from dendro.shapes import MAX_ROWS
 from dendro.shelf import Arrays, Shelf
 from dendro.state import StateStore
-from dendro.tree import MAX_ROWS, DraftTree
+from dendro.tree import DraftTree
 from tree_layers.states import SlotPool
 
 from drafter_service.models import load_model
@@ -245,7 +246,7 @@ class DrafterEngine:
             raise BadRequest("shape", f"{shape} is {shape.depth} deep; this drafter goes to {limits.max_depth}")
         if shape.rows > limits.max_rows:
             raise BadRequest("shape", f"{shape} has {shape.rows} rows; this drafter's trees have {limits.max_rows}")
-        if max(shape.widths, default=0) > limits.vocabulary:
+        if shape.width > limits.vocabulary:
             raise BadRequest("shape", f"{shape} is wider than the vocabulary of {limits.vocabulary} tokens")
         ticket = _Ticket()
         tree = await self._ask(ticket, lambda: self._scheduler.draft(ticket, call))

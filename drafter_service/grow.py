@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-from dendro.tree import FloatArray, IntArray, TreeShape
+from dendro.shapes import LevelShape
+from dendro.tree import FloatArray, IntArray
 
 LEAST_CHANCE = -80.0
 """Logarithm below which a guess's chance is not told apart from none; keeps sums over a path finite."""
@@ -17,7 +18,7 @@ class Growth:
     """One tree. The first `processed` rows have been through the model and have their candidates."""
 
     root: int
-    shape: TreeShape
+    shape: LevelShape
     tokens: list[int] = field(init=False)
     parents: list[int] = field(init=False)
     values: list[float] = field(init=False)
@@ -81,7 +82,7 @@ class Growth:
         return np.array(self.tokens, np.int64), np.array(self.parents, np.int64), np.array(self.values, np.float32)
 
 
-def processed_rows(shape: TreeShape) -> int:
+def processed_rows(shape: LevelShape) -> int:
     """Rows of a full tree that go through the model: all but the leaf level."""
     return 1 + sum(shape.levels[:-1])
 

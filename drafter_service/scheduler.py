@@ -16,7 +16,8 @@ from typing import Protocol
 import numpy as np
 from dendro.calls import CloseCall, DraftCall, OpenCall, PeerText, Terms, TextUpdate
 from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, Overloaded
-from dendro.tree import DraftTree, FloatArray, IntArray, TreeShape
+from dendro.shapes import LevelShape
+from dendro.tree import DraftTree, FloatArray, IntArray
 from tree_layers.states import ZERO_SLOT, SlotPool
 
 from drafter_service.grow import Growth, processed_rows, ranks
@@ -95,7 +96,7 @@ class Round:
     """A draft call at work. Its tree grows once the chain through the root is planned."""
 
     ticket: Ticket | None  # none: the tree is answered or given up, and kept for its states
-    shape: TreeShape
+    shape: LevelShape
     base: int
     growth: Growth
     slots: list[int] = field(default_factory=list)  # of the rows that go through the model, in order
@@ -183,6 +184,8 @@ class Scheduler:
         if call.shape.off:
             self.answers.append((ticket, DraftTree.root_only(root, self.name)))
             return
+        if not isinstance(call.shape, LevelShape):
+            raise BadRequest("shape", f"{call.shape} is of a kind that this drafter does not grow")
         session.round = Round(ticket, call.shape, session.base, Growth(root, call.shape))
 
     def close(self, ticket: Ticket, call: CloseCall) -> None:
@@ -337,7 +340,7 @@ class Scheduler:
 
     def _width(self) -> int:
         rounds = (session.round for session, _ in self._planned)
-        return max([CANDIDATES, *(max(work.shape.widths) for work in rounds if work is not None)])
+        return max([CANDIDATES, *(work.shape.width for work in rounds if work is not None)])
 
     # -- a session's memory --------------------------------------------------------------------------------------
 

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 from dendro.calls import Opened
 from dendro.errors import PeerLost
+from dendro.shapes import TreeShape
 from dendro.text import Sampling, Text, Verdict, cut_verdict
-from dendro.tree import DraftTree, TreeShape, full_tree
+from dendro.tree import DraftTree, full_tree
 
 from cluster.config import Config
 from cluster.ingress import Ingress, Served

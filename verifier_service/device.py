@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from dendro.tree import MAX_ROWS
+from dendro.shapes import MAX_ROWS
 from torch import Tensor
 from tree_kernels.noise.triton import gumbel_rows
 from tree_kernels.tree_attention.triton import TableRows

@@ -18,10 +18,11 @@ from typing import Any, Self
 import torch
 from dendro.calls import PROTOCOL_VERSION, CloseCall, Closed, Hello, OpenCall, Opened, VerifyCall
 from dendro.errors import BadRequest, EngineFailed, PeerLost
+from dendro.shapes import MAX_ROWS
 from dendro.shelf import Arrays, Shelf
 from dendro.state import NoStates, StateStore
 from dendro.text import Verdict
-from dendro.tree import MAX_ROWS, DraftTree
+from dendro.tree import DraftTree
 from tree_kernels.tree_attention import PAGE, near_window
 from tree_layers.memory import pages_for
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from dendro.client import AsyncClient
 from dendro.errors import BadRequest
-from dendro.tree import OFF as OFF_SHAPE
+from dendro.shapes import OFF as OFF_SHAPE
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers.utils import logging

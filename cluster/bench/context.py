@@ -18,8 +18,10 @@ from typing import Any
 
 import torch
 from dendro.calls import CloseCall, OpenCall, Terms, TextUpdate, VerifyCall, new_opening
+from dendro.errors import BadRequest
+from dendro.shapes import LevelShape, TreeShape
 from dendro.text import Limits, Sampling, Tokens
-from dendro.tree import DraftTree, TreeShape
+from dendro.tree import DraftTree
 from tree_kernels.tree_attention import PAGE
 
 from cluster.bench.statistics import median_estimate
@@ -62,8 +64,11 @@ def with_positions(checkpoint: Path, positions: int, folder: Path) -> Path:
 
 def tree_of(shape: str, root: int) -> DraftTree:
     """A tree of guesses that all differ."""
+    parsed = TreeShape.parse(shape)
+    if not isinstance(parsed, LevelShape):
+        raise BadRequest("shape", f"{shape} has no widths of levels; write (3,2,1)")
     tokens, parents, level = [root], [-1], [0]
-    for width in TreeShape.parse(shape).widths:
+    for width in parsed.widths:
         below = []
         for parent in level:
             for _ in range(width):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, linear_regression, median
 from typing import Any
 
-from dendro.tree import TreeShape
+from dendro.shapes import TreeShape
 
 from cluster.bench.measurement import AUTO, BASELINES, GENERATE, OFF, Answer, Contender, Rounds
 from cluster.bench.statistics import Estimate, Key, median_estimate, paired_ratio, repeat_difference

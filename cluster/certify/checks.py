@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 from dendro.calls import CloseCall, DraftCall, OpenCall, Terms, TextUpdate, VerifyCall, new_opening
 from dendro.client import Asking
+from dendro.shapes import OFF, LevelShape, TreeShape
 from dendro.text import Limits, Sampling, Text
-from dendro.tree import OFF, DraftTree, TreeShape
+from dendro.tree import DraftTree
 from tree_kernels.noise import gumbel_noise
 from tree_kernels.warp import Warp, tokens_of
 
@@ -38,7 +39,7 @@ LAWS = tuple(
 FP32_MARGIN = 1e-4
 BF16_MARGIN = 0.25
 MOST_EXCUSED = 2
-SHAPES_OF_ITS_OWN = (TreeShape((1, 1, 1, 1)), TreeShape((3, 2, 1)), TreeShape((2, 2, 1, 1)))
+SHAPES_OF_ITS_OWN = (LevelShape((1, 1, 1, 1)), LevelShape((3, 2, 1)), LevelShape((2, 2, 1, 1)))
 
 
 class Library:
@@ -180,7 +181,7 @@ async def planted_faults_are_noticed(
 ) -> Promise:
     """(d) The checks can fail: each planted rule breaks them, and the twin without one does not."""
     promise = Promise("(d) the checks notice planted faults")
-    sampling, shape = Sampling(temperature=1.0, seed=7), TreeShape((2, 2, 1))
+    sampling, shape = Sampling(temperature=1.0, seed=7), LevelShape((2, 2, 1))
     plain = await answer_of(prompt, tokens, OFF, TwinVerifier(logits_of, sampling), sampling.seed)
     right, other = sampling.seed, sampling.seed + 1
     planted = ((TwinVerifier, other, False), (KeyedByRow, right, True), (OneTooMany, other, True))

@@ -15,7 +15,7 @@ import torch
 import typer
 from dendro.client import Asking, AsyncClient
 from dendro.errors import BadRequest
-from dendro.tree import OFF
+from dendro.shapes import OFF
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 

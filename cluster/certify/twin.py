@@ -12,8 +12,9 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from dendro.shapes import LevelShape, TreeShape
 from dendro.text import Limits, Sampling, Text, Verdict, cut_verdict
-from dendro.tree import DraftTree, TreeShape, full_tree
+from dendro.tree import DraftTree, full_tree
 from tree_kernels.noise import NoiseRows, gumbel_noise
 from tree_kernels.tree_walk import Walk, walk
 from tree_kernels.warp import Warp, drafter_order, tokens_of
@@ -43,6 +44,7 @@ class SelfDrafter:
     async def draft(self, text: Text, shape: TreeShape) -> DraftTree:
         levels: list[list[int]] = []
         tree = DraftTree.root_only(text.root)
+        assert isinstance(shape, LevelShape)
         for depth, width in enumerate(shape.widths):
             logits = self.logits_of(text.ids, tree)
             frontier = np.flatnonzero(tree.depths == depth)
@@ -53,7 +55,7 @@ class SelfDrafter:
                 noise = noise.expand(len(frontier), -1)
             order = drafter_order(logits[torch.from_numpy(frontier)], self.warp, noise, width)
             levels.append(order.flatten().tolist())
-            tree = full_tree(text.root, TreeShape(shape.widths[: depth + 1]), levels)
+            tree = full_tree(text.root, LevelShape(shape.widths[: depth + 1]), levels)
         return tree
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dendro.errors import BadRequest
-from dendro.tree import TreeShape
+from dendro.shapes import TreeShape
 
 from cluster.policies.experience import Experience, Place
 from cluster.policies.paper_ucb import PaperUCB

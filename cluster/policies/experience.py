@@ -17,8 +17,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
+from dendro.shapes import TreeShape
 from dendro.text import Verdict
-from dendro.tree import DraftTree, TreeShape
+from dendro.tree import DraftTree
 
 PRIOR_ROUNDS = 8.0
 """What all earlier requests together weigh in a new one, in rounds."""

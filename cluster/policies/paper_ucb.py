@@ -13,8 +13,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from dendro.shapes import TreeShape
 from dendro.text import Verdict
-from dendro.tree import DraftTree, TreeShape
+from dendro.tree import DraftTree
 
 
 class PaperUCB:

@@ -15,8 +15,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from dendro.shapes import OFF, TreeShape
 from dendro.text import Verdict
-from dendro.tree import OFF, DraftTree, TreeShape
+from dendro.tree import DraftTree
 
 from cluster.policies.experience import Experience, Length
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dendro.shapes import TreeShape
 from dendro.text import Verdict
-from dendro.tree import DraftTree, TreeShape
+from dendro.tree import DraftTree
 
 
 class Static:

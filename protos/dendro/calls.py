@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from dendro.errors import NotFound
+from dendro.shapes import TreeShape
 from dendro.text import Limits, Sampling, Tokens, Verdict
-from dendro.tree import DraftTree, TreeShape
+from dendro.tree import DraftTree
 
 OPENING_BYTES = 16
 
@@ -114,7 +115,7 @@ class Hello:
     end_ids: tuple[int, ...] = ()  # end-of-text tokens of the target
 
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class DrafterPeer(Protocol):

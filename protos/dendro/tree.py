@@ -1,8 +1,7 @@
-"""Draft trees and their shapes: plain arrays that check themselves at birth, wherever they are born."""
+"""Draft trees: plain arrays that check themselves at birth, wherever they are born."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,63 +9,11 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-MAX_ROWS = 64
-"""One ancestor word holds 64 rows: the root and 63 guesses."""
+from dendro.shapes import MAX_ROWS, LevelShape
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 EMPTY_TRACE: npt.NDArray[np.int32] = np.zeros(0, np.int32)
-
-
-@dataclass(frozen=True)
-class TreeShape:
-    """How a tree may grow: every node of level i has `widths[i]` children; no widths is `off`.
-
-    >>> str(TreeShape((3, 2, 2, 1, 1))), str(TreeShape(())), TreeShape((3, 2, 2, 1, 1)).rows
-    ('(3,2,2,1,1)', 'off', 46)
-    """
-
-    widths: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if any(width < 1 for width in self.widths):
-            raise ValueError(f"shape: every width must be at least 1, got {self.widths}")
-        if self.rows > MAX_ROWS:
-            raise ValueError(f"shape: {self} has {self.rows - 1} guesses; a tree holds at most {MAX_ROWS - 1}")
-
-    @classmethod
-    def parse(cls, text: str) -> TreeShape:
-        """Read `off`, `(3,2,2,1,1)` or `3,2,2,1,1`."""
-        bare = text.replace(" ", "")
-        if bare == "off":
-            return cls(())
-        if not re.fullmatch(r"\(?\d+(,\d+)*,?\)?", bare) or bare.startswith("(") != bare.endswith(")"):
-            raise ValueError(f"shape: {text!r} is not a shape; write off, (1,1,1,1) or (3,2,2,1,1)")
-        return cls(tuple(int(width) for width in bare.strip("(),").split(",")))
-
-    def __str__(self) -> str:
-        return f"({','.join(map(str, self.widths))})" if self.widths else "off"
-
-    @property
-    def off(self) -> bool:
-        return not self.widths
-
-    @property
-    def depth(self) -> int:
-        return len(self.widths)
-
-    @property
-    def levels(self) -> tuple[int, ...]:
-        """Guesses of each level, without the root: (3,2,1) has 3, 6 and 6."""
-        return tuple(int(count) for count in np.cumprod(self.widths, dtype=np.int64)) if self.widths else ()
-
-    @property
-    def rows(self) -> int:
-        """Rows of a full tree of this shape, the root among them."""
-        return 1 + sum(self.levels)
-
-
-OFF = TreeShape(())
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,7 +104,7 @@ class DraftTree:
         return np.flatnonzero(self.parents == row).tolist()
 
 
-def full_tree(root: int, shape: TreeShape, tokens: Sequence[Sequence[int]]) -> DraftTree:
+def full_tree(root: int, shape: LevelShape, tokens: Sequence[Sequence[int]]) -> DraftTree:
     """The tree of `shape` whose level i carries `tokens[i]`, each parent's children together and in order of rank."""
     parents, flat, above = [-1], [root], [0]
     for width, level in zip(shape.widths, tokens, strict=True):

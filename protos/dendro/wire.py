@@ -27,8 +27,9 @@ from dendro.calls import (
 )
 from dendro.errors import BadRequest, DendroError, error_for
 from dendro.internal.v1 import calls_pb2, drafter_pb2, tree_pb2, verifier_pb2
+from dendro.shapes import MAX_ROWS, BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape
 from dendro.text import Finish, Limits, Sampling, Verdict
-from dendro.tree import MAX_ROWS, DraftTree, TreeShape
+from dendro.tree import DraftTree
 
 _FINISH_MESSAGE = {
     None: verifier_pb2.FINISH_UNSPECIFIED,
@@ -75,15 +76,32 @@ def tree_from(message: tree_pb2.DraftTree) -> DraftTree:
 
 
 def shape_message(shape: TreeShape) -> tree_pb2.TreeShape:
-    return tree_pb2.TreeShape(widths=shape.widths)
+    match shape:
+        case LevelShape(widths):
+            return tree_pb2.TreeShape(widths=widths)
+        case NodeShape(children):
+            return tree_pb2.TreeShape(children=children)
+        case BeamShape(steps, beams):
+            return tree_pb2.TreeShape(beam=tree_pb2.BeamShape(steps=steps, beams=beams))
+        case DynamicShape(k, steps, total):
+            return tree_pb2.TreeShape(dynamic=tree_pb2.DynamicShape(k=k, steps=steps, total=total))
+    raise TypeError(f"{shape!r} has no message")
 
 
 def shape_from(message: tree_pb2.TreeShape) -> TreeShape:
     """The shape, checked as at its birth."""
-    if len(message.widths) >= MAX_ROWS or any(width >= MAX_ROWS for width in message.widths):
+    beam, dynamic = message.HasField("beam"), message.HasField("dynamic")
+    if bool(message.widths) + bool(message.children) + beam + dynamic > 1:
+        raise BadRequest("shape", "is of several kinds at once")
+    numbers = [*message.widths, *message.children, message.beam.steps, message.beam.beams]
+    if len(numbers) >= MAX_ROWS + 2 or any(number >= MAX_ROWS for number in numbers):
         raise BadRequest("shape", f"a tree holds at most {MAX_ROWS - 1} guesses")  # before any product is made of it
     try:
-        return TreeShape(tuple(message.widths))
+        if beam:
+            return BeamShape(message.beam.steps, message.beam.beams)
+        if dynamic:
+            return DynamicShape(message.dynamic.k, message.dynamic.steps, message.dynamic.total)
+        return NodeShape(tuple(message.children)) if message.children else LevelShape(tuple(message.widths))
     except ValueError as error:
         raise _bad("shape", error) from None
 

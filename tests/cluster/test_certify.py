@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 import torch
+from dendro.shapes import OFF, LevelShape
 from dendro.text import Sampling
-from dendro.tree import OFF, TreeShape
 
 from cluster.certify.law import expected_law, fit
 from cluster.certify.promises import Promise, first_difference, report
@@ -30,13 +30,13 @@ async def told(rule, shape, drafter_seed):
 
 async def test_the_twin_without_a_fault_tells_the_plain_tokens():
     plain = await told(TwinVerifier, OFF, 3)
-    assert await told(TwinVerifier, TreeShape((3, 2, 1)), 3) == plain
-    assert await told(TwinVerifier, TreeShape((3, 2, 1)), 4) == plain
+    assert await told(TwinVerifier, LevelShape((3, 2, 1)), 3) == plain
+    assert await told(TwinVerifier, LevelShape((3, 2, 1)), 4) == plain
 
 
 @pytest.mark.parametrize("rule, drafter_seed", [(KeyedByRow, 3), (OneTooMany, 4)])
 async def test_a_planted_fault_changes_tokens(rule, drafter_seed):
-    assert await told(rule, TreeShape((2, 2, 1)), drafter_seed) != await told(TwinVerifier, OFF, 3)
+    assert await told(rule, LevelShape((2, 2, 1)), drafter_seed) != await told(TwinVerifier, OFF, 3)
 
 
 def test_the_law_check_passes_true_draws_and_fails_a_lossy_rule():

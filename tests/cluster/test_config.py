@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from dendro.errors import BadRequest
-from dendro.tree import TreeShape
+from dendro.shapes import LevelShape
 
 from cluster.config import Config, demo_config, pair_config
 
@@ -34,7 +34,7 @@ def test_a_good_file_is_read_whole(load, tmp_path: Path):
     assert config.targets["demo"].checkpoint == tmp_path / "models" / "target"
     assert config.drafters["mamba"].checkpoint == Path("/abs/mamba")
     assert config.targets["demo"].resources.custom == {"verifier": 1.0}
-    assert config.speculation.shapes == (TreeShape(()), TreeShape((1, 1)), TreeShape((3, 2, 2, 1, 1)))
+    assert config.speculation.shapes == (LevelShape(()), LevelShape((1, 1)), LevelShape((3, 2, 2, 1, 1)))
     assert config.redis.url == "" and config.grpc.port == 0
     assert config.drafters_of("demo") == ("mamba", "other")
     assert config.target_named("") == "demo"
@@ -45,7 +45,7 @@ def test_arms_too_large_for_a_target_are_left_out_for_it(load):
 
 
 def test_a_target_without_a_drafter_has_one_arm(load):
-    assert load("targets: {t: {checkpoint: x}}").arms_of("t") == (TreeShape(()),)
+    assert load("targets: {t: {checkpoint: x}}").arms_of("t") == (LevelShape(()),)
 
 
 @pytest.mark.parametrize(

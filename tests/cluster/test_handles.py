@@ -14,8 +14,9 @@ import pytest
 from dendro.calls import PROTOCOL_VERSION, VerifyCall, new_opening
 from dendro.errors import BadRequest, EngineFailed, NotFound, PeerLost
 from dendro.internal.v1 import calls_pb2, verifier_pb2
+from dendro.shapes import OFF, TreeShape
 from dendro.text import Sampling, Text
-from dendro.tree import OFF, DraftTree, TreeShape
+from dendro.tree import DraftTree
 from fakes import VOCABULARY, FakeDrafter, FakeVerifier, FarPool, NearPool, new_text, plain
 from sockets import drafter_at, end, process, until, verifier_at
 

@@ -5,14 +5,15 @@ from collections import Counter
 
 import pytest
 from dendro.errors import BadRequest
+from dendro.shapes import OFF, LevelShape, TreeShape
 from dendro.text import Verdict
-from dendro.tree import OFF, DraftTree, TreeShape
+from dendro.tree import DraftTree
 
 from cluster.policies import Experience, PaperUCB, RatioUCB, make_policy
 from cluster.policies.experience import FIRST_REST, LONGEST_REST, House, StepTime
 
-CHAIN = TreeShape((1, 1, 1, 1))
-BUSHY = TreeShape((3, 2, 2, 1, 1))
+CHAIN = LevelShape((1, 1, 1, 1))
+BUSHY = LevelShape((3, 2, 2, 1, 1))
 
 
 def verdict(emitted: int, verify_us: int = 10_000, texts: int = 1, step_rows: int = 1) -> Verdict:
@@ -61,7 +62,7 @@ def play(policy: PaperUCB | RatioUCB, emit: dict[TreeShape, list[int]], rounds: 
 
 
 def test_the_ratio_prefers_1_or_7_over_always_3_where_the_mean_of_1_over_n_does_not():
-    steady, swinging = TreeShape((2, 1, 1, 1, 1, 1)), TreeShape((1, 1, 1, 1, 1, 1))
+    steady, swinging = LevelShape((2, 1, 1, 1, 1, 1)), LevelShape((1, 1, 1, 1, 1, 1))
     lengths = {steady: [3], swinging: [1, 7]}
     ratio = play(RatioUCB([steady, swinging], Experience(), temperature=0.0), lengths, 400)
     paper = play(PaperUCB([steady, swinging], lambda_gamma=0.0), lengths, 400)

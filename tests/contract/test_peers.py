@@ -19,9 +19,10 @@ import tiny_models
 import torch
 from dendro.calls import CloseCall, DraftCall, OpenCall, Terms, TextUpdate, VerifyCall, new_opening
 from dendro.errors import BadRequest, NotFound, Overloaded
+from dendro.shapes import OFF, TreeShape
 from dendro.state import MemoryStates
 from dendro.text import Finish, Limits, Sampling, Text
-from dendro.tree import OFF, DraftTree, TreeShape
+from dendro.tree import DraftTree
 from fakes import FakeDrafter, FakeVerifier
 from sockets import drafter_at, verifier_at
 from transformers import AutoModelForCausalLM

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
-from dendro.tree import MAX_ROWS, OFF, DraftTree, TreeShape, full_tree
+from dendro.shapes import MAX_ROWS, OFF, LevelShape
+from dendro.tree import DraftTree, full_tree
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,24 +52,8 @@ def test_the_same_token_may_stand_under_two_parents():
     assert DraftTree.of([1, 2, 3, 7, 7], [-1, 0, 0, 1, 2]).depths.tolist() == [0, 1, 1, 2, 2]
 
 
-@pytest.mark.parametrize("text", ["off", "(1,1,1,1)", "(3,2,2,1,1)", "(63)"])
-def test_a_shape_reads_what_it_writes(text):
-    assert str(TreeShape.parse(text)) == text
-
-
-@pytest.mark.parametrize("text", ["", "on", "(3,2", "3,,2", "(0,1)", "(64)", "(4,4,4)", "dynamic(8,4,30)"])
-def test_a_bad_shape_is_refused(text):
-    with pytest.raises(ValueError, match="shape"):
-        TreeShape.parse(text)
-
-
-@pytest.mark.parametrize("widths, rows", [((), 1), ((3, 2, 2, 1), 34), ((3, 3, 2, 1), 49), ((2, 2, 2, 1, 1, 1), 39)])
-def test_a_shape_counts_its_rows(widths, rows):
-    assert TreeShape(widths).rows == rows
-
-
 def test_a_full_tree_keeps_siblings_together_and_in_order_of_rank():
-    tree = full_tree(9, TreeShape((2, 2)), [[1, 2], [3, 4, 5, 6]])
+    tree = full_tree(9, LevelShape((2, 2)), [[1, 2], [3, 4, 5, 6]])
     assert tree.parents.tolist() == [-1, 0, 0, 1, 1, 2, 2]
     assert tree.children(2) == [5, 6]
     assert DraftTree.root_only(9).rows == full_tree(9, OFF, []).rows == 1

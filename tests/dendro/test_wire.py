@@ -8,8 +8,9 @@ from dendro import wire
 from dendro.calls import CloseCall, Closed, DraftCall, Hello, OpenCall, Opened, Terms, TextUpdate, VerifyCall
 from dendro.errors import BadRequest, Conflict, EngineFailed, NotFound, Overloaded, PeerLost
 from dendro.internal.v1 import calls_pb2, drafter_pb2, tree_pb2, verifier_pb2
+from dendro.shapes import MAX_ROWS, TreeShape
 from dendro.text import Finish, Limits, Sampling, Verdict
-from dendro.tree import MAX_ROWS, DraftTree, TreeShape
+from dendro.tree import DraftTree
 from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -17,9 +17,10 @@ import pytest
 import torch
 from dendro.calls import CloseCall, Closed, DraftCall, OpenCall, Opened, Terms, TextUpdate, new_opening
 from dendro.errors import BadRequest, EngineFailed, NotFound, Overloaded, PeerLost
+from dendro.shapes import OFF, LevelShape, TreeShape
 from dendro.state import MemoryStates, NoStates, StateStore
 from dendro.text import Limits, Sampling, Tokens
-from dendro.tree import OFF, DraftTree, TreeShape, full_tree
+from dendro.tree import DraftTree, full_tree
 from tiny_mamba import FAMILIES, VOCABULARY, Family, make_checkpoint
 from tree_kernels.noise import gumbel_noise
 from tree_kernels.warp import Warp, drafter_order
@@ -31,7 +32,7 @@ from drafter_service.models.mamba import MambaModel
 from drafter_service.scheduler import CANDIDATES
 
 CPU = torch.device("cpu")
-CHAIN, TREE, WIDE = TreeShape((1, 1, 1, 1)), TreeShape((3, 2, 2, 1, 1)), TreeShape((12, 2))
+CHAIN, TREE, WIDE = LevelShape((1, 1, 1, 1)), LevelShape((3, 2, 2, 1, 1)), LevelShape((12, 2))
 GREEDY, DRAWN = Sampling(), Sampling(temperature=0.8, seed=99, sample_index=1)
 MASKED = Sampling(temperature=1.0, top_k=3, top_p=0.9, seed=5)
 SESSIONS = 6
@@ -167,7 +168,7 @@ def walk(tree: DraftTree, accepted: int, rng: random.Random) -> list[int]:
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN, MASKED], ids=["greedy", "drawn", "masked"])
-@pytest.mark.parametrize("shape", [CHAIN, TREE, WIDE, TreeShape((5,))], ids=str)
+@pytest.mark.parametrize("shape", [CHAIN, TREE, WIDE, LevelShape((5,))], ids=str)
 async def test_drafting_by_levels_equals_a_fresh_prefill_of_every_path(path, oracle, shape, sampling):
     async with serving(path) as engine:
         for length in (1, 2, 30):
@@ -189,7 +190,7 @@ async def test_after_any_history_a_draft_is_that_of_a_fresh_drafter(path, oracle
         prompt = prompt_of(rng.randint(1, 20), seed)
         await client.open(prompt)
         for _ in range(25):
-            shape = rng.choice([CHAIN, TREE, TreeShape((2, 1)), OFF, OFF])
+            shape = rng.choice([CHAIN, TREE, LevelShape((2, 1)), OFF, OFF])
             tree = await client.draft(shape)
             if shape.off:
                 assert tree.tokens.tolist() == client.ids[-1:]
@@ -220,7 +221,7 @@ async def test_states_of_accepted_nodes_are_used_again(path, accepted, forwarded
 
 
 async def test_sessions_that_share_forwards_draft_what_each_would_alone(path, oracle):
-    shapes = [CHAIN, TREE, WIDE, OFF, TreeShape((2, 2, 2)), TREE]
+    shapes = [CHAIN, TREE, WIDE, OFF, LevelShape((2, 2, 2)), TREE]
     laws = [GREEDY, DRAWN, MASKED, GREEDY, DRAWN, Sampling(temperature=0.8, seed=100)]
     async with serving(path) as engine:
         clients = [Client(engine, law) for law in laws]
@@ -243,7 +244,7 @@ async def test_when_slots_run_short_idle_trees_give_theirs_up_and_drafts_stay_ri
     async with serving(path, max_rows=8, max_sessions=24) as engine:
         clients = [Client(engine) for _ in range(24)]
         await asyncio.gather(*(client.open(prompt_of(6, i)) for i, client in enumerate(clients)))
-        shape = TreeShape((1, 1, 1, 1, 1, 1, 1))
+        shape = LevelShape((1, 1, 1, 1, 1, 1, 1))
         for _ in range(3):
             trees = await asyncio.gather(*(client.draft(shape) for client in clients))
             for client, tree in zip(clients, trees, strict=True):
@@ -271,7 +272,7 @@ async def test_the_first_guess_obeys_top_k_and_the_others_do_not(path):
         free = Client(engine, Sampling(temperature=1.0, seed=8))
         for client in (plain, masked, free):
             await client.open(prompt_of(12))
-        best, tree, unmasked = [await client.draft(TreeShape((8,))) for client in (plain, masked, free)]
+        best, tree, unmasked = [await client.draft(LevelShape((8,))) for client in (plain, masked, free)]
         assert tree.tokens[1] == best.tokens[1]
         rest = [token for token in unmasked.tokens[1:].tolist() if token != tree.tokens[1]]
         assert tree.tokens[2:].tolist() == rest[:7]
@@ -440,8 +441,8 @@ async def test_an_unknown_opening_or_another_text_is_not_found(path):
 @pytest.mark.parametrize(
     "field, call",
     [
-        ("shape", lambda c: c.draft(TreeShape((1,) * 17))),
-        ("shape", lambda c: c.draft(TreeShape((3, 3, 3)))),
+        ("shape", lambda c: c.draft(LevelShape((1,) * 17))),
+        ("shape", lambda c: c.draft(LevelShape((3, 3, 3)))),
         ("update.tokens", lambda c: c.engine.draft(DraftCall(TextUpdate(c.opening, 11, 0, 10, (VOCABULARY,)), CHAIN))),
         ("update.base", lambda c: c.engine.draft(DraftCall(TextUpdate(c.opening, 0, 0, 0, ()), CHAIN))),
     ],

@@ -74,24 +74,93 @@ Global___DraftTree: _TypeAlias = DraftTree  # noqa: Y015
 
 @_typing.final
 class TreeShape(_message.Message):
-    """How a tree may grow."""
+    """How a tree may grow. One of the four at most; none is off."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     WIDTHS_FIELD_NUMBER: _builtins.int
+    CHILDREN_FIELD_NUMBER: _builtins.int
+    BEAM_FIELD_NUMBER: _builtins.int
+    DYNAMIC_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def widths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """widths say how many children every node of a level has. Empty: off."""
+        """widths say how many children every node of a level has."""
 
+    @_builtins.property
+    def children(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """children say how many children each row has; rows are numbered level by level."""
+
+    @_builtins.property
+    def beam(self) -> Global___BeamShape: ...
+    @_builtins.property
+    def dynamic(self) -> Global___DynamicShape: ...
     def __init__(
         self,
         *,
         widths: _abc.Iterable[_builtins.int] | None = ...,
+        children: _abc.Iterable[_builtins.int] | None = ...,
+        beam: Global___BeamShape | None = ...,
+        dynamic: Global___DynamicShape | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beam", b"beam", "dynamic", b"dynamic"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["widths", b"widths"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beam", b"beam", "children", b"children", "dynamic", b"dynamic", "widths", b"widths"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TreeShape: _TypeAlias = TreeShape  # noqa: Y015
+
+@_typing.final
+class BeamShape(_message.Message):
+    """A beam search that keeps every token it took."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEPS_FIELD_NUMBER: _builtins.int
+    BEAMS_FIELD_NUMBER: _builtins.int
+    steps: _builtins.int
+    """steps is the number of levels, beams the rows of each."""
+    beams: _builtins.int
+    def __init__(
+        self,
+        *,
+        steps: _builtins.int = ...,
+        beams: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beams", b"beams", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BeamShape: _TypeAlias = BeamShape  # noqa: Y015
+
+@_typing.final
+class DynamicShape(_message.Message):
+    """A tree that grows where its values are greatest."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    K_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    k: _builtins.int
+    """k is the number of rows of a level that get children, and of the children of each."""
+    steps: _builtins.int
+    """steps is the number of levels."""
+    total: _builtins.int
+    """total is the number of guesses that stay."""
+    def __init__(
+        self,
+        *,
+        k: _builtins.int = ...,
+        steps: _builtins.int = ...,
+        total: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["k", b"k", "steps", b"steps", "total", b"total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DynamicShape: _TypeAlias = DynamicShape  # noqa: Y015

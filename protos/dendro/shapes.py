@@ -1,0 +1,225 @@
+"""Shapes: how a draft tree may grow. A shape is a value and a text; growing trees is the drafter's work.
+
+>>> [str(TreeShape.parse(text)) for text in ("off", "3,2,1", "nodes(2,1)", "beam(4,3)", "dynamic(6,5,24)")]
+['off', '(3,2,1)', 'nodes(2,1)', 'beam(4,3)', 'dynamic(6,5,24)']
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+MAX_ROWS = 64
+"""One ancestor word holds 64 rows: the root and 63 guesses."""
+MAX_K = 16
+"""The greatest k of a dynamic tree: a level has up to its square of candidates."""
+HOW = "write off, (1,1,1,1), (3,2,2,1,1), nodes(2,1), beam(4,3) or dynamic(6,5,24)"
+
+
+class TreeShape(ABC):
+    """How a tree may grow. Raises ValueError at its birth where no tree of MAX_ROWS rows could."""
+
+    @property
+    @abstractmethod
+    def depth(self) -> int:
+        """The greatest number of steps below the root."""
+
+    @property
+    @abstractmethod
+    def rows(self) -> int:
+        """The most rows of a tree of this shape, the root among them."""
+
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """The most children that one row may get: so many ordered candidates a drafter needs of it."""
+
+    @property
+    def off(self) -> bool:
+        return self.rows == 1
+
+    @classmethod
+    def parse(cls, text: str) -> TreeShape:
+        """Read `off`, `(3,2,2,1,1)`, `3,2,2,1,1`, `nodes(...)`, `beam(...)` or `dynamic(...)`."""
+        bare = text.replace(" ", "")
+        if bare == "off":
+            return OFF
+        found = re.fullmatch(r"([a-z]*)\((\d+(?:,\d+)*),?\)|(\d+(?:,\d+)*),?", bare)
+        if found is None:
+            raise ValueError(f"shape: {text!r} is not a shape; {HOW}")
+        kind, numbers = found[1] or "", tuple(int(number) for number in (found[2] or found[3]).split(","))
+        match kind, numbers:
+            case "", _:
+                return LevelShape(numbers)
+            case "nodes", _:
+                return NodeShape(numbers)
+            case "beam", (steps, beams):
+                return BeamShape(steps, beams)
+            case "dynamic", (k, depth, total):
+                return DynamicShape(k, depth, total)
+        raise ValueError(f"shape: {text!r} is not a shape; {HOW}")
+
+    def _check_rows(self) -> None:
+        if self.rows > MAX_ROWS:
+            raise ValueError(f"shape: {self} has {self.rows - 1} guesses; a tree holds at most {MAX_ROWS - 1}")
+
+
+@dataclass(frozen=True)
+class LevelShape(TreeShape):
+    """Every row of level i has `widths[i]` children; no widths is `off`.
+
+    >>> str(LevelShape((3, 2, 2, 1, 1))), str(LevelShape(())), LevelShape((3, 2, 2, 1, 1)).rows
+    ('(3,2,2,1,1)', 'off', 46)
+    """
+
+    widths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if any(width < 1 for width in self.widths):
+            raise ValueError(f"shape: every width must be at least 1, got {self.widths}")
+        self._check_rows()
+
+    def __str__(self) -> str:
+        return f"({','.join(map(str, self.widths))})" if self.widths else "off"
+
+    @property
+    def depth(self) -> int:
+        return len(self.widths)
+
+    @cached_property
+    def levels(self) -> tuple[int, ...]:
+        """Guesses of each level, without the root: (3,2,1) has 3, 6 and 6."""
+        return tuple(prod(self.widths[: level + 1]) for level in range(self.depth))
+
+    @property
+    def rows(self) -> int:
+        return 1 + sum(self.levels)
+
+    @property
+    def width(self) -> int:
+        return max(self.widths, default=0)
+
+
+@dataclass(frozen=True)
+class NodeShape(TreeShape):
+    """Any static tree: row i has `children[i]` children; rows are numbered level by level, a row's children side by
+    side, and rows past the last number have none (Sequoia's trees, ALGORITHMS 4.5).
+
+    >>> NodeShape((2, 1)).rows, NodeShape((2, 1)).depth, NodeShape((1, 2, 0, 1)).levels
+    (4, 2, (1, 2, 1))
+    """
+
+    children: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.children or self.children[-1] < 1 or min(self.children) < 0:
+            raise ValueError(f"shape: {self} must name at least one child, and end with a row that has some")
+        self._check_rows()
+        rows = 1
+        for row, count in enumerate(self.children):
+            if row >= rows:
+                raise ValueError(f"shape: {self} gives children to row {row}, which is nobody's child")
+            rows += count
+
+    def __str__(self) -> str:
+        return f"nodes({','.join(map(str, self.children))})"
+
+    @cached_property
+    def levels(self) -> tuple[int, ...]:
+        """Guesses of each level, without the root."""
+        levels, start, stop = [], 0, 1
+        while below := sum(self.children[start:stop]):
+            levels.append(below)
+            start, stop = stop, stop + below
+        return tuple(levels)
+
+    @property
+    def depth(self) -> int:
+        return len(self.levels)
+
+    @property
+    def rows(self) -> int:
+        return 1 + sum(self.children)
+
+    @property
+    def width(self) -> int:
+        return max(self.children)
+
+
+@dataclass(frozen=True)
+class BeamShape(TreeShape):
+    """A beam search that keeps every token it took: `steps` levels of the `beams` likeliest paths (STree, Table 1).
+
+    >>> str(BeamShape(4, 3)), BeamShape(4, 3).rows
+    ('beam(4,3)', 13)
+    """
+
+    steps: int
+    beams: int
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.beams < 1:
+            raise ValueError(f"shape: {self} needs at least one step and one beam")
+        self._check_rows()
+
+    def __str__(self) -> str:
+        return f"beam({self.steps},{self.beams})"
+
+    @property
+    def depth(self) -> int:
+        return self.steps
+
+    @property
+    def rows(self) -> int:
+        return 1 + self.steps * self.beams
+
+    @property
+    def width(self) -> int:
+        return self.beams
+
+
+@dataclass(frozen=True)
+class DynamicShape(TreeShape):
+    """EAGLE-2's tree: at each of `depth` levels the `k` rows of greatest value get `k` children each, and the `total`
+    guesses of greatest value stay (ALGORITHMS 4.1).
+
+    >>> str(DynamicShape(6, 5, 24)), DynamicShape(6, 5, 24).rows, DynamicShape(6, 5, 24).candidates
+    ('dynamic(6,5,24)', 25, 150)
+    """
+
+    k: int
+    steps: int
+    total: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.k <= MAX_K or not 1 <= self.steps < MAX_ROWS:
+            raise ValueError(f"shape: {self} must have k in 1 to {MAX_K} and depth in 1 to {MAX_ROWS - 1}")
+        if not self.steps <= self.total <= self.candidates:
+            raise ValueError(f"shape: {self} must keep {self.steps} to {self.candidates} guesses")
+        self._check_rows()
+
+    def __str__(self) -> str:
+        return f"dynamic({self.k},{self.steps},{self.total})"
+
+    @property
+    def depth(self) -> int:
+        return self.steps
+
+    @property
+    def candidates(self) -> int:
+        """Guesses among which `total` are chosen."""
+        return self.k + (self.steps - 1) * self.k**2
+
+    @property
+    def rows(self) -> int:
+        return 1 + self.total
+
+    @property
+    def width(self) -> int:
+        return self.k
+
+
+OFF = LevelShape(())
