@@ -595,8 +595,16 @@ def _check_verdict(verdict: Verdict, tree: DraftTree) -> None:
 class DrafterHandle:
     """A request's drafter. `draft` gives a tree in time, or the root alone; it never raises for a drafter's fault."""
 
-    def __init__(self, pool: Pool[DrafterPeer], pace: Pace, verifier: VerifierHandle, longest_s: float = 0.5) -> None:
-        """`longest_s` bounds every wait for a draft; the verifier's limits are those that a tree must keep."""
+    def __init__(
+        self,
+        pool: Pool[DrafterPeer],
+        pace: Pace,
+        verifier: VerifierHandle,
+        longest_s: float = 0.5,
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """`longest_s` bounds every wait for a draft; the verifier's limits are those that a tree must keep. `wanted`
+        says whether trees are still worth it when the text is about to be opened."""
         self.clock = Clock()
         self.fallbacks: Counter[str] = Counter()  # rounds without the tree that was asked for, by reason
         self.leases = 0
@@ -606,6 +614,7 @@ class DrafterHandle:
         self._pace = pace
         self._verifier = verifier
         self._longest_s = longest_s
+        self._wanted = wanted
         self._seat: Seat[DrafterPeer] | None = None
         self._tried: Seat[DrafterPeer] | None = None
         self._idle = 0
@@ -629,6 +638,9 @@ class DrafterHandle:
             return DraftTree.root_only(text.root)
         self._idle = 0
         if self._opening is None:
+            await self._verifier_greets()  # by then it shows how many requests came with this one
+            if not self._wanted():
+                return self._without(text, "unwanted")
             self._begin(text)
             await self._wait_first()
         reason = self._unfit(text, shape)
@@ -721,18 +733,25 @@ class DrafterHandle:
         if target is not None and (tree.tokens >= target.vocabulary).any():
             raise BadRequest("tree.tokens", f"past the target's vocabulary of {target.vocabulary}")
 
-    async def _wait_first(self) -> None:
-        """The first round waits for the drafter no longer than for the verifier's own opening; a later one that is the
-        first to want a tree does not wait."""
+    async def _verifier_greets(self) -> None:
+        """Until a verifier is leased, or none was in time."""
         verifier = asyncio.ensure_future(self._verifier.ready())
         greeted = asyncio.ensure_future(self._verifier.greeted.wait())
         try:
             await asyncio.wait({verifier, greeted}, return_when=asyncio.FIRST_COMPLETED)
-            if self._seat is None and self._opening is not None:
-                await asyncio.wait({self._opening, verifier}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             verifier.cancel()
             greeted.cancel()
+
+    async def _wait_first(self) -> None:
+        """The first round waits for the drafter no longer than for the verifier's own opening; a later one that is the
+        first to want a tree does not wait."""
+        if self._seat is None and self._opening is not None:
+            verifier = asyncio.ensure_future(self._verifier.ready())
+            try:
+                await asyncio.wait({self._opening, verifier}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                verifier.cancel()
 
     def _without(self, text: Text, reason: str, wall_s: float = 0.0) -> DraftTree:
         """The round's plain decoding, at the cost that the drafter made."""

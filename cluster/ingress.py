@@ -12,7 +12,7 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, cast
@@ -80,7 +80,7 @@ class Places(Protocol):
     """Where texts can be opened. Taking a handle waits for nothing; a verifier's sends the text at once, a drafter's
     when a tree is wanted."""
 
-    def drafter(self, target: str, text: Text) -> DrafterHandle: ...
+    def drafter(self, target: str, text: Text, wanted: Callable[[], bool]) -> DrafterHandle: ...
     def verifier(self, target: str, text: Text) -> VerifierHandle: ...
 
 
@@ -286,7 +286,9 @@ class Ingress:
         """The loop, between taking and giving back the leases. Fills in what `complete` says of it."""
         before = len(job.prompt)
         verifier = self._places.verifier(job.served.name, text)
-        drafter = self._places.drafter(job.served.name, text)
+        experience = self._experience[job.served.name]
+        fixed = isinstance(job.policy, Static)
+        drafter = self._places.drafter(job.served.name, text, lambda: fixed or experience.guesses)
         first_s = last_s = 0.0
         first_tokens = 0
         try:

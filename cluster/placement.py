@@ -165,14 +165,16 @@ class Places:
         self._verifiers[text] = handle
         return handle
 
-    def drafter(self, target: str, text: Text) -> DrafterHandle | NoDrafter:
+    def drafter(self, target: str, text: Text, wanted: Callable[[], bool]) -> DrafterHandle | NoDrafter:
         """A drafter for a text whose verifier was asked for before: the two have to fit. None is leased before a tree
-        is wanted."""
+        is wanted, by `wanted` too."""
         names = self._config.drafters_of(target)
         if not names:
             return NoDrafter()
         longest_s = self._config.router.draft_timeout_ms / 1e3
-        return DrafterHandle(self._drafters[names[0]], self._pace(target), self._verifiers[text], longest_s=longest_s)
+        return DrafterHandle(
+            self._drafters[names[0]], self._pace(target), self._verifiers[text], longest_s=longest_s, wanted=wanted
+        )
 
     def _pace(self, target: str) -> Pace:
         drafter = next(iter(self._config.drafters_of(target)), "")

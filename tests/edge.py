@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from dendro.calls import Opened
 from dendro.errors import PeerLost
@@ -123,7 +123,7 @@ class FakePlaces:
         if len(self.closed) % 2 == 0:
             self.all_closed.set()
 
-    def drafter(self, target: str, text: Text) -> FakeDrafter:
+    def drafter(self, target: str, text: Text, wanted: Callable[[], bool]) -> FakeDrafter:
         return FakeDrafter(self, text)
 
     def verifier(self, target: str, text: Text) -> FakeVerifier:

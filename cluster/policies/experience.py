@@ -257,6 +257,12 @@ class Experience:
         house = self.costs.house
         return house if self.requests > 1 and (not self.fixed or house.gain is not None) else None
 
+    @property
+    def guesses(self) -> bool:
+        """Whether a text that picks its own shapes may want trees, with as many beside it as there are."""
+        house = self.house
+        return house is None or house.guessing
+
     @contextlib.contextmanager
     def running(self, fixed: bool = False) -> Iterator[Place]:
         """While a request runs, it counts."""

@@ -43,11 +43,11 @@ class Ran:
         return len(self.lengths) - self.drafter.fallbacks["opening"]
 
 
-async def run(text, drafters, verifiers, policy=None, pace=None, each=None, **options) -> Ran:
+async def run(text, drafters, verifiers, policy=None, pace=None, each=None, wanted=lambda: True, **options) -> Ran:
     """The loop over handles of our own; `each` is called after every round with its number."""
     pace = pace or Pace()
     verifier = VerifierHandle(text, verifiers, pace, **options)
-    drafter = DrafterHandle(drafters, pace, verifier)
+    drafter = DrafterHandle(drafters, pace, verifier, wanted=wanted)
     lengths: list[int] = []
     try:
         async for verdict in rounds(text, drafter, verifier, policy or Static(CHAIN)):
@@ -78,6 +78,7 @@ def is_plain(ran: Ran) -> bool:
 async def test_near_and_far_give_the_plain_answer(sampling, shape):
     for near in (True, False):
         drafter, verifier = FakeDrafter(), FakeVerifier()
+        verifier.open_pause_s = 0.05  # in which a drafter is leased and opened, as it is leased second
         text = new_text(sampling=sampling)
         policy = Static(TreeShape.parse(shape))
         if near:
@@ -101,6 +102,29 @@ async def test_a_frame_carries_the_calls_of_many_requests():
         assert all(map(is_plain, ran))
         assert len({id(await verifiers.streams.to(verifiers.addresses[0]))}) == 1
         assert stream.calls > 2 * stream.frames
+
+
+async def test_a_text_whose_trees_are_no_longer_wanted_when_a_verifier_is_leased_opens_no_drafter():
+    company = 1
+
+    async def crowd(round_number: int) -> None:
+        nonlocal company
+        company = 32 if round_number < 5 else 1
+
+    drafter = FakeDrafter()
+    async with pair(drafter, FakeVerifier()) as (drafters, verifiers):
+        verifier_leased = verifiers.lease
+
+        async def lease():  # the others come while this one waits for its verifier
+            nonlocal company
+            company = 32
+            return await verifier_leased()
+
+        verifiers.lease = lease
+        ran = await run(new_text(), drafters, verifiers, each=crowd, wanted=lambda: company == 1)
+    assert is_plain(ran)
+    assert ran.drafter.fallbacks["unwanted"] == 5 and ran.lengths[:5] == [1] * 5
+    assert ran.drafter.leases == 1 and max(ran.lengths) > 1, "and one when they are again"
 
 
 async def test_the_clock_splits_a_round():
@@ -285,7 +309,9 @@ async def test_a_drafter_whose_process_dies_costs_the_speculation_and_a_later_le
             drafters.addresses = [other]
 
     try:
-        async with verifier_at(FakeVerifier(pause_s=0.005)) as (_, verifiers):
+        verifier = FakeVerifier(pause_s=0.005)
+        verifier.open_pause_s = 1.0  # the first round finds the drafter open
+        async with verifier_at(verifier) as (_, verifiers):
             ran = await run(new_text(count=400), drafters, verifiers, each=kill)
     finally:
         await drafters.streams.close()
