@@ -33,6 +33,8 @@ LEARNING_ROUNDS = 16.0
 SETTLING_ROUNDS = 4.0
 """Rounds after a change of sides that are of both: drafters are opened in them, and late drafts come in."""
 TURN_ROUNDS = 8.0
+CROWD = 4
+"""Texts from which on a turn is half as long: it has the rounds of all of them."""
 TURNS = 6
 """Of a trial, the two sides one after the other: what else the machine does meanwhile befalls both."""
 FIRST_REST, LONGEST_REST = 512.0, 8192.0
@@ -139,8 +141,10 @@ class Side:
 
     @property
     def rate(self) -> float:
-        """Tokens per microsecond of the whole house. Of the times the median: a hiccup means nothing for the choice."""
-        return fmean(self.tokens) / max(median(self.shares_us), 1e-9)
+        """Tokens per microsecond of the whole house. A hiccup means nothing for the choice; but late drafts and full
+        steps, which the median would pass over, do."""
+        longest_us = OUTLIER * median(self.shares_us)
+        return sum(self.tokens) / max(sum(min(share_us, longest_us) for share_us in self.shares_us), 1e-9)
 
 
 @dataclass(slots=True)
@@ -161,13 +165,15 @@ class House:
     def learn(self, tokens: int, took_us: float, texts: int, disturbed: bool = False) -> None:
         """Take in one of its rounds, which took so long with all its waits, while so many texts ran. A round is
         disturbed by the prompt of another text, which takes longer than any guess and says nothing of them."""
+        if texts >= CROWD and self.rounds < -LEARNING_ROUNDS / 2:
+            self.rounds = -LEARNING_ROUNDS / 2
         before, self.rounds = self.rounds, self.rounds + (DISTURBED if disturbed and self.rounds >= 0 else 1) / texts
         if before < 0:
             return
         if self.turns and not disturbed:
             self._sides[-1].tokens.append(tokens)
             self._sides[-1].shares_us.append(took_us / texts)
-        if self.rounds >= self.until:
+        if self.rounds >= (self.until / 2 if self.turns and texts >= CROWD else self.until):
             self._next()
 
     def repays(self, tokens: float) -> bool:

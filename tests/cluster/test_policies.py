@@ -305,6 +305,27 @@ def test_a_prompt_that_slows_the_rounds_of_one_side_does_not_decide_for_a_house(
     assert house.settled is not judged
 
 
+def test_rounds_that_often_wait_for_late_drafts_count_as_what_they_take():
+    """One in three: the median of the rounds with guesses would give them a third more tokens a second than off has."""
+    house = House()
+    for place in range(110):
+        took_us = 30_000 if not house.guessing else 130_000 if place % 3 == 0 else 44_000
+        house.learn(2 if house.guessing else 1, took_us, 1)
+    assert house.settled is False
+
+
+def test_a_crowd_is_done_with_a_trial_in_two_thirds_of_the_rounds():
+    def rounds_until_settled(texts: int) -> int:
+        house, rounds = House(), 0
+        while house.settled is None:
+            rounds += 1
+            for _ in range(texts):
+                house.learn(2 if house.guessing else 1, 50_000 if house.guessing else 30_000, texts)
+        return rounds
+
+    assert rounds_until_settled(16) <= 2 / 3 * rounds_until_settled(2)
+
+
 def test_a_house_that_always_takes_in_a_prompt_is_not_caught_in_a_trial():
     house, off = House(), 0
     for _ in range(1000):
