@@ -33,6 +33,8 @@ LEARNING_ROUNDS = 16.0
 SETTLING_ROUNDS = 4.0
 """Rounds after a change of sides that are of both: drafters are opened in them, and late drafts come in."""
 TURN_ROUNDS = 8.0
+COMPANY_US = 200_000.0
+"""How long those that were here are reckoned with: longer than a crowd of clients takes to come back."""
 CROWD = 4
 """Texts from which on a turn is half as long: it has the rounds of all of them."""
 TURNS = 6
@@ -247,21 +249,23 @@ class Experience:
     is empty."""
 
     requests: int = 0  # that run now
+    company: float = 0.0  # how many may be expected to: those that ran of late, where there are fewer now
     fixed: int = 0  # of them, those whose shape the client chose
     opening: int = 0  # and those whose text is not open yet
     _by_load: defaultdict[int, Costs] = field(default_factory=lambda: defaultdict(Costs))
 
     @property
     def costs(self) -> Costs:
-        """Those of the present load."""
-        return self._by_load[load_class(self.requests)]
+        """Those of the load that a text may expect. Where many are answered at once, as many often come at once, and
+        the first of them is not alone for long."""
+        return self._by_load[load_class(round(self.company))]
 
     @property
     def house(self) -> House | None:
         """Those that run now; None where each decides for itself: a text that is alone, and one in company whose shapes
         clients have fixed, until this load is known otherwise."""
         house = self.costs.house
-        return house if self.requests > 1 and (not self.fixed or house.gain is not None) else None
+        return house if round(self.company) > 1 and (not self.fixed or house.gain is not None) else None
 
     @property
     def guesses(self) -> bool:
@@ -273,6 +277,7 @@ class Experience:
     def running(self, fixed: bool = False) -> Iterator[Place]:
         """While a request runs, it counts."""
         self.requests += 1
+        self.company = max(self.company, self.requests)
         self.fixed += fixed
         place = Place(self)
         try:
@@ -288,7 +293,7 @@ class Experience:
         A round costs its share of a draft that it had in common with other texts. Of steps, only how long they take
         with so many rows is learned: what others guess in them is not this arm's doing.
         """
-        costs = self.costs
+        costs = self._by_load[load_class(self.requests)]
         if not shape.off:
             costs.draft.setdefault(shape, Cost()).learn(tree.draft_us / tree.texts)
         if costs.tried.total():  # the very first pays for cold memory
@@ -302,12 +307,13 @@ class Experience:
     ) -> None:
         """Take in how long a round took, all told. What its peers were not busy with it, and had it not queued, was on
         its way: its share of that is its hops'."""
-        costs = self.costs
+        costs = self._by_load[load_class(self.requests)]
         busy_us = tree.draft_us + verdict.verify_us + verdict.queue_us
         hops_us = max(took_us - busy_us, 0.0) / verdict.texts
         costs.hop.learn(hops_us / (1 if shape.off else 2))
-        if self.requests > 1 and not self.fixed:
+        if self.requests > 1 and not self.fixed and costs is self.costs:
             costs.house.learn(verdict.length, took_us, self.requests, disturbed)
+        self.company += (self.requests - self.company) * min(took_us / max(self.requests, 1) / COMPANY_US, 1.0)
 
     def round_us(self, shape: TreeShape) -> float | None:
         """The predicted time of a round with this shape, its share of what it has in common with others; None until

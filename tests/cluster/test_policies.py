@@ -263,6 +263,16 @@ def test_what_a_house_gave_up_under_load_leaves_a_lone_text_its_own_choice():
     assert Counter(shape.off for shape in alone.chosen)[False] > 50
 
 
+def test_the_first_of_a_crowd_that_comes_back_is_not_taken_for_alone_but_one_that_stays_alone_is():
+    experience = Experience()
+    Crowd(experience, off_us=30_000, tree_us=70_000).answer(100)
+    with experience.running():
+        assert experience.house is not None and not experience.guesses
+        for _ in range(25):  # of 30 ms
+            experience.learn_time(OFF, tree(1), verdict(1), 30_000)
+        assert experience.house is None and experience.guesses
+
+
 def test_a_house_changes_its_mind_when_the_side_that_lost_has_become_the_better():
     experience = Experience()
     Crowd(experience, off_us=30_000, tree_us=70_000).answer(100)
