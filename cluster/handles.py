@@ -18,6 +18,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar, cast
 
@@ -592,6 +593,19 @@ def _check_verdict(verdict: Verdict, tree: DraftTree) -> None:
             raise EngineFailed(f"verifier: its verdict's path {verdict.path} is none of the tree")
 
 
+class Company(Protocol):
+    """The requests that run beside one, as far as its drafter is concerned."""
+
+    @property
+    def guesses(self) -> bool:
+        """Whether trees are still worth it, when a text is about to be opened for them."""
+        ...
+
+    def opening(self) -> AbstractContextManager[None]:
+        """While a drafter processes the text."""
+        ...
+
+
 class DrafterHandle:
     """A request's drafter. `draft` gives a tree in time, or the root alone; it never raises for a drafter's fault."""
 
@@ -601,10 +615,10 @@ class DrafterHandle:
         pace: Pace,
         verifier: VerifierHandle,
         longest_s: float = 0.5,
-        wanted: Callable[[], bool] = lambda: True,
+        company: Company | None = None,
     ) -> None:
-        """`longest_s` bounds every wait for a draft; the verifier's limits are those that a tree must keep. `wanted`
-        says whether trees are still worth it when the text is about to be opened."""
+        """`longest_s` bounds every wait for a draft; the verifier's limits are those that a tree must keep. Without
+        `company` a tree that is asked for is wanted."""
         self.clock = Clock()
         self.fallbacks: Counter[str] = Counter()  # rounds without the tree that was asked for, by reason
         self.leases = 0
@@ -614,7 +628,7 @@ class DrafterHandle:
         self._pace = pace
         self._verifier = verifier
         self._longest_s = longest_s
-        self._wanted = wanted
+        self._company = company
         self._seat: Seat[DrafterPeer] | None = None
         self._tried: Seat[DrafterPeer] | None = None
         self._idle = 0
@@ -639,7 +653,7 @@ class DrafterHandle:
         self._idle = 0
         if self._opening is None:
             await self._verifier_greets()  # by then it shows how many requests came with this one
-            if not self._wanted():
+            if self._company is not None and not self._company.guesses:
                 return self._without(text, "unwanted")
             self._begin(text)
             await self._wait_first()
@@ -796,6 +810,10 @@ class DrafterHandle:
 
     async def _settle(self, text: Text, old: Seat[DrafterPeer] | None = None) -> None:
         """Open the text at a drafter, once; the next round that wants a tree tries again."""
+        with self._company.opening() if self._company is not None else contextlib.nullcontext():
+            await self._open(text, old)
+
+    async def _open(self, text: Text, old: Seat[DrafterPeer] | None) -> None:
         try:
             if old is not None:
                 leased = old.leased

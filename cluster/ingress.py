@@ -12,7 +12,7 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, cast
@@ -80,7 +80,7 @@ class Places(Protocol):
     """Where texts can be opened. Taking a handle waits for nothing; a verifier's sends the text at once, a drafter's
     when a tree is wanted."""
 
-    def drafter(self, target: str, text: Text, wanted: Callable[[], bool]) -> DrafterHandle: ...
+    def drafter(self, target: str, text: Text, company: Place) -> DrafterHandle: ...
     def verifier(self, target: str, text: Text) -> VerifierHandle: ...
 
 
@@ -129,7 +129,7 @@ class Tally:
     def __init__(self, policy: Policy, experience: Experience, place: Place) -> None:
         self._policy = policy
         self._experience = experience
-        self._place = place
+        self.place = place
         self._began_s = 0.0
         self._disturbed = False
         self.shape: TreeShape = OFF  # of the round that runs
@@ -147,7 +147,7 @@ class Tally:
 
     def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:
         self._policy.learn(shape, tree, verdict)
-        self._place.begun()
+        self.place.begun()
         if sum(self.pulls.values()) > 1:  # the first round waits for its text to be opened
             disturbed = self._disturbed or self._experience.opening > 0
             self._experience.learn_time(shape, tree, verdict, 1e6 * (time.monotonic() - self._began_s), disturbed)
@@ -286,9 +286,7 @@ class Ingress:
         """The loop, between taking and giving back the leases. Fills in what `complete` says of it."""
         before = len(job.prompt)
         verifier = self._places.verifier(job.served.name, text)
-        experience = self._experience[job.served.name]
-        fixed = isinstance(job.policy, Static)
-        drafter = self._places.drafter(job.served.name, text, lambda: fixed or experience.guesses)
+        drafter = self._places.drafter(job.served.name, text, tally.place)
         first_s = last_s = 0.0
         first_tokens = 0
         try:

@@ -21,6 +21,7 @@ from cluster.config import Config
 from cluster.handles import (
     DRAFTER,
     VERIFIER,
+    Company,
     DrafterHandle,
     FarDrafter,
     FarVerifier,
@@ -165,15 +166,15 @@ class Places:
         self._verifiers[text] = handle
         return handle
 
-    def drafter(self, target: str, text: Text, wanted: Callable[[], bool]) -> DrafterHandle | NoDrafter:
+    def drafter(self, target: str, text: Text, company: Company) -> DrafterHandle | NoDrafter:
         """A drafter for a text whose verifier was asked for before: the two have to fit. None is leased before a tree
-        is wanted, by `wanted` too."""
+        is wanted, and its company guesses."""
         names = self._config.drafters_of(target)
         if not names:
             return NoDrafter()
         longest_s = self._config.router.draft_timeout_ms / 1e3
         return DrafterHandle(
-            self._drafters[names[0]], self._pace(target), self._verifiers[text], longest_s=longest_s, wanted=wanted
+            self._drafters[names[0]], self._pace(target), self._verifiers[text], longest_s=longest_s, company=company
         )
 
     def _pace(self, target: str) -> Pace:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from dendro.calls import Opened
 from dendro.errors import PeerLost
@@ -14,6 +14,7 @@ from dendro.tree import DraftTree, full_tree
 
 from cluster.config import Config
 from cluster.ingress import Ingress, Served
+from cluster.policies import Place
 from cluster.sessions import MemorySessions, Sessions
 
 VOCABULARY = 300
@@ -123,7 +124,7 @@ class FakePlaces:
         if len(self.closed) % 2 == 0:
             self.all_closed.set()
 
-    def drafter(self, target: str, text: Text, wanted: Callable[[], bool]) -> FakeDrafter:
+    def drafter(self, target: str, text: Text, company: Place) -> FakeDrafter:
         return FakeDrafter(self, text)
 
     def verifier(self, target: str, text: Text) -> FakeVerifier:

@@ -169,7 +169,7 @@ class House:
         disturbed by the prompt of another text, which takes longer than any guess and says nothing of them."""
         if texts >= CROWD and self.rounds < -LEARNING_ROUNDS / 2:
             self.rounds = -LEARNING_ROUNDS / 2
-        before, self.rounds = self.rounds, self.rounds + (DISTURBED if disturbed and self.rounds >= 0 else 1) / texts
+        before, self.rounds = self.rounds, self.rounds + (DISTURBED if disturbed else 1) / texts
         if before < 0:
             return
         if self.turns and not disturbed:
@@ -195,21 +195,24 @@ class House:
             self._sides.append(Side())
             self._turn(not self.guessing, TURN_ROUNDS)
             return
-        self._compare()
-        better = self.gain is None or self.gain >= GUESSING_MARGIN
+        better = self._compare()
         self.rest = min(2 * self.rest, LONGEST_REST) if better is self.settled else FIRST_REST
         self.settled = better
         self._turn(better, self.rest)
 
-    def _compare(self) -> None:
-        """Each turn with the one after it, which the machine was alike to; of these, the median."""
+    def _compare(self) -> bool:
+        """Whether guesses are better: each turn beside the one after it, which the machine was alike to; of these, the
+        median. Where drafters were opened for as long as they were wanted, they are not."""
         last, before = self._sides[1::2], self._sides[::2]  # a trial ends on the side that is tried now
-        pairs = zip(*((last, before) if self.guessing else (before, last)), strict=True)
+        pairs = list(zip(*((last, before) if self.guessing else (before, last)), strict=True))
         found = [(guessing, off) for guessing, off in pairs if guessing.tokens and off.tokens]
         if found:
             gain = median(guessing.rate / off.rate for guessing, off in found)
             self.gain = gain if self.gain is None else math.sqrt(self.gain * gain)
             self.usual = fmean(fmean(guessing.tokens) for guessing, _ in found)
+        if self.gain is None:
+            return not any(off.tokens for _, off in pairs)
+        return self.gain >= GUESSING_MARGIN
 
     def _turn(self, guessing: bool, until: float) -> None:
         self.rounds = -SETTLING_ROUNDS if guessing is not self.guessing else 0.0
@@ -230,12 +233,29 @@ class Costs:
 
 
 class Place:
-    """One of the requests that run: its text is being opened until `begun`."""
+    """One of the requests that run: its text is being opened until `begun`, and at a drafter while `opening`."""
 
-    def __init__(self, experience: Experience) -> None:
+    def __init__(self, experience: Experience, fixed: bool) -> None:
         self._experience = experience
+        self._fixed = fixed
         self._opening = True
         experience.opening += 1
+
+    @property
+    def guesses(self) -> bool:
+        """Whether this request may want trees, with as many beside it as there are: always where its client fixed the
+        shape."""
+        house = self._experience.house
+        return self._fixed or house is None or house.guessing
+
+    @contextlib.contextmanager
+    def opening(self) -> Iterator[None]:
+        """While a drafter processes its text, which takes from the rounds of all."""
+        self._experience.opening += 1
+        try:
+            yield
+        finally:
+            self._experience.opening -= 1
 
     def begun(self) -> None:
         """Its text is open. May be said again."""
@@ -251,7 +271,7 @@ class Experience:
     requests: int = 0  # that run now
     company: float = 0.0  # how many may be expected to: those that ran of late, where there are fewer now
     fixed: int = 0  # of them, those whose shape the client chose
-    opening: int = 0  # and those whose text is not open yet
+    opening: int = 0  # texts that a peer processes before their rounds
     _by_load: defaultdict[int, Costs] = field(default_factory=lambda: defaultdict(Costs))
 
     @property
@@ -267,19 +287,13 @@ class Experience:
         house = self.costs.house
         return house if round(self.company) > 1 and (not self.fixed or house.gain is not None) else None
 
-    @property
-    def guesses(self) -> bool:
-        """Whether a text that picks its own shapes may want trees, with as many beside it as there are."""
-        house = self.house
-        return house is None or house.guessing
-
     @contextlib.contextmanager
     def running(self, fixed: bool = False) -> Iterator[Place]:
         """While a request runs, it counts."""
         self.requests += 1
         self.company = max(self.company, self.requests)
         self.fixed += fixed
-        place = Place(self)
+        place = Place(self, fixed)
         try:
             yield place
         finally:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 import grpc.aio
@@ -43,11 +44,11 @@ class Ran:
         return len(self.lengths) - self.drafter.fallbacks["opening"]
 
 
-async def run(text, drafters, verifiers, policy=None, pace=None, each=None, wanted=lambda: True, **options) -> Ran:
+async def run(text, drafters, verifiers, policy=None, pace=None, each=None, company=None, **options) -> Ran:
     """The loop over handles of our own; `each` is called after every round with its number."""
     pace = pace or Pace()
     verifier = VerifierHandle(text, verifiers, pace, **options)
-    drafter = DrafterHandle(drafters, pace, verifier, wanted=wanted)
+    drafter = DrafterHandle(drafters, pace, verifier, company=company)
     lengths: list[int] = []
     try:
         async for verdict in rounds(text, drafter, verifier, policy or Static(CHAIN)):
@@ -104,27 +105,41 @@ async def test_a_frame_carries_the_calls_of_many_requests():
         assert stream.calls > 2 * stream.frames
 
 
-async def test_a_text_whose_trees_are_no_longer_wanted_when_a_verifier_is_leased_opens_no_drafter():
-    company = 1
+@dataclass
+class Crowd:
+    """Who runs beside a request."""
 
-    async def crowd(round_number: int) -> None:
-        nonlocal company
-        company = 32 if round_number < 5 else 1
+    guesses: bool = True
+    openings: int = 0
+    open: bool = False
+
+    @contextmanager
+    def opening(self) -> Iterator[None]:
+        self.openings, self.open = self.openings + 1, True
+        yield
+        self.open = False
+
+
+async def test_a_text_whose_trees_are_no_longer_wanted_when_a_verifier_is_leased_opens_no_drafter():
+    company = Crowd()
+
+    async def come_and_go(round_number: int) -> None:
+        company.guesses = round_number >= 5
 
     drafter = FakeDrafter()
     async with pair(drafter, FakeVerifier()) as (drafters, verifiers):
         verifier_leased = verifiers.lease
 
         async def lease():  # the others come while this one waits for its verifier
-            nonlocal company
-            company = 32
+            company.guesses = False
             return await verifier_leased()
 
         verifiers.lease = lease
-        ran = await run(new_text(), drafters, verifiers, each=crowd, wanted=lambda: company == 1)
+        ran = await run(new_text(), drafters, verifiers, each=come_and_go, company=company)
     assert is_plain(ran)
     assert ran.drafter.fallbacks["unwanted"] == 5 and ran.lengths[:5] == [1] * 5
     assert ran.drafter.leases == 1 and max(ran.lengths) > 1, "and one when they are again"
+    assert company.openings == 1 and not company.open
 
 
 async def test_the_clock_splits_a_round():

@@ -266,11 +266,13 @@ def test_what_a_house_gave_up_under_load_leaves_a_lone_text_its_own_choice():
 def test_the_first_of_a_crowd_that_comes_back_is_not_taken_for_alone_but_one_that_stays_alone_is():
     experience = Experience()
     Crowd(experience, off_us=30_000, tree_us=70_000).answer(100)
-    with experience.running():
-        assert experience.house is not None and not experience.guesses
+    with experience.running() as place:
+        assert experience.house is not None and not place.guesses
         for _ in range(25):  # of 30 ms
             experience.learn_time(OFF, tree(1), verdict(1), 30_000)
-        assert experience.house is None and experience.guesses
+        assert experience.house is None and place.guesses
+        with experience.running(fixed=True) as other:
+            assert other.guesses, "as its client asked for"
 
 
 def test_a_house_changes_its_mind_when_the_side_that_lost_has_become_the_better():
@@ -324,6 +326,13 @@ def test_rounds_that_often_wait_for_late_drafts_count_as_what_they_take():
     assert house.settled is False
 
 
+def test_a_house_whose_drafters_are_opened_as_long_as_they_are_wanted_does_without():
+    house = House()
+    while house.settled is None:
+        house.learn(2 if house.guessing else 1, 30_000, 16, disturbed=house.guessing)
+    assert house.settled is False
+
+
 def test_a_crowd_is_done_with_a_trial_in_two_thirds_of_the_rounds():
     def rounds_until_settled(texts: int) -> int:
         house, rounds = House(), 0
@@ -351,6 +360,9 @@ def test_a_request_disturbs_the_others_until_its_text_is_open_or_it_is_gone():
         first.begun()
         with experience.running():
             assert experience.opening == 1
+        assert experience.opening == 0
+        with first.opening():
+            assert experience.opening == 1, "a drafter's work on a text is felt by all"
         assert experience.opening == 0
 
 

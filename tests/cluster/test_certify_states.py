@@ -1,0 +1,32 @@
+"""`dendro certify` on targets with states: all that a user sees kept of the demo's Mamba-2 is kept of a hybrid too."""
+
+import shutil
+
+import pytest
+from rich.progress import Progress
+from tiny_hybrids import make_checkpoint
+
+from cluster.certify.command import Size, run_certify
+from cluster.config import DEMO_MODELS, pair_config
+
+SMALL = Size(
+    greedy_prompts=1, greedy_tokens=24, prompts=1, tokens=16, draws=4_000, far_draws=100, own_prompts=1, own_tokens=16
+)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["mamba2", "bamba"])
+async def test_every_promise_is_kept_of_a_target_with_states(family, tmp_path):
+    if family == "mamba2":
+        checkpoint = DEMO_MODELS / "target_mamba2"
+    else:
+        checkpoint = tmp_path / family
+        make_checkpoint(checkpoint, family, vocab_size=4096)
+        shutil.copy(DEMO_MODELS / "target" / "tokenizer.json", checkpoint)
+    config = pair_config(checkpoint, [DEMO_MODELS / "mamba2"])
+    with Progress(disable=True) as progress:
+        promises = await run_certify(config, "", True, SMALL, progress)
+    assert len(promises) == 5
+    for promise in promises:
+        assert promise.kept is True, (promise.promise, promise.broken)
+    assert any("bitwise" in line for promise in promises for line in promise.found)
