@@ -33,7 +33,7 @@ LEARNING_ROUNDS = 16.0
 SETTLING_ROUNDS = 4.0
 """Rounds after a change of sides that are of both: drafters are opened in them, and late drafts come in."""
 TURN_ROUNDS = 8.0
-COMPANY_US = 200_000.0
+COMPANY_US = 500_000.0
 """How long those that were here are reckoned with: longer than a crowd of clients takes to come back."""
 CROWD = 4
 """Texts from which on a turn is half as long: it has the rounds of all of them."""

@@ -268,7 +268,7 @@ def test_the_first_of_a_crowd_that_comes_back_is_not_taken_for_alone_but_one_tha
     Crowd(experience, off_us=30_000, tree_us=70_000).answer(100)
     with experience.running() as place:
         assert experience.house is not None and not place.guesses
-        for _ in range(25):  # of 30 ms
+        for _ in range(60):  # of 30 ms
             experience.learn_time(OFF, tree(1), verdict(1), 30_000)
         assert experience.house is None and place.guesses
         with experience.running(fixed=True) as other:
