@@ -446,6 +446,9 @@ async def test_the_trace_ranks_each_token_of_the_text_since_the_last_tree(path, 
                 order = drafter_order(scores, Warp(), None, CANDIDATES)[0].tolist()
                 token = client.ids[before + index]
                 assert rank == (order.index(token) if token in order else CANDIDATES)
+        tree = await client.draft(WIDE)  # its plan has twelve candidates
+        client.text.extend([int(tree.tokens[10]), 0])
+        assert (await client.draft(TREE)).trace[0] == CANDIDATES
         await client.close()
 
 
