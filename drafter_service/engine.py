@@ -24,6 +24,7 @@ from dendro.state import StateStore
 from dendro.tree import DraftTree
 from tree_layers.states import SlotPool
 
+from drafter_service.grow import most_processed
 from drafter_service.models import load_model
 from drafter_service.runner import Runner
 from drafter_service.scheduler import Answer, Consumed, Plan, Ready, Scheduler
@@ -165,7 +166,7 @@ class DrafterEngine:
             exactness="",
             pid=os.getpid(),
         )
-        runner = Runner(model, slots_for(max_sessions, max_rows), DTYPES[dtype], place)
+        runner = Runner(model, slots_for(max_sessions, max_rows, max_depth), DTYPES[dtype], place)
         return cls(hello, runner, states, max_sessions, prefill_chunk, threads)
 
     def start(self) -> None:
@@ -198,8 +199,9 @@ class DrafterEngine:
 
     def _fresh(self) -> tuple[SlotPool, Scheduler]:
         limits = self._hello
-        pool = SlotPool(slots_for(self._max_sessions, limits.max_rows))
-        return pool, Scheduler(limits.model, pool, self._max_sessions, TREES * limits.max_rows, self._chunk)
+        pool = SlotPool(slots_for(self._max_sessions, limits.max_rows, limits.max_depth))
+        trees = tree_slots(limits.max_rows, limits.max_depth)
+        return pool, Scheduler(limits.model, pool, self._max_sessions, trees, self._chunk)
 
     # -- the caller's side ---------------------------------------------------------------------------------------
 
@@ -355,6 +357,14 @@ class DrafterEngine:
         return False
 
 
-def slots_for(max_sessions: int, max_rows: int) -> int:
-    """Slots of a drafter: the empty memory, two per text (as opened, and up to date), and `TREES` full trees."""
-    return 1 + 2 * max_sessions + TREES * max_rows
+def tree_slots(max_rows: int, max_depth: int) -> int:
+    """Slots for the states of trees: `TREES` full ones, and no fewer than any one tree takes.
+
+    A dynamic tree processes rows that it drops again: dynamic(16,16,63) keeps 63 guesses and has processed 241 rows.
+    """
+    return max(TREES * max_rows, most_processed(max_rows, max_depth))
+
+
+def slots_for(max_sessions: int, max_rows: int, max_depth: int) -> int:
+    """Slots of a drafter: the empty memory, two per text (as opened, and up to date), and those of trees."""
+    return 1 + 2 * max_sessions + tree_slots(max_rows, max_depth)

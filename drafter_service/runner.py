@@ -11,7 +11,7 @@ from dendro.shelf import Arrays
 from dendro.text import Sampling
 from torch import Tensor
 from tree_kernels.noise import NoiseRows
-from tree_kernels.warp import Warp, drafter_order
+from tree_kernels.warp import Warp, drafter_ranking
 from tree_layers.states import States, as_slots
 
 from drafter_service.models import Model
@@ -93,14 +93,14 @@ class Runner:
         for row, law in enumerate(laws):
             groups.setdefault(law.warp, []).append(row)
         if len(groups) == 1:
-            ids, chances = _candidates(logits, laws[0].warp, self._noise(laws, range(len(laws)), plan), width)
-            return Outcome(ids.cpu().numpy(), chances.cpu().numpy())
+            ids, scores = _candidates(logits, laws[0].warp, self._noise(laws, range(len(laws)), plan), width)
+            return Outcome(ids.cpu().numpy(), scores.cpu().numpy())
         candidates = np.empty((len(laws), width), np.int64)
         found = np.empty((len(laws), width), np.float32)
         for warp, rows in groups.items():
             part = logits[torch.tensor(rows, device=self.device)]
-            ids, chances = _candidates(part, warp, self._noise(laws, rows, plan), width)
-            candidates[rows], found[rows] = ids.cpu().numpy(), chances.cpu().numpy()
+            ids, scores = _candidates(part, warp, self._noise(laws, rows, plan), width)
+            candidates[rows], found[rows] = ids.cpu().numpy(), scores.cpu().numpy()
         return Outcome(candidates, found)
 
     def _noise(self, laws: list[Law], rows: range | list[int], plan: Plan) -> Tensor | None:
@@ -115,7 +115,11 @@ class Runner:
 
 
 def _candidates(logits: Tensor, warp: Warp, noise: Tensor | None, width: int) -> tuple[Tensor, Tensor]:
-    """The best `width` ids of each row in order, and the logarithms of their chances under softmax(logits / T)."""
-    ids = drafter_order(logits, warp, noise, width)
-    scaled = logits if warp.greedy else logits / warp.temperature
-    return ids, scaled.gather(1, ids).sub_(scaled.logsumexp(1, keepdim=True))
+    """The best `width` ids of each row in order, and their scores.
+
+    The first guess may owe its place to the warp's masks and not to its score, which then counts as the greatest.
+    """
+    ranking = drafter_ranking(logits, warp, noise, width)
+    if warp.masks:
+        ranking.scores[:, 0] = ranking.scores.amax(1)
+    return ranking.ids, ranking.scores

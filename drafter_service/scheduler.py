@@ -16,14 +16,13 @@ from typing import Protocol
 import numpy as np
 from dendro.calls import CloseCall, DraftCall, OpenCall, PeerText, Terms, TextUpdate
 from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, Overloaded
-from dendro.shapes import LevelShape
+from dendro.shapes import TreeShape
 from dendro.tree import DraftTree, FloatArray, IntArray
 from tree_layers.states import ZERO_SLOT, SlotPool
 
-from drafter_service.grow import Growth, processed_rows, ranks
+from drafter_service.confidence import CANDIDATES, Calibration
+from drafter_service.grow import Growth, growth_of, processed_rows, ranks
 
-CANDIDATES = 8
-"""Ordered guesses per scored row: the longest rank that a trace tells apart."""
 CATCH_UP = 8
 """Tokens that an idle session may lag behind its text before it is worth a forward of its own."""
 PREFILL_EVERY = 4
@@ -67,7 +66,7 @@ class Outcome:
     """What a forward found, for each scored token."""
 
     candidates: IntArray  # [scored, width] best first
-    chances: FloatArray  # [scored, width] logarithms under the drafter's own law
+    scores: FloatArray  # [scored, width] what ordered them: logits / T plus noise, never increasing along a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +95,10 @@ class Round:
     """A draft call at work. Its tree grows once the chain through the root is planned."""
 
     ticket: Ticket | None  # none: the tree is answered or given up, and kept for its states
-    shape: LevelShape
+    shape: TreeShape
     base: int
     growth: Growth
+    calibration: Calibration  # as it was when the round came: one for all of its rows
     slots: list[int] = field(default_factory=list)  # of the rows that go through the model, in order
 
 
@@ -126,12 +126,18 @@ class Session:
     def base(self) -> int:
         return len(self.text.tokens)
 
+    @property
+    def greedy(self) -> bool:
+        return self.terms.sampling.temperature == 0
+
 
 class Scheduler:
     """Sessions, slots and what comes next. `answers` collects what callers are to be told."""
 
     def __init__(self, name: str, pool: SlotPool, max_sessions: int, tree_slots: int, chunk: int) -> None:
-        """pool: at least 1 + 2 * max_sessions + tree_slots slots   chunk: tokens of a prompt per forward"""
+        """pool: at least 1 + 2 * max_sessions + tree_slots slots   tree_slots: at least what one round may need
+        chunk: tokens of a prompt per forward
+        """
         self.name = name
         self.pool = pool
         self.max_sessions = max_sessions
@@ -139,6 +145,7 @@ class Scheduler:
         self.chunk = chunk
         self.answers: list[tuple[Ticket, Answer]] = []
         self.ended: list[int] = []  # sessions that are gone, for the runner to forget
+        self.calibrations = {True: Calibration(), False: Calibration()}  # of greedy texts, and of sampled ones
         self.noise_wanted: dict[
             int, range
         ] = {}  # session -> positions whose noise to have ready; earlier ones are done
@@ -184,9 +191,8 @@ class Scheduler:
         if call.shape.off:
             self.answers.append((ticket, DraftTree.root_only(root, self.name)))
             return
-        if not isinstance(call.shape, LevelShape):
-            raise BadRequest("shape", f"{call.shape} is of a kind that this drafter does not grow")
-        session.round = Round(ticket, call.shape, session.base, Growth(root, call.shape))
+        calibration = self.calibrations[session.greedy]
+        session.round = Round(ticket, call.shape, session.base, growth_of(root, call.shape), calibration)
 
     def close(self, ticket: Ticket, call: CloseCall) -> None:
         """End a session once its memory has consumed the text up to its root."""
@@ -230,11 +236,13 @@ class Scheduler:
         self._settle()
         self._planned = []
         growing, starting, prompts = [], [], []
-        for session in self._sessions.values():
+        room = True  # once a round waits for slots, those that came after it wait too, or its turn might never come
+        for session in list(self._sessions.values()):
             if session.round is not None and session.round.growth.processed:
                 growing.append(session)
             elif session.opened is None and session.round is not None and self._near(session):
-                if self._reserve(session):
+                room = room and self._reserve(session)
+                if room:
                     starting.append(session)
             elif self._lacks(session):
                 prompts.append(session)
@@ -263,9 +271,11 @@ class Scheduler:
             at += len(rows)
             if self._kind == "chain":  # one row: the text from `rows.start` on, the root last; a rank for all but that
                 for place, covered in enumerate(range(rows.start + 1, rows.stop)):
-                    self._note(session, covered, outcome.candidates[found.start + place])
+                    at_row = found.start + place
+                    self._note(session, covered, outcome.candidates[at_row], outcome.scores[at_row])
                 found = slice(found.stop - 1, found.stop)
-            work.growth.extend(outcome.candidates[found], outcome.chances[found])
+            scores = outcome.scores[found]
+            work.growth.extend(outcome.candidates[found], scores, work.calibration.confidences(scores))
             if work.growth.finished:
                 self._finish(session, work)
         self._planned = []
@@ -320,12 +330,12 @@ class Scheduler:
             work = session.round
             assert work is not None
             growth, slots, rows = work.growth, work.slots, work.growth.frontier
-            tokens += growth.tokens[rows.start : rows.stop]
-            source += [slots[above] for above in growth.parents[rows.start :]] if rows.start else [session.slot]
-            target += slots[rows.start : rows.stop]
+            tokens += [growth.tokens[row] for row in rows]
+            source += [slots[growth.place[growth.parents[row]]] for row in rows] if growth.level else [session.slot]
+            target += slots[growth.processed : growth.processed + len(rows)]
             numbers += [session.number] * len(rows)
             positions += [work.base + growth.level] * len(rows)
-            self._planned.append((session, rows))
+            self._planned.append((session, range(growth.processed, growth.processed + len(rows))))
         count = len(tokens)
         return Plan(
             np.array(tokens, np.int64)[:, None],
@@ -378,26 +388,29 @@ class Scheduler:
         session.kept = None
         ids, growth, row, covers = session.text.ids, work.growth, 0, work.base
         best: tuple[int, int] | None = None
-        while growth.processed > row and covers <= session.base:
-            if covers < session.base:
-                self._note(session, covers, growth.candidates[row])
-            if covers <= session.base - 1:
-                best = row, covers
-            child = growth.child(row, ids[covers]) if covers < session.base else None
+        while row in growth.place and covers < session.base:
+            place = growth.place[row]
+            best = place, covers
+            self._note(session, covers, growth.candidates[place], growth.scores[place])
+            child = growth.child(row, ids[covers])
             if child is None:
                 break
             row, covers = child, covers + 1
         spare = list(work.slots)
         if best is not None and best[1] > session.covers:
-            spare.remove(work.slots[best[0]])
+            slot = work.slots[best[0]]
+            spare.remove(slot)
             self._release(session)
-            session.slot, session.covers = work.slots[best[0]], best[1]
+            session.slot, session.covers = slot, best[1]
         self.pool.give(spare)
         self._trees -= len(work.slots)
 
-    def _note(self, session: Session, position: int, candidates: IntArray) -> None:
-        hits = np.flatnonzero(candidates == session.text.ids[position])
-        session.ranks[position] = min(int(hits[0]) if len(hits) else CANDIDATES, CANDIDATES)
+    def _note(self, session: Session, position: int, candidates: IntArray, scores: FloatArray) -> None:
+        """Remember which of a row's candidates the text went on with, and learn from it."""
+        hits = np.flatnonzero(candidates[:CANDIDATES] == session.text.ids[position])
+        rank = int(hits[0]) if len(hits) else CANDIDATES
+        session.ranks[position] = rank
+        self.calibrations[session.greedy] = self.calibrations[session.greedy].learn(scores, rank)
 
     def _own_slot(self, session: Session) -> None:
         """Make sure that the session's slot may be written: neither the zero slot nor the one kept from opening."""

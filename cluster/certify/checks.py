@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from dendro.calls import CloseCall, DraftCall, OpenCall, Terms, TextUpdate, VerifyCall, new_opening
 from dendro.client import Asking
-from dendro.shapes import OFF, LevelShape, TreeShape
+from dendro.shapes import OFF, BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape
 from dendro.text import Limits, Sampling, Text
 from dendro.tree import DraftTree
 from tree_kernels.noise import gumbel_noise
@@ -39,7 +39,15 @@ LAWS = tuple(
 FP32_MARGIN = 1e-4
 BF16_MARGIN = 0.25
 MOST_EXCUSED = 2
-SHAPES_OF_ITS_OWN = (LevelShape((1, 1, 1, 1)), LevelShape((3, 2, 1)), LevelShape((2, 2, 1, 1)))
+SHAPES_OF_ITS_OWN = (
+    LevelShape((1, 1, 1, 1)),
+    LevelShape((3, 2, 1)),
+    LevelShape((2, 2, 1, 1)),
+    NodeShape((2, 1, 1)),
+    BeamShape(3, 2),
+    DynamicShape(2, 3, 5),
+)
+TEMPERATURES_OF_ITS_OWN = (0.0, 0.7, 1.0)
 
 
 class Library:
@@ -208,40 +216,45 @@ async def the_target_drafts_for_itself(
     drafter = own_drafter(verifier, await verifier.hello())
     drafter.start()
     try:
-        for temperature in (0.0, 0.7, 1.0):
+        for temperature in TEMPERATURES_OF_ITS_OWN:
             for shape in SHAPES_OF_ITS_OWN:
-                rounds = full = 0
+                ends: list[bool] = []
                 for seed, prompt in enumerate(prompts):
                     limits = Limits(len(prompt) + tokens, ignore_end=True)
                     text = Text(prompt, Sampling(temperature, seed=seed), limits)
-                    lengths = await _lengths(verifier, drafter, text, shape)
-                    rounds += len(lengths)
-                    full += sum(length == shape.depth + 1 for length in lengths)
+                    ends += await _wholly_accepted(verifier, drafter, text, shape)
                     promise.answers += 1
                     promise.tokens_compared += tokens
                     step()
-                promise.check(
-                    full == rounds, f"temperature {temperature:g}, {shape}: {full} of {rounds} rounds wholly accepted"
-                )
+                found = f"{sum(ends)} of {len(ends)} rounds wholly accepted"
+                promise.check(all(ends), f"temperature {temperature:g}, {shape}: {found}")
     finally:
         drafter.stop()
     return promise
 
 
-async def _lengths(verifier: VerifierEngine, drafter: DrafterEngine, text: Text, shape: TreeShape) -> list[int]:
-    """Finish a text; what each round would have emitted by first-ranked guesses alone, whatever its limit cut."""
+async def _wholly_accepted(
+    verifier: VerifierEngine, drafter: DrafterEngine, text: Text, shape: TreeShape
+) -> list[bool]:
+    """Finish a text; whether each round went down its tree's first-ranked guesses to their end, whatever its limit cut.
+
+    How deep these go is for a tree to say whose shape the chances choose.
+    """
     call = OpenCall(_update(new_opening(), text, 0), Terms(text.sampling, text.limits, "", ()))
     await asyncio.gather(verifier.open(call), drafter.open(call))
-    opening, held, lengths = call.update.opening, len(text), []
+    opening, held, ends = call.update.opening, len(text), []
     while text.finish is None:
         tree = await drafter.draft(DraftCall(_update(opening, text, held), shape))
         verdict = await verifier.verify(VerifyCall(_update(opening, text, held), tree))
         held = len(text)
         text.commit(verdict)
-        lengths.append(verdict.length if not any(verdict.ranks) else 0)
+        last = 0
+        while children := tree.children(last):
+            last = children[0]
+        ends.append(not any(verdict.ranks) and verdict.length == tree.depths[last] + 1)
     close = CloseCall(_update(opening, text, held))
     await asyncio.gather(verifier.close(close), drafter.close(close))
-    return lengths
+    return ends
 
 
 def margin_in(checkpoint: Path, dtype: torch.dtype) -> Callable[[Sequence[int]], float]:

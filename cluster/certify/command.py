@@ -107,7 +107,8 @@ async def run_certify(config: Config, address: str, local: bool, size: Size, pro
                 engine.logits_of, prompts[0], size.own_tokens, min(size.draws, 4_000), step
             )
         )
-        step = bar("(e) the target drafts for itself", 9 * size.own_prompts)
+        own = len(checks.SHAPES_OF_ITS_OWN) * len(checks.TEMPERATURES_OF_ITS_OWN)
+        step = bar("(e) the target drafts for itself", own * size.own_prompts)
         found.append(
             await checks.the_target_drafts_for_itself(engine, prompts[: size.own_prompts], size.own_tokens, step)
         )

@@ -58,5 +58,5 @@ def own_drafter(verifier: VerifierEngine, hello: Hello) -> DrafterEngine:
     """The drafter service around the target of a verifier that says `hello` of itself. Not started yet."""
     model = OwnModel(verifier, hello.vocabulary, hello.max_length + hello.max_depth)
     said = replace(hello, dtype="float32", exactness="", end_ids=())
-    runner = Runner(model, slots_for(SESSIONS, hello.max_rows), torch.float32, torch.device("cpu"))
+    runner = Runner(model, slots_for(SESSIONS, hello.max_rows, hello.max_depth), torch.float32, torch.device("cpu"))
     return DrafterEngine(said, runner, MemoryStates(), SESSIONS, CHUNK, threads=1)

@@ -8,7 +8,8 @@ import pytest
 import torch
 from tiny_models import make_checkpoint
 
-from cluster.certify.checks import the_target_drafts_for_itself
+from cluster.certify import checks
+from cluster.certify.checks import SHAPES_OF_ITS_OWN, the_target_drafts_for_itself
 from drafter_service.runner import Runner
 from verifier_service.engine import VerifierEngine
 
@@ -27,7 +28,7 @@ async def verifier(tmp_path: Path):
 async def test_every_guess_of_the_targets_own_drafter_is_accepted(verifier):
     promise = await the_target_drafts_for_itself(verifier, PROMPTS, 12, lambda: None)
     assert promise.kept, promise.found
-    assert promise.answers == 9 * len(PROMPTS)
+    assert promise.answers == 3 * len(SHAPES_OF_ITS_OWN) * len(PROMPTS)
 
 
 async def test_a_drafter_that_keys_its_noise_by_another_position_is_noticed(verifier, monkeypatch):
@@ -37,8 +38,10 @@ async def test_a_drafter_that_keys_its_noise_by_another_position_is_noticed(veri
         plan.positions[:] += 1
         return right(self, laws, rows, plan)
 
+    shapes = SHAPES_OF_ITS_OWN[::3]
+    monkeypatch.setattr(checks, "SHAPES_OF_ITS_OWN", shapes)
     monkeypatch.setattr(Runner, "_noise", late)
     promise = await the_target_drafts_for_itself(verifier, PROMPTS, 12, lambda: None)
     assert not promise.kept
-    assert len(promise.found) == 3, "at temperature 0 there is no noise to be keyed"
-    assert len(promise.broken) == 6
+    assert len(promise.found) == len(shapes), "at temperature 0 there is no noise to be keyed"
+    assert len(promise.broken) == 2 * len(shapes)

@@ -10,6 +10,7 @@ import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from math import exp, log
 from pathlib import Path
 
 import numpy as np
@@ -17,25 +18,41 @@ import pytest
 import torch
 from dendro.calls import CloseCall, Closed, DraftCall, OpenCall, Opened, Terms, TextUpdate, new_opening
 from dendro.errors import BadRequest, EngineFailed, NotFound, Overloaded, PeerLost
-from dendro.shapes import OFF, LevelShape, TreeShape
+from dendro.shapes import OFF, BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape
 from dendro.state import MemoryStates, NoStates, StateStore
 from dendro.text import Limits, Sampling, Tokens
-from dendro.tree import DraftTree, full_tree
+from dendro.tree import DraftTree
 from tiny_mamba import FAMILIES, VOCABULARY, Family, make_checkpoint
 from tree_kernels.noise import gumbel_noise
 from tree_kernels.warp import Warp, drafter_order
 from tree_layers.states import States
 
+from drafter_service.confidence import CANDIDATES, Calibration
 from drafter_service.engine import DrafterEngine, slots_for
+from drafter_service.grow import processed_rows
 from drafter_service.models import load_model
 from drafter_service.models.mamba import MambaModel
-from drafter_service.scheduler import CANDIDATES
+from drafter_service.scheduler import Round
 
 CPU = torch.device("cpu")
 CHAIN, TREE, WIDE = LevelShape((1, 1, 1, 1)), LevelShape((3, 2, 2, 1, 1)), LevelShape((12, 2))
+NODES, BEAM, DYNAMIC = NodeShape((3, 2, 0, 1, 0, 2, 1)), BeamShape(4, 5), DynamicShape(5, 4, 18)
+FEW_OF_MANY = DynamicShape(12, 3, 5)  # most of what it processes is dropped
 GREEDY, DRAWN = Sampling(), Sampling(temperature=0.8, seed=99, sample_index=1)
 MASKED = Sampling(temperature=1.0, top_k=3, top_p=0.9, seed=5)
-SESSIONS = 6
+SESSIONS = 9
+
+
+@pytest.fixture(autouse=True)
+def calibrations_stay(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter learns nothing of its texts, so that its trees can be told beforehand; but where a test asks it to."""
+    if "learning" not in request.fixturenames:
+        monkeypatch.setattr(Calibration, "learn", lambda self, scores, rank: self)
+
+
+@pytest.fixture
+def learning() -> None:
+    """Calibrations are fitted while the test runs."""
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +82,23 @@ async def serving(path: Path, states: StateStore | None = None, **options: int) 
     try:
         yield engine
         assert engine.sessions == 0
-        assert engine.free_slots == slots_for(options["max_sessions"], options.get("max_rows", 64)) - 1
+        assert engine.free_slots == slots_for(options["max_sessions"], options.get("max_rows", 64), 16) - 1
     finally:
         engine.stop()
+
+
+@dataclass(frozen=True)
+class Offer:
+    token: int
+    chance: float  # logarithm
+
+
+@dataclass(frozen=True)
+class Guess:
+    token: int
+    parent: int
+    value: float
+    depth: int
 
 
 @dataclass
@@ -84,28 +115,70 @@ class Oracle:
         hidden = self.model.chain(torch.tensor(texts), lengths, states, source, slice(1, 1 + len(texts)))
         return self.model.logits(hidden[:, -1])
 
-    def draft(self, ids: list[int], shape: TreeShape, sampling: Sampling) -> tuple[DraftTree, np.ndarray]:
-        """The tree, and the values that its rows should have."""
+    def offers(self, texts: list[list[int]], sampling: Sampling, calibration: Calibration) -> list[list[Offer]]:
+        """Each text's 16 ordered candidates. The texts are of one length, and so have one noise."""
         warp = Warp(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-        levels, texts, values, above = [], [list(ids)], [0.0], [0.0]
-        for depth, width in enumerate(shape.widths):
-            logits = self.logits(texts)
-            noise = None
-            if not warp.greedy:
-                noise = gumbel_noise(sampling.seed, [len(ids) + depth], logits.shape[1], sampling.sample_index)
-                noise = noise.expand(len(texts), -1)
-            best = drafter_order(logits, warp, noise, width).tolist()
-            chances = (logits / (sampling.temperature or 1.0)).log_softmax(1)
-            levels.append([token for row in best for token in row])
-            above = [above[i] + float(chances[i, token]) for i, row in enumerate(best) for token in row]
-            texts = [text + [token] for text, row in zip(texts, best, strict=True) for token in row]
-            values += above
-        return full_tree(ids[-1], shape, levels), np.array(values)
+        logits = self.logits(texts)
+        noise, scores = None, logits
+        if not warp.greedy:
+            noise = gumbel_noise(sampling.seed, [len(texts[0])], logits.shape[1], sampling.sample_index)
+            noise = noise.expand(len(texts), -1)
+            scores = logits / warp.temperature + noise
+        order = drafter_order(logits, warp, noise, 16)
+        offers = []
+        for ids, row in zip(order.tolist(), scores.gather(1, order).tolist(), strict=True):
+            row[0] = max(row)
+            weights = [exp((score - row[CANDIDATES - 1]) * calibration.sharpness) for score in row]
+            total = sum(weights[:CANDIDATES]) + exp(calibration.unseen)
+            offers.append([Offer(token, log(weight / total)) for token, weight in zip(ids, weights, strict=True)])
+        return offers
 
-    def check(self, tree: DraftTree, ids: list[int], shape: TreeShape, sampling: Sampling) -> None:
-        wanted, values = self.draft(ids, shape, sampling)
-        assert tree.tokens.tolist() == wanted.tokens.tolist()
-        assert tree.parents.tolist() == wanted.parents.tolist()
+    def draft(
+        self, ids: list[int], shape: TreeShape, sampling: Sampling, calibration: Calibration
+    ) -> tuple[list[int], list[int], list[float]]:
+        """Tokens, parents and values, by sorting all there is at every level."""
+        rows, texts, frontier = [Guess(ids[-1], -1, 0.0, 0)], [list(ids)], [0]
+        for depth in range(shape.depth):
+            offers = self.offers([texts[row] for row in frontier], sampling, calibration)
+            below = [
+                [Guess(offer.token, row, rows[row].value + offer.chance, depth + 1) for offer in each]
+                for row, each in zip(frontier, offers, strict=True)
+            ]
+            match shape:
+                case LevelShape():
+                    taken = [guess for each in below for guess in each[: shape.widths[depth]]]
+                case NodeShape():
+                    taken = [g for row, each in zip(frontier, below, strict=True) for g in each[: shape.children[row]]]
+                case BeamShape():
+                    offered = [guess for each in below for guess in each[: shape.beams]]
+                    best = sorted(range(len(offered)), key=lambda i, of=offered: (-of[i].value, i))[: shape.beams]
+                    taken = [offered[i] for i in sorted(best)]
+                case DynamicShape():
+                    taken = [guess for each in below for guess in each[: shape.k]]
+            frontier = list(range(len(rows), len(rows) + len(taken)))
+            rows += taken
+            texts += [texts[guess.parent] + [guess.token] for guess in taken]
+            if isinstance(shape, NodeShape):
+                frontier = [row for row in frontier if row < len(shape.children) and shape.children[row]]
+            if isinstance(shape, DynamicShape):
+                frontier = sorted(sorted(frontier, key=lambda row: (-rows[row].value, row))[: shape.k])
+        kept = list(range(len(rows)))
+        if isinstance(shape, DynamicShape):
+            kept = sorted(sorted(kept, key=lambda row: (-rows[row].value, rows[row].depth, row))[: 1 + shape.total])
+        parents = [-1, *(kept.index(rows[row].parent) for row in kept[1:])]
+        return [rows[row].token for row in kept], parents, [rows[row].value for row in kept]
+
+    def check(
+        self,
+        tree: DraftTree,
+        ids: list[int],
+        shape: TreeShape,
+        sampling: Sampling,
+        calibration: Calibration = Calibration(),  # noqa: B008 - a value
+    ) -> None:
+        tokens, parents, values = self.draft(ids, shape, sampling, calibration)
+        assert tree.tokens.tolist() == tokens
+        assert tree.parents.tolist() == parents
         np.testing.assert_allclose(tree.values, values, atol=1e-4)
         assert (tree.values[1:] <= tree.values[tree.parents[1:]]).all()
 
@@ -142,6 +215,11 @@ class Client:
     async def close(self) -> Closed:
         return await self.engine.close(CloseCall(self.update()))
 
+    @property
+    def kept(self) -> Round:
+        """The round of the last tree, as the engine keeps it."""
+        return self.engine._scheduler._sessions[self.opening].kept
+
     def cut(self, length: int) -> None:
         self.text.cut(length)
         self.held = min(self.held, length)
@@ -157,7 +235,22 @@ async def first_session(engine: DrafterEngine) -> None:
         await asyncio.sleep(0)
 
 
-def walk(tree: DraftTree, accepted: int, rng: random.Random) -> list[int]:
+@dataclass
+class AllGuesses:
+    """What the last tree grew, with the rows that were dropped at the end: may be more than a DraftTree holds."""
+
+    tokens: list[int]
+    parents: list[int]
+
+    def children(self, row: int) -> list[int]:
+        return [child for child, parent in enumerate(self.parents) if parent == row]
+
+
+def grown(client: Client) -> AllGuesses:
+    return AllGuesses(client.kept.growth.tokens, client.kept.growth.parents)
+
+
+def walk(tree: DraftTree | AllGuesses, accepted: int, rng: random.Random) -> list[int]:
     """The tokens of a random path of the tree, this long at most, and one that the tree did not guess there."""
     row, tokens = 0, []
     while len(tokens) < accepted and tree.children(row):
@@ -168,7 +261,7 @@ def walk(tree: DraftTree, accepted: int, rng: random.Random) -> list[int]:
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN, MASKED], ids=["greedy", "drawn", "masked"])
-@pytest.mark.parametrize("shape", [CHAIN, TREE, WIDE, LevelShape((5,))], ids=str)
+@pytest.mark.parametrize("shape", [CHAIN, TREE, WIDE, LevelShape((5,)), NODES, BEAM, DYNAMIC, FEW_OF_MANY], ids=str)
 async def test_drafting_by_levels_equals_a_fresh_prefill_of_every_path(path, oracle, shape, sampling):
     async with serving(path) as engine:
         for length in (1, 2, 30):
@@ -180,9 +273,10 @@ async def test_drafting_by_levels_equals_a_fresh_prefill_of_every_path(path, ora
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_after_any_history_a_draft_is_that_of_a_fresh_drafter(path, oracle, seed):
-    """Accepts in full, in part and not at all, off rounds, repeated calls, cuts of any depth and other text put in
-    the place of what was cut, 25 rounds each."""
+async def test_after_any_history_a_draft_is_that_of_a_fresh_drafter(path, oracle, seed, learning):
+    """Shapes of all kinds, accepts in full, in part and not at all, text that goes on by guesses which the tree has
+    dropped, off rounds, repeated calls, cuts of any depth and other text put in the place of what was cut, 25 rounds
+    each. A fresh drafter of the same calibration: what was learned is all that may differ."""
     rng = random.Random(seed)
     sampling = rng.choice([GREEDY, DRAWN])
     async with serving(path) as engine:
@@ -190,12 +284,14 @@ async def test_after_any_history_a_draft_is_that_of_a_fresh_drafter(path, oracle
         prompt = prompt_of(rng.randint(1, 20), seed)
         await client.open(prompt)
         for _ in range(25):
-            shape = rng.choice([CHAIN, TREE, LevelShape((2, 1)), OFF, OFF])
+            shape = rng.choice([CHAIN, TREE, LevelShape((2, 1)), NODES, BEAM, DYNAMIC, FEW_OF_MANY, OFF, OFF])
             tree = await client.draft(shape)
             if shape.off:
                 assert tree.tokens.tolist() == client.ids[-1:]
             else:
-                oracle.check(tree, client.ids, shape, sampling)
+                oracle.check(tree, client.ids, shape, sampling, client.kept.calibration)
+                if rng.random() < 0.5:  # all that was grown, not only what was kept of it
+                    tree = grown(client)
             event = rng.random()
             if event < 0.1:  # the round was lost: the same text again
                 continue
@@ -220,9 +316,63 @@ async def test_states_of_accepted_nodes_are_used_again(path, accepted, forwarded
         await client.close()
 
 
+@pytest.mark.parametrize("shape", [NODES, BEAM, DYNAMIC, FEW_OF_MANY], ids=str)
+async def test_a_state_is_used_again_whether_or_not_the_tree_has_kept_its_row(path, oracle, shape):
+    """The text goes on through each row that was processed, in turn: the next round begins with its new root alone."""
+    async with serving(path) as engine:
+        client = Client(engine, DRAWN)
+        await client.open(prompt_of(9))
+        await client.draft(shape)
+        prompt, growth = list(client.ids), client.kept.growth
+        paths = {0: []}
+        for row in range(1, len(growth.tokens)):
+            paths[row] = [*paths[growth.parents[row]], growth.tokens[row]]
+        for row in growth.place:
+            client.cut(len(prompt))
+            await client.draft(shape)
+            guessed = {growth.tokens[child] for child, parent in enumerate(growth.parents) if parent == row}
+            other = next(token for token in range(VOCABULARY) if token not in guessed)
+            client.text.extend([*paths[row], other])
+            before = engine.counters.rows
+            tree = await client.draft(shape)
+            assert engine.counters.rows - before == processed_rows(shape)
+            oracle.check(tree, client.ids, shape, DRAWN)
+        await client.close()
+
+
+async def test_what_is_learned_changes_values_and_never_which_guess_comes_first(path, oracle, learning):
+    async with serving(path) as engine:
+        client = Client(engine)
+        await client.open(prompt_of(9))
+        first = await client.draft(TREE)
+        for seed in range(4):
+            client.text.extend(prompt_of(20, seed))
+            await client.draft(TREE)
+        client.cut(9)
+        again = await client.draft(TREE)
+        assert again.tokens.tolist() == first.tokens.tolist()
+        assert again.values[1] < first.values[1] - 1  # a text that its guesses do not hit: less is to be expected
+        assert engine._scheduler.calibrations[False] == Calibration()  # sampled texts are told nothing by a greedy one
+        await client.close()
+
+
+async def test_a_tree_that_takes_more_slots_than_small_trees_are_given_is_grown(path, oracle):
+    """dynamic(16,5,7) has 8 rows as a tree and 65 while it grows: one more than eight trees of 8 rows."""
+    shape = DynamicShape(16, 5, 7)
+    async with serving(path, max_rows=8) as engine:
+        clients = [Client(engine, DRAWN) for _ in range(3)]
+        await asyncio.gather(*(client.open(prompt_of(6, i)) for i, client in enumerate(clients)))
+        for _ in range(2):
+            trees = await asyncio.wait_for(asyncio.gather(*(client.draft(shape) for client in clients)), 30)
+            for client, tree in zip(clients, trees, strict=True):
+                oracle.check(tree, client.ids, shape, DRAWN)
+                client.text.extend(walk(tree, 2, random.Random(0)))
+        await asyncio.gather(*(client.close() for client in clients))
+
+
 async def test_sessions_that_share_forwards_draft_what_each_would_alone(path, oracle):
-    shapes = [CHAIN, TREE, WIDE, OFF, LevelShape((2, 2, 2)), TREE]
-    laws = [GREEDY, DRAWN, MASKED, GREEDY, DRAWN, Sampling(temperature=0.8, seed=100)]
+    shapes = [CHAIN, TREE, WIDE, OFF, LevelShape((2, 2, 2)), NODES, BEAM, DYNAMIC, FEW_OF_MANY]
+    laws = [GREEDY, DRAWN, MASKED, GREEDY, DRAWN, Sampling(temperature=0.8, seed=100), DRAWN, GREEDY, MASKED]
     async with serving(path) as engine:
         clients = [Client(engine, law) for law in laws]
         await asyncio.gather(*(client.open(prompt_of(5 + 9 * i, i)) for i, client in enumerate(clients)))
@@ -236,8 +386,8 @@ async def test_sessions_that_share_forwards_draft_what_each_would_alone(path, or
         forwards = engine.counters.forwards
         assert (await clients[0].draft(CHAIN)).texts == 1
         await asyncio.gather(*(client.close() for client in clients))
-    assert forwards < 6 * 5 * 4  # they did share
-    assert 1 < together <= 5
+    assert forwards < 8 * 5 * 4 / 2  # they did share
+    assert 1 < together <= 8
 
 
 async def test_when_slots_run_short_idle_trees_give_theirs_up_and_drafts_stay_right(path, oracle):
@@ -285,8 +435,8 @@ async def test_the_trace_ranks_each_token_of_the_text_since_the_last_tree(path, 
         client = Client(engine)
         await client.open(prompt_of(10))
         assert len((await client.draft(TREE)).trace) == 0
-        for accepted in (5, 2, 0):
-            tree = await client.draft(TREE)
+        for accepted, shape in ((5, TREE), (2, TREE), (0, TREE), (3, NODES), (4, BEAM), (3, DYNAMIC), (2, FEW_OF_MANY)):
+            tree = await client.draft(shape)
             before = len(client.ids)
             client.text.extend(walk(tree, accepted, random.Random(accepted)))
             trace = (await client.draft(TREE)).trace.tolist()
@@ -296,6 +446,9 @@ async def test_the_trace_ranks_each_token_of_the_text_since_the_last_tree(path, 
                 order = drafter_order(scores, Warp(), None, CANDIDATES)[0].tolist()
                 token = client.ids[before + index]
                 assert rank == (order.index(token) if token in order else CANDIDATES)
+        tree = await client.draft(WIDE)  # its plan has twelve candidates
+        client.text.extend([int(tree.tokens[10]), 0])
+        assert (await client.draft(TREE)).trace[0] == CANDIDATES
         await client.close()
 
 

@@ -1,0 +1,62 @@
+"""What the drafter's scheduler plans, without a model: every row's candidates are the tokens 0, 1, 2, ..."""
+
+from __future__ import annotations
+
+import numpy as np
+from dendro.calls import DraftCall, OpenCall, Terms, TextUpdate
+from dendro.shapes import DynamicShape, LevelShape, TreeShape
+from dendro.text import Limits, Sampling, Tokens
+from dendro.tree import DraftTree
+from tree_layers.states import SlotPool
+
+from drafter_service.grow import processed_rows
+from drafter_service.scheduler import Outcome, Plan, Scheduler, Session
+
+SESSIONS, PROMPT = 3, (5, 6, 7)
+SMALL, LARGE = LevelShape((2, 2)), DynamicShape(16, 5, 7)
+
+
+class Waiting:
+    """A caller that goes on waiting."""
+
+    cancelled, waited_us = False, 1
+
+    def settle(self, value: object) -> None: ...
+
+
+def forward(scheduler: Scheduler) -> Plan | None:
+    plan = scheduler.next()
+    if plan is not None:
+        shape = len(plan.scored), plan.width
+        scheduler.apply(Outcome(np.tile(np.arange(plan.width), (shape[0], 1)), np.zeros(shape, np.float32)))
+    return plan
+
+
+def opened(scheduler: Scheduler, name: int) -> Session:
+    text = Tokens()
+    text.extend(PROMPT)
+    update = TextUpdate(bytes([name]) * 16, len(text), text.digests[-1], 0, PROMPT)
+    return scheduler.open(Waiting(), OpenCall(update, Terms(Sampling(), Limits(100), "", ())), 0)
+
+
+def draft(scheduler: Scheduler, session: Session, shape: TreeShape) -> None:
+    update = TextUpdate(session.opening, len(PROMPT), session.text.tokens.digests[-1], len(PROMPT), ())
+    scheduler.draft(Waiting(), DraftCall(update, shape))
+
+
+def test_a_round_that_waits_for_many_slots_is_not_passed_by_those_that_need_few():
+    slots = processed_rows(LARGE)
+    scheduler = Scheduler("d", SlotPool(1 + 2 * SESSIONS + slots), SESSIONS, slots, 8)
+    first, large, last = [opened(scheduler, name) for name in range(SESSIONS)]
+    while forward(scheduler) is not None:
+        pass
+    scheduler.answers.clear()
+    draft(scheduler, first, SMALL)
+    forward(scheduler)
+    draft(scheduler, large, LARGE)
+    draft(scheduler, last, SMALL)
+    planned = []
+    while (plan := forward(scheduler)) is not None:
+        planned.append(set(plan.sessions.tolist()))
+    assert planned[:2] == [{first.number}, {large.number}]
+    assert [tree.rows for _, tree in scheduler.answers if isinstance(tree, DraftTree)] == [7, 8, 7]
