@@ -208,7 +208,7 @@ def generate(
             done = await RoundsPrinter(Console(highlight=False)).show_all(client.generate(prompt, **options))
             errors.print(f"[dim]{answer_line(done.complete)}; seed {done.started.seed}[/]", highlight=False)
             for line in account_lines(done.complete.speculation):
-                errors.print(f"[dim]{line}[/]", highlight=False)
+                errors.print(f"[dim]{line}[/]", highlight=False, soft_wrap=True)
             if done.complete.session:
                 errors.print(f"[dim]session {done.complete.session}[/]", highlight=False)
 
