@@ -23,13 +23,13 @@ from typing import Annotated, Any, TypeVar
 
 import psutil
 import typer
-from dendro.client import Asking, AsyncClient, Options
+from dendro.client import Asking, AsyncClient, Options, Speculation
 from dendro.errors import BadRequest, DendroError
 from rich.console import Console
 
 from cluster.config import Config, demo_config
 from cluster.running import descendants, local_client, running_cluster, survivors
-from cluster.showing import RoundsPrinter, answer_line, as_json, tour
+from cluster.showing import RoundsPrinter, account_lines, answer_line, as_json, tour
 
 app = typer.Typer(
     name="dendro",
@@ -160,7 +160,30 @@ def generate(
     min_p: Annotated[float, typer.Option("--min-p", help="0 keeps all.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Default: the session's, or drawn and reported.")] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens")] = 128,
-    speculation: Annotated[str, typer.Option(help="auto, off or a shape such as 3,2,1. Changes no token.")] = "auto",
+    speculation: Annotated[
+        str,
+        typer.Option(
+            help="auto lets a policy pick a tree for every round, off asks for none, and a shape is asked for in every "
+            "round: 3,2,1, nodes(2,1), beam(4,3) or dynamic(6,5,24). Changes no token."
+        ),
+    ] = "auto",
+    policy: Annotated[str, typer.Option(help="What auto picks with. Default: the server's.")] = "",
+    max_nodes: Annotated[
+        int | None,
+        typer.Option(
+            "--max-nodes",
+            help="The most guesses of a round. auto leaves larger trees out; a larger shape is refused. Default: what "
+            "the target takes.",
+        ),
+    ] = None,
+    draft_deadline_ms: Annotated[
+        int | None,
+        typer.Option(
+            "--draft-deadline-ms",
+            help="The longest a round waits for its tree; without it, it is plain decoding. Can only shorten the "
+            "server's own limit.",
+        ),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object instead of the stream.")] = False,
 ) -> None:
     """Stream an answer; the tokens of each round have a colour of their own."""
@@ -174,7 +197,7 @@ def generate(
         "min_p": min_p,
         "seed": seed,
         "max_new_tokens": max_new_tokens,
-        "speculation": speculation,
+        "speculation": Speculation.parse(speculation, policy, max_nodes, draft_deadline_ms),
     }
 
     async def run() -> None:
@@ -184,6 +207,8 @@ def generate(
                 return
             done = await RoundsPrinter(Console(highlight=False)).show_all(client.generate(prompt, **options))
             errors.print(f"[dim]{answer_line(done.complete)}; seed {done.started.seed}[/]", highlight=False)
+            for line in account_lines(done.complete.speculation):
+                errors.print(f"[dim]{line}[/]", highlight=False, soft_wrap=True)
             if done.complete.session:
                 errors.print(f"[dim]session {done.complete.session}[/]", highlight=False)
 

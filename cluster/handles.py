@@ -588,6 +588,12 @@ class VerifierHandle:
 
 def _check_verdict(verdict: Verdict, tree: DraftTree) -> None:
     """A verdict that does not fit its tree is the verifier's fault."""
+    guesses = verdict.length - 1  # accepted, those past a cut among them
+    if len(verdict.ranks) != min(guesses, len(verdict.tokens)) or guesses + verdict.trimmed > tree.guesses:
+        raise EngineFailed(
+            f"verifier: its verdict has N = {verdict.length}, {len(verdict.ranks)} ranks and {verdict.trimmed} guesses "
+            f"left out of a tree of {tree.guesses}"
+        )
     for above, row, token in zip(verdict.path, verdict.path[1:], verdict.tokens, strict=False):
         if row >= tree.rows or tree.parents[row] != above or tree.tokens[row] != token:
             raise EngineFailed(f"verifier: its verdict's path {verdict.path} is none of the tree")

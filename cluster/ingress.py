@@ -10,9 +10,10 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, cast
@@ -28,10 +29,11 @@ from dendro.tree import DraftTree
 from dendro.v1 import generation_pb2 as pb
 from dendro.v1 import generation_pb2_grpc
 
+from cluster.asked import Asked, what_is_asked
 from cluster.checkpoints import read_json
 from cluster.config import Config, Target
-from cluster.policies import Experience, Place, Static, make_policy
-from cluster.rounds import Drafter, Policy, Verifier, rounds
+from cluster.policies import Experience, Place
+from cluster.rounds import Drafter, Verifier, rounds
 from cluster.sessions import Record, Sessions
 from cluster.tokenizer import CheckpointTokenizer, TextStream, Tokenizer
 
@@ -78,9 +80,9 @@ class VerifierHandle(Verifier, Handle, Protocol):
 
 class Places(Protocol):
     """Where texts can be opened. Taking a handle waits for nothing; a verifier's sends the text at once, a drafter's
-    when a tree is wanted."""
+    when a tree is wanted. `deadline_s` is the request's own bound on the wait for a draft; the shorter one holds."""
 
-    def drafter(self, target: str, text: Text, company: Place) -> DrafterHandle: ...
+    def drafter(self, target: str, text: Text, company: Place, deadline_s: float = math.inf) -> DrafterHandle: ...
     def verifier(self, target: str, text: Text) -> VerifierHandle: ...
 
 
@@ -124,40 +126,66 @@ class Served:
 
 
 class Tally:
-    """Wraps a policy, counts what its rounds came to, and times them for the router's experience."""
+    """Wraps a policy, keeps the account of its rounds, and times them for the router's experience."""
 
-    def __init__(self, policy: Policy, experience: Experience, place: Place) -> None:
-        self._policy = policy
+    def __init__(
+        self, asked: Asked, experience: Experience, place: Place, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._policy = asked.policy
         self._experience = experience
         self.place = place
-        self._began_s = 0.0
+        self._clock = clock  # seconds
+        self._began_s = self._first_s = 0.0
         self._disturbed = False
         self.shape: TreeShape = OFF  # of the round that runs
-        self.pulls: dict[str, int] = {}
-        self.drafted = self.accepted = self.emitted = self.late = 0
-        self.draft_us = self.verify_us = self.queue_us = 0
+        self.account = pb.SpeculationStats(policy=asked.name)
 
     def choose(self) -> TreeShape:
         self.shape = self._policy.choose()
-        name = str(self.shape)
-        self.pulls[name] = self.pulls.get(name, 0) + 1
-        self._began_s = time.monotonic()
+        self._began_s = self._clock()
         self._disturbed = self._experience.opening > 0
         return self.shape
 
     def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:
+        now_s = self._clock()
+        first = self.account.rounds == 0
         self._policy.learn(shape, tree, verdict)
         self.place.begun()
-        if sum(self.pulls.values()) > 1:  # the first round waits for its text to be opened
+        took_us = 1e6 * (now_s - self._began_s)
+        if not first:  # which waits for its text to be opened
             disturbed = self._disturbed or self._experience.opening > 0
-            self._experience.learn_time(shape, tree, verdict, 1e6 * (time.monotonic() - self._began_s), disturbed)
-        self.drafted += tree.guesses
-        self.accepted += len(verdict.ranks)
-        self.emitted += len(verdict.tokens)
-        self.late += not shape.off and tree.guesses == 0
-        self.draft_us += tree.draft_us
-        self.verify_us += verdict.verify_us
-        self.queue_us += verdict.queue_us
+            self._experience.learn_time(shape, tree, verdict, took_us, disturbed)
+        self._count(shape, tree, verdict)
+        self._time(tree, verdict, int(took_us), now_s, first)
+
+    def _count(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:
+        account, tokens, accepted = self.account, len(verdict.tokens), len(verdict.ranks)
+        account.rounds += 1
+        account.pulls[str(shape)] += 1
+        account.emitted[tokens] += 1
+        account.emitted_tokens += tokens
+        account.cut_tokens += verdict.length - tokens
+        account.drafted_tokens += tree.guesses
+        account.accepted_tokens += accepted
+        account.discarded_tokens += tree.guesses - accepted
+        account.trimmed_tokens += verdict.trimmed
+        account.late_drafts += not shape.off and tree.guesses == 0
+
+    def _time(self, tree: DraftTree, verdict: Verdict, took_us: int, now_s: float, first: bool) -> None:
+        account, tokens = self.account, len(verdict.tokens)
+        busy_us = tree.draft_us + verdict.verify_us + verdict.queue_us
+        rest_us = max(took_us - busy_us, 0)  # peers round by themselves, and the last word on a round is theirs
+        account.rounds_us += busy_us + rest_us
+        account.draft_us += tree.draft_us
+        account.verify_us += verdict.verify_us
+        account.queue_us += verdict.queue_us
+        if first:
+            account.opening_us = rest_us
+            self._first_s = now_s
+        else:
+            account.hop_us += rest_us
+            account.decode_tokens += tokens
+            account.decode_us = int(1e6 * (now_s - self._first_s))
 
 
 @dataclass(slots=True)
@@ -171,7 +199,7 @@ class Job:
     prompt: list[int]  # the text before the answer, a session's earlier turns included
     held: list[int]  # the answer's tokens that the client has
     limits: Limits
-    policy: Policy
+    asked: Asked
     session: str  # its token; empty: no session
     record: Record | None  # of the session so far; None: it begins with this request
     told: Record | None = None  # the record that has this answer already
@@ -252,8 +280,8 @@ class Ingress:
             complete = pb.GenerateComplete()
             if finish is None:
                 experience = self._experience[job.served.name]
-                with experience.running(fixed=isinstance(job.policy, Static)) as place:
-                    tally = Tally(job.policy, experience, place)
+                with experience.running(fixed=not job.asked.free) as place:
+                    tally = Tally(job.asked, experience, place)
                     async with aclosing(_ahead(self._run(job, text, tally, stream, complete))) as chunks:
                         async for chunk in chunks:
                             yield pb.GenerateResponse(chunk=chunk)
@@ -273,9 +301,9 @@ class Ingress:
                 "request %s tenant %s tokens %d rounds %d accepted %d seconds %.3f outcome %s",
                 request_id,
                 hashlib.sha256(tenant.encode()).hexdigest()[:8],
-                tally.emitted if tally else 0,
-                sum(tally.pulls.values()) if tally else 0,
-                tally.accepted if tally else 0,
+                tally.account.emitted_tokens if tally else 0,
+                tally.account.rounds if tally else 0,
+                tally.account.accepted_tokens if tally else 0,
                 time.monotonic() - began_s,
                 outcome,
             )
@@ -286,16 +314,11 @@ class Ingress:
         """The loop, between taking and giving back the leases. Fills in what `complete` says of it."""
         before = len(job.prompt)
         verifier = self._places.verifier(job.served.name, text)
-        drafter = self._places.drafter(job.served.name, text, tally.place)
-        first_s = last_s = 0.0
-        first_tokens = 0
+        drafter = self._places.drafter(job.served.name, text, tally.place, job.asked.deadline_s)
         try:
             loop = cast(AsyncGenerator[Verdict, None], rounds(text, drafter, verifier, tally))
             async with aclosing(loop) as verdicts:
                 async for verdict in verdicts:
-                    last_s = time.monotonic()
-                    if not first_s:
-                        first_s, first_tokens = last_s, len(verdict.tokens)
                     added = stream.push(verdict.tokens)
                     yield pb.GenerateChunk(
                         offset=len(text) - len(verdict.tokens) - before,
@@ -303,26 +326,12 @@ class Ingress:
                         text=added + stream.flush() if verdict.finished else added,
                         shape=str(tally.shape),
                     )
-                    if not verdict.finished and last_s - job.began_s > self.config.router.request_timeout_s:
+                    if not verdict.finished and time.monotonic() - job.began_s > self.config.router.request_timeout_s:
                         raise Overloaded(f"request: not done within {self.config.router.request_timeout_s:g} s")
         finally:
             await self._close(text, drafter, verifier)
-        complete.speculation.CopyFrom(
-            pb.SpeculationStats(
-                rounds=sum(tally.pulls.values()),
-                drafted_tokens=tally.drafted,
-                accepted_tokens=tally.accepted,
-                emitted_tokens=tally.emitted,
-                pulls=tally.pulls,
-                late_drafts=tally.late,
-                draft_us=tally.draft_us,
-                verify_us=tally.verify_us,
-                queue_us=tally.queue_us,
-                decode_tokens=tally.emitted - first_tokens,
-                decode_us=int(1e6 * (last_s - first_s)),
-                verifier_moves=verifier.moves,
-            )
-        )
+        complete.speculation.CopyFrom(tally.account)
+        complete.speculation.verifier_moves = verifier.moves
         for said, opened in ((complete.drafter, drafter.opened), (complete.target, verifier.opened)):
             if opened is not None:
                 said.CopyFrom(
@@ -395,14 +404,15 @@ class Ingress:
         held = list(resume.token_ids) if resume else []
         _check_ids("resume.token_ids", held, served.vocabulary)
         sampling = _sampling(request, record)
-        policy = self._policy(request.speculation, served.name, sampling.temperature)
+        experience = self._experience[served.name]
+        asked = what_is_asked(request.speculation, served.name, self.config, experience, sampling.temperature)
         if record is not None and record.last_request == request_id:
             if tuple(held) != record.last_answer[: len(held)]:
                 raise BadRequest("resume.token_ids", "are not how this request's answer began")
             limits = Limits(len(record.tokens), request.ignore_end)
             prompt = list(record.tokens[: record.last_prompt])
             return Job(
-                request_id, tenant, served, sampling, prompt, held, limits, policy, request.session, record, record
+                request_id, tenant, served, sampling, prompt, held, limits, asked, request.session, record, record
             )
         prompt = await self._prompt(request, served, record)
         room = served.max_length - len(prompt)
@@ -418,7 +428,7 @@ class Ingress:
             except PeerLost as error:
                 log.warning("request %s: no session can be kept: %s", request_id, error)
         limits = Limits(len(prompt) + count, request.ignore_end)
-        return Job(request_id, tenant, served, sampling, prompt, held, limits, policy, session, record)
+        return Job(request_id, tenant, served, sampling, prompt, held, limits, asked, session, record)
 
     def _served_for(self, request: pb.GenerateRequest, record: Record | None) -> Served:
         if record is None:
@@ -462,27 +472,6 @@ class Ingress:
         if count > room:
             raise BadRequest("max_new_tokens", f"is {count}, but the model's text has room for {room} more")
         return count
-
-    def _policy(self, speculation: str, target: str, temperature: float) -> Policy:
-        arms = self.config.arms_of(target)
-        if speculation in ("", "auto"):
-            return make_policy(self.config.speculation.policy, arms, self._experience[target], temperature)
-        try:
-            shape = TreeShape.parse(speculation)
-        except ValueError as error:
-            raise BadRequest(
-                "speculation", "is neither auto nor a shape: " + str(error).removeprefix("shape: ")
-            ) from None
-        limits = self.config.targets[target]
-        if shape.rows > limits.max_rows or shape.depth > limits.max_depth:
-            raise BadRequest(
-                "speculation",
-                f"{shape} has {shape.rows} rows and depth {shape.depth}; "
-                f"{target} takes {limits.max_rows} and {limits.max_depth}",
-            )
-        if not shape.off and not self.config.drafters_of(target):
-            raise BadRequest("speculation", f"is {shape}, but {target} has no drafter")
-        return Static(shape)
 
 
 async def _ahead(chunks: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:

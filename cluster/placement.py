@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 from weakref import WeakKeyDictionary
@@ -166,13 +167,16 @@ class Places:
         self._verifiers[text] = handle
         return handle
 
-    def drafter(self, target: str, text: Text, company: Company) -> DrafterHandle | NoDrafter:
+    def drafter(
+        self, target: str, text: Text, company: Company, deadline_s: float = math.inf
+    ) -> DrafterHandle | NoDrafter:
         """A drafter for a text whose verifier was asked for before: the two have to fit. None is leased before a tree
-        is wanted, and its company guesses."""
+        is wanted, and its company guesses. `deadline_s` is the request's own bound on the wait for a draft; the shorter
+        one holds."""
         names = self._config.drafters_of(target)
         if not names:
             return NoDrafter()
-        longest_s = self._config.router.draft_timeout_ms / 1e3
+        longest_s = min(self._config.router.draft_timeout_ms / 1e3, deadline_s)
         return DrafterHandle(
             self._drafters[names[0]], self._pace(target), self._verifiers[text], longest_s=longest_s, company=company
         )

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 
-from dendro.client import Asking, Complete, Completion, Event, Opening, Options, Round, collect
+from dendro.client import Asking, Complete, Completion, Event, Opening, Options, Round, SpeculationStats, collect
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text as RichText
@@ -77,6 +77,30 @@ def opening_line(opening: Opening | None) -> str:
     return (
         f"{opening.restored_tokens} tokens restored, {opening.processed_tokens} processed again "
         f"({opening.open_us / 1000:.1f} ms)"
+    )
+
+
+def account_lines(stats: SpeculationStats) -> tuple[str, ...]:
+    """An answer's account of its rounds, for people: what was guessed, what rounds gave, and where their time went."""
+    if not stats.rounds:
+        return ("no rounds: the answer was there already",)
+    trimmed = f" ({stats.trimmed_tokens} of them never looked at)" if stats.trimmed_tokens else ""
+    late = f"; {stats.late_drafts} drafts late or lost" if stats.late_drafts else ""
+    lengths = ", ".join(f"{tokens} in {rounds}" for tokens, rounds in sorted(stats.emitted.items()))
+    parts_us = {
+        "drafts": stats.draft_us,
+        "verifier": stats.verify_us,
+        "its queue": stats.queue_us,
+        "between them": stats.hop_us,
+        "opening": stats.opening_us,
+    }
+    parts = ", ".join(f"{name} {us / 1000:.1f}" for name, us in parts_us.items())
+    return (
+        f"guesses: {stats.drafted_tokens} drafted, {stats.accepted_tokens} accepted, "
+        f"{stats.discarded_tokens} discarded{trimmed}{late}",
+        f"shapes, by {stats.policy}: {pulls_line(stats.pulls)}",
+        f"tokens of a round: {lengths} rounds",
+        f"time of the rounds: {stats.rounds_us / 1000:.1f} ms = {parts}",
     )
 
 

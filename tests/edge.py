@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 from collections.abc import Sequence
 
 from dendro.calls import Opened
 from dendro.errors import PeerLost
-from dendro.shapes import TreeShape
+from dendro.shapes import LevelShape, TreeShape
 from dendro.text import Sampling, Text, Verdict, cut_verdict
 from dendro.tree import DraftTree, full_tree
 
@@ -96,6 +97,8 @@ class FakeDrafter:
         if shape.off or self.places.drafter_lost:
             return DraftTree.root_only(text.root)
         self.opened = self.opened or Opened(0, len(text) - 1, 10)
+        if not isinstance(shape, LevelShape):  # the first guesses of each, one below the other
+            shape = LevelShape((1,) * shape.depth)
         ids, levels = list(text.ids), []
         for count, width in zip(shape.levels, shape.widths, strict=True):
             right = next_token(ids, text.sampling)
@@ -116,6 +119,7 @@ class FakePlaces:
         self.dead = self.broken = self.drafter_lost = False
         self.rounds = 0
         self.texts: list[Text] = []
+        self.deadlines_s: list[float] = []
         self.closed: list[tuple[str, tuple[int, ...]]] = []
         self.all_closed = asyncio.Event()  # both handles of a request
 
@@ -124,7 +128,8 @@ class FakePlaces:
         if len(self.closed) % 2 == 0:
             self.all_closed.set()
 
-    def drafter(self, target: str, text: Text, company: Place) -> FakeDrafter:
+    def drafter(self, target: str, text: Text, company: Place, deadline_s: float = math.inf) -> FakeDrafter:
+        self.deadlines_s.append(deadline_s)
         return FakeDrafter(self, text)
 
     def verifier(self, target: str, text: Text) -> FakeVerifier:

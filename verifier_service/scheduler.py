@@ -259,7 +259,7 @@ class Scheduler:
             done = len(session.memory.consumed)
             self.memory.append(session.memory, session.text.ids[done : done + share.prefill])
             if share.ask is not None:
-                verdict = self._verdict(session, share.ask, next(walks), outcome.run_us)
+                verdict = self._verdict(share, share.ask, next(walks), outcome.run_us)
                 path = [session.text.ids[-1], *verdict.tokens[:-1]]  # the root and the guesses below it
                 self.memory.append(session.memory, path)
                 session.asks.remove(share.ask)
@@ -605,8 +605,9 @@ class Scheduler:
             sample_index=sampling.sample_index,
         )
 
-    def _verdict(self, session: Session, ask: Ask, walked: Walk, run_us: int) -> Verdict:
-        assert isinstance(ask.call, VerifyCall)
+    def _verdict(self, share: _Share, ask: Ask, walked: Walk, run_us: int) -> Verdict:
+        assert isinstance(ask.call, VerifyCall) and share.tree is not None
+        session = share.session
         path, ranks = path_in(ask.call.tree, walked.tokens[:-1])  # the step's tree may have been less than was sent
         verdict = Verdict(
             tokens=walked.tokens,
@@ -618,6 +619,7 @@ class Scheduler:
             queue_us=max(int(1e6 * (self._started - ask.arrived)), 0),
             texts=sum(share.ask is not None for share in self._running),
             step_rows=self._size,
+            trimmed=ask.call.tree.guesses - share.tree.guesses,
         )
         return cut_verdict(verdict, self.capacity.end_ids, len(session.text.ids), session.terms.limits)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from dendro.client import AsyncClient, Complete, Round, Speculation
+from dendro.client import AsyncClient, Complete, Round, SpeculationStats
 from dendro.errors import EngineFailed
 
 from cluster.bench.measurement import Answer, Rounds
 
 
-def mean_round(stats: Speculation) -> Rounds | None:
+def mean_round(stats: SpeculationStats) -> Rounds | None:
     """The mean round of an answer; None where one round was all."""
     if stats.rounds < 2:
         return None

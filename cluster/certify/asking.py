@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dendro.client import Asking
+from dendro.errors import EngineFailed
 
 Step = Callable[[], None]
 """Called when an answer is done, for the progress bar."""
@@ -30,7 +31,7 @@ class Law:
 async def answer(
     service: Asking, prompt: Sequence[int], law: Law, seed: int, speculation: str, tokens: int, model: str = ""
 ) -> list[int]:
-    """The ids of one answer of exactly `tokens` tokens."""
+    """The ids of one answer of exactly `tokens` tokens. Raises EngineFailed where its account does not add up."""
     done = await service.generate_text(
         prompt,
         model=model,
@@ -42,6 +43,8 @@ async def answer(
         max_new_tokens=tokens,
         ignore_end=True,
     )
+    if wrong := done.complete.speculation.contradictions:
+        raise EngineFailed(f"{speculation}: an answer's account does not add up: {'; '.join(wrong)}")
     return list(done.token_ids)
 
 

@@ -20,6 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from enum import StrEnum
 from types import TracebackType
 from typing import Self, TypedDict, Unpack, cast
 
@@ -60,6 +61,20 @@ BROKEN = frozenset(
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
 
+
+class Mode(StrEnum):
+    """Whether an answer is guessed at."""
+
+    AUTO = "auto"  # a policy picks a shape for every round
+    OFF = "off"
+    FIXED = "fixed"  # every round has the shape that the request names
+
+
+MODES = {
+    Mode.AUTO: pb.Speculation.MODE_AUTO,
+    Mode.OFF: pb.Speculation.MODE_OFF,
+    Mode.FIXED: pb.Speculation.MODE_FIXED,
+}
 FINISHES = {
     pb.FINISH_REASON_END_OF_TEXT: Finish.END_OF_TEXT,
     pb.FINISH_REASON_LENGTH: Finish.LENGTH,
@@ -97,20 +112,71 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """What speculation did; of a resumed answer, since the last resume."""
+    """How an answer may be guessed at; it changes no token. The server refuses what contradicts itself, by name.
 
+    >>> Speculation.parse("auto", max_nodes=8) == Speculation(max_nodes=8)
+    True
+    >>> Speculation.parse("3,2,1") == Speculation(Mode.FIXED, "3,2,1")
+    True
+    """
+
+    mode: Mode = Mode.AUTO
+    shape: str = ""  # with FIXED: "(3,2,1)", "nodes(2,1)", "beam(4,3)", "dynamic(6,5,24)"
+    policy: str = ""  # with AUTO, what picks the shapes; empty: the server's
+    max_nodes: int | None = None  # guesses of a round at most; None: what the target takes
+    deadline_ms: int | None = None  # how long a round waits for its draft at most; None: the server's limit
+
+    @classmethod
+    def parse(
+        cls, text: str, policy: str = "", max_nodes: int | None = None, deadline_ms: int | None = None
+    ) -> Speculation:
+        """Read `auto` (or nothing), `off` or a shape; a text that is none of these is the server's to refuse."""
+        word = text.strip()
+        if word in ("", Mode.AUTO, Mode.OFF):
+            return cls(Mode(word or Mode.AUTO), "", policy, max_nodes, deadline_ms)
+        return cls(Mode.FIXED, text, policy, max_nodes, deadline_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationStats:
+    """An answer's account of its rounds; of a resumed answer, of those since the last resume."""
+
+    policy: str = ""  # what picked the shapes; "off" or "fixed" where the request left no choice
     rounds: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    emitted_tokens: int = 0
     pulls: dict[str, int] = field(default_factory=dict)  # how often each shape was asked for
-    late_drafts: int = 0
+    emitted: dict[int, int] = field(default_factory=dict)  # rounds that emitted N tokens, by N
+    emitted_tokens: int = 0
+    cut_tokens: int = 0  # of the last round, past the answer's end
+    drafted_tokens: int = 0  # guesses of the trees that came in time
+    accepted_tokens: int = 0
+    discarded_tokens: int = 0
+    trimmed_tokens: int = 0  # of the discarded, those that the verifier had no room for
+    late_drafts: int = 0  # rounds whose tree was wanted and did not come
+    rounds_us: int = 0  # what the rounds took: the sum of the five below
     draft_us: int = 0
     verify_us: int = 0
     queue_us: int = 0
+    hop_us: int = 0  # the rest of all rounds but the first
+    opening_us: int = 0  # the first round's rest: its wait for the text to be opened
     decode_tokens: int = 0  # emitted after the first round, ...
     decode_us: int = 0  # ... and the time from its end to the last one's
     verifier_moves: int = 0
+
+    @property
+    def contradictions(self) -> tuple[str, ...]:
+        """What in the account does not add up; empty for every answer of a server that counts right."""
+        cut = 1 if self.cut_tokens else 0
+        parts_us = self.draft_us + self.verify_us + self.queue_us + self.hop_us + self.opening_us
+        sums = (
+            ("rounds, by shape", sum(self.pulls.values()), self.rounds),
+            ("rounds, by emitted tokens", sum(self.emitted.values()), self.rounds),
+            ("emitted_tokens", sum(tokens * rounds for tokens, rounds in self.emitted.items()), self.emitted_tokens),
+            ("accepted_tokens, and one each round", self.accepted_tokens + self.rounds - cut, self.emitted_tokens),
+            ("drafted_tokens", self.accepted_tokens + self.discarded_tokens, self.drafted_tokens),
+            ("trimmed_tokens", min(self.trimmed_tokens, self.discarded_tokens), self.trimmed_tokens),
+            ("rounds_us", parts_us, self.rounds_us),
+        )
+        return tuple(f"{name}: {found}, not {said}" for name, found, said in sums if found != said)
 
     @property
     def emitted_per_round(self) -> float:
@@ -130,7 +196,7 @@ class Complete:
     prompt_tokens: int
     completion_tokens: int
     session: str  # empty: none was asked for, or the store could not keep it
-    speculation: Speculation
+    speculation: SpeculationStats
     drafter: Opening | None
     target: Opening | None
 
@@ -174,7 +240,7 @@ class Options(TypedDict, total=False):
     ignore_end: bool  # go on past the end-of-text token
     session: str  # go on with this session
     keep_session: bool  # begin one
-    speculation: str  # "auto", "off" or a shape, "(3,2,1)"
+    speculation: Speculation | str  # a text as `Speculation.parse` reads it; default "auto"
     request_id: str  # default: random
 
 
@@ -192,7 +258,7 @@ def build_request(
     ignore_end: bool = False,
     session: str = "",
     keep_session: bool = False,
-    speculation: str = "auto",
+    speculation: Speculation | str = "auto",
     request_id: str = "",
 ) -> pb.GenerateRequest:
     """The request's message. A number that its field cannot hold raises BadRequest; the rest the server checks."""
@@ -202,7 +268,6 @@ def build_request(
         ignore_end=ignore_end,
         session=session,
         keep_session=keep_session,
-        speculation=speculation,
     )
     if isinstance(prompt, str):
         request.text = prompt
@@ -212,6 +277,10 @@ def build_request(
             if not 0 <= token < 1 << 32:
                 raise BadRequest(f"prompt.token_ids[{index}]", f"{token} is no token id")
         request.token_ids.ids.extend(prompt)
+    asked = Speculation.parse(speculation) if isinstance(speculation, str) else speculation
+    request.speculation.mode = MODES[asked.mode]
+    request.speculation.shape = asked.shape
+    request.speculation.policy = asked.policy
     numbers = (
         (request.sampling, "temperature", temperature),
         (request.sampling, "top_k", top_k),
@@ -220,11 +289,13 @@ def build_request(
         (request.sampling, "seed", seed),
         (request.sampling, "sample_index", sample_index),
         (request, "max_new_tokens", max_new_tokens),
+        (request.speculation, "speculation.max_nodes", asked.max_nodes),
+        (request.speculation, "speculation.deadline_ms", asked.deadline_ms),
     )
     for message, name, value in numbers:
         if value is not None:
             try:
-                setattr(message, name, value)
+                setattr(message, name.removeprefix("speculation."), value)
             except (ValueError, TypeError):
                 raise BadRequest(name, f"{value!r} is outside what the field holds") from None
     return request
@@ -327,16 +398,24 @@ def _complete(said: pb.GenerateComplete) -> Complete:
         prompt_tokens=said.usage.prompt_tokens,
         completion_tokens=said.usage.completion_tokens,
         session=said.session,
-        speculation=Speculation(
+        speculation=SpeculationStats(
+            policy=stats.policy,
             rounds=stats.rounds,
+            pulls=dict(stats.pulls),
+            emitted=dict(sorted(stats.emitted.items())),
+            emitted_tokens=stats.emitted_tokens,
+            cut_tokens=stats.cut_tokens,
             drafted_tokens=stats.drafted_tokens,
             accepted_tokens=stats.accepted_tokens,
-            emitted_tokens=stats.emitted_tokens,
-            pulls=dict(stats.pulls),
+            discarded_tokens=stats.discarded_tokens,
+            trimmed_tokens=stats.trimmed_tokens,
             late_drafts=stats.late_drafts,
+            rounds_us=stats.rounds_us,
             draft_us=stats.draft_us,
             verify_us=stats.verify_us,
             queue_us=stats.queue_us,
+            hop_us=stats.hop_us,
+            opening_us=stats.opening_us,
             decode_tokens=stats.decode_tokens,
             decode_us=stats.decode_us,
             verifier_moves=stats.verifier_moves,

@@ -69,6 +69,7 @@ class Verdict:
     queue_us: int = 0  # microseconds the round waited at the verifier
     texts: int = 1  # whose rounds the step took, this one's among them
     step_rows: int = 1  # of that step
+    trimmed: int = 0  # guesses of the tree that the step had no room for
 
     def __post_init__(self) -> None:
         if not self.tokens or len(self.path) != len(self.tokens) or self.length < len(self.tokens):
@@ -77,6 +78,8 @@ class Verdict:
             raise ValueError(f"verdict.texts: must be at least 1, got {self.texts}")
         if self.step_rows < 1:
             raise ValueError(f"verdict.step_rows: must be at least 1, got {self.step_rows}")
+        if self.trimmed < 0:
+            raise ValueError(f"verdict.trimmed: negative: {self.trimmed}")
         if self.path[0] != 0:
             raise ValueError(f"verdict.path: must begin at the root, got {self.path}")
 

@@ -216,6 +216,7 @@ def verdict_message(verdict: Verdict) -> verifier_pb2.Verdict:
         queue_us=verdict.queue_us,
         texts=verdict.texts,
         step_rows=verdict.step_rows,
+        trimmed=verdict.trimmed,
     )
 
 
@@ -233,6 +234,7 @@ def verdict_from(message: verifier_pb2.Verdict) -> Verdict:
             queue_us=message.queue_us,
             texts=message.texts,
             step_rows=message.step_rows,
+            trimmed=message.trimmed,
         )
     except ValueError as error:
         raise _bad("verdict", error) from None

@@ -13,7 +13,7 @@ import edge
 import pytest
 import torch
 import typer
-from dendro.client import AsyncClient, Speculation
+from dendro.client import AsyncClient, SpeculationStats
 from dendro.errors import BadRequest, EngineFailed
 from dendro.text import Sampling
 from rich.console import Console
@@ -538,10 +538,10 @@ async def test_ours_answers_over_a_socket_with_the_tokens_of_plain_decoding(row,
 
 
 def test_the_mean_round_is_that_of_the_rounds_after_the_first_in_milliseconds():
-    stats = Speculation(
+    stats = SpeculationStats(
         rounds=5, draft_us=5000, verify_us=20000, queue_us=1000, decode_us=24000, pulls={"off": 1, "(1,1)": 4}
     )
     found = mean_round(stats)
     assert (found.total_ms, found.draft_ms, found.verify_ms, found.queue_ms) == (6.0, 1.0, 4.0, 0.2)
     assert found.hop_ms == pytest.approx(0.8)
-    assert mean_round(Speculation(rounds=1, decode_us=0)) is None
+    assert mean_round(SpeculationStats(rounds=1, decode_us=0)) is None

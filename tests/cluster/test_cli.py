@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 
 import psutil
 import pytest
+from dendro.client import SpeculationStats
 from dendro.text import Sampling
 from edge import FakePlaces, ingress, plain_answer
 from typer.testing import CliRunner, Result
@@ -43,6 +44,8 @@ def test_help_of_generate_names_every_option():
     said = CliRunner().invoke(cli.app, ["generate", "--help"], env={"COLUMNS": "200"}).stdout
     for option in ("address", "local", "session", "temperature", "top-k", "top-p", "seed", "speculation", "json"):
         assert f"--{option} " in said
+    for option in ("policy", "max-nodes", "draft-deadline-ms"):
+        assert f"--{option} " in said
 
 
 def test_help_of_training_names_every_option():
@@ -65,6 +68,24 @@ async def test_generate_streams_the_text_alone_to_stdout(address: str):
     assert "tokens/s" in done.stderr
 
 
+async def test_generate_shows_the_account_of_the_answer(address: str):
+    words = ("--speculation", "1,1,1", "--max-new-tokens", "10", "--max-nodes", "3", "--draft-deadline-ms", "400")
+    done = await run("generate", PROMPT, "--address", address, *words)
+    for said in (
+        "10 tokens in 3 rounds, 3.33 a round",
+        "guesses: 9 drafted, 8 accepted, 1 discarded",
+        "shapes, by fixed: (1,1,1) x 3",
+        "tokens of a round: 2 in 1, 4 in 2 rounds",
+    ):
+        assert said in done.stderr
+
+
+async def test_the_options_of_generate_reach_the_request(address: str):
+    words = ("--policy", "paper_ucb", "--max-nodes", "3", "--draft-deadline-ms", "400", "--max-new-tokens", "9")
+    said = json.loads((await run("generate", PROMPT, "--address", address, "--json", *words)).stdout)
+    assert said["speculation"]["policy"] == "paper_ucb" and set(said["speculation"]["pulls"]) == {"off", "(1,1,1)"}
+
+
 async def test_generate_json_is_one_object_with_all_there_is_to_say(address: str):
     words = ("--temperature", "0.8", "--seed", "7", "--speculation", "2,1", "--max-new-tokens", "12", "--keep-session")
     done = await run("generate", PROMPT, "--address", address, "--json", *words)
@@ -72,6 +93,9 @@ async def test_generate_json_is_one_object_with_all_there_is_to_say(address: str
     assert said["token_ids"] == plain_answer(IDS, Sampling(temperature=0.8, seed=7), 12)
     assert (said["seed"], said["finish"], said["completion_tokens"]) == (7, "length", 12)
     assert set(said["speculation"]["pulls"]) == {"(2,1)"} and said["session"]
+    account = SpeculationStats(**{name: value for name, value in said["speculation"].items() if name != "tokens_per_s"})
+    assert account.rounds == len(said["rounds"]) and account.policy == "fixed"
+    assert account.drafted_tokens == account.accepted_tokens + account.discarded_tokens == 4 * account.rounds
     two = await run("generate", " on", "--address", address, "--json", "--session", said["session"])
     assert json.loads(two.stdout)["prompt_tokens"] == len(IDS) + 12 + 3
 
@@ -80,7 +104,9 @@ async def test_generate_json_is_one_object_with_all_there_is_to_say(address: str
     "words, said",
     [
         (["generate", "x", "--address", "ADDRESS", "--temperature", "-1"], "temperature: "),
-        (["generate", "x", "--address", "ADDRESS", "--speculation", "wide"], "speculation: "),
+        (["generate", "x", "--address", "ADDRESS", "--speculation", "wide"], "speculation.shape: "),
+        (["generate", "x", "--address", "ADDRESS", "--policy", "best"], "speculation.policy: "),
+        (["generate", "x", "--address", "ADDRESS", "--draft-deadline-ms", "0"], "speculation.deadline_ms: "),
         (["generate", "x", "--address", "ADDRESS", "--local"], "--local: "),
         (["generate", "x", "--config", "nowhere.yaml"], "config: there is no file nowhere.yaml"),
     ],

@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc.aio
 import numpy as np
@@ -401,6 +401,18 @@ async def test_a_verifier_that_fails_everywhere_ends_the_request_and_frees_both_
             await run(new_text(), *pools)
         await until(lambda: not drafter.held and not verifier.held)
     assert "inside" not in str(failed.value)
+
+
+@pytest.mark.parametrize("lie", [{"length": 9}, {"trimmed": 4}, {"ranks": (0,) * 5}], ids=str)
+async def test_a_verdict_whose_figures_are_of_no_tree_is_the_verifiers_fault(lie):
+    """An answer's account is made of them, and must add up."""
+
+    class Boasting(FakeVerifier):
+        async def verify(self, call: VerifyCall):
+            return replace(await super().verify(call), **lie)
+
+    with pytest.raises(EngineFailed, match="its verdict has"):
+        await run(new_text(), NearPool(FakeDrafter()), NearPool(Boasting()))
 
 
 async def test_a_client_that_leaves_frees_both_peers():

@@ -10,7 +10,7 @@ import fakes
 import grpc
 import grpc.aio
 import pytest
-from dendro.client import REASON_KEY, AsyncClient, Round, Started
+from dendro.client import REASON_KEY, AsyncClient, Mode, Round, Speculation, Started
 from dendro.errors import BadRequest, Conflict, EngineFailed, NotFound
 from dendro.text import Finish, Sampling
 from dendro.v1 import generation_pb2 as pb
@@ -24,6 +24,8 @@ from cluster.sessions import MemorySessions, RedisSessions, Sessions
 
 PROMPT = "walk the "
 IDS = list(PROMPT.encode())
+OFF = pb.Speculation(mode=pb.Speculation.MODE_OFF)
+CHAIN = pb.Speculation(mode=pb.Speculation.MODE_FIXED, shape="(1,)")
 
 
 @asynccontextmanager
@@ -64,6 +66,9 @@ async def test_one_chunk_per_round_and_the_figures_add_up():
     assert {part.shape for part in done.rounds} == {"(1,1,1)"}
     assert stats.rounds == places.rounds == 3 and stats.pulls == {"(1,1,1)": 3}
     assert stats.emitted_tokens == 10 and stats.decode_tokens == 6 and stats.drafted_tokens == 9
+    assert stats.emitted == {4: 2, 2: 1} and stats.cut_tokens == 2
+    assert (stats.accepted_tokens, stats.discarded_tokens) == (8, 1)
+    assert stats.policy == "fixed" and stats.contradictions == ()
     assert done.complete.target is not None and done.complete.target.processed_tokens == len(IDS) - 1
 
 
@@ -101,9 +106,12 @@ async def test_a_drawn_seed_is_reported_and_gives_the_same_tokens_again():
         ("max_new_tokens", {"max_new_tokens": 0}),
         ("max_new_tokens", {"max_new_tokens": 5000}),
         ("max_new_tokens", {"max_new_tokens": MAX_LENGTH}),
-        ("speculation", {"speculation": "wide"}),
-        ("speculation", {"speculation": "(9,9)"}),
-        ("speculation", {"speculation": "(1,1,1,1,1,1,1,1,1)"}),
+        ("speculation.shape", {"speculation": "wide"}),
+        ("speculation.shape", {"speculation": "(9,9)"}),
+        ("speculation.shape", {"speculation": "(1,1,1,1,1,1,1,1,1)"}),
+        ("speculation.policy", {"speculation": Speculation(policy="best")}),
+        ("speculation.max_nodes", {"speculation": Speculation(Mode.FIXED, "(2,1)", max_nodes=3)}),
+        ("speculation.deadline_ms", {"speculation": Speculation(deadline_ms=0)}),
         ("request_id", {"request_id": "x" * 200}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -223,7 +231,7 @@ async def test_a_client_that_leaves_stops_the_work_within_a_round_and_the_leases
 
 async def test_rounds_do_not_wait_for_the_sending_of_chunks_nor_run_far_ahead_of_it():
     places = FakePlaces()
-    events = ingress(places).generate(pb.GenerateRequest(text=PROMPT, max_new_tokens=100, speculation="off"))
+    events = ingress(places).generate(pb.GenerateRequest(text=PROMPT, max_new_tokens=100, speculation=OFF))
     kinds = [(await anext(events)).WhichOneof("event") for _ in range(2)]
     assert kinds == ["started", "chunk"]
     await asyncio.sleep(0.1)  # nobody reads
@@ -237,7 +245,7 @@ async def test_an_orphan_ends_at_its_wall_clock_limit():
     places = FakePlaces()
     places.pause_s = 0.01
     events = ingress(places, router={"request_timeout_s": 0.05}).generate(
-        pb.GenerateRequest(text=PROMPT, max_new_tokens=400, speculation="(1,)")
+        pb.GenerateRequest(text=PROMPT, max_new_tokens=400, speculation=CHAIN)
     )
     with pytest.raises(Exception, match="not done within"):
         [event async for event in events]
@@ -252,17 +260,17 @@ async def test_an_answer_without_trees_takes_no_drafter_even_where_a_later_turn_
     places = Places(settings, {"demo": fakes.NearPool(verifier)}, {"mamba": fakes.NearPool(drafter)})
     router = Ingress(settings, places, MemorySessions(), SERVED)
 
-    async def turn(speculation: str, session: str = "") -> pb.GenerateComplete:
+    async def turn(speculation: pb.Speculation, session: str = "") -> pb.GenerateComplete:
         ids = pb.TokenIds(ids=[5, 6, 7])
         request = pb.GenerateRequest(
             token_ids=ids, max_new_tokens=5, speculation=speculation, keep_session=keep, session=session
         )
         return [event async for event in router.generate(request)][-1].complete
 
-    first = await turn("off")
+    first = await turn(OFF)
     assert (drafter.opens, drafter.closes, verifier.opens) == (0, 0, 1)
     assert not first.HasField("drafter")
-    second = await turn("(1,1,1)", first.session)
+    second = await turn(CHAIN, first.session)
     assert (drafter.opens, drafter.closes, verifier.opens) == (1, 1, 2)
     assert second.drafter.processed_tokens == second.usage.prompt_tokens - 1
 

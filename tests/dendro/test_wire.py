@@ -68,7 +68,9 @@ def verdicts(draw: st.DrawFn) -> Verdict:
     length = len(tokens) + draw(st.integers(0, 3))
     finish = draw(st.sampled_from([None, *Finish]))
     took = [draw(st.integers(0, 2**40)) for _ in range(2)]
-    return Verdict(tokens, path, ranks, finish, length, *took, draw(st.integers(1, 64)))
+    return Verdict(
+        tokens, path, ranks, finish, length, *took, draw(st.integers(1, 64)), trimmed=draw(st.integers(0, 63))
+    )
 
 
 SHAPES = st.sampled_from(["off", "(1,1,1,1)", "(3,2,2,1,1)", "(63,)"]).map(TreeShape.parse)

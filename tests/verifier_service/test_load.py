@@ -321,6 +321,22 @@ async def test_a_prompt_beside_a_tree_takes_every_row_that_would_only_pad(guesse
     assert len(scheduler.next().tokens) == rows
 
 
+async def test_a_verdict_says_how_many_of_its_own_trees_guesses_were_left_out():
+    """A step of 16 rows, 2 of them roots: of 9 guesses and 7 that are worth less, 9 and 5 are taken."""
+    scheduler = scheduler_of(step_rows=16, prefill_rows=8, sizes=(8, 16))
+    replies = []
+    for place, (guesses, value) in enumerate([(9, -1.0), (7, -2.0)]):
+        router = Router(None, [1], count=9)
+        tree = DraftTree.of(range(1, guesses + 2), [-1, *[0] * guesses], [0.0, *[value] * guesses])
+        scheduler.submit(Ask(OpenCall(router.update(), router.terms), asyncio.get_running_loop().create_future()))
+        router.known = 1
+        replies.append(asyncio.get_running_loop().create_future())
+        scheduler.submit(Ask(VerifyCall(router.update(), tree), replies[place]))
+    plan = scheduler.next()
+    scheduler.apply(Outcome(tuple(Walk((0,), (99,), ()) for _ in plan.draws), 1000, 1000))
+    assert [reply.result().trimmed for reply in replies] == [0, 2]
+
+
 class TakingTurns:
     """Texts whose routers come back some time after each verdict, on a clock of their own."""
 

@@ -91,8 +91,6 @@ class GenerateRequest(_message.Message):
     """session is the token of a session to go on with. Empty: a text of its own."""
     keep_session: _builtins.bool
     """keep_session asks for a new session where `session` is empty; its token comes with `complete`."""
-    speculation: _builtins.str
-    """speculation is "off", "auto" or a shape such as "(3,2,1)". Empty: "auto". It changes no token."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """token_ids are taken as they are."""
@@ -100,6 +98,10 @@ class GenerateRequest(_message.Message):
     @_builtins.property
     def sampling(self) -> Global___Sampling:
         """sampling warps the target's law. Absent: greedy."""
+
+    @_builtins.property
+    def speculation(self) -> Global___Speculation:
+        """speculation says how the answer may be guessed at. Absent: the server chooses. It changes no token."""
 
     @_builtins.property
     def resume(self) -> Global___Resume:
@@ -117,10 +119,10 @@ class GenerateRequest(_message.Message):
         ignore_end: _builtins.bool = ...,
         session: _builtins.str = ...,
         keep_session: _builtins.bool = ...,
-        speculation: _builtins.str = ...,
+        speculation: Global___Speculation | None = ...,
         resume: Global___Resume | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_new_tokens", b"_max_new_tokens", "max_new_tokens", b"max_new_tokens", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_new_tokens", b"_max_new_tokens", "max_new_tokens", b"max_new_tokens", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_new_tokens", b"_max_new_tokens", "ignore_end", b"ignore_end", "keep_session", b"keep_session", "max_new_tokens", b"max_new_tokens", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "session", b"session", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
@@ -197,6 +199,79 @@ class Sampling(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
 
 Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
+
+@_typing.final
+class Speculation(_message.Message):
+    """Speculation is a request's word on its draft trees. A field that means nothing in its mode is refused, not ignored."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Mode:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _ModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[Speculation._Mode.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        MODE_UNSPECIFIED: Speculation._Mode.ValueType  # 0
+        """UNSPECIFIED: AUTO."""
+        MODE_AUTO: Speculation._Mode.ValueType  # 1
+        """AUTO: a policy picks a shape for every round among the server's; no tree at all is one of its choices."""
+        MODE_OFF: Speculation._Mode.ValueType  # 2
+        """OFF: no tree is asked for; every round is plain decoding."""
+        MODE_FIXED: Speculation._Mode.ValueType  # 3
+        """FIXED: every round asks for `shape`."""
+
+    class Mode(_Mode, metaclass=_ModeEnumTypeWrapper): ...
+    MODE_UNSPECIFIED: Speculation.Mode.ValueType  # 0
+    """UNSPECIFIED: AUTO."""
+    MODE_AUTO: Speculation.Mode.ValueType  # 1
+    """AUTO: a policy picks a shape for every round among the server's; no tree at all is one of its choices."""
+    MODE_OFF: Speculation.Mode.ValueType  # 2
+    """OFF: no tree is asked for; every round is plain decoding."""
+    MODE_FIXED: Speculation.Mode.ValueType  # 3
+    """FIXED: every round asks for `shape`."""
+
+    MODE_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    MAX_NODES_FIELD_NUMBER: _builtins.int
+    DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    mode: Global___Speculation.Mode.ValueType
+    shape: _builtins.str
+    """shape is what FIXED asks for, such as "(3,2,1)", "nodes(2,1)", "beam(4,3)" or "dynamic(6,5,24)". Empty otherwise."""
+    policy: _builtins.str
+    """policy is the policy that AUTO picks with. Empty: the server's."""
+    max_nodes: _builtins.int
+    """max_nodes bounds the guesses of a round, its root not counted. AUTO leaves larger shapes out (zero: all of them); a
+    larger shape that is FIXED is refused. Absent: what the target takes.
+    """
+    deadline_ms: _builtins.int
+    """deadline_ms bounds how long a round waits for its draft, in milliseconds, at least 1; a round whose draft is late is
+    plain decoding. It shortens the server's own limit and never lengthens it. Absent: the server's.
+    """
+    def __init__(
+        self,
+        *,
+        mode: Global___Speculation.Mode.ValueType = ...,
+        shape: _builtins.str = ...,
+        policy: _builtins.str = ...,
+        max_nodes: _builtins.int | None = ...,
+        deadline_ms: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "_max_nodes", b"_max_nodes", "deadline_ms", b"deadline_ms", "max_nodes", b"max_nodes"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "_max_nodes", b"_max_nodes", "deadline_ms", b"deadline_ms", "max_nodes", b"max_nodes", "mode", b"mode", "policy", b"policy", "shape", b"shape"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__deadline_ms: _TypeAlias = _typing.Literal["deadline_ms"]  # noqa: Y015
+    _WhichOneofArgType__deadline_ms: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms"]  # noqa: Y015
+    _WhichOneofReturnType__max_nodes: _TypeAlias = _typing.Literal["max_nodes"]  # noqa: Y015
+    _WhichOneofArgType__max_nodes: _TypeAlias = _typing.Literal["_max_nodes", b"_max_nodes"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__deadline_ms) -> _WhichOneofReturnType__deadline_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_nodes) -> _WhichOneofReturnType__max_nodes | None: ...
+
+Global___Speculation: _TypeAlias = Speculation  # noqa: Y015
 
 @_typing.final
 class Resume(_message.Message):
@@ -341,7 +416,9 @@ class GenerateComplete(_message.Message):
     def usage(self) -> Global___Usage: ...
     @_builtins.property
     def speculation(self) -> Global___SpeculationStats:
-        """speculation is what speculation did for the rounds of this stream (a resumed stream counts its own)."""
+        """speculation is the account of this stream's rounds, whether they had trees or not (a resumed stream counts its own).
+        Absent where there were none: the answer is told from its record, or the client had it whole.
+        """
 
     @_builtins.property
     def drafter(self) -> Global___Opening:
@@ -395,6 +472,13 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class SpeculationStats(_message.Message):
+    """SpeculationStats is an answer's account of its rounds. Of every account it holds that
+      rounds         = sum of pulls = sum of emitted
+      emitted_tokens = sum of N * emitted[N] = accepted_tokens + rounds, less 1 where cut_tokens is not zero
+      drafted_tokens = accepted_tokens + discarded_tokens
+      rounds_us      = draft_us + verify_us + queue_us + hop_us + opening_us
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
@@ -417,34 +501,79 @@ class SpeculationStats(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class EmittedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    POLICY_FIELD_NUMBER: _builtins.int
     ROUNDS_FIELD_NUMBER: _builtins.int
+    PULLS_FIELD_NUMBER: _builtins.int
+    EMITTED_FIELD_NUMBER: _builtins.int
+    EMITTED_TOKENS_FIELD_NUMBER: _builtins.int
+    CUT_TOKENS_FIELD_NUMBER: _builtins.int
     DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
-    EMITTED_TOKENS_FIELD_NUMBER: _builtins.int
-    PULLS_FIELD_NUMBER: _builtins.int
+    DISCARDED_TOKENS_FIELD_NUMBER: _builtins.int
+    TRIMMED_TOKENS_FIELD_NUMBER: _builtins.int
     LATE_DRAFTS_FIELD_NUMBER: _builtins.int
+    ROUNDS_US_FIELD_NUMBER: _builtins.int
     DRAFT_US_FIELD_NUMBER: _builtins.int
     VERIFY_US_FIELD_NUMBER: _builtins.int
     QUEUE_US_FIELD_NUMBER: _builtins.int
+    HOP_US_FIELD_NUMBER: _builtins.int
+    OPENING_US_FIELD_NUMBER: _builtins.int
     DECODE_TOKENS_FIELD_NUMBER: _builtins.int
     DECODE_US_FIELD_NUMBER: _builtins.int
     VERIFIER_MOVES_FIELD_NUMBER: _builtins.int
+    policy: _builtins.str
+    """policy is what picked the shapes: a policy's name, or "off" or "fixed" where the request left no choice."""
     rounds: _builtins.int
     """rounds is the number of draft-and-verify rounds."""
-    drafted_tokens: _builtins.int
-    """drafted_tokens counts guesses, accepted_tokens those that the target agreed with."""
-    accepted_tokens: _builtins.int
     emitted_tokens: _builtins.int
-    """emitted_tokens is what the rounds gave, the target's own tokens included."""
+    """emitted_tokens is what the rounds gave: accepted guesses, and after them one token of the target's own."""
+    cut_tokens: _builtins.int
+    """cut_tokens is what the last round gave past the answer's end, the target's own token among it."""
+    drafted_tokens: _builtins.int
+    """drafted_tokens counts the guesses of the trees that came in time."""
+    accepted_tokens: _builtins.int
+    """accepted_tokens counts those that became part of the answer, discarded_tokens those that did not."""
+    discarded_tokens: _builtins.int
+    trimmed_tokens: _builtins.int
+    """trimmed_tokens counts those of the discarded that the verifier had no room for, and never looked at."""
     late_drafts: _builtins.int
-    """late_drafts counts the drafts that were given up on: late, wrong or lost."""
+    """late_drafts counts the rounds whose tree was wanted and did not come: late, wrong or lost."""
+    rounds_us: _builtins.int
+    """rounds_us is the time of the rounds, each from its choice of a shape to its verdict, in microseconds; a round is never
+    shorter than its peers say that they were at it. What is between rounds is in none.
+    """
     draft_us: _builtins.int
-    """draft_us, verify_us and queue_us are microseconds that the peers were busy or queued with these rounds."""
+    """draft_us is the part of it in which drafters were busy with these rounds or had them queued, and late ones waited for."""
     verify_us: _builtins.int
+    """verify_us is the part in which the verifier was busy with them, queue_us that in which they waited there."""
     queue_us: _builtins.int
+    hop_us: _builtins.int
+    """hop_us is the rest, but for the first round: frames, sockets and event loops, and openings at another verifier."""
+    opening_us: _builtins.int
+    """opening_us is the first round's rest: above all its wait for the text to be opened."""
     decode_tokens: _builtins.int
-    """decode_tokens counts the tokens emitted after the first round, which waits for the text to be processed; decode_us is
-    the time from its end to the last round's, in microseconds.
+    """decode_tokens counts the tokens emitted after the first round; decode_us is the time from its end to the last round's,
+    what is between rounds included, in microseconds.
     """
     decode_us: _builtins.int
     verifier_moves: _builtins.int
@@ -453,25 +582,37 @@ class SpeculationStats(_message.Message):
     def pulls(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """pulls says how often each shape was asked for."""
 
+    @_builtins.property
+    def emitted(self) -> _containers.ScalarMap[_builtins.int, _builtins.int]:
+        """emitted says in how many rounds N tokens were emitted, by N, after any cut."""
+
     def __init__(
         self,
         *,
+        policy: _builtins.str = ...,
         rounds: _builtins.int = ...,
+        pulls: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        emitted: _abc.Mapping[_builtins.int, _builtins.int] | None = ...,
+        emitted_tokens: _builtins.int = ...,
+        cut_tokens: _builtins.int = ...,
         drafted_tokens: _builtins.int = ...,
         accepted_tokens: _builtins.int = ...,
-        emitted_tokens: _builtins.int = ...,
-        pulls: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        discarded_tokens: _builtins.int = ...,
+        trimmed_tokens: _builtins.int = ...,
         late_drafts: _builtins.int = ...,
+        rounds_us: _builtins.int = ...,
         draft_us: _builtins.int = ...,
         verify_us: _builtins.int = ...,
         queue_us: _builtins.int = ...,
+        hop_us: _builtins.int = ...,
+        opening_us: _builtins.int = ...,
         decode_tokens: _builtins.int = ...,
         decode_us: _builtins.int = ...,
         verifier_moves: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "decode_tokens", b"decode_tokens", "decode_us", b"decode_us", "draft_us", b"draft_us", "drafted_tokens", b"drafted_tokens", "emitted_tokens", b"emitted_tokens", "late_drafts", b"late_drafts", "pulls", b"pulls", "queue_us", b"queue_us", "rounds", b"rounds", "verifier_moves", b"verifier_moves", "verify_us", b"verify_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "cut_tokens", b"cut_tokens", "decode_tokens", b"decode_tokens", "decode_us", b"decode_us", "discarded_tokens", b"discarded_tokens", "draft_us", b"draft_us", "drafted_tokens", b"drafted_tokens", "emitted", b"emitted", "emitted_tokens", b"emitted_tokens", "hop_us", b"hop_us", "late_drafts", b"late_drafts", "opening_us", b"opening_us", "policy", b"policy", "pulls", b"pulls", "queue_us", b"queue_us", "rounds", b"rounds", "rounds_us", b"rounds_us", "trimmed_tokens", b"trimmed_tokens", "verifier_moves", b"verifier_moves", "verify_us", b"verify_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,98 @@
+"""What a request asks of speculation: checked whole, and turned into a policy before any model sees the request.
+
+A field that means nothing in its mode is refused by its name, so that nobody believes in a bound that does not hold.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from dendro.errors import BadRequest
+from dendro.shapes import OFF, TreeShape
+from dendro.v1 import generation_pb2 as pb
+
+from cluster.config import Config
+from cluster.policies import Experience, Static, make_policy
+from cluster.rounds import Policy
+
+MODES = {
+    pb.Speculation.MODE_UNSPECIFIED: "auto",
+    pb.Speculation.MODE_AUTO: "auto",
+    pb.Speculation.MODE_OFF: "off",
+    pb.Speculation.MODE_FIXED: "fixed",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """How the rounds of one request are to be guessed at."""
+
+    name: str  # of the policy; "off" or "fixed" where the request leaves none a choice
+    policy: Policy
+    free: bool = False  # nothing was asked: the texts of such requests may be tried together
+    deadline_s: float = math.inf  # how long a round waits for its draft at most, whatever the server would wait
+
+
+def what_is_asked(
+    said: pb.Speculation, target: str, config: Config, experience: Experience, temperature: float
+) -> Asked:
+    """Check a request's `speculation` against its target. Raises BadRequest with the name of the field."""
+    mode = MODES.get(said.mode)
+    if mode is None:
+        raise BadRequest("speculation.mode", f"{said.mode} is none of AUTO, OFF and FIXED")
+    if said.shape and mode != "fixed":
+        raise BadRequest("speculation.shape", f"is {said.shape!r}, but the mode is {mode.upper()}; ask for FIXED")
+    if said.policy and mode != "auto":
+        raise BadRequest("speculation.policy", f"picks nothing in mode {mode.upper()}; ask for AUTO")
+    if mode == "auto":
+        return _auto(said, target, config, experience, temperature)
+    shape = _fixed_shape(said, target, config) if mode == "fixed" else OFF
+    if shape.off:
+        for name in ("max_nodes", "deadline_ms"):
+            if said.HasField(name):
+                raise BadRequest(f"speculation.{name}", "bounds nothing where no tree is asked for")
+    return Asked(mode, Static(shape), deadline_s=_deadline_s(said))
+
+
+def _auto(said: pb.Speculation, target: str, config: Config, experience: Experience, temperature: float) -> Asked:
+    arms = config.arms_of(target)
+    if said.HasField("max_nodes"):
+        arms = tuple(arm for arm in arms if _guesses(arm) <= said.max_nodes) or (OFF,)
+    name = said.policy or config.speculation.policy
+    policy = make_policy(name, arms, experience, temperature)
+    bounded = said.HasField("max_nodes") or said.HasField("deadline_ms")
+    return Asked(name, policy, name == config.speculation.policy and not bounded, _deadline_s(said))
+
+
+def _fixed_shape(said: pb.Speculation, target: str, config: Config) -> TreeShape:
+    if not said.shape:
+        raise BadRequest("speculation.shape", "is empty, but the mode is FIXED; name one, or ask for AUTO")
+    try:
+        shape = TreeShape.parse(said.shape)
+    except ValueError as error:
+        raise BadRequest("speculation.shape", str(error).removeprefix("shape: ")) from None
+    limits = config.targets[target]
+    if shape.rows > limits.max_rows or shape.depth > limits.max_depth:
+        raise BadRequest(
+            "speculation.shape",
+            f"{shape} has {shape.rows} rows and depth {shape.depth}; "
+            f"{target} takes {limits.max_rows} and {limits.max_depth}",
+        )
+    if not shape.off and not config.drafters_of(target):
+        raise BadRequest("speculation.shape", f"is {shape}, but {target} has no drafter")
+    if said.HasField("max_nodes") and _guesses(shape) > said.max_nodes:
+        raise BadRequest("speculation.max_nodes", f"is {said.max_nodes}, but {shape} has {_guesses(shape)} guesses")
+    return shape
+
+
+def _deadline_s(said: pb.Speculation) -> float:
+    if not said.HasField("deadline_ms"):
+        return math.inf
+    if said.deadline_ms == 0:
+        raise BadRequest("speculation.deadline_ms", "must be at least 1; to wait for no draft, ask for OFF")
+    return said.deadline_ms / 1e3
+
+
+def _guesses(shape: TreeShape) -> int:
+    return shape.rows - 1
