@@ -31,6 +31,7 @@ from dendro.v1 import generation_pb2_grpc
 from cluster.checkpoints import read_json
 from cluster.config import Config, Target
 from cluster.policies import Experience, Place, Static, make_policy
+from cluster.proposers.proposals import Library
 from cluster.rounds import Drafter, Policy, Verifier, rounds
 from cluster.sessions import Record, Sessions
 from cluster.tokenizer import CheckpointTokenizer, TextStream, Tokenizer
@@ -154,7 +155,7 @@ class Tally:
         self.drafted += tree.guesses
         self.accepted += len(verdict.ranks)
         self.emitted += len(verdict.tokens)
-        self.late += not shape.off and tree.guesses == 0
+        self.late += tree.missed
         self.draft_us += tree.draft_us
         self.verify_us += verdict.verify_us
         self.queue_us += verdict.queue_us
@@ -193,7 +194,11 @@ class Ingress:
         self._places = places
         self._sessions = sessions
         self._served = served or {name: Served.load(name, target) for name, target in config.targets.items()}
-        self._experience: dict[str, Experience] = {name: Experience() for name in config.targets}
+        self._experience = {name: Experience(drafts=bool(config.drafters_of(name))) for name in config.targets}
+        self._libraries = {
+            name: Library(config.speculation.proposers, target.max_rows, target.max_depth)
+            for name, target in config.targets.items()
+        }
         self._closing: set[asyncio.Task[None]] = set()
 
     def info(self) -> pb.GetServerInfoResponse:
@@ -287,6 +292,8 @@ class Ingress:
         before = len(job.prompt)
         verifier = self._places.verifier(job.served.name, text)
         drafter = self._places.drafter(job.served.name, text, tally.place)
+        if not isinstance(job.policy, Static):  # a client who names a shape gets that shape
+            drafter = self._libraries[job.served.name].around(drafter, job.tenant)
         first_s = last_s = 0.0
         first_tokens = 0
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 from dendro.calls import Opened
 from dendro.errors import PeerLost
@@ -94,7 +95,7 @@ class FakeDrafter:
 
     async def draft(self, text: Text, shape: TreeShape) -> DraftTree:
         if shape.off or self.places.drafter_lost:
-            return DraftTree.root_only(text.root)
+            return replace(DraftTree.root_only(text.root), missed=not shape.off)
         self.opened = self.opened or Opened(0, len(text) - 1, 10)
         ids, levels = list(text.ids), []
         for count, width in zip(shape.levels, shape.widths, strict=True):
