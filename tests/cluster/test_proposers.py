@@ -238,8 +238,9 @@ def test_a_chance_is_the_share_that_came_true_where_the_path_before_did():
     before = chances.tree("lookup", proposal)
     assert before.values[1] == pytest.approx(math.log(0.5)) and before.values[2] == pytest.approx(math.log(0.3))
     for _ in range(100):
-        for came in ([6, 7, 1], [6, 1], [8], [9]):
+        for came in ([6, 7, 1], [6, 1], [8], [9, 6]):
             chances.learn("lookup", proposal, came)
+    assert sum(count.of for count in chances.counts.values()) == 100 * (3 + 3 + 2 + 2), "nothing after a miss counts"
     tree = chances.tree("lookup", proposal)
     first, below, other = np.exp(tree.values[1:])
     assert chain == 2 and (first, below, other) == pytest.approx((0.5, 0.25, 0.25), abs=0.01)
