@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from dendro.errors import BadRequest
-from dendro.shapes import OFF, TreeShape
+from dendro.shapes import MAX_ROWS, OFF, TreeShape
 from dendro.v1 import generation_pb2 as pb
 
 from cluster.config import Config
@@ -31,6 +31,7 @@ class Asked:
     name: str  # of the policy; "off" or "fixed" where the request leaves none a choice
     policy: Policy
     free: bool = False  # nothing was asked: the texts of such requests may be tried together
+    proposed_rows: int = 1  # of a tree that proposers may add to; a client who names a shape gets that shape
     deadline_s: float = math.inf  # how long a round waits for its draft at most, whatever the server would wait
 
 
@@ -56,13 +57,14 @@ def what_is_asked(
 
 
 def _auto(said: pb.Speculation, target: str, config: Config, experience: Experience, temperature: float) -> Asked:
-    arms = config.arms_of(target)
+    arms, rows = config.arms_of(target), MAX_ROWS
     if said.HasField("max_nodes"):
         arms = tuple(arm for arm in arms if _guesses(arm) <= said.max_nodes) or (OFF,)
+        rows = min(1 + said.max_nodes, MAX_ROWS)
     name = said.policy or config.speculation.policy
     policy = make_policy(name, arms, experience, temperature)
     bounded = said.HasField("max_nodes") or said.HasField("deadline_ms")
-    return Asked(name, policy, name == config.speculation.policy and not bounded, _deadline_s(said))
+    return Asked(name, policy, name == config.speculation.policy and not bounded, rows, _deadline_s(said))
 
 
 def _fixed_shape(said: pb.Speculation, target: str, config: Config) -> TreeShape:

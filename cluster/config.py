@@ -25,6 +25,7 @@ from dendro.shapes import MAX_ROWS, OFF, TreeShape
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cluster.policies import POLICIES
+from cluster.proposers import PROPOSERS
 
 DEMO_MODELS = Path(__file__).parent / "demo" / "models"
 
@@ -164,6 +165,8 @@ class Speculation(Section):
 
     policy: str = "ratio_ucb"
     arms: tuple[ShapeText, ...] = DEFAULT_ARMS
+    proposers: tuple[str, ...] = PROPOSERS
+    """Who guesses without a model, beside the drafter or in its absence. Empty: nobody."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -173,6 +176,11 @@ class Speculation(Section):
             raise ValueError("arms: is empty; name at least one shape")
         if len(set(self.arms)) != len(self.arms):
             raise ValueError("arms: names a shape twice")
+        for name in self.proposers:
+            if name not in PROPOSERS:
+                raise ValueError(f"proposers: {name!r} is not one of {', '.join(PROPOSERS)}")
+        if len(set(self.proposers)) != len(self.proposers):
+            raise ValueError("proposers: names one twice")
         return self
 
     @property
@@ -285,8 +293,8 @@ class Config(Section):
         )
 
     def arms_of(self, target: str) -> tuple[TreeShape, ...]:
-        """The arms that fit a target's limits; `off` alone where it has no drafter."""
-        if not self.drafters_of(target):
+        """The arms that fit a target's limits; `off` alone where nobody guesses for it."""
+        if not self.drafters_of(target) and not self.speculation.proposers:
             return (OFF,)
         limits = self.targets[target]
         fitting = (

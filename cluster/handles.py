@@ -778,7 +778,7 @@ class DrafterHandle:
         self.fallbacks[reason] += 1
         wall_us = int(1e6 * wall_s)
         self.clock.add(wall_s, wall_us)
-        return replace(DraftTree.root_only(text.root), draft_us=wall_us)
+        return replace(DraftTree.root_only(text.root), draft_us=wall_us, missed=True)
 
     async def _late(
         self, seat: Seat[DrafterPeer], work: asyncio.Future[DraftTree], began_s: float, text: Text, shape: TreeShape

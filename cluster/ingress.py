@@ -33,6 +33,7 @@ from cluster.asked import Asked, what_is_asked
 from cluster.checkpoints import read_json
 from cluster.config import Config, Target
 from cluster.policies import Experience, Place
+from cluster.proposers.proposals import Library
 from cluster.rounds import Drafter, Verifier, rounds
 from cluster.sessions import Record, Sessions
 from cluster.tokenizer import CheckpointTokenizer, TextStream, Tokenizer
@@ -169,7 +170,7 @@ class Tally:
         account.accepted_tokens += accepted
         account.discarded_tokens += tree.guesses - accepted
         account.trimmed_tokens += verdict.trimmed
-        account.late_drafts += not shape.off and tree.guesses == 0
+        account.late_drafts += tree.missed
 
     def _time(self, tree: DraftTree, verdict: Verdict, took_us: int, now_s: float, first: bool) -> None:
         account, tokens = self.account, len(verdict.tokens)
@@ -221,7 +222,11 @@ class Ingress:
         self._places = places
         self._sessions = sessions
         self._served = served or {name: Served.load(name, target) for name, target in config.targets.items()}
-        self._experience: dict[str, Experience] = {name: Experience() for name in config.targets}
+        self._experience = {name: Experience(drafts=bool(config.drafters_of(name))) for name in config.targets}
+        self._libraries = {
+            name: Library(config.speculation.proposers, target.max_rows, target.max_depth)
+            for name, target in config.targets.items()
+        }
         self._closing: set[asyncio.Task[None]] = set()
 
     def info(self) -> pb.GetServerInfoResponse:
@@ -315,6 +320,7 @@ class Ingress:
         before = len(job.prompt)
         verifier = self._places.verifier(job.served.name, text)
         drafter = self._places.drafter(job.served.name, text, tally.place, job.asked.deadline_s)
+        drafter = self._libraries[job.served.name].around(drafter, job.tenant, job.asked.proposed_rows)
         try:
             loop = cast(AsyncGenerator[Verdict, None], rounds(text, drafter, verifier, tally))
             async with aclosing(loop) as verdicts:

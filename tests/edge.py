@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from dendro.calls import Opened
 from dendro.errors import PeerLost
@@ -95,7 +96,7 @@ class FakeDrafter:
 
     async def draft(self, text: Text, shape: TreeShape) -> DraftTree:
         if shape.off or self.places.drafter_lost:
-            return DraftTree.root_only(text.root)
+            return replace(DraftTree.root_only(text.root), missed=not shape.off)
         self.opened = self.opened or Opened(0, len(text) - 1, 10)
         if not isinstance(shape, LevelShape):  # the first guesses of each, one below the other
             shape = LevelShape((1,) * shape.depth)

@@ -76,7 +76,8 @@ def _prompts(count: int, checkpoint: Path) -> list[checks.Prompt]:
 async def run_certify(config: Config, address: str, local: bool, size: Size, progress: Progress) -> list[Promise]:
     """All promises, checked one after the other."""
     name, target = next(iter(config.targets.items()))
-    shapes = [str(shape) for shape in config.arms_of(name) if shape != OFF]
+    # Shapes that a request may fix: a target without a drafter has none, though `auto` may guess.
+    shapes = [str(shape) for shape in config.arms_of(name) if shape != OFF] if config.drafters_of(name) else []
     prompts = _prompts(max(size.greedy_prompts, size.prompts), target.checkpoint)
     found: list[Promise] = []
 

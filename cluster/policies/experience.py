@@ -228,6 +228,7 @@ class Costs:
     step: StepTime = field(default_factory=StepTime)
     texts: float = 1.0  # of a step, usually
     tried: Counter[int] = field(default_factory=Counter)  # rounds by row bucket
+    rows: dict[TreeShape, float] = field(default_factory=dict)  # of a tree, usually
     lengths: dict[tuple[str, TreeShape], Length] = field(default_factory=dict)
     house: House = field(default_factory=House)
 
@@ -272,6 +273,7 @@ class Experience:
     company: float = 0.0  # how many may be expected to: those that ran of late, where there are fewer now
     fixed: int = 0  # of them, those whose shape the client chose
     opening: int = 0  # texts that a peer processes before their rounds
+    drafts: bool = True  # whether the target has a drafter; where not, trees are proposed without a call
     _by_load: defaultdict[int, Costs] = field(default_factory=lambda: defaultdict(Costs))
 
     @property
@@ -313,7 +315,9 @@ class Experience:
         if costs.tried.total():  # the very first pays for cold memory
             costs.step.learn(row_bucket(verdict.step_rows), verdict.verify_us)
             costs.texts += COST_STEP * (verdict.texts - costs.texts)
-        costs.tried[row_bucket(tree.rows)] += 1
+        costs.tried[row_bucket(tree.rows if self.drafts else shape.rows)] += 1
+        rows = costs.rows.setdefault(shape, tree.rows)
+        costs.rows[shape] = rows + COST_STEP * (tree.rows - rows)
         costs.lengths.setdefault((temperature_class(temperature), shape), Length()).learn(verdict.length)
 
     def learn_time(
@@ -324,7 +328,7 @@ class Experience:
         costs = self._by_load[load_class(self.requests)]
         busy_us = tree.draft_us + verdict.verify_us + verdict.queue_us
         hops_us = max(took_us - busy_us, 0.0) / verdict.texts
-        costs.hop.learn(hops_us / (1 if shape.off else 2))
+        costs.hop.learn(hops_us / self._hops(shape))
         if self.requests > 1 and not self.fixed and costs is self.costs:
             costs.house.learn(verdict.length, took_us, self.requests, disturbed)
         self.company += (self.requests - self.company) * min(took_us / max(self.requests, 1) / COMPANY_US, 1.0)
@@ -338,11 +342,16 @@ class Experience:
         costs = self.costs
         if costs.tried[row_bucket(shape.rows)] < TRIED:
             return None
-        verify_us = costs.step.at(row_bucket(round(costs.texts * shape.rows))) / costs.texts
+        rows = shape.rows if self.drafts else costs.rows.get(shape, shape.rows)  # proposals seldom fill a shape
+        verify_us = costs.step.at(row_bucket(round(costs.texts * rows))) / costs.texts
         if shape.off:
             return verify_us + costs.hop.us
         draft = costs.draft.get(shape)
-        return draft.us + verify_us + 2 * costs.hop.us if draft is not None and draft.known else None
+        return draft.us + verify_us + self._hops(shape) * costs.hop.us if draft is not None and draft.known else None
+
+    def _hops(self, shape: TreeShape) -> int:
+        """Calls to peers that a round waits for."""
+        return 2 if self.drafts and not shape.off else 1
 
     def prior(self, shape: TreeShape, temperature: float) -> Length:
         """How a new request starts out on this arm: the mean so far, weighing at most PRIOR_ROUNDS."""

@@ -22,8 +22,8 @@ from dendro.tree import DraftTree
 from cluster.policies.experience import Experience, Length
 
 OPENING_ROUNDS = 8
-"""Rounds without a tree that count for nothing at first: a drafter that is being opened says nothing of an arm, one
-that never comes does."""
+"""Rounds without a drafter's tree that count for nothing at first: a drafter that is being opened says nothing of an
+arm, one that never comes does."""
 
 
 class RatioUCB:
@@ -48,8 +48,8 @@ class RatioUCB:
             return math.inf
         total = sum(length.rounds for length in self.lengths.values())
         bonus = self.beta * math.sqrt(2 * math.log(max(total, 1.0)) / length.rounds)
-        # No arm emits more than its depth and the target's own token, however hopeful.
-        return min(length.mean + bonus, arm.depth + 1)
+        # However hopeful: an arm's own guesses give no more than its depth and the target's own token.
+        return min(length.mean + bonus, max(length.mean, arm.depth + 1))
 
     def index(self, arm: TreeShape) -> float:
         """Optimistic tokens per microsecond; infinite for an arm never seen."""
@@ -72,7 +72,7 @@ class RatioUCB:
     def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:
         if not shape.off and self._opening:
             self._opening -= 1
-            if not tree.guesses and not tree.draft_us:
+            if tree.missed and not tree.draft_us:
                 return
             self._opening = 0
         self.lengths[shape].learn(verdict.length)

@@ -32,6 +32,7 @@ class DraftTree:
     """[tokens since its last tree] the drafter's rank of each text token; past its candidates, their number."""
     draft_us: int = 0  # microseconds the drafter was busy or queued with this tree
     texts: int = 1  # whose trees grew together, this one's among them
+    missed: bool = False  # a drafter was asked and gave no tree; what guesses there are, the router proposed itself
 
     def __post_init__(self) -> None:
         rows = len(self.tokens)

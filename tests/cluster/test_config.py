@@ -44,8 +44,15 @@ def test_arms_too_large_for_a_target_are_left_out_for_it(load):
     assert [str(arm) for arm in load(GOOD).arms_of("demo")] == ["off", "(1,1)"]
 
 
-def test_a_target_without_a_drafter_has_one_arm(load):
-    assert load("targets: {t: {checkpoint: x}}").arms_of("t") == (LevelShape(()),)
+def test_a_target_for_which_nobody_guesses_has_one_arm(load):
+    alone = load("targets: {t: {checkpoint: x}}\nspeculation: {proposers: []}")
+    assert alone.arms_of("t") == (LevelShape(()),)
+
+
+def test_a_target_without_a_drafter_has_its_proposers_and_all_arms(load):
+    config = load("targets: {t: {checkpoint: x}}")
+    assert config.speculation.proposers == ("lookup", "suffix")
+    assert config.arms_of("t") == config.speculation.shapes
 
 
 @pytest.mark.parametrize(
@@ -69,6 +76,8 @@ def test_a_target_without_a_drafter_has_one_arm(load):
         ("targets: {t: {checkpoint: x}}\nspeculation: {arms: []}", "speculation.arms"),
         ("targets: {t: {checkpoint: x}}\nspeculation: {arms: ['1,1', '(1,1)']}", "speculation.arms"),
         ("targets: {t: {checkpoint: x}}\nspeculation: {policy: best}", "speculation.policy"),
+        ("targets: {t: {checkpoint: x}}\nspeculation: {proposers: [oracle]}", "speculation.proposers"),
+        ("targets: {t: {checkpoint: x}}\nspeculation: {proposers: [suffix, suffix]}", "speculation.proposers"),
         ("targets: {t: {checkpoint: x}}\nredis: {url: localhost}", "redis.url"),
         ("targets: {t: {checkpoint: x}}\nredis: {record_ttl_s: 0}", "redis.record_ttl_s"),
         ("targets: {t: {checkpoint: x}}\ngrpc: {port: 70000}", "grpc.port"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import fakes
@@ -11,12 +11,13 @@ import grpc
 import grpc.aio
 import pytest
 from dendro.client import REASON_KEY, AsyncClient, Mode, Round, Speculation, Started
-from dendro.errors import BadRequest, Conflict, EngineFailed, NotFound
+from dendro.errors import BadRequest, Conflict, EngineFailed, NotFound, PeerLost
 from dendro.text import Finish, Sampling
 from dendro.v1 import generation_pb2 as pb
 from dendro.v1 import generation_pb2_grpc
 from edge import END, MAX_LENGTH, SERVED, VOCABULARY, FakePlaces, config, ingress, plain_answer
 
+from cluster.handles import Leased
 from cluster.ingress import AHEAD, Ingress, serve_plain
 from cluster.placement import Places
 from cluster.redis_server import RedisServer
@@ -273,6 +274,77 @@ async def test_an_answer_without_trees_takes_no_drafter_even_where_a_later_turn_
     second = await turn(CHAIN, first.session)
     assert (drafter.opens, drafter.closes, verifier.opens) == (1, 1, 2)
     assert second.drafter.processed_tokens == second.usage.prompt_tokens - 1
+
+
+class NoPool:
+    """A drafter's pool without a replica."""
+
+    async def lease(self) -> Leased:
+        raise PeerLost("lease: there is none")
+
+
+def toy_ingress(drafter: str, proposers: Sequence[str]) -> Ingress:
+    """An ingress over real handles, whose drafter works, is dead, or is not there."""
+    drafters = {"mamba": {"checkpoint": "mamba"}} if drafter != "none" else {}
+    arms = ["(1,1,1)", "(2,1)"]  # each round asks for a tree, whatever the machine's pace
+    settings = config(drafters=drafters, speculation={"proposers": list(proposers), "arms": arms})
+    pool = NoPool() if drafter == "dead" else fakes.NearPool(fakes.FakeDrafter())
+    places = Places(settings, {"demo": fakes.NearPool(fakes.FakeVerifier())}, dict.fromkeys(drafters, pool))
+    return Ingress(settings, places, MemorySessions(), SERVED)
+
+
+async def toy_answer(router: Ingress, speculation: pb.Speculation, count: int, temperature: float = 0.0):
+    request = pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=[5, 6, 7]),
+        max_new_tokens=count,
+        sampling=pb.Sampling(temperature=temperature, seed=3),
+        speculation=speculation,
+    )
+    events = [event async for event in router.generate(request)]
+    return [token for event in events for token in event.chunk.token_ids], events[-1].complete.speculation
+
+
+def refrain(ids: Sequence[int], sampling: Sampling) -> int:
+    """A target that says the same eleven tokens again and again."""
+    return (7 * len(ids)) % 11
+
+
+@pytest.mark.parametrize("drafter", ["works", "dead", "none"])
+@pytest.mark.parametrize("proposers", [(), ("lookup",), ("suffix",), ("lookup", "suffix")], ids="+".join)
+@pytest.mark.parametrize("target", [fakes.toy_token, refrain], ids=["any text", "refrain"])
+async def test_proposals_change_no_token_and_need_no_drafter(monkeypatch, drafter, proposers, target):
+    monkeypatch.setattr(fakes, "toy_token", target)
+    router, sampling = toy_ingress(drafter, proposers), Sampling(temperature=0.8, seed=3)
+    for _ in range(2):  # the second finds the first one's answer
+        tokens, stats = await toy_answer(router, pb.Speculation(), 200, 0.8)
+        assert tokens == fakes.plain([5, 6, 7], 200, sampling)
+    if drafter != "works":
+        assert stats.late_drafts == (stats.rounds if drafter == "dead" else 0)
+    if proposers and target is refrain:
+        assert stats.rounds < 100
+    if drafter != "works" and not proposers:
+        assert stats.rounds == 200 and stats.drafted_tokens == 0
+
+
+async def test_a_client_who_names_a_shape_gets_that_shape_alone(monkeypatch):
+    monkeypatch.setattr(fakes, "toy_token", refrain)
+    one = pb.Speculation(mode=pb.Speculation.MODE_FIXED, shape="(1)")
+    tokens, stats = await toy_answer(toy_ingress("works", ("lookup", "suffix")), one, 100)
+    assert tokens == fakes.plain([5, 6, 7], 100)
+    assert stats.drafted_tokens <= stats.rounds
+    _, off = await toy_answer(toy_ingress("none", ("lookup", "suffix")), OFF, 100)
+    assert off.rounds == 100 and off.drafted_tokens == 0
+    with pytest.raises(BadRequest, match="no drafter"):
+        await toy_answer(toy_ingress("none", ("lookup", "suffix")), one, 100)
+
+
+@pytest.mark.parametrize("most", [0, 3, 5])
+async def test_proposals_keep_to_the_guesses_that_a_client_allows(monkeypatch, most):
+    monkeypatch.setattr(fakes, "toy_token", refrain)
+    tokens, stats = await toy_answer(toy_ingress("none", ("lookup", "suffix")), pb.Speculation(max_nodes=most), 100)
+    assert tokens == fakes.plain([5, 6, 7], 100)
+    assert stats.drafted_tokens <= most * stats.rounds
+    assert most == 0 or stats.rounds < 100
 
 
 async def test_handles_are_closed_with_the_whole_text_before_complete():

@@ -2,6 +2,7 @@ import contextlib
 import math
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from dendro.errors import BadRequest
@@ -382,11 +383,35 @@ def test_a_text_that_draws_too_little_from_its_guesses_refrains_in_a_house_that_
     assert house.repays(2.0) and not house.repays(1.9)
 
 
-def test_rounds_before_the_drafter_is_open_count_for_no_arm_unless_it_never_comes():
+@pytest.mark.parametrize("proposed", [1, 4], ids=["plain", "with proposals"])
+def test_rounds_before_the_drafter_is_open_count_for_no_arm_unless_it_never_comes(proposed):
     policy = RatioUCB([OFF, CHAIN], Experience(), temperature=0.0)
-    root = tree(1)
-    policy.learn(CHAIN, root, verdict(1))
+    early = replace(tree(proposed), missed=True)
+    policy.learn(CHAIN, early, verdict(1))
     assert policy.lengths[CHAIN].rounds == 0
     for _ in range(10):
-        policy.learn(CHAIN, root, verdict(1))
+        policy.learn(CHAIN, early, verdict(1))
     assert policy.lengths[CHAIN].rounds > 0
+
+
+def test_without_a_drafter_a_round_without_proposals_counts_for_its_arm():
+    policy = RatioUCB([OFF, CHAIN], Experience(drafts=False), temperature=0.0)
+    policy.learn(CHAIN, tree(1), verdict(1))
+    assert policy.lengths[CHAIN].rounds == 1
+
+
+def test_without_a_drafter_an_arm_costs_the_rows_that_are_proposed_and_one_call():
+    """BUSHY has 46 rows; what is proposed never fills them."""
+    experience = Experience(drafts=False)
+    for arm, rows in ((OFF, 1), (BUSHY, 10), (CHAIN, 5)) * 20:
+        experience.learn(arm, tree(rows), verdict(1, step_us(rows), step_rows=rows), 0.0)
+        experience.learn_time(arm, tree(rows), verdict(1, step_us(rows)), step_us(rows) + 30_000)
+    assert experience.round_us(OFF) == pytest.approx(step_us(1) + 30_000, rel=0.05)
+    assert experience.round_us(BUSHY) == pytest.approx(step_us(10) + 30_000, rel=0.05)
+
+
+def test_what_proposals_add_beyond_an_arms_depth_counts_for_it():
+    policy = RatioUCB([OFF, CHAIN], Experience(), temperature=0.0)
+    for _ in range(4):
+        policy.learn(CHAIN, tree(8), verdict(8))
+    assert policy.hoped(CHAIN) == 8

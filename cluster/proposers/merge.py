@@ -1,0 +1,76 @@
+"""Several proposals as one tree. Any tree is legal (ALGORITHMS 3.5), so this changes what rounds cost, and no token."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from dendro.tree import DraftTree
+
+
+@dataclass(slots=True, eq=False)
+class _Guess:
+    """A path that somebody proposed, by its last token."""
+
+    token: int
+    depth: int
+    chance: float = -np.inf  # log, that it is reached from its parent: of those who proposed it the surest one's word
+    by: int = 0  # bit i: the i-th tree has it
+    below: dict[int, _Guess] = field(default_factory=dict)
+
+
+def merge(trees: Sequence[DraftTree], max_rows: int, max_depth: int) -> DraftTree:
+    """The union of trees with one root: the rows of greatest value, `max_rows` of them at most, the root among them.
+
+    A row's value is the sum of its path's steps, each by the tree that is surest of it. So no row's is above its
+    parent's, and whichever rows stay, all above them do. Siblings are in order of value; of equals, the earlier tree's
+    come first. The first tree is the drafter's: what it says of its making is kept. Raises ValueError for trees of
+    several roots.
+    """
+    first = trees[0]
+    if any(tree.tokens[0] != first.tokens[0] for tree in trees):
+        raise ValueError(f"trees: begin with {[int(tree.tokens[0]) for tree in trees]}; one tree has one root")
+    if len(trees) == 1 and first.rows <= max_rows and first.depths.max() <= max_depth:
+        return first
+    root = _Guess(int(first.tokens[0]), 0, 0.0)
+    for number, tree in enumerate(trees):
+        _add(root, tree, 1 << number)
+    tokens, parents, values, by = [root.token], [-1], [0.0], 0
+    found = 0
+    paths: list[tuple[float, int, int, _Guess]] = []  # a heap: the likeliest first, of equals the one found first
+    guess, row = root, 0
+    while True:
+        if guess.depth < max_depth:
+            for child in guess.below.values():
+                heapq.heappush(paths, (-values[row] - child.chance, found, row, child))
+                found += 1
+        if not paths or len(tokens) >= max_rows:
+            break
+        less, _, parent, guess = heapq.heappop(paths)
+        row = len(tokens)
+        tokens.append(guess.token)
+        parents.append(parent)
+        values.append(-less)
+        by |= guess.by
+    return replace(
+        first,
+        tokens=np.array(tokens, np.int64),
+        parents=np.array(parents, np.int64),
+        values=np.minimum(np.array(values), 0).astype(np.float32),
+        proposer="+".join(tree.proposer for number, tree in enumerate(trees) if by >> number & 1 and tree.proposer),
+    )
+
+
+def _add(root: _Guess, tree: DraftTree, bit: int) -> None:
+    tokens, parents, values = tree.tokens.tolist(), tree.parents.tolist(), tree.values.tolist()
+    guesses = [root]
+    for row in range(1, tree.rows):
+        above = guesses[parents[row]]
+        guess = above.below.get(tokens[row])
+        if guess is None:
+            guess = above.below[tokens[row]] = _Guess(tokens[row], above.depth + 1)
+        guess.chance = max(guess.chance, min(values[row] - values[parents[row]], 0.0))
+        guess.by |= bit
+        guesses.append(guess)

@@ -1,0 +1,125 @@
+"""Proposers around a drafter: what its loop and its ingress see is one drafter, whose trees have more guesses.
+
+Where the drafter is late, lost or there is none, the tree is the proposers' alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from dendro.calls import Opened
+from dendro.shapes import TreeShape
+from dendro.text import Text
+from dendro.tree import DraftTree
+
+from cluster.policies.experience import row_bucket
+from cluster.proposers.chances import Chances
+from cluster.proposers.lookup import Lookup
+from cluster.proposers.merge import merge
+from cluster.proposers.proposal import Proposal, Proposer
+from cluster.proposers.suffix import Outputs, Suffix
+
+if TYPE_CHECKING:
+    from cluster.ingress import DrafterHandle
+
+TEXT_TOKENS = 8192
+"""Tokens of a text that its suffix automaton holds at most: some 3 MB."""
+OUTPUT_TOKENS = 8192
+"""Tokens of past answers that are held for a tenant at a target."""
+TENANTS = 64
+"""Tenants of a target whose past answers are held; the one that asked longest ago goes."""
+
+
+class Proposals:
+    """The handle of one request's drafter, and its proposers. A merged tree has the rows that the verifier would pad
+    the shape's to, since those are free, and stays in the target's limits."""
+
+    def __init__(
+        self,
+        drafter: DrafterHandle,
+        proposers: Sequence[Proposer],
+        chances: Chances,
+        max_rows: int,
+        max_depth: int,
+    ) -> None:
+        self._drafter = drafter
+        self._proposers = proposers
+        self._chances = chances
+        self._max_rows = max_rows
+        self._max_depth = max_depth
+        self._proposed: list[tuple[str, Proposal]] = []  # in the last round, ...
+        self._base = 0  # ... for a text of this length
+        self._ended = False
+
+    @property
+    def opened(self) -> Opened | None:
+        return self._drafter.opened
+
+    async def draft(self, text: Text, shape: TreeShape) -> DraftTree:
+        tree, proposed = await asyncio.gather(self._drafter.draft(text, shape), self._propose(text, shape))
+        return merge([tree, *proposed], self._rows(shape), self._max_depth)
+
+    async def close(self, text: Text) -> None:
+        """As the drafter's: never raises, may be called again."""
+        if not self._ended:
+            self._ended = True
+            for proposer in self._proposers:
+                proposer.end(text)
+        await self._drafter.close(text)
+
+    async def _propose(self, text: Text, shape: TreeShape) -> list[DraftTree]:
+        await asyncio.sleep(0)  # the drafter's call leaves first
+        came = text.ids[self._base :]
+        for name, proposal in self._proposed:
+            self._chances.learn(name, proposal, came)
+        self._proposed, self._base = [], len(text)
+        # A guess deeper than the answer has room for is never emitted.
+        depth = min(self._max_depth, text.limits.max_length - len(text) - 1)
+        if shape.off or depth < 1:
+            return []
+        for proposer in self._proposers:
+            proposer.grow(text)
+            proposal = proposer.propose(text, self._rows(shape), depth)
+            if proposal.guesses:
+                self._proposed.append((proposer.name, proposal))
+        return [self._chances.tree(name, proposal) for name, proposal in self._proposed]
+
+    def _rows(self, shape: TreeShape) -> int:
+        return 1 if shape.off else min(row_bucket(shape.rows), self._max_rows)
+
+
+class Library:
+    """What a router keeps of one target for its proposers: what came of proposals, and each tenant's past answers. No
+    tenant's proposer ever sees another's text."""
+
+    def __init__(self, names: Sequence[str], max_rows: int, max_depth: int) -> None:
+        """`names` are proposers, in the order in which they win ties; the limits are the target's."""
+        self._names = names
+        self._max_rows = max_rows
+        self._max_depth = max_depth
+        self._chances = Chances()
+        self._outputs: OrderedDict[str, Outputs] = OrderedDict()
+
+    def around(self, drafter: DrafterHandle, tenant: str, max_rows: int) -> DrafterHandle:
+        """A request's drafter with its proposers; the drafter itself where there are none. `max_rows` is what the
+        request lets a tree have."""
+        if not self._names or max_rows == 1:
+            return drafter
+        proposers = [self._proposer(name, tenant) for name in self._names]
+        return Proposals(drafter, proposers, self._chances, min(max_rows, self._max_rows), self._max_depth)
+
+    def _proposer(self, name: str, tenant: str) -> Proposer:
+        if name == Lookup.name:
+            return Lookup()
+        assert name == Suffix.name, "the configuration knows the names"
+        return Suffix(self._of(tenant), TEXT_TOKENS)
+
+    def _of(self, tenant: str) -> Outputs:
+        outputs = self._outputs.setdefault(tenant, Outputs(OUTPUT_TOKENS))
+        self._outputs.move_to_end(tenant)
+        if len(self._outputs) > TENANTS:
+            self._outputs.popitem(last=False)
+        return outputs

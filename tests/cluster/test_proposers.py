@@ -1,0 +1,374 @@
+"""What proposers say, held against the same thing said slowly; and what becomes of it in a tree."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+from dendro.shapes import MAX_ROWS, OFF, LevelShape
+from dendro.text import Limits, Sampling, Text, Verdict
+from dendro.tree import DraftTree
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.handles import NoDrafter
+from cluster.proposers import lookup, suffix
+from cluster.proposers.chances import Chances
+from cluster.proposers.lookup import Lookup
+from cluster.proposers.merge import merge
+from cluster.proposers.proposal import LEAST, Proposal
+from cluster.proposers.proposals import TENANTS, Library
+from cluster.proposers.suffix import END, Automaton, Outputs, Recent, Suffix
+
+STRINGS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
+"""Of so few tokens that most substrings come again."""
+
+
+def a_text(ids, tenant: str = "", prompt: int | None = None) -> Text:
+    text = Text(ids[: prompt or len(ids)], Sampling(), Limits(10_000), tenant)
+    if text.ids != list(ids):
+        append(text, ids[len(text) :])
+    return text
+
+
+def append(text: Text, tokens) -> None:
+    text.commit(Verdict(tuple(tokens), (0,) * len(tokens), (), None, len(tokens)))
+
+
+def proposed(proposer, text: Text, max_rows: int = 64, max_depth: int = 16) -> Proposal:
+    proposer.grow(text)
+    return proposer.propose(text, max_rows, max_depth)
+
+
+def paths(tree: Proposal | DraftTree) -> list[tuple[int, ...]]:
+    """The path to every row but the root, in order of rows."""
+    found: list[tuple[int, ...]] = [()]
+    for row in range(1, len(tree.tokens)):
+        found.append((*found[int(tree.parents[row])], int(tree.tokens[row])))
+    return found[1:]
+
+
+# Lookup
+
+
+def slow_lookup(ids: list[int], max_depth: int) -> list[tuple[int, ...]]:
+    """The continuations, by looking at every earlier n-gram, longest first and newest first."""
+    found: dict[int, tuple[int, ...]] = {}
+    for n in range(lookup.LONGEST, 0, -1):
+        for end in range(len(ids) - 1, n - 1, -1):
+            if ids[end - n : end] == ids[-n:] and ids[end] not in found and len(found) < lookup.BRANCHES:
+                longer = list(ids)
+                for place in range(end, end + max_depth):
+                    longer.append(longer[place])
+                found[ids[end]] = tuple(longer[len(ids) :])
+    return list(found.values())
+
+
+@given(STRINGS, st.integers(1, 6))
+def test_lookup_finds_the_continuations_of_the_longest_n_grams(ids, max_depth):
+    chains = [path for path in paths(proposed(Lookup(), a_text(ids), 64, max_depth)) if len(path) == max_depth]
+    assert chains == slow_lookup(ids, max_depth)
+
+
+@given(STRINGS, st.integers(1, 40))
+def test_a_lookup_that_grew_with_its_text_is_one_that_saw_it_whole(ids, prompt):
+    text, grown = a_text(ids[:prompt]), Lookup()
+    proposed(grown, text)
+    for token in ids[prompt:]:
+        append(text, [token])
+    assert proposed(grown, text) == proposed(Lookup(), a_text(ids))
+
+
+def test_a_root_that_stands_in_more_places_than_are_compared_hides_no_longer_match():
+    ids = [5, 6, 7, 0, 3, *[1, 0] * lookup.MOST, 5, 6, 7, 0]
+    assert proposed(Lookup(), a_text(ids)).tokens[1:3] == [3, 1]
+
+
+@pytest.mark.parametrize("make", [Lookup, lambda: Suffix(Outputs(64), 64)], ids=["lookup", "suffix"])
+@pytest.mark.parametrize(
+    "ids, guesses",
+    [([3], []), ([3, 4], []), ([3, 3], [3]), ([3] * 4, [3]), ([1, 2, 1, 2], [1]), ([1, 2, 3, 1], [2])],
+    ids=lambda value: str(value) if isinstance(value, list) else "",
+)
+def test_no_match_with_itself_but_with_what_overlaps_it(make, ids, guesses):
+    """`aaaa` was written before as `aaa`, which one more `a` followed."""
+    found = proposed(make(), a_text(ids), 64, 3)
+    firsts = [token for token, parent in zip(found.tokens, found.parents, strict=True) if parent == 0]
+    assert firsts == guesses
+    if guesses and len(set(ids)) == 1:
+        assert paths(found)[-1] == (3, 3, 3)
+
+
+@pytest.mark.parametrize("make", [Lookup, lambda: Suffix(Outputs(64), 64)], ids=["lookup", "suffix"])
+@given(ids=STRINGS, max_rows=st.integers(1, 9), max_depth=st.integers(1, 4))
+def test_a_proposal_keeps_its_limits_and_says_nothing_twice(make, ids, max_rows, max_depth):
+    found = proposed(make(), a_text(ids), max_rows, max_depth)
+    assert len(found.tokens) <= max_rows and max(map(len, paths(found)), default=0) <= max_depth
+    assert len(set(paths(found))) == found.guesses
+    assert all(0 < hope < 1 for hope in found.hopes[1:])
+
+
+# Suffix automata
+
+
+def followers(corpus: list[int], context: list[int]) -> tuple[Counter[int], int]:
+    """How often each token followed the context's longest suffix that anything followed, and that suffix's length."""
+    for n in range(len(context), 0, -1):
+        found = Counter(
+            corpus[end]
+            for end in range(n, len(corpus))
+            if corpus[end - n : end] == context[-n:] and corpus[end] != END and END not in corpus[end - n : end]
+        )
+        if found:
+            return found, n
+    return Counter(), 0
+
+
+def automaton_of(ids) -> Automaton:
+    automaton = Automaton()
+    for token in ids:
+        automaton.extend(token)
+    return automaton
+
+
+@given(STRINGS)
+def test_the_automaton_knows_the_longest_suffix_that_was_there_before(ids):
+    _, length = automaton_of(ids).before()
+    assert length == max(
+        n for n in range(len(ids)) if any(ids[e - n : e] == ids[len(ids) - n :] for e in range(len(ids)))
+    )
+
+
+@given(st.lists(st.integers(-1, 2), max_size=30), STRINGS)
+def test_the_automaton_finds_the_longest_suffix_of_another_string_and_what_followed_it(corpus, tail):
+    automaton = automaton_of(corpus)
+    state, length = automaton.longest(tail)
+    expected, longest = followers(corpus, tail)
+    assert length == longest
+    assert {token for _, token, _ in automaton.following(state, length)[0]} == expected.keys()
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=suffix.COUNTED))
+def test_continuations_are_weighed_by_how_often_they_followed(ids):
+    automaton = automaton_of(ids)
+    expected, longest = followers(ids, ids)
+    found, length = automaton.following(*automaton.before())
+    assert length == longest
+    assert {token: share for share, token, _ in found} == pytest.approx(
+        {token: count / expected.total() for token, count in expected.items()}
+    )
+
+
+@given(STRINGS)
+def test_every_guess_of_the_suffix_proposer_followed_the_longest_known_suffix_of_its_path(ids):
+    found = proposed(Suffix(Outputs(64), 100), a_text(ids), 64, 4)
+    for path, matched in zip(paths(found), found.matched[1:], strict=True):
+        expected, longest = followers(ids, ids + list(path[:-1]))
+        assert path[-1] in expected and matched == longest
+    assert {path[0] for path in paths(found) if len(path) == 1} == followers(ids, ids)[0].keys()
+
+
+def test_a_long_prompt_is_taken_in_by_slices_and_its_oldest_part_not_at_all(monkeypatch):
+    monkeypatch.setattr(suffix, "SLICE", 10)
+    ids = [7, 8, 9, *range(100, 150), 7, 8]
+    text, knows_all, knows_some = a_text(ids), Suffix(Outputs(64), 200), Suffix(Outputs(64), 40)
+    rounds = 0
+    while not (found := proposed(knows_all, text)).guesses:
+        rounds += 1
+    assert found.tokens[1] == 9 and rounds == 0  # what comes last is looked up in what is taken in
+    assert not any(proposed(knows_some, text).guesses for _ in range(10))
+
+
+@given(st.lists(STRINGS, max_size=8), st.integers(2, 20))
+def test_memory_is_bounded_and_the_newest_is_what_stays(answers, budget):
+    recent, said = Recent(budget), []
+    for answer in answers:
+        for token in answer:
+            recent.extend(token)
+            said.append(token)
+            assert recent.tokens <= budget and len(recent.newer._next) + len(recent.older._next) <= 2 * budget + 2
+    for automaton, end in ((recent.newer, len(said)), (recent.older, len(said) - recent.newer.tokens)):
+        kept = said[end - automaton.tokens : end]
+        assert all(automaton.longest(kept[:-1])[1] == len(kept) - 1 for _ in [0] if kept)
+
+
+def test_waiting_answers_are_bounded_too():
+    outputs = Outputs(20)
+    for _ in range(5):
+        outputs.add(range(15))
+    outputs.grow()
+    assert outputs.recent.tokens <= 20
+
+
+async def test_an_answer_is_found_again_by_its_tenant_alone():
+    library = Library(("suffix",), 64, 16)
+    first = a_text([1, 2, 3, 40, 41, 42, 43], "one", prompt=3)
+
+    async def guesses(tenant: str) -> list[tuple[int, ...]]:
+        handle = library.around(NoDrafter(), tenant, MAX_ROWS)
+        return paths(await handle.draft(a_text([9, 40, 41], tenant), LevelShape((1, 1, 1))))
+
+    assert await guesses("one") == []
+    handle = library.around(NoDrafter(), "one", MAX_ROWS)
+    await handle.close(first)
+    await handle.close(first)
+    assert await guesses("one") == [(42,), (42, 43)]
+    assert await guesses("two") == await guesses("") == []
+    for number in range(TENANTS):
+        await guesses(f"other {number}")
+    assert await guesses("one") == [], "forgotten for those who asked since"
+
+
+def test_an_answers_beginning_does_not_follow_the_end_of_the_one_before():
+    outputs = Outputs(100)
+    outputs.add([1, 2])
+    outputs.add([3, 4])
+    assert proposed(Suffix(outputs, 100), a_text([9, 1, 2])).guesses == 0
+
+
+# Chances
+
+
+def test_a_chance_is_the_share_that_came_true_where_the_path_before_did():
+    chances, proposal = Chances(), Proposal(5)
+    chain = proposal.add(proposal.add(0, 6, 1, 0.5), 7, 2, 0.6)
+    proposal.add(0, 8, 1, 0.1)
+    before = chances.tree("lookup", proposal)
+    assert before.values[1] == pytest.approx(math.log(0.5)) and before.values[2] == pytest.approx(math.log(0.3))
+    for _ in range(100):
+        for came in ([6, 7, 1], [6, 1], [8], [9, 6]):
+            chances.learn("lookup", proposal, came)
+    assert sum(count.of for count in chances.counts.values()) == 100 * (3 + 3 + 2 + 2), "nothing after a miss counts"
+    tree = chances.tree("lookup", proposal)
+    first, below, other = np.exp(tree.values[1:])
+    assert chain == 2 and (first, below, other) == pytest.approx((0.5, 0.25, 0.25), abs=0.01)
+    assert np.array_equal(chances.tree("suffix", proposal).values, before.values), "each proposer for itself"
+
+
+def test_what_never_comes_true_takes_no_rows_any_more_and_what_does_again_returns():
+    chances, proposal = Chances(), Proposal(5)
+    proposal.add(proposal.add(0, 6, 1, 0.5), 7, 2, 0.6)
+    for _ in range(200):
+        chances.learn("lookup", proposal, [1])
+    assert chances.tree("lookup", proposal).guesses == 0
+    for _ in range(200):
+        chances.learn("lookup", proposal, [6])
+    assert np.exp(chances.tree("lookup", proposal).values[1]) > 0.4
+
+
+# Merging
+
+TOKENS = st.integers(0, 3)
+
+
+@st.composite
+def trees(draw, most: int = 12) -> DraftTree:
+    """Any tree below the token 9, with values that fall along its paths."""
+    tokens, parents, values = [9], [-1], [0.0]
+    for _ in range(draw(st.integers(0, most))):
+        parent, token = draw(st.integers(0, len(tokens) - 1)), draw(TOKENS)
+        if (parent, token) not in set(zip(parents, tokens, strict=True)):
+            tokens.append(token)
+            parents.append(parent)
+            values.append(values[parent] - draw(st.sampled_from([0.0, 0.1, 0.5, 1.0, 3.0])))
+    return DraftTree(np.array(tokens), np.array(parents), np.array(values, np.float32), draw(st.sampled_from("abc")))
+
+
+@given(st.lists(trees(), min_size=1, max_size=4))
+def test_where_there_is_room_all_paths_are_in_the_tree_and_no_others(some):
+    merged = merge(some, 64, 63)
+    assert len(paths(merged)) == len(set(paths(merged)))
+    assert set(paths(merged)) == set().union(*map(set, map(paths, some)))
+
+
+@given(st.lists(trees(), min_size=1, max_size=4), st.integers(1, 10), st.integers(0, 4))
+def test_the_rows_of_greatest_value_stay_and_siblings_are_in_its_order(some, max_rows, max_depth):
+    merged, whole = merge(some, max_rows, max_depth), merge([*some, DraftTree.root_only(9)], 64, 63)
+    assert merged.rows <= max_rows and merged.depths.max() <= max_depth
+    assert (merged.values[1:] <= merged.values[merged.parents[1:]]).all()
+    value = dict(zip(paths(whole), whole.values[1:].tolist(), strict=True))
+    allowed = sorted((each for path, each in value.items() if len(path) <= max_depth), reverse=True)
+    if len(some) > 1:
+        assert merged.values[1:].tolist() == allowed[: max_rows - 1]
+        for row in range(merged.rows):
+            ranked = merged.values[merged.children(row)].tolist()
+            assert ranked == sorted(ranked, reverse=True)
+
+
+def test_a_row_has_the_word_of_the_proposer_that_is_surest_of_each_step():
+    one = DraftTree.of([9, 1, 2], [-1, 0, 1], [0.0, math.log(0.2), math.log(0.1)])
+    two = DraftTree.of([9, 1], [-1, 0], [0.0, math.log(0.8)])
+    assert np.exp(merge([one, two], 64, 63).values) == pytest.approx([1.0, 0.8, 0.4])
+
+
+def test_a_merged_tree_keeps_what_the_drafter_said_of_its_own_and_names_those_who_have_a_row():
+    own = DraftTree(
+        np.array([9, 1]),
+        np.array([-1, 0]),
+        np.array([0, -0.5], np.float32),
+        "mamba",
+        trace=np.array([0, 2], np.int32),
+        draft_us=70,
+        texts=3,
+    )
+    found = DraftTree(np.array([9, 2]), np.array([-1, 0]), np.array([0, -0.1], np.float32), "lookup")
+    same = DraftTree(np.array([9, 2]), np.array([-1, 0]), np.array([0, -0.7], np.float32), "suffix")
+    merged = merge([own, found, same], 3, 8)
+    assert merged.tokens.tolist() == [9, 2, 1] and merged.proposer == "mamba+lookup+suffix"
+    assert (merged.draft_us, merged.texts, merged.trace.tolist(), merged.missed) == (70, 3, [0, 2], False)
+    assert merge([own, found], 2, 8).proposer == "lookup"
+    assert merge([own], 64, 8) is own
+
+
+def test_trees_of_two_roots_are_no_one_tree():
+    with pytest.raises(ValueError, match="one root"):
+        merge([DraftTree.root_only(1), DraftTree.root_only(2)], 8, 8)
+
+
+# Around a drafter
+
+
+async def test_proposals_fill_the_rows_that_would_only_pad_and_no_more():
+    ids = [5, 6, 7, 8] * 8
+    for shape, max_rows, rows in (
+        (LevelShape((1, 1)), 64, 8),
+        (LevelShape((3, 2, 1)), 64, 16),
+        (LevelShape((3, 2, 1)), 12, 12),
+        (OFF, 64, 1),
+    ):
+        handle = Library(("lookup", "suffix"), max_rows, 16).around(NoDrafter(), "", MAX_ROWS)
+        assert (await handle.draft(a_text(ids), shape)).rows == rows, shape
+    own_limit = Library(("lookup",), 64, 16).around(NoDrafter(), "", 5)
+    assert (await own_limit.draft(a_text(ids), LevelShape((3, 2, 1)))).rows == 5
+    shallow = (
+        await Library(("lookup",), 64, 3).around(NoDrafter(), "", MAX_ROWS).draft(a_text(ids), LevelShape((3, 2, 1)))
+    )
+    assert shallow.depths.max() == 3
+
+
+async def test_nothing_is_proposed_past_an_answers_end():
+    text = Text([5, 5, 5, 5], Sampling(), Limits(7))
+    handle = Library(("lookup",), 64, 16).around(NoDrafter(), "", MAX_ROWS)
+    tree = await handle.draft(text, LevelShape((1,) * 7))
+    assert tree.depths.max() == 2  # and the target's own token is the third
+    append(text, [5, 5])
+    assert (await handle.draft(text, LevelShape((1,) * 7))).guesses == 0
+
+
+async def test_proposals_are_held_against_what_came():
+    library = Library(("lookup",), 64, 16)
+    handle, text, values = library.around(NoDrafter(), "", MAX_ROWS), a_text([1, 2, 3, 1, 2]), []
+    for number in range(100, 140):  # what followed 1, 2 before never does again
+        tree = await handle.draft(text, LevelShape((1,) * 7))
+        values.append(float(tree.values[1]))
+        append(text, [number, 1, 2])
+    assert values[0] == pytest.approx(math.log(2 / 3))
+    assert math.log(LEAST) < values[-1] < math.log(0.1)
+
+
+def test_without_names_a_drafter_is_left_alone():
+    drafter = NoDrafter()
+    assert Library((), 64, 16).around(drafter, "", MAX_ROWS) is drafter
+    assert Library(("lookup",), 64, 16).around(drafter, "", 1) is drafter, "a tree that may have its root alone"
