@@ -31,6 +31,8 @@ from dendro.v1 import generation_pb2_grpc
 from cluster.checkpoints import read_json
 from cluster.config import Config, Target
 from cluster.policies import Experience, Place, Static, make_policy
+from cluster.policies.prior import NoPriors, Prior, PriorKey, PriorStore
+from cluster.priors import Priors
 from cluster.rounds import Drafter, Policy, Verifier, rounds
 from cluster.sessions import Record, Sessions
 from cluster.tokenizer import CheckpointTokenizer, TextStream, Tokenizer
@@ -127,6 +129,7 @@ class Tally:
     """Wraps a policy, counts what its rounds came to, and times them for the router's experience."""
 
     def __init__(self, policy: Policy, experience: Experience, place: Place) -> None:
+        self.notes = Prior()
         self._policy = policy
         self._experience = experience
         self._place = place
@@ -147,6 +150,7 @@ class Tally:
 
     def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:
         self._policy.learn(shape, tree, verdict)
+        self.notes.learn(shape, tree, verdict)
         self._place.begun()
         if sum(self.pulls.values()) > 1:  # the first round waits for its text to be opened
             disturbed = self._disturbed or self._experience.opening > 0
@@ -172,6 +176,7 @@ class Job:
     held: list[int]  # the answer's tokens that the client has
     limits: Limits
     policy: Policy
+    kind: PriorKey
     session: str  # its token; empty: no session
     record: Record | None  # of the session so far; None: it begins with this request
     told: Record | None = None  # the record that has this answer already
@@ -186,14 +191,21 @@ class Ingress:
     """Takes requests for all targets of a configuration. Of one event loop."""
 
     def __init__(
-        self, config: Config, places: Places, sessions: Sessions, served: Mapping[str, Served] | None = None
+        self,
+        config: Config,
+        places: Places,
+        sessions: Sessions,
+        served: Mapping[str, Served] | None = None,
+        priors: PriorStore | None = None,
     ) -> None:
-        """`served` is what the checkpoints say; read from them unless given."""
+        """`served` is what the checkpoints say; read from them unless given. Without a store of priors, this router
+        knows what it learns itself."""
         self.config = config
         self._places = places
         self._sessions = sessions
         self._served = served or {name: Served.load(name, target) for name, target in config.targets.items()}
         self._experience: dict[str, Experience] = {name: Experience() for name in config.targets}
+        self._priors = Priors(priors or NoPriors())
         self._closing: set[asyncio.Task[None]] = set()
 
     def info(self) -> pb.GetServerInfoResponse:
@@ -254,9 +266,12 @@ class Ingress:
                 experience = self._experience[job.served.name]
                 with experience.running(fixed=isinstance(job.policy, Static)) as place:
                     tally = Tally(job.policy, experience, place)
-                    async with aclosing(_ahead(self._run(job, text, tally, stream, complete))) as chunks:
-                        async for chunk in chunks:
-                            yield pb.GenerateResponse(chunk=chunk)
+                    try:
+                        async with aclosing(_ahead(self._run(job, text, tally, stream, complete))) as chunks:
+                            async for chunk in chunks:
+                                yield pb.GenerateResponse(chunk=chunk)
+                    finally:
+                        self._priors.learn(job.kind, tally.notes, experience)
                 finish = text.finish
                 assert finish is not None
             complete.finish_reason = FINISH_REASONS[finish]
@@ -395,14 +410,27 @@ class Ingress:
         held = list(resume.token_ids) if resume else []
         _check_ids("resume.token_ids", held, served.vocabulary)
         sampling = _sampling(request, record)
-        policy = self._policy(request.speculation, served.name, sampling.temperature)
+        kind = PriorKey.of(served.name, self.config.drafters_of(served.name), sampling.temperature, tenant)
+        prior = await self._priors.of(kind, self._experience[served.name])
+        policy = self._policy(request.speculation, served.name, sampling, prior)
         if record is not None and record.last_request == request_id:
             if tuple(held) != record.last_answer[: len(held)]:
                 raise BadRequest("resume.token_ids", "are not how this request's answer began")
             limits = Limits(len(record.tokens), request.ignore_end)
             prompt = list(record.tokens[: record.last_prompt])
             return Job(
-                request_id, tenant, served, sampling, prompt, held, limits, policy, request.session, record, record
+                request_id,
+                tenant,
+                served,
+                sampling,
+                prompt,
+                held,
+                limits,
+                policy,
+                kind,
+                request.session,
+                record,
+                record,
             )
         prompt = await self._prompt(request, served, record)
         room = served.max_length - len(prompt)
@@ -418,7 +446,7 @@ class Ingress:
             except PeerLost as error:
                 log.warning("request %s: no session can be kept: %s", request_id, error)
         limits = Limits(len(prompt) + count, request.ignore_end)
-        return Job(request_id, tenant, served, sampling, prompt, held, limits, policy, session, record)
+        return Job(request_id, tenant, served, sampling, prompt, held, limits, policy, kind, session, record)
 
     def _served_for(self, request: pb.GenerateRequest, record: Record | None) -> Served:
         if record is None:
@@ -463,10 +491,11 @@ class Ingress:
             raise BadRequest("max_new_tokens", f"is {count}, but the model's text has room for {room} more")
         return count
 
-    def _policy(self, speculation: str, target: str, temperature: float) -> Policy:
+    def _policy(self, speculation: str, target: str, sampling: Sampling, prior: Prior) -> Policy:
         arms = self.config.arms_of(target)
         if speculation in ("", "auto"):
-            return make_policy(self.config.speculation.policy, arms, self._experience[target], temperature)
+            name, experience = self.config.speculation.policy, self._experience[target]
+            return make_policy(name, arms, experience, sampling.temperature, sampling.seed, prior)
         try:
             shape = TreeShape.parse(speculation)
         except ValueError as error:
