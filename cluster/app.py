@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import psutil
 from dendro.client import REASON_MARK
@@ -32,7 +32,7 @@ from cluster.ingress import Ingress, status_of, tenant_of
 from cluster.placement import DrafterEngine, ServePlaces, VerifierEngine, start_engine, stop_engine
 from cluster.serve_config import APPLICATION, ENVIRONMENT, ROUTE, SERVICER
 from cluster.sessions import RedisSessions
-from cluster.state_store import RedisStates
+from cluster.state_store import RedisPriors, RedisStates
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -223,6 +223,14 @@ class VerifierShell(_Shell):
         os._exit(1)
 
 
+class LoadIngress(Protocol):
+    """Makes a router's ingress from what it needs of the cluster."""
+
+    def __call__(
+        self, config: Config, places: ServePlaces, sessions: RedisSessions, *, priors: RedisPriors
+    ) -> Ingress: ...
+
+
 class RouterShell:
     """The ingress: Serve's gRPC proxy calls the methods by their names in the proto."""
 
@@ -232,11 +240,12 @@ class RouterShell:
         redis_url: str,
         targets: dict[str, DeploymentHandle],
         drafters: dict[str, DeploymentHandle],
-        ingress: Callable[[Config, ServePlaces, RedisSessions], Ingress] = Ingress,
+        ingress: LoadIngress = Ingress,
     ) -> None:
         _log_beside_serve()
         places = ServePlaces(config, targets, drafters)
-        self._ingress = ingress(config, places, RedisSessions(redis_url, config.redis.record_ttl_s))
+        priors = RedisPriors(redis_url, config.redis.prior_ttl_s)
+        self._ingress = ingress(config, places, RedisSessions(redis_url, config.redis.record_ttl_s), priors=priors)
 
     async def Generate(self, request: pb.GenerateRequest, grpc_context: Any) -> AsyncIterator[pb.GenerateResponse]:
         tenant = tenant_of(dict(grpc_context.invocation_metadata() or ()))
@@ -273,7 +282,7 @@ def build(
     *,
     drafter: Callable[[str, Drafter, StateStore], DrafterEngine] = load_drafter,
     verifier: Callable[[str, Target, StateStore], VerifierEngine] = load_replica,
-    ingress: Callable[[Config, ServePlaces, RedisSessions], Ingress] = Ingress,
+    ingress: LoadIngress = Ingress,
 ) -> Application:
     """The application of a configuration. The loaders are parameters, so that tests deploy engines of their own."""
     longest_s = config.router.request_timeout_s + DRAIN_MARGIN_S

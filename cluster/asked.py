@@ -10,10 +10,12 @@ from dataclasses import dataclass
 
 from dendro.errors import BadRequest
 from dendro.shapes import MAX_ROWS, OFF, TreeShape
+from dendro.text import Sampling
 from dendro.v1 import generation_pb2 as pb
 
 from cluster.config import Config
 from cluster.policies import Experience, Static, make_policy
+from cluster.policies.prior import NO_PRIOR, Prior
 from cluster.rounds import Policy
 
 MODES = {
@@ -36,7 +38,12 @@ class Asked:
 
 
 def what_is_asked(
-    said: pb.Speculation, target: str, config: Config, experience: Experience, temperature: float
+    said: pb.Speculation,
+    target: str,
+    config: Config,
+    experience: Experience,
+    sampling: Sampling,
+    prior: Prior = NO_PRIOR,
 ) -> Asked:
     """Check a request's `speculation` against its target. Raises BadRequest with the name of the field."""
     mode = MODES.get(said.mode)
@@ -47,7 +54,7 @@ def what_is_asked(
     if said.policy and mode != "auto":
         raise BadRequest("speculation.policy", f"picks nothing in mode {mode.upper()}; ask for AUTO")
     if mode == "auto":
-        return _auto(said, target, config, experience, temperature)
+        return _auto(said, target, config, experience, sampling, prior)
     shape = _fixed_shape(said, target, config) if mode == "fixed" else OFF
     if shape.off:
         for name in ("max_nodes", "deadline_ms"):
@@ -56,13 +63,15 @@ def what_is_asked(
     return Asked(mode, Static(shape), deadline_s=_deadline_s(said))
 
 
-def _auto(said: pb.Speculation, target: str, config: Config, experience: Experience, temperature: float) -> Asked:
+def _auto(
+    said: pb.Speculation, target: str, config: Config, experience: Experience, sampling: Sampling, prior: Prior
+) -> Asked:
     arms, rows = config.arms_of(target), MAX_ROWS
     if said.HasField("max_nodes"):
         arms = tuple(arm for arm in arms if _guesses(arm) <= said.max_nodes) or (OFF,)
         rows = min(1 + said.max_nodes, MAX_ROWS)
     name = said.policy or config.speculation.policy
-    policy = make_policy(name, arms, experience, temperature)
+    policy = make_policy(name, arms, experience, sampling.temperature, sampling.seed, prior)
     bounded = said.HasField("max_nodes") or said.HasField("deadline_ms")
     return Asked(name, policy, name == config.speculation.policy and not bounded, rows, _deadline_s(said))
 

@@ -164,7 +164,10 @@ class Speculation(Section):
     """How shapes are chosen where a request leaves that to us (`auto`)."""
 
     policy: str = "ratio_ucb"
+    """One of ratio_ucb, discounted_ucb, thompson, fullinfo, ucbspec and paper_ucb."""
     arms: tuple[ShapeText, ...] = DEFAULT_ARMS
+    """The shapes to choose among. `off` is always one of them, and a chain, of depth 4 at most, where there are trees:
+    what a policy falls back to is not to be forgotten."""
     proposers: tuple[str, ...] = PROPOSERS
     """Who guesses without a model, beside the drafter or in its absence. Empty: nobody."""
 
@@ -197,6 +200,8 @@ class Redis(Section):
     """The environment variable that has the server's password, so that it stands in no file."""
     record_ttl_s: int = Field(default=7 * 24 * 3600, ge=1)
     state_ttl_s: int = Field(default=24 * 3600, ge=1)
+    prior_ttl_s: int = Field(default=7 * 24 * 3600, ge=1)
+    """How long what texts of one kind were like is kept from their last request on, so that others begin with it."""
     memory_mb: int = Field(default=512, ge=8)
     """What the embedded server may hold; it forgets the oldest beyond that."""
 

@@ -33,6 +33,8 @@ from cluster.asked import Asked, what_is_asked
 from cluster.checkpoints import read_json
 from cluster.config import Config, Target
 from cluster.policies import Experience, Place
+from cluster.policies.prior import NoPriors, Prior, PriorKey, PriorStore
+from cluster.priors import Priors
 from cluster.proposers.proposals import Library
 from cluster.rounds import Drafter, Verifier, rounds
 from cluster.sessions import Record, Sessions
@@ -132,6 +134,7 @@ class Tally:
     def __init__(
         self, asked: Asked, experience: Experience, place: Place, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        self.notes = Prior()
         self._policy = asked.policy
         self._experience = experience
         self.place = place
@@ -151,6 +154,7 @@ class Tally:
         now_s = self._clock()
         first = self.account.rounds == 0
         self._policy.learn(shape, tree, verdict)
+        self.notes.learn(shape, tree, verdict)
         self.place.begun()
         took_us = 1e6 * (now_s - self._began_s)
         if not first:  # which waits for its text to be opened
@@ -201,6 +205,7 @@ class Job:
     held: list[int]  # the answer's tokens that the client has
     limits: Limits
     asked: Asked
+    kind: PriorKey
     session: str  # its token; empty: no session
     record: Record | None  # of the session so far; None: it begins with this request
     told: Record | None = None  # the record that has this answer already
@@ -215,9 +220,15 @@ class Ingress:
     """Takes requests for all targets of a configuration. Of one event loop."""
 
     def __init__(
-        self, config: Config, places: Places, sessions: Sessions, served: Mapping[str, Served] | None = None
+        self,
+        config: Config,
+        places: Places,
+        sessions: Sessions,
+        served: Mapping[str, Served] | None = None,
+        priors: PriorStore | None = None,
     ) -> None:
-        """`served` is what the checkpoints say; read from them unless given."""
+        """`served` is what the checkpoints say; read from them unless given. Without a store of priors, this router
+        knows what it learns itself."""
         self.config = config
         self._places = places
         self._sessions = sessions
@@ -227,6 +238,7 @@ class Ingress:
             name: Library(config.speculation.proposers, target.max_rows, target.max_depth)
             for name, target in config.targets.items()
         }
+        self._priors = Priors(priors or NoPriors())
         self._closing: set[asyncio.Task[None]] = set()
 
     def info(self) -> pb.GetServerInfoResponse:
@@ -287,9 +299,12 @@ class Ingress:
                 experience = self._experience[job.served.name]
                 with experience.running(fixed=not job.asked.free) as place:
                     tally = Tally(job.asked, experience, place)
-                    async with aclosing(_ahead(self._run(job, text, tally, stream, complete))) as chunks:
-                        async for chunk in chunks:
-                            yield pb.GenerateResponse(chunk=chunk)
+                    try:
+                        async with aclosing(_ahead(self._run(job, text, tally, stream, complete))) as chunks:
+                            async for chunk in chunks:
+                                yield pb.GenerateResponse(chunk=chunk)
+                    finally:
+                        self._priors.learn(job.kind, tally.notes, experience)
                 finish = text.finish
                 assert finish is not None
             complete.finish_reason = FINISH_REASONS[finish]
@@ -411,14 +426,27 @@ class Ingress:
         _check_ids("resume.token_ids", held, served.vocabulary)
         sampling = _sampling(request, record)
         experience = self._experience[served.name]
-        asked = what_is_asked(request.speculation, served.name, self.config, experience, sampling.temperature)
+        kind = PriorKey.of(served.name, self.config.drafters_of(served.name), sampling.temperature, tenant)
+        prior = await self._priors.of(kind, experience)
+        asked = what_is_asked(request.speculation, served.name, self.config, experience, sampling, prior)
         if record is not None and record.last_request == request_id:
             if tuple(held) != record.last_answer[: len(held)]:
                 raise BadRequest("resume.token_ids", "are not how this request's answer began")
             limits = Limits(len(record.tokens), request.ignore_end)
             prompt = list(record.tokens[: record.last_prompt])
             return Job(
-                request_id, tenant, served, sampling, prompt, held, limits, asked, request.session, record, record
+                request_id,
+                tenant,
+                served,
+                sampling,
+                prompt,
+                held,
+                limits,
+                asked,
+                kind,
+                request.session,
+                record,
+                record,
             )
         prompt = await self._prompt(request, served, record)
         room = served.max_length - len(prompt)
@@ -434,7 +462,7 @@ class Ingress:
             except PeerLost as error:
                 log.warning("request %s: no session can be kept: %s", request_id, error)
         limits = Limits(len(prompt) + count, request.ignore_end)
-        return Job(request_id, tenant, served, sampling, prompt, held, limits, asked, session, record)
+        return Job(request_id, tenant, served, sampling, prompt, held, limits, asked, kind, session, record)
 
     def _served_for(self, request: pb.GenerateRequest, record: Record | None) -> Served:
         if record is None:

@@ -1,4 +1,4 @@
-"""States by name in Redis: a cache that may be slow, full or gone, and must never hold a request up for it."""
+"""States and priors by name in Redis: a cache that may be slow, full or gone, and must never hold a request up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from typing import TypeVar
 import redis.asyncio
 import redis.exceptions
 
+from cluster.policies.prior import MAX_PRIOR_BYTES, Prior, PriorKey, pack_prior, unpack_prior
+
 PREFIX = "dendro:state:"
+PRIOR_PREFIX = "dendro:prior:"
 MAX_STATE_BYTES = 16 << 20
 CALL_BUDGET_S = 0.1
 FAILURES_TO_OPEN = 3
@@ -79,8 +82,10 @@ class RedisStates:
         ttl_s: int,
         budget_s: float = CALL_BUDGET_S,
         breaker: CircuitBreaker | None = None,
+        prefix: str = PREFIX,
     ) -> None:
         self._redis = redis.asyncio.Redis.from_url(url, socket_connect_timeout=budget_s)
+        self.prefix = prefix
         self.ttl_s = ttl_s
         self.budget_s = budget_s
         self.breaker = breaker or CircuitBreaker()
@@ -88,7 +93,7 @@ class RedisStates:
 
     async def load(self, name: str) -> bytes | None:
         """The blob of that name, or None where there is none or none can be had in time."""
-        blob = await self._ask(lambda: self._redis.get(PREFIX + name))
+        blob = await self._ask(lambda: self._redis.get(self.prefix + name))
         if not isinstance(blob, bytes):
             self.counters.misses += 1
             return None
@@ -100,7 +105,7 @@ class RedisStates:
         if len(blob) > MAX_STATE_BYTES:
             self.counters.refused += 1
             return False
-        kept = bool(await self._ask(lambda: self._redis.set(PREFIX + name, blob, ex=self.ttl_s)))
+        kept = bool(await self._ask(lambda: self._redis.set(self.prefix + name, blob, ex=self.ttl_s)))
         self.counters.saved += kept
         return kept
 
@@ -120,3 +125,23 @@ class RedisStates:
             return None
         self.breaker.succeeded()
         return answer
+
+
+class RedisPriors:
+    """cluster.policies.prior.PriorStore in Redis, as patient as `RedisStates`. Of two routers that write one key the
+    last one's stays: what the other learned is a hint lost, and in that router still known."""
+
+    def __init__(self, url: str, ttl_s: int, budget_s: float = CALL_BUDGET_S) -> None:
+        self.blobs = RedisStates(url, ttl_s, budget_s, prefix=PRIOR_PREFIX)
+
+    async def load(self, key: PriorKey) -> Prior | None:
+        """None where there is none, none can be had in time, or what is there is not whole."""
+        blob = await self.blobs.load(key.name)
+        return None if blob is None else unpack_prior(blob)
+
+    async def save(self, key: PriorKey, prior: Prior) -> bool:
+        blob = pack_prior(prior)
+        return len(blob) <= MAX_PRIOR_BYTES and await self.blobs.save(key.name, blob)
+
+    async def close(self) -> None:
+        await self.blobs.close()

@@ -17,6 +17,7 @@ from dendro.tree import DraftTree, full_tree
 from cluster.config import Config
 from cluster.ingress import Ingress, Served
 from cluster.policies import Place
+from cluster.policies.prior import PriorStore
 from cluster.sessions import MemorySessions, Sessions
 
 VOCABULARY = 300
@@ -153,5 +154,7 @@ def config(**sections: object) -> Config:
 SERVED = {"demo": Served("demo", ByteTokenizer(), VOCABULARY, MAX_LENGTH, frozenset({END}), "float32")}
 
 
-def ingress(places: FakePlaces, sessions: Sessions | None = None, **sections: object) -> Ingress:
-    return Ingress(config(**sections), places, sessions or MemorySessions(), SERVED)
+def ingress(
+    places: FakePlaces, sessions: Sessions | None = None, priors: PriorStore | None = None, **sections: object
+) -> Ingress:
+    return Ingress(config(**sections), places, sessions or MemorySessions(), SERVED, priors)

@@ -39,9 +39,9 @@ def toy_verifier(name, model, states) -> FakeVerifier:
     return FakeVerifier(pause_s=0.004)
 
 
-def toy_ingress(config, places, sessions) -> Ingress:
+def toy_ingress(config, places, sessions, *, priors) -> Ingress:
     served = Served("toy", ToyTokenizer(), VOCABULARY, 2048, frozenset({END}), "float32")
-    return Ingress(config, places, sessions, {"toy": served})
+    return Ingress(config, places, sessions, {"toy": served}, priors)
 
 
 LOADERS = {"drafter": toy_drafter, "verifier": toy_verifier, "ingress": toy_ingress}

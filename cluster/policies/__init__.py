@@ -5,25 +5,76 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dendro.errors import BadRequest
-from dendro.shapes import TreeShape
+from dendro.shapes import OFF, LevelShape, TreeShape
 
 from cluster.policies.experience import Experience, Place
+from cluster.policies.full_info import FullInfo
 from cluster.policies.paper_ucb import PaperUCB
-from cluster.policies.ratio_ucb import RatioUCB
+from cluster.policies.prior import NO_PRIOR, Prior
+from cluster.policies.ratio_ucb import DiscountedUCB, RatioUCB
 from cluster.policies.static import Static
+from cluster.policies.thompson import Thompson
+from cluster.policies.ucb_spec import UCBSpec
 from cluster.rounds import Policy
 
-POLICIES = ("ratio_ucb", "paper_ucb")
+POLICIES = ("ratio_ucb", "discounted_ucb", "thompson", "fullinfo", "ucbspec", "paper_ucb")
+CHAIN_DEPTH = 4
 
-__all__ = ["POLICIES", "Experience", "PaperUCB", "Place", "RatioUCB", "Static", "make_policy"]
+__all__ = [
+    "POLICIES",
+    "DiscountedUCB",
+    "Experience",
+    "FullInfo",
+    "PaperUCB",
+    "Place",
+    "RatioUCB",
+    "Static",
+    "Thompson",
+    "UCBSpec",
+    "make_policy",
+    "with_chain_and_off",
+]
 
 
-def make_policy(name: str, arms: Sequence[TreeShape], experience: Experience, temperature: float) -> Policy:
-    """The policy of one request. `experience` is the router's, shared by the requests of a (target, drafter) pair."""
+def make_policy(
+    name: str,
+    arms: Sequence[TreeShape],
+    experience: Experience,
+    temperature: float,
+    seed: int = 0,
+    prior: Prior = NO_PRIOR,
+) -> Policy:
+    """The policy of one request. `experience` is the router's, shared by the requests of a (target, drafter) pair;
+    `prior` is what is known of the request's kind; `seed` is the request's. A chain and `off` are added to the arms."""
     if not arms:
         raise BadRequest("speculation.arms", "is empty: name at least one shape")
-    if name == "ratio_ucb":
-        return RatioUCB(arms, experience, temperature)
-    if name == "paper_ucb":
-        return PaperUCB(arms, experience.draft_ratio)
+    arms = with_chain_and_off(arms)
+    match name:
+        case "ratio_ucb":
+            return RatioUCB(arms, experience, temperature, prior)
+        case "discounted_ucb":
+            return DiscountedUCB(arms, experience, temperature, prior)
+        case "thompson":
+            return Thompson(arms, experience, temperature, seed, prior)
+        case "fullinfo":
+            return FullInfo(arms, experience, temperature, prior)
+        case "ucbspec":
+            return UCBSpec(arms)
+        case "paper_ucb":
+            return PaperUCB(arms, experience.draft_ratio)
     raise BadRequest("speculation.policy", f"{name!r} is not one of {', '.join(POLICIES)}")
+
+
+def with_chain_and_off(arms: Sequence[TreeShape]) -> tuple[TreeShape, ...]:
+    """The arms, with `off` first where it is missing, and behind it a chain where there are trees and none is one.
+
+    The chain is no deeper than the deepest arm, so it keeps every bound on depth and rows that the arms keep.
+
+    >>> [str(arm) for arm in with_chain_and_off([LevelShape((3, 2, 1))])]
+    ['off', '(1,1,1)', '(3,2,1)']
+    """
+    depth = max(arm.depth for arm in arms)
+    added: list[TreeShape] = [] if OFF in arms else [OFF]
+    if depth and not any(arm.rows == arm.depth + 1 for arm in arms if not arm.off):
+        added.append(LevelShape((1,) * min(depth, CHAIN_DEPTH)))
+    return (*added, *arms)

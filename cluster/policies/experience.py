@@ -13,10 +13,11 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 
+import numpy as np
 from dendro.shapes import TreeShape
 from dendro.text import Verdict
 from dendro.tree import DraftTree
@@ -107,14 +108,21 @@ class StepTime:
 
 @dataclass(slots=True)
 class Length:
-    """Mean emitted tokens of an arm, and the rounds that it rests on."""
+    """Mean and variance of an arm's emitted tokens, and the rounds that they rest on."""
 
     mean: float = 0.0
     rounds: float = 0.0
+    variance: float = 0.0  # tokens squared
 
     def learn(self, tokens: float) -> None:
         self.rounds += 1
-        self.mean += (tokens - self.mean) / self.rounds
+        off = tokens - self.mean
+        self.mean += off / self.rounds
+        self.variance += (off * (tokens - self.mean) - self.variance) / self.rounds
+
+    def at_most(self, rounds: float) -> Length:
+        """The same, resting on so many rounds at most."""
+        return Length(self.mean, min(self.rounds, rounds), self.variance)
 
 
 def temperature_class(temperature: float) -> str:
@@ -219,6 +227,53 @@ class House:
         self.guessing, self.until = guessing, until
 
 
+REFIT = 16
+"""Measured drafts until the plane is fitted anew; a shape's first two fit it at once."""
+FEATURES = ((1,), (1, 2), (0, 1), (0, 2), (0, 1, 2))
+"""Of (once, levels, forwarded rows), those that a plane may rest on, the plainest first."""
+
+
+@dataclass(slots=True)
+class DraftPlane:
+    """A draft's time as a plane over its levels and the rows that go through the drafter, by the shapes that were
+    played: us = once + levels * a + forwarded * b, none of them negative, by least squares of relative errors.
+
+    One shape tells of levels alone; where several planes fit as well, that of fewer features is taken.
+    """
+
+    coefficients: tuple[float, float, float] | None = None
+    _fresh: int = 0  # measured drafts since it was fitted
+
+    def note(self, cost: Cost) -> None:
+        """A shape's draft was measured."""
+        self._fresh = REFIT if cost.count == TRIED else self._fresh + 1
+
+    def at(self, shape: TreeShape, draft: Mapping[TreeShape, Cost]) -> float | None:
+        """Microseconds of a draft of this shape, by what `draft` has of others; None where it has nothing."""
+        if self._fresh >= REFIT:
+            self._fit({other: cost for other, cost in draft.items() if cost.known})
+            self._fresh = 0
+        if self.coefficients is None:
+            return None
+        once, level, row = self.coefficients
+        return once + level * shape.depth + row * shape.forwarded
+
+    def _fit(self, known: Mapping[TreeShape, Cost]) -> None:
+        drafts = [(1.0, shape.depth, shape.forwarded) for shape in known]
+        us = np.array([max(cost.us, 1.0) for cost in known.values()])
+        design = np.array(drafts).reshape(-1, 3) / us[:, None]
+        self.coefficients, least = None, math.inf
+        for features in FEATURES:
+            chosen = design[:, features]
+            if len(us) < len(features) or np.linalg.matrix_rank(chosen) < len(features):
+                continue
+            found = np.linalg.lstsq(chosen, np.ones(len(us)), rcond=None)[0]
+            error = float(np.square(chosen @ found - 1).sum())
+            if (found >= 0).all() and error < least - 1e-6:
+                least, by_feature = error, dict(zip(features, found.tolist(), strict=True))
+                self.coefficients = (by_feature.get(0, 0.0), by_feature.get(1, 0.0), by_feature.get(2, 0.0))
+
+
 @dataclass(slots=True)
 class Costs:
     """Costs and lengths under one load. `hop` is what a call to a peer costs beyond the peer's own time."""
@@ -231,6 +286,41 @@ class Costs:
     rows: dict[TreeShape, float] = field(default_factory=dict)  # of a tree, usually
     lengths: dict[tuple[str, TreeShape], Length] = field(default_factory=dict)
     house: House = field(default_factory=House)
+    _plane: DraftPlane = field(default_factory=DraftPlane)
+
+    def learn_draft(self, shape: TreeShape, us: float) -> None:
+        """A draft of this shape took so long."""
+        cost = self.draft.setdefault(shape, Cost())
+        cost.learn(us)
+        self._plane.note(cost)
+
+    def verify_us(self, rows: float) -> float:
+        """A text's share of a step in which every text has so many rows."""
+        return self.step.at(row_bucket(round(self.texts * rows))) / self.texts
+
+    def draft_us(self, shape: TreeShape) -> float | None:
+        """The shape's own measured draft, or what the others' say of it; None where no shape's is known."""
+        own = self.draft.get(shape)
+        if own is not None and own.known:
+            return own.us
+        return self._plane.at(shape, self.draft)
+
+    def hint(self) -> Costs:
+        """Costs alone, each weighing PRIOR_ROUNDS at most."""
+        most = int(PRIOR_ROUNDS)
+        return Costs(
+            hop=Cost(self.hop.us, min(self.hop.count, most)),
+            draft={shape: Cost(cost.us, min(cost.count, most)) for shape, cost in self.draft.items()},
+            step=replace(self.step, weight=min(self.step.weight, PRIOR_ROUNDS)),
+            texts=self.texts,
+            tried=Counter({rows: min(count, most) for rows, count in self.tried.items()}),
+        )
+
+    def begin(self, hint: Costs) -> None:
+        """Take costs over whole; what is known of lengths and of the house stays."""
+        self.hop, self.draft, self.step = hint.hop, hint.draft, hint.step
+        self.texts, self.tried = hint.texts, hint.tried
+        self._plane = DraftPlane(_fresh=REFIT)
 
 
 class Place:
@@ -311,7 +401,7 @@ class Experience:
         """
         costs = self._by_load[load_class(self.requests)]
         if not shape.off:
-            costs.draft.setdefault(shape, Cost()).learn(tree.draft_us / tree.texts)
+            costs.learn_draft(shape, tree.draft_us / tree.texts)
         if costs.tried.total():  # the very first pays for cold memory
             costs.step.learn(row_bucket(verdict.step_rows), verdict.verify_us)
             costs.texts += COST_STEP * (verdict.texts - costs.texts)
@@ -342,21 +432,47 @@ class Experience:
         costs = self.costs
         if costs.tried[row_bucket(shape.rows)] < TRIED:
             return None
-        rows = shape.rows if self.drafts else costs.rows.get(shape, shape.rows)  # proposals seldom fill a shape
-        verify_us = costs.step.at(row_bucket(round(costs.texts * rows))) / costs.texts
         if shape.off:
-            return verify_us + costs.hop.us
+            return costs.verify_us(1) + costs.hop.us
         draft = costs.draft.get(shape)
-        return draft.us + verify_us + self._hops(shape) * costs.hop.us if draft is not None and draft.known else None
+        if draft is None or not draft.known:
+            return None
+        return draft.us + costs.verify_us(self._rows(shape)) + self._hops(shape) * costs.hop.us
+
+    def _rows(self, shape: TreeShape) -> float:
+        """Rows that a round of it has: proposals alone seldom fill a shape."""
+        return shape.rows if self.drafts else self.costs.rows.get(shape, shape.rows)
 
     def _hops(self, shape: TreeShape) -> int:
         """Calls to peers that a round waits for."""
         return 2 if self.drafts and not shape.off else 1
 
+    def predicted_us(self, shape: TreeShape) -> float | None:
+        """The same for a shape that nobody need have played: its step is read off the line, its draft off the plane.
+        None until a step was measured, and for a tree until some tree's draft was."""
+        costs = self.costs
+        if not costs.step.weight:
+            return None
+        if shape.off:
+            return costs.verify_us(1) + costs.hop.us
+        draft_us = costs.draft_us(shape)
+        if draft_us is None:
+            return None
+        return draft_us + costs.verify_us(self._rows(shape)) + self._hops(shape) * costs.hop.us
+
+    def hints(self) -> dict[int, Costs]:
+        """What costs are known, by load class, for a router that knows none: see `take`."""
+        return {load: costs.hint() for load, costs in self._by_load.items() if costs.tried.total()}
+
+    def take(self, hints: Mapping[int, Costs]) -> None:
+        """Begin with another router's costs, where there are none of ours; they weigh PRIOR_ROUNDS at most."""
+        for load, costs in hints.items():
+            if not self._by_load[load].tried.total():
+                self._by_load[load].begin(costs.hint())
+
     def prior(self, shape: TreeShape, temperature: float) -> Length:
         """How a new request starts out on this arm: the mean so far, weighing at most PRIOR_ROUNDS."""
-        seen = self.costs.lengths.get((temperature_class(temperature), shape), Length())
-        return Length(seen.mean, min(seen.rounds, PRIOR_ROUNDS))
+        return self.costs.lengths.get((temperature_class(temperature), shape), Length()).at_most(PRIOR_ROUNDS)
 
     @property
     def draft_ratio(self) -> float:

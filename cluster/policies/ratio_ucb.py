@@ -2,12 +2,8 @@
 
     index_k = (mean N_k + beta * sqrt(2 ln t / n_k)) / T_k
 
-By renewal and reward the long-run rate of an arm is E[N] / E[T]. (Always 3 tokens against 1 or 7 by a fair coin, at
-equal cost, are 3 against 4, and the mean of 1/N prefers the 3.) T_k is predicted from cost tables, not the noisy
-time of the round just run, so a choice does not hang on one slow round.
-
-A text that is alone weighs `off` by the same index. In company the house says whether to guess (`House`): where it does
-not, nothing is explored; where it does, a text refrains that draws too little from its rounds.
+(Always 3 tokens against 1 or 7 by a fair coin, at equal cost, are 3 against 4, and the mean of 1/N prefers the 3.)
+`t` is the sum of all n_k. When to guess at all, and what T_k is, says `RatePolicy`.
 """
 
 from __future__ import annotations
@@ -15,29 +11,31 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from dendro.shapes import OFF, TreeShape
+from dendro.shapes import TreeShape
 from dendro.text import Verdict
-from dendro.tree import DraftTree
 
-from cluster.policies.experience import Experience, Length
+from cluster.policies.experience import Experience
+from cluster.policies.prior import NO_PRIOR, Prior
+from cluster.policies.rate import RatePolicy
 
-OPENING_ROUNDS = 8
-"""Rounds without a drafter's tree that count for nothing at first: a drafter that is being opened says nothing of an
-arm, one that never comes does."""
+BETA = 0.25
+DISCOUNT = 0.97
 
 
-class RatioUCB:
-    """The policy of one request on the router's experience. `off` emits one token a round, which needs no exploring."""
+class RatioUCB(RatePolicy):
+    """The policy of one request."""
 
     def __init__(
-        self, arms: Sequence[TreeShape], experience: Experience, temperature: float, beta: float = 0.25
+        self,
+        arms: Sequence[TreeShape],
+        experience: Experience,
+        temperature: float,
+        prior: Prior = NO_PRIOR,
+        beta: float = BETA,
     ) -> None:
-        self.arms = tuple(arms)
-        self.experience = experience
-        self.temperature = temperature
+        super().__init__(arms, experience, temperature, prior)
         self.beta = beta
-        self.lengths: dict[TreeShape, Length] = {arm: experience.prior(arm, temperature) for arm in self.arms}
-        self._opening = OPENING_ROUNDS
+        self._doubt = self._doubted()
 
     def hoped(self, arm: TreeShape) -> float:
         """Optimistic tokens of a round; infinite for an arm never seen."""
@@ -46,34 +44,41 @@ class RatioUCB:
             return 1.0
         if length.rounds == 0:
             return math.inf
-        total = sum(length.rounds for length in self.lengths.values())
-        bonus = self.beta * math.sqrt(2 * math.log(max(total, 1.0)) / length.rounds)
         # However hopeful: an arm's own guesses give no more than its depth and the target's own token.
-        return min(length.mean + bonus, max(length.mean, arm.depth + 1))
+        return min(length.mean + self._doubt / math.sqrt(length.rounds), max(length.mean, arm.depth + 1))
 
-    def index(self, arm: TreeShape) -> float:
-        """Optimistic tokens per microsecond; infinite for an arm never seen."""
-        round_us = self.experience.round_us(arm)
-        return math.inf if round_us is None else self.hoped(arm) / round_us
+    def observe(self, shape: TreeShape, verdict: Verdict) -> None:
+        super().observe(shape, verdict)
+        self._doubt = self._doubted()
 
-    def choose(self) -> TreeShape:
-        house = self.experience.house
-        if house is None or OFF not in self.arms:
-            return self._best(self.arms)
-        trees = [arm for arm in self.arms if not arm.off]
-        if not trees or not house.guessing:
-            return OFF
-        best = self._best(trees)
-        return best if house.repays(self.hoped(best)) else OFF
+    def _doubted(self) -> float:
+        """The bonus of an arm that was played once."""
+        total = sum(length.rounds for length in self.lengths.values())
+        return self.beta * math.sqrt(2 * math.log(max(total, 1.0)))
 
-    def _best(self, arms: Sequence[TreeShape]) -> TreeShape:
-        return max(arms, key=lambda arm: (self.index(arm), -arm.rows))
 
-    def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:
-        if not shape.off and self._opening:
-            self._opening -= 1
-            if tree.missed and not tree.draft_us:
-                return
-            self._opening = 0
-        self.lengths[shape].learn(verdict.length)
-        self.experience.learn(shape, tree, verdict, self.temperature)
+class DiscountedUCB(RatioUCB):
+    """The same where a text changes its kind as it goes on, from prose to code: with every round all that is known
+    weighs `discount` times as much, the prior too (discounted UCB of Garivier and Moulines, on the ratio).
+
+        n_k = sum over rounds s that played k of discount^(t - s)     mean N_k likewise
+
+    An arm that was not played for long is hoped for again. At 0.97 no more than 33 rounds count.
+    """
+
+    def __init__(
+        self,
+        arms: Sequence[TreeShape],
+        experience: Experience,
+        temperature: float,
+        prior: Prior = NO_PRIOR,
+        beta: float = BETA,
+        discount: float = DISCOUNT,
+    ) -> None:
+        super().__init__(arms, experience, temperature, prior, beta)
+        self.discount = discount
+
+    def observe(self, shape: TreeShape, verdict: Verdict) -> None:
+        for length in self.lengths.values():
+            length.rounds *= self.discount
+        super().observe(shape, verdict)

@@ -38,6 +38,11 @@ class TreeShape(ABC):
         """The most children that one row may get: so many ordered candidates a drafter needs of it."""
 
     @property
+    @abstractmethod
+    def forwarded(self) -> int:
+        """The most rows of a tree that go through the drafter: those that may get children."""
+
+    @property
     def off(self) -> bool:
         return self.rows == 1
 
@@ -94,13 +99,17 @@ class LevelShape(TreeShape):
         """Guesses of each level, without the root: (3,2,1) has 3, 6 and 6."""
         return tuple(prod(self.widths[: level + 1]) for level in range(self.depth))
 
-    @property
+    @cached_property
     def rows(self) -> int:
         return 1 + sum(self.levels)
 
     @property
     def width(self) -> int:
         return max(self.widths, default=0)
+
+    @property
+    def forwarded(self) -> int:
+        return self.rows - self.levels[-1] if self.levels else 0
 
 
 @dataclass(frozen=True)
@@ -140,13 +149,17 @@ class NodeShape(TreeShape):
     def depth(self) -> int:
         return len(self.levels)
 
-    @property
+    @cached_property
     def rows(self) -> int:
         return 1 + sum(self.children)
 
     @property
     def width(self) -> int:
         return max(self.children)
+
+    @property
+    def forwarded(self) -> int:
+        return self.rows - self.levels[-1]
 
 
 @dataclass(frozen=True)
@@ -179,6 +192,10 @@ class BeamShape(TreeShape):
     @property
     def width(self) -> int:
         return self.beams
+
+    @property
+    def forwarded(self) -> int:
+        return 1 + (self.steps - 1) * self.beams
 
 
 @dataclass(frozen=True)
@@ -220,6 +237,10 @@ class DynamicShape(TreeShape):
     @property
     def width(self) -> int:
         return self.k
+
+    @property
+    def forwarded(self) -> int:
+        return min(1 + (self.steps - 1) * self.k, self.candidates)
 
 
 OFF = LevelShape(())

@@ -29,7 +29,7 @@ CHAIN = LevelShape((1, 1, 1))
 
 def asked(said: Speculation | str, **sections: object) -> Asked:
     message = build_request(PROMPT, speculation=said).speculation
-    return what_is_asked(message, "demo", config(**sections), Experience(), 0.0)
+    return what_is_asked(message, "demo", config(**sections), Experience(), Sampling())
 
 
 # What is asked
@@ -69,7 +69,7 @@ def test_off_asks_for_no_tree_and_auto_is_the_servers_policy_on_the_servers_arms
     assert isinstance(off.policy, Static) and off.policy.shape == OFF and off.name == "off"
     assert isinstance(auto.policy, RatioUCB) and auto.name == "ratio_ucb"
     assert [str(arm) for arm in auto.policy.arms] == ["off", "(1,1,1)", "(2,1)"]
-    absent = what_is_asked(pb.Speculation(), "demo", config(), Experience(), 0.0)
+    absent = what_is_asked(pb.Speculation(), "demo", config(), Experience(), Sampling())
     assert absent.name == "ratio_ucb" and absent.free
 
 
@@ -148,7 +148,7 @@ def test_what_contradicts_itself_is_refused_by_its_name(field: str, said: Specul
 
 def test_a_mode_that_nobody_knows_is_refused():
     with pytest.raises(BadRequest) as refused:
-        what_is_asked(pb.Speculation(mode=9), "demo", config(), Experience(), 0.0)  # type: ignore[arg-type]
+        what_is_asked(pb.Speculation(mode=9), "demo", config(), Experience(), Sampling())  # type: ignore[arg-type]
     assert refused.value.field == "speculation.mode"
 
 

@@ -46,6 +46,21 @@ def test_paper_ucb_follows_equations_1_and_2_on_a_hand_example():
     assert bandit.choose() == CHAIN
 
 
+def test_the_papers_reward_is_minus_one_over_the_speedup_of_equations_3_to_6():
+    """A target forward of 20 ms and a drafter level of 2 ms: by hand, at depth 4 and 3 tokens."""
+    experience = Experience()
+    for _ in range(3):
+        experience.learn(OFF, tree(1), verdict(1, 20_000), 0.0)
+        experience.learn(CHAIN, tree(5, 8_000), verdict(3, 20_000), 0.0)
+    assert experience.draft_ratio == pytest.approx(0.1)
+    total_ms = 20 + 4 * 2  # (3), the target's forward as long as a plain one
+    speedup = 3 * 20 / total_ms  # (4)
+    assert 1 / speedup == pytest.approx((1 / 3) * (20 / 20) + (4 / 3) * (2 / 20))  # (5)
+    bandit = PaperUCB([CHAIN], experience.draft_ratio)
+    bandit.learn(CHAIN, tree(5), verdict(3))
+    assert bandit.rewards[CHAIN] == pytest.approx(-1 / speedup) == pytest.approx(-7 / 15)  # (6) and (2)
+
+
 def test_ties_go_to_the_smaller_tree():
     bandit = PaperUCB([BUSHY, CHAIN], lambda_gamma=0.0)
     for arm in (BUSHY, CHAIN):

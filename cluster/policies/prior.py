@@ -1,0 +1,218 @@
+"""What earlier requests of one kind came to, for a request that begins: a hint, never a matter of correctness.
+
+A kind is a target, its drafters, a temperature class and a tenant. A prior has emitted lengths by shape; counts of the
+ranks that the drafter gave to the text's tokens, which tell of shapes never played; and a router's costs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, astuple, dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from dendro.shapes import TreeShape
+from dendro.text import Verdict
+from dendro.tree import DraftTree
+
+from cluster.policies.experience import PRIOR_ROUNDS, Cost, Costs, Length, StepTime, temperature_class
+from cluster.policies.replay import RANKED, RankTrace, children_of, replayed
+
+KEPT_ROUNDS = 64.0
+"""Rounds that a prior's past weighs in it: a tenant's next texts may be of another kind."""
+DEPTHS = 16
+"""Depths whose ranks are counted by themselves; deeper ones count as the last."""
+BACK_OFF = 1.0
+"""What the ranks one level above weigh at a depth, in tokens: all, where a depth was never reached."""
+FORMAT = 1
+MAX_PRIOR_BYTES = 1 << 16
+MOST = 1e12
+"""No number of a prior is greater: a day in microseconds, squared rows of steps."""
+
+
+def tenant_tag(tenant: str) -> str:
+    """A tenant's name in keys: a hash of its own domain, so that it is found in no other list of hashes.
+
+    It keeps names out of keys, not secrets from those who read the store: they could read a key for it there too.
+    """
+    return hashlib.sha256(b"dendro:prior\0" + tenant.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class PriorKey:
+    """A kind of requests."""
+
+    target: str
+    drafters: tuple[str, ...]
+    temperature: str  # class
+    tenant: str  # tag
+
+    @classmethod
+    def of(cls, target: str, drafters: tuple[str, ...], temperature: float, tenant: str) -> PriorKey:
+        return cls(target, drafters, temperature_class(temperature), tenant_tag(tenant))
+
+    @property
+    def name(self) -> str:
+        return ":".join((self.target, "+".join(self.drafters), self.temperature, self.tenant))
+
+
+@dataclass(slots=True)
+class Prior:
+    """What rounds of one kind emitted. Also the notes of a single request, which become part of its kind's."""
+
+    lengths: dict[TreeShape, Length] = field(default_factory=dict)
+    ranks: np.ndarray = field(default_factory=lambda: np.zeros((DEPTHS, RANKED + 1)))
+    """[DEPTHS, RANKED + 1] c[d][r]: tokens that were the d-th of their round, by rank; those before them in it were
+    guessed right."""
+    costs: dict[int, Costs] = field(default_factory=dict)  # by load class
+    _trace: RankTrace = field(default_factory=RankTrace)
+
+    def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:
+        """Take in one round of the request whose notes these are. One whose tree did not come says nothing."""
+        told = self._trace.learn(tree, verdict)
+        for rank, depth in zip(told.ranks, told.depths, strict=True):
+            self.ranks[min(depth, DEPTHS) - 1, rank] += 1
+        if tree.guesses:
+            self.lengths.setdefault(shape, Length()).learn(verdict.length)
+
+    def add(self, other: Prior) -> None:
+        """Take another's rounds in; what was there weighs KEPT_ROUNDS at most."""
+        for shape, new in other.lengths.items():
+            self.lengths[shape] = _pooled(self.lengths.get(shape, Length()).at_most(KEPT_ROUNDS), new)
+        rounds = self.ranks[0].sum()
+        if other.ranks.any():
+            self.ranks = self.ranks * min(1.0, KEPT_ROUNDS / max(rounds, 1e-9)) + other.ranks
+
+    def length(self, shape: TreeShape) -> Length | None:
+        """How a request of this kind starts out on an arm: by its rounds if it was played, else by the ranks where they
+        say it; at most PRIOR_ROUNDS. None where nothing is known."""
+        played = self.lengths.get(shape)
+        if played is not None and played.rounds >= PRIOR_ROUNDS:
+            return played.at_most(PRIOR_ROUNDS)
+        rounds = float(self.ranks[0].sum())
+        if replayed(shape) and rounds and (played is None or rounds > played.rounds):
+            mean, variance = self._expected(shape)
+            return Length(mean, min(rounds, PRIOR_ROUNDS), variance)
+        return None if played is None else played.at_most(PRIOR_ROUNDS)
+
+    def _expected(self, shape: TreeShape) -> tuple[float, float]:
+        """E[N] = 1 + sum over rows of the chance to reach them, and the variance, by
+
+            a_d(r) = (c[d][r] + BACK_OFF * a_{d-1}(r)) / (sum_r c[d][r] + BACK_OFF)
+
+        (ALGORITHMS 2.4 and A.5; for levels, 1 + sum_d prod_{i<=d} a_i(N_i)).
+        """
+        chances = np.zeros_like(self.ranks)
+        chances[0] = self.ranks[0] / self.ranks[0].sum()
+        for depth in range(1, DEPTHS):
+            counts = self.ranks[depth]
+            chances[depth] = (counts + BACK_OFF * chances[depth - 1]) / (counts.sum() + BACK_OFF)
+        reached, depths = [1.0], [0]
+        for row, count in enumerate(children_of(shape)):
+            chance = chances[min(depths[row], DEPTHS - 1)]
+            reached += [reached[row] * float(chance[rank]) for rank in range(count)]
+            depths += [depths[row] + 1] * count
+        mean = sum(reached)
+        # N > d with the chance that a row of depth d is reached; E[N^2] = sum of (2 d + 1) of these.
+        square = sum((2 * depth + 1) * chance for depth, chance in zip(depths, reached, strict=True))
+        return mean, max(square - mean * mean, 0.0)
+
+
+NO_PRIOR = Prior()
+"""Of a kind that nobody knows; not to be changed."""
+
+
+class PriorStore(Protocol):
+    """Keeps priors by key for a while. Losing one costs a few rounds; no call raises, and none takes long."""
+
+    async def load(self, key: PriorKey) -> Prior | None: ...
+    async def save(self, key: PriorKey, prior: Prior) -> bool: ...
+
+
+class NoPriors:
+    """The store of a router that shares nothing: within it, what it learned is still known."""
+
+    async def load(self, key: PriorKey) -> Prior | None:
+        return None
+
+    async def save(self, key: PriorKey, prior: Prior) -> bool:
+        return False
+
+
+def _pooled(one: Length, other: Length) -> Length:
+    rounds = one.rounds + other.rounds
+    if not rounds:
+        return Length()
+    share = other.rounds / rounds
+    apart = other.mean - one.mean
+    variance = (1 - share) * one.variance + share * other.variance + share * (1 - share) * apart * apart
+    return Length(one.mean + share * apart, rounds, variance)
+
+
+def pack_prior(prior: Prior) -> bytes:
+    """A prior as JSON; a shape is its text."""
+    said = {
+        "format": FORMAT,
+        "lengths": {str(shape): astuple(length) for shape, length in prior.lengths.items()},
+        "ranks": prior.ranks.round(3).tolist(),
+        "costs": {
+            load: {
+                "hop": astuple(costs.hop),
+                "draft": {str(shape): astuple(cost) for shape, cost in costs.draft.items()},
+                "step": asdict(costs.step),
+                "texts": costs.texts,
+                "tried": dict(costs.tried),
+            }
+            for load, costs in prior.costs.items()
+        },
+    }
+    return json.dumps(said).encode()
+
+
+def unpack_prior(blob: bytes) -> Prior | None:
+    """The prior of a blob; None for one that is not whole, or says what cannot be: it counts as missing."""
+    try:
+        if len(blob) > MAX_PRIOR_BYTES:
+            return None
+        said = json.loads(blob)
+        if said["format"] != FORMAT:
+            return None
+        ranks = np.array(said["ranks"], np.float64)
+        if ranks.shape != (DEPTHS, RANKED + 1) or not (np.isfinite(ranks) & (ranks >= 0) & (ranks <= MOST)).all():
+            return None
+        lengths = {TreeShape.parse(text): _length(text, *numbers) for text, numbers in said["lengths"].items()}
+        return Prior(lengths, ranks, {int(load): _costs(costs) for load, costs in said["costs"].items()})
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError):
+        return None
+
+
+def _number(said: Any, least: float = 0.0, most: float = MOST) -> float:
+    """Raises ValueError for what is no number in that range."""
+    if isinstance(said, bool) or not isinstance(said, int | float) or not least <= said <= most:
+        raise ValueError(f"{said!r} is not a number of {least} to {most}")
+    return float(said)
+
+
+def _length(text: str, mean: Any, rounds: Any, variance: Any) -> Length:
+    return Length(_number(mean, 1.0, TreeShape.parse(text).depth + 1), _number(rounds), _number(variance))
+
+
+def _cost(us: Any, count: Any) -> Cost:
+    return Cost(_number(us), int(_number(count)))
+
+
+def _costs(said: Mapping[str, Any]) -> Costs:
+    step = {name: _number(number) for name, number in said["step"].items()}
+    if not math.isfinite(sum(step.values())) or (step["weight"] and step["rows"] < 1):
+        raise ValueError("a step without rows")
+    return Costs(
+        hop=_cost(*said["hop"]),
+        draft={TreeShape.parse(text): _cost(*cost) for text, cost in said["draft"].items()},
+        step=StepTime(**step),
+        texts=_number(said["texts"], 1.0),
+        tried=Counter({int(rows): int(_number(count)) for rows, count in said["tried"].items()}),
+    )

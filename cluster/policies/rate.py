@@ -1,0 +1,88 @@
+"""What the policies have in common that weigh tokens against predicted time: when to guess at all, what a round costs,
+and which rounds say nothing.
+
+    index_k = hoped N_k / T_k
+
+By renewal and reward the long-run rate of an arm is E[N] / E[T]. T_k is predicted from cost tables, not the noisy time
+of the round just run, so a choice does not hang on one slow round. What each of them hopes of an arm is its own.
+
+A text that is alone weighs `off` by the same index. In company the house says whether to guess (`House`): where it does
+not, nothing is explored; where it does, a text refrains that draws too little from its rounds.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from dendro.shapes import OFF, TreeShape
+from dendro.text import Verdict
+from dendro.tree import DraftTree
+
+from cluster.policies.experience import Experience, Length
+from cluster.policies.prior import NO_PRIOR, Prior
+
+OPENING_ROUNDS = 8
+"""Rounds without a drafter's tree that count for nothing at first: a drafter that is being opened says nothing of an
+arm, one that never comes does."""
+
+
+class RatePolicy(ABC):
+    """The policy of one request on the router's experience. `off` emits one token a round, which needs no exploring.
+
+    `lengths` are what this request's own rounds emitted, on top of the prior: that of the request's kind where it knows
+    the arm, else the router's own of its temperature.
+    """
+
+    def __init__(
+        self, arms: Sequence[TreeShape], experience: Experience, temperature: float, prior: Prior = NO_PRIOR
+    ) -> None:
+        self.arms = tuple(arms)
+        self.experience = experience
+        self.temperature = temperature
+        self.lengths: dict[TreeShape, Length] = {
+            arm: prior.length(arm) or experience.prior(arm, temperature) for arm in self.arms
+        }
+        self._opening = OPENING_ROUNDS
+
+    @abstractmethod
+    def hoped(self, arm: TreeShape) -> float:
+        """Tokens that a round of this arm is taken to emit, with what is hoped of an arm little known; at most
+        depth + 1, but for what proposers add, or infinite for an arm never seen."""
+
+    def round_us(self, arm: TreeShape) -> float | None:
+        """Predicted microseconds of a round; None where too little is known."""
+        return self.experience.round_us(arm)
+
+    def index(self, arm: TreeShape) -> float:
+        """Tokens per microsecond; infinite for an arm whose time is not known."""
+        round_us = self.round_us(arm)
+        return math.inf if round_us is None else self.hoped(arm) / round_us
+
+    def choose(self) -> TreeShape:
+        house = self.experience.house
+        if house is None or OFF not in self.arms:
+            return self._best(self.arms)
+        trees = [arm for arm in self.arms if not arm.off]
+        if not trees or not house.guessing:
+            return OFF
+        best = self._best(trees)
+        return best if house.repays(self.hoped(best)) else OFF
+
+    def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:
+        if not shape.off and self._opening:
+            self._opening -= 1
+            if tree.missed and not tree.draft_us:
+                return
+            self._opening = 0
+        self.observe(shape, verdict)
+        self.experience.learn(shape, tree, verdict, self.temperature)
+
+    def observe(self, shape: TreeShape, verdict: Verdict) -> None:
+        """Take in what a round emitted that says something of its arm."""
+        self.lengths[shape].learn(verdict.length)
+
+    def _best(self, arms: Sequence[TreeShape]) -> TreeShape:
+        """The arm of greatest index; ties go to the smaller tree."""
+        return max(arms, key=lambda arm: (self.index(arm), -arm.rows))

@@ -1,0 +1,64 @@
+"""Thompson sampling: play the arm that is best in one world drawn from what is believed.
+
+An arm's N is taken for normal, its mean and precision for Normal-Gamma; the mean drawn, over the predicted time, is its
+index. The belief is of N and not of log(N / T), whose mean prefers a steady arm to a faster one (3 tokens to 1 or 7),
+and T_k is predicted, so it needs no belief of its own.
+
+    precision ~ Gamma(a, rate b)     mean ~ Normal(m, 1 / (c * precision))
+
+    c = 1 + n    m = (m0 + n * mean N) / c    a = 1 + n / 2    b = b0 + n * var N / 2 + n * (mean N - m0)^2 / (2 c)
+    m0 = 1 + depth / 2    b0 = (depth / 4)^2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from dendro.shapes import TreeShape
+
+from cluster.policies.experience import Experience
+from cluster.policies.prior import NO_PRIOR, Prior
+from cluster.policies.rate import RatePolicy
+
+STREAM = 0x7407
+"""Sets its draws apart from everything else that a request's seed decides."""
+
+
+class Thompson(RatePolicy):
+    """The policy of one request. Equal seeds, costs and rounds give equal choices."""
+
+    def __init__(
+        self,
+        arms: Sequence[TreeShape],
+        experience: Experience,
+        temperature: float,
+        seed: int,
+        prior: Prior = NO_PRIOR,
+    ) -> None:
+        """seed: at least 0, of any size."""
+        super().__init__(arms, experience, temperature, prior)
+        self._rng = np.random.default_rng([STREAM, seed])
+        self._deepest = np.array([arm.depth for arm in self.arms], np.float64)
+        self._drawn = dict.fromkeys(self.arms, 1.0)  # of the present choice
+
+    def hoped(self, arm: TreeShape) -> float:
+        """The tokens of a round in the world that was drawn for this choice."""
+        return self._drawn[arm]
+
+    def choose(self) -> TreeShape:
+        self._draw()
+        return super().choose()
+
+    def _draw(self) -> None:
+        lengths = [self.lengths[arm] for arm in self.arms]
+        rounds = np.array([length.rounds for length in lengths])
+        mean = np.array([length.mean for length in lengths])
+        spread = np.array([length.variance for length in lengths])
+        middle, weight = 1 + self._deepest / 2, 1 + rounds
+        rate = np.square(self._deepest / 4) + rounds * (spread + np.square(mean - middle) / weight) / 2
+        centre = (middle + rounds * mean) / weight
+        precision = self._rng.standard_gamma(1 + rounds / 2) / np.maximum(rate, 1e-9)
+        drawn = centre + self._rng.standard_normal(len(lengths)) / np.sqrt(weight * np.maximum(precision, 1e-9))
+        # No arm emits less than the target's own token, nor more than its depth besides; `off` just the one.
+        self._drawn = dict(zip(self.arms, np.clip(drawn, 1.0, 1 + self._deepest).tolist(), strict=True))

@@ -1,0 +1,42 @@
+"""UCBSpec of BanditSpec (ICML 2025): upper confidence on the tokens of a round, whatever the round costs.
+
+    k* = argmax_k  mean N_k + R * sqrt(ln t / (2 n_k))
+
+Its regret counts rounds until the text ends, so it is a baseline: it takes a larger tree for a token more. The bonus is
+Hoeffding's for lengths in [1, R + 1], where R is the depth of the deepest arm; it restarts for every request.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from dendro.shapes import TreeShape
+from dendro.text import Verdict
+from dendro.tree import DraftTree
+
+
+class UCBSpec:
+    """UCB1 on emitted tokens. Every arm once in the order given, then by the index; ties go to the smaller tree."""
+
+    def __init__(self, arms: Sequence[TreeShape]) -> None:
+        self.arms = tuple(arms)
+        self.range = max(arm.depth for arm in self.arms)
+        self.pulls = dict.fromkeys(self.arms, 0)
+        self.tokens = dict.fromkeys(self.arms, 0)  # sums
+
+    def index(self, arm: TreeShape) -> float:
+        """Optimistic tokens of a round of an arm that was played."""
+        total = sum(self.pulls.values())
+        mean = self.tokens[arm] / self.pulls[arm]
+        return mean + self.range * math.sqrt(math.log(total) / (2 * self.pulls[arm]))
+
+    def choose(self) -> TreeShape:
+        for arm in self.arms:
+            if self.pulls[arm] == 0:
+                return arm
+        return max(self.arms, key=lambda arm: (self.index(arm), -arm.rows))
+
+    def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:
+        self.pulls[shape] += 1
+        self.tokens[shape] += verdict.length

@@ -1,0 +1,498 @@
+"""Policies on a text whose tokens' ranks are known, against references as slow and plain as the equations."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from dendro.shapes import OFF, LevelShape, NodeShape, TreeShape
+from dendro.text import Limits, Sampling, Text, Verdict
+from dendro.tree import DraftTree
+
+from cluster.handles import IDLE_ROUNDS
+from cluster.policies import DiscountedUCB, Experience, FullInfo, RatioUCB, Static, Thompson, UCBSpec
+from cluster.policies.experience import House, Length
+from cluster.policies.full_info import LEAST_RANKED, PROBE_EVERY
+from cluster.policies.prior import Prior
+from cluster.policies.replay import LONGEST_TRACE, RANKED, WINDOW, RankTrace, Replay, replayed
+from cluster.policies.thompson import STREAM
+from cluster.rounds import Policy, rounds
+from drafter_service.engine import DrafterEngine
+from drafter_service.scheduler import CANDIDATES
+
+PAIR, CHAIN, BUSHY = LevelShape((1, 1)), LevelShape((1, 1, 1, 1)), LevelShape((3, 2, 2, 1, 1))
+SHAPES: tuple[TreeShape, ...] = (
+    PAIR,
+    CHAIN,
+    BUSHY,
+    LevelShape((4, 2, 1)),
+    LevelShape((8,)),
+    NodeShape((3, 2, 1, 0, 1)),
+    NodeShape((1, 2, 0, 2, 1)),
+)
+LENGTH = 400
+
+
+def ranks_of(kind: str, count: int = LENGTH) -> list[int]:
+    """Ranks of a text: `mixed` as drafters have them, `prose` of hard and easy stretches, or all `right` or `wrong`."""
+    rng = random.Random(kind)
+    hard = [1, 0, 8, 8, 3, 8, 5]
+    easy = [0, 0, 0, 0, 0, 1, 0, 2]
+    match kind:
+        case "right":
+            return [0] * count
+        case "wrong":
+            return [RANKED] * count
+        case "prose":
+            return [rng.choice(hard if place // 20 % 2 else easy) for place in range(count)]
+    return [rng.choice([0, 0, 0, 0, 1, 1, 2, 3, 7, 8]) for _ in range(count)]
+
+
+# -- a toy drafter and a toy verifier, of a text whose ranks are known -------------------------------------------------
+
+
+class Toy:
+    """The text says 1000, 1001, ...; the drafter has its token of position p among its candidates at rank ranks[p]."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.ranks = ranks
+        self.text = Text([999], Sampling(), Limits(len(ranks)))
+        self.told: int | None = None  # length of the text at the last tree
+        self.first_told = self.told_before = 0  # at the first tree, and at the last that brought ranks
+        self.off = False  # no tree comes
+        self.asked: list[TreeShape] = []
+        self.lengths: list[int] = []
+
+    async def draft(self, text: Text, shape: TreeShape) -> DraftTree:
+        self.asked.append(shape)
+        if shape.off or self.off:
+            return DraftTree.root_only(text.root)
+        base = len(text)
+        tokens, parents, depths, right = [text.root], [-1], [0], [True]
+        for row in range(shape.rows):
+            for rank in range(children(shape, row, depths[row])):
+                place = base - 1 + depths[row]  # of the toy's ranks: the prompt has one token
+                hit = right[row] and place < len(self.ranks) and self.ranks[place] == rank
+                tokens.append(1000 + place if hit else 1 + rank)
+                parents.append(row)
+                depths.append(depths[row] + 1)
+                right.append(hit)
+        told, self.told = self.told, base
+        trace = self.ranks[told - 1 : base - 1] if told is not None else []
+        tree = DraftTree.of(tokens, parents)
+        draft_us = 100 + 300 * shape.depth + 40 * shape.forwarded
+        return replace(tree, trace=np.array(trace, np.int32), draft_us=draft_us)
+
+    async def verify(self, text: Text, tree: DraftTree) -> Verdict:
+        row, emitted, ranks = 0, [], []
+        while True:
+            token = 1000 + len(text) - 1 + len(emitted)
+            emitted.append(token)
+            below = tree.children(row)
+            hits = [rank for rank, child in enumerate(below) if tree.tokens[child] == token]
+            if not hits:
+                break
+            ranks.append(hits[0])
+            row = below[hits[0]]
+        self.lengths.append(len(emitted))
+        rows = -(-tree.rows // 8) * 8
+        path = tuple(range(len(emitted)))
+        return Verdict(tuple(emitted), path, tuple(ranks), None, len(emitted), 8000 + 50 * rows, step_rows=tree.rows)
+
+
+def children(shape: TreeShape, row: int, depth: int) -> int:
+    if isinstance(shape, LevelShape):
+        return shape.widths[depth] if depth < shape.depth else 0
+    assert isinstance(shape, NodeShape)
+    return shape.children[row] if row < len(shape.children) else 0
+
+
+async def run(policy: Policy, toy: Toy, count: int) -> None:
+    """So many tokens of the text, at least."""
+    async for _ in rounds(toy.text, toy, toy, policy):
+        if len(toy.text) > count:
+            return
+
+
+# -- references -------------------------------------------------------------------------------------------------------
+
+
+def emitted(shape: TreeShape, ranks: Sequence[int], start: int) -> int | None:
+    """Tokens of a round that starts there; None where the ranks end before it does."""
+    row, depth, first, depths = 0, 0, {0: 1}, [0]
+    for above in range(shape.rows):  # rows level by level, a row's children side by side
+        first[above] = len(depths)
+        depths += [depths[above] + 1] * children(shape, above, depths[above])
+    while True:
+        if start + depth >= len(ranks):
+            return None
+        rank = ranks[start + depth]
+        if rank >= children(shape, row, depth):
+            return depth + 1
+        row, depth = first[row] + rank, depth + 1
+
+
+def rerun(shape: TreeShape, ranks: Sequence[int]) -> list[tuple[int, int]]:
+    """Rounds of this shape alone on these ranks: the token that each ended with, and how many it emitted."""
+    start, found = 0, []
+    while (count := emitted(shape, ranks, start)) is not None:
+        start += count
+        found.append((start - 1, count))
+    return found
+
+
+def mean_of_window(shape: TreeShape, ranks: Sequence[int], window: int = WINDOW) -> float | None:
+    counts = [count for last, count in rerun(shape, ranks) if last >= len(ranks) - window]
+    return sum(counts) / len(counts) if counts else None
+
+
+def test_a_level_shapes_round_is_one_more_than_the_deepest_level_that_all_ranks_before_pass():
+    """The reference's own check, by the formula of ALGORITHMS 2.4."""
+    ranks = ranks_of("mixed")
+    for shape in SHAPES:
+        if not isinstance(shape, LevelShape):
+            continue
+        for start in range(len(ranks) - shape.depth - 1):
+            passed = [ranks[start + i] < width for i, width in enumerate(shape.widths)]
+            assert emitted(shape, ranks, start) == 1 + (passed + [False]).index(False)
+
+
+class Checked:
+    """A policy whose every choice is compared with what the reference chooses from the history alone."""
+
+    def __init__(self, policy: Policy, reference: Callable[[list[tuple[TreeShape, int]]], TreeShape]) -> None:
+        self.policy = policy
+        self.reference = reference
+        self.history: list[tuple[TreeShape, int]] = []
+
+    def choose(self) -> TreeShape:
+        expected, chosen = self.reference(self.history), self.policy.choose()
+        assert chosen == expected, f"round {len(self.history)}"
+        return chosen
+
+    def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:
+        self.history.append((shape, verdict.length))
+        self.policy.learn(shape, tree, verdict)
+
+
+def best_rate(arms: Sequence[TreeShape], experience: Experience, hoped: Callable[[TreeShape], float]) -> TreeShape:
+    def index(arm: TreeShape) -> float:
+        us = experience.round_us(arm)
+        return math.inf if us is None else hoped(arm) / us
+
+    return max(arms, key=lambda arm: (index(arm), -arm.rows))
+
+
+# -- the replay -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["mixed", "prose", "right", "wrong"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+async def test_a_replay_equals_a_run_of_that_shape_through_drafter_and_verifier(shape, kind):
+    """Replayed from the trace of a chain's run, of which the shape was no part."""
+    ranks = ranks_of(kind)
+    alone = Toy(ranks)
+    await run(Static(shape), alone, LENGTH - 20)
+    other, replay, trace = Toy(ranks), Replay([shape], window=LENGTH), RankTrace()
+
+    class Listening(Static):
+        def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:
+            told = trace.learn(tree, verdict)
+            assert told.joined
+            replay.feed(told.ranks)
+
+    await run(Listening(CHAIN), other, LENGTH - 20)
+    lengths, tokens = [], 0
+    for length in alone.lengths:
+        if tokens + length <= replay.positions:
+            lengths.append(length)
+            tokens += length
+    assert replay.positions > LENGTH // 2
+    assert (int(replay.tokens[0]), int(replay.rounds[0])) == (tokens, len(lengths))
+
+
+@pytest.mark.parametrize("kind", ["mixed", "prose"])
+def test_a_window_counts_the_rounds_that_ended_in_it_however_the_ranks_came(kind):
+    ranks, rng = ranks_of(kind), random.Random(1)
+    replay, fed = Replay(SHAPES), 0
+    while fed < len(ranks):
+        count = min(rng.randint(0, LONGEST_TRACE), len(ranks) - fed)
+        replay.feed(ranks[fed : fed + count])
+        fed += count
+        for place, shape in enumerate(SHAPES):
+            mean = mean_of_window(shape, ranks[:fed])
+            assert int(replay.rounds[place]) == sum(last >= fed - WINDOW for last, _ in rerun(shape, ranks[:fed]))
+            assert mean is None or replay.tokens[place] / replay.rounds[place] == pytest.approx(mean)
+
+
+def test_rounds_and_not_places_are_averaged():
+    """Five right, five wrong, in turn: by places a pair's round emits 1.9 tokens, by rounds 10 in 6."""
+    ranks = ([0] * 5 + [8] * 5) * 30
+    replay = Replay([PAIR])
+    for start in range(0, len(ranks), 50):
+        replay.feed(ranks[start : start + 50])
+    counts = [emitted(PAIR, ranks, start) for start in range(10)]
+    assert sum(counts) / 10 == 1.9
+    assert replay.tokens[0] / replay.rounds[0] == pytest.approx(10 / 6, rel=0.03)
+
+
+def test_a_gap_ends_no_round():
+    replay = Replay([CHAIN])
+    replay.feed([0, 0])
+    replay.cut()
+    replay.feed([8, 0, 8])
+    assert (replay.tokens[0], replay.rounds[0]) == (3, 2)
+
+
+def verdict(emitted: int) -> Verdict:
+    return Verdict((1,) * emitted, tuple(range(emitted)), (0,) * (emitted - 1), None, emitted, 10_000)
+
+
+def traced(*ranks: int) -> DraftTree:
+    return replace(DraftTree.of(range(3), (-1, 0, 1)), trace=np.array(ranks, np.int32))
+
+
+def test_a_trace_tells_each_token_once_with_its_place_in_its_round():
+    trace = RankTrace()
+    assert trace.learn(traced(), verdict(2)).ranks == ()
+    told = trace.learn(traced(0, 9), verdict(3))
+    assert (told.ranks, told.depths, told.joined) == ((0, RANKED), (1, 2), True)
+    trace.learn(DraftTree.root_only(1), verdict(1))  # off: what it emitted is told of later
+    told = trace.learn(traced(0, 0, 1, 2), verdict(1))
+    assert (told.ranks, told.depths, told.joined) == ((0, 0, 1, 2), (1, 2, 3, 1), True)
+
+
+def test_a_drafter_that_forgot_part_of_the_text_leaves_a_gap():
+    trace = RankTrace()
+    trace.learn(traced(), verdict(4))
+    told = trace.learn(traced(1), verdict(2))
+    assert (told.ranks, told.depths, told.joined) == ((1,), (4,), False)
+    assert trace.learn(traced(0, 0), verdict(2)).joined
+
+
+def test_of_more_tokens_than_a_drafter_ranks_nothing_is_believed():
+    trace = RankTrace()
+    for _ in range(LONGEST_TRACE + 1):
+        trace.learn(DraftTree.root_only(1), verdict(1))
+    assert trace.learn(traced(*[RANKED] * (LONGEST_TRACE + 1)), verdict(1)).ranks == ()
+    told = trace.learn(traced(0), verdict(1))
+    assert told.ranks == (0,) and not told.joined
+
+
+def test_what_policies_take_for_granted_of_drafters_and_handles_is_so():
+    assert RANKED == CANDIDATES
+    assert DrafterEngine.load.__kwdefaults__["prefill_chunk"] == LONGEST_TRACE
+    assert PROBE_EVERY + 1 < IDLE_ROUNDS, "the drafter is still leased when it is asked again"
+    assert not replayed(LevelShape((9,))), "its ninth candidate is not told from others"
+
+
+# -- choices equal to references' -------------------------------------------------------------------------------------
+
+ARMS = (OFF, *SHAPES)
+
+
+@pytest.mark.parametrize("kind", ["mixed", "prose", "wrong"])
+async def test_full_information_chooses_as_re_runs_of_all_arms_do(kind):
+    ranks, experience = ranks_of(kind), Experience()
+    policy = FullInfo(ARMS, experience, temperature=0.0)
+    toy = Toy(ranks)
+    rested = 0
+
+    def reference(history: list[tuple[TreeShape, int]]) -> TreeShape:
+        nonlocal rested
+        told = ranks[toy.first_told - 1 : toy.told_before - 1] if toy.told_before else []
+        trees = sum(not shape.off for shape, _ in history)
+
+        def index(arm: TreeShape) -> float:
+            us = experience.predicted_us(arm)
+            if us is None:
+                return math.inf
+            mean = 1.0 if arm.off else mean_of_window(arm, told) if told else None
+            if mean is not None:
+                return mean / us
+            counts = [count for shape, count in history if shape == arm]
+            if not counts:
+                return math.inf
+            hoped = sum(counts) / len(counts) + 0.25 * math.sqrt(2 * math.log(len(history)) / len(counts))
+            return min(hoped, arm.depth + 1) / us
+
+        begins = len(told) < LEAST_RANKED and trees < 16 and experience.predicted_us(OFF) is not None
+        arms = [arm for arm in ARMS if not (begins and arm.off)]
+        best = max(arms, key=lambda arm: (index(arm), -arm.rows))
+        rested = rested + 1 if best.off else 0
+        if rested > PROBE_EVERY:
+            rested = 0
+            return min(SHAPES, key=lambda arm: (experience.predicted_us(arm), arm.rows))
+        return best
+
+    class Remembering(Checked):
+        def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:
+            super().learn(shape, tree, verdict)
+            if tree.guesses:
+                toy.first_told = toy.first_told or len(toy.text)
+            if len(tree.trace):
+                toy.told_before = len(toy.text)
+
+    checked = Remembering(policy, reference)
+    await run(checked, toy, LENGTH - 20)
+    assert len(checked.history) > 80
+
+
+async def test_full_information_leaves_a_text_of_wrong_guesses_and_comes_back_when_they_are_right():
+    """The first 150 tokens are all wrong, the others right: it finds out within two probes."""
+    ranks = [RANKED] * 150 + [0] * 250
+    policy, toy = FullInfo([OFF, PAIR, CHAIN], Experience(), temperature=0.0), Toy(ranks)
+    await run(policy, toy, 380)
+    hard = toy.asked[20:140]
+    assert Counter(shape.off for shape in hard)[False] <= 5
+    later = [shape for shape in toy.asked if not shape.off][-10:]
+    assert later == [CHAIN] * 10 and sum(shape.off for shape in toy.asked[150:]) <= 3 * PROBE_EVERY
+
+
+async def test_no_probe_is_made_where_the_house_forbids_guessing():
+    experience = Experience(requests=2, company=2.0)
+    experience.costs.house = House(guessing=False, gain=0.5, turns=0, settled=False, rounds=0.0, until=1e9)
+    toy = Toy(ranks_of("right"))
+    await run(FullInfo([OFF, PAIR], experience, temperature=0.0), toy, 200)
+    assert set(toy.asked) == {OFF}
+
+
+async def test_full_information_plays_no_arm_to_know_it():
+    """Alone, on a text that suits the chain: no arm is tried that the ranks of others' rounds condemn."""
+    toy, experience = Toy(ranks_of("right")), Experience()
+    await run(FullInfo((*ARMS, BUSHY), experience, temperature=0.0), toy, 350)
+    assert Counter(toy.asked[12:]).keys() == {CHAIN} | ({BUSHY} & set(toy.asked[12:]))
+    assert not {LevelShape((8,)), NodeShape((1, 2, 0, 2, 1))} & set(toy.asked)
+
+
+async def test_trees_that_do_not_come_are_given_up_for_off():
+    toy = Toy(ranks_of("right"))
+    policy = FullInfo([OFF, PAIR, CHAIN], Experience(), temperature=0.0)
+    await run(policy, toy, 100)
+    toy.off = True
+    chosen = []
+    for _ in range(100):
+        chosen.append(policy.choose())
+        late_us = 0 if chosen[-1].off else 20_000
+        policy.learn(chosen[-1], replace(DraftTree.root_only(1), draft_us=late_us, missed=late_us > 0), verdict(1))
+    assert Counter(shape.off for shape in chosen[40:])[False] <= 60 / PROBE_EVERY
+
+
+async def test_ratio_ucb_chooses_as_its_equation_does():
+    experience = Experience()
+
+    def reference(history: list[tuple[TreeShape, int]]) -> TreeShape:
+        def hoped(arm: TreeShape) -> float:
+            counts = [count for shape, count in history if shape == arm]
+            if arm.off:
+                return 1.0
+            if not counts:
+                return math.inf
+            mean = sum(counts) / len(counts)
+            return min(mean + 0.25 * math.sqrt(2 * math.log(len(history)) / len(counts)), arm.depth + 1)
+
+        return best_rate(ARMS, experience, hoped)
+
+    checked = Checked(RatioUCB(ARMS, experience, temperature=0.0), reference)
+    await run(checked, Toy(ranks_of("mixed")), LENGTH - 20)
+    assert len(checked.history) > 80
+
+
+async def test_discounted_ucb_chooses_as_sums_over_the_whole_history_do():
+    experience, discount = Experience(), 0.97
+
+    def reference(history: list[tuple[TreeShape, int]]) -> TreeShape:
+        weights = [discount ** (len(history) - 1 - place) for place in range(len(history))]
+
+        def hoped(arm: TreeShape) -> float:
+            if arm.off:
+                return 1.0
+            mine = [(w, count) for w, (shape, count) in zip(weights, history, strict=True) if shape == arm]
+            if not mine:
+                return math.inf
+            rounds = sum(w for w, _ in mine)
+            mean = sum(w * count for w, count in mine) / rounds
+            return min(mean + 0.25 * math.sqrt(2 * math.log(max(sum(weights), 1)) / rounds), arm.depth + 1)
+
+        return best_rate(ARMS, experience, hoped)
+
+    checked = Checked(DiscountedUCB(ARMS, experience, temperature=0.0), reference)
+    await run(checked, Toy(ranks_of("prose")), LENGTH - 20)
+    assert len(checked.history) > 80
+
+
+async def test_ucbspec_chooses_by_tokens_alone():
+    def reference(history: list[tuple[TreeShape, int]]) -> TreeShape:
+        counts = {arm: [count for shape, count in history if shape == arm] for arm in ARMS}
+        for arm in ARMS:
+            if not counts[arm]:
+                return arm
+
+        def index(arm: TreeShape) -> float:
+            mine = counts[arm]
+            return sum(mine) / len(mine) + 5 * math.sqrt(math.log(len(history)) / (2 * len(mine)))
+
+        return max(ARMS, key=lambda arm: (index(arm), -arm.rows))
+
+    checked = Checked(UCBSpec(ARMS), reference)
+    await run(checked, Toy(ranks_of("mixed")), LENGTH - 20)
+    assert len(checked.history) > 80
+
+
+async def test_thompson_chooses_as_one_conjugate_update_after_another_does():
+    experience, rng = Experience(), np.random.default_rng([STREAM, 5])
+
+    def reference(history: list[tuple[TreeShape, int]]) -> TreeShape:
+        beliefs = {arm: (1 + arm.depth / 2, 1.0, 1.0, (arm.depth / 4) ** 2) for arm in ARMS}
+        for shape, count in history:
+            m, c, a, b = beliefs[shape]
+            beliefs[shape] = (c * m + count) / (c + 1), c + 1, a + 0.5, b + c * (count - m) ** 2 / (2 * (c + 1))
+        gammas = [rng.standard_gamma(beliefs[arm][2]) for arm in ARMS]
+        normals = [rng.standard_normal() for _ in ARMS]
+        drawn = {}
+        for arm, gamma, normal in zip(ARMS, gammas, normals, strict=True):
+            m, c, _, b = beliefs[arm]
+            mean = m if arm.off else m + normal / math.sqrt(c * gamma / b)
+            drawn[arm] = min(max(mean, 1.0), arm.depth + 1)
+        return best_rate(ARMS, experience, drawn.__getitem__)
+
+    checked = Checked(Thompson(ARMS, experience, 0.0, seed=5), reference)
+    await run(checked, Toy(ranks_of("mixed")), LENGTH - 20)
+    assert len(checked.history) > 80
+
+
+async def test_thompson_is_the_requests_seeds():
+    async def choices(seed: int) -> list[TreeShape]:
+        toy = Toy(ranks_of("mixed"))
+        await run(Thompson(ARMS, Experience(), 0.0, seed), toy, 300)
+        return toy.asked
+
+    assert await choices(1) == await choices(1) != await choices(2)
+    assert await choices(2**64 - 1)
+
+
+def test_thompson_prefers_1_or_7_to_always_3():
+    steady, swinging = LevelShape((2, 1, 1, 1, 1, 1)), LevelShape((1, 1, 1, 1, 1, 1))
+    policy, rng, pulls = Thompson([steady, swinging], Experience(), 0.0, seed=0), random.Random(0), Counter()
+    for _ in range(400):
+        arm = policy.choose()
+        pulls[arm] += 1
+        policy.learn(
+            arm,
+            DraftTree.of(range(arm.rows), range(-1, arm.rows - 1)),
+            verdict(3 if arm == steady else rng.choice([1, 7])),
+        )
+    assert pulls[swinging] > 300
+
+
+def test_a_prior_gives_a_first_choice_that_the_equations_give():
+    """8 rounds of the prior and one of the request's own: mean (8 * 4 + 1) / 9 of chains, by hand."""
+    prior = Prior({CHAIN: Length(4.0, 1000.0)})
+    policy = RatioUCB([OFF, CHAIN], Experience(), 0.0, prior)
+    policy.learn(CHAIN, traced(), verdict(1))
+    assert policy.lengths[CHAIN].mean == pytest.approx(33 / 9)

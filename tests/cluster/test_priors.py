@@ -1,0 +1,407 @@
+"""Priors: what they weigh, where they are kept, and that neither a store nor a blob can do harm."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import redis.asyncio
+from dendro.shapes import OFF, LevelShape, NodeShape, TreeShape
+from dendro.text import Verdict
+from dendro.tree import DraftTree
+from edge import FakePlaces, ingress
+
+from cluster.ingress import LocalClient
+from cluster.policies import Experience, FullInfo, RatioUCB, make_policy, with_chain_and_off
+from cluster.policies.experience import DraftPlane, Length
+from cluster.policies.prior import Prior, PriorKey, pack_prior, tenant_tag, unpack_prior
+from cluster.policies.replay import RANKED
+from cluster.priors import KINDS, WAIT_S, WRITES, Priors
+from cluster.redis_server import RedisServer
+from cluster.state_store import PRIOR_PREFIX, CircuitBreaker, RedisPriors
+
+PAIR, CHAIN, BUSHY = LevelShape((1, 1)), LevelShape((1, 1, 1, 1)), LevelShape((3, 2, 2, 1, 1))
+KEY = PriorKey.of("target", ("mamba",), 0.0, "somebody")
+
+
+@pytest.fixture(scope="module")
+def server():
+    with RedisServer(memory_mb=16) as server:
+        yield server
+
+
+@pytest.fixture
+async def store(server: RedisServer):
+    store = RedisPriors(server.url, ttl_s=30, budget_s=2.0)
+    yield store
+    await store.close()
+
+
+def verdict(emitted: int, rows: int = 1) -> Verdict:
+    path, ranks = tuple(range(emitted)), (0,) * (emitted - 1)
+    return Verdict((1,) * emitted, path, ranks, None, emitted, 10_000 + 100 * rows, step_rows=rows)
+
+
+def tree(shape: TreeShape, trace: tuple[int, ...] = ()) -> DraftTree:
+    plain = DraftTree.of(range(shape.rows), range(-1, shape.rows - 1))
+    draft_us = 100 + 300 * shape.depth + 40 * shape.forwarded
+    return replace(plain, trace=np.array(trace, np.int32), draft_us=0 if shape.off else draft_us)
+
+
+def answer(emit: int, rounds: int, shape: TreeShape = CHAIN, rank: int = 0) -> tuple[Prior, Experience]:
+    """The notes of a request whose rounds all emitted so many tokens, and its router's experience."""
+    notes, experience, trace = Prior(), Experience(), ()
+    for _ in range(rounds):
+        came = tree(shape, trace), verdict(emit, shape.rows)
+        notes.learn(shape, *came)
+        experience.learn(shape, *came, temperature=0.0)
+        trace = (rank,) * (emit - 1) + (RANKED,)
+    return notes, experience
+
+
+def prior_of(emit: int, rounds: int, shape: TreeShape = CHAIN) -> Prior:
+    notes, experience = answer(emit, rounds, shape)
+    return replace(notes, costs=experience.hints())
+
+
+# -- what a prior weighs ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [RatioUCB, FullInfo])
+def test_a_prior_of_a_thousand_rounds_weighs_eight(policy):
+    prior = prior_of(4, 1000)
+    begun = policy([OFF, CHAIN], Experience(), 0.0, prior)
+    assert begun.lengths[CHAIN].rounds == 8 and begun.lengths[CHAIN].mean == 4
+    for _ in range(8):
+        begun.learn(CHAIN, tree(CHAIN), verdict(2))
+    assert begun.lengths[CHAIN].mean == pytest.approx(3)
+    assert prior.lengths[CHAIN].rounds == 1000, "the kind's own is not the request's to change"
+
+
+def test_costs_of_a_thousand_rounds_weigh_eight():
+    experience = Experience()
+    experience.take(prior_of(4, 1000).costs)
+    costs = experience.costs
+    assert costs.draft[CHAIN].count == costs.tried[8] == costs.step.weight == 8
+    assert experience.round_us(CHAIN) == pytest.approx(10_000 + 100 * 5 + 100 + 300 * 4 + 40 * 4)
+
+
+def test_costs_that_a_router_has_measured_itself_are_not_replaced():
+    _, experience = answer(2, 20)
+    before = experience.round_us(CHAIN)
+    slow = prior_of(2, 20).costs
+    slow[0].draft[CHAIN].us = 1e6
+    experience.take(slow)
+    assert experience.round_us(CHAIN) == before
+
+
+def test_what_a_kind_came_to_earlier_weighs_64_rounds_beside_a_new_request():
+    prior = prior_of(4, 1000)
+    prior.add(answer(2, 64)[0])
+    assert prior.lengths[CHAIN].mean == pytest.approx(3) and prior.lengths[CHAIN].rounds == 128
+    assert prior.lengths[CHAIN].variance == pytest.approx(1)
+
+
+@pytest.mark.parametrize("shape", [PAIR, BUSHY, NodeShape((2, 2, 0, 1))], ids=str)
+def test_ranks_tell_of_arms_that_nobody_played(shape: TreeShape):
+    """Independent ranks, counted depth by depth over 20,000 rounds of another shape: E[N] = 1 + sum_d prod a_i(N_i)."""
+    rng, chances = random.Random(0), [0.5, 0.2, 0.1] + [0.02] * 5 + [0.1]
+    notes, trace = Prior(), ()
+    for _ in range(20_000):
+        ranks = []
+        while len(ranks) < 5 and (not ranks or ranks[-1] == 0):
+            ranks.append(rng.choices(range(RANKED + 1), chances)[0])
+        notes.learn(CHAIN, tree(CHAIN, trace), verdict(len(ranks)))
+        trace = tuple(ranks)
+    expected = {PAIR: 1 + 0.5 + 0.25, BUSHY: 1 + 0.8 + 0.8 * 0.7 * (1 + 0.7 + 0.7 * 0.5 + 0.7 * 0.25)}
+    below = 0.7 + 0.5 * 0.7 + 0.5 * 0.5 * 0.5  # two children; the first has two; the first of these one
+    expected[NodeShape((2, 2, 0, 1))] = 1 + below
+    length = notes.length(shape)
+    assert length.mean == pytest.approx(expected[shape], rel=0.03) and length.rounds == 8
+
+
+def test_a_depth_never_reached_is_taken_for_the_one_above():
+    notes = Prior()
+    notes.ranks[0, 0], notes.ranks[0, RANKED] = 3, 1
+    assert notes.length(PAIR).mean == pytest.approx(1 + 0.75 + 0.75**2)
+    assert notes.length(PAIR).rounds == 4
+
+
+def test_the_variance_that_ranks_give_is_that_of_the_tokens():
+    """Each guess right by 3 in 4: a pair emits 1, 2 or 3 tokens with 4, 3 and 9 chances in 16."""
+    notes = Prior()
+    notes.ranks[:, 0], notes.ranks[:, RANKED] = 3, 1
+    mean = (4 * 1 + 3 * 2 + 9 * 3) / 16
+    assert notes.length(PAIR).variance == pytest.approx((4 * 1 + 3 * 4 + 9 * 9) / 16 - mean**2)
+
+
+def test_a_kind_that_nobody_knows_begins_with_what_the_router_saw_of_others():
+    _, experience = answer(3, 20)
+    assert Prior().length(CHAIN) is None
+    assert RatioUCB([OFF, CHAIN], experience, 0.0).lengths[CHAIN].mean == 3
+
+
+def test_a_tree_that_did_not_come_says_nothing_of_its_arm():
+    notes = Prior()
+    notes.learn(CHAIN, DraftTree.root_only(1), verdict(1))
+    assert notes.length(CHAIN) is None
+
+
+# -- draft times of shapes never played -------------------------------------------------------------------------------
+
+
+def test_a_draft_nobody_made_is_read_off_the_plane_through_the_others():
+    experience = Experience()
+    for shape in (PAIR, CHAIN, LevelShape((4, 2, 1)), NodeShape((2, 1))):
+        for _ in range(3):
+            experience.learn(shape, tree(shape), verdict(1, shape.rows), 0.0)
+    for shape in (BUSHY, TreeShape.parse("beam(4,3)"), TreeShape.parse("dynamic(4,4,20)"), NodeShape((3, 2, 1, 1))):
+        draft_us = 100 + 300 * shape.depth + 40 * shape.forwarded
+        assert experience.costs.draft_us(shape) == pytest.approx(draft_us, rel=1e-6)
+        assert experience.round_us(shape) is None
+        assert experience.predicted_us(shape) == pytest.approx(draft_us + experience.costs.verify_us(shape.rows))
+    assert experience.predicted_us(OFF) is not None
+
+
+def test_one_shape_tells_of_levels_alone_and_none_of_nothing():
+    experience = Experience()
+    assert experience.predicted_us(CHAIN) is None
+    for _ in range(3):
+        experience.learn(OFF, tree(OFF), verdict(1), 0.0)
+    assert experience.predicted_us(CHAIN) is None and experience.predicted_us(OFF) is not None
+    for _ in range(2):
+        experience.learn(CHAIN, tree(CHAIN), verdict(1, 5), 0.0)
+    assert experience.costs.draft_us(PAIR) == pytest.approx(tree(CHAIN).draft_us / 2)
+
+
+def test_no_draft_is_predicted_to_take_less_than_nothing():
+    rng, experience = random.Random(0), Experience()
+    for shape in (PAIR, CHAIN, BUSHY, LevelShape((8,))):
+        for _ in range(2):
+            experience.costs.learn_draft(shape, rng.uniform(100, 5000))
+    plane: DraftPlane = experience.costs._plane
+    assert experience.costs.draft_us(LevelShape((63,))) >= 0
+    assert min(plane.coefficients) >= 0
+
+
+@pytest.mark.parametrize(
+    "text, rows",
+    [("off", 0), ("(3,2,1)", 10), ("(1,1,1)", 3), ("nodes(2,1)", 3), ("beam(4,3)", 10), ("dynamic(6,3,24)", 13)],
+)
+def test_a_shape_knows_how_many_of_its_rows_go_through_the_drafter(text: str, rows: int):
+    assert TreeShape.parse(text).forwarded == rows
+
+
+# -- blobs ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_prior_is_the_same_after_its_blob():
+    prior = prior_of(3, 20)
+    prior.add(answer(2, 5, BUSHY)[0])
+    again = unpack_prior(pack_prior(prior))
+    assert again.lengths == prior.lengths and (again.ranks == prior.ranks.round(3)).all()
+    assert again.costs == prior.costs
+    assert len(pack_prior(prior)) < 4096
+
+
+def spoiled() -> list[bytes]:
+    good = json.loads(pack_prior(prior_of(3, 20)))
+    blobs = [b"", b"{", b"null", b"[]", b"7", b"\xff\xfe", b"[" * 100_000, b'{"format": 1}']
+    for path, wrong in (
+        (("format",), 2),
+        (("lengths",), []),
+        (("lengths",), {"(1,": [1, 1, 0]}),
+        (("lengths", "(1,1,1,1)"), [9.0, 3, 0]),  # more than its depth allows
+        (("lengths", "(1,1,1,1)"), [3.0, -1, 0]),
+        (("lengths", "(1,1,1,1)"), [3.0, "many", 0]),
+        (("lengths", "(1,1,1,1)"), [float("nan"), 3, 0]),
+        (("lengths", "(1,1,1,1)"), [3.0, 3]),
+        (("ranks",), [[1.0]]),
+        (("ranks", 0, 0), -1.0),
+        (("ranks", 0, 0), float("inf")),
+        (("costs", "0", "step", "us"), float("inf")),
+        (("costs", "0", "step", "rows"), 0),
+        (("costs", "0", "hop"), 3),
+        (("costs", "0", "texts"), 0),
+        (("costs", "0", "draft"), {"(9,9)": [1.0, 2]}),
+        (("costs",), {"light": {}}),
+    ):
+        said = json.loads(json.dumps(good))
+        inner = said
+        for key in path[:-1]:
+            inner = inner[key]
+        inner[path[-1]] = wrong
+        blobs.append(json.dumps(said).encode())
+    return blobs
+
+
+@pytest.mark.parametrize("blob", spoiled(), ids=lambda blob: blob[:12].hex() + str(len(blob)))
+async def test_a_garbled_prior_counts_as_missing(store: RedisPriors, server: RedisServer, blob: bytes):
+    raw = redis.asyncio.Redis.from_url(server.url)
+    await raw.set(PRIOR_PREFIX + KEY.name, blob)
+    await raw.aclose()
+    assert await store.load(KEY) is None
+    assert (await Priors(store).of(KEY, Experience())).length(CHAIN) is None
+
+
+async def test_a_prior_is_found_by_its_key_alone_and_expires(store: RedisPriors, server: RedisServer):
+    assert await store.save(KEY, prior_of(3, 20))
+    assert (await store.load(KEY)).lengths[CHAIN].mean == 3
+    for other in (
+        replace(KEY, target="other"),
+        replace(KEY, drafters=("mamba", "mamba2")),
+        replace(KEY, temperature="warm"),
+        replace(KEY, tenant=tenant_tag("somebody else")),
+    ):
+        assert await store.load(other) is None
+    raw = redis.asyncio.Redis.from_url(server.url)
+    assert 0 < await raw.ttl(PRIOR_PREFIX + KEY.name) <= 30
+    assert not [key for key in await raw.keys("*") if b"somebody" in key]
+    await raw.aclose()
+
+
+# -- a router's priors ------------------------------------------------------------------------------------------------
+
+
+async def test_a_new_router_begins_where_another_ended(store: RedisPriors):
+    key = replace(KEY, target="handed-on")
+    first, notes_of = Priors(store), answer(4, 30)
+    await first.of(key, Experience())
+    first.learn(key, *notes_of)
+    await first.settled()
+    experience = Experience()
+    second = Priors(store)
+    await second.of(key, experience)
+    await second.settled()
+    prior = await second.of(key, experience)
+    assert prior.length(CHAIN) == Length(4.0, 8.0, 0.0)
+    policy = make_policy("fullinfo", [OFF, CHAIN, BUSHY], experience, 0.0, prior=prior)
+    assert policy.choose() == CHAIN, "from its first round on"
+
+
+async def test_notes_taken_before_the_prior_was_read_are_kept():
+    class Slow:
+        def __init__(self) -> None:
+            self.ready = asyncio.Event()
+            self.saved: list[Prior] = []
+
+        async def load(self, key: PriorKey) -> Prior | None:
+            await self.ready.wait()
+            return prior_of(4, 64)
+
+        async def save(self, key: PriorKey, prior: Prior) -> bool:
+            self.saved.append(prior)
+            return True
+
+    store = Slow()
+    priors = Priors(store)
+    assert (await priors.of(KEY, Experience())).length(CHAIN) is None
+    priors.learn(KEY, *answer(2, 64))
+    assert not store.saved, "or what is there would be lost"
+    store.ready.set()
+    await priors.settled()
+    assert store.saved[0].lengths[CHAIN].mean == pytest.approx(3)
+    assert (await priors.of(KEY, Experience())).lengths[CHAIN].mean == pytest.approx(3)
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_dead_or_frozen_redis_costs_a_kinds_first_request_ten_milliseconds_at_most(fault, monkeypatch):
+    """Waits are counted, not timed: of each kind the first request alone waits, with a bound."""
+    bounds: list[float] = []
+    wait = asyncio.wait
+
+    async def counted(tasks, *, timeout=None, **options):  # asyncio's own name
+        bounds.append(timeout)
+        return await wait(tasks, timeout=timeout, **options)
+
+    with RedisServer(memory_mb=16) as server:
+        store = RedisPriors(server.url, 30, budget_s=0.05)
+        store.blobs.breaker = CircuitBreaker(3, 60.0)
+        os.kill(server.pid, fault)
+        priors = Priors(store)
+        monkeypatch.setattr(asyncio, "wait", counted)
+        for number in range(6):
+            key = replace(KEY, target=str(number))
+            assert (await priors.of(key, Experience())).length(CHAIN) is None
+            priors.learn(key, *answer(2, 3))
+        monkeypatch.undo()
+        await priors.settled()
+        assert len(bounds) <= 6 and set(bounds) == {WAIT_S}
+        for number in range(6, 12):
+            await priors.of(replace(KEY, target=str(number)), Experience())
+            await priors.settled()
+        assert store.blobs.counters.skipped > 0, "and is then left alone"
+        assert (await priors.of(replace(KEY, target="0"), Experience())).length(CHAIN).mean == 2
+        await store.close()
+        os.kill(server.pid, signal.SIGCONT)
+
+
+async def test_writes_and_kinds_are_bounded():
+    class Stuck:
+        saves = 0
+
+        async def load(self, key: PriorKey) -> Prior | None:
+            return None
+
+        async def save(self, key: PriorKey, prior: Prior) -> bool:
+            self.saves += 1
+            await asyncio.sleep(0)
+            return True
+
+    store = Stuck()
+    priors = Priors(store)
+    for number in range(KINDS + 10):
+        priors.learn(replace(KEY, target=str(number)), *answer(2, 1))
+    await asyncio.sleep(0)
+    assert store.saves == WRITES
+    assert len(priors._known) == KINDS
+    await priors.settled()
+    assert store.saves == KINDS + WRITES, "those that are still known when it is their turn"
+
+
+# -- at the edge ------------------------------------------------------------------------------------------------------
+
+
+async def test_an_answer_leaves_a_prior_under_its_tenants_tag_from_which_another_router_begins(store: RedisPriors):
+    edge = ingress(FakePlaces(), priors=store)
+    done = await LocalClient(edge, "acme").generate_text("hello", max_new_tokens=60, seed=3)
+    assert done.complete is not None
+    await edge._priors.settled()
+    key = PriorKey.of("demo", ("mamba",), 0.0, "acme")
+    left = await store.load(key)
+    assert left.lengths and left.costs
+    assert await store.load(PriorKey.of("demo", ("mamba",), 0.0, "other")) is None
+    other = ingress(FakePlaces(), priors=store)
+    await other._priors.of(key, other._experience["demo"])
+    await other._priors.settled()
+    assert other._experience["demo"].costs.tried.total() == 8
+
+
+# -- arms -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "named, all_of_them",
+    [
+        (["off"], ["off"]),
+        (["(1,1)"], ["off", "(1,1)"]),
+        (["off", "(3,2,1)"], ["(1,1,1)", "off", "(3,2,1)"]),
+        (["nodes(1,1)", "off"], ["nodes(1,1)", "off"]),
+        (["(2,1,1,1,1,1)"], ["off", "(1,1,1,1)", "(2,1,1,1,1,1)"]),
+    ],
+)
+def test_off_and_a_chain_are_always_among_the_arms(named, all_of_them):
+    arms = with_chain_and_off([TreeShape.parse(text) for text in named])
+    assert [str(arm) for arm in arms] == all_of_them
+
+
+def test_arms_that_are_added_keep_the_bounds_that_the_others_keep():
+    for shape in (BUSHY, LevelShape((63,)), NodeShape((2, 1))):
+        for arm in with_chain_and_off([shape]):
+            assert arm.rows <= shape.rows and arm.depth <= shape.depth
