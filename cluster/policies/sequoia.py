@@ -77,15 +77,13 @@ def child_counts(shape: TreeShape) -> tuple[int, ...]:
 
 
 def forwarded_rows(shape: TreeShape) -> tuple[int, ...]:
-    """Rows of each of the drafter's forwards: those of a level, the leaves of the last one left out."""
-    return (1, *levels_of(shape)[:-1]) if not shape.off else ()
-
-
-def levels_of(shape: TreeShape) -> tuple[int, ...]:
-    """Guesses of each level, without the root."""
-    if not isinstance(shape, NodeShape | LevelShape):
-        raise ValueError(f"shape: the form of {shape} depends on what the drafter believes")
-    return shape.levels
+    """Rows of each of the drafter's forwards: those of a level that have children."""
+    rows, counts = [], child_counts(shape)
+    start, stop = 0, 1
+    while below := sum(counts[start:stop]):
+        rows.append(sum(count > 0 for count in counts[start:stop]))
+        start, stop = stop, stop + below
+    return tuple(rows)
 
 
 def expected_tokens(shape: TreeShape, accept: Accept) -> float:

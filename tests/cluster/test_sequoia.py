@@ -56,9 +56,14 @@ def emitted(tree: Nested, accept, depth: int = 0) -> float:
     return 1 + sum(row[place] * emitted(child, accept, depth + 1) for place, child in enumerate(tree))
 
 
-def level_counts(tree: Nested) -> list[int]:
+def rows_of(tree: Nested) -> int:
+    return 1 + sum(map(rows_of, tree))
+
+
+def parents_by_level(tree: Nested) -> list[int]:
+    """Rows with children, level by level: what a drafter's forwards are made of."""
     counts, level = [], [tree]
-    while level:
+    while level := [each for each in level if each]:
         counts.append(len(level))
         level = [child for each in level for child in each]
     return counts
@@ -104,10 +109,10 @@ def test_no_tree_of_so_many_rows_emits_more(accept, depth):
 @pytest.mark.parametrize("accept", [FLAT, DEEPENING], ids=["by sibling", "by depth and sibling"])
 @pytest.mark.parametrize("level", [0.0, 30.0, 120.0, 900.0])
 def test_no_tree_takes_less_time_per_token(accept, level):
-    """Among all 625 trees of 2 to 8 rows; a step's rows are padded, here to one size, so what decides is draft and E[N]."""
+    """Among all 625 trees of 2 to 8 rows, whose steps are padded to one size."""
 
     def time_of(tree: Nested) -> float:
-        return 50 + level * height(tree) + 600 + 10 * row_bucket(sum(level_counts(tree)))
+        return 50 + level * height(tree) + 600 + 10 * row_bucket(rows_of(tree))
 
     found = best_tree(accept, lambda _: level, lambda rows: 600 + 10 * rows, fixed_us=50, max_rows=8, max_children=3)
     least = min(time_of(tree) / emitted(tree, table(accept)) for tree in fitting(8, 7, 3))
@@ -124,7 +129,7 @@ def test_drafts_that_cost_by_the_row_are_weighed_close_to_the_best(seed):
     accept = tuple(tuple(row) for row in -np.sort(-rng.dirichlet((3, 1, 1, 2), 7)[:, :3]))
 
     def time_of(tree: Nested) -> float:
-        return 800 + sum(100 + 10 * rows for rows in level_counts(tree)[:-1])
+        return 800 + sum(100 + 10 * rows for rows in parents_by_level(tree))
 
     found = best_tree(accept, lambda rows: 100 + 10 * rows, lambda _: 800, max_rows=8, max_children=3)
     assert found.round_us == pytest.approx(time_of(nested(found.shape)), rel=1e-12)
@@ -165,6 +170,7 @@ def test_rows_of_every_form_are_numbered_alike():
     assert child_counts(LevelShape((2, 1))) == (2, 1, 1, 0, 0) == child_counts(NodeShape((2, 1, 1)))
     assert child_counts(LevelShape(())) == (0,)
     assert forwarded_rows(LevelShape((3, 2, 1))) == (1, 3, 6) == forwarded_rows(NodeShape((3, 2, 2, 2) + (1,) * 6))
+    assert forwarded_rows(NodeShape((3, 0, 1))) == (1, 1), "rows without children are not forwarded"
     assert forwarded_rows(LevelShape(())) == ()
     assert expected_tokens(LevelShape(()), FLAT) == 1
     assert expected_tokens(LevelShape((1, 2)), FLAT) == 1 + 0.5 * (1 + 0.5 + 0.2)
