@@ -8,8 +8,14 @@ a row of depth d does not depend on what is beside it, so that for every number 
     T[d][r][m]  = 1 + H[d][r][0][m - 1]                                          m rows, r levels below a row of depth d
     H[d][r][j][n] = max over y of accept[d][j] * T[d + 1][r - 1][y] + H[d][r][j + 1][n - y]      children j, j + 1, ...
 
-Sequoia (arXiv 2402.12374) has chances that depend on j alone; ours may depend on the depth too. Of the trees found, the
-one with the least predicted time per token is returned.
+Sequoia (arXiv 2402.12374) has chances that depend on j alone; ours may depend on the depth too.
+
+Where a drafter's forward takes longer the more rows it has, a tree that emits a little less from fewer forwarded rows
+can be better. Which rows have children is then chosen first: those that are likeliest to be reached, since a row's
+children are worth as much as the row; and of all their children the likeliest. Where chances depend on j alone and
+fall with it, no tree of so many rows, forwarded rows and greatest depth emits more.
+
+Of all trees found in both ways, the one with the least predicted time per token is returned.
 
 >>> best_tree([0.5, 0.25], level_us=lambda rows: 0.0, step_us=lambda rows: 1.0, max_rows=4, max_depth=3)
 Found(shape=NodeShape(children=(2, 1)), emitted=2.0, round_us=1.0)
@@ -19,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 import numpy as np
 import numpy.typing as npt
@@ -113,11 +120,13 @@ def best_tree(
     max_depth: int = 10,
     max_children: int = 8,
 ) -> Found:
-    """The tree of least predicted time per token, among those that emit the most of their rows and greatest depth.
+    """The tree of least predicted time per token.
 
-    level_us: of a drafter's forward; where it does not depend on the rows, no tree at all is better than the one found
-    step_us: of a verifier's step, asked for rows as padded   fixed_us: of a round, whatever its tree
-    Raises ValueError, naming the argument.
+    No other is better where a drafter's forward takes as long with any number of rows; nor where it takes longer by the
+    row and chances depend on the place among siblings alone and fall with it; else it is near the best.
+
+    level_us: of a drafter's forward   step_us: of a verifier's step, asked for rows as padded   fixed_us: of a round,
+    whatever its tree. Raises ValueError, naming the argument.
     """
     if not 2 <= max_rows <= MAX_ROWS:
         raise ValueError(f"max_rows: {max_rows}; 2 to {MAX_ROWS}, the root among them")
@@ -125,13 +134,99 @@ def best_tree(
         raise ValueError(f"max_depth: {max_depth}; at least 1")
     if max_children < 1:
         raise ValueError(f"max_children: {max_children}; at least 1")
+    deepest = min(max_depth, max_rows - 1)
+    steps = {row_bucket(rows): step_us(row_bucket(rows)) for rows in range(2, max_rows + 1)}
+    table = chances(accept, deepest)[:, :max_children]
     best: Found | None = None
-    for shape, emitted in longest_trees(accept, max_rows, min(max_depth, max_rows - 1), max_children):
-        found = Found(shape, emitted, fixed_us + draft_and_step_us(shape, level_us, step_us))
+    for shape in (
+        *(shape for shape, _ in longest_trees(table, max_rows, deepest, max_children)),
+        *thrifty_trees(table, level_us, steps.__getitem__, fixed_us, max_rows),
+    ):
+        round_us = fixed_us + draft_and_step_us(shape, level_us, steps.__getitem__)
+        found = Found(shape, expected_tokens(shape, table), round_us)
         if best is None or found.round_us * best.emitted < (1 - SAME) * best.round_us * found.emitted:
             best = found
     assert best is not None
     return best
+
+
+def thrifty_trees(
+    table: npt.NDArray[np.float64], level_us: TimeOf, step_us: TimeOf, fixed_us: float, max_rows: int
+) -> Iterator[NodeShape]:
+    """For each greatest depth, the best tree whose rows with children are the likeliest. table [depth, children]"""
+    padded = np.array([step_us(row_bucket(max(rows, 2))) for rows in range(max_rows + 1)])
+    for depth in range(1, len(table) + 1):
+        slots = _Slots(table, depth)
+        best, least = None, np.inf
+        while slots.open() and len(slots.parents) < max_rows:
+            order, needed = slots.order()
+            emitted = 1 + np.cumsum(slots.reached(order[: max_rows - 1]))  # of 2 rows, 3 and so on
+            took = fixed_us + sum(map(level_us, slots.forwarded)) + padded[2 : 2 + len(emitted)]
+            per_token = took / emitted
+            per_token[: needed - 1] = np.inf  # rows with children that would not be there
+            rows = int(per_token.argmin())
+            if per_token[rows] < least:
+                best, least = slots.tree(order[: rows + 1]), per_token[rows]
+        if best is not None:
+            yield best
+
+
+class _Slots:
+    """Places for rows below the rows that have children so far, at first none."""
+
+    def __init__(self, table: npt.NDArray[np.float64], depth: int) -> None:
+        self._table = table
+        self._depth = depth
+        self._nodes: list[tuple[int, float]] = [(0, 1.0)]  # depth and chance to be reached; the root, then the slots
+        self._keys = [1.0]  # what slots are ordered by: no sibling comes before one on its left
+        self._above = [-1]
+        self._waiting = [(-1.0, 0)]  # a heap of those that may get children, the likeliest first
+        self.parents: list[int] = []  # nodes with children
+        self.forwarded: list[int] = []  # of these, by level
+
+    def open(self) -> bool:
+        """Give the likeliest node that has none its children; whether there was one."""
+        if not self._waiting:
+            return False
+        negative, node = heappop(self._waiting)
+        level, reach = self._nodes[node]
+        self.parents.append(node)
+        self.forwarded += [0] * (level + 1 - len(self.forwarded))
+        self.forwarded[level] += 1
+        key = -negative
+        for chance in self._table[level].tolist():
+            key = min(key, reach * chance)
+            if level + 1 < self._depth:
+                heappush(self._waiting, (-key, len(self._nodes)))
+            self._nodes.append((level + 1, reach * chance))
+            self._keys.append(key)
+            self._above.append(node)
+        return True
+
+    def order(self) -> tuple[npt.NDArray[np.int64], int]:
+        """All slots, the likeliest first, and how many of them it takes to have all nodes with children."""
+        order = 1 + np.argsort(-np.array(self._keys[1:]), kind="stable")
+        needed = int(np.flatnonzero(np.isin(order, self.parents)).max(initial=-1)) + 1
+        return order, max(needed, 1)
+
+    def reached(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        return np.array([self._nodes[slot][1] for slot in slots])
+
+    def tree(self, slots: npt.NDArray[np.int64]) -> NodeShape:
+        """The tree of the root and these slots."""
+        below: dict[int, list[int]] = {}
+        for slot in sorted(slots.tolist()):
+            below.setdefault(self._above[slot], []).append(slot)
+        level, counts = [0], []
+        for node in level:  # grows while it is read
+            level += below.get(node, [])
+            counts.append(len(below.get(node, [])))
+        return _shape(counts)
+
+
+def _shape(counts: Sequence[int]) -> NodeShape:
+    """A tree by the children of all its rows."""
+    return NodeShape(tuple(counts[: max(row for row, count in enumerate(counts) if count) + 1]))
 
 
 def longest_trees(
@@ -193,4 +288,4 @@ class _Program:
                 waiting.append((above + 1, below - 1, part))
                 left, child = left - part, child + 1
             counts.append(child)
-        return NodeShape(tuple(counts[: max(row for row, count in enumerate(counts) if count) + 1]))
+        return _shape(counts)
