@@ -159,11 +159,10 @@ def thrifty_trees(
         slots = _Slots(table, depth)
         best, least = None, np.inf
         while slots.open() and len(slots.parents) < max_rows:
-            order, needed = slots.order()
+            order = slots.order()
             emitted = 1 + np.cumsum(slots.reached(order[: max_rows - 1]))  # of 2 rows, 3 and so on
             took = fixed_us + sum(map(level_us, slots.forwarded)) + padded[2 : 2 + len(emitted)]
             per_token = took / emitted
-            per_token[: needed - 1] = np.inf  # rows with children that would not be there
             rows = int(per_token.argmin())
             if per_token[rows] < least:
                 best, least = slots.tree(order[: rows + 1]), per_token[rows]
@@ -203,11 +202,9 @@ class _Slots:
             self._above.append(node)
         return True
 
-    def order(self) -> tuple[npt.NDArray[np.int64], int]:
-        """All slots, the likeliest first, and how many of them it takes to have all nodes with children."""
-        order = 1 + np.argsort(-np.array(self._keys[1:]), kind="stable")
-        needed = int(np.flatnonzero(np.isin(order, self.parents)).max(initial=-1)) + 1
-        return order, max(needed, 1)
+    def order(self) -> npt.NDArray[np.int64]:
+        """All slots, the likeliest first; a slot comes after the one above it, and after its siblings on the left."""
+        return 1 + np.argsort(-np.array(self._keys[1:]), kind="stable")
 
     def reached(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         return np.array([self._nodes[slot][1] for slot in slots])

@@ -256,9 +256,7 @@ def costs_of(timed: Mapping[TreeShape, Timed]) -> Costs:
     buckets = {row_bucket(shape.rows) for shape in timed}
     depths = {shape.depth for shape in trees}
     if plain is None or len(buckets) < 2 or len(depths) < 2:
-        raise BadRequest(
-            "max_rows", "too few shapes fit the target's max_rows and max_depth to say what rows cost: raise them"
-        )
+        raise BadRequest("max_rows", "and max_depth of the target leave too few shapes to time; raise them")
     forwards = {shape: forwarded_rows(shape) for shape in trees}
     draft_us, level_us, row_us = nonnegative_fit(
         [[1.0, len(forwards[shape]), sum(forwards[shape])] for shape in trees],

@@ -89,16 +89,16 @@ def test_chances_of_a_depth_converge_to_what_is_seen_there():
 @pytest.mark.parametrize(
     "shape, lengths",
     [
-        (OFF, [1] * 7),
-        (LevelShape((1, 1)), [3, 1, 1]),
-        (LevelShape((2, 1)), [3, 2]),  # the last two cannot hold a whole round
-        (NodeShape((2, 0, 1)), [2, 1, 2]),  # the first child has no children, the second has one
-        (NodeShape((2, 1)), [3, 2]),
+        (OFF, [1] * 9),
+        (LevelShape((1, 1)), [3, 1, 2, 1]),  # the last two cannot hold a whole round
+        (LevelShape((2, 1)), [3, 3, 1]),
+        (NodeShape((2, 0, 1)), [2, 1, 3, 1]),  # the first child has no children, the second has one
+        (NodeShape((2, 1)), [3, 2, 1, 1]),
     ],
     ids=str,
 )
 def test_a_replay_walks_the_tree_as_the_verifier_would(shape: TreeShape, lengths: list[int]):
-    assert replayed_lengths([0, 0, 5, 1, 4, 3, 0], shape) == lengths
+    assert replayed_lengths([0, 0, 5, 1, 0, 4, 3, 0, 0], shape) == lengths
 
 
 async def lengths_of(verifier: VerifierEngine, drafter: DrafterEngine, text: Text, shape: TreeShape) -> list[int]:
@@ -143,7 +143,7 @@ async def test_replayed_ranks_are_what_rounds_really_did(pair):
             await lengths_of(verifier, drafter, plain, OFF)
             ranks = ranker.ranks(prompt, plain.answer, sampling)
             assert len(ranks) == 60 and 0 < ranks.count(0) < 60
-            for shape in (LevelShape((1, 1, 1)), LevelShape((3, 2, 1))):
+            for shape in (LevelShape((1, 1, 1)), LevelShape((3, 2, 1)), NodeShape((3, 2, 0, 1, 1, 1, 0, 2))):
                 text = Text(prompt, sampling, plain.limits)
                 really = await lengths_of(verifier, drafter, text, shape)
                 assert text.answer == plain.answer
