@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from cluster.bench.command import PLAIN_WIDTH, Bars, parameter_count, parse_temperatures
 from cluster.bench.machine import describe_machine, describe_run
-from cluster.bench.report import Cells, as_json, machine_facts, show_tables
+from cluster.bench.report import Cells, as_json, as_markdown, machine_facts, show_tables
 from cluster.config import Config, demo_config
 from cluster.demo.measure import ANSWER_TOKENS, PROMPT_TOKENS
 from cluster.demo.prompts import held_out_prompts
@@ -168,6 +168,15 @@ def facts_of(report: Report) -> Iterator[str]:
         f"tokens, answers of {report['answer_tokens']}: ranks counted on {prompts['learned']}, rounds timed on "
         f"{prompts['timed']} of them; replayed and measured on {prompts['held_out']} others"
     )
+    yield (
+        "E[N] is tokens per round, the target's own among them: predicted from how often the j-th candidate of depth d "
+        "was the target's token; replayed through the ranks of the other prompts' tokens; measured in rounds there"
+    )
+    yield (
+        "Rounds are predicted by lines through what shapes took: so much a draft, a forward, its row, a step, its row "
+        "as padded, and the rest of a round"
+    )
+    yield f"Arms that were found: {', '.join(report['arms'])}"
 
 
 def _number(value: float | None, digits: int = 2) -> str:
@@ -230,6 +239,10 @@ def tables_of(report: Report) -> Iterator[Cells]:
     yield "What a round is made of, in ms", COST_COLUMNS, [_cost_cells(row) for row in report["costs"]]
 
 
+def _as_markdown(report: Report) -> str:
+    return as_markdown(report, facts_of(report), tables_of(report), "dendro tune")
+
+
 def tune(
     config: Annotated[Path | None, typer.Argument(help="A configuration; default: the bundled demo.")] = None,
     target: Annotated[str, typer.Option(help="The target's name. Default: the first.")] = "",
@@ -241,6 +254,7 @@ def tune(
     out: Annotated[Path | None, typer.Option(help="Write the configuration with the trees found to this file.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file named by --out.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write the report as JSON.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write the tables as Markdown.")] = None,
     local: Annotated[bool, typer.Option("--local", help="Engines in this process: no Ray, no Redis.")] = False,
     prompts: Annotated[
         int | None, typer.Option(min=1, help="To count ranks on. (default 24; quick 6)", show_default=False)
@@ -287,12 +301,12 @@ def tune(
         report = asyncio.run(run_tune(checked, plan, local, bars.begin))
     console = Console()
     show_tables(console if console.is_terminal else Console(width=PLAIN_WIDTH), facts_of(report), tables_of(report))
-    if json is not None:
-        json.parent.mkdir(parents=True, exist_ok=True)
-        json.write_text(as_json(report))
+    for path, form in ((json, as_json), (markdown, _as_markdown)):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(form(report))
     for line in report["differences"]:
         console.print(f"DIFFERENT: {line}", style="red", markup=False)
-    console.print(f"arms: {report['arms']}", highlight=False, markup=False, soft_wrap=True)
     if report["differences"]:
         raise typer.Exit(1)
     if goal is not None:

@@ -358,18 +358,32 @@ def test_the_command_writes_what_it_found_and_says_what_it_replaced(pair, tmp_pa
     file = configured(pair, tmp_path)
     words = ["tune", str(file), "--local", "--quick", "--write", "--temperatures", "0", "--prompts", "1"]
     sizes = ["--held-out", "1", "--tokens", "12", "--max-rows", "8", "--json", str(tmp_path / "report.json")]
+    sizes += ["--markdown", str(tmp_path / "tuning.md")]
     done = CliRunner().invoke(cli.app, words + sizes, env={"COLUMNS": "200"})
     assert done.exit_code == 0, done.output
     report = json.loads((tmp_path / "report.json").read_text())
     assert Config.load(file).speculation.arms == tuple(report["arms"])
     assert file.read_text().startswith("# tiny\n") and "beam(2,2)" not in file.read_text()
+    assert (tmp_path / "tuning.md").read_text().startswith("# dendro tune\n")
     assert "E[N]" in done.stdout and "written to" in done.stdout and "beam(2,2)" in done.stdout
 
 
 def test_help_of_tune_names_every_option():
     said = CliRunner().invoke(cli.app, ["tune", "--help"], env={"COLUMNS": "200"}).stdout
-    names = ("target", "temperatures", "quick", "write", "out", "force", "json", "local", "prompts", "held-out")
-    for option in (*names, "tokens", "max-rows", "max-depth", "max-children", "seed"):
+    names = (
+        "target",
+        "temperatures",
+        "quick",
+        "write",
+        "out",
+        "force",
+        "json",
+        "markdown",
+        "local",
+        "prompts",
+        "held-out",
+    )
+    for option in (*names, "held-out", "tokens", "max-rows", "max-depth", "max-children", "seed"):
         assert f"--{option} " in said
 
 
