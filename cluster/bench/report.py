@@ -166,7 +166,8 @@ def show_tables(console: Console, facts: Iterable[str], tables: Iterable[Cells])
     for title, columns, rows in tables:
         table = Table(title=title, title_justify="left")
         for place, column in enumerate(columns):
-            table.add_column(column, justify="left" if place == 0 or column in ("why", "shapes picked") else "right")
+            left = place == 0 or column in ("why", "shapes picked")
+            table.add_column(column, justify="left" if left else "right", overflow="fold")
         for cells in rows:
             table.add_row(*cells)
         console.print(table)

@@ -15,7 +15,7 @@ from statistics import fmean, median
 import numpy as np
 import numpy.typing as npt
 import torch
-from dendro.client import Asking, Complete, Round, Speculation
+from dendro.client import Asking, Complete, Round, SpeculationStats
 from dendro.errors import BadRequest, EngineFailed
 from dendro.shapes import TreeShape
 from dendro.text import Sampling
@@ -41,7 +41,7 @@ class Told:
 
     tokens: tuple[int, ...]
     lengths: tuple[int, ...]  # tokens of each round
-    speculation: Speculation
+    speculation: SpeculationStats
 
     @property
     def tokens_per_second(self) -> float:
