@@ -83,7 +83,7 @@ def load_drafter(name: str, drafter: Drafter, states: StateStore) -> DrafterEngi
         name=name,
         states=states,
         dtype=drafter.dtype,
-        device=_device(drafter),
+        device=device_of(drafter),
         threads=drafter.threads,
         max_sessions=drafter.max_sessions,
     )
@@ -103,7 +103,7 @@ def load_verifier(name: str, target: Target, states: StateStore, **workers: Any)
         name=name,
         states=states,
         dtype=getattr(torch, target.dtype),
-        device=_device(target),
+        device=device_of(target),
         threads=target.threads,
         max_length=target.max_length,
         max_sessions=target.max_sessions,
@@ -150,7 +150,7 @@ def _start_actors(target: Target, summons: Sequence[Summons]) -> None:
         _workers.append(worker)
 
 
-def _device(model: Model) -> str:
+def device_of(model: Model) -> str:
     """Ray shows a replica the accelerators that it asked for, and no other."""
     return "cuda" if model.resources.gpu else "cpu"
 

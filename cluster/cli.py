@@ -273,6 +273,12 @@ def certify(context: typer.Context) -> None:
     _hand_over("cluster.certify.command", "certify", context)
 
 
+@app.command("tune", context_settings=ELSEWHERE, add_help_option=False)
+def tune(context: typer.Context) -> None:
+    """Find the trees that suit a target, its drafter and this machine, beside the configured arms."""
+    _hand_over("cluster.tune.command", "tune", context)
+
+
 @bench.command("speed", context_settings=ELSEWHERE, add_help_option=False)
 def bench_speed(context: typer.Context) -> None:
     """Compare speeds with transformers and with speculation off."""

@@ -166,15 +166,16 @@ def show_tables(console: Console, facts: Iterable[str], tables: Iterable[Cells])
     for title, columns, rows in tables:
         table = Table(title=title, title_justify="left")
         for place, column in enumerate(columns):
-            table.add_column(column, justify="left" if place == 0 or column in ("why", "shapes picked") else "right")
+            left = place == 0 or column in ("why", "shapes picked")
+            table.add_column(column, justify="left" if left else "right", overflow="fold")
         for cells in rows:
             table.add_row(*cells)
         console.print(table)
 
 
-def as_markdown(report: Report, facts: Iterable[str], tables: Iterable[Cells]) -> str:
-    """The same figures as Markdown, ready to be committed."""
-    lines = [f"# dendro bench {report['bench']}", "", *(f"- {fact}" for fact in facts)]
+def as_markdown(report: Report, facts: Iterable[str], tables: Iterable[Cells], command: str = "") -> str:
+    """The same figures as Markdown, ready to be committed. command: whose they are; default: the bench's."""
+    lines = [f"# {command or 'dendro bench ' + report['bench']}", "", *(f"- {fact}" for fact in facts)]
     for title, columns, rows in tables:
         lines += ["", f"## {title}", "", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
         lines += [f"| {' | '.join(cells)} |" for cells in rows]

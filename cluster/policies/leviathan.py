@@ -1,0 +1,58 @@
+"""What a chain of guesses is worth, in closed form: Leviathan et al., Fast Inference from Transformers via Speculative
+Decoding (arXiv 2211.17192), theorem 3.8, corollary 3.9, theorem 3.11; ALGORITHMS 10.1.
+
+`acceptance` is the chance that a guess is accepted once those before it are, the same at every depth; `guesses` their
+number in a round; `cost` the time of a drafter's forward over that of the target's.
+"""
+
+from __future__ import annotations
+
+
+def emitted(acceptance: float, guesses: int) -> float:
+    """E[N] = (1 - a^(g+1)) / (1 - a): accepted guesses and the target's own token.
+
+    >>> emitted(0.5, 2), emitted(1.0, 4), emitted(0.0, 4)
+    (1.75, 5.0, 1.0)
+    """
+    _check(acceptance, guesses)
+    return guesses + 1.0 if acceptance == 1 else (1 - acceptance ** (guesses + 1)) / (1 - acceptance)
+
+
+def gain(acceptance: float, guesses: int, cost: float) -> float:
+    """How many times as fast as plain decoding: E[N] / (g c + 1), where guesses cost the target's forward nothing."""
+    _check(acceptance, guesses, cost)
+    return emitted(acceptance, guesses) / (guesses * cost + 1)
+
+
+def operations(acceptance: float, guesses: int, operations_ratio: float) -> float:
+    """How many times as many arithmetic operations per token as plain decoding: (g chat + g + 1) / E[N].
+
+    operations_ratio: chat, operations of the drafter per token over the target's
+    """
+    _check(acceptance, guesses, operations_ratio)
+    return (guesses * operations_ratio + guesses + 1) / emitted(acceptance, guesses)
+
+
+def pays(acceptance: float, cost: float) -> bool:
+    """Whether some number of guesses is faster than plain decoding: a > c."""
+    _check(acceptance, 0, cost)
+    return acceptance > cost
+
+
+def least_gain(acceptance: float, cost: float) -> float:
+    """What is gained at least, with the best number of guesses, where guessing pays: (1 + a) / (1 + c), that of one."""
+    return gain(acceptance, 1, cost)
+
+
+def best_guesses(acceptance: float, cost: float, most: int) -> int:
+    """The number of guesses, up to `most`, of greatest gain; 0 where none pays."""
+    return max(range(most + 1), key=lambda guesses: (gain(acceptance, guesses, cost), -guesses))
+
+
+def _check(acceptance: float, guesses: int, cost: float = 0.0) -> None:
+    if not 0 <= acceptance <= 1:
+        raise ValueError(f"acceptance: {acceptance} is no chance")
+    if guesses < 0:
+        raise ValueError(f"guesses: {guesses}; at least 0")
+    if cost < 0:
+        raise ValueError(f"cost: {cost}; at least 0")

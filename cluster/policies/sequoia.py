@@ -1,0 +1,288 @@
+"""Sequoia's program: the static tree that emits the most tokens a second (ALGORITHMS 4.5).
+
+`accept[d][j]` is the chance that the j-th child of a row of depth d carries the target's token, given that the row was
+accepted. A tree then emits, with the target's own token, E[N] = the sum over its rows of the product of the chances on
+the way to them, the root counting one: each token emitted needs one more row reached. The best subtree of y rows below
+a row of depth d does not depend on what is beside it, so that for every number of rows and greatest depth
+
+    T[d][r][m]  = 1 + H[d][r][0][m - 1]                                          m rows, r levels below a row of depth d
+    H[d][r][j][n] = max over y of accept[d][j] * T[d + 1][r - 1][y] + H[d][r][j + 1][n - y]      children j, j + 1, ...
+
+Sequoia (arXiv 2402.12374) has chances that depend on j alone; ours may depend on the depth too.
+
+Where a drafter's forward takes longer the more rows it has, a tree that emits a little less from fewer forwarded rows
+can be better. Which rows have children is then chosen first: those that are likeliest to be reached, since a row's
+children are worth as much as the row; and of all their children the likeliest. Where chances depend on j alone and
+fall with it, no tree of so many rows, forwarded rows and greatest depth emits more.
+
+Of all trees found in both ways, the one with the least predicted time per token is returned.
+
+>>> best_tree([0.5, 0.25], level_us=lambda rows: 0.0, step_us=lambda rows: 1.0, max_rows=4, max_depth=3)
+Found(shape=NodeShape(children=(2, 1)), emitted=2.0, round_us=1.0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+import numpy as np
+import numpy.typing as npt
+from dendro.shapes import MAX_ROWS, LevelShape, NodeShape, TreeShape
+
+from cluster.policies.experience import row_bucket
+
+Accept = Sequence[float] | Sequence[Sequence[float]] | npt.NDArray[np.float64]
+"""a[j], or a[d][j] whose last row holds for all greater depths, too."""
+TimeOf = Callable[[int], float]
+"""Microseconds of a forward of so many rows."""
+NEVER = -np.inf
+SAME = 1e-12
+"""Relative difference below which two trees are equally good; the smaller one is taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A tree and what it is predicted to do."""
+
+    shape: NodeShape
+    emitted: float  # E[N], the target's own token among them
+    round_us: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return 1e6 * self.emitted / self.round_us
+
+
+def chances(accept: Accept, depth: int) -> npt.NDArray[np.float64]:
+    """accept as [depth, children]; the last row given stands for all that are missing.
+
+    Raises ValueError where a number is no chance, or siblings together have more than 1.
+    """
+    given = np.asarray(accept, np.float64)
+    table = given[None] if given.ndim == 1 else given
+    if table.ndim != 2 or not table.size:
+        raise ValueError(f"accept: has the shape {given.shape}; give a[j] or a[d][j]")
+    if not np.isfinite(table).all() or (table < 0).any() or (table.sum(1) > 1 + 1e-9).any():
+        raise ValueError("accept: each must be a chance, and those of siblings together at most 1")
+    return table[np.minimum(np.arange(depth), len(table) - 1)]
+
+
+def child_counts(shape: TreeShape) -> tuple[int, ...]:
+    """Children of each row of a tree whose form is fixed, rows level by level.
+
+    Raises ValueError for a shape whose form depends on the drafter.
+    """
+    if isinstance(shape, NodeShape):
+        return shape.children + (0,) * (shape.rows - len(shape.children))
+    if isinstance(shape, LevelShape):
+        above = (1, *shape.levels)
+        levels = zip(above, (*shape.widths, 0), strict=True)
+        return tuple(width for rows, width in levels for _ in range(rows))
+    raise ValueError(f"shape: the form of {shape} depends on what the drafter believes")
+
+
+def forwarded_rows(shape: TreeShape) -> tuple[int, ...]:
+    """Rows of each of the drafter's forwards: those of a level that have children."""
+    rows, counts = [], child_counts(shape)
+    start, stop = 0, 1
+    while below := sum(counts[start:stop]):
+        rows.append(sum(count > 0 for count in counts[start:stop]))
+        start, stop = stop, stop + below
+    return tuple(rows)
+
+
+def expected_tokens(shape: TreeShape, accept: Accept) -> float:
+    """E[N] of a tree of fixed form. Raises ValueError where a row has more children than chances are known."""
+    table = chances(accept, max(shape.depth, 1))
+    if shape.width > table.shape[1]:
+        raise ValueError(f"accept: knows {table.shape[1]} siblings; {shape} has {shape.width}")
+    reached, depths = [1.0], [0]
+    for row, count in enumerate(child_counts(shape)):
+        reached += (reached[row] * table[depths[row], :count]).tolist() if count else []
+        depths += [depths[row] + 1] * count
+    return sum(reached)
+
+
+def draft_and_step_us(shape: TreeShape, level_us: TimeOf, step_us: TimeOf) -> float:
+    """What a tree of fixed form takes to be drafted and verified; a step's rows are padded."""
+    return sum(map(level_us, forwarded_rows(shape))) + step_us(row_bucket(shape.rows))
+
+
+def best_tree(
+    accept: Accept,
+    level_us: TimeOf,
+    step_us: TimeOf,
+    *,
+    fixed_us: float = 0.0,
+    max_rows: int = MAX_ROWS,
+    max_depth: int = 10,
+    max_children: int = 8,
+) -> Found:
+    """The tree of least predicted time per token.
+
+    No other is better where a drafter's forward takes as long with any number of rows; nor where it takes longer by the
+    row and chances depend on the place among siblings alone and fall with it; else it is near the best.
+
+    level_us: of a drafter's forward   step_us: of a verifier's step, asked for rows as padded   fixed_us: of a round,
+    whatever its tree. Raises ValueError, naming the argument.
+    """
+    if not 2 <= max_rows <= MAX_ROWS:
+        raise ValueError(f"max_rows: {max_rows}; 2 to {MAX_ROWS}, the root among them")
+    if max_depth < 1:
+        raise ValueError(f"max_depth: {max_depth}; at least 1")
+    if max_children < 1:
+        raise ValueError(f"max_children: {max_children}; at least 1")
+    deepest = min(max_depth, max_rows - 1)
+    steps = {row_bucket(rows): step_us(row_bucket(rows)) for rows in range(2, max_rows + 1)}
+    table = chances(accept, deepest)[:, :max_children]
+    best: Found | None = None
+    for shape in (
+        *(shape for shape, _ in longest_trees(table, max_rows, deepest, max_children)),
+        *thrifty_trees(table, level_us, steps.__getitem__, fixed_us, max_rows),
+    ):
+        round_us = fixed_us + draft_and_step_us(shape, level_us, steps.__getitem__)
+        found = Found(shape, expected_tokens(shape, table), round_us)
+        if best is None or found.round_us * best.emitted < (1 - SAME) * best.round_us * found.emitted:
+            best = found
+    assert best is not None
+    return best
+
+
+def thrifty_trees(
+    table: npt.NDArray[np.float64], level_us: TimeOf, step_us: TimeOf, fixed_us: float, max_rows: int
+) -> Iterator[NodeShape]:
+    """For each greatest depth, the best tree whose rows with children are the likeliest. table [depth, children]"""
+    padded = np.array([step_us(row_bucket(max(rows, 2))) for rows in range(max_rows + 1)])
+    for depth in range(1, len(table) + 1):
+        slots = _Slots(table, depth)
+        best, least = None, np.inf
+        while slots.open() and len(slots.parents) < max_rows:
+            order = slots.order()
+            emitted = 1 + np.cumsum(slots.reached(order[: max_rows - 1]))  # of 2 rows, 3 and so on
+            took = fixed_us + sum(map(level_us, slots.forwarded)) + padded[2 : 2 + len(emitted)]
+            per_token = took / emitted
+            rows = int(per_token.argmin())
+            if per_token[rows] < least:
+                best, least = slots.tree(order[: rows + 1]), per_token[rows]
+        if best is not None:
+            yield best
+
+
+class _Slots:
+    """Places for rows below the rows that have children so far, at first none."""
+
+    def __init__(self, table: npt.NDArray[np.float64], depth: int) -> None:
+        self._table = table
+        self._depth = depth
+        self._nodes: list[tuple[int, float]] = [(0, 1.0)]  # depth and chance to be reached; the root, then the slots
+        self._keys = [1.0]  # what slots are ordered by: no sibling comes before one on its left
+        self._above = [-1]
+        self._waiting = [(-1.0, 0)]  # a heap of those that may get children, the likeliest first
+        self.parents: list[int] = []  # nodes with children
+        self.forwarded: list[int] = []  # of these, by level
+
+    def open(self) -> bool:
+        """Give the likeliest node that has none its children; whether there was one."""
+        if not self._waiting:
+            return False
+        negative, node = heappop(self._waiting)
+        level, reach = self._nodes[node]
+        self.parents.append(node)
+        self.forwarded += [0] * (level + 1 - len(self.forwarded))
+        self.forwarded[level] += 1
+        key = -negative
+        for chance in self._table[level].tolist():
+            key = min(key, reach * chance)
+            if level + 1 < self._depth:
+                heappush(self._waiting, (-key, len(self._nodes)))
+            self._nodes.append((level + 1, reach * chance))
+            self._keys.append(key)
+            self._above.append(node)
+        return True
+
+    def order(self) -> npt.NDArray[np.int64]:
+        """All slots, the likeliest first; a slot comes after the one above it, and after its siblings on the left."""
+        return 1 + np.argsort(-np.array(self._keys[1:]), kind="stable")
+
+    def reached(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        return np.array([self._nodes[slot][1] for slot in slots])
+
+    def tree(self, slots: npt.NDArray[np.int64]) -> NodeShape:
+        """The tree of the root and these slots."""
+        below: dict[int, list[int]] = {}
+        for slot in sorted(slots.tolist()):
+            below.setdefault(self._above[slot], []).append(slot)
+        level, counts = [0], []
+        for node in level:  # grows while it is read
+            level += below.get(node, [])
+            counts.append(len(below.get(node, [])))
+        return _shape(counts)
+
+
+def _shape(counts: Sequence[int]) -> NodeShape:
+    """A tree by the children of all its rows."""
+    return NodeShape(tuple(counts[: max(row for row, count in enumerate(counts) if count) + 1]))
+
+
+def longest_trees(
+    accept: Accept, max_rows: int, max_depth: int, max_children: int
+) -> Iterator[tuple[NodeShape, float]]:
+    """For each number of rows and greatest depth, the tree that emits the most, and its E[N]; fewer rows first."""
+    program = _Program(chances(accept, max_depth)[:, :max_children], max_rows)
+    for rows in range(2, max_rows + 1):
+        seen = NEVER
+        for depth in range(1, min(max_depth, rows - 1) + 1):
+            emitted = float(program.emitted[depth][0, rows])
+            if emitted > seen:  # else a deeper tree is no longer
+                yield program.tree(rows, depth), emitted
+                seen = emitted
+
+
+class _Program:
+    """The tables of the program, filled at birth."""
+
+    def __init__(self, table: npt.NDArray[np.float64], max_rows: int) -> None:
+        """table: [depth, children] chances"""
+        depths, children = table.shape
+        sizes = np.arange(max_rows + 1)
+        alone = np.full(max_rows + 1, NEVER)
+        alone[1] = 1.0
+        # emitted[r][d, m] is T[d][r][m]; with no level below, the row is alone.
+        self.emitted = [np.tile(alone, (depths + 1, 1))]
+        # taken[r][j][d, n] is the y of H[d][r][j][n]: rows of the subtree of child j.
+        self.taken: list[list[npt.NDArray[np.int64]]] = [[]]
+        rest = np.maximum(sizes[:, None] - sizes[None, :], 0)  # [n, y]
+        forbidden = (sizes[None, :] < 1) | (sizes[None, :] > sizes[:, None])
+        for below in range(1, depths + 1):
+            starts = depths + 1 - below  # depths from which so many levels fit
+            under = self.emitted[below - 1][1 : starts + 1]  # [starts, y]
+            forest = np.full((starts, max_rows + 1), NEVER)  # of no more children
+            forest[:, 0] = 0.0
+            taken = []
+            for child in reversed(range(children)):
+                reached = table[:starts, child, None] * np.where(np.isfinite(under), under, 0.0)
+                reached[~np.isfinite(under)] = NEVER
+                ways = reached[:, None, :] + forest[:, rest]  # [starts, n, y]
+                ways[:, forbidden] = NEVER
+                most = ways.argmax(2)
+                forest = np.take_along_axis(ways, most[..., None], 2)[..., 0]
+                forest[:, 0] = 0.0
+                taken.append(most)
+            trees = np.full((starts, max_rows + 1), NEVER)
+            trees[:, 1:] = 1.0 + forest[:, :-1]
+            self.emitted.append(trees)
+            self.taken.append(taken[::-1])
+
+    def tree(self, rows: int, depth: int) -> NodeShape:
+        """The tree of so many rows and at most so many levels that emits the most."""
+        waiting, counts = [(0, depth, rows)], []
+        for above, below, size in waiting:  # grows while it is read: level by level
+            left, child = size - 1, 0
+            while left:
+                part = int(self.taken[below][child][above, left])
+                waiting.append((above + 1, below - 1, part))
+                left, child = left - part, child + 1
+            counts.append(child)
+        return _shape(counts)

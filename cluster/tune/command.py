@@ -1,0 +1,314 @@
+"""`dendro tune`: what is measured on, the report, and the configuration's new arms."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from dendro.client import AsyncClient
+from dendro.errors import BadRequest
+from dendro.shapes import MAX_ROWS
+from rich.console import Console
+from tokenizers import Tokenizer
+from transformers.utils import logging
+
+from cluster.bench.command import PLAIN_WIDTH, Bars, parameter_count, parse_temperatures
+from cluster.bench.machine import describe_machine, describe_run
+from cluster.bench.report import Cells, as_json, as_markdown, machine_facts, show_tables
+from cluster.config import Config, demo_config
+from cluster.demo.measure import ANSWER_TOKENS, PROMPT_TOKENS
+from cluster.demo.prompts import held_out_prompts
+from cluster.running import running
+from cluster.tune.measuring import Ranker
+from cluster.tune.tuning import (
+    PROBES,
+    Begin,
+    Limits,
+    Plan,
+    Prompts,
+    Tuned,
+    Tuning,
+    arms_of,
+    chains_of,
+    costs_row,
+    rows_of,
+)
+from cluster.tune.writing import check_writable, text_of, write_arms
+from drafter_service.scheduler import CANDIDATES
+
+Report = Mapping[str, Any]
+SHAPE_COLUMNS = (
+    "",
+    "rows",
+    "depth",
+    "E[N] predicted",
+    "replayed",
+    "measured",
+    "round ms predicted",
+    "measured",
+    "tokens/s predicted",
+    "measured",
+    "90 %",
+    "",
+)
+CHAIN_COLUMNS = (
+    "chain",
+    "E[N] by formula",
+    "measured",
+    "gain by formula",
+    "measured",
+    "operations by formula",
+    "measured",
+)
+COST_COLUMNS = ("", "a draft", "a forward", "its row", "a step", "its row", "hops", "hops without a draft")
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How many prompts of each kind, and how long the answers are."""
+
+    learned: int
+    timed: int
+    held_out: int
+    tokens: int
+
+
+FULL = Size(24, 6, 8, ANSWER_TOKENS)
+QUICK = Size(6, 1, 2, 24)
+
+
+def _tokenizer(checkpoint: Path, name: str) -> Tokenizer:
+    path = checkpoint / "tokenizer.json"
+    if not path.exists():
+        raise BadRequest(f"targets.{name}.checkpoint", f"{checkpoint} has no tokenizer.json, to read the prompts with")
+    return Tokenizer.from_file(str(path))
+
+
+def _prompts(size: Size, tokenizer: Tokenizer) -> Prompts:
+    try:
+        found = [each.token_ids for each in held_out_prompts(size.learned + size.held_out, PROMPT_TOKENS, tokenizer)]
+    except ValueError as error:
+        raise BadRequest("prompts", f"{error} of {PROMPT_TOKENS} tokens; ask for fewer") from None
+    return Prompts(tuple(found[: size.learned]), min(size.timed, size.learned), tuple(found[size.learned :]))
+
+
+def plan_of(
+    config: Config, target: str, size: Size, temperatures: tuple[float, ...], limits: Limits, seed: int
+) -> Plan:
+    """What is measured. Raises BadRequest, naming the field, where there is nothing to tune."""
+    served = config.targets[target]
+    names = config.drafters_of(target)
+    if not names:
+        raise BadRequest("drafters", f"none serves the target {target}; there is no shape to choose without one")
+    if PROMPT_TOKENS + size.tokens > served.max_length:
+        raise BadRequest("tokens", f"{size.tokens} after prompts of {PROMPT_TOKENS}; max_length is {served.max_length}")
+    if size.tokens > config.router.max_new_tokens:
+        raise BadRequest("tokens", f"{size.tokens}; router.max_new_tokens is {config.router.max_new_tokens}")
+    ours, theirs = parameter_count(config.drafters[names[0]].checkpoint), parameter_count(served.checkpoint)
+    return Plan(
+        target,
+        config.arms_of(target),
+        _prompts(size, _tokenizer(served.checkpoint, target)),
+        size.tokens,
+        temperatures,
+        tuple(probe for probe in PROBES if probe.rows <= served.max_rows and probe.depth <= served.max_depth),
+        Limits(
+            min(limits.max_rows, served.max_rows),
+            min(limits.max_depth, served.max_depth),
+            limits.max_children,
+        ),
+        ours / theirs if ours and theirs else None,
+        seed,
+    )
+
+
+async def run_tune(config: Config, plan: Plan, local: bool, begin: Begin) -> dict[str, Any]:
+    """The whole measurement; the report as plain values."""
+    from cluster.app import device_of
+
+    started = time.monotonic()
+    drafter = config.drafters_of(plan.target)[0]
+    served = config.drafters[drafter]
+    ranker = Ranker(served, device_of(served), plan.limits.max_children)
+    tuned: list[Tuned] = []
+    async with running(config, local) as address, AsyncClient(address) as client:
+        tuning = Tuning(plan, client, ranker, begin)
+        for temperature in plan.temperatures:
+            tuned.append(await tuning.at(temperature))
+    prompts = plan.prompts
+    return {
+        "bench": "tune",
+        "machine": describe_machine(config.targets[plan.target].threads),
+        "settings": describe_run(started, local, plan.seed),
+        "target": plan.target,
+        "drafter": drafter,
+        "prompts": {"learned": len(prompts.learned), "timed": prompts.timed, "held_out": len(prompts.held_out)},
+        "prompt_tokens": PROMPT_TOKENS,
+        "answer_tokens": plan.tokens,
+        "rows": [row for each in tuned for row in rows_of(plan, each)],
+        "chains": [row for each in tuned for row in chains_of(plan, each)],
+        "costs": [costs_row(each) for each in tuned],
+        "arms": arms_of(tuned),
+        "differences": [line for each in tuned for line in each.differences],
+        "aims": [],
+    }
+
+
+def facts_of(report: Report) -> Iterator[str]:
+    """What the figures rest on, a line each."""
+    yield from machine_facts(report)
+    prompts = report["prompts"]
+    yield (
+        f"The target {report['target']}, drafted for by {report['drafter']}. Prompts of {report['prompt_tokens']} "
+        f"tokens, answers of {report['answer_tokens']}: ranks counted on {prompts['learned']}, rounds timed on "
+        f"{prompts['timed']} of them; replayed and measured on {prompts['held_out']} others"
+    )
+    yield (
+        "E[N] is tokens per round, the target's own among them: predicted from how often the j-th candidate of depth d "
+        "was the target's token; replayed through the ranks of the other prompts' tokens; measured in rounds there"
+    )
+    yield (
+        "Rounds are predicted by lines through what shapes took: so much a draft, a forward, its row, a step, its row "
+        "as padded, and the rest of a round"
+    )
+    yield f"Arms that were found: {', '.join(report['arms'])}"
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _shape_cells(row: Report) -> tuple[str, ...]:
+    predicted: Report = row["predicted"] or {}
+    measured: Report = row["measured"] or {}
+    rate: Report = measured.get("tokens_per_second") or {}
+    return (
+        row["name"],
+        str(row["rows"]),
+        str(row["depth"]),
+        _number(predicted.get("emitted_per_round")),
+        _number(row["replayed_emitted_per_round"]),
+        _number(measured.get("emitted_per_round")),
+        _number(predicted.get("round_ms")),
+        _number(measured.get("round_ms")),
+        _number(predicted.get("tokens_per_second"), 1),
+        _number(rate.get("median"), 1),
+        f"{rate['low']:.1f}-{rate['high']:.1f}" if rate else "",
+        "found" if row["found"] else "",
+    )
+
+
+def _chain_cells(row: Report) -> tuple[str, ...]:
+    return (
+        row["name"],
+        _number(row["emitted_per_round"]),
+        _number(row["measured_emitted_per_round"]),
+        _number(row["gain"]),
+        _number(row["measured_gain"]),
+        _number(row["operations"]),
+        _number(row["measured_operations"]),
+    )
+
+
+def _cost_cells(row: Report) -> tuple[str, ...]:
+    names = ("draft_ms", "level_ms", "level_ms_per_row", "step_ms", "step_ms_per_row", "hops_ms", "off_hops_ms")
+    return (f"temperature {row['temperature']:g}", *(f"{row[name]:.3f}" for name in names))
+
+
+def tables_of(report: Report) -> Iterator[Cells]:
+    """Every table, in order."""
+    for temperature in dict.fromkeys(row["temperature"] for row in report["rows"]):
+        rows = [row for row in report["rows"] if row["temperature"] == temperature]
+        title = f"{report['target']} target, temperature {temperature:g}"
+        rows.sort(key=lambda row: -((row["predicted"] or {}).get("tokens_per_second", 0)))
+        yield title, SHAPE_COLUMNS, [_shape_cells(row) for row in rows]
+        chains = [row for row in report["chains"] if row["temperature"] == temperature]
+        if chains:
+            said = chains[0]
+            yield (
+                f"{title}: Leviathan's formulas with a = {said['acceptance']:.3f} and c = {said['cost_ratio']:.3f}; "
+                f"guessing {'pays' if said['pays'] else 'does not pay'}, best with {said['best_guesses']} guesses",
+                CHAIN_COLUMNS,
+                [_chain_cells(row) for row in chains],
+            )
+    yield "What a round is made of, in ms", COST_COLUMNS, [_cost_cells(row) for row in report["costs"]]
+
+
+def _as_markdown(report: Report) -> str:
+    return as_markdown(report, facts_of(report), tables_of(report), "dendro tune")
+
+
+def tune(
+    config: Annotated[Path | None, typer.Argument(help="A configuration; default: the bundled demo.")] = None,
+    target: Annotated[str, typer.Option(help="The target's name. Default: the first.")] = "",
+    temperatures: Annotated[str, typer.Option(help="Separated by commas; each gets trees of its own.")] = "0,1",
+    quick: Annotated[bool, typer.Option("--quick", help="Under a minute: few prompts, short answers.")] = False,
+    write: Annotated[
+        bool, typer.Option("--write", help="Put the trees found into CONFIG's speculation.arms; all else stays.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Write the configuration with the trees found to this file.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file named by --out.")] = False,
+    json: Annotated[Path | None, typer.Option(help="Write the report as JSON.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write the tables as Markdown.")] = None,
+    local: Annotated[bool, typer.Option("--local", help="Engines in this process: no Ray, no Redis.")] = False,
+    prompts: Annotated[
+        int | None, typer.Option(min=1, help="To count ranks on. (default 24; quick 6)", show_default=False)
+    ] = None,
+    held_out: Annotated[
+        int | None,
+        typer.Option("--held-out", min=1, help="To run shapes on. (default 8; quick 2)", show_default=False),
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=2, help="Of every answer. (default 64; quick 24)", show_default=False)
+    ] = None,
+    max_rows: Annotated[int, typer.Option(min=2, max=MAX_ROWS, help="Of a tree, its root among them.")] = MAX_ROWS,
+    max_depth: Annotated[int, typer.Option(min=1, max=MAX_ROWS - 1, help="Levels below the root.")] = 10,
+    max_children: Annotated[int, typer.Option(min=1, max=CANDIDATES, help="Of one row.")] = CANDIDATES,
+    seed: Annotated[int, typer.Option(help="Of what is drawn, and of the order.")] = 0,
+) -> None:
+    """Find the trees that suit a target, its drafter and this machine.
+
+    The target writes after held-out prompts; the drafter's ranks of what it wrote, and what rounds of different sizes
+    cost, say how many tokens a second each tree would emit. The best one at each temperature, found by Sequoia's
+    program, and the best chain are then run on other prompts beside the configured arms. Nothing is written without
+    --write or --out. Ends with status 1 where a tree changed the tokens.
+    """
+    checked = Config.load(config) if config is not None else demo_config()
+    said = text_of(config, checked)
+    goal = check_writable(config, write, out, force)
+    size = QUICK if quick else FULL
+    plan = plan_of(
+        checked,
+        checked.target_named(target),
+        Size(
+            prompts or size.learned,
+            size.timed,
+            held_out or size.held_out,
+            tokens or size.tokens,
+        ),
+        parse_temperatures(temperatures),
+        Limits(max_rows, max_depth, max_children),
+        seed,
+    )
+    logging.disable_progress_bar()  # the library's own, while it loads: ours are beside it
+    bars = Bars(Console(stderr=True))
+    with bars.progress:
+        report = asyncio.run(run_tune(checked, plan, local, bars.begin))
+    console = Console()
+    show_tables(console if console.is_terminal else Console(width=PLAIN_WIDTH), facts_of(report), tables_of(report))
+    for path, form in ((json, as_json), (markdown, _as_markdown)):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(form(report))
+    for line in report["differences"]:
+        console.print(f"DIFFERENT: {line}", style="red", markup=False)
+    if report["differences"]:
+        raise typer.Exit(1)
+    if goal is not None:
+        write_arms(config, said, goal, report["arms"])
+        console.print(f"written to {goal}; before: {list(checked.speculation.arms)}", markup=False, soft_wrap=True)

@@ -1,0 +1,284 @@
+"""What a tuning rests on: the drafter's ranks of what the target wrote, and what rounds cost.
+
+At every temperature, since target and drafter share their noise, the target's text does not depend on any tree. So the
+place of each of its tokens among the drafter's ordered candidates says what any tree of fixed form would have had
+accepted (ALGORITHMS 2.4), and rounds that were really run must agree with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import fmean, median
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from dendro.client import Asking, Complete, Round, SpeculationStats
+from dendro.errors import BadRequest, EngineFailed
+from dendro.shapes import TreeShape
+from dendro.text import Sampling
+from tree_layers.states import ZERO_SLOT
+
+from cluster.config import Drafter
+from cluster.policies.experience import ROW_BUCKET, row_bucket
+from cluster.policies.sequoia import child_counts, forwarded_rows
+from drafter_service.models import load_model
+from drafter_service.runner import Runner
+from drafter_service.scheduler import Plan
+
+BACK_OFF = 32.0
+"""Rounds as which the chances of one depth count for the next: few come deep."""
+CHUNK = 256
+"""Tokens of a text that the drafter reads at once."""
+FloatTable = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """One answer and its rounds."""
+
+    tokens: tuple[int, ...]
+    lengths: tuple[int, ...]  # tokens of each round
+    speculation: SpeculationStats
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Once the text was processed; 0 where one round was all."""
+        return self.speculation.tokens_per_s
+
+    @property
+    def round_us(self) -> float | None:
+        """Of a round after the first, which waits for the prompt; None where there was none."""
+        rounds = self.speculation.rounds - 1
+        return self.speculation.decode_us / rounds if rounds > 0 else None
+
+
+async def tell(
+    client: Asking, model: str, prompt: Sequence[int], sampling: Sampling, tokens: int, speculation: str
+) -> Told:
+    """`tokens` tokens after a prompt, past the end of text where it comes sooner."""
+    lengths: list[int] = []
+    answer: list[int] = []
+    complete: Complete | None = None
+    async for event in client.generate(
+        prompt,
+        model=model,
+        temperature=sampling.temperature,
+        seed=sampling.seed,
+        max_new_tokens=tokens,
+        ignore_end=True,
+        speculation=speculation,
+    ):
+        if isinstance(event, Round):
+            lengths.append(len(event.token_ids))
+            answer += event.token_ids
+        elif isinstance(event, Complete):
+            complete = event
+    if complete is None or len(answer) != tokens:
+        raise EngineFailed(f"{speculation}: {len(answer)} tokens instead of {tokens}")
+    return Told(tuple(answer), tuple(lengths), complete.speculation)
+
+
+class Ranker:
+    """The drafter, in this process, with its own order of guesses: scaled logits and the shared noise."""
+
+    def __init__(self, drafter: Drafter, device: str, width: int) -> None:
+        """width: candidates that are told apart. Raises BadRequest for a checkpoint that cannot be used."""
+        dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[drafter.dtype]
+        place = torch.device(device)
+        model, _ = load_model(drafter.checkpoint, dtype, place)
+        if width > model.vocabulary:
+            raise BadRequest("max_children", f"{width}; the vocabulary has {model.vocabulary} tokens")
+        self._runner = Runner(model, 2, dtype, place)
+        self._width = width
+
+    @torch.inference_mode()
+    def ranks(self, prompt: Sequence[int], answer: Sequence[int], sampling: Sampling) -> list[int]:
+        """The place of every answer token among the candidates, given the true text before it; past them, `width`."""
+        ids = np.array([*prompt, *answer], np.int64)
+        self._runner.admit(0, sampling)
+        found: list[int] = []
+        slot, last = ZERO_SLOT, len(ids) - 1
+        for start in range(0, last, CHUNK):
+            stop = min(start + CHUNK, last)
+            guessed = np.arange(max(start + 1, len(prompt)), stop + 1)  # positions that this chunk has candidates for
+            plan = Plan(
+                tokens=ids[None, start:stop],
+                lengths=np.array([stop - start]),
+                source=np.array([slot]),
+                target=np.array([1]),
+                scored=guessed - 1 - start,
+                sessions=np.zeros(len(guessed), np.int64),
+                positions=guessed,
+                width=self._width,
+            )
+            outcome, slot = self._runner.run(plan), 1
+            if len(guessed):
+                hits = outcome.candidates == ids[guessed, None]
+                found += np.where(hits.any(1), hits.argmax(1), self._width).tolist()
+        self._runner.forget(0)
+        return found
+
+
+def accepted(traces: Sequence[Sequence[int]], depth: int, children: int) -> FloatTable:
+    """a[d][j], [depth, children]: how often the j-th candidate was the target's, where the d tokens before it were
+    among the candidates, too. Every place of a text counts as a root.
+
+    What was seen of a depth above counts for a depth as BACK_OFF rounds.
+    """
+    counts, reached = np.zeros((depth, children)), np.zeros(depth)
+    for trace in traces:
+        for start in range(len(trace)):
+            for below, rank in enumerate(trace[start : start + depth]):
+                reached[below] += 1
+                if rank >= children:
+                    break
+                counts[below, rank] += 1
+    if not reached[0]:
+        raise ValueError("accepted: no ranks")
+    table = np.empty_like(counts)
+    table[0] = counts[0] / reached[0]
+    for below in range(1, depth):
+        table[below] = (counts[below] + BACK_OFF * table[below - 1]) / (reached[below] + BACK_OFF)
+    return table
+
+
+def replayed(traces: Sequence[Sequence[int]], shape: TreeShape) -> float | None:
+    """Tokens per round when every round drafts a tree of fixed form; None where no round fits into a trace.
+
+    A round that the trace's end could cut short is not counted.
+    """
+    lengths = [length for trace in traces for length in replayed_lengths(trace, shape)]
+    return fmean(lengths) if lengths else None
+
+
+def replayed_lengths(trace: Sequence[int], shape: TreeShape) -> list[int]:
+    """Tokens of each round over one answer."""
+    counts = child_counts(shape)
+    first = np.cumsum([1, *counts]).tolist()  # each row's first child
+    lengths, position = [], 0
+    while position + shape.depth < len(trace):
+        row, length = 0, 1
+        while counts[row] and trace[position + length - 1] < counts[row]:
+            row, length = first[row] + trace[position + length - 1], length + 1
+        lengths.append(length)
+        position += length
+    return lengths
+
+
+def whole_rounds(told: Told, shape: TreeShape) -> list[int]:
+    """Tokens of those rounds that the answer's end could not cut short, as in `replayed_lengths`."""
+    lengths, position = [], 0
+    for length in told.lengths:
+        if position + shape.depth >= len(told.tokens):
+            break
+        lengths.append(length)
+        position += length
+    return lengths
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Microseconds, as lines. A draft takes `draft_us`, `level_us` for each forward and `row_us` for each of its rows;
+    a step `step_us`, and `step_row_us` for each row as padded. `hops_us` is the rest of a round that has a draft,
+    `off_hops_us` of one that has none.
+    """
+
+    draft_us: float
+    level_us: float
+    row_us: float
+    step_us: float
+    step_row_us: float
+    hops_us: float
+    off_hops_us: float
+
+    def level(self, rows: int) -> float:
+        """A drafter's forward."""
+        return self.level_us + self.row_us * rows
+
+    def step(self, rows: int) -> float:
+        """A verifier's step of so many rows, padded."""
+        return self.step_us + self.step_row_us * rows
+
+    @property
+    def fixed_us(self) -> float:
+        """What a round with a draft takes whatever its tree."""
+        return self.draft_us + self.hops_us
+
+    def round_us(self, shape: TreeShape) -> float:
+        """A round with a tree of fixed form, or without any."""
+        if shape.off:
+            return self.step(ROW_BUCKET) + self.off_hops_us
+        return self.fixed_us + sum(map(self.level, forwarded_rows(shape))) + self.step(row_bucket(shape.rows))
+
+    @property
+    def cost_ratio(self) -> float:
+        """Leviathan's c: a drafter's forward of one row over a step without guesses."""
+        return self.level(1) / self.step(ROW_BUCKET)
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Where the time of a shape's mean round went, in microseconds: medians over answers."""
+
+    draft_us: float
+    verify_us: float
+    round_us: float
+    queue_us: float
+
+    @property
+    def hops_us(self) -> float:
+        return max(self.round_us - self.draft_us - self.verify_us - self.queue_us, 0.0)
+
+    @classmethod
+    def of(cls, answers: Sequence[Told]) -> Timed | None:
+        """None where no answer had more than one round."""
+        kept = [(told.speculation, told.round_us) for told in answers if told.round_us is not None]
+        if not kept:
+            return None
+        return cls(
+            median(said.draft_us / said.rounds for said, _ in kept),
+            median(said.verify_us / said.rounds for said, _ in kept),
+            median(us for _, us in kept if us is not None),
+            median(said.queue_us / said.rounds for said, _ in kept),
+        )
+
+
+def costs_of(timed: Mapping[TreeShape, Timed]) -> Costs:
+    """The lines of least squares through what shapes took, no coefficient below zero.
+
+    Raises BadRequest where the shapes are too alike, or `off` is not among them.
+    """
+    trees = {shape: each for shape, each in timed.items() if not shape.off}
+    plain = next((each for shape, each in timed.items() if shape.off), None)
+    buckets = {row_bucket(shape.rows) for shape in timed}
+    depths = {shape.depth for shape in trees}
+    if plain is None or len(buckets) < 2 or len(depths) < 2:
+        raise BadRequest("max_rows", "and max_depth of the target leave too few shapes to time; raise them")
+    forwards = {shape: forwarded_rows(shape) for shape in trees}
+    draft_us, level_us, row_us = nonnegative_fit(
+        [[1.0, len(forwards[shape]), sum(forwards[shape])] for shape in trees],
+        [each.draft_us for each in trees.values()],
+    )
+    step_us, step_row_us = nonnegative_fit(
+        [[1.0, row_bucket(shape.rows)] for shape in timed], [each.verify_us for each in timed.values()]
+    )
+    hops = median(each.hops_us for each in trees.values())
+    return Costs(draft_us, level_us, row_us, step_us, step_row_us, hops, plain.hops_us)
+
+
+def nonnegative_fit(points: Sequence[Sequence[float]], values: Sequence[float]) -> tuple[float, ...]:
+    """Coefficients of least squares, none below zero: the best over all choices of those that are zero."""
+    matrix, wanted = np.array(points, np.float64), np.array(values, np.float64)
+    columns = range(matrix.shape[1])
+    best, least = np.zeros(matrix.shape[1]), float(wanted @ wanted)
+    for count in columns:
+        for chosen in combinations(columns, count + 1):
+            found = np.linalg.lstsq(matrix[:, chosen], wanted, rcond=None)[0]
+            off = matrix[:, chosen] @ found - wanted
+            if (found >= 0).all() and off @ off < least:
+                best, least = np.zeros(matrix.shape[1]), float(off @ off)
+                best[list(chosen)] = found
+    return tuple(best.tolist())

@@ -1,0 +1,102 @@
+"""Put arms into a configuration's text and leave all else in it as it stands, comments too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+from dendro.errors import BadRequest
+from yaml.nodes import MappingNode, Node, SequenceNode
+
+from cluster.config import Config
+
+
+def with_arms(text: str, arms: Sequence[str]) -> str:
+    """The same YAML with other `speculation.arms`. Raises BadRequest where it cannot be done without touching more."""
+    old = yaml.safe_load(text)
+    root = yaml.compose(text, yaml.SafeLoader)
+    if not isinstance(root, MappingNode) or not isinstance(old, dict):
+        raise BadRequest("config", "holds no mapping of sections")
+    new = _edited(text, root, arms)
+    try:
+        said = yaml.safe_load(new)
+    except yaml.YAMLError:
+        said = None
+    if said != old | {"speculation": (old.get("speculation") or {}) | {"arms": list(arms)}}:
+        raise BadRequest("config", f"its YAML is too unusual to edit; write speculation.arms: {_flow(arms)} into it")
+    return new
+
+
+def _flow(arms: Sequence[str]) -> str:
+    return "[" + ", ".join(f'"{arm}"' for arm in arms) + "]"
+
+
+def _edited(text: str, root: MappingNode, arms: Sequence[str]) -> str:
+    section = _value(root, "speculation")
+    if section is None:
+        if root.flow_style:
+            return _inserted(text, root, f"speculation: {{arms: {_flow(arms)}}}")
+        return f"{text.rstrip()}\n\nspeculation:\n  arms: {_flow(arms)}\n"
+    if not isinstance(section, MappingNode):
+        start, stop = section.start_mark.index, section.end_mark.index
+        return f"{text[:start]}{'' if stop > start else ' '}{{arms: {_flow(arms)}}}{text[stop:]}"
+    value = _value(section, "arms")
+    if value is None:
+        return _inserted(text, section, f"arms: {_flow(arms)}")
+    start, stop = value.start_mark.index, value.end_mark.index
+    if isinstance(value, SequenceNode) and value.value and not value.flow_style:
+        stop = value.value[-1].end_mark.index  # a block's own end is where the next token begins, past comments
+        indent = "\n" + " " * value.start_mark.column
+        return text[:start] + indent.join(f'- "{arm}"' for arm in arms) + text[stop:]
+    return text[:start] + _flow(arms) + text[stop:]
+
+
+def _inserted(text: str, mapping: MappingNode, entry: str) -> str:
+    """An entry before a mapping's others."""
+    start = mapping.start_mark.index
+    if mapping.flow_style:
+        return text[: start + 1] + entry + (", " if mapping.value else "") + text[start + 1 :]
+    return text[:start] + entry + "\n" + " " * mapping.start_mark.column + text[start:]
+
+
+def _value(mapping: MappingNode, key: str) -> Node | None:
+    return next((value for name, value in mapping.value if name.value == key), None)
+
+
+def text_of(source: Path | None, config: Config) -> str:
+    """The text to put arms into: the file's, or of a configuration that is in no file, what it says."""
+    if source is not None:
+        return source.read_text()
+    return yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True), sort_keys=False, width=120)
+
+
+def check_writable(source: Path | None, write: bool, out: Path | None, force: bool) -> Path | None:
+    """The file to write, before anything is measured for it; None: none was asked for. Raises BadRequest."""
+    if write and out is not None:
+        raise BadRequest("--write", "cannot be given together with --out")
+    if force and out is None:
+        raise BadRequest("--force", "belongs to --out")
+    if write:
+        if source is None:
+            raise BadRequest("--write", "needs a configuration to write to; name one, or say --out FILE")
+        return source
+    if out is not None and out.exists() and not force:
+        raise BadRequest("--out", f"{out} is there already; name another file, or say --force")
+    if out is not None and source is not None and out.parent.resolve() != source.parent.resolve():
+        checkpoints = [
+            model.get("checkpoint", "")
+            for pool in ("targets", "drafters")
+            for model in (yaml.safe_load(source.read_text()).get(pool) or {}).values()
+        ]
+        if not all(Path(path).expanduser().is_absolute() for path in checkpoints):
+            raise BadRequest("--out", f"must lie in the folder of {source}, where its relative checkpoints start")
+    return out
+
+
+def write_arms(source: Path | None, said: str, goal: Path, arms: Sequence[str]) -> None:
+    """Write `said`, the text of `source`, with these arms to `goal`. Raises BadRequest where `source` has changed."""
+    if source is not None and source.read_text() != said:
+        raise BadRequest("config", f"{source} has changed while we measured; nothing was written")
+    goal.parent.mkdir(parents=True, exist_ok=True)
+    goal.write_text(with_arms(said, arms))

@@ -1,0 +1,397 @@
+"""`dendro tune`: ranks say what rounds do, lines say what they cost, and only the arms of a configuration change."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+import tiny_mamba
+import tiny_models
+import torch
+import yaml
+from dendro.calls import CloseCall, DraftCall, OpenCall, Terms, TextUpdate, VerifyCall, new_opening
+from dendro.errors import BadRequest
+from dendro.shapes import OFF, LevelShape, NodeShape, TreeShape
+from dendro.state import MemoryStates
+from dendro.text import Limits, Sampling, Text
+from transformers import Mamba2ForCausalLM
+from typer.testing import CliRunner
+
+from cluster import cli
+from cluster.config import Config, Drafter
+from cluster.policies import Static
+from cluster.policies.sequoia import expected_tokens
+from cluster.rounds import rounds
+from cluster.tune.command import QUICK, facts_of, plan_of, run_tune, tables_of, tune
+from cluster.tune.measuring import (
+    Costs,
+    Ranker,
+    Timed,
+    accepted,
+    costs_of,
+    nonnegative_fit,
+    replayed,
+    replayed_lengths,
+)
+from cluster.tune.tuning import Limits as TreeLimits
+from cluster.tune.tuning import as_arm, is_chain
+from cluster.tune.writing import check_writable, with_arms, write_arms
+from drafter_service.engine import DrafterEngine
+from verifier_service.engine import VerifierEngine
+
+PAST = 8  # the rank of a token that is not among the candidates
+
+
+def make_pair(folder: Path) -> tuple[Path, Path]:
+    """A tiny Mamba-2 target and a drafter that is the same with some noise: right now and then."""
+    config = tiny_mamba.tiny_config("mamba2", tiny_models.PADDED)
+    config.eos_token_id = config.bos_token_id = config.pad_token_id = tiny_models.END
+    model = Mamba2ForCausalLM(config)
+    tiny_mamba.randomise(model, 3)
+    for name, noise in (("target", 0.0), ("drafter", 0.1)):
+        generator = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(noise * torch.randn(parameter.shape, generator=generator) * parameter.abs())
+        model.save_pretrained(folder / name)
+        tiny_models.write_tokenizer(folder / name)
+    return folder / "target", folder / "drafter"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return make_pair(tmp_path_factory.mktemp("pair"))
+
+
+# Ranks
+
+
+def test_chances_are_counted_at_every_place_and_depth():
+    """Ranks 0 1 2: the roots before them see (0 1 2), (1 2) and (2); with two children 2 is none of them."""
+    table = accepted([[0, 1, 2]], depth=3, children=2)
+    assert table[0].tolist() == [1 / 3, 1 / 3]
+    second = [(0 + 32 / 3) / (2 + 32), (1 + 32 / 3) / (2 + 32)]  # two came so far: one found rank 1, one found 2
+    assert table[1] == pytest.approx(second)
+    assert table[2] == pytest.approx([(0 + 32 * second[0]) / (1 + 32), (0 + 32 * second[1]) / (1 + 32)])
+
+
+def test_chances_of_a_depth_converge_to_what_is_seen_there():
+    """Ranks that alternate between 0 and 1: below a row that was right with 0 comes 1, and the other way round."""
+    table = accepted([[0, 1] * 3000], depth=2, children=2)
+    assert table == pytest.approx(0.5, abs=1e-3)
+    runs = accepted([([0] * 3 + [PAST]) * 2000], depth=5, children=1)[:, 0]
+    assert runs[0] == pytest.approx(3 / 4, abs=1e-3) and runs[1] == pytest.approx(2 / 3, abs=5e-3)
+    assert runs[3] < 0.01
+
+
+@pytest.mark.parametrize(
+    "shape, lengths",
+    [
+        (OFF, [1] * 9),
+        (LevelShape((1, 1)), [3, 1, 2, 1]),  # the last two cannot hold a whole round
+        (LevelShape((2, 1)), [3, 3, 1]),
+        (NodeShape((2, 0, 1)), [2, 1, 3, 1]),  # the first child has no children, the second has one
+        (NodeShape((2, 1)), [3, 2, 1, 1]),
+    ],
+    ids=str,
+)
+def test_a_replay_walks_the_tree_as_the_verifier_would(shape: TreeShape, lengths: list[int]):
+    assert replayed_lengths([0, 0, 5, 1, 0, 4, 3, 0, 0], shape) == lengths
+
+
+async def lengths_of(verifier: VerifierEngine, drafter: DrafterEngine, text: Text, shape: TreeShape) -> list[int]:
+    """Rounds of the loop on two engines, with nobody who is late."""
+    opening, held = new_opening(), 0
+
+    def update() -> TextUpdate:
+        return TextUpdate(opening, len(text), text.digest(len(text)), held, tuple(text.ids[held:]))
+
+    class Near:
+        async def draft(self, text, shape):
+            return await drafter.draft(DraftCall(update(), shape))
+
+        async def verify(self, text, tree):
+            nonlocal held
+            verdict = await verifier.verify(VerifyCall(update(), tree))
+            held = len(text)
+            return verdict
+
+    call = OpenCall(update(), Terms(text.sampling, text.limits, "", ()))
+    await asyncio.gather(verifier.open(call), drafter.open(call))
+    held = len(text)
+    lengths = [verdict.length async for verdict in rounds(text, Near(), Near(), Static(shape))]
+    await asyncio.gather(verifier.close(CloseCall(update())), drafter.close(CloseCall(update())))
+    return lengths
+
+
+async def test_replayed_ranks_are_what_rounds_really_did(pair):
+    """Round by round, at both temperatures, for chains and trees: ALGORITHMS 11, oracle 19."""
+    target, path = pair
+    verifier = VerifierEngine.load(target, name="t", dtype=torch.float32, max_length=256, max_sessions=2)
+    drafter = DrafterEngine.load(path, name="d", states=MemoryStates(), max_sessions=2)
+    ranker = Ranker(Drafter(checkpoint=path, dtype="float32"), "cpu", PAST)
+    await verifier.start()
+    drafter.start()
+    emitted = set()
+    try:
+        for temperature in (0.0, 1.0):
+            sampling = Sampling(temperature=temperature, seed=11)
+            prompt = tuple(range(40, 90))
+            plain = Text(prompt, sampling, Limits(len(prompt) + 60, ignore_end=True))
+            await lengths_of(verifier, drafter, plain, OFF)
+            ranks = ranker.ranks(prompt, plain.answer, sampling)
+            assert len(ranks) == 60 and 0 < ranks.count(0) < 60
+            for shape in (LevelShape((1, 1, 1)), LevelShape((3, 2, 1)), NodeShape((3, 2, 0, 1, 1, 1, 0, 2))):
+                text = Text(prompt, sampling, plain.limits)
+                really = await lengths_of(verifier, drafter, text, shape)
+                assert text.answer == plain.answer
+                said = replayed_lengths(ranks, shape)
+                assert said == really[: len(said)] and sum(said) > 50
+                emitted |= set(said)
+    finally:
+        drafter.stop()
+        await verifier.stop()
+    assert len(emitted) > 2, "some guesses were right and some were wrong"
+
+
+def test_ranks_do_not_depend_on_how_the_text_is_cut(pair, monkeypatch):
+    ranker = Ranker(Drafter(checkpoint=pair[1], dtype="float32"), "cpu", PAST)
+    sampling = Sampling(temperature=1.0, seed=2)
+    prompt, answer = list(range(30)), list(range(60, 100))
+    whole = ranker.ranks(prompt, answer, sampling)
+    for chunk in (1, 7, 30):
+        monkeypatch.setattr("cluster.tune.measuring.CHUNK", chunk)
+        assert ranker.ranks(prompt, answer, sampling) == whole
+
+
+# Costs
+
+TRUE = Costs(draft_us=500, level_us=900, row_us=40, step_us=8000, step_row_us=90, hops_us=300, off_hops_us=200)
+
+
+def timed(shape: TreeShape, costs: Costs = TRUE) -> Timed:
+    forwards = {"off": (0, 0), "(1,1,1,1)": (4, 4), "(8)": (1, 1), "(6,3,2)": (3, 25), "(3,2,1)": (3, 10)}[str(shape)]
+    draft = 0.0 if shape.off else costs.draft_us + costs.level_us * forwards[0] + costs.row_us * forwards[1]
+    verify = costs.step({"off": 8, "(1,1,1,1)": 8, "(8)": 16, "(6,3,2)": 64, "(3,2,1)": 16}[str(shape)])
+    hops = costs.off_hops_us if shape.off else costs.hops_us
+    return Timed(draft, verify, draft + verify + hops + 50, queue_us=50)
+
+
+def test_costs_that_lie_on_lines_are_found_again_and_predict_rounds():
+    shapes = [TreeShape.parse(text) for text in ("off", "(1,1,1,1)", "(8)", "(6,3,2)")]
+    found = costs_of({shape: timed(shape) for shape in shapes})
+    for name in Costs.__dataclass_fields__:
+        assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=1e-6), name
+    for shape in (*shapes, TreeShape.parse("(3,2,1)")):
+        assert found.round_us(shape) == pytest.approx(timed(shape).round_us - 50)
+    assert found.cost_ratio == pytest.approx(940 / 8720)
+
+
+def test_no_cost_is_below_zero():
+    assert nonnegative_fit([[1, 0], [1, 1], [1, 2]], [3, 2, 1]) == pytest.approx((2, 0))
+    assert nonnegative_fit([[1, 1], [1, 2], [1, 3]], [1, 3, 5]) == pytest.approx((0, 11 / 7))
+    assert nonnegative_fit([[1, 1], [1, 2]], [3, 5]) == pytest.approx((1, 2))
+
+
+def test_shapes_that_say_nothing_of_rows_are_refused():
+    with pytest.raises(BadRequest, match="max_rows: and max_depth of the target leave too few shapes"):
+        costs_of({shape: timed(shape) for shape in (OFF, LevelShape((1, 1, 1, 1)))})
+
+
+# Arms
+
+
+def test_a_tree_of_even_levels_is_named_by_their_widths():
+    assert as_arm(NodeShape((1, 1, 1))) == LevelShape((1, 1, 1)) and is_chain(as_arm(NodeShape((1,))))
+    assert as_arm(NodeShape((3, 2, 2, 2))) == LevelShape((3, 2))
+    assert as_arm(NodeShape((2, 1, 1, 0, 1))) == NodeShape((2, 1, 1, 0, 1))
+    assert not is_chain(LevelShape((2, 1)))
+
+
+ARMS = ["off", "(1,1)", "nodes(3,1,1)"]
+WHOLE = """# our cluster
+targets:
+  big: {checkpoint: models/big}  # the target
+speculation:  # how shapes are chosen
+  policy: paper_ucb
+  arms: ["off", "(1,1,1,1)"]  # by hand
+redis:
+  url: ""  # embedded
+"""
+BLOCK = WHOLE.replace(' ["off", "(1,1,1,1)"]', '\n    - "off"\n    - "(2,1)"')
+FLUSH = WHOLE.replace(' ["off", "(1,1,1,1)"]', '\n  - "off"\n  - "(2,1)"')
+NO_ARMS = WHOLE.replace('  arms: ["off", "(1,1,1,1)"]  # by hand\n', "")
+FLOW = "{targets: {big: {checkpoint: models/big}}, speculation: {policy: paper_ucb}}"
+NONE = "targets:\n  big: {checkpoint: models/big}\n# the end"
+EMPTY = "targets:\n  big: {checkpoint: models/big}\nspeculation:\nredis: {}\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [WHOLE, BLOCK, FLUSH, NO_ARMS, FLOW, NONE, EMPTY, "{targets: {}}", NONE + "\nspeculation: {}\n"],
+    ids=["flow", "block", "flush block", "no arms", "all flow", "no section", "empty section", "bare", "braces"],
+)
+def test_only_the_arms_change_and_comments_stay(text: str):
+    new = with_arms(text, ARMS)
+    old = yaml.safe_load(text)
+    assert yaml.safe_load(new) == old | {"speculation": (old.get("speculation") or {}) | {"arms": ARMS}}
+    for line in text.splitlines():
+        _, hash_mark, comment = line.partition("#")
+        assert hash_mark + comment in new
+    assert with_arms(new, ARMS) == new
+
+
+def test_yaml_that_cannot_be_edited_safely_is_refused_with_what_to_write():
+    merged = "base: &b\n  arms: [off]\nspeculation: *b\ntargets: {}\n"
+    with pytest.raises(BadRequest, match=r'write speculation.arms: \["off", "\(1,1\)", "nodes'):
+        with_arms(merged, ARMS)
+
+
+def test_nothing_is_overwritten_in_silence(tmp_path):
+    source, other = tmp_path / "cluster.yaml", tmp_path / "other.yaml"
+    source.write_text(WHOLE)
+    other.write_text("mine")
+    assert check_writable(source, False, None, False) is None
+    assert check_writable(source, True, None, False) == source
+    assert check_writable(source, False, other, True) == other
+    for call, said in (
+        ((None, True, None, False), "--write: needs a configuration"),
+        ((source, True, other, False), "--write: cannot be given together"),
+        ((source, False, other, False), "--out: .* is there already; name another file, or say --force"),
+        ((source, False, None, True), "--force: belongs to --out"),
+        ((source, False, tmp_path / "sub" / "new.yaml", False), "--out: must lie in the folder of"),
+    ):
+        with pytest.raises(BadRequest, match=said):
+            check_writable(*call)
+    write_arms(source, WHOLE, source, ARMS)
+    assert source.read_text() == WHOLE.replace('["off", "(1,1,1,1)"]', '["off", "(1,1)", "nodes(3,1,1)"]')
+    with pytest.raises(BadRequest, match="has changed while we measured; nothing was written"):
+        write_arms(source, WHOLE, other, ARMS)
+    assert other.read_text() == "mine"
+
+
+# The command
+
+
+def configured(pair: tuple[Path, Path], folder: Path, **target: object) -> Path:
+    file = folder / "cluster.yaml"
+    said = {
+        "targets": {"tiny": {"checkpoint": str(pair[0]), "dtype": "float32", "max_length": 256} | target},
+        "drafters": {"noisy": {"checkpoint": str(pair[1]), "dtype": "float32"}},
+        "router": {"draft_timeout_ms": 20_000},
+        "speculation": {"arms": ["off", "(1,1)", "(2,1)", "beam(2,2)"]},
+    }
+    file.write_text("# tiny\n" + yaml.safe_dump(said))
+    return file
+
+
+def plan_for(file: Path, **size: int):
+    config = Config.load(file)
+    small = {"learned": 2, "timed": 1, "held_out": 1, "tokens": 16} | size
+    return config, plan_of(config, "tiny", type(QUICK)(**small), (0.0, 1.0), TreeLimits(16, 4, 3), seed=0)
+
+
+async def test_a_small_run_predicts_replays_and_measures_every_shape(pair, tmp_path):
+    config, plan = plan_for(configured(pair, tmp_path))
+    bars: dict[str, list[int]] = {}
+
+    def begin(title: str, steps: int):
+        bars[title] = [steps, 0]
+
+        def step() -> None:
+            bars[title][1] += 1
+
+        return step
+
+    report = await run_tune(config, plan, True, begin)
+    assert len(bars) == 6 and all(steps == done for steps, done in bars.values())
+    assert report["differences"] == []
+    json.dumps(report)
+    for temperature in (0.0, 1.0):
+        rows = {row["name"]: row for row in report["rows"] if row["temperature"] == temperature}
+        assert {"off", "(1,1)", "(2,1)", "beam(2,2)"} <= rows.keys() and any(row["found"] for row in rows.values())
+        assert rows["off"]["predicted"]["emitted_per_round"] == 1 == rows["off"]["measured"]["emitted_per_round"]
+        assert rows["beam(2,2)"]["predicted"] is None, "its form depends on the drafter"
+        for name in ("(1,1)", "(2,1)"):
+            assert rows[name]["measured"]["tokens_per_second"]["median"] > 0
+            assert 1 <= rows[name]["replayed_emitted_per_round"] <= 3
+            assert 1 <= rows[name]["predicted"]["emitted_per_round"] <= 3
+        found = max(
+            (row for row in rows.values() if row["found"]), key=lambda row: row["predicted"]["tokens_per_second"]
+        )
+        assert found["rows"] <= 16 and found["depth"] <= 4 and found["name"] in report["arms"]
+    assert {row["name"] for row in report["chains"]} >= {"(1,1)"}
+    for row in report["chains"]:
+        guesses, share = row["guesses"], plan.drafter_share
+        assert row["emitted_per_round"] == pytest.approx(
+            sum(row["acceptance"] ** power for power in range(guesses + 1)), abs=1e-3
+        )
+        assert share == pytest.approx(1.0)
+        assert row["operations"] == pytest.approx((2 * guesses + 1) / row["emitted_per_round"], abs=1e-3)
+    assert report["arms"][0] == "off" and set(report) >= {"bench", "machine", "settings", "rows", "aims", "costs"}
+    for _, columns, cells in tables_of(report):
+        assert cells and all(len(each) == len(columns) for each in cells)
+    assert any("noisy" in fact for fact in facts_of(report))
+
+
+def test_what_cannot_be_tuned_is_refused_before_anything_is_loaded(pair, tmp_path):
+    file = configured(pair, tmp_path)
+    said = yaml.safe_load(file.read_text())
+    for changes, tokens, reason in (
+        ({"drafters": {}}, 16, "drafters: none serves the target tiny"),
+        ({}, 200, "tokens: 200 after prompts of 128; max_length is 256"),
+        ({"router": {"max_new_tokens": 10}}, 16, "tokens: 16; router.max_new_tokens is 10"),
+    ):
+        file.write_text(yaml.safe_dump(said | changes))
+        with pytest.raises(BadRequest, match=reason):
+            plan_for(file, tokens=tokens)
+    file.write_text(yaml.safe_dump(said))
+    with pytest.raises(BadRequest, match="prompts: there are .* ask for fewer"):
+        plan_for(file, learned=10_000)
+    with pytest.raises(BadRequest, match="model: 'large' is not served here"):
+        tune(file, target="large")
+
+
+def test_the_command_writes_what_it_found_and_says_what_it_replaced(pair, tmp_path):
+    file = configured(pair, tmp_path)
+    words = ["tune", str(file), "--local", "--quick", "--write", "--temperatures", "0", "--prompts", "1"]
+    sizes = ["--held-out", "1", "--tokens", "12", "--max-rows", "8", "--json", str(tmp_path / "report.json")]
+    sizes += ["--markdown", str(tmp_path / "tuning.md")]
+    done = CliRunner().invoke(cli.app, words + sizes, env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert Config.load(file).speculation.arms == tuple(report["arms"])
+    assert file.read_text().startswith("# tiny\n") and "beam(2,2)" not in file.read_text()
+    assert (tmp_path / "tuning.md").read_text().startswith("# dendro tune\n")
+    assert "E[N]" in done.stdout and "written to" in done.stdout and "beam(2,2)" in done.stdout
+
+
+def test_help_of_tune_names_every_option():
+    said = CliRunner().invoke(cli.app, ["tune", "--help"], env={"COLUMNS": "200"}).stdout
+    names = (
+        "target",
+        "temperatures",
+        "quick",
+        "write",
+        "out",
+        "force",
+        "json",
+        "markdown",
+        "local",
+        "prompts",
+        "held-out",
+    )
+    for option in (*names, "held-out", "tokens", "max-rows", "max-depth", "max-children", "seed"):
+        assert f"--{option} " in said
+
+
+def test_predictions_of_ranks_without_any_pattern_agree_with_their_replay():
+    """Ranks drawn without regard to place: the program's assumption holds, and E[N] is what a long replay emits."""
+    generator = torch.Generator().manual_seed(4)
+    chances = torch.tensor([0.5, 0.2, 0.1, 0.2])
+    ranks = torch.multinomial(chances, 60_000, replacement=True, generator=generator).tolist()
+    for shape in (LevelShape((2, 1, 1)), NodeShape((3, 2, 1, 0, 1))):
+        predicted = expected_tokens(shape, accepted([ranks], 5, 3))
+        assert replayed([ranks], shape) == pytest.approx(predicted, rel=0.01)
