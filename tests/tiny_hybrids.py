@@ -125,14 +125,19 @@ def make_checkpoint(folder: Path, family: str, seed: int = 0, **changes: Any) ->
 
 
 def make_mamba_in_llama(
-    folder: Path, seed: int = 0, attn_layers: tuple[int, ...] = (1,), ssm: dict[str, Any] | None = None, **changes: Any
+    folder: Path,
+    seed: int = 0,
+    attn_layers: tuple[int, ...] = (1,),
+    ssm: dict[str, Any] | None = None,
+    mixers: dict[str, Any] | None = None,
+    **changes: Any,
 ) -> PreTrainedModel:
     """A Llama of which all layers but these have mixers, four heads of which share two x and B.
 
-    ssm: what else `ssm_cfg` says   changes: of Llama's configuration
+    ssm: what else `ssm_cfg` says   mixers: and `mamba_config.json`   changes: of Llama's configuration
     """
     config = LlamaConfig(**{**COMMON, **ATTENTION, "num_hidden_layers": 3, "eos_token_id": None, **changes})
-    said = mamba_in_llama.describe(config, list(attn_layers), ssm or {})
+    said = mamba_in_llama.describe(config, list(attn_layers), ssm or {}) | (mixers or {})
     model = mamba_in_llama.make_oracle(config, said)
     randomise(model, seed)
     mamba_in_llama.save(folder, model, said)

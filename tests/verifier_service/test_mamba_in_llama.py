@@ -67,7 +67,7 @@ def with_tensors(folder, to, change):
         {"ssm": {"dt_limit": (0.02, 0.3)}},
         {"ssm": {"chunk_size": 64, "D_has_hdim": False, "repeat_kv_before_conv": False}},
         {"tie_word_embeddings": True},
-        {"rms_norm_eps": 1e-2},
+        {"mixers": {"rms_norm_eps": 0.5}},
     ],
     ids=str,
 )
