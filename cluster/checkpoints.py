@@ -11,6 +11,8 @@ from dendro.errors import BadRequest
 from cluster.config import Config
 
 INDEX = "model.safetensors.index.json"
+MIXERS = "mamba_config.json"
+"""Of Mamba-in-Llama: without it, transformers takes such a checkpoint for a Llama without some of its attention."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
@@ -33,6 +35,12 @@ def check_checkpoints(config: Config) -> None:
                 raise BadRequest(
                     where, f"has a vocabulary of {vocabulary}, target {target_name} one of {vocabularies[target_name]}"
                 )
+
+
+def check_library_has(checkpoint: Path, where: str = "target") -> None:
+    """Raises BadRequest for a model that transformers would load as another, to compare with or to change."""
+    if (checkpoint / MIXERS).exists():
+        raise BadRequest(where, f"{checkpoint} is a Mamba-in-Llama, which transformers has no class for: name another")
 
 
 def _vocabulary(folder: Path, where: str) -> int:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import mamba_in_llama
 import torch
 import transformers
 from dendro.tree import DraftTree
 from tiny_mamba import FAMILIES as DRAFTING
 from tiny_mamba import PADDED, VOCABULARY, randomise, tiny_config, write_tokenizer
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 COMMON: dict[str, Any] = {"vocab_size": PADDED, "hidden_size": 32, "max_position_embeddings": 4096}
 ATTENTION: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
@@ -103,11 +104,14 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-FAMILIES = (*DRAFTING, *SETTINGS)
+FAMILIES = (*DRAFTING, *SETTINGS, "mamba_in_llama")
 
 
 def make_checkpoint(folder: Path, family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """Write a checkpoint into `folder` and return the library's model of it, in float32."""
+    """Write a checkpoint into `folder` and return the library's model of it, in float32; of Mamba-in-Llama, our own
+    oracle."""
+    if family == "mamba_in_llama":
+        return make_mamba_in_llama(folder, seed, **changes)
     if family in DRAFTING:
         config = tiny_config(family, **changes)
     else:
@@ -118,6 +122,27 @@ def make_checkpoint(folder: Path, family: str, seed: int = 0, **changes: Any) ->
     model.save_pretrained(folder)
     write_tokenizer(folder)
     return type(model).from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def make_mamba_in_llama(
+    folder: Path,
+    seed: int = 0,
+    attn_layers: tuple[int, ...] = (1,),
+    ssm: dict[str, Any] | None = None,
+    mixers: dict[str, Any] | None = None,
+    **changes: Any,
+) -> PreTrainedModel:
+    """A Llama of which all layers but these have mixers, four heads of which share two x and B.
+
+    ssm: what else `ssm_cfg` says   mixers: and `mamba_config.json`   changes: of Llama's configuration
+    """
+    config = LlamaConfig(**{**COMMON, **ATTENTION, "num_hidden_layers": 3, "eos_token_id": None, **changes})
+    said = mamba_in_llama.describe(config, list(attn_layers), ssm or {}) | (mixers or {})
+    model = mamba_in_llama.make_oracle(config, said)
+    randomise(model, seed)
+    mamba_in_llama.save(folder, model, said)
+    write_tokenizer(folder)
+    return model
 
 
 def tree_below(root: int) -> DraftTree:

@@ -21,6 +21,7 @@ from typing import Any
 from dendro.errors import BadRequest, EngineFailed
 
 from cluster.bench.measurement import ASSISTED, BATCH, CONTINUOUS, GENERATE, LOOKUP, Answer
+from cluster.checkpoints import check_library_has
 
 LOOKUP_TOKENS = 5
 LOOKUP_NGRAM = 3
@@ -49,6 +50,7 @@ class Baselines:
         import torch
         from transformers import AutoModelForCausalLM
 
+        check_library_has(target)
         torch.set_num_threads(threads)
         self._torch = torch
         device = "cuda" if torch.cuda.is_available() else "cpu"

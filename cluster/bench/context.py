@@ -25,6 +25,7 @@ from dendro.tree import DraftTree
 from tree_kernels.tree_attention import PAGE
 
 from cluster.bench.statistics import median_estimate
+from cluster.checkpoints import check_library_has
 from verifier_service.engine import VerifierEngine
 
 OFF, CHAIN, TREE = "off", "(1,1,1,1)", "(3,2,1)"
@@ -110,6 +111,7 @@ class LibrarySteps:
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
+        check_library_has(checkpoint)
         logging.disable_progress_bar()
         model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, attn_implementation="sdpa")
         self._model = model.eval().to(device)

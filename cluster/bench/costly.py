@@ -20,6 +20,8 @@ from dendro.errors import BadRequest
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from cluster.checkpoints import check_library_has
+
 PARAMETERS = 100_000_000
 WIDTH_STEP = 1280
 """Widths are multiples of this, and so of 256 and of 320: of the blocks in which libraries multiply."""
@@ -155,6 +157,7 @@ def costly_checkpoint(source: Path, folder: Path | None = None, parameters: int 
     parameters = PARAMETERS if parameters is None else parameters
     if not (source / "config.json").exists():
         raise BadRequest("target", f"{source} holds no config.json")
+    check_library_has(source)
     made = (folder or cache_folder()) / f"costly-{_digest(source, parameters)}"
     if made.exists():
         return made

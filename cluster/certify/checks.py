@@ -29,6 +29,7 @@ from cluster.certify.twin import (
     float32_noise_is_infinite,
     top_k_as_if_sampled,
 )
+from cluster.checkpoints import check_library_has
 from drafter_service.engine import DrafterEngine
 from verifier_service.engine import VerifierEngine
 
@@ -56,6 +57,7 @@ class Library:
     def __init__(self, checkpoint: Path, dtype: torch.dtype) -> None:
         from transformers import AutoModelForCausalLM
 
+        check_library_has(checkpoint)
         self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).eval()
 
     @torch.inference_mode()

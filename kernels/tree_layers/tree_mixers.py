@@ -32,14 +32,20 @@ class MixerLayout:
     channels: int  # that the convolution sees
     heads: int  # H; Mamba-1: its channels
     width: int  # P; Mamba-1: 1
-    groups: int  # G; Mamba-1: 1
+    groups: int  # G, of B; Mamba-1: 1
     size: int  # N
     dtype: torch.dtype  # of the inputs but dt
+    repeats: int = 1  # r: heads in a row with one x, groups of C in a row with one B; Mamba-in-Llama's alone are more
+
+    @property
+    def own(self) -> int:
+        """X: heads that have an x of their own."""
+        return self.heads // self.repeats
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's inputs."""
-        numbers = self.channels + self.heads * self.width + self.groups * self.size
+        numbers = self.channels + self.own * self.width + self.groups * self.size
         return numbers * self.dtype.itemsize + self.heads * 4
 
     @property
@@ -67,7 +73,7 @@ class RecurrentMemory:
         for layout in dict.fromkeys(layouts):
             count = self.layouts.count(layout)
             raw = torch.zeros(count, tokens, layout.channels, dtype=layout.dtype, device=device)
-            x = torch.zeros(count, tokens, layout.heads, layout.width, dtype=layout.dtype, device=device)
+            x = torch.zeros(count, tokens, layout.own, layout.width, dtype=layout.dtype, device=device)
             B = torch.zeros(count, tokens, layout.groups, layout.size, dtype=layout.dtype, device=device)
             dt = torch.zeros(count, tokens, layout.heads, device=device)
             kept = torch.zeros(count, states, layout.heads, layout.width, layout.size, device=device)
@@ -79,7 +85,8 @@ class RecurrentMemory:
     def layout(self, block: int) -> str:
         """Shapes and dtypes of what `save` returns as one word; part of a saved state's name."""
         words = [
-            f"{each.channels}+{each.heads}x{each.width}x{each.size}+{each.groups}+{str(each.dtype).split('.')[-1]}"
+            f"{each.channels}+{each.heads}x{each.width}x{each.size}+{each.groups}"
+            f"{'' if each.repeats == 1 else f'*{each.repeats}'}+{str(each.dtype).split('.')[-1]}"
             for each in self.layouts
         ]
         return f"checkpoint-v1/{block}/{len(words)}/{','.join(sorted(set(words)))}"
@@ -176,7 +183,7 @@ class TreeMamba2:
     dt_limit: tuple[float, float]
 
     def __call__(self, raw: Tensor, dt: Tensor, memory: LayerMemory, step: RecurrentStep) -> Tensor:
-        """raw [rows, H P + 2 G N] what the convolution sees (x, B, C), dt [rows, H] before softplus.
+        """raw [rows, X P + G N + r G N] what the convolution sees (x, B, C), dt [rows, H] before softplus.
 
         Returns y [rows, H P] float32, before gate and norm. Writes the rows' inputs and the step's checkpoints.
         """
@@ -184,8 +191,8 @@ class TreeMamba2:
         step.write(memory.raw, raw)
         mixed = tree_conv(memory.raw, step.taps(len(self.conv_weight)), self.conv_weight, self.conv_bias)
         shared = layout.groups * layout.size
-        x, B, C = mixed.split((layout.heads * layout.width, shared, shared), 1)
-        x = x.unflatten(1, (layout.heads, layout.width))
+        x, B, C = mixed.split((layout.own * layout.width, shared, shared * layout.repeats), 1)
+        x = x.unflatten(1, (layout.own, layout.width))
         dt = _softplus(dt.float() + self.dt_bias)
         if self.dt_limit != (0.0, math.inf):
             dt = dt.clamp(*self.dt_limit)
@@ -193,7 +200,7 @@ class TreeMamba2:
         step.write(memory.inputs.B, B.unflatten(1, (layout.groups, layout.size)))
         step.write(memory.inputs.dt, dt)
         done = fold(memory.inputs, memory.states, step.paths.folds, self.A)
-        C = C.unflatten(1, (layout.groups, layout.size))
+        C = C.unflatten(1, (-1, layout.size))
         return _scan(tree_scan, memory, step, done, x, C, self.A, self.D).flatten(1)
 
 

@@ -20,6 +20,8 @@ from torch import Tensor
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 SAFE, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
+MAMBA_CONFIG = "mamba_config.json"
+"""Of Mamba-in-Llama, beside a Llama's configuration: which layers have mixers, and what these are like."""
 TORCH, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 _HASH_CHUNK = 1 << 20
@@ -85,7 +87,8 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
 
 def weights_fingerprint(folder: Path) -> str:
     """SHA-256 over the configuration and the weights of a checkpoint."""
-    return _sha256([folder / CONFIG, *weight_files(folder)])
+    mixers = [folder / MAMBA_CONFIG] if (folder / MAMBA_CONFIG).is_file() else []
+    return _sha256([folder / CONFIG, *mixers, *weight_files(folder)])
 
 
 def tokenizer_fingerprint(folder: Path) -> str:

@@ -6,8 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from dendro.errors import BadRequest
 
+from cluster.bench.baselines import Baselines
+from cluster.bench.context import LibrarySteps
+from cluster.bench.costly import costly_checkpoint
+from cluster.certify.checks import Library
 from cluster.checkpoints import check_checkpoints
 from cluster.config import Config, pair_config
 
@@ -42,6 +47,23 @@ def test_a_missing_file_is_named(config: Config, tmp_path: Path, file: str, fiel
     with pytest.raises(BadRequest, match=said) as refused:
         check_checkpoints(config)
     assert refused.value.field == field
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda folder: Library(folder, torch.float32),
+        lambda folder: LibrarySteps(folder, "float32", torch.device("cpu")),
+        lambda folder: Baselines(folder, None, "float32", 1),
+        lambda folder: costly_checkpoint(folder, folder / "made"),
+    ],
+    ids=["certify", "context", "baselines", "costly"],
+)
+def test_a_model_that_the_library_would_load_as_another_is_compared_with_nothing(config: Config, tmp_path: Path, use):
+    (tmp_path / "target" / "mamba_config.json").write_text("{}")
+    check_checkpoints(config)
+    with pytest.raises(BadRequest, match="is a Mamba-in-Llama, which transformers has no class for"):
+        use(tmp_path / "target")
 
 
 def test_a_missing_shard_is_named(config: Config, tmp_path: Path):

@@ -70,6 +70,14 @@ def stepped(inputs, state, path, A, C, D):
     return (state * C).sum(-1) + D.double()[:, None] * inputs.x[path[-1]].double(), state
 
 
+def repeated(inputs, own, groups):
+    """Inputs of which so many heads have an x and so many groups a B, and the same with those of each in its place."""
+    heads, readers = inputs.x.shape[1], inputs.B.shape[1]
+    few = Inputs(inputs.x[:, :own].contiguous(), inputs.B[:, :groups].contiguous(), inputs.dt)
+    x, B = few.x.repeat_interleave(heads // own, 1), few.B.repeat_interleave(readers // groups, 1)
+    return few, Inputs(x, B, inputs.dt)
+
+
 def relative(found, truth):
     return float((found.double() - truth).norm() / truth.norm())
 
@@ -197,15 +205,42 @@ def test_a_tree_convolution_is_each_paths_convolution(rows, chain):
         assert (found[row] - F.silu(truth[0, :, len(path) - 1])).abs().max() < 1e-6
 
 
-def test_a_rows_bits_do_not_depend_on_the_rows_beside_it():
-    """Mamba-2: alone, in a tree, and in another order."""
-    rng, generator = np.random.default_rng(5), torch.Generator().manual_seed(5)
-    heads, width, groups, size, rows = 8, 64, 2, 64, 63
+@pytest.mark.parametrize(("own", "groups"), [(2, 2), (1, 1), (4, 2), (8, 1)])
+def test_heads_that_share_x_and_b_are_heads_with_copies_of_them(own, groups):
+    """Mamba-in-Llama: a token's x and B are as few as its weights make them; outputs and folded states are the same."""
+    rng, generator = np.random.default_rng(6), torch.Generator().manual_seed(6)
+    heads, width, readers, size, rows = 8, 16, 4, 16, 15
     paths = paths_of(random_tree(rng, rows))
     A, D = -torch.rand(heads, generator=generator), torch.randn(heads, generator=generator)
-    C = torch.randn(rows, groups, size, generator=generator)
+    C = torch.randn(rows, readers, size, generator=generator)
+    states = torch.randn(3, heads, width, size, generator=generator)
+    inputs = random_inputs(generator, 40, heads, width, readers, size, torch.float32)
+    few, whole = repeated(inputs, own, groups)
+    at = torch.tensor([path[-1] for path in paths])
+    folds = [Fold(2, torch.arange(1, 17), 1), Fold(0, torch.arange(20, 36), -1)]
+    for found, truth in zip(fold(few, states, folds, A), fold(whole, states, folds, A), strict=True):
+        assert relative(found, truth) < 1e-6
+    y = tree_scan(few, states, [], packed(paths, 2), few.x[at], C, A, D)
+    truth = [stepped(whole, states[2].double(), path, A, C[row], D)[0] for row, path in enumerate(paths)]
+    assert relative(y, torch.stack(truth)) < 2e-6
+
+
+@pytest.mark.parametrize(
+    ("heads", "width", "own", "groups", "readers", "size"),
+    [(8, 64, 8, 2, 2, 64), (8, 128, 2, 2, 8, 128), (4, 8, 2, 2, 4, 8)],
+    ids=["mamba2", "mamba-in-llama", "a tiny mamba-in-llama"],
+)
+def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(heads, width, own, groups, readers, size):
+    """Mamba-2: alone, in a tree, and in another order."""
+    rng, generator = np.random.default_rng(5), torch.Generator().manual_seed(5)
+    rows = 63
+    paths = paths_of(random_tree(rng, rows))
+    A, D = -torch.rand(heads, generator=generator), torch.randn(heads, generator=generator)
+    C = torch.randn(rows, readers, size, generator=generator)
     states = torch.randn(2, heads, width, size, generator=generator)
-    inputs = random_inputs(generator, CHAIN + 1 + rows, heads, width, groups, size, torch.float32)
+    inputs, _ = repeated(
+        random_inputs(generator, CHAIN + 1 + rows, heads, width, readers, size, torch.float32), own, groups
+    )
     x = inputs.x[torch.tensor([path[-1] for path in paths])]
     whole = packed(paths, 1)
     y = tree_scan(inputs, states, [], whole, x, C, A, D)
@@ -216,7 +251,7 @@ def test_a_rows_bits_do_not_depend_on_the_rows_beside_it():
         group = torch.zeros(-(-count // 8) * 8, dtype=torch.int64)
         group[:count] = torch.arange(count)
         some = Paths(columns, [Group(1, group, count)], [])
-        their_x, their_C = x.new_zeros(len(columns), heads, width), C.new_zeros(len(columns), groups, size)
+        their_x, their_C = x.new_zeros(len(columns), own, width), C.new_zeros(len(columns), readers, size)
         their_x[:count], their_C[:count] = x[places], C[places]
         found = tree_scan(inputs, states, [], some, their_x, their_C, A, D)[:count]
         assert torch.equal(found, y[places]), count

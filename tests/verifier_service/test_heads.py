@@ -10,7 +10,6 @@ import torch
 from dendro.errors import BadRequest
 from routers import LAWS, Router, alone, guessing, watch_logits
 from tiny_hybrids import FAMILIES, VOCABULARY, make_checkpoint, oracle, paths_below, tree_below
-from transformers import AutoConfig
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from tree_kernels.tree_attention import PAGE
@@ -18,6 +17,7 @@ from tree_layers.weights import CheckpointError
 
 from verifier_service.engine import VerifierEngine
 from verifier_service.models.heads import SpreadNorm, deal_out, is_mixer
+from verifier_service.models.mamba_in_llama import library_config
 
 EXPERTS = {
     "layers_block_type": ["mamba", "moe", "attention", "mamba"],
@@ -29,6 +29,9 @@ CASES = [  # (family, what is changed of it, workers)
     *((family, {}, 2) for family in FAMILIES),
     pytest.param("mamba", {}, 4, marks=pytest.mark.long),
     ("mamba2", {}, 4),  # two workers to a group
+    pytest.param("mamba_in_llama", {}, 4, marks=pytest.mark.long),  # two workers to an x and a B
+    ("mamba_in_llama", {"num_attention_heads": 8, "num_key_value_heads": 4}, 2),  # two x and two B to a worker
+    ("mamba_in_llama", {"attn_layers": (), "tie_word_embeddings": True}, 2),
     pytest.param("bamba", {}, 4, marks=pytest.mark.long),
     ("mamba2", {"n_groups": 1}, 2),
     ("mamba2", {"n_groups": 4, "use_bias": False}, 2),  # two groups to a worker
@@ -48,6 +51,8 @@ BITWISE = [
             ("mamba2", torch.float32, 2),
             ("mamba2", torch.bfloat16, 4),
             ("bamba", torch.bfloat16, 2),
+            ("mamba_in_llama", torch.float32, 4),
+            ("mamba_in_llama", torch.bfloat16, 2),
         )
     ),
 ]
@@ -149,7 +154,10 @@ async def test_random_arrivals_at_one_degree_change_no_token(models, family, dty
     ("family", "degree"),
     [
         ("mamba2", 2),
-        *(pytest.param(*each, marks=pytest.mark.long) for each in (("mamba", 2), ("mamba2", 4), ("bamba", 2))),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in (("mamba", 2), ("mamba2", 4), ("bamba", 2), ("mamba_in_llama", 2), ("mamba_in_llama", 4))
+        ),
     ],
 )
 async def test_random_rounds_leave_the_logits_of_straight_decoding(models, family, degree):
@@ -186,11 +194,18 @@ async def test_random_rounds_leave_the_logits_of_straight_decoding(models, famil
         await engine.stop()
 
 
-@pytest.mark.parametrize(("family", "degree"), [("mamba2", 2), ("mamba2", 4), ("jamba", 2), ("nemotron_h", 4)])
+@pytest.mark.parametrize(
+    ("family", "degree"),
+    [
+        *(("mamba2", 2), ("mamba2", 4), ("jamba", 2), ("nemotron_h", 4)),
+        *(("mamba_in_llama", 2), ("mamba_in_llama", 4)),
+    ],
+)
 def test_workers_read_of_mixers_nothing_but_their_parts(models, family, degree):
-    """All workers' parts together are the checkpoint's: whole rows once, and B and C once for each that shares them."""
+    """All workers' parts together are the checkpoint's: whole rows once, and B and C, or x and B, once for each that
+    shares them."""
     folder, model = models(family)
-    config = AutoConfig.from_pretrained(folder)
+    config = library_config(folder)
     mixer = next(module for module in model.modules() if is_mixer(module))
     name = next(name for name, module in model.named_modules() if module is mixer)
     read = []
@@ -202,8 +217,8 @@ def test_workers_read_of_mixers_nothing_but_their_parts(models, family, degree):
     whole = mixer.in_proj.weight
     rows = {tuple(row.tolist()) for part in read for row in part}
     assert rows == {tuple(row.tolist()) for row in whole}
-    twice = 2 * mixer.n_groups * mixer.ssm_state_size if hasattr(mixer, "n_groups") else 0
-    shared = twice * max(degree // mixer.n_groups - 1, 0) if twice else 0
+    groups = {"jamba": 0, "mamba_in_llama": 2}.get(family) if not hasattr(mixer, "n_groups") else mixer.n_groups
+    shared = 2 * groups * 8 * (max(degree // groups, 1) - 1) if groups else 0
     assert sum(len(part) for part in read) == len(whole) + shared
 
 
@@ -266,12 +281,19 @@ def test_a_norm_spread_over_workers_is_the_whole_norm(kind, groups, workers):
         ("mamba2", {}, 3, "its 4 heads of a mixer cannot be dealt out to 3 workers evenly"),
         ("mamba", {}, 3, "its 64 channels of a mixer cannot be dealt out to 3 workers evenly"),
         ("mamba2", {"n_groups": 3, "num_heads": 6, "head_dim": 16, "hidden_size": 48}, 2, "its 3 groups of heads"),
+        ("mamba_in_llama", {}, 3, "its 4 heads of a mixer cannot be dealt out to 3 workers evenly"),
+        (
+            "mamba_in_llama",
+            {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48},
+            2,
+            "its 3 groups of heads of a mixer cannot be dealt out to 2 workers evenly",
+        ),
     ],
 )
 def test_mixers_that_cannot_be_dealt_out_are_refused_with_the_numbers(models, family, changes, degree, said):
     folder, _ = models(family, **changes)
     with pytest.raises(CheckpointError, match=said):
-        deal_out(folder, AutoConfig.from_pretrained(folder), 0, degree)
+        deal_out(folder, library_config(folder), 0, degree)
 
 
 def test_an_engine_refuses_what_cannot_be_dealt_out(models):

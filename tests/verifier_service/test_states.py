@@ -21,8 +21,8 @@ from tree_kernels.tree_attention import PAGE
 from verifier_service.engine import VerifierEngine
 from verifier_service.recurrent import Arrangement, Extent, Places, last_writers
 
-MIXED = ("mamba", "mamba2", "bamba")
-"""One of each kind: Mamba-1, Mamba-2, and with attention."""
+MIXED = ("mamba", "mamba2", "bamba", "mamba_in_llama")
+"""One of each kind: Mamba-1, Mamba-2, with attention, and with heads that share x and B."""
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +159,8 @@ def chains(rng, truth):
 
     def tree(router):
         tokens, parents, done = [router.text.ids[-1]], [-1], len(router.answer)
-        depth, last = int(rng.integers(0, 9)), 0
+        # One token comes after a path: none may lead past the end of the truth, not even by luck.
+        depth, last = min(int(rng.integers(0, 9)), max(len(truth) - done - 1, 0)), 0
         right = int(rng.integers(0, depth + 1))
         for step in range(depth):
             wanted = truth[done + step] if step < right and done + step < len(truth) else 0

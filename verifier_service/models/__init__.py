@@ -14,13 +14,14 @@ from dendro.errors import BadRequest
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed import DistError
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 from tree_kernels.tree_attention import Layout
 from tree_layers.linear import RowsReport, in_threads, make_rows_independent
 from tree_layers.tree_mixers import MixerLayout
 from tree_layers.weights import (
+    MAMBA_CONFIG,
     SAFE,
     SAFE_INDEX,
     CheckpointError,
@@ -31,6 +32,7 @@ from tree_layers.weights import (
 
 from verifier_service.collectives import Collectives
 from verifier_service.models.heads import deal_out
+from verifier_service.models.mamba_in_llama import MambaInLlamaConfig, library_config
 from verifier_service.models.mixers import MIXER_FAMILIES, seat_mixers
 from verifier_service.models.seats import ATTENTION, Run, Seat, seat_attention
 from verifier_service.models.sharded import check_divisible, take_off_wrappers
@@ -120,8 +122,9 @@ def _load(
     tokenizer, fingerprint = tokenizer_fingerprint(folder), weights_fingerprint(folder)
     logging.disable_progress_bar()  # a replica's log is no terminal
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        settings = {"config": config, "dtype": dtype, "attn_implementation": ATTENTION, "output_loading_info": True}
+        config = library_config(folder)
+        settings: dict[str, Any] = {"config": config, "dtype": dtype, "attn_implementation": ATTENTION}
+        settings |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # that they are told of by name
         loaded: Any
         if group is not None and config.model_type in MIXER_FAMILIES:
             deal = deal_out(folder, config, group.rank, group.size)
@@ -135,13 +138,17 @@ def _load(
             loaded = AutoModelForCausalLM.from_pretrained(
                 folder, use_safetensors=True, local_files_only=True, trust_remote_code=False, **settings
             )
-    except DistError:  # another worker gave up, and knows why
+    except (DistError, CheckpointError):  # another worker gave up, and knows why; or what is wrong is said already
         raise
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: cannot be loaded as a decoder-only Transformer: {error}") from error
     model, info = loaded
-    if lacking := [*info["missing_keys"], *info["mismatched_keys"]]:
+    if lacking := sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}):
         raise CheckpointError(f"{folder}: {len(lacking)} tensors are missing or misshapen, among them {lacking[0]}")
+    if isinstance(config, MambaInLlamaConfig) and (extra := sorted(info["unexpected_keys"])):
+        raise CheckpointError(
+            f"{folder}: {len(extra)} tensors belong to no layer that {MAMBA_CONFIG} tells of, among them {extra[0]}"
+        )
     head = model.get_output_embeddings()
     outputs = head.out_features
     vocabulary = min(_vocabulary(folder), outputs)

@@ -36,6 +36,11 @@ def is_mixer(module: nn.Module) -> bool:
     return all(hasattr(module, part) for part in PARTS)
 
 
+def repeats_of(mixer: Any) -> int:
+    """How many heads in a row have one x in common, and how many groups of C one B (`MixerLayout.repeats`)."""
+    return int(getattr(mixer, "repeats", 1))
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """Ranges of a tensor along one dimension, side by side."""
@@ -120,15 +125,24 @@ def parts_of(mixer: Any, rank: int, size: int) -> dict[str, Part]:
     else:
         heads, width = mixer.num_heads, inner // mixer.num_heads
         mine = _share(heads, "heads of a mixer", rank, size)
-        groups = _scaled(_groups_of(mixer.n_groups, rank, size), mixer.ssm_state_size)
-        shared = mixer.n_groups * mixer.ssm_state_size
-        x = _scaled(mine, width)
-        seen = (x, _after(inner, groups), _after(inner + shared, groups))
-        rows = (x, *(_after(inner, each) for each in seen), _after(2 * (inner + shared), mine))
+        repeats = repeats_of(mixer)
+        x, B, C = (
+            _scaled(_groups_of(count, rank, size), each)
+            for count, each in (
+                (heads // repeats, width),
+                (mixer.n_groups, mixer.ssm_state_size),
+                (mixer.n_groups * repeats, mixer.ssm_state_size),
+            )
+        )
+        after_x = inner // repeats
+        after_B = after_x + mixer.n_groups * mixer.ssm_state_size
+        gate = _scaled(mine, width)
+        seen = (x, _after(after_x, B), _after(after_B, C))
+        rows = (gate, *(_after(inner, each) for each in seen), _after(inner + mixer.conv_dim, mine))
         dealt = {
             "in_proj.weight": Part(0, rows),
-            "out_proj.weight": Part(1, (x,)),
-            "norm.weight": Part(0, (x,)),
+            "out_proj.weight": Part(1, (gate,)),
+            "norm.weight": Part(0, (gate,)),
         }
         dealt |= dict.fromkeys(("conv1d.weight", "conv1d.bias"), Part(0, seen))
         dealt |= dict.fromkeys(("A_log", "D", "dt_bias"), Part(0, (mine,)))
@@ -152,14 +166,18 @@ def shrink(mixer: Any, rank: int, size: int) -> None:
             module.out_features, module.in_features = module.weight.shape
     mixer.dealt_rows = dealt["in_proj.weight"]  # for what else goes by in_proj's rows
     if not hasattr(mixer, "x_proj"):
-        whole_groups = mixer.n_groups
+        repeats = repeats_of(mixer)
+        whole_groups = mixer.n_groups * repeats  # of the norm, as of C
         first, last = _groups_of(whole_groups, rank, size)
         if whole_groups < size and not isinstance(mixer.norm, nn.Identity):
             mixer.norm = SpreadNorm(mixer.norm, mixer.intermediate_size // whole_groups, whole_groups, first)
         elif hasattr(mixer.norm, "n_groups"):
             mixer.norm.n_groups = last - first
-        mixer.n_groups = last - first
+        own, others = _groups_of(mixer.num_heads // repeats, rank, size)
         mixer.num_heads //= size
+        if repeats > 1:
+            mixer.repeats = mixer.num_heads // (others - own)
+        mixer.n_groups = (last - first) // repeats_of(mixer)
         mixer.conv_dim = mixer.conv1d.weight.shape[0]
     mixer.intermediate_size //= size
     mixer.conv1d.in_channels = mixer.conv1d.out_channels = mixer.conv1d.groups = mixer.conv1d.weight.shape[0]

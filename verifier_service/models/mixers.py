@@ -18,12 +18,12 @@ from tree_layers.tree_mixers import MixerLayout, TreeMamba1, TreeMamba2
 from tree_layers.weights import CheckpointError
 
 from verifier_service.collectives import Collectives
-from verifier_service.models.heads import Part, SpreadNorm, is_mixer
+from verifier_service.models.heads import Part, SpreadNorm, is_mixer, repeats_of
 from verifier_service.models.seats import Run
 
 MIXER_FAMILIES = {
     *("mamba", "falcon_mamba", "mamba2"),
-    *("bamba", "falcon_h1", "zamba2", "nemotron_h", "granitemoehybrid", "jamba"),
+    *("bamba", "falcon_h1", "zamba2", "nemotron_h", "granitemoehybrid", "jamba", "mamba_in_llama"),
 }
 
 
@@ -58,6 +58,7 @@ def _seat_mamba2(module: Any, run: Run, index: int, group: Collectives | None) -
         groups=module.n_groups,
         size=module.ssm_state_size,
         dtype=module.conv1d.weight.dtype,
+        repeats=repeats_of(module),
     )
     weight, bias = _convolution(module.conv1d)
     low, high = module.time_step_limit

@@ -4,6 +4,9 @@ A row's state is a checkpoint of its text, followed by the inputs in its `column
 column that is 0 has dt = 0, decays nothing and adds nothing.
 
     H heads of P channels, G groups of heads that share B and C, N state width. Mamba-1: H channels, P = 1, G = 1.
+
+Mamba-in-Llama keeps less of a token: X = H / r heads have an x, each for r heads in a row, and G groups have a B, each
+for r groups of C in a row. Elsewhere r = 1.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ ROW_MULTIPLE = 8
 class Inputs(NamedTuple):
     """What a layer keeps of every token, by slot; `x`, `B` after the convolution, `dt` after softplus and clamp."""
 
-    x: Tensor  # [slots, H, P]
+    x: Tensor  # [slots, X, P]
     B: Tensor  # [slots, G, N]
     dt: Tensor  # [slots, H] float32
 
@@ -74,7 +77,7 @@ class Paths:
     columns: Tensor
     groups: Sequence[Group]
     folds: Sequence[Fold]
-    _gathers: dict[int, Tensor] = field(default_factory=dict)
+    _gathers: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     _slots: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     _waves: list[Waves] = field(default_factory=list)
 
@@ -88,14 +91,15 @@ class Paths:
         """The slots that the rows see, each once: far fewer than the columns, as the rows of a tree share most."""
         return self._shared()[0]
 
-    def gather(self, parts: int) -> Tensor:
-        """[rows * parts, K] rows of `slots()` seen as [slots * parts, ...]: every row's columns, part by part, the
-        newest first."""
-        if parts not in self._gathers:
+    def gather(self, parts: int, times: int = 1) -> Tensor:
+        """[rows * parts * times, K] rows of `slots()` seen as [slots * parts, ...]: every row's columns, part by part,
+        each so many times in a row; the newest first."""
+        key = (parts, times)
+        if key not in self._gathers:
             places = self._shared()[1].flip(1)[:, None, :] * parts
-            index = places + torch.arange(parts, device=places.device)[:, None]
-            self._gathers[parts] = index.flatten(0, 1)
-        return self._gathers[parts]
+            index = places + torch.arange(parts, device=places.device).repeat_interleave(times)[:, None]
+            self._gathers[key] = index.flatten(0, 1)
+        return self._gathers[key]
 
     def _shared(self) -> tuple[Tensor, Tensor]:
         if not self._slots:
@@ -108,46 +112,50 @@ def tree_scan(
 ) -> Tensor:
     """Mamba-2 of every row along its own path (ALGORITHMS 6.1, and 6.4 for the rule of checkpoints).
 
-    states [slots, H, P, N]   folded: what `fold` gave for the step's folds   x [rows, H, P], C [rows, G, N] the rows'
+    states [slots, H, P, N]   folded: what `fold` gave for the step's folds   x [rows, X, P], C [rows, r G, N] the rows'
     own   A, D [H] float32; returns y [rows, H, P] float32
     """
-    rows, heads, width = x.shape
-    groups, size = C.shape[1:]
-    columns, members = paths.columns.shape[1], heads // groups
+    rows, own, width = x.shape
+    heads, readers, (groups, size) = inputs.dt.shape[1], C.shape[1], inputs.B.shape[1:]
+    columns, members = paths.columns.shape[1], heads // readers
     C = C.float()
     slots = paths.slots()
     dt = inputs.dt.index_select(0, slots).view(-1).take(paths.gather(heads))  # [rows * H, K]
     total, since = _decays(dt.view(rows, heads, columns) * A[:, None])
-    weight = since.exp_().mul_(dt.view_as(since)).view(rows, groups, members, columns)
+    weight = since.exp_().mul_(dt.view_as(since)).view(rows, groups, readers // groups, members, columns)
     B = inputs.B.index_select(0, slots).view(-1, size).float()
     B = B.index_select(0, paths.gather(groups).view(-1)).view(rows * groups, columns, size)
-    alike = torch.bmm(B, C.reshape(rows * groups, size, 1)).view(rows, groups, 1, columns)
+    alike = torch.bmm(B, C.reshape(rows * groups, readers // groups, size).transpose(1, 2))
+    alike = alike.view(rows, groups, columns, -1).transpose(2, 3)[:, :, :, None]
     seen = inputs.x.index_select(0, slots).view(-1, width).float()
     weight = weight.mul_(alike).view(rows * heads, columns)
     # A bag sums its columns one after another where they lie: a product would need every row's copy of them.
-    y = F.embedding_bag(paths.gather(heads), seen, mode="sum", per_sample_weights=weight).view(rows, heads, width)
+    bags = paths.gather(own, heads // own)
+    y = F.embedding_bag(bags, seen, mode="sum", per_sample_weights=weight).view(rows, heads, width)
     if paths.groups:
         before = torch.zeros_like(y)
         for group in paths.groups:
-            state = _source(group.source, states, folded).view(groups, members * width, size)
+            state = _source(group.source, states, folded).view(readers, members * width, size)
             queries = C.index_select(0, group.rows).transpose(0, 1)
-            read = torch.bmm(queries, state.transpose(1, 2))[:, : group.count]  # [G, count, members * P]
+            read = torch.bmm(queries, state.transpose(1, 2))[:, : group.count]  # [r G, count, members * P]
             before[group.rows[: group.count]] = read.transpose(0, 1).reshape(group.count, heads, width)
         y.addcmul_(before, total.exp())
-    return y.addcmul_(x.float(), D[:, None])
+    y.view(rows, own, -1, width).addcmul_(x.float()[:, :, None], D.view(own, -1, 1))
+    return y
 
 
 def fold(inputs: Inputs, states: Tensor, folds: Sequence[Fold], A: Tensor) -> list[Tensor]:
     """The state after each fold's block, [H, P, N]; a fold may begin where an earlier one ended."""
-    heads, width = inputs.x.shape[1:]
-    groups, size = inputs.B.shape[1:]
+    own, width = inputs.x.shape[1:]
+    heads, (groups, size) = inputs.dt.shape[1], inputs.B.shape[1:]
     done: list[Tensor] = []
     for each in folds:
         columns = each.columns.flip(0)
         dt = inputs.dt.index_select(0, columns)  # [block, H]
         total, since = _decays((dt * A).t().contiguous())
         weight = since.exp_().t() * dt
-        x = inputs.x.index_select(0, columns).float().mul_(weight[..., None])
+        x = inputs.x.index_select(0, columns).float()
+        x = (x if own == heads else x.repeat_interleave(heads // own, 1)).mul_(weight[..., None])
         B = inputs.B.index_select(0, columns).float()
         x = x.view(-1, groups, heads // groups * width).permute(1, 2, 0)  # [G, channels, block]
         after = torch.bmm(x, B.transpose(0, 1)).view(heads, width, size)
