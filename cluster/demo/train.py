@@ -160,7 +160,7 @@ def _target(plan: Plan, name: TargetName) -> dict[str, Any]:
 
     recipe = Recipe(plan.budget(name))
     if name == "target_mamba2":  # the rates for random weights would undo what it begins with
-        recipe = Recipe(plan.budget(name), matrix_rate=1e-3, other_rate=5e-4)
+        recipe = Recipe(plan.budget(name), matrix_rate=2e-3, other_rate=1e-3)
     trainer = Trainer(model, batch_loss, row_count * TARGET_LENGTH, recipe, plan.work / f"{name}.state")
     with stage_bar(name) as report:
         trained = trainer.run(_show(report))
