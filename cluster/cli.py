@@ -297,6 +297,12 @@ def bench_context(context: typer.Context) -> None:
     _hand_over("cluster.bench.context_command", "bench_context", context)
 
 
+@bench.command("trees", context_settings=ELSEWHERE, add_help_option=False)
+def bench_trees(context: typer.Context) -> None:
+    """Compare ways to guess, and the policies that choose among them, on recorded answers."""
+    _hand_over("cluster.bench.trees_command", "bench_trees", context)
+
+
 @bench.command("tree-scan", context_settings=ELSEWHERE, add_help_option=False)
 def bench_tree_scan(context: typer.Context) -> None:
     """Measure what a tree costs a state-space layer."""

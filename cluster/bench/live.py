@@ -1,0 +1,74 @@
+"""Recorded rounds once more, with drafter and verifier: what the clock says, and whether they emit what was said."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
+from dendro.calls import DrafterPeer, VerifierPeer
+from dendro.shapes import OFF, DynamicShape, LevelShape, TreeShape
+from dendro.tree import DraftTree
+
+from cluster.bench.costs import Costs
+from cluster.bench.replay import run_fixed
+from cluster.bench.traces import SPARE, Peer, Trace
+
+
+def live_shapes() -> tuple[TreeShape, ...]:
+    """A few of each kind: every one takes as long as it is slow."""
+    return (OFF, LevelShape((1, 1, 1, 1)), LevelShape((3, 2, 1)), DynamicShape(4, 5, 15))
+
+
+async def live_rounds(
+    drafter: DrafterPeer, verifier: VerifierPeer, shape: TreeShape, trace: Trace
+) -> tuple[list[int], float]:
+    """N of every round of one answer as drafter and verifier find it, and the seconds of all; one after the other."""
+    answer = trace.answer
+    peer = Peer(answer.ids[: answer.begin], answer.sampling)
+    await peer.open(verifier, answer.tokens + 2 * SPARE)
+    await peer.open(drafter, answer.tokens + 2 * SPARE)
+    held = len(peer.text)
+    known = held  # of the text, by the drafter as `held` is by the verifier
+    emitted: list[int] = []
+    started = time.perf_counter()
+    while len(peer.text) < answer.end:
+        tree = DraftTree.root_only(peer.text.ids[-1])
+        if not shape.off:
+            tree, known = await peer.draft(drafter, shape, known), len(peer.text)
+        verdict = await peer.verify(verifier, tree, held)
+        held = len(peer.text)
+        peer.text.extend(verdict.tokens)
+        emitted.append(verdict.length)
+    seconds = time.perf_counter() - started
+    await peer.close(verifier)
+    await peer.close(drafter, known)
+    return emitted, seconds
+
+
+async def live_row(
+    drafter: DrafterPeer, verifier: VerifierPeer, shape: TreeShape, traces: Sequence[Trace], costs: Costs
+) -> dict[str, Any]:
+    """What one arm does by the clock, beside what was predicted of it on the same answers."""
+    rounds = tokens = differences = 0
+    seconds = predicted_us = 0.0
+    for trace in traces:
+        emitted, took = await live_rounds(drafter, verifier, shape, trace)
+        run = run_fixed(shape, trace, costs)
+        replayed = [played.emitted for played in run.rounds]
+        differences += sum(a != b for a, b in zip_longest(emitted, replayed))
+        rounds += len(emitted)
+        tokens += sum(emitted)
+        seconds += took
+        predicted_us += sum(played.took_us for played in run.rounds)
+    return {
+        "temperature": traces[0].answer.temperature,
+        "arm": str(shape),
+        "rounds": rounds,
+        "differences": differences,
+        "tokens_per_second": round(tokens / seconds, 2),
+        "predicted_tokens_per_second": round(
+            1e6 * sum(sum(n for _, n in trace.rounds(shape)) for trace in traces) / predicted_us, 2
+        ),
+    }

@@ -1,0 +1,311 @@
+"""What a drafter would have guessed, at every place of answers that are known: recorded once, replayed by every arm.
+
+Every mode of ours is lossless: the target's tokens are the same whatever is guessed. So once they are known, what a
+round emits from a text of length L is found without the target, by walking down the drafter's tree:
+
+    N = 1 + the number of the answer's tokens ids[L], ids[L + 1], ... on a path below the root
+
+In a tree of static shape the way down is the drafter's ranks of these tokens given the true text, which one forward
+over the text gives for all places and all shapes (ALGORITHMS 2.4). What beams and dynamic trees hold hangs on guesses
+beside the text as well: of those a tree is grown at every place, by the drafter's own engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from dendro.calls import CloseCall, DraftCall, DrafterPeer, OpenCall, Terms, TextUpdate, VerifierPeer, VerifyCall
+from dendro.calls import new_opening as opening_id
+from dendro.shapes import LevelShape, NodeShape, TreeShape
+from dendro.text import Limits, Sampling, Tokens, Verdict
+from dendro.tree import DraftTree, FloatArray, IntArray
+from tree_kernels.noise import NoiseRows
+from tree_kernels.warp import Warp, drafter_ranking
+from tree_layers.states import ZERO_SLOT, States
+from tree_layers.weights import read_config
+
+from drafter_service.engine import DTYPES
+from drafter_service.models import MODELS, load_model
+
+CANDIDATES = 16
+"""Ordered guesses that are recorded of each place."""
+SPARE = 16
+"""Tokens that an answer goes on for past those measured: a round that begins at the last one is not cut."""
+TRACED = 8
+"""Candidates among which an engine ranks the text's tokens for policies."""
+
+
+def is_static(shape: TreeShape) -> bool:
+    """Whether ranks alone say what a shape emits."""
+    return isinstance(shape, LevelShape | NodeShape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answer:
+    """What the target writes after one prompt."""
+
+    kind: str
+    name: str  # of the prompt
+    temperature: float
+    seed: int
+    ids: tuple[int, ...]  # prompt, the tokens measured, SPARE more
+    begin: int  # tokens of the prompt
+    tokens: int  # that are measured
+
+    @property
+    def end(self) -> int:
+        """The length of the text at which no further round begins."""
+        return self.begin + self.tokens
+
+    def rounds(self, emitted: Callable[[int], int]) -> Iterator[tuple[int, int]]:
+        """(base, N) of every round, where a round from a text of length `base` emits `emitted(base)` tokens."""
+        base = self.begin
+        while base < self.end:
+            count = emitted(base)
+            yield base, count
+            base += count
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(temperature=self.temperature, seed=self.seed)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Guesses:
+    """A drafter's guesses of every token of an answer, given the true text before it: [tokens + SPARE] rows, of which
+    row i is of ids[begin + i]."""
+
+    candidates: IntArray  # [rows, CANDIDATES] best first, with the position's noise
+    scores: FloatArray  # [rows, CANDIDATES] what ordered them: logits / T plus noise, logits at temperature 0
+    chances: FloatArray  # [rows, CANDIDATES] log of the drafter's own law, without noise
+    ranks: IntArray  # [rows] of the target's token among all of the vocabulary
+    entropy: FloatArray  # [rows] of the drafter's own law, in nats
+
+
+@dataclass(slots=True, eq=False)
+class Trace:
+    """One answer as one drafter sees it."""
+
+    answer: Answer
+    guesses: Guesses
+    trees: dict[TreeShape, list[DraftTree]] = field(default_factory=dict)  # at begin, begin + 1, ..., end - 1
+    _emitted: dict[TreeShape, list[int]] = field(default_factory=dict)
+
+    def path(self, shape: TreeShape, base: int) -> tuple[int, ...]:
+        """The rows that the text goes through in a round from its length `base`, the root first; N of them."""
+        if shape in self.trees:
+            return walk(self.trees[shape][base - self.answer.begin], self.answer.ids[base:])
+        if not is_static(shape):
+            raise ValueError(f"shape: no trees of {shape} were recorded, and ranks do not say what is in them")
+        return static_path(shape, self.guesses.ranks[base - self.answer.begin :].tolist())
+
+    def emitted(self, shape: TreeShape, base: int) -> int:
+        """N of a round from a text of length `base`."""
+        if shape not in self._emitted:
+            places = range(self.answer.begin, self.answer.end)
+            self._emitted[shape] = [len(self.path(shape, place)) for place in places]
+        return self._emitted[shape][base - self.answer.begin]
+
+    def rounds(self, shape: TreeShape) -> Iterator[tuple[int, int]]:
+        """(base, N) of every round, if all of them are of this shape."""
+        return self.answer.rounds(lambda base: self.emitted(shape, base))
+
+    def tree(self, shape: TreeShape, base: int) -> DraftTree:
+        """The tree of a round. Of a static shape that was not grown, only the form: its tokens mean nothing."""
+        if shape in self.trees:
+            return self.trees[shape][base - self.answer.begin]
+        children = child_counts(shape)
+        parents = [-1, *(row for row, count in enumerate(children) for _ in range(count))]
+        return DraftTree.of(range(len(parents)), parents)
+
+    def told(self, start: int, stop: int) -> npt.NDArray[np.int32]:
+        """The ranks of text tokens start..stop-1 as an engine tells them with a tree."""
+        ranks = self.guesses.ranks[start - self.answer.begin : stop - self.answer.begin]
+        return np.minimum(ranks, TRACED).astype(np.int32)
+
+
+def walk(tree: DraftTree, tokens: Sequence[int]) -> tuple[int, ...]:
+    """The rows on the path that these tokens take from the root, the root among them."""
+    edges = zip(tree.parents, tree.tokens, strict=True)
+    children = {(int(above), int(token)): row for row, (above, token) in enumerate(edges)}
+    path = [0]
+    for token in tokens:
+        row = children.get((path[-1], token))
+        if row is None:
+            break
+        path.append(row)
+    return tuple(path)
+
+
+@functools.cache
+def child_counts(shape: TreeShape) -> tuple[int, ...]:
+    """Children of each row of a static tree, rows level by level. Raises ValueError for any other.
+
+    >>> child_counts(LevelShape((2, 1))), child_counts(NodeShape((2, 0, 1)))
+    ((2, 1, 1, 0, 0), (2, 0, 1, 0))
+    """
+    if isinstance(shape, NodeShape):
+        return shape.children + (0,) * (shape.rows - len(shape.children))
+    if isinstance(shape, LevelShape):
+        levels = zip((1, *shape.levels), (*shape.widths, 0), strict=True)
+        return tuple(width for rows, width in levels for _ in range(rows))
+    raise ValueError(f"shape: the form of {shape} is not fixed")
+
+
+@functools.cache
+def _first_children(shape: TreeShape) -> tuple[int, ...]:
+    """The row of each row's best candidate, where it has children."""
+    return tuple((1 + np.cumsum(child_counts(shape)) - child_counts(shape)).tolist())
+
+
+def static_path(shape: TreeShape, ranks: Sequence[int]) -> tuple[int, ...]:
+    """The rows that a text takes through a static tree, when its tokens have these ranks."""
+    counts, first = child_counts(shape), _first_children(shape)
+    path = [0]
+    for rank in ranks:
+        if rank >= counts[path[-1]]:
+            break
+        path.append(first[path[-1]] + rank)
+    return tuple(path)
+
+
+class Peer:
+    """One text at an engine of this process."""
+
+    def __init__(self, ids: Sequence[int], sampling: Sampling) -> None:
+        self.text = Tokens()
+        self.text.extend(ids)
+        self._sampling = sampling
+        self._opening = opening_id()
+
+    def update(self, start: int) -> TextUpdate:
+        """The text from `start` on, as a call says it."""
+        ids = self.text.ids
+        return TextUpdate(self._opening, len(ids), self.text.digests[-1], start, tuple(ids[start:]))
+
+    async def open(self, engine: DrafterPeer | VerifierPeer, room: int) -> None:
+        limits = Limits(len(self.text) + room, ignore_end=True)
+        await engine.open(OpenCall(self.update(0), Terms(self._sampling, limits, "", ())))
+
+    async def draft(self, drafter: DrafterPeer, shape: TreeShape, start: int) -> DraftTree:
+        return await drafter.draft(DraftCall(self.update(start), shape))
+
+    async def verify(self, verifier: VerifierPeer, tree: DraftTree, start: int) -> Verdict:
+        return await verifier.verify(VerifyCall(self.update(start), tree))
+
+    async def close(self, engine: DrafterPeer | VerifierPeer, start: int | None = None) -> None:
+        """End it; the engine holds ids[:start] (None: all of it)."""
+        await engine.close(CloseCall(self.update(len(self.text) if start is None else start)))
+
+
+async def write_answer(
+    verifier: VerifierPeer, kind: str, name: str, prompt: Sequence[int], temperature: float, seed: int, tokens: int
+) -> Answer:
+    """The target's own answer, by plain decoding."""
+    peer = Peer(prompt, Sampling(temperature=temperature, seed=seed))
+    await peer.open(verifier, tokens + SPARE + 1)
+    held = len(prompt)
+    while len(peer.text) < len(prompt) + tokens + SPARE:
+        verdict = await peer.verify(verifier, DraftTree.root_only(peer.text.ids[-1]), held)
+        held = len(peer.text)
+        peer.text.extend(verdict.tokens)
+    await peer.close(verifier)
+    ids = tuple(peer.text.ids[: len(prompt) + tokens + SPARE])
+    return Answer(kind, name, temperature, seed, ids, len(prompt), tokens)
+
+
+class Forward:
+    """A drafter's logits over a whole text, in one forward."""
+
+    def __init__(self, checkpoint: Path, dtype: str) -> None:
+        """Of a checkpoint that the drafter's service does not know (a Transformer), the library's model."""
+        self.served = read_config(checkpoint)["model_type"] in MODELS
+        place = torch.device("cpu")
+        if self.served:
+            self._ours, _ = load_model(checkpoint, DTYPES[dtype], place)
+            self._states = States(self._ours.shapes, 2, DTYPES[dtype], place)
+        else:
+            from transformers import AutoModelForCausalLM
+
+            self._library = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=DTYPES[dtype]).eval()
+
+    @torch.inference_mode()
+    def logits(self, ids: Sequence[int]) -> torch.Tensor:
+        """[len(ids), V] float32, of the token after each."""
+        tokens = torch.tensor([ids])
+        if not self.served:
+            found: torch.Tensor = self._library(tokens).logits[0].float()
+            return found
+        empty, length = torch.tensor([ZERO_SLOT]), torch.tensor([len(ids)])
+        return self._ours.logits(self._ours.chain(tokens, length, self._states, empty, slice(1, 2))[0])
+
+
+@torch.inference_mode()
+def guesses_of(forward: Forward, answer: Answer) -> Guesses:
+    """What a drafter guesses at every place of an answer."""
+    logits = forward.logits(answer.ids[:-1])[answer.begin - 1 :]
+    warp = Warp(answer.temperature)
+    noise = None
+    if not warp.greedy:
+        rows = NoiseRows(answer.seed, logits.shape[1])
+        noise = torch.stack([rows.row(position) for position in range(answer.begin, len(answer.ids))])
+    width = min(CANDIDATES, logits.shape[1])
+    ranking = drafter_ranking(logits, warp, noise, logits.shape[1])
+    law = (logits if warp.greedy else logits / warp.temperature).log_softmax(1)
+    told = torch.tensor(answer.ids[answer.begin :])
+    ids = ranking.ids[:, :width]
+    return Guesses(
+        candidates=ids.numpy(),
+        scores=ranking.scores[:, :width].numpy(),
+        chances=law.gather(1, ids).numpy(),
+        ranks=(ranking.ids == told[:, None]).int().argmax(1).numpy().astype(np.int64),
+        entropy=-(law.exp() * law).sum(1).numpy(),
+    )
+
+
+async def grow_trees(
+    drafter: DrafterPeer, traces: Sequence[Trace], shapes: Sequence[TreeShape], step: Callable[[], None]
+) -> None:
+    """Record a tree of each shape at every place of these answers, which are equally long and grow side by side."""
+    peers = [Peer(trace.answer.ids[: trace.answer.begin], trace.answer.sampling) for trace in traces]
+    await asyncio.gather(*(peer.open(drafter, trace.answer.tokens) for peer, trace in zip(peers, traces, strict=True)))
+    for trace in traces:
+        trace.trees |= {shape: [] for shape in shapes}
+    for place in range(traces[0].answer.tokens):
+        for shape in shapes:
+            start = len(peers[0].text) - (shape == shapes[0] and place > 0)
+            grown = await asyncio.gather(*(peer.draft(drafter, shape, start) for peer in peers))
+            for trace, tree in zip(traces, grown, strict=True):
+                trace.trees[shape].append(tree)
+        for peer, trace in zip(peers, traces, strict=True):
+            peer.text.extend([trace.answer.ids[len(peer.text)]])
+        step()
+    await asyncio.gather(*(peer.close(drafter, len(peer.text) - 1) for peer in peers))
+
+
+def disagreements(trace: Trace, shape: TreeShape) -> int:
+    """Places at which ranks and the grown trees of a static shape do not emit alike."""
+    begin, ranks = trace.answer.begin, trace.guesses.ranks.tolist()
+    return sum(
+        len(walk(tree, trace.answer.ids[begin + place :])) != len(static_path(shape, ranks[place:]))
+        for place, tree in enumerate(trace.trees[shape])
+    )
+
+
+def trimmed(tree: DraftTree, rows: int) -> DraftTree:
+    """The root and the guesses of greatest value, so that there are `rows` rows; among equals the shallower, then the
+    first. No row's value is above its parent's, so what is kept is a tree (ALGORITHMS 4.1).
+
+    What a dynamic tree keeps of fewer guesses is what is kept so of a greater one, grown with the same k and depth.
+    """
+    order = np.lexsort((np.arange(tree.rows), tree.depths, -tree.values))
+    kept = np.sort(order[:rows])
+    parents = np.append(-1, np.searchsorted(kept, tree.parents[kept[1:]]))
+    return DraftTree(tree.tokens[kept], parents, tree.values[kept])

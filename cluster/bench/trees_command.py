@@ -1,0 +1,340 @@
+"""`dendro bench trees`: let the target write, record what drafters would have guessed, replay every way to guess."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from dendro.errors import BadRequest
+from dendro.shapes import MAX_ROWS
+from dendro.state import NoStates
+from rich.console import Console
+from transformers.utils import logging
+
+from cluster.bench import trees_report as reports
+from cluster.bench.command import PLAIN_WIDTH, THREADS, Bars, parameter_count, parse_temperatures, target_config
+from cluster.bench.costs import LEVEL_ROWS, Costs, measure_drafts, measure_steps
+from cluster.bench.live import live_row, live_shapes
+from cluster.bench.machine import describe_machine, describe_run
+from cluster.bench.report import show_tables, write_reports
+from cluster.bench.speed import COSTLY
+from cluster.bench.traces import (
+    SPARE,
+    Answer,
+    Forward,
+    Trace,
+    disagreements,
+    grow_trees,
+    guesses_of,
+    is_static,
+    write_answer,
+)
+from cluster.bench.trees import (
+    PAPER,
+    WIDE,
+    Recorded,
+    ablation_rows,
+    aims_of,
+    arm_rows,
+    calibration_rows,
+    causes_rows,
+    cut_trees,
+    fixed_arms,
+    grown_arms,
+    policy_rows,
+    share_rows,
+    streams,
+)
+from cluster.config import DEMO_MODELS, Config
+from cluster.demo.kinds import KINDS, kind_prompts
+from cluster.demo.measure import ANSWER_TOKENS, PROMPT_TOKENS
+from cluster.demo.prompts import load_tokenizer
+from cluster.policies import POLICIES
+from drafter_service.engine import DrafterEngine
+from verifier_service.engine import VerifierEngine
+
+DRAFTERS = ("mamba2", "mamba", "llama")
+"""The first is the one whose trees are grown, and for which policies choose."""
+PROMPTS, QUICK_PROMPTS = 8, 1
+QUICK_TOKENS = 16
+REPETITIONS, QUICK_REPETITIONS = 15, 3
+DTYPE = "float32"
+"""Of drafters. In it the order of guesses is the text's alone, and rounds replay exactly; in bfloat16 it also hangs on
+how the text was cut into forwards. On a processor it costs the same."""
+SIDE_BY_SIDE = 8
+"""Texts that grow trees at once."""
+MARGIN = 8
+"""Tokens of room past an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a run was asked for, once checked."""
+
+    prompts: int  # of each kind
+    tokens: int
+    repetitions: int
+    temperatures: tuple[float, ...]
+    drafters: tuple[str, ...]
+    live: bool
+    seed: int
+    models: Path
+
+    def __post_init__(self) -> None:
+        for name in ("prompts", "tokens", "repetitions"):
+            if getattr(self, name) < 1:
+                raise BadRequest(name, f"must be at least 1; got {getattr(self, name)}")
+        if not 0 <= self.seed < 1 << 32:
+            raise BadRequest("seed", f"must be an unsigned 32-bit number; got {self.seed}")
+        for name in self.drafters:
+            if not (self.models / name / "config.json").exists():
+                raise BadRequest("drafters", f"{self.models / name} holds no checkpoint")
+
+
+def parse_drafters(text: str) -> tuple[str, ...]:
+    """Read `mamba2,mamba`: folders beside the target, each named once."""
+    found = tuple(part.strip() for part in text.split(","))
+    if not all(found) or len(set(found)) != len(found):
+        raise BadRequest("drafters", f"{text!r}: name folders of models, each once, by commas")
+    return found
+
+
+@asynccontextmanager
+async def verifier_of(config: Config, texts: int, tokens: int) -> AsyncIterator[VerifierEngine]:
+    """The target's engine, in this process."""
+    (target,) = config.targets.values()
+    engine = VerifierEngine.load(
+        target.checkpoint,
+        name=COSTLY,
+        dtype=getattr(torch, target.dtype),
+        threads=THREADS,
+        max_length=PROMPT_TOKENS + tokens + SPARE + MAX_ROWS + MARGIN,
+        max_sessions=texts,
+        share_prefixes=False,
+    )
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
+@asynccontextmanager
+async def drafter_of(checkpoint: Path) -> AsyncIterator[DrafterEngine]:
+    """A drafter's engine, in this process."""
+    engine = DrafterEngine.load(
+        checkpoint, name=checkpoint.name, states=NoStates(), dtype=DTYPE, threads=THREADS, max_sessions=SIDE_BY_SIDE
+    )
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.stop()
+
+
+async def write_answers(
+    verifier: VerifierEngine, settings: Settings, temperature: float, step: Callable[[], None]
+) -> list[Answer]:
+    """The target's answers to all prompts; kinds take turns, as in the stream that policies go through."""
+    tokenizer = load_tokenizer(settings.models)
+    prompts = {kind: kind_prompts(kind, settings.prompts, PROMPT_TOKENS, tokenizer, settings.models) for kind in KINDS}
+    answers = []
+    for place in range(settings.prompts):
+        for number, kind in enumerate(KINDS):
+            prompt = prompts[kind][place]
+            seed = settings.seed * 1_000_003 + place * len(KINDS) + number
+            answers.append(
+                write_answer(verifier, kind, prompt.name, prompt.token_ids, temperature, seed, settings.tokens)
+            )
+    written = await asyncio.gather(*answers)
+    step()
+    return written
+
+
+async def record(
+    settings: Settings, begin: Callable[[str, int], Callable[[], None]]
+) -> tuple[Recorded, dict[str, Any]]:
+    """Everything that is measured. Also facts of the plan, and the rounds by the clock."""
+    config = target_config(settings.models, COSTLY)
+    (target,) = config.targets.values()
+    arms = config.arms_of(COSTLY)
+    main = settings.drafters[0]
+    static = [shape for shape in fixed_arms(arms) if is_static(shape)]
+    traces: dict[tuple[str, float], list[Trace]] = {}
+    costs: dict[tuple[str, float], Costs] = {}
+    live: list[dict[str, Any]] = []
+    checked, differing, places = PAPER[0], 0, 0
+    async with verifier_of(config, settings.prompts * len(KINDS), settings.tokens) as verifier:
+        step = begin("answers", len(settings.temperatures))
+        answers = {each: await write_answers(verifier, settings, each, step) for each in settings.temperatures}
+        ids = answers[settings.temperatures[0]][0].ids[:PROMPT_TOKENS]
+        step = begin("costs of steps", len(settings.temperatures) * (settings.repetitions + 1))
+        steps = {
+            each: await measure_steps(verifier, ids, each, settings.repetitions, step) for each in settings.temperatures
+        }
+        for name in settings.drafters:
+            forward = Forward(settings.models / name, DTYPE)
+            for temperature, written in answers.items():
+                traces[name, temperature] = [Trace(answer, guesses_of(forward, answer)) for answer in written]
+            if not forward.served:
+                continue
+            async with drafter_of(settings.models / name) as drafter:
+                wanted = [*fixed_arms(arms), WIDE] if name == main else static
+                step = begin(f"costs of {name}", len(settings.temperatures) * (settings.repetitions + 1))
+                for temperature in settings.temperatures:
+                    drafts = await measure_drafts(drafter, ids, temperature, wanted, settings.repetitions, step)
+                    costs[name, temperature] = Costs(steps[temperature], drafts)
+                if name != main:
+                    continue
+                grown = [*grown_arms(arms), checked]
+                batches = -(-settings.prompts * len(KINDS) // SIDE_BY_SIDE)
+                step = begin(f"trees of {name}", len(settings.temperatures) * batches * settings.tokens)
+                for temperature in settings.temperatures:
+                    mine = traces[name, temperature]
+                    for start in range(0, len(mine), SIDE_BY_SIDE):
+                        await grow_trees(drafter, mine[start : start + SIDE_BY_SIDE], grown, step)
+                    for trace in mine:
+                        cut_trees(trace)
+                        differing += disagreements(trace, checked)
+                        places += trace.answer.tokens
+                if settings.live:
+                    shapes = live_shapes()
+                    step = begin("by the clock", len(settings.temperatures) * len(shapes))
+                    for temperature in settings.temperatures:
+                        firsts = traces[name, temperature][: len(KINDS)]
+                        for shape in shapes:
+                            live.append(await live_row(drafter, verifier, shape, firsts, costs[name, temperature]))
+                            step()
+    plan = {
+        "target": COSTLY,
+        "parameters": parameter_count(target.checkpoint),
+        "dtype": target.dtype,
+        "drafter": main,
+        "drafter_dtype": DTYPE,
+        "drafters": list(settings.drafters),
+        "kinds": list(KINDS),
+        "prompts": settings.prompts,
+        "prompt_tokens": PROMPT_TOKENS,
+        "tokens": settings.tokens,
+        "repetitions": settings.repetitions,
+        "places": places,
+        "checked_shape": str(checked),
+        "disagreements": differing,
+    }
+    return Recorded(traces, costs, main, arms), {"plan": plan, "live": live}
+
+
+def cost_rows(recorded: Recorded) -> list[dict[str, Any]]:
+    """The cost table: steps of the target and levels of the drafters, by rows."""
+    found: list[dict[str, Any]] = []
+    for (name, temperature), costs in recorded.costs.items():
+        if name == recorded.drafter:
+            found += [
+                {"what": "verifier step", "temperature": temperature, "rows": rows, "ms": round(us / 1e3, 3)}
+                for rows, us in costs.step.items()
+            ]
+        found += [
+            {
+                "what": f"level of {name}",
+                "temperature": temperature,
+                "rows": rows,
+                "ms": round(costs.level_us(rows) / 1e3, 3),
+            }
+            for rows in LEVEL_ROWS
+        ]
+    return found
+
+
+def analyse(recorded: Recorded, begin: Callable[[str, int], Callable[[], None]]) -> dict[str, Any]:
+    """All rows and aims, from what was recorded."""
+    step = begin("policies", len(recorded.temperatures) * len(POLICIES) * 2)
+    played = list(streams(recorded, step))
+    policies = list(policy_rows(recorded, played))
+    ablation = list(ablation_rows(recorded))
+    causes = list(causes_rows(recorded, ablation))
+    return {
+        "rows": list(arm_rows(recorded)),
+        "policies": policies,
+        "shares": list(share_rows(recorded, played, policies)),
+        "ablation": ablation,
+        "causes": causes,
+        "calibration": list(calibration_rows(recorded)),
+        "costs": cost_rows(recorded),
+        "aims": aims_of(ablation, causes, policies),
+    }
+
+
+async def run_trees(settings: Settings, begin: Callable[[str, int], Callable[[], None]]) -> dict[str, Any]:
+    """The whole measurement; the report as plain values."""
+    started = time.monotonic()
+    torch.set_num_threads(THREADS)
+    recorded, said = await record(settings, begin)
+    found = analyse(recorded, begin)
+    machine = describe_machine(THREADS)
+    run = describe_run(started, local=True, seed=settings.seed)
+    return {"bench": "trees", "machine": machine, "settings": run} | said | found
+
+
+def bench_trees(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Under a minute: one prompt of each kind, short answers, one drafter.")
+    ] = False,
+    json: Annotated[Path | None, typer.Option(help="Write the report as JSON.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture; its suffix says of what kind.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write the tables as Markdown.")] = None,
+    prompts: Annotated[
+        int | None, typer.Option(help="Of each kind: code, prose, edits; at most 9. (default 8; quick 1)")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(help="Of every answer. (default 64; quick 16)")] = None,
+    repetitions: Annotated[int | None, typer.Option(help="Of each cost. (default 15; quick 3)")] = None,
+    temperatures: Annotated[str, typer.Option(help="Separated by commas.")] = "0,1",
+    drafters: Annotated[
+        str | None,
+        typer.Option(
+            help="Folders beside the target, by commas. The first one's trees are grown and policies play with it; of "
+            "the others, static trees alone. One that the drafter's service does not know is ranked and has no costs. "
+            "(default mamba2,mamba,llama; quick mamba2)",
+            show_default=False,
+        ),
+    ] = None,
+    live: Annotated[
+        bool, typer.Option(help="Some arms by the clock as well, with drafter and verifier in this process.")
+    ] = True,
+    seed: Annotated[int, typer.Option(help="Of what is drawn at temperatures above 0.")] = 0,
+    models: Annotated[Path, typer.Option(help="A folder as `dendro train demo` writes it.")] = DEMO_MODELS,
+) -> None:
+    """Compare ways to guess: chains, static trees, beams, dynamic trees, and every policy that chooses among them, on
+    code, prose and repetitive edits.
+
+    The target writes each answer once. What a drafter would have guessed is recorded at every place of it; as no way
+    to guess changes a token, all of them are then replayed on the same answers, and charged by a table of measured
+    costs of a costly target. The aims: dynamic trees emit at least 1.2 times what the best static tree of as many rows
+    emits; the best policy reaches 97 % of the best fixed arm in hindsight on every kind of prompt, and 98 % of no
+    speculation.
+    """
+    chosen = drafters if drafters is not None else DRAFTERS[0] if quick else ",".join(DRAFTERS)
+    settings = Settings(
+        prompts=prompts if prompts is not None else QUICK_PROMPTS if quick else PROMPTS,
+        tokens=tokens if tokens is not None else QUICK_TOKENS if quick else ANSWER_TOKENS,
+        repetitions=repetitions if repetitions is not None else QUICK_REPETITIONS if quick else REPETITIONS,
+        temperatures=parse_temperatures(temperatures),
+        drafters=parse_drafters(chosen),
+        live=live,
+        seed=seed,
+        models=models,
+    )
+    logging.disable_progress_bar()  # the library's own, while it loads: ours are beside it
+    bars = Bars(Console(stderr=True))
+    with bars.progress:
+        report = asyncio.run(run_trees(settings, bars.begin))
+    console = Console()
+    facts, tables = list(reports.facts_of(report)), list(reports.tables_of(report))
+    show_tables(console if console.is_terminal else Console(width=PLAIN_WIDTH), facts, tables)
+    write_reports(report, facts, tables, reports.plot, json, markdown, plot)

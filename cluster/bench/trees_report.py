@@ -1,0 +1,317 @@
+"""The findings of `dendro bench trees` for people and for machines. Nothing is computed here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cluster.bench.report import Cells, Report, aims_table, machine_facts
+
+ARM_COLUMNS = ("", "rows", "emitted per round", "draft ms", "verify ms", "tokens/s", "90 %", "over off")
+CONFIGURATIONS = ("(3,3,2,1)", "(3,2,2,1,1)", "(2,2,2,1,1,1)", "(3,2,1)", "(1,1,1,1)")
+"""The columns of the paper's Table 5, and the demo's own best ones."""
+CHAIN_OR_TREE = (
+    "(1,1,1,1)",
+    f"({','.join('1' * 15)})",
+    "(3,2,1)",
+    "dynamic(4,5,15)",
+    "dynamic(8,8,15)",
+    "(3,2,2,1,1)",
+)
+"""A chain as deep as trees are, one of as many rows as three of them have, and the paper's tree."""
+COLOURS = ("#2a7f62", "#d98e04", "#5b8db8", "#b23a48", "#8c8c8c", "#7a5195", "#b8b8b8", "#c9a227", "#3d405b", "#81b29a")
+
+
+def facts_of(report: Report) -> Iterator[str]:
+    """What the figures rest on, a line each."""
+    yield from machine_facts(report)
+    plan = report["plan"]
+    yield (
+        f"The {plan['target']} target: {plan['parameters']:,} parameters in {plan['dtype']}; "
+        f"{plan['prompts']} prompts of {plan['prompt_tokens']} tokens of each kind ({', '.join(plan['kinds'])}), "
+        f"answers of {plan['tokens']} tokens, recorded once: every way to guess is replayed on the same answers"
+    )
+    yield (
+        f"Trees grown at {plan['places']:,} places by {plan['drafter']} in {plan['drafter_dtype']}; those of static "
+        f"shape were not grown but read off the ranks, and where both were done ({plan['checked_shape']}) "
+        f"{plan['disagreements']} of {plan['places']:,} places differ"
+    )
+    yield (
+        "Tokens a second are predicted: tokens over the round times of the cost table, which has no router, hops or "
+        f"queues. Costs are medians of {plan['repetitions']}, interleaved, in one process"
+    )
+    check = report["live"]
+    if check:
+        yield (
+            f"Rounds with drafter and verifier beside them: {sum(row['rounds'] for row in check)} rounds, "
+            f"{sum(row['differences'] for row in check)} of them emitted another number of tokens than replayed"
+        )
+
+
+def _interval(found: Mapping[str, float]) -> str:
+    return f"{found['low']:.2f}-{found['high']:.2f}"
+
+
+def _ratio(found: Mapping[str, float] | None) -> str:
+    return f"{found['median']:.3f} ({found['low']:.3f}-{found['high']:.3f})" if found else ""
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _rate(row: Mapping[str, Any]) -> str:
+    return f"{row['tokens_per_second']['median']:.1f}" if row["tokens_per_second"] else ""
+
+
+def _arm_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    rate = row["tokens_per_second"]
+    return (
+        row["arm"],
+        str(row["tree_rows"]),
+        f"{row['emitted_per_round']:.2f}",
+        _number(row["draft_ms"]),
+        _number(row["verify_ms"]),
+        _rate(row),
+        _interval(rate) if rate else "",
+        _ratio(row["over_off"]),
+    )
+
+
+def tables_of(report: Report) -> Iterator[Cells]:
+    """Every table, in order."""
+    yield from _chain_or_tree(report)
+    yield from _configurations(report)
+    yield from _search(report)
+    arms, drafter = report["rows"], report["plan"]["drafter"]
+    for temperature in dict.fromkeys(row["temperature"] for row in arms):
+        for kind in dict.fromkeys(row["kind"] for row in arms):
+            mine = [
+                _arm_cells(row)
+                for row in arms
+                if (row["kind"], row["temperature"], row["drafter"]) == (kind, temperature, drafter)
+            ]
+            yield f"Every arm: {kind}, temperature {temperature:g}, {drafter}", ARM_COLUMNS, mine
+    yield from _policies(report)
+    yield from _ablation(report)
+    yield from _causes(report)
+    yield from _calibration(report)
+    yield from _costs(report)
+    if report["live"]:
+        yield _live(report)
+    yield aims_table(report)
+
+
+def _chain_or_tree(report: Report) -> Iterator[Cells]:
+    """Table 4 of the Mamba-drafters paper: with the steps of a chain, and with its rows."""
+    found = {(row["kind"], row["temperature"], row["drafter"], row["arm"]): row for row in report["rows"]}
+    columns = ("", "", "rows", "emitted per round", "draft ms", "tokens/s", "over off")
+    cells: list[tuple[str, ...]] = []
+    drafter = report["plan"]["drafter"]
+    for kind, temperature in dict.fromkeys((row["kind"], row["temperature"]) for row in report["rows"]):
+        for arm in CHAIN_OR_TREE:
+            row = found[kind, temperature, drafter, arm]
+            at = f"{kind}, {temperature:g}"
+            head = (at, arm, str(row["tree_rows"]), f"{row['emitted_per_round']:.2f}", _number(row["draft_ms"]))
+            cells.append((*head, _rate(row), _ratio(row["over_off"])))
+    yield "Chain or tree (as Table 4 of the Mamba-drafters paper)", columns, cells
+
+
+def _configurations(report: Report) -> Iterator[Cells]:
+    """Table 5: tokens a second by configuration and drafter; tokens per round where a drafter has no engine."""
+    rows = report["rows"]
+    found = {(row["kind"], row["temperature"], row["drafter"], row["arm"]): row for row in rows}
+    cells: list[tuple[str, ...]] = []
+    for temperature in dict.fromkeys(row["temperature"] for row in rows):
+        for kind in dict.fromkeys(row["kind"] for row in rows):
+            for drafter in dict.fromkeys(row["drafter"] for row in rows):
+                mine = [found[kind, temperature, drafter, arm] for arm in CONFIGURATIONS]
+                said = (" / ".join(filter(None, (_rate(row), f"{row['emitted_per_round']:.2f}"))) for row in mine)
+                cells.append((f"{kind}, {temperature:g}", drafter, *said))
+    yield "Tokens/s / emitted per round by configuration (as Table 5)", ("", "drafter", *CONFIGURATIONS), cells
+
+
+def _search(report: Report) -> Iterator[Cells]:
+    """Table 6: the paper's arms with search off and on."""
+    kinds = dict.fromkeys(row["kind"] for row in report["policies"])
+    arms = {(row["kind"], row["temperature"], row["arm"]): row for row in report["rows"] if row["tokens_per_second"]}
+    for temperature in dict.fromkeys(row["temperature"] for row in report["policies"]):
+        cells = [
+            (f"off, {arm}", *(_rate(arms[kind, temperature, arm]) for kind in kinds))
+            for arm in ("(3,2,2,1)", *CONFIGURATIONS[:3])
+        ]
+        mine = [row for row in report["policies"] if (row["arms"], row["temperature"]) == ("paper", temperature)]
+        for policy in dict.fromkeys(row["policy"] for row in mine):
+            by_kind = {row["kind"]: row for row in mine if row["policy"] == policy}
+            cells.append((f"on, {policy}", *(f"{by_kind[kind]['tokens_per_second']:.1f}" for kind in kinds)))
+        title = f"Search among the paper's three arms, tokens/s, temperature {temperature:g} (as Table 6)"
+        yield title, ("search", *kinds), cells
+
+
+def _policies(report: Report) -> Iterator[Cells]:
+    columns = ("", "", "tokens/s", "best fixed arm", "tokens/s", "over it", "regret", "cold", "it chose it", "over off")
+    for temperature in dict.fromkeys(row["temperature"] for row in report["policies"]):
+        cells: list[tuple[str, ...]] = []
+        for row in report["policies"]:
+            if (row["temperature"], row["arms"]) != (temperature, "configured"):
+                continue
+            cells.append(
+                (
+                    row["policy"],
+                    row["kind"],
+                    f"{row['tokens_per_second']:.1f}",
+                    row["best_arm"],
+                    f"{row['best_arm_tokens_per_second']:.1f}",
+                    _ratio(row["over_best"]),
+                    f"{row['regret']:.1%}",
+                    f"{row['cold_regret']:.1%}",
+                    f"{row['best_arm_share']:.0%}",
+                    _ratio(row["over_off"]),
+                )
+            )
+        yield f"Policies on the configured arms, temperature {temperature:g}", columns, cells
+
+
+def _ablation(report: Report) -> Iterator[Cells]:
+    columns = ("", "tree", "emitted per round", "over the best static")
+    for temperature, size in dict.fromkeys((row["temperature"], row["tree_rows"]) for row in report["ablation"]):
+        cells: list[tuple[str, ...]] = [
+            (row["way"], row["shape"], f"{row['emitted_per_round']:.3f}", _ratio(row["over_best_static"]))
+            for row in report["ablation"]
+            if (row["temperature"], row["tree_rows"]) == (temperature, size)
+        ]
+        yield (
+            f"What makes a dynamic tree: {size} rows, temperature {temperature:g} (EAGLE-2's ablation)",
+            columns,
+            cells,
+        )
+
+
+def _causes(report: Report) -> Iterator[Cells]:
+    columns = (
+        "",
+        "dynamic tree",
+        "all levels right",
+        "token past the candidates",
+        "value too low",
+        "tokens lost by that",
+        "static emits as many",
+        "static more",
+        "dynamic more",
+    )
+    cells: list[tuple[str, ...]] = [
+        (
+            f"{row['temperature']:g}",
+            row["shape"],
+            f"{row['all_levels_right']:.1%}",
+            f"{row['past_the_candidates']:.1%}",
+            f"{row['left_out_by_value']:.1%}",
+            f"{row['tokens_lost_by_leaving_out']:.2f}",
+            f"{row['static_emits_as_many']:.1%}",
+            f"{row['static_emits_more']:.1%}",
+            f"{row['dynamic_emits_more']:.1%}",
+        )
+        for row in report["causes"]
+    ]
+    yield "How rounds of dynamic trees end, and the best static tree from the same places", columns, cells
+
+
+def _calibration(report: Report) -> Iterator[Cells]:
+    columns = ("", "confidence", "expected error", *(f"{ten / 10:.1f}-{ten / 10 + 0.1:.1f}" for ten in range(10)))
+    cells: list[tuple[str, ...]] = []
+    for row in report["calibration"]:
+        bins = {round(10 * each["from"]): each for each in row["bins"]}
+        said = (f"{bins[ten]['accepted']:.2f} ({bins[ten]['guesses']})" if ten in bins else "" for ten in range(10))
+        cells.append((f"{row['temperature']:g}", row["confidence"], f"{row['expected_error']:.4f}", *said))
+    yield "Share accepted (guesses) by stated confidence (as Figure 6 of EAGLE-2)", columns, cells
+
+
+def _costs(report: Report) -> Iterator[Cells]:
+    steps: dict[str, dict[str, float]] = {}
+    for row in report["costs"]:
+        steps.setdefault(f"{row['what']}, temperature {row['temperature']:g}", {})[str(row["rows"])] = row["ms"]
+    rows = sorted({rows for found in steps.values() for rows in found}, key=int)
+    cells: list[tuple[str, ...]] = [
+        (name, *(_number(found.get(count)) for count in rows)) for name, found in steps.items()
+    ]
+    yield "Costs in ms by rows", ("", *rows), cells
+
+
+def _live(report: Report) -> Cells:
+    columns = ("", "", "rounds", "tokens/s by the clock", "predicted", "emitted as replayed")
+    cells: list[tuple[str, ...]] = [
+        (
+            f"{row['temperature']:g}",
+            row["arm"],
+            str(row["rounds"]),
+            f"{row['tokens_per_second']:.1f}",
+            f"{row['predicted_tokens_per_second']:.1f}",
+            "yes" if not row["differences"] else f"NO, {row['differences']} rounds",
+        )
+        for row in report["live"]
+    ]
+    return "By the clock: drafter and verifier in this process, without a router", columns, cells
+
+
+def plot(report: Report, path: Path) -> None:
+    """For each temperature: the ablation, calibration, and how the best policy's choices go in each kind."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    temperatures = list(dict.fromkeys(row["temperature"] for row in report["ablation"]))
+    kinds = list(dict.fromkeys(row["kind"] for row in report["shares"]))
+    rows = 2 + len(kinds)
+    figure, axes = pyplot.subplots(rows, len(temperatures), figsize=(7 * len(temperatures), 3.3 * rows), squeeze=False)
+    for column, temperature in enumerate(temperatures):
+        at = [axes[row][column] for row in range(rows)]
+        _plot_ablation(at[0], [row for row in report["ablation"] if row["temperature"] == temperature])
+        at[0].set_title(f"temperature {temperature:g}: emitted per round")
+        _plot_calibration(at[1], [row for row in report["calibration"] if row["temperature"] == temperature])
+        for kind, axis in zip(kinds, at[2:], strict=True):
+            for row in report["shares"]:
+                if (row["kind"], row["temperature"]) == (kind, temperature):
+                    _plot_shares(axis, row)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _plot_ablation(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    sizes = list(dict.fromkeys(row["tree_rows"] for row in rows))
+    for number, way in enumerate(dict.fromkeys(row["way"] for row in rows)):
+        mine = {row["tree_rows"]: row["emitted_per_round"] for row in rows if row["way"] == way}
+        places = [place + 0.16 * (number - 2) for place, size in enumerate(sizes) if size in mine]
+        axis.bar(places, [mine[size] for size in sizes if size in mine], 0.15, color=COLOURS[number], label=way)
+    axis.set_xticks(range(len(sizes)), [f"{size} rows" for size in sizes])
+    axis.legend(frameon=False, fontsize=7, loc="upper left")
+    axis.set_ylim(top=axis.get_ylim()[1] * 1.35)
+
+
+def _plot_calibration(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    axis.plot([0, 1], [0, 1], "--", color="#b8b8b8")
+    for number, row in enumerate(rows):
+        stated, accepted = ([each[name] for each in row["bins"]] for name in ("stated", "accepted"))
+        label = f"{row['confidence']} (error {row['expected_error']:.3f})"
+        axis.plot(stated, accepted, "o-", color=COLOURS[number], label=label)
+    axis.set_xlabel("stated confidence")
+    axis.set_ylabel("share accepted")
+    axis.legend(frameon=False, fontsize=8)
+
+
+def _plot_shares(axis: Any, row: Mapping[str, Any]) -> None:
+    """Stacked shares of the arms, window after window."""
+    windows = row["shares"]
+    arms = dict.fromkeys(arm for window in windows for arm in window)
+    totals = {arm: sum(window.get(arm, 0.0) for window in windows) for arm in arms}
+    ordered = sorted(arms, key=totals.__getitem__, reverse=True)
+    rounds = [row["window_rounds"] * place for place in range(len(windows))]
+    colours = [COLOURS[number % len(COLOURS)] for number in range(len(ordered))]
+    stacks = [[window.get(arm, 0.0) for window in windows] for arm in ordered]
+    axis.stackplot(rounds, stacks, labels=ordered, colors=colours, step="post")
+    axis.axvline(row["second_pass_from_round"], color="black", linewidth=0.8)
+    axis.set_title(f"{row['kind']}: arms of {row['policy']}, by its rounds", fontsize=9)
+    axis.set_ylim(0, 1)
+    axis.legend(fontsize=6, loc="lower right", ncols=2)

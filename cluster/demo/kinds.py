@@ -1,0 +1,88 @@
+"""Prompts of three kinds: code, prose from docstrings, repetitive edits. All of the held-out passages, and always the
+same.
+
+Kinds differ in how a drafter does: what follows an edit has been said before, what follows prose has not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from cluster.demo.prompts import MODELS, Passage, Prompt, held_out_prompts, load_passages, load_tokenizer
+
+CODE, PROSE, EDITS = "code", "prose", "edits"
+KINDS = (CODE, PROSE, EDITS)
+DOCSTRING = re.compile(r'"""(.+?)(?:"""|\Z)', re.DOTALL)
+DEFINED = re.compile(r"(?:def|class) (\w+)")
+PROSE_LEFT = 64
+"""Tokens that a docstring goes on for after a prompt cut from it: the prompt must not end where prose does."""
+BLOCK_TOKENS = 32
+"""Of the lines that an edit repeats: a prompt of 128 holds three copies or more, and the beginning of another."""
+
+
+def kind_prompts(
+    kind: str, count: int, length_tokens: int, tokenizer: Tokenizer | None = None, models: Path = MODELS
+) -> list[Prompt]:
+    """The first `count` prompts of a kind, of exactly `length_tokens` tokens each.
+
+    code: those of `held_out_prompts`. prose: beginnings of long docstrings. edits: the first lines of a passage again
+    and again, each time under another name, so that the text is to go on with them. Raises ValueError where there are
+    fewer.
+    """
+    tokenizer = tokenizer or load_tokenizer(models)
+    if kind == CODE:
+        return held_out_prompts(count, length_tokens, tokenizer, models)
+    makers: dict[str, Callable[[Passage, Tokenizer, int], str | None]] = {PROSE: _prose, EDITS: _edits}
+    if kind not in makers:
+        raise ValueError(f"kind: {kind!r} is not one of {', '.join(KINDS)}")
+    found: dict[tuple[int, ...], Prompt] = {}
+    for passage in load_passages():
+        text = makers[kind](passage, tokenizer, length_tokens)
+        if text is None:
+            continue
+        ids = tokenizer.encode(text).ids
+        prompt = tuple(ids[:length_tokens])
+        if len(prompt) == length_tokens:  # passages of a module overlap, and two may have a docstring in common
+            found.setdefault(
+                prompt, Prompt(passage.name, tokenizer.decode(list(prompt)), prompt, tuple(ids[length_tokens:]))
+            )
+    if count > len(found):
+        raise ValueError(f"there are {len(found)} prompts of {kind} of {length_tokens} tokens, not {count}")
+    return list(found.values())[:count]
+
+
+def _prose(passage: Passage, tokenizer: Tokenizer, length_tokens: int) -> str | None:
+    """The longest docstring of a passage, from its quotes on; none where none is long enough."""
+    longest = max((found[1] for found in DOCSTRING.finditer(passage.text)), key=len, default="")
+    text = f'"""{longest}'
+    return text if len(tokenizer.encode(text).ids) >= length_tokens + PROSE_LEFT else None
+
+
+def _edits(passage: Passage, tokenizer: Tokenizer, length_tokens: int) -> str | None:
+    """Copies of the passage's first lines, what they define renamed in each; none where they are few or too long."""
+    defined = DEFINED.match(passage.text)
+    block = _first_lines(passage.text, tokenizer)
+    if defined is None or block is None:
+        return None
+    copies = (re.sub(rf"\b{defined[1]}\b", f"{defined[1]}_{letter}", block) for letter in _letters())
+    text = ""
+    while len(tokenizer.encode(text).ids) < 2 * length_tokens:
+        text += next(copies)
+    return text
+
+
+def _first_lines(text: str, tokenizer: Tokenizer) -> str | None:
+    """Whole lines of at most BLOCK_TOKENS tokens, at least two of them, then an empty one."""
+    lines = text.splitlines(keepends=True)
+    kept = 0
+    while kept < len(lines) and len(tokenizer.encode("".join(lines[: kept + 1])).ids) <= BLOCK_TOKENS:
+        kept += 1
+    return "".join(lines[:kept]).rstrip() + "\n\n" if kept >= 2 else None
+
+
+def _letters() -> Iterator[str]:
+    yield from "abcdefghijklmnopqrstuvwxyz"

@@ -1,0 +1,530 @@
+"""`dendro bench trees`: what is replayed is what drafter and verifier do, and what is computed from it is right."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_mamba
+import torch
+from dendro.errors import BadRequest
+from dendro.shapes import OFF, BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape
+from dendro.state import NoStates
+from dendro.text import Limits, Text, Verdict
+from dendro.tree import DraftTree
+
+from cluster.bench.costs import Costs, level_shapes, measure_drafts, measure_steps
+from cluster.bench.live import live_rounds
+from cluster.bench.replay import run_fixed, run_policy, run_stream
+from cluster.bench.report import as_markdown
+from cluster.bench.traces import (
+    SPARE,
+    Answer,
+    Forward,
+    Guesses,
+    Peer,
+    Trace,
+    child_counts,
+    disagreements,
+    grow_trees,
+    guesses_of,
+    static_path,
+    trimmed,
+    walk,
+    write_answer,
+)
+from cluster.bench.trees import (
+    MASTERS,
+    SIZES,
+    Recorded,
+    acceptance,
+    best_static,
+    causes_of,
+    cut_trees,
+    dynamic_shapes,
+    emitted_per_round,
+    fixed_arms,
+    grown_arms,
+    lengths,
+    level_shapes_up_to,
+    likeliest_tree,
+    reliability,
+)
+from cluster.bench.trees_command import Settings, analyse, bench_trees, cost_rows, parse_drafters
+from cluster.bench.trees_report import facts_of, plot, tables_of
+from cluster.config import DEMO_MODELS
+from cluster.demo.corpus import HELD_OUT
+from cluster.demo.kinds import BLOCK_TOKENS, EDITS, KINDS, PROSE, kind_prompts
+from cluster.demo.prompts import load_passages, load_tokenizer
+from cluster.policies import POLICIES, Experience, make_policy
+from cluster.rounds import rounds
+from drafter_service.engine import DrafterEngine
+from verifier_service.engine import VerifierEngine
+
+CHAIN, TREE = LevelShape((1, 1, 1)), LevelShape((3, 2, 1))
+ARMS: tuple[TreeShape, ...] = (OFF, CHAIN, TREE, DynamicShape(3, 3, 8))
+TOKENS = 12
+
+
+def tiny_pair(folder: Path) -> tuple[Path, Path]:
+    """A target, and a drafter that is like it: it guesses often, and not always, right."""
+    target, drafter = folder / "target", folder / "drafter"
+    for each in (target, drafter):
+        each.mkdir()
+    model = tiny_mamba.make_checkpoint(target, "mamba2")
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.15 * parameter.std() * torch.randn(parameter.shape, generator=generator)
+    model.save_pretrained(drafter)
+    tiny_mamba.write_tokenizer(drafter)
+    return target, drafter
+
+
+@asynccontextmanager
+async def engines(folder: Path) -> AsyncIterator[tuple[DrafterEngine, VerifierEngine, Forward]]:
+    target, small = tiny_pair(folder)
+    drafter = DrafterEngine.load(small, name="d", states=NoStates(), max_sessions=8)
+    drafter.start()
+    verifier = VerifierEngine.load(target, name="v", dtype=torch.float32, max_length=256, max_sessions=4)
+    await verifier.start()
+    try:
+        yield drafter, verifier, Forward(small, "float32")
+    finally:
+        drafter.stop()
+        await verifier.stop()
+
+
+async def answers(verifier: VerifierEngine, temperature: float, count: int = 3) -> list[Answer]:
+    prompts = [[(7 * place + step * step) % 96 for step in range(20)] for place in range(count)]
+    return [
+        await write_answer(verifier, KINDS[place % 3], f"p{place}", prompt, temperature, 40 + place, TOKENS)
+        for place, prompt in enumerate(prompts)
+    ]
+
+
+def flat_costs() -> Costs:
+    """A step of 20 ms and 0.4 ms for each row, 2 ms for each level, and a little for its rows."""
+    step = {rows: 20_000.0 + 400 * rows for rows in (1, *range(8, 65, 8))}
+    shapes = {shape: 2000.0 * shape.depth + 10 * shape.rows for shape in (*fixed_arms(ARMS), *grown_arms(ARMS))}
+    levels = {shape: 2000.0 * shape.depth + 10 * shape.rows for pair in level_shapes().values() for shape in pair}
+    return Costs(step, {shape: us for shape, us in (shapes | levels).items() if not shape.off})
+
+
+# Prompts
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_of_each_kind_are_held_out_of_the_right_length_and_always_the_same(kind):
+    prompts = kind_prompts(kind, 8, 128)
+    assert prompts == kind_prompts(kind, 8, 128)
+    assert [len(prompt.token_ids) for prompt in prompts] == [128] * 8
+    assert len({prompt.token_ids for prompt in prompts}) == 8
+    modules = {prompt.name.rpartition(":")[0] for prompt in prompts}
+    assert modules <= set(HELD_OUT)
+
+
+def test_prose_ends_inside_a_docstring_and_edits_repeat_a_block_under_other_names():
+    texts = {passage.name: passage.text for passage in load_passages()}
+    for prompt in kind_prompts(PROSE, 8, 128):
+        said = prompt.text.removeprefix('"""')
+        assert said != prompt.text and '"""' not in said
+        assert said.strip() in texts[prompt.name], "as it stands in the passage"
+    tokenizer = load_tokenizer()
+    for prompt in kind_prompts(EDITS, 8, 128):
+        name = texts[prompt.name].split("(")[0].split(":")[0].split()[1]
+        copies = [f"{name}_{letter}" for letter in "abc"]
+        assert all(copy in prompt.text for copy in copies)
+        blocks = prompt.text.replace("_a", "").replace("_b", "").replace("_c", "")
+        first = texts[prompt.name].splitlines()[0]
+        assert blocks.count(first) >= 3, "nothing but the name differs"
+        assert len(tokenizer.encode(prompt.text.split(copies[1])[0]).ids) <= BLOCK_TOKENS + 10
+
+
+def test_more_prompts_than_there_are_and_kinds_that_are_none_are_refused():
+    with pytest.raises(ValueError, match="prompts of prose"):
+        kind_prompts(PROSE, 50, 128)
+    with pytest.raises(ValueError, match="is not one of code, prose, edits"):
+        kind_prompts("poetry", 1, 128)
+
+
+# Traces
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_replayed_rounds_emit_what_rounds_with_the_verifier_do(temperature, tmp_path):
+    """For static shapes by ranks alone, for the others by the trees that were grown at every place."""
+    shapes: list[TreeShape] = [OFF, CHAIN, TREE, NodeShape((3, 1, 0, 0, 2)), BeamShape(3, 2), DynamicShape(3, 3, 8)]
+    async with engines(tmp_path) as (drafter, verifier, forward):
+        traces = [Trace(answer, guesses_of(forward, answer)) for answer in await answers(verifier, temperature)]
+        # One at a time: what a drafter has learned of confidences by then, the live rounds begin with too.
+        await grow_trees(drafter, traces, shapes[4:], lambda: None)
+        grown = sum(len(trace.trees[shape]) for trace in traces for shape in shapes[4:])
+        assert grown == 2 * len(traces) * TOKENS
+        emitted = []
+        for trace in traces:
+            for shape in shapes[:4]:
+                live, _ = await live_rounds(drafter, verifier, shape, trace)
+                assert live == [count for _, count in trace.rounds(shape)], shape
+                emitted += live
+            for shape in shapes[4:]:
+                for place, tree in enumerate(trace.trees[shape]):
+                    base = trace.answer.begin + place
+                    peer = Peer(trace.answer.ids[:base], trace.answer.sampling)
+                    await peer.open(verifier, 2 * SPARE)
+                    verdict = await peer.verify(verifier, tree, base)
+                    await peer.close(verifier)
+                    assert (verdict.length, verdict.path) == (trace.emitted(shape, base), trace.path(shape, base))
+        assert {1, 2, 4} <= set(emitted), "guesses are right and wrong"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_ranks_say_of_static_shapes_what_their_grown_trees_do(temperature, tmp_path):
+    shapes: list[TreeShape] = [CHAIN, TREE, NodeShape((3, 1, 0, 0, 2))]
+    async with engines(tmp_path) as (drafter, verifier, forward):
+        traces = [Trace(answer, guesses_of(forward, answer)) for answer in await answers(verifier, temperature)]
+        await grow_trees(drafter, traces, shapes, lambda: None)
+    for trace, shape in itertools.product(traces, shapes):
+        assert disagreements(trace, shape) == 0
+        assert (
+            trace.trees[shape][0].parents.tolist()
+            == Trace(trace.answer, trace.guesses).tree(shape, 20).parents.tolist()
+        )
+
+
+async def test_what_is_cut_from_a_greater_dynamic_tree_is_the_smaller_one(tmp_path):
+    async with engines(tmp_path) as (drafter, verifier, forward):
+        (answer,) = await answers(verifier, 0.0, 1)
+        peer = Peer(answer.ids[: answer.begin], answer.sampling)
+        await peer.open(drafter, 4)
+        for k, depth in ((4, 5), (8, 8)):
+            master = await peer.draft(drafter, DynamicShape(k, depth, 63), answer.begin)
+            for rows in (9, *SIZES):
+                grown = await peer.draft(drafter, DynamicShape(k, depth, rows - 1), answer.begin)
+                cut = trimmed(master, rows)
+                assert cut.tokens.tolist() == grown.tokens.tolist()
+                assert cut.parents.tolist() == grown.parents.tolist()
+
+
+def test_a_path_ends_where_no_child_carries_the_token():
+    tree = DraftTree.of([9, 1, 2, 3, 4], [-1, 0, 0, 2, 3])
+    assert walk(tree, [2, 3, 4, 5]) == (0, 2, 3, 4)
+    assert walk(tree, [1, 3]) == (0, 1)
+    assert walk(tree, [3]) == (0,)
+
+
+def test_ranks_lead_down_a_static_tree():
+    shape = NodeShape((2, 0, 2, 1))
+    assert child_counts(shape) == (2, 0, 2, 1, 0, 0)
+    assert static_path(shape, [1, 0, 0, 0]) == (0, 2, 3, 5)
+    assert static_path(shape, [1, 1, 0]) == (0, 2, 4)
+    assert static_path(shape, [0, 0]) == (0, 1)
+    assert static_path(OFF, [0, 0]) == (0,)
+    with pytest.raises(ValueError, match="the form of beam"):
+        child_counts(BeamShape(2, 2))
+
+
+def made_trace(ranks: list[int], kind: str = "code", tokens: int | None = None) -> Trace:
+    """A trace of which the ranks are known, and nothing else means anything."""
+    count = tokens or len(ranks) - SPARE
+    answer = Answer(kind, "made", 0.0, 0, tuple(range(4 + len(ranks))), 4, count)
+    scores = np.tile(-np.arange(16, dtype=np.float32), (len(ranks), 1))
+    candidates = np.tile(np.arange(16), (len(ranks), 1))
+    return Trace(answer, Guesses(candidates, scores, scores, np.array(ranks), np.zeros(len(ranks), np.float32)))
+
+
+def test_a_shape_whose_trees_were_not_recorded_is_refused():
+    with pytest.raises(ValueError, match="no trees of dynamic"):
+        made_trace([0] * 20).emitted(DynamicShape(3, 3, 8), 4)
+
+
+def test_rounds_follow_one_another_by_what_they_emit():
+    trace = made_trace([0, 1, 0, 0, 9, 0, 0, 0] + [9] * SPARE)
+    assert list(trace.rounds(CHAIN)) == [(4, 2), (6, 3), (9, 4)]
+    assert list(trace.rounds(LevelShape((2, 2)))) == [(4, 3), (7, 2), (9, 3)]
+
+
+# Costs
+
+
+def test_costs_are_those_of_the_next_number_of_rows_and_levels_are_told_apart():
+    costs = flat_costs()
+    assert costs.step_us(1) == 20_400 and costs.step_us(2) == costs.step_us(8) == 23_200 and costs.step_us(16) == 26_400
+    assert costs.round_us(OFF) == 20_400
+    assert costs.round_us(TREE) == costs.draft[TREE] + 26_400
+    assert costs.level_us(4) == 2000 + 40 and costs.level_us(3) == 2000 + 30, "between two numbers, on the line"
+    unmeasured = LevelShape((2, 2, 2))
+    assert costs.draft_us(unmeasured) == pytest.approx(costs.draft[LevelShape((1,))] + 2020 + 2040)
+    with pytest.raises(ValueError, match="was not measured"):
+        costs.draft_us(DynamicShape(2, 2, 4))
+
+
+async def test_costs_are_measured_of_every_row_count_and_shape(tmp_path):
+    async with engines(tmp_path) as (drafter, verifier, _):
+        steps, ids = [], list(range(20))
+        step = await measure_steps(verifier, ids, 1.0, 1, lambda: steps.append(1))
+        draft = await measure_drafts(drafter, ids, 1.0, [OFF, TREE, MASTERS[0]], 1, lambda: steps.append(1))
+        assert verifier.stats()["sessions"] == drafter.sessions == 0
+    assert set(step) == {1, *range(8, 65, 8)} and OFF not in draft and {TREE, MASTERS[0]} <= set(draft)
+    assert len(steps) == 4 and min(*step.values(), *draft.values()) > 0
+
+
+# Policies
+
+
+class Charged:
+    """Drafter and verifier of the loop, at engines of this process, charged by the table instead of the clock."""
+
+    def __init__(self, drafter: DrafterEngine, verifier: VerifierEngine, answer: Answer, costs: Costs) -> None:
+        self.peer = Peer(answer.ids[: answer.begin], answer.sampling)
+        self.drafter, self.verifier, self.costs = drafter, verifier, costs
+        self.known = self.held = answer.begin
+
+    async def draft(self, text: Text, shape: TreeShape) -> DraftTree:
+        self.peer.text.extend(text.ids[len(self.peer.text) :])
+        if shape.off:
+            return DraftTree.root_only(text.root)
+        tree = await self.peer.draft(self.drafter, shape, self.known)
+        self.known = len(text)
+        return replace(tree, draft_us=round(self.costs.draft_us(shape)), texts=1)
+
+    async def verify(self, text: Text, tree: DraftTree) -> Verdict:
+        verdict = await self.peer.verify(self.verifier, tree, self.held)
+        self.held = len(text)
+        us = round(self.costs.step_us(tree.rows))
+        return replace(verdict, verify_us=us, queue_us=0, texts=1, step_rows=tree.rows)
+
+
+class Told:
+    """A policy with what the router tells of a round beside it."""
+
+    def __init__(self, policy, experience: Experience, place, costs: Costs) -> None:
+        self.policy, self.experience, self.place, self.costs = policy, experience, place, costs
+        self.played: list[tuple[TreeShape, int]] = []
+
+    def choose(self) -> TreeShape:
+        return self.policy.choose()
+
+    def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:
+        self.policy.learn(shape, tree, verdict)
+        self.place.begun()
+        if self.played:
+            self.experience.learn_time(shape, tree, verdict, self.costs.round_us(shape))
+        self.played.append((shape, verdict.length))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+async def test_a_replayed_policy_does_what_it_does_live(name, tmp_path):
+    """With the real loop, drafter and verifier; only the clock is the table's. One experience over all answers."""
+    costs, arms = flat_costs(), ARMS[:3]
+    async with engines(tmp_path) as (drafter, verifier, forward):
+        written = [answer for temperature in (0.0, 1.0) for answer in await answers(verifier, temperature)]
+        replayed_with, live_with = Experience(), Experience()
+        chosen = set()
+        for answer in written:
+            trace = Trace(answer, guesses_of(forward, answer))
+            policy = make_policy(name, arms, replayed_with, answer.temperature)
+            run = run_policy(policy, replayed_with, trace, costs)
+            limits = Limits(len(answer.ids) + 2 * SPARE, ignore_end=True)
+            text = Text(list(answer.ids[: answer.begin]), answer.sampling, limits)
+            peers = Charged(drafter, verifier, answer, costs)
+            await peers.peer.open(verifier, 3 * SPARE + TOKENS)
+            await peers.peer.open(drafter, 3 * SPARE + TOKENS)
+            with live_with.running() as place:
+                told = Told(make_policy(name, arms, live_with, answer.temperature), live_with, place, costs)
+                async for _ in rounds(text, peers, peers, told):
+                    if len(text) >= answer.end:
+                        break
+            await peers.peer.close(verifier)
+            await peers.peer.close(drafter, peers.known)
+            assert told.played == [(played.shape, played.emitted) for played in run.rounds]
+            chosen |= {shape for shape, _ in told.played}
+    assert len(chosen) > 1, "there was something to choose"
+
+
+def test_a_stream_learns_from_one_answer_to_the_next():
+    """A chain that is always right: after a first pass, nothing else is worth trying."""
+    traces = [made_trace([0] * (30 + SPARE)) for _ in range(4)]
+    first, second = run_stream("ratio_ucb", ARMS[:3], traces, flat_costs(), 2)
+    assert len({played.shape for run in first for played in run.rounds}) == 3
+    assert {played.shape for run in second for played in run.rounds} == {CHAIN}
+    fixed = run_fixed(CHAIN, traces[0], flat_costs())
+    assert second[0].tokens_per_second == pytest.approx(fixed.tokens_per_second)
+    assert fixed.tokens_per_second == pytest.approx(4e6 / flat_costs().round_us(CHAIN))
+
+
+# Trees
+
+
+def test_level_shapes_never_widen_and_none_is_missing():
+    found = {shape.widths for shape in level_shapes_up_to(6, deepest=3)}
+    assert found == {(1,), (2,), (3,), (4,), (5,), (1, 1), (2, 1), (1, 1, 1)}
+
+
+def every_tree(rows: int, depth: int, children: int):
+    """Every set of paths of so many rows that holds each path's parent and elder siblings."""
+    grown = {frozenset([()])}
+    for _ in range(rows - 1):
+        grown = {
+            tree | {(*path, rank)}
+            for tree in grown
+            for path in tree
+            if len(path) < depth
+            for rank in range(children)
+            if (*path, rank) not in tree and all((*path, elder) in tree for elder in range(rank))
+        }
+    return grown
+
+
+@pytest.mark.parametrize("rows", [2, 4, 6])
+def test_no_static_tree_of_as_many_rows_emits_more_than_the_likeliest(rows):
+    accept = np.array([[0.5, 0.3, 0.1], [0.7, 0.1, 0.05], [0.4, 0.35, 0.2]])
+
+    def worth(path):
+        return np.prod([accept[depth, rank] for depth, rank in enumerate(path)])
+
+    best = max(sum(worth(path) for path in tree) for tree in every_tree(rows, 3, 3))
+    shape = likeliest_tree(accept, rows)
+    assert shape.rows == rows
+    paths: list[tuple[int, ...]] = [()]
+    for row, count in enumerate(child_counts(shape)):
+        paths += [(*paths[row], rank) for rank in range(count)]
+    assert sum(map(worth, paths)) == pytest.approx(best)
+
+
+def test_acceptance_counts_ranks_as_far_as_they_lead():
+    table = acceptance([made_trace([0, 1, 9] + [9] * SPARE, tokens=2)], depths=3, children=4)
+    assert table[0].tolist() == [0.5, 0.5, 0, 0], "from two places"
+    assert table[1].tolist() == [0, 0.5, 0, 0], "one of them went on, the other's next was past the candidates"
+    assert table[2].tolist() == [0, 0, 0, 0]
+
+
+def test_the_best_static_tree_is_no_worse_than_any_of_levels_nor_the_likeliest():
+    traces = [made_trace([1, 0, 0, 3, 0, 2, 0, 1] * 5 + [9] * SPARE)]
+    best = emitted_per_round(lengths(best_static(traces, 8), traces))
+    others = [*level_shapes_up_to(8), likeliest_tree(acceptance(traces), 8)]
+    assert best == max(emitted_per_round(lengths(shape, traces)) for shape in others)
+
+
+def test_reliability_weighs_distances_by_counts():
+    found = reliability(np.array([0.05, 0.05, 0.95, 1.0]), np.array([False, True, True, True]))
+    assert [(each["from"], each["accepted"], each["guesses"]) for each in found["bins"]] == [
+        (0.0, 0.5, 2),
+        (0.9, 1.0, 2),
+    ]
+    assert found["expected_error"] == pytest.approx(0.5 * 0.45 + 0.5 * 0.025)
+
+
+# The whole
+
+
+@pytest.fixture
+async def recorded(tmp_path):
+    """Everything, on a tiny pair, with costs that were not measured."""
+    traces = {}
+    async with engines(tmp_path) as (drafter, verifier, forward):
+        for temperature in (0.0, 1.0):
+            mine = [Trace(answer, guesses_of(forward, answer)) for answer in await answers(verifier, temperature)]
+            await grow_trees(drafter, mine, grown_arms(ARMS), lambda: None)
+            for trace in mine:
+                cut_trees(trace)
+            traces["tiny", temperature] = mine
+            traces["unserved", temperature] = [Trace(trace.answer, trace.guesses) for trace in mine]
+    costs = {("tiny", temperature): flat_costs() for temperature in (0.0, 1.0)}
+    return Recorded(traces, costs, "tiny", ARMS)
+
+
+async def test_the_ways_that_rounds_end_add_up(recorded):
+    for temperature, rows in itertools.product((0.0, 1.0), SIZES):
+        for dynamic in dynamic_shapes(rows):
+            traces = recorded.traces["tiny", temperature]
+            causes = causes_of(dynamic, TREE, traces)
+            assert causes.rounds == causes.depth_reached + causes.past_candidates + causes.left_out
+            assert causes.rounds == sum(causes.ended_at.values()) == sum(map(len, lengths(dynamic, traces)))
+            assert causes.places == causes.static_too + causes.static_more + causes.dynamic_more == 3 * TOKENS
+            assert causes.lost_left_out >= causes.left_out
+
+
+async def test_the_report_has_every_table_and_every_aim(recorded, tmp_path):
+    live = {
+        "temperature": 0.0,
+        "arm": "(3,2,1)",
+        "rounds": 3,
+        "differences": 0,
+        "tokens_per_second": 1.0,
+        "predicted_tokens_per_second": 1.1,
+    }
+    plan = {
+        "target": "costly",
+        "parameters": 1,
+        "dtype": "bfloat16",
+        "drafter": "tiny",
+        "drafter_dtype": "float32",
+        "kinds": list(KINDS),
+        "prompts": 1,
+        "prompt_tokens": 20,
+        "tokens": TOKENS,
+        "places": 72,
+        "checked_shape": "(3,3,2,1)",
+        "disagreements": 0,
+        "repetitions": 1,
+    }
+    machine = {"libraries": {}, "environment": {}, "processor": "p", "cores": 2, "accelerator": None}
+    report = {
+        "bench": "trees",
+        "machine": machine | {"threads": 2, "python": "3"},
+        "settings": {"command": "c", "local": True, "date": "d", "commit": "c", "seconds": 1.0, "seed": 0},
+        "plan": plan,
+        "live": [live],
+    } | analyse(recorded, lambda title, steps: lambda: None)
+    tables = list(tables_of(report))
+    titles = "\n".join(title for title, _, _ in tables)
+    for part in (
+        "Table 4",
+        "Table 5",
+        "Table 6",
+        "Every arm: edits, temperature 1",
+        "Policies on the configured arms, temperature 0",
+        "EAGLE-2's ablation",
+        "rounds of dynamic trees end",
+        "Figure 6",
+        "Costs in ms",
+        "By the clock",
+        "Aims",
+    ):
+        assert part in titles
+    for title, columns, rows in tables:
+        assert rows and all(len(cells) == len(columns) for cells in rows), title
+    assert "unserved" in {row["drafter"] for row in report["rows"]}
+    assert {row["policy"] for row in report["policies"]} == set(POLICIES)
+    assert {row["rows"] for row in cost_rows(recorded)} >= {1, 31, 64}
+    assert len(report["aims"]) == 2 * (len(SIZES) + 2 * len(KINDS))
+    dynamic = [aim for aim in report["aims"] if aim["aim"].startswith("dynamic")]
+    assert all(aim["met"] is (aim["value"] >= 1.2) for aim in dynamic)
+    assert all("of places the static tree" in aim["why"] for aim in dynamic if not aim["met"])
+    text = as_markdown(report, facts_of(report), tables)
+    assert "72 places by tiny" in text
+    plot(report, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    "wrong, named",
+    [
+        ({"prompts": 0}, "prompts"),
+        ({"tokens": 0}, "tokens"),
+        ({"seed": -1}, "seed"),
+        ({"drafters": "none"}, "drafters"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_by_name(wrong, named):
+    with pytest.raises(BadRequest, match=named):
+        bench_trees(**wrong)
+    with pytest.raises(BadRequest, match="drafters"):
+        parse_drafters("mamba2,,llama")
+    assert Settings(1, 1, 1, (0.0,), ("mamba2",), False, 0, DEMO_MODELS).drafters == ("mamba2",)
