@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -13,7 +13,7 @@ from dendro.tree import DraftTree
 
 from cluster.bench.costs import Costs
 from cluster.bench.replay import run_fixed
-from cluster.bench.traces import SPARE, Peer, Trace
+from cluster.bench.traces import SPARE, Answer, Peer, Trace
 
 
 def live_shapes() -> tuple[TreeShape, ...]:
@@ -22,10 +22,16 @@ def live_shapes() -> tuple[TreeShape, ...]:
 
 
 async def live_rounds(
-    drafter: DrafterPeer, verifier: VerifierPeer, shape: TreeShape, trace: Trace
+    drafter: DrafterPeer,
+    verifier: VerifierPeer,
+    shape: TreeShape,
+    answer: Answer,
+    after_round: Callable[[], None] = lambda: None,
 ) -> tuple[list[int], float]:
-    """N of every round of one answer as drafter and verifier find it, and the seconds of all; one after the other."""
-    answer = trace.answer
+    """N of every round of one answer as drafter and verifier find it, and the seconds of all; one after the other.
+
+    Of the answer, only the prompt, how it is drawn and how long it gets are told to them.
+    """
     peer = Peer(answer.ids[: answer.begin], answer.sampling)
     await peer.open(verifier, answer.tokens + 2 * SPARE)
     await peer.open(drafter, answer.tokens + 2 * SPARE)
@@ -41,6 +47,7 @@ async def live_rounds(
         held = len(peer.text)
         peer.text.extend(verdict.tokens)
         emitted.append(verdict.length)
+        after_round()
     seconds = time.perf_counter() - started
     await peer.close(verifier)
     await peer.close(drafter, known)
@@ -54,7 +61,7 @@ async def live_row(
     rounds = tokens = differences = 0
     seconds = predicted_us = 0.0
     for trace in traces:
-        emitted, took = await live_rounds(drafter, verifier, shape, trace)
+        emitted, took = await live_rounds(drafter, verifier, shape, trace.answer)
         run = run_fixed(shape, trace, costs)
         replayed = [played.emitted for played in run.rounds]
         differences += sum(a != b for a, b in zip_longest(emitted, replayed))

@@ -371,25 +371,26 @@ def three_causes(causes: Row) -> str:
 # (iii) Calibration
 
 
-def confidences(trace: Trace) -> dict[str, np.ndarray]:
+def confidences(trace: Trace, calibration: Calibration) -> tuple[dict[str, np.ndarray], Calibration]:
     """[places, candidates] chances that a drafter's candidates are taken to have, by three accounts.
 
     `draft law`: softmax of logits / T, as EAGLE-2 has it. `margin`: softmax of the scores, noise included, over the
-    candidates. `calibrated`: what our drafter says, fitted while the text is written.
+    candidates. `calibrated`: what our drafter says, fitted while the text is written; it comes with what it knew at the
+    text's beginning, and what it knows at the end is returned.
     """
     guesses, places = trace.guesses, trace.answer.tokens
     scores = guesses.scores[:places]
     weights = np.exp(scores - scores[:, :1])
-    calibration, calibrated = Calibration(), []
+    calibrated = []
     for row, rank in zip(scores, guesses.ranks[:places].tolist(), strict=True):
         calibrated.append(np.exp(calibration.confidences(row[None])[0]))
         calibration = calibration.learn(row, rank)
-    found = {
+    said = {
         "draft law": np.exp(guesses.chances[:places]),
         "margin": weights / weights.sum(1, keepdims=True),
         "calibrated": np.stack(calibrated),
     }
-    return found
+    return said, calibration
 
 
 def calibration_rows(recorded: Recorded) -> Iterator[Row]:
@@ -399,9 +400,10 @@ def calibration_rows(recorded: Recorded) -> Iterator[Row]:
     """
     for temperature in recorded.temperatures:
         stated: dict[str, list[np.ndarray]] = defaultdict(list)
-        hits = []
+        hits, calibration = [], Calibration()
         for trace in recorded.traces[recorded.drafter, temperature]:
-            for name, chances in confidences(trace).items():
+            said, calibration = confidences(trace, calibration)
+            for name, chances in said.items():
                 stated[name].append(chances.ravel())
             ranks = trace.guesses.ranks[: trace.answer.tokens, None]
             hits.append((ranks == np.arange(trace.guesses.scores.shape[1])).ravel())

@@ -26,6 +26,7 @@ from cluster.bench.machine import describe_machine, describe_run
 from cluster.bench.report import show_tables, write_reports
 from cluster.bench.speed import COSTLY
 from cluster.bench.traces import (
+    DRAFTER_DTYPE,
     SPARE,
     Answer,
     Forward,
@@ -52,6 +53,7 @@ from cluster.bench.trees import (
     share_rows,
     streams,
 )
+from cluster.bench.trees_context import measure_contexts
 from cluster.config import DEMO_MODELS, Config
 from cluster.demo.kinds import KINDS, kind_prompts
 from cluster.demo.measure import ANSWER_TOKENS, PROMPT_TOKENS
@@ -65,9 +67,7 @@ DRAFTERS = ("mamba2", "mamba", "llama")
 PROMPTS, QUICK_PROMPTS = 8, 1
 QUICK_TOKENS = 16
 REPETITIONS, QUICK_REPETITIONS = 15, 3
-DTYPE = "float32"
-"""Of drafters. In it the order of guesses is the text's alone, and rounds replay exactly; in bfloat16 it also hangs on
-how the text was cut into forwards. On a processor it costs the same."""
+CONTEXTS, QUICK_CONTEXTS = (256, 512, 1024, 2048, 4096, 8192), (256, 1024)
 SIDE_BY_SIDE = 8
 """Texts that grow trees at once."""
 MARGIN = 8
@@ -84,6 +84,7 @@ class Settings:
     temperatures: tuple[float, ...]
     drafters: tuple[str, ...]
     live: bool
+    contexts: tuple[int, ...]  # tokens; none: longer texts are left out
     seed: int
     models: Path
 
@@ -130,7 +131,12 @@ async def verifier_of(config: Config, texts: int, tokens: int) -> AsyncIterator[
 async def drafter_of(checkpoint: Path) -> AsyncIterator[DrafterEngine]:
     """A drafter's engine, in this process."""
     engine = DrafterEngine.load(
-        checkpoint, name=checkpoint.name, states=NoStates(), dtype=DTYPE, threads=THREADS, max_sessions=SIDE_BY_SIDE
+        checkpoint,
+        name=checkpoint.name,
+        states=NoStates(),
+        dtype=DRAFTER_DTYPE,
+        threads=THREADS,
+        max_sessions=SIDE_BY_SIDE,
     )
     engine.start()
     try:
@@ -180,7 +186,7 @@ async def record(
             each: await measure_steps(verifier, ids, each, settings.repetitions, step) for each in settings.temperatures
         }
         for name in settings.drafters:
-            forward = Forward(settings.models / name, DTYPE)
+            forward = Forward(settings.models / name, DRAFTER_DTYPE)
             for temperature, written in answers.items():
                 traces[name, temperature] = [Trace(answer, guesses_of(forward, answer)) for answer in written]
             if not forward.served:
@@ -217,7 +223,7 @@ async def record(
         "parameters": parameter_count(target.checkpoint),
         "dtype": target.dtype,
         "drafter": main,
-        "drafter_dtype": DTYPE,
+        "drafter_dtype": DRAFTER_DTYPE,
         "drafters": list(settings.drafters),
         "kinds": list(KINDS),
         "prompts": settings.prompts,
@@ -277,6 +283,7 @@ async def run_trees(settings: Settings, begin: Callable[[str, int], Callable[[],
     torch.set_num_threads(THREADS)
     recorded, said = await record(settings, begin)
     found = analyse(recorded, begin)
+    found["context"] = await measure_contexts(settings.models, settings.contexts, begin) if settings.contexts else []
     machine = describe_machine(THREADS)
     run = describe_run(started, local=True, seed=settings.seed)
     return {"bench": "trees", "machine": machine, "settings": run} | said | found
@@ -304,6 +311,12 @@ def bench_trees(
             show_default=False,
         ),
     ] = None,
+    context: Annotated[
+        bool,
+        typer.Option(
+            "--context", help="Also rounds and memory after 256 to 8,192 tokens of text (quick 256 and 1,024)."
+        ),
+    ] = False,
     live: Annotated[
         bool, typer.Option(help="Some arms by the clock as well, with drafter and verifier in this process.")
     ] = True,
@@ -327,6 +340,7 @@ def bench_trees(
         temperatures=parse_temperatures(temperatures),
         drafters=parse_drafters(chosen),
         live=live,
+        contexts=(QUICK_CONTEXTS if quick else CONTEXTS) if context else (),
         seed=seed,
         models=models,
     )

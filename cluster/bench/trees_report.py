@@ -100,6 +100,8 @@ def tables_of(report: Report) -> Iterator[Cells]:
     yield from _costs(report)
     if report["live"]:
         yield _live(report)
+    if report["context"]:
+        yield _context(report)
     yield aims_table(report)
 
 
@@ -252,6 +254,35 @@ def _live(report: Report) -> Cells:
         for row in report["live"]
     ]
     return "By the clock: drafter and verifier in this process, without a router", columns, cells
+
+
+def _context(report: Report) -> Cells:
+    """Table 2 of the Mamba-drafters paper: tokens a second, emitted per round and memory as the text gets longer."""
+    columns = (
+        "context",
+        "",
+        "emitted per round",
+        "tokens/s by the clock",
+        "over off",
+        "verifier MiB",
+        "drafter MiB",
+        "drafter's, if a Transformer's, MiB",
+    )
+    cells: list[tuple[str, ...]] = [
+        (
+            f"{row['context']:,}",
+            row["arm"],
+            f"{row['emitted_per_round']:.2f}",
+            f"{row['tokens_per_second']:.1f}",
+            f"{row['over_off']:.2f}",
+            f"{row['verifier_peak_bytes'] / 2**20:.1f}",
+            f"{row['drafter_peak_bytes'] / 2**20:.2f}",
+            f"{row['transformer_drafter_bytes'] / 2**20:.2f}",
+        )
+        for row in report["context"]
+    ]
+    title = "Longer texts (as Table 2): by the clock, most memory of one text; what the target says there means nothing"
+    return title, columns, cells
 
 
 def plot(report: Report, path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from dendro.shapes import OFF, BeamShape, DynamicShape, LevelShape, NodeShape, T
 from dendro.state import NoStates
 from dendro.text import Limits, Text, Verdict
 from dendro.tree import DraftTree
+from tree_layers.states import StateShape
 
 from cluster.bench.costs import Costs, level_shapes, measure_drafts, measure_steps
 from cluster.bench.live import live_rounds
@@ -56,6 +59,7 @@ from cluster.bench.trees import (
     reliability,
 )
 from cluster.bench.trees_command import Settings, analyse, bench_trees, cost_rows, parse_drafters
+from cluster.bench.trees_context import context_rows, key_bytes, slot_bytes
 from cluster.bench.trees_report import facts_of, plot, tables_of
 from cluster.config import DEMO_MODELS
 from cluster.demo.corpus import HELD_OUT
@@ -169,7 +173,7 @@ async def test_replayed_rounds_emit_what_rounds_with_the_verifier_do(temperature
         emitted = []
         for trace in traces:
             for shape in shapes[:4]:
-                live, _ = await live_rounds(drafter, verifier, shape, trace)
+                live, _ = await live_rounds(drafter, verifier, shape, trace.answer)
                 assert live == [count for _, count in trace.rounds(shape)], shape
                 emitted += live
             for shape in shapes[4:]:
@@ -420,6 +424,19 @@ def test_reliability_weighs_distances_by_counts():
     assert found["expected_error"] == pytest.approx(0.5 * 0.45 + 0.5 * 0.025)
 
 
+# Longer texts
+
+
+def test_memory_is_counted_in_bytes_of_all_layers():
+    shapes = [StateShape((4, 16, 8), (3, 96)), StateShape((4, 16, 8), (3, 96))]
+    assert slot_bytes(shapes, torch.float32) == 2 * 4 * (512 + 288)
+    assert slot_bytes(shapes, torch.bfloat16) == 2 * (4 * 512 + 2 * 288)
+    llama = DEMO_MODELS / "llama"
+    config = json.loads((llama / "config.json").read_text())
+    width = config["hidden_size"] // config["num_attention_heads"]
+    assert key_bytes(llama) == 8 * config["num_hidden_layers"] * config["num_key_value_heads"] * width
+
+
 # The whole
 
 
@@ -450,6 +467,27 @@ async def test_the_ways_that_rounds_end_add_up(recorded):
             assert causes.lost_left_out >= causes.left_out
 
 
+async def small_contexts(folder: Path) -> list[dict[str, Any]]:
+    """Longer texts at a tiny pair, of which only pages and slots are counted."""
+    aside = folder / "contexts"
+    aside.mkdir()
+    async with engines(aside) as (drafter, verifier, _):
+        ids = [step % 96 for step in range(100)]
+        rows = await context_rows(
+            drafter, verifier, ids, (20, 100), (OFF, TREE), lambda peak: (peak.pages, peak.slots), lambda: None
+        )
+        assert drafter.sessions == verifier.stats()["sessions"] == 0
+    return rows
+
+
+async def test_a_longer_text_takes_more_of_the_verifier_and_no_more_of_the_drafter(tmp_path):
+    rows = {(row["context"], row["arm"]): row for row in await small_contexts(tmp_path)}
+    assert rows[100, "(3,2,1)"]["verifier_peak_bytes"] > rows[20, "(3,2,1)"]["verifier_peak_bytes"]
+    assert rows[100, "(3,2,1)"]["drafter_peak_bytes"] == rows[20, "(3,2,1)"]["drafter_peak_bytes"]
+    assert rows[20, "(3,2,1)"]["drafter_peak_bytes"] > rows[20, "off"]["drafter_peak_bytes"] > 0
+    assert rows[20, "off"]["emitted_per_round"] == rows[20, "off"]["over_off"] == 1.0
+
+
 async def test_the_report_has_every_table_and_every_aim(recorded, tmp_path):
     live = {
         "temperature": 0.0,
@@ -459,6 +497,7 @@ async def test_the_report_has_every_table_and_every_aim(recorded, tmp_path):
         "tokens_per_second": 1.0,
         "predicted_tokens_per_second": 1.1,
     }
+    context = [each | {"transformer_drafter_bytes": 100} for each in await small_contexts(tmp_path)]
     plan = {
         "target": "costly",
         "parameters": 1,
@@ -481,6 +520,7 @@ async def test_the_report_has_every_table_and_every_aim(recorded, tmp_path):
         "settings": {"command": "c", "local": True, "date": "d", "commit": "c", "seconds": 1.0, "seed": 0},
         "plan": plan,
         "live": [live],
+        "context": context,
     } | analyse(recorded, lambda title, steps: lambda: None)
     tables = list(tables_of(report))
     titles = "\n".join(title for title, _, _ in tables)
@@ -495,6 +535,7 @@ async def test_the_report_has_every_table_and_every_aim(recorded, tmp_path):
         "Figure 6",
         "Costs in ms",
         "By the clock",
+        "Longer texts (as Table 2)",
         "Aims",
     ):
         assert part in titles
@@ -527,4 +568,4 @@ def test_settings_that_make_no_sense_are_refused_by_name(wrong, named):
         bench_trees(**wrong)
     with pytest.raises(BadRequest, match="drafters"):
         parse_drafters("mamba2,,llama")
-    assert Settings(1, 1, 1, (0.0,), ("mamba2",), False, 0, DEMO_MODELS).drafters == ("mamba2",)
+    assert Settings(1, 1, 1, (0.0,), ("mamba2",), False, (), 0, DEMO_MODELS).drafters == ("mamba2",)

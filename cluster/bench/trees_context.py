@@ -1,0 +1,139 @@
+"""Rounds after longer and longer texts: what they emit, how fast, and what both sides hold.
+
+By the clock, on the costly target with its last position raised. What it says after more tokens than it was trained on
+means nothing, so what rounds emit there does not either; what they cost does.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from dendro.shapes import TreeShape
+from dendro.state import NoStates
+from tree_kernels.tree_attention import PAGE
+from tree_layers.states import StateShape
+
+from cluster.bench.command import THREADS, target_config
+from cluster.bench.context import with_positions
+from cluster.bench.live import live_rounds, live_shapes
+from cluster.bench.speed import COSTLY
+from cluster.bench.traces import DRAFTER_DTYPE, SPARE, Answer
+from cluster.demo.prompts import held_out_prompts, load_tokenizer
+from drafter_service.engine import DTYPES, DrafterEngine
+from drafter_service.models import load_model
+from verifier_service.engine import VerifierEngine
+
+TOKENS = 32
+"""Of an answer."""
+PASSAGE_TOKENS = 256
+ROOM = 4 * SPARE + TOKENS
+TRANSFORMER = "llama"
+"""A Transformer of the drafters' size, among the models: what its keys and values would take."""
+
+
+class Peak:
+    """The most that both sides have held after a round. Made while no text is open."""
+
+    def __init__(self, drafter: DrafterEngine, verifier: VerifierEngine) -> None:
+        self._drafter, self._verifier = drafter, verifier
+        self._idle = drafter.free_slots
+        self.slots = self.pages = 0
+
+    def look(self) -> None:
+        self.slots = max(self.slots, self._idle - self._drafter.free_slots)
+        self.pages = max(self.pages, self._verifier.stats()["pages_held"])
+
+
+def slot_bytes(shapes: Sequence[StateShape], dtype: torch.dtype) -> int:
+    """A drafter's memory of one place of a text, all layers."""
+    return sum(4 * math.prod(each.recurrent) + dtype.itemsize * math.prod(each.conv) for each in shapes)
+
+
+def key_bytes(checkpoint: Path) -> int:
+    """Keys and values that a Transformer keeps of one token, in float32."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    heads = config["num_attention_heads"]
+    width = config.get("head_dim") or config["hidden_size"] // heads
+    return 2 * 4 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * width
+
+
+async def context_rows(
+    drafter: DrafterEngine,
+    verifier: VerifierEngine,
+    ids: Sequence[int],
+    contexts: Sequence[int],
+    shapes: Sequence[TreeShape],
+    bytes_of: Callable[[Peak], tuple[int, int]],
+    step: Callable[[], None],
+) -> list[dict[str, Any]]:
+    """One row for each length and shape, `off` the first. bytes_of: the verifier's and the drafter's at a peak."""
+    rows: list[dict[str, Any]] = []
+    for context in contexts:
+        answer = Answer("context", str(context), 0.0, 0, tuple(ids[:context]), context, TOKENS)
+        off = 0.0
+        for shape in shapes:
+            peak = Peak(drafter, verifier)
+            emitted, seconds = await live_rounds(drafter, verifier, shape, answer, peak.look)
+            rate = sum(emitted) / seconds
+            off = off or rate
+            of_verifier, of_drafter = bytes_of(peak)
+            rows.append(
+                {
+                    "context": context,
+                    "arm": str(shape),
+                    "rounds": len(emitted),
+                    "emitted_per_round": round(sum(emitted) / len(emitted), 4),
+                    "tokens_per_second": round(rate, 2),
+                    "over_off": round(rate / off, 4),
+                    "verifier_peak_bytes": of_verifier,
+                    "drafter_peak_bytes": of_drafter,
+                }
+            )
+            step()
+    return rows
+
+
+async def measure_contexts(
+    models: Path, contexts: Sequence[int], begin: Callable[[str, int], Callable[[], None]]
+) -> list[dict[str, Any]]:
+    """Load both sides, let the text grow."""
+    config = target_config(models, COSTLY)
+    (target,) = config.targets.values()
+    (name,) = config.drafters
+    prompts = held_out_prompts(-(-contexts[-1] // PASSAGE_TOKENS), PASSAGE_TOKENS, load_tokenizer(models), models)
+    ids = [token for prompt in prompts for token in prompt.token_ids]
+    async with AsyncExitStack() as stack:
+        aside = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        verifier = VerifierEngine.load(
+            with_positions(target.checkpoint, contexts[-1] + 2 * ROOM, aside),
+            name=COSTLY,
+            dtype=getattr(torch, target.dtype),
+            threads=THREADS,
+            max_length=contexts[-1] + ROOM,
+            max_sessions=1,
+            share_prefixes=False,
+        )
+        await verifier.start()
+        stack.push_async_callback(verifier.stop)
+        drafter = DrafterEngine.load(
+            models / name, name=name, states=NoStates(), dtype=DRAFTER_DTYPE, threads=THREADS, max_sessions=1
+        )
+        drafter.start()
+        stack.callback(drafter.stop)
+        model, _ = load_model(models / name, DTYPES[DRAFTER_DTYPE], torch.device("cpu"))
+        of_slot = slot_bytes(model.shapes, DTYPES[DRAFTER_DTYPE])
+        of_page = PAGE * verifier.runner.target.token_bytes
+        shapes = live_shapes()
+        step = begin("longer texts", len(contexts) * len(shapes))
+        rows = await context_rows(
+            drafter, verifier, ids, contexts, shapes, lambda peak: (peak.pages * of_page, peak.slots * of_slot), step
+        )
+    of_token = key_bytes(models / TRANSFORMER)
+    return [row | {"transformer_drafter_bytes": of_token * row["context"]} for row in rows]
