@@ -472,7 +472,10 @@ def best_arm(arms: Sequence[TreeShape], traces: Sequence[Trace], costs: Costs) -
 
 
 def policy_rows(recorded: Recorded, played: Sequence[Stream]) -> Iterator[Row]:
-    """One row for each policy, set of arms, kind and temperature; all but `cold_over_best` of the second pass."""
+    """One row for each policy, set of arms, kind and temperature; all but `cold_regret` of the second pass.
+
+    Rates are medians over prompts, as those of arms are; regrets are of all rounds of all answers together.
+    """
     for stream in played:
         costs = recorded.costs[recorded.drafter, stream.temperature]
         for kind in (*recorded.kinds(), ALL):
@@ -487,10 +490,10 @@ def policy_rows(recorded: Recorded, played: Sequence[Stream]) -> Iterator[Row]:
                 "temperature": stream.temperature,
                 "arms": stream.arms_name,
                 "policy": stream.policy,
-                "tokens_per_second": round(rate(runs), 2),
+                "tokens_per_second": median_estimate(list(_rates(runs).values())).as_json(),
                 "emitted_per_round": round(emitted_per_round([[p.emitted for p in run.rounds] for run in runs]), 4),
                 "best_arm": str(best),
-                "best_arm_tokens_per_second": round(rate(fixed), 2),
+                "best_arm_tokens_per_second": median_estimate(list(_rates(fixed).values())).as_json(),
                 "best_arm_share": round(chosen[best] / chosen.total(), 4),
                 "regret": round(1 - rate(runs) / rate(fixed), 4),
                 "over_best": paired_ratio(_rates(runs), _rates(fixed)).as_json(),

@@ -451,13 +451,16 @@ async def recorded(tmp_path):
             for trace in mine:
                 cut_trees(trace)
             traces["tiny", temperature] = mine
+            traces["slow", temperature] = [Trace(trace.answer, trace.guesses) for trace in mine]
             traces["unserved", temperature] = [Trace(trace.answer, trace.guesses) for trace in mine]
     costs = {("tiny", temperature): flat_costs() for temperature in (0.0, 1.0)}
+    slow = Costs(flat_costs().step, {shape: 9 * us for shape, us in flat_costs().draft.items()})
+    costs |= {("slow", temperature): slow for temperature in (0.0, 1.0)}
     return Recorded(traces, costs, "tiny", ARMS)
 
 
 def test_rounds_are_told_apart_by_what_ended_them():
-    """A tree of the root's two best and the best one's best, where two candidates a row and two levels were to be had."""
+    """A tree of the root's two best and the best one's best, of two candidates a row and two levels."""
     shape = DynamicShape(2, 2, 3)
     trace = made_trace([0, 0, 9, 1, 0, 9, 0, 1, 9, 9] + [9] * SPARE)
     parents = [-1, 0, 0, 1]
@@ -562,6 +565,17 @@ async def test_the_report_has_every_table_and_every_aim(recorded, tmp_path):
         assert part in titles
     for title, columns, rows in tables:
         assert rows and all(len(cells) == len(columns) for cells in rows), title
+    mine = {
+        (row["kind"], row["arm"]): f"{row['tokens_per_second']['median']:.1f}"
+        for row in report["rows"]
+        if (row["drafter"], row["temperature"]) == ("tiny", 0.0)
+    }
+    search = next(rows for title, _, rows in tables if "temperature 0 (as Table 6)" in title)
+    assert search[1] == ("off, (3,3,2,1)", *(mine[kind, "(3,3,2,1)"] for kind in (*KINDS, "all"))), "not another's"
+    for row in report["policies"]:
+        if row["temperature"] == 0.0:
+            at = f"{row['best_arm_tokens_per_second']['median']:.1f}"
+            assert at == mine[row["kind"], row["best_arm"]], "arms and policies are told in the same measure"
     assert "unserved" in {row["drafter"] for row in report["rows"]}
     assert {row["policy"] for row in report["policies"]} == set(POLICIES)
     assert {row["rows"] for row in cost_rows(recorded)} >= {1, 31, 64}
