@@ -45,8 +45,8 @@ def facts_of(report: Report) -> Iterator[str]:
     if check:
         yield (
             f"Rounds with drafter and verifier beside them: {sum(row['rounds'] for row in check)} rounds, "
-            f"{sum(row['differences'] for row in check)} of them emitted another number of tokens than replayed. Only dynamic "
-            "trees may: what their drafter takes to be likely goes on being learned between the recording and then"
+            f"{sum(row['differences'] for row in check)} of them emitted another number of tokens than replayed. Only "
+            "dynamic trees may: what their drafter takes to be likely is learned on between the recording and then"
         )
 
 
