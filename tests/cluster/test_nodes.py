@@ -73,6 +73,7 @@ async def until(condition, seconds):
 
 
 @pytest.mark.cluster
+@pytest.mark.long
 @pytest.mark.timeout(300)  # five nodes of Ray on two cores
 def test_pools_find_their_nodes_grow_shrink_and_outlive_one_of_them(monkeypatch):
     from ray.cluster_utils import Cluster

@@ -74,7 +74,7 @@ async def until(condition, seconds=20.0):
         await asyncio.sleep(0.02)
 
 
-@pytest.mark.parametrize("degree", DEGREES)
+@pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 async def test_random_arrivals_at_one_degree_change_no_token(folder, dtype, degree):
     """Trees, chunks and company, waiting and giving way: each text's tokens are those it has alone at this degree."""
