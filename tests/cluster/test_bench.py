@@ -29,8 +29,20 @@ from cluster.bench.costly import WIDTH_STEP, costly_checkpoint, costly_width
 from cluster.bench.machine import describe_machine
 from cluster.bench.measurement import ASSISTED, AUTO, GENERATE, LOOKUP, OFF, Answer, Rounds
 from cluster.bench.ours import Ours, mean_round
-from cluster.bench.speed import Contenders, Measured, Plan, aims_of, check_and_warm, cost_model_of, measure, rows_of
+from cluster.bench.speed import (
+    COSTLY,
+    DEMO,
+    Contenders,
+    Measured,
+    Plan,
+    aims_of,
+    check_and_warm,
+    cost_model_of,
+    measure,
+    rows_of,
+)
 from cluster.bench.statistics import median_estimate, paired_ratio, repeat_difference
+from cluster.config import DEMO_MODELS
 from cluster.demo.prompts import Prompt
 from cluster.ingress import serve_plain
 
@@ -545,3 +557,11 @@ def test_the_mean_round_is_that_of_the_rounds_after_the_first_in_milliseconds():
     assert (found.total_ms, found.draft_ms, found.verify_ms, found.queue_ms) == (6.0, 1.0, 4.0, 0.2)
     assert found.hop_ms == pytest.approx(0.8)
     assert mean_round(SpeculationStats(rounds=1, decode_us=0)) is None
+
+
+@pytest.mark.parametrize("name", [DEMO, COSTLY])
+def test_no_way_of_a_bench_is_told_what_another_answered(name, monkeypatch):
+    monkeypatch.setattr(command, "costly_checkpoint", lambda checkpoint: checkpoint)
+    config = target_config(DEMO_MODELS, name)
+    (target,) = config.targets.values()
+    assert config.speculation.proposers == ("lookup",) and not target.share_prefixes
