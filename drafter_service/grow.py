@@ -158,20 +158,6 @@ def growth_of(root: int, shape: TreeShape) -> Growth:
     raise TypeError(f"{shape} is of a kind that is not known here")
 
 
-def processed_rows(shape: TreeShape) -> int:
-    """Rows that go through the model: all that get children, whether or not they are in the tree that is answered."""
-    match shape:
-        case LevelShape():
-            return 1 + sum(shape.levels[:-1])
-        case NodeShape():
-            return sum(count > 0 for count in shape.children)
-        case BeamShape():
-            return 1 + (shape.steps - 1) * shape.beams
-        case DynamicShape():
-            return 1 + (shape.steps - 1) * shape.k
-    raise TypeError(f"{shape} is of a kind that is not known here")
-
-
 def most_processed(max_rows: int, max_depth: int) -> int:
     """The most rows that any tree of so many rows and levels takes through the model.
 

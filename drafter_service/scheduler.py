@@ -21,7 +21,7 @@ from dendro.tree import DraftTree, FloatArray, IntArray
 from tree_layers.states import ZERO_SLOT, SlotPool
 
 from drafter_service.confidence import CANDIDATES, Calibration
-from drafter_service.grow import Growth, growth_of, processed_rows, ranks
+from drafter_service.grow import Growth, growth_of, ranks
 
 CATCH_UP = 8
 """Tokens that an idle session may lag behind its text before it is worth a forward of its own."""
@@ -433,7 +433,7 @@ class Scheduler:
         assert work is not None
         if work.slots:
             return True
-        wanted = processed_rows(work.shape)
+        wanted = work.shape.forwarded
         for other in list(self._sessions.values()):
             if self._trees + wanted <= self.tree_slots:
                 break

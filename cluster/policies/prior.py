@@ -76,7 +76,7 @@ class Prior:
         told = self._trace.learn(tree, verdict)
         for rank, depth in zip(told.ranks, told.depths, strict=True):
             self.ranks[min(depth, DEPTHS) - 1, rank] += 1
-        if tree.guesses:
+        if tree.guesses and not tree.missed:
             self.lengths.setdefault(shape, Length()).learn(verdict.length)
 
     def add(self, other: Prior) -> None:

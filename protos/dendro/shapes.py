@@ -40,7 +40,7 @@ class TreeShape(ABC):
     @property
     @abstractmethod
     def forwarded(self) -> int:
-        """The most rows of a tree that go through the drafter: those that may get children."""
+        """The most rows that go through the drafter: those that may get children, whether or not they are answered."""
 
     @property
     def off(self) -> bool:
@@ -159,7 +159,7 @@ class NodeShape(TreeShape):
 
     @property
     def forwarded(self) -> int:
-        return self.rows - self.levels[-1]
+        return sum(count > 0 for count in self.children)
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,7 @@ class DynamicShape(TreeShape):
 
     @property
     def forwarded(self) -> int:
-        return min(1 + (self.steps - 1) * self.k, self.candidates)
+        return 1 + (self.steps - 1) * self.k
 
 
 OFF = LevelShape(())

@@ -190,9 +190,25 @@ def test_no_draft_is_predicted_to_take_less_than_nothing():
     assert min(plane.coefficients) >= 0
 
 
+def test_a_round_of_proposals_alone_says_nothing_of_a_drafters_shape():
+    notes = Prior()
+    notes.learn(CHAIN, replace(tree(CHAIN), missed=True), verdict(5, 5))
+    assert notes.lengths == {}
+    notes.learn(CHAIN, tree(CHAIN), verdict(2, 5))
+    assert notes.lengths[CHAIN].mean == 2
+
+
 @pytest.mark.parametrize(
     "text, rows",
-    [("off", 0), ("(3,2,1)", 10), ("(1,1,1)", 3), ("nodes(2,1)", 3), ("beam(4,3)", 10), ("dynamic(6,3,24)", 13)],
+    [
+        ("off", 0),
+        ("(3,2,1)", 10),
+        ("(1,1,1)", 3),
+        ("nodes(2,1)", 2),
+        ("nodes(3,0,1)", 2),
+        ("beam(4,3)", 10),
+        ("dynamic(6,3,24)", 13),
+    ],
 )
 def test_a_shape_knows_how_many_of_its_rows_go_through_the_drafter(text: str, rows: int):
     assert TreeShape.parse(text).forwarded == rows

@@ -29,7 +29,6 @@ from tree_layers.states import States
 
 from drafter_service.confidence import CANDIDATES, Calibration
 from drafter_service.engine import DrafterEngine, slots_for
-from drafter_service.grow import processed_rows
 from drafter_service.models import load_model
 from drafter_service.models.mamba import MambaModel
 from drafter_service.scheduler import Round
@@ -335,7 +334,7 @@ async def test_a_state_is_used_again_whether_or_not_the_tree_has_kept_its_row(pa
             client.text.extend([*paths[row], other])
             before = engine.counters.rows
             tree = await client.draft(shape)
-            assert engine.counters.rows - before == processed_rows(shape)
+            assert engine.counters.rows - before == shape.forwarded
             oracle.check(tree, client.ids, shape, DRAWN)
         await client.close()
 

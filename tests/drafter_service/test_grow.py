@@ -9,7 +9,7 @@ from dendro.tree import DraftTree
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter_service.grow import LEAST_CHANCE, growth_of, most_processed, processed_rows, rerank
+from drafter_service.grow import LEAST_CHANCE, growth_of, most_processed, rerank
 
 SURE = np.float32(0.0)
 
@@ -93,7 +93,7 @@ def test_a_grown_tree_has_its_shapes_rows_and_depth_and_processed_what_was_said(
     tree, processed = grown(shape, scores)
     assert tree.rows == shape.rows
     assert tree.depths.max() <= shape.depth
-    assert processed == processed_rows(shape)
+    assert processed == shape.forwarded
     for row in range(tree.rows):  # of each row's candidates it is the first that became guesses, in order
         assert tree.tokens[tree.children(row)].tolist() == list(range(len(tree.children(row))))
 
@@ -121,6 +121,6 @@ def test_no_shape_processes_more_rows_than_there_are_slots_for():
     for max_rows, max_depth in ((64, 16), (8, 16), (2, 1), (64, 63), (32, 4)):
         most = most_processed(max_rows, max_depth)
         steps = min(max_depth, max_rows - 1)
-        assert processed_rows(DynamicShape(MAX_K, steps, min(max_rows - 1, MAX_K + (steps - 1) * MAX_K**2))) <= most
-        assert processed_rows(LevelShape((1,) * steps)) <= most
+        assert DynamicShape(MAX_K, steps, min(max_rows - 1, MAX_K + (steps - 1) * MAX_K**2)).forwarded <= most
+        assert LevelShape((1,) * steps).forwarded <= most
         assert max_rows - 1 <= most or max_rows > MAX_ROWS

@@ -9,7 +9,6 @@ from dendro.text import Limits, Sampling, Tokens
 from dendro.tree import DraftTree
 from tree_layers.states import SlotPool
 
-from drafter_service.grow import processed_rows
 from drafter_service.scheduler import Outcome, Plan, Scheduler, Session
 
 SESSIONS, PROMPT = 3, (5, 6, 7)
@@ -45,7 +44,7 @@ def draft(scheduler: Scheduler, session: Session, shape: TreeShape) -> None:
 
 
 def test_a_round_that_waits_for_many_slots_is_not_passed_by_those_that_need_few():
-    slots = processed_rows(LARGE)
+    slots = LARGE.forwarded
     scheduler = Scheduler("d", SlotPool(1 + 2 * SESSIONS + slots), SESSIONS, slots, 8)
     first, large, last = [opened(scheduler, name) for name in range(SESSIONS)]
     while forward(scheduler) is not None:
