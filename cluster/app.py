@@ -14,6 +14,7 @@ import io
 import logging
 import os
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -56,10 +57,8 @@ LAST_WORDS_S = 0.2
 """What a replica that has to end leaves its streams for telling so."""
 _ray_processes: list[psutil.Process] = []  # what Ray started below this process; one cluster at a time
 
-SERVE_SETTINGS = {
-    **ENVIRONMENT,
-    "RAY_AUTH_MODE": "token",  # as Ray does by itself where nothing is said, and then tells every user of it
-}
+AUTHENTICATION = {"RAY_AUTH_MODE": "token"}
+"""As Ray does by itself where nothing is said, and then tells every user of it."""
 
 
 def engine_environment(threads: int) -> dict[str, str]:
@@ -383,7 +382,8 @@ def start(config: Config, redis_url: str, ray_address: str = "", **loaders: Any)
 
     ray_address: of a Ray that is running and stays, whose processes were started with ENVIRONMENT; only Serve is ours.
     """
-    for key, value in SERVE_SETTINGS.items():
+    # Ray reads its mode when it is imported: said later, only the processes that it starts would go by it.
+    for key, value in (ENVIRONMENT if "ray" in sys.modules else ENVIRONMENT | AUTHENTICATION).items():
         os.environ.setdefault(key, value)
     import ray
     from ray import serve

@@ -114,6 +114,7 @@ async def test_a_killed_router_leaves_no_lease_behind():
 def test_on_serve_a_request_is_one_call_per_replica_and_a_killed_replica_costs_no_token(monkeypatch):
     """One start of Ray for all that needs it: it takes 15 s of the two cores."""
     import psutil
+    import ray  # noqa: F401 - before the cluster starts, as a program may have done
     from dendro.client import AsyncClient, Round
     from toy_cluster import LOADERS, toy_config
 
