@@ -43,7 +43,17 @@ def _shape_text(text: str) -> str:
 ShapeText = Annotated[str, AfterValidator(_shape_text)]
 """A shape as text, in its canonical form: `off`, `(1,1,1,1)`."""
 
-DEFAULT_ARMS: tuple[str, ...] = ("off", "(1,1)", "(1,1,1,1)", "(2,1,1)", "(3,2,1)", "(4,2,1,1)", "(3,2,2,1,1)")
+DEFAULT_ARMS: tuple[str, ...] = (
+    "off",
+    "proposed(7)",
+    "proposed(15)",
+    "(1,1)",
+    "(1,1,1,1)",
+    "(2,1,1)",
+    "(3,2,1)",
+    "(4,2,1,1)",
+    "(3,2,2,1,1)",
+)
 
 
 class Section(BaseModel):
@@ -166,8 +176,9 @@ class Speculation(Section):
     policy: str = "ratio_ucb"
     """One of ratio_ucb, discounted_ucb, thompson, fullinfo, ucbspec and paper_ucb."""
     arms: tuple[ShapeText, ...] = DEFAULT_ARMS
-    """The shapes to choose among. `off` is always one of them, and a chain, of depth 4 at most, where there are trees:
-    what a policy falls back to is not to be forgotten."""
+    """The shapes to choose among, as far as the target has who makes them: a drafter, or proposers for `proposed(7)`.
+    `off` is always one of them, and a chain, of depth 4 at most, where a drafter makes trees: what a policy falls back
+    to is not to be forgotten."""
     proposers: tuple[str, ...] = PROPOSERS
     """Who guesses without a model, beside the drafter or in its absence. Empty: nobody."""
 
@@ -298,16 +309,20 @@ class Config(Section):
         )
 
     def arms_of(self, target: str) -> tuple[TreeShape, ...]:
-        """The arms that fit a target's limits; `off` alone where nobody guesses for it."""
-        if not self.drafters_of(target) and not self.speculation.proposers:
-            return (OFF,)
+        """The arms that fit a target's limits and that somebody makes for it; `off` alone where there are none."""
         limits = self.targets[target]
         fitting = (
             shape
             for shape in self.speculation.shapes
-            if shape.rows <= limits.max_rows and shape.depth <= limits.max_depth
+            if shape.rows <= limits.max_rows and shape.depth <= limits.max_depth and self.makes(target, shape)
         )
         return tuple(fitting) or (OFF,)
+
+    def makes(self, target: str, shape: TreeShape) -> bool:
+        """Whether a target has who makes trees of this shape."""
+        if shape.off:
+            return True
+        return bool(self.drafters_of(target) if shape.drafted else self.speculation.proposers)
 
 
 def _settled(model: SettledModel, folder: Path) -> SettledModel:

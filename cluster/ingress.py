@@ -233,7 +233,7 @@ class Ingress:
         self._places = places
         self._sessions = sessions
         self._served = served or {name: Served.load(name, target) for name, target in config.targets.items()}
-        self._experience = {name: Experience(drafts=bool(config.drafters_of(name))) for name in config.targets}
+        self._experience = {name: Experience() for name in config.targets}
         self._libraries = {
             name: Library(config.speculation.proposers, target.max_rows, target.max_depth)
             for name, target in config.targets.items()

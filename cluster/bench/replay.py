@@ -57,8 +57,14 @@ def sibling_ranks(tree: DraftTree, path: Sequence[int]) -> tuple[int, ...]:
 
 def run_fixed(shape: TreeShape, trace: Trace, costs: Costs) -> Run:
     """One answer with the same shape in every round."""
-    took_us = costs.round_us(shape)
-    return Run(trace, tuple(Played(shape, emitted, took_us) for _, emitted in trace.rounds(shape)))
+    draft_us = costs.draft_us(shape)
+    return Run(
+        trace,
+        tuple(
+            Played(shape, emitted, draft_us + costs.step_us(trace.rows(shape, base)))
+            for base, emitted in trace.rounds(shape)
+        ),
+    )
 
 
 def run_policy(policy: Policy, experience: Experience, trace: Trace, costs: Costs) -> Run:
@@ -69,9 +75,9 @@ def run_policy(policy: Policy, experience: Experience, trace: Trace, costs: Cost
     with experience.running() as place:
         while base < answer.end:
             shape = policy.choose()
-            draft_us, step_us = costs.draft_us(shape), costs.step_us(shape.rows)
+            draft_us, step_us = costs.draft_us(shape), costs.step_us(trace.rows(shape, base))
             tree = replace(trace.tree(shape, base), draft_us=round(draft_us))
-            if not shape.off:
+            if shape.drafted:
                 tree, traced = replace(tree, trace=trace.told(traced, base)), base
             path = trace.path(shape, base)
             verdict = Verdict(

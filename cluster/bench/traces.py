@@ -7,7 +7,8 @@ round emits from a text of length L is found without the target, by walking down
 
 In a tree of static shape the way down is the drafter's ranks of these tokens given the true text, which one forward
 over the text gives for all places and all shapes (ALGORITHMS 2.4). What beams and dynamic trees hold hangs on guesses
-beside the text as well: of those a tree is grown at every place, by the drafter's own engine.
+beside the text as well: of those a tree is grown at every place, by the drafter's own engine. What is proposed without
+a model follows from the text alone.
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ import numpy.typing as npt
 import torch
 from dendro.calls import CloseCall, DraftCall, DrafterPeer, OpenCall, Terms, TextUpdate, VerifierPeer, VerifyCall
 from dendro.calls import new_opening as opening_id
-from dendro.shapes import LevelShape, NodeShape, TreeShape
-from dendro.text import Limits, Sampling, Tokens, Verdict
+from dendro.shapes import LevelShape, NodeShape, ProposedShape, TreeShape
+from dendro.text import Limits, Sampling, Text, Tokens, Verdict
 from dendro.tree import DraftTree, FloatArray, IntArray
 from tree_kernels.noise import NoiseRows
 from tree_kernels.warp import Warp, drafter_ranking
 from tree_layers.states import ZERO_SLOT, States
 from tree_layers.weights import read_config
 
+from cluster.proposers.chances import Chances
+from cluster.proposers.lookup import Lookup
 from drafter_service.engine import DTYPES
 from drafter_service.models import MODELS, load_model
 
@@ -127,6 +130,10 @@ class Trace:
         children = child_counts(shape)
         parents = [-1, *(row for row, count in enumerate(children) for _ in range(count))]
         return DraftTree.of(range(len(parents)), parents)
+
+    def rows(self, shape: TreeShape, base: int) -> int:
+        """Rows of the tree of a round."""
+        return self.tree(shape, base).rows if shape in self.trees else shape.rows
 
     def told(self, start: int, stop: int) -> npt.NDArray[np.int32]:
         """The ranks of text tokens start..stop-1 as an engine tells them with a tree."""
@@ -291,6 +298,18 @@ async def grow_trees(
             peer.text.extend([trace.answer.ids[len(peer.text)]])
         step()
     await asyncio.gather(*(peer.close(drafter, len(peer.text) - 1) for peer in peers))
+
+
+def propose_trees(trace: Trace, shapes: Sequence[ProposedShape]) -> None:
+    """Record what prompt lookup proposes at every place of an answer, by its own word of how sure it is."""
+    answer, chances = trace.answer, Chances()
+    trace.trees |= {shape: [] for shape in shapes}
+    lookup, limits = Lookup(), Limits(len(answer.ids) + 1, ignore_end=True)
+    for place in range(answer.begin, answer.end):
+        text = Text(answer.ids[:place], answer.sampling, limits)
+        lookup.grow(text)
+        for shape in shapes:
+            trace.trees[shape].append(chances.tree(lookup.name, lookup.propose(text, shape.rows, shape.depth)))
 
 
 def disagreements(trace: Trace, shape: TreeShape) -> int:

@@ -66,15 +66,16 @@ def make_policy(
 
 
 def with_chain_and_off(arms: Sequence[TreeShape]) -> tuple[TreeShape, ...]:
-    """The arms, with `off` first where it is missing, and behind it a chain where there are trees and none is one.
+    """The arms, with `off` first where it is missing, and behind it a chain where a drafter has trees and none is one.
 
-    The chain is no deeper than the deepest arm, so it keeps every bound on depth and rows that the arms keep.
+    The chain is no deeper than the deepest of these, so it keeps every bound on depth and rows that the arms keep.
 
     >>> [str(arm) for arm in with_chain_and_off([LevelShape((3, 2, 1))])]
     ['off', '(1,1,1)', '(3,2,1)']
     """
-    depth = max(arm.depth for arm in arms)
+    drafted = [arm for arm in arms if arm.drafted]
+    depth = max((arm.depth for arm in drafted), default=0)
     added: list[TreeShape] = [] if OFF in arms else [OFF]
-    if depth and not any(arm.rows == arm.depth + 1 for arm in arms if not arm.off):
+    if depth and not any(arm.rows == arm.depth + 1 for arm in drafted):
         added.append(LevelShape((1,) * min(depth, CHAIN_DEPTH)))
     return (*added, *arms)

@@ -3,7 +3,8 @@
     (1)  k* = argmax_k  mean_k + lambda_ucb * sqrt(2 ln t / n_k)
     (2)  r  = -(1 / N + lambda_gamma * gamma / N)
 
-`gamma` is the depth of the arm's tree; `lambda_gamma` is the time of one drafter forward over one of the target.
+`gamma` is the depth of the arm's tree, or 0 for one that no drafter makes; `lambda_gamma` is the time of one drafter
+forward over one of the target.
 The paper calls the mean a mean and writes a sum; it is a mean. Rewards lie in [-(1 + lambda_gamma * gamma), 0), so
 lambda_ucb is a few tenths, not 1.
 """
@@ -42,4 +43,5 @@ class PaperUCB:
 
     def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:
         self.pulls[shape] += 1
-        self.rewards[shape] -= (1 + self.lambda_gamma * shape.depth) / verdict.length
+        gamma = shape.depth if shape.drafted else 0
+        self.rewards[shape] -= (1 + self.lambda_gamma * gamma) / verdict.length

@@ -71,7 +71,7 @@ class RatePolicy(ABC):
         return best if house.repays(self.hoped(best)) else OFF
 
     def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:
-        if not shape.off and self._opening:
+        if shape.drafted and self._opening:
             self._opening -= 1
             if tree.missed and not tree.draft_us:
                 return

@@ -35,7 +35,7 @@ TENANTS = 64
 
 class Proposals:
     """The handle of one request's drafter, and its proposers. A merged tree has the rows that the verifier would pad
-    the shape's to, since those are free, and stays in the target's limits."""
+    the drafted shape's to, since those are free, and stays in the target's limits."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Proposals:
         return [self._chances.tree(name, proposal) for name, proposal in self._proposed]
 
     def _rows(self, shape: TreeShape) -> int:
-        return 1 if shape.off else min(row_bucket(shape.rows), self._max_rows)
+        return min(row_bucket(shape.rows) if shape.drafted else shape.rows, self._max_rows)
 
 
 class Library:

@@ -286,7 +286,8 @@ class NoPool:
 def toy_ingress(drafter: str, proposers: Sequence[str]) -> Ingress:
     """An ingress over real handles, whose drafter works, is dead, or is not there."""
     drafters = {"mamba": {"checkpoint": "mamba"}} if drafter != "none" else {}
-    arms = ["(1,1,1)", "(2,1)"]  # each round asks for a tree, whatever the machine's pace
+    # Each round asks for a tree, whatever the machine's pace.
+    arms = ["proposed(7)", "proposed(4)"] if drafter == "none" else ["(1,1,1)", "(2,1)"]
     settings = config(drafters=drafters, speculation={"proposers": list(proposers), "arms": arms})
     pool = NoPool() if drafter == "dead" else fakes.NearPool(fakes.FakeDrafter())
     places = Places(settings, {"demo": fakes.NearPool(fakes.FakeVerifier())}, dict.fromkeys(drafters, pool))
@@ -336,6 +337,16 @@ async def test_a_client_who_names_a_shape_gets_that_shape_alone(monkeypatch):
     assert off.rounds == 100 and off.drafted_tokens == 0
     with pytest.raises(BadRequest, match="no drafter"):
         await toy_answer(toy_ingress("none", ("lookup", "suffix")), one, 100)
+
+
+async def test_proposals_alone_ask_no_drafter_and_are_told_as_what_was_asked(monkeypatch):
+    monkeypatch.setattr(fakes, "toy_token", refrain)
+    router = toy_ingress("works", ("lookup",))
+    fixed = pb.Speculation(mode=pb.Speculation.MODE_FIXED, shape="proposed(5)")
+    tokens, stats = await toy_answer(router, fixed, 100)
+    assert tokens == fakes.plain([5, 6, 7], 100)
+    assert dict(stats.pulls) == {"proposed(5)": stats.rounds} and 30 > stats.rounds >= 100 // 6
+    assert stats.drafted_tokens <= 5 * stats.rounds and (stats.late_drafts, stats.draft_us) == (0, 0)
 
 
 @pytest.mark.parametrize("most", [0, 3, 5])

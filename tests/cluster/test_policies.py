@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from dendro.errors import BadRequest
-from dendro.shapes import OFF, LevelShape, TreeShape
+from dendro.shapes import OFF, LevelShape, ProposedShape, TreeShape
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 
@@ -15,6 +15,7 @@ from cluster.policies.experience import FIRST_REST, LONGEST_REST, House, StepTim
 
 CHAIN = LevelShape((1, 1, 1, 1))
 BUSHY = LevelShape((3, 2, 2, 1, 1))
+PROPOSED = ProposedShape(47)
 
 
 def verdict(emitted: int, verify_us: int = 10_000, texts: int = 1, step_rows: int = 1) -> Verdict:
@@ -409,20 +410,32 @@ def test_rounds_before_the_drafter_is_open_count_for_no_arm_unless_it_never_come
     assert policy.lengths[CHAIN].rounds > 0
 
 
-def test_without_a_drafter_a_round_without_proposals_counts_for_its_arm():
-    policy = RatioUCB([OFF, CHAIN], Experience(drafts=False), temperature=0.0)
-    policy.learn(CHAIN, tree(1), verdict(1))
-    assert policy.lengths[CHAIN].rounds == 1
+def test_a_round_in_which_nothing_was_proposed_counts_for_its_arm_and_says_nothing_of_the_drafter():
+    policy = RatioUCB([OFF, CHAIN, PROPOSED], Experience(), temperature=0.0)
+    policy.learn(PROPOSED, tree(1), verdict(1))
+    assert policy.lengths[PROPOSED].rounds == 1
+    policy.learn(CHAIN, replace(tree(1), missed=True), verdict(1))
+    assert policy.lengths[CHAIN].rounds == 0, "it may still be opened"
 
 
-def test_without_a_drafter_an_arm_costs_the_rows_that_are_proposed_and_one_call():
-    """BUSHY has 46 rows; what is proposed never fills them."""
-    experience = Experience(drafts=False)
-    for arm, rows in ((OFF, 1), (BUSHY, 10), (CHAIN, 5)) * 20:
-        experience.learn(arm, tree(rows), verdict(1, step_us(rows), step_rows=rows), 0.0)
-        experience.learn_time(arm, tree(rows), verdict(1, step_us(rows)), step_us(rows) + 30_000)
+def test_proposals_cost_the_rows_that_are_proposed_and_one_call_and_a_drafters_tree_two():
+    """PROPOSED may have 48 rows; what is proposed never fills them."""
+    experience = Experience()
+    for arm, rows, hops in ((OFF, 1, 1), (PROPOSED, 10, 1), (CHAIN, 5, 2)) * 20:
+        made = replace(tree(rows), draft_us=0)
+        experience.learn(arm, made, verdict(1, step_us(rows), step_rows=rows), 0.0)
+        experience.learn_time(arm, made, verdict(1, step_us(rows)), step_us(rows) + hops * 30_000)
     assert experience.round_us(OFF) == pytest.approx(step_us(1) + 30_000, rel=0.05)
-    assert experience.round_us(BUSHY) == pytest.approx(step_us(10) + 30_000, rel=0.05)
+    assert experience.round_us(PROPOSED) == pytest.approx(step_us(10) + 30_000, rel=0.05)
+    assert experience.round_us(CHAIN) == pytest.approx(step_us(5) + 60_000, rel=0.05)
+    assert PROPOSED not in experience.costs.draft
+
+
+def test_the_papers_cost_of_proposals_is_the_targets_alone():
+    policy = PaperUCB([CHAIN, PROPOSED], lambda_gamma=0.5)
+    policy.learn(CHAIN, tree(5), verdict(2))
+    policy.learn(PROPOSED, tree(5), verdict(2))
+    assert policy.rewards == {CHAIN: -(1 + 0.5 * CHAIN.depth) / 2, PROPOSED: -1 / 2}
 
 
 def test_what_proposals_add_beyond_an_arms_depth_counts_for_it():
