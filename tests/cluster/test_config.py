@@ -53,7 +53,7 @@ def test_a_target_for_which_nobody_guesses_has_one_arm(load):
 @pytest.mark.parametrize("proposers", ["[]", "[lookup]"])
 def test_a_target_has_the_arms_that_somebody_makes_for_it(load, drafters, proposers):
     said = f"targets: {{t: {{checkpoint: x}}}}\ndrafters: {drafters}\nspeculation: {{proposers: {proposers}"
-    arms = load(f"{said}, arms: ['(2,1)', off, proposed(7)]}}").arms_of("t")
+    arms = load(f"{said}, arms: ['(2,1)', 'off', proposed(7)]}}").arms_of("t")
     wanted = ["(2,1)"] * (drafters != "{}") + ["off"] + ["proposed(7)"] * (proposers != "[]")
     assert [str(arm) for arm in arms] == wanted
 
