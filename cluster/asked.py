@@ -15,9 +15,8 @@ from dendro.text import Sampling
 from dendro.v1 import generation_pb2 as pb
 
 from cluster.config import Config
-from cluster.policies import Experience, Static, make_policy
+from cluster.policies import Experience, InformedPolicy, Static, make_policy
 from cluster.policies.prior import NO_PRIOR, Prior
-from cluster.rounds import Policy
 
 MODES = {
     pb.Speculation.MODE_UNSPECIFIED: "auto",
@@ -32,7 +31,7 @@ class Asked:
     """How the rounds of one request are to be guessed at."""
 
     name: str  # of the policy; "off" or "fixed" where the request leaves none a choice
-    policy: Policy
+    policy: InformedPolicy
     free: bool = False  # nothing was asked: the texts of such requests may be tried together
     proposed_rows: int = 1  # of a tree that proposers may add to; a client who names a shape gets that shape
     deadline_s: float = math.inf  # how long a round waits for its draft at most, whatever the server would wait
@@ -85,7 +84,7 @@ def _fixed_shape(said: pb.Speculation, target: str, config: Config) -> TreeShape
     except ValueError as error:
         raise BadRequest("speculation.shape", str(error).removeprefix("shape: ")) from None
     limits = config.targets[target]
-    if shape.rows > limits.max_rows or shape.depth > limits.max_depth:
+    if not limits.holds(shape):
         raise BadRequest(
             "speculation.shape",
             f"{shape} has {shape.rows} rows and depth {shape.depth}; "

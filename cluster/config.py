@@ -45,13 +45,12 @@ ShapeText = Annotated[str, AfterValidator(_shape_text)]
 
 DEFAULT_ARMS: tuple[str, ...] = (
     "off",
-    "proposed(7)",
     "proposed(15)",
-    "(1,1)",
     "(1,1,1,1)",
     "(2,1,1)",
     "(3,2,1)",
-    "(4,2,1,1)",
+    "beam(5,3)",
+    "dynamic(4,5,15)",
     "(3,2,2,1,1)",
 )
 
@@ -143,6 +142,10 @@ class Target(Model):
         if self.tensor_parallel > 1 and not self.resources.bundle:
             raise ValueError("resources: are all zero; workers of a sharded target are placed by what they take")
         return self
+
+    def holds(self, shape: TreeShape) -> bool:
+        """Whether trees of this shape keep within the limits. Proposals are never deeper than the target takes them."""
+        return shape.rows <= self.max_rows and (shape.depth <= self.max_depth or not shape.drafted)
 
 
 class Drafter(Model):
@@ -310,13 +313,8 @@ class Config(Section):
 
     def arms_of(self, target: str) -> tuple[TreeShape, ...]:
         """The arms that fit a target's limits and that somebody makes for it; `off` alone where there are none."""
-        limits = self.targets[target]
-        fitting = (
-            shape
-            for shape in self.speculation.shapes
-            if shape.rows <= limits.max_rows and shape.depth <= limits.max_depth and self.makes(target, shape)
-        )
-        return tuple(fitting) or (OFF,)
+        holds = self.targets[target].holds
+        return tuple(shape for shape in self.speculation.shapes if holds(shape) and self.makes(target, shape)) or (OFF,)
 
     def makes(self, target: str, shape: TreeShape) -> bool:
         """Whether a target has who makes trees of this shape."""

@@ -34,6 +34,9 @@ from tree_layers.weights import read_config
 
 from cluster.proposers.chances import Chances
 from cluster.proposers.lookup import Lookup
+from cluster.proposers.merge import merge
+from cluster.proposers.proposal import Proposal
+from cluster.proposers.proposals import OFFERED
 from drafter_service.engine import DTYPES
 from drafter_service.models import MODELS, load_model
 
@@ -44,6 +47,8 @@ SPARE = 16
 DRAFTER_DTYPE = "float32"
 """In it the order of guesses is the text's alone, and rounds replay exactly; in bfloat16 it also hangs on how the text
 was cut into forwards. On a processor it costs the same."""
+DEEPEST = 16
+"""Of what is proposed: as deep as targets take trees unless they are configured otherwise."""
 TRACED = 8
 """Candidates among which an engine ranks the text's tokens for policies."""
 
@@ -102,6 +107,7 @@ class Trace:
     answer: Answer
     guesses: Guesses
     trees: dict[TreeShape, list[DraftTree]] = field(default_factory=dict)  # at begin, begin + 1, ..., end - 1
+    proposals: list[Proposal] = field(default_factory=list)  # of prompt lookup, at the same places
     _emitted: dict[TreeShape, list[int]] = field(default_factory=dict)
 
     def path(self, shape: TreeShape, base: int) -> tuple[int, ...]:
@@ -300,16 +306,19 @@ async def grow_trees(
     await asyncio.gather(*(peer.close(drafter, len(peer.text) - 1) for peer in peers))
 
 
-def propose_trees(trace: Trace, shapes: Sequence[ProposedShape]) -> None:
-    """Record what prompt lookup proposes at every place of an answer, by its own word of how sure it is."""
-    answer, chances = trace.answer, Chances()
+def record_proposals(trace: Trace, shapes: Sequence[ProposedShape]) -> None:
+    """Record what prompt lookup proposes at every place of an answer, and the rows of it that trees of these shapes
+    have by its own word of how sure it is."""
+    answer, lookup, chances = trace.answer, Lookup(), Chances()
+    limits = Limits(len(answer.ids) + 1, ignore_end=True)
     trace.trees |= {shape: [] for shape in shapes}
-    lookup, limits = Lookup(), Limits(len(answer.ids) + 1, ignore_end=True)
     for place in range(answer.begin, answer.end):
         text = Text(answer.ids[:place], answer.sampling, limits)
         lookup.grow(text)
+        proposal = lookup.propose(text, OFFERED, DEEPEST)
+        trace.proposals.append(proposal)
         for shape in shapes:
-            trace.trees[shape].append(chances.tree(lookup.name, lookup.propose(text, shape.rows, shape.depth)))
+            trace.trees[shape].append(merge([chances.tree(lookup.name, proposal)], shape.rows, DEEPEST))
 
 
 def disagreements(trace: Trace, shape: TreeShape) -> int:

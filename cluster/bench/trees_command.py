@@ -35,7 +35,7 @@ from cluster.bench.traces import (
     grow_trees,
     guesses_of,
     is_static,
-    propose_trees,
+    record_proposals,
     write_answer,
 )
 from cluster.bench.trees import (
@@ -208,7 +208,7 @@ async def record(
                     for start in range(0, len(mine), SIDE_BY_SIDE):
                         await grow_trees(drafter, mine[start : start + SIDE_BY_SIDE], grown, step)
                     for trace in mine:
-                        propose_trees(trace, [arm for arm in arms if isinstance(arm, ProposedShape)])
+                        record_proposals(trace, [arm for arm in arms if isinstance(arm, ProposedShape)])
                         cut_trees(trace)
                         differing += disagreements(trace, checked)
                         places += trace.answer.tokens

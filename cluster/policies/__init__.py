@@ -9,13 +9,13 @@ from dendro.shapes import OFF, LevelShape, TreeShape
 
 from cluster.policies.experience import Experience, Place
 from cluster.policies.full_info import FullInfo
+from cluster.policies.offers import InformedPolicy, Offer
 from cluster.policies.paper_ucb import PaperUCB
 from cluster.policies.prior import NO_PRIOR, Prior
 from cluster.policies.ratio_ucb import DiscountedUCB, RatioUCB
 from cluster.policies.static import Static
 from cluster.policies.thompson import Thompson
 from cluster.policies.ucb_spec import UCBSpec
-from cluster.rounds import Policy
 
 POLICIES = ("ratio_ucb", "discounted_ucb", "thompson", "fullinfo", "ucbspec", "paper_ucb")
 CHAIN_DEPTH = 4
@@ -25,6 +25,8 @@ __all__ = [
     "DiscountedUCB",
     "Experience",
     "FullInfo",
+    "InformedPolicy",
+    "Offer",
     "PaperUCB",
     "Place",
     "RatioUCB",
@@ -43,7 +45,7 @@ def make_policy(
     temperature: float,
     seed: int = 0,
     prior: Prior = NO_PRIOR,
-) -> Policy:
+) -> InformedPolicy:
     """The policy of one request. `experience` is the router's, shared by the requests of a (target, drafter) pair;
     `prior` is what is known of the request's kind; `seed` is the request's. A chain and `off` are added to the arms."""
     if not arms:

@@ -8,7 +8,7 @@ and then: its trace tells of all tokens since the last one, so the replay has no
 against all arms alike.
 
 Beam and dynamic trees depend on values of guesses that nobody records. Those arms are judged as `RatioUCB` judges them,
-by their own rounds; so are proposals, arms wider than the ranks reach, and all arms while there are no ranks.
+by their own rounds; so are arms wider than the ranks reach, and all arms while there are no ranks.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dendro.text import Verdict
 from dendro.tree import DraftTree
 
 from cluster.policies.experience import Experience
+from cluster.policies.offers import Offer
 from cluster.policies.prior import NO_PRIOR, Prior
 from cluster.policies.rate import OPENING_ROUNDS
 from cluster.policies.ratio_ucb import RatioUCB
@@ -62,10 +63,10 @@ class FullInfo(RatioUCB):
         return super().hoped(arm) if mean is None else 1 + self._came * (mean - 1)
 
     def round_us(self, arm: TreeShape) -> float | None:
-        return self.experience.predicted_us(arm)
+        return self.experience.predicted_us(arm, self.rows(arm))
 
-    def choose(self) -> TreeShape:
-        shape = super().choose()
+    def choose(self, offer: Offer | None = None) -> TreeShape:
+        shape = super().choose(offer)
         if shape.drafted or not self.replay.shapes:
             self._rested = 0
             return shape

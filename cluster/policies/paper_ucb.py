@@ -18,6 +18,8 @@ from dendro.shapes import TreeShape
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 
+from cluster.policies.offers import Offer
+
 
 class PaperUCB:
     """UCB1 on the paper's reward. Every arm once in the order given, then by (1); ties go to the smaller tree."""
@@ -35,7 +37,7 @@ class PaperUCB:
         mean = self.rewards[arm] / self.pulls[arm]
         return mean + self.lambda_ucb * math.sqrt(2 * math.log(total) / self.pulls[arm])
 
-    def choose(self) -> TreeShape:
+    def choose(self, offer: Offer | None = None) -> TreeShape:
         for arm in self.arms:
             if self.pulls[arm] == 0:
                 return arm

@@ -19,7 +19,7 @@ from edge import END, SERVED, FakePlaces, config, ingress, plain_answer
 from cluster.asked import Asked, what_is_asked
 from cluster.ingress import Ingress, LocalClient, Tally
 from cluster.placement import Places
-from cluster.policies import Experience, PaperUCB, RatioUCB, Static
+from cluster.policies import Experience, Offer, PaperUCB, RatioUCB, Static
 from cluster.sessions import MemorySessions
 
 PROMPT = "walk the "
@@ -64,6 +64,11 @@ def test_every_field_reaches_the_message_and_what_is_left_out_stays_absent():
 def test_every_kind_of_shape_can_be_fixed(shape: str):
     found = asked(Speculation(Mode.FIXED, shape))
     assert isinstance(found.policy, Static) and found.policy.shape == TreeShape.parse(shape) and found.name == "fixed"
+
+
+def test_proposals_may_have_more_guesses_than_the_target_takes_levels():
+    """Which is 8 here: what is proposed is cut to it."""
+    assert asked(Speculation(Mode.FIXED, "proposed(15)")).proposed_rows == 16
 
 
 def test_off_asks_for_no_tree_and_auto_is_the_servers_policy_on_the_servers_arms():
@@ -324,7 +329,7 @@ class Scripted:
     def __init__(self, shapes: list[TreeShape]) -> None:
         self.shapes = shapes
 
-    def choose(self) -> TreeShape:
+    def choose(self, offer: Offer | None = None) -> TreeShape:
         return self.shapes.pop(0)
 
     def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:

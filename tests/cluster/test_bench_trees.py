@@ -36,7 +36,7 @@ from cluster.bench.traces import (
     disagreements,
     grow_trees,
     guesses_of,
-    propose_trees,
+    record_proposals,
     static_path,
     trimmed,
     walk,
@@ -126,7 +126,7 @@ def test_proposals_are_replayed_where_the_text_repeats_itself_and_charged_by_the
     few, many = ProposedShape(3), ProposedShape(7)
     for ids, emitted in ((tuple(place % 6 for place in range(60)), 1), (tuple(range(60)), 0)):
         trace = Trace(Answer("code", "p", 0.0, 0, ids, 24, 20), None)  # type: ignore[arg-type]
-        propose_trees(trace, [few, many])
+        record_proposals(trace, [few, many])
         for shape in (few, many):
             rows = 1 + emitted * shape.total
             assert {trace.emitted(shape, base) for base in range(24, 44)} == {rows}
