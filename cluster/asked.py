@@ -6,17 +6,17 @@ A field that means nothing in its mode is refused by its name, so that nobody be
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dendro.errors import BadRequest
-from dendro.shapes import MAX_ROWS, OFF, TreeShape
+from dendro.shapes import MAX_ROWS, OFF, ProposedShape, TreeShape
 from dendro.text import Sampling
 from dendro.v1 import generation_pb2 as pb
 
 from cluster.config import Config
-from cluster.policies import Experience, Static, make_policy
+from cluster.policies import Experience, InformedPolicy, Static, make_policy
 from cluster.policies.prior import NO_PRIOR, Prior
-from cluster.rounds import Policy
 
 MODES = {
     pb.Speculation.MODE_UNSPECIFIED: "auto",
@@ -31,7 +31,7 @@ class Asked:
     """How the rounds of one request are to be guessed at."""
 
     name: str  # of the policy; "off" or "fixed" where the request leaves none a choice
-    policy: Policy
+    policy: InformedPolicy
     free: bool = False  # nothing was asked: the texts of such requests may be tried together
     proposed_rows: int = 1  # of a tree that proposers may add to; a client who names a shape gets that shape
     deadline_s: float = math.inf  # how long a round waits for its draft at most, whatever the server would wait
@@ -56,11 +56,11 @@ def what_is_asked(
     if mode == "auto":
         return _auto(said, target, config, experience, sampling, prior)
     shape = _fixed_shape(said, target, config) if mode == "fixed" else OFF
-    if shape.off:
-        for name in ("max_nodes", "deadline_ms"):
-            if said.HasField(name):
-                raise BadRequest(f"speculation.{name}", "bounds nothing where no tree is asked for")
-    return Asked(mode, Static(shape), deadline_s=_deadline_s(said))
+    if shape.off and said.HasField("max_nodes"):
+        raise BadRequest("speculation.max_nodes", "bounds nothing where no tree is asked for")
+    if not shape.drafted and said.HasField("deadline_ms"):
+        raise BadRequest("speculation.deadline_ms", "bounds nothing where no drafter is asked")
+    return Asked(mode, Static(shape), proposed_rows=1 if shape.drafted else shape.rows, deadline_s=_deadline_s(said))
 
 
 def _auto(
@@ -68,7 +68,7 @@ def _auto(
 ) -> Asked:
     arms, rows = config.arms_of(target), MAX_ROWS
     if said.HasField("max_nodes"):
-        arms = tuple(arm for arm in arms if _guesses(arm) <= said.max_nodes) or (OFF,)
+        arms = _bounded(arms, said.max_nodes)
         rows = min(1 + said.max_nodes, MAX_ROWS)
     name = said.policy or config.speculation.policy
     policy = make_policy(name, arms, experience, sampling.temperature, sampling.seed, prior)
@@ -84,14 +84,15 @@ def _fixed_shape(said: pb.Speculation, target: str, config: Config) -> TreeShape
     except ValueError as error:
         raise BadRequest("speculation.shape", str(error).removeprefix("shape: ")) from None
     limits = config.targets[target]
-    if shape.rows > limits.max_rows or shape.depth > limits.max_depth:
+    if not limits.holds(shape):
         raise BadRequest(
             "speculation.shape",
             f"{shape} has {shape.rows} rows and depth {shape.depth}; "
             f"{target} takes {limits.max_rows} and {limits.max_depth}",
         )
-    if not shape.off and not config.drafters_of(target):
-        raise BadRequest("speculation.shape", f"is {shape}, but {target} has no drafter")
+    if not config.makes(target, shape):
+        who = "drafter" if shape.drafted else "proposers"
+        raise BadRequest("speculation.shape", f"is {shape}, but {target} has no {who}")
     if said.HasField("max_nodes") and _guesses(shape) > said.max_nodes:
         raise BadRequest("speculation.max_nodes", f"is {said.max_nodes}, but {shape} has {_guesses(shape)} guesses")
     return shape
@@ -103,6 +104,14 @@ def _deadline_s(said: pb.Speculation) -> float:
     if said.deadline_ms == 0:
         raise BadRequest("speculation.deadline_ms", "must be at least 1; to wait for no draft, ask for OFF")
     return said.deadline_ms / 1e3
+
+
+def _bounded(arms: Sequence[TreeShape], guesses: int) -> tuple[TreeShape, ...]:
+    """Arms of so many guesses at most. Proposals are cut to them; trees that have more are left out."""
+    cut = (
+        ProposedShape(min(arm.total, guesses)) if guesses and isinstance(arm, ProposedShape) else arm for arm in arms
+    )
+    return tuple(dict.fromkeys(arm for arm in cut if _guesses(arm) <= guesses)) or (OFF,)
 
 
 def _guesses(shape: TreeShape) -> int:

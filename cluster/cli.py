@@ -164,7 +164,7 @@ def generate(
         str,
         typer.Option(
             help="auto lets a policy pick a tree for every round, off asks for none, and a shape is asked for in every "
-            "round: 3,2,1, nodes(2,1), beam(4,3) or dynamic(6,5,24). Changes no token."
+            "round: 3,2,1, nodes(2,1), beam(4,3), dynamic(6,5,24) or, without a drafter, proposed(7). Changes no token."
         ),
     ] = "auto",
     policy: Annotated[str, typer.Option(help="What auto picks with. Default: the server's.")] = "",

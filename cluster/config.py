@@ -43,7 +43,16 @@ def _shape_text(text: str) -> str:
 ShapeText = Annotated[str, AfterValidator(_shape_text)]
 """A shape as text, in its canonical form: `off`, `(1,1,1,1)`."""
 
-DEFAULT_ARMS: tuple[str, ...] = ("off", "(1,1)", "(1,1,1,1)", "(2,1,1)", "(3,2,1)", "(4,2,1,1)", "(3,2,2,1,1)")
+DEFAULT_ARMS: tuple[str, ...] = (
+    "off",
+    "proposed(15)",
+    "(1,1,1,1)",
+    "(2,1,1)",
+    "(3,2,1)",
+    "beam(5,3)",
+    "dynamic(4,5,15)",
+    "(3,2,2,1,1)",
+)
 
 
 class Section(BaseModel):
@@ -134,6 +143,10 @@ class Target(Model):
             raise ValueError("resources: are all zero; workers of a sharded target are placed by what they take")
         return self
 
+    def holds(self, shape: TreeShape) -> bool:
+        """Whether trees of this shape keep within the limits. Proposals are never deeper than the target takes them."""
+        return shape.rows <= self.max_rows and (shape.depth <= self.max_depth or not shape.drafted)
+
 
 class Drafter(Model):
     """A drafter deployment. It serves every target that shares its tokenizer, or only those named in `targets`."""
@@ -166,8 +179,9 @@ class Speculation(Section):
     policy: str = "ratio_ucb"
     """One of ratio_ucb, discounted_ucb, thompson, fullinfo, ucbspec and paper_ucb."""
     arms: tuple[ShapeText, ...] = DEFAULT_ARMS
-    """The shapes to choose among. `off` is always one of them, and a chain, of depth 4 at most, where there are trees:
-    what a policy falls back to is not to be forgotten."""
+    """The shapes to choose among, as far as the target has who makes them: a drafter, or proposers for `proposed(7)`.
+    `off` is always one of them, and a chain, of depth 4 at most, where a drafter makes trees: what a policy falls back
+    to is not to be forgotten."""
     proposers: tuple[str, ...] = PROPOSERS
     """Who guesses without a model, beside the drafter or in its absence. Empty: nobody."""
 
@@ -298,16 +312,15 @@ class Config(Section):
         )
 
     def arms_of(self, target: str) -> tuple[TreeShape, ...]:
-        """The arms that fit a target's limits; `off` alone where nobody guesses for it."""
-        if not self.drafters_of(target) and not self.speculation.proposers:
-            return (OFF,)
-        limits = self.targets[target]
-        fitting = (
-            shape
-            for shape in self.speculation.shapes
-            if shape.rows <= limits.max_rows and shape.depth <= limits.max_depth
-        )
-        return tuple(fitting) or (OFF,)
+        """The arms that fit a target's limits and that somebody makes for it; `off` alone where there are none."""
+        holds = self.targets[target].holds
+        return tuple(shape for shape in self.speculation.shapes if holds(shape) and self.makes(target, shape)) or (OFF,)
+
+    def makes(self, target: str, shape: TreeShape) -> bool:
+        """Whether a target has who makes trees of this shape."""
+        if shape.off:
+            return True
+        return bool(self.drafters_of(target) if shape.drafted else self.speculation.proposers)
 
 
 def _settled(model: SettledModel, folder: Path) -> SettledModel:

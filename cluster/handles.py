@@ -653,7 +653,7 @@ class DrafterHandle:
         self._strikes += 1
 
     async def draft(self, text: Text, shape: TreeShape) -> DraftTree:
-        if shape.off:
+        if not shape.drafted:
             self._rest(text)
             return DraftTree.root_only(text.root)
         self._idle = 0

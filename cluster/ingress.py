@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, TypeVar, cast
 
 import grpc
@@ -32,7 +33,7 @@ from dendro.v1 import generation_pb2_grpc
 from cluster.asked import Asked, what_is_asked
 from cluster.checkpoints import read_json
 from cluster.config import Config, Target
-from cluster.policies import Experience, Place
+from cluster.policies import Experience, Offer, Place
 from cluster.policies.prior import NoPriors, Prior, PriorKey, PriorStore
 from cluster.priors import Priors
 from cluster.proposers.proposals import Library
@@ -142,11 +143,12 @@ class Tally:
         self._began_s = self._first_s = 0.0
         self._disturbed = False
         self.shape: TreeShape = OFF  # of the round that runs
+        self.offer: Offer | None = None  # of the next one
         self.account = pb.SpeculationStats(policy=asked.name)
 
     def choose(self) -> TreeShape:
-        self.shape = self._policy.choose()
         self._began_s = self._clock()
+        self.shape = self._policy.choose(self.offer)
         self._disturbed = self._experience.opening > 0
         return self.shape
 
@@ -233,7 +235,7 @@ class Ingress:
         self._places = places
         self._sessions = sessions
         self._served = served or {name: Served.load(name, target) for name, target in config.targets.items()}
-        self._experience = {name: Experience(drafts=bool(config.drafters_of(name))) for name in config.targets}
+        self._experience = {name: Experience() for name in config.targets}
         self._libraries = {
             name: Library(config.speculation.proposers, target.max_rows, target.max_depth)
             for name, target in config.targets.items()
@@ -335,7 +337,9 @@ class Ingress:
         before = len(job.prompt)
         verifier = self._places.verifier(job.served.name, text)
         drafter = self._places.drafter(job.served.name, text, tally.place, job.asked.deadline_s)
-        drafter = self._libraries[job.served.name].around(drafter, job.tenant, job.asked.proposed_rows)
+        proposals = self._libraries[job.served.name].around(drafter, job.tenant, job.asked.proposed_rows)
+        if proposals is not None:
+            drafter, tally.offer = proposals, partial(proposals.offer, text)
         try:
             loop = cast(AsyncGenerator[Verdict, None], rounds(text, drafter, verifier, tally))
             async with aclosing(loop) as verdicts:

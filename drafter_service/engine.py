@@ -244,6 +244,8 @@ class DrafterEngine:
         """
         self._check(call.update)
         shape, limits = call.shape, self._hello
+        if not shape.off and not shape.drafted:
+            raise BadRequest("shape", f"{shape} is nothing that a drafter makes")
         if shape.depth > limits.max_depth:
             raise BadRequest("shape", f"{shape} is {shape.depth} deep; this drafter goes to {limits.max_depth}")
         if shape.rows > limits.max_rows:

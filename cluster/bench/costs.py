@@ -38,11 +38,12 @@ class Costs:
 
     def draft_us(self, shape: TreeShape) -> float:
         """A tree of this shape; predicted from levels where it was not measured."""
-        if shape.off:
+        if not shape.drafted:
             return 0.0
         return self.draft[shape] if shape in self.draft else self.predicted_draft_us(shape)
 
     def round_us(self, shape: TreeShape) -> float:
+        """A round in which the tree is as large as it may be."""
         return self.draft_us(shape) + self.step_us(shape.rows)
 
     def level_us(self, rows: int) -> float:
@@ -111,7 +112,7 @@ async def measure_drafts(
     peer = Peer(ids, Sampling(temperature=temperature))
     await peer.open(drafter, MAX_ROWS)
     wanted = dict.fromkeys([*shapes, *(shape for pair in level_shapes().values() for shape in pair)])
-    times: dict[TreeShape, list[float]] = {shape: [] for shape in wanted if not shape.off}
+    times: dict[TreeShape, list[float]] = {shape: [] for shape in wanted if shape.drafted}
     for _ in range(repetitions + 1):
         for shape, taken in times.items():
             taken.append(await _timed(peer.draft(drafter, shape, len(ids))))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 from dendro.shapes import TreeShape
@@ -17,8 +18,9 @@ from dendro.tree import DraftTree
 
 from cluster.bench.costs import Costs
 from cluster.bench.traces import Trace
-from cluster.policies import Experience, make_policy
-from cluster.rounds import Policy
+from cluster.policies import Experience, InformedPolicy, make_policy
+from cluster.proposers.chances import Chances
+from cluster.proposers.lookup import Lookup
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +59,32 @@ def sibling_ranks(tree: DraftTree, path: Sequence[int]) -> tuple[int, ...]:
 
 def run_fixed(shape: TreeShape, trace: Trace, costs: Costs) -> Run:
     """One answer with the same shape in every round."""
-    took_us = costs.round_us(shape)
-    return Run(trace, tuple(Played(shape, emitted, took_us) for _, emitted in trace.rounds(shape)))
+    draft_us = costs.draft_us(shape)
+    return Run(
+        trace,
+        tuple(
+            Played(shape, emitted, draft_us + costs.step_us(trace.rows(shape, base)))
+            for base, emitted in trace.rounds(shape)
+        ),
+    )
 
 
-def run_policy(policy: Policy, experience: Experience, trace: Trace, costs: Costs) -> Run:
-    """One answer as a policy that begins now goes through it. Learning is the policy's and the experience's."""
+def run_policy(
+    policy: InformedPolicy, experience: Experience, trace: Trace, costs: Costs, chances: Chances | None = None
+) -> Run:
+    """One answer as a policy that begins now goes through it. Learning is the policy's, the experience's, and that of
+    `chances`, with which it is told what is proposed."""
     answer = trace.answer
     rounds: list[Played] = []
     base = traced = answer.begin
     with experience.running() as place:
         while base < answer.end:
-            shape = policy.choose()
-            draft_us, step_us = costs.draft_us(shape), costs.step_us(shape.rows)
+            proposal = trace.proposals[base - answer.begin] if chances and trace.proposals else None
+            offer = partial(chances.tree, Lookup.name, proposal) if chances and proposal else None
+            shape = policy.choose(offer)
+            draft_us, step_us = costs.draft_us(shape), costs.step_us(trace.rows(shape, base))
             tree = replace(trace.tree(shape, base), draft_us=round(draft_us))
-            if not shape.off:
+            if shape.drafted:
                 tree, traced = replace(tree, trace=trace.told(traced, base)), base
             path = trace.path(shape, base)
             verdict = Verdict(
@@ -83,6 +96,8 @@ def run_policy(policy: Policy, experience: Experience, trace: Trace, costs: Cost
                 verify_us=round(step_us),
                 step_rows=tree.rows,
             )
+            if chances and proposal:
+                chances.learn(Lookup.name, proposal, verdict.tokens)
             policy.learn(shape, tree, verdict)
             place.begun()
             if rounds:  # as in the router: the first waits for its text to be opened
@@ -99,10 +114,10 @@ def run_stream(
 
     Begins with an experience that knows nothing; every answer gets a policy of its own.
     """
-    experience = Experience()
+    experience, chances = Experience(), Chances()
     for _ in range(passes):
         yield [
-            run_policy(make_policy(name, arms, experience, trace.answer.temperature), experience, trace, costs)
+            run_policy(make_policy(name, arms, experience, trace.answer.temperature), experience, trace, costs, chances)
             for trace in traces
         ]
 

@@ -7,7 +7,8 @@ round emits from a text of length L is found without the target, by walking down
 
 In a tree of static shape the way down is the drafter's ranks of these tokens given the true text, which one forward
 over the text gives for all places and all shapes (ALGORITHMS 2.4). What beams and dynamic trees hold hangs on guesses
-beside the text as well: of those a tree is grown at every place, by the drafter's own engine.
+beside the text as well: of those a tree is grown at every place, by the drafter's own engine. What is proposed without
+a model follows from the text alone.
 """
 
 from __future__ import annotations
@@ -23,14 +24,19 @@ import numpy.typing as npt
 import torch
 from dendro.calls import CloseCall, DraftCall, DrafterPeer, OpenCall, Terms, TextUpdate, VerifierPeer, VerifyCall
 from dendro.calls import new_opening as opening_id
-from dendro.shapes import LevelShape, NodeShape, TreeShape
-from dendro.text import Limits, Sampling, Tokens, Verdict
+from dendro.shapes import LevelShape, NodeShape, ProposedShape, TreeShape
+from dendro.text import Limits, Sampling, Text, Tokens, Verdict
 from dendro.tree import DraftTree, FloatArray, IntArray
 from tree_kernels.noise import NoiseRows
 from tree_kernels.warp import Warp, drafter_ranking
 from tree_layers.states import ZERO_SLOT, States
 from tree_layers.weights import read_config
 
+from cluster.proposers.chances import Chances
+from cluster.proposers.lookup import Lookup
+from cluster.proposers.merge import merge
+from cluster.proposers.proposal import Proposal
+from cluster.proposers.proposals import OFFERED
 from drafter_service.engine import DTYPES
 from drafter_service.models import MODELS, load_model
 
@@ -41,6 +47,8 @@ SPARE = 16
 DRAFTER_DTYPE = "float32"
 """In it the order of guesses is the text's alone, and rounds replay exactly; in bfloat16 it also hangs on how the text
 was cut into forwards. On a processor it costs the same."""
+DEEPEST = 16
+"""Of what is proposed: as deep as targets take trees unless they are configured otherwise."""
 TRACED = 8
 """Candidates among which an engine ranks the text's tokens for policies."""
 
@@ -99,6 +107,7 @@ class Trace:
     answer: Answer
     guesses: Guesses
     trees: dict[TreeShape, list[DraftTree]] = field(default_factory=dict)  # at begin, begin + 1, ..., end - 1
+    proposals: list[Proposal] = field(default_factory=list)  # of prompt lookup, at the same places
     _emitted: dict[TreeShape, list[int]] = field(default_factory=dict)
 
     def path(self, shape: TreeShape, base: int) -> tuple[int, ...]:
@@ -127,6 +136,10 @@ class Trace:
         children = child_counts(shape)
         parents = [-1, *(row for row, count in enumerate(children) for _ in range(count))]
         return DraftTree.of(range(len(parents)), parents)
+
+    def rows(self, shape: TreeShape, base: int) -> int:
+        """Rows of the tree of a round."""
+        return self.tree(shape, base).rows if shape in self.trees else shape.rows
 
     def told(self, start: int, stop: int) -> npt.NDArray[np.int32]:
         """The ranks of text tokens start..stop-1 as an engine tells them with a tree."""
@@ -291,6 +304,21 @@ async def grow_trees(
             peer.text.extend([trace.answer.ids[len(peer.text)]])
         step()
     await asyncio.gather(*(peer.close(drafter, len(peer.text) - 1) for peer in peers))
+
+
+def record_proposals(trace: Trace, shapes: Sequence[ProposedShape]) -> None:
+    """Record what prompt lookup proposes at every place of an answer, and the rows of it that trees of these shapes
+    have by its own word of how sure it is."""
+    answer, lookup, chances = trace.answer, Lookup(), Chances()
+    limits = Limits(len(answer.ids) + 1, ignore_end=True)
+    trace.trees |= {shape: [] for shape in shapes}
+    for place in range(answer.begin, answer.end):
+        text = Text(answer.ids[:place], answer.sampling, limits)
+        lookup.grow(text)
+        proposal = lookup.propose(text, OFFERED, DEEPEST)
+        trace.proposals.append(proposal)
+        for shape in shapes:
+            trace.trees[shape].append(merge([chances.tree(lookup.name, proposal)], shape.rows, DEEPEST))
 
 
 def disagreements(trace: Trace, shape: TreeShape) -> int:

@@ -10,12 +10,12 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-from dendro.shapes import OFF, BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape
+from dendro.shapes import OFF, BeamShape, DynamicShape, LevelShape, NodeShape, ProposedShape, TreeShape
 
 from cluster.bench.costs import Costs
 from cluster.bench.replay import Run, run_fixed, run_stream, shares
 from cluster.bench.statistics import Estimate, median_estimate, paired_ratio
-from cluster.bench.traces import Trace, trimmed, walk
+from cluster.bench.traces import Trace, is_static, trimmed, walk
 from cluster.policies import POLICIES
 from drafter_service.confidence import Calibration
 
@@ -60,10 +60,11 @@ def fixed_arms(configured: Sequence[TreeShape]) -> tuple[TreeShape, ...]:
 
 
 def grown_arms(configured: Sequence[TreeShape]) -> tuple[TreeShape, ...]:
-    """Those of which trees must be grown at every place, the masters instead of the dynamic trees cut from them."""
-    static = LevelShape | NodeShape
+    """Those of which a drafter must grow trees at every place, the masters instead of the dynamic trees cut from
+    them."""
+    known = LevelShape | NodeShape | ProposedShape
     cut = {shape for rows in SIZES for shape in dynamic_shapes(rows)}
-    others = [shape for shape in fixed_arms(configured) if not isinstance(shape, static) and shape not in cut]
+    others = [shape for shape in fixed_arms(configured) if not isinstance(shape, known) and shape not in cut]
     return (*MASTERS, *others, WIDE)
 
 
@@ -116,7 +117,7 @@ def arm_rows(recorded: Recorded) -> Iterator[Row]:
             mine = of_kind(kind, traces)
             off = {(place, 0): 1e6 / costs.round_us(OFF) for place in range(len(mine))} if costs else {}
             for shape in fixed_arms(recorded.arms):
-                if drafter != recorded.drafter and not isinstance(shape, LevelShape | NodeShape):
+                if drafter != recorded.drafter and not is_static(shape):
                     continue
                 row: Row = {
                     "kind": kind,
@@ -132,12 +133,12 @@ def arm_rows(recorded: Recorded) -> Iterator[Row]:
                     "over_off": None,
                 }
                 if costs:
-                    rates = {
-                        (place, 0): run_fixed(shape, trace, costs).tokens_per_second for place, trace in enumerate(mine)
-                    }
+                    runs = [run_fixed(shape, trace, costs) for trace in mine]
+                    rates = {(place, 0): run.tokens_per_second for place, run in enumerate(runs)}
+                    draft_us = costs.draft_us(shape)
                     row |= {
-                        "draft_ms": round(costs.draft_us(shape) / 1e3, 3),
-                        "verify_ms": round(costs.step_us(shape.rows) / 1e3, 3),
+                        "draft_ms": round(draft_us / 1e3, 3),
+                        "verify_ms": round(fmean(p.took_us - draft_us for run in runs for p in run.rounds) / 1e3, 3),
                         "tokens_per_second": median_estimate(list(rates.values())).as_json(),
                         "over_off": paired_ratio(rates, off).as_json(),
                     }

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from dendro.errors import BadRequest
-from dendro.shapes import MAX_ROWS
+from dendro.shapes import MAX_ROWS, ProposedShape
 from dendro.state import NoStates
 from rich.console import Console
 from transformers.utils import logging
@@ -35,6 +35,7 @@ from cluster.bench.traces import (
     grow_trees,
     guesses_of,
     is_static,
+    record_proposals,
     write_answer,
 )
 from cluster.bench.trees import (
@@ -207,6 +208,7 @@ async def record(
                     for start in range(0, len(mine), SIDE_BY_SIDE):
                         await grow_trees(drafter, mine[start : start + SIDE_BY_SIDE], grown, step)
                     for trace in mine:
+                        record_proposals(trace, [arm for arm in arms if isinstance(arm, ProposedShape)])
                         cut_trees(trace)
                         differing += disagreements(trace, checked)
                         places += trace.answer.tokens

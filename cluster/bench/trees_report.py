@@ -39,7 +39,9 @@ def facts_of(report: Report) -> Iterator[str]:
     )
     yield (
         "Tokens a second are predicted: tokens over the round times of the cost table, which has no router, hops or "
-        f"queues. Costs are medians of {plan['repetitions']}, interleaved, in one process"
+        f"queues. Costs are medians of {plan['repetitions']}, interleaved, in one process. Trees of a drafter are "
+        "replayed as it makes them, without the proposals that the router would merge into them. Proposals are those "
+        "of prompt lookup; policies are told of them before they choose, as in the router"
     )
     check = report["live"]
     if check:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dendro.client import Asking
+from dendro.client import Asking, Speculation
 from dendro.errors import EngineFailed
 
 Step = Callable[[], None]
@@ -29,7 +29,13 @@ class Law:
 
 
 async def answer(
-    service: Asking, prompt: Sequence[int], law: Law, seed: int, speculation: str, tokens: int, model: str = ""
+    service: Asking,
+    prompt: Sequence[int],
+    law: Law,
+    seed: int,
+    speculation: Speculation | str,
+    tokens: int,
+    model: str = "",
 ) -> list[int]:
     """The ids of one answer of exactly `tokens` tokens. Raises EngineFailed where its account does not add up."""
     done = await service.generate_text(
@@ -53,7 +59,7 @@ async def answers(
     prompts: Sequence[Sequence[int]],
     seeds: Sequence[int],
     law: Law,
-    speculation: str,
+    speculation: Speculation | str,
     tokens: int,
     step: Step,
     at_once: int = 1,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from dendro.calls import CloseCall, DraftCall, OpenCall, Terms, TextUpdate, VerifyCall, new_opening
-from dendro.client import Asking
+from dendro.client import Asking, Speculation
 from dendro.shapes import OFF, BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape
 from dendro.text import Limits, Sampling, Text
 from dendro.tree import DraftTree
@@ -30,6 +30,7 @@ from cluster.certify.twin import (
     top_k_as_if_sampled,
 )
 from cluster.checkpoints import check_library_has
+from cluster.policies import POLICIES
 from drafter_service.engine import DrafterEngine
 from verifier_service.engine import VerifierEngine
 
@@ -124,7 +125,7 @@ async def identity_under_sampling(
     margin_of: Callable[[Sequence[int]], float] | None,
     step: Step,
 ) -> Promise:
-    """(b) Every shape, `auto`, and 8 requests at once give the tokens of speculation off, for the same seeds.
+    """(b) Every shape, every policy, and 8 requests at once give the tokens of speculation off, for the same seeds.
 
     `margin_of` is None for an exact verifier, where nothing is excused; else a first difference is, where the two best
     logits lie within the margin over the temperature.
@@ -133,10 +134,10 @@ async def identity_under_sampling(
     seeds = [1000 + number for number in range(len(prompts))]
     for law in LAWS:
         plain = await answers(service, prompts, seeds, law, "off", tokens, step)
-        ways = [(shape, 1) for shape in shapes] + [("auto", 1), ("auto", 8)]
+        ways = [*((Speculation.parse(shape), 1) for shape in shapes), *ways_to_choose()]
         same_ways = 0
-        for shape, at_once in ways:
-            again = await answers(service, prompts, seeds, law, shape, tokens, step, at_once)
+        for way, at_once in ways:
+            again = await answers(service, prompts, seeds, law, way, tokens, step, at_once)
             same = True
             for prompt, mine, other in zip(prompts, again, plain, strict=True):
                 promise.answers += 1
@@ -149,10 +150,19 @@ async def identity_under_sampling(
                     promise.excused += 1
                 else:
                     same = False
-                    promise.check(False, f"{law}: {shape}, {at_once} at once, differs at token {place}")
+                    promise.check(False, f"{law}: {_said(way)}, {at_once} at once, differs at token {place}")
             same_ways += same
         promise.check(same_ways == len(ways), f"{law}: {same_ways} of {len(ways)} ways identical to off")
     return promise
+
+
+def ways_to_choose() -> list[tuple[Speculation, int]]:
+    """What `auto` is asked for, and how many requests at once: each policy, and a crowd with the server's own."""
+    return [*((Speculation(policy=policy), 1) for policy in POLICIES), (Speculation(), 8)]
+
+
+def _said(way: Speculation) -> str:
+    return way.shape or " by ".join(filter(None, (str(way.mode), way.policy)))
 
 
 async def law_of_the_sampler(

@@ -15,7 +15,7 @@ import torch
 import typer
 from dendro.client import Asking, AsyncClient
 from dendro.errors import BadRequest
-from dendro.shapes import OFF
+from dendro.shapes import BeamShape, DynamicShape, NodeShape
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -29,6 +29,8 @@ from cluster.running import local_client, running_cluster
 from verifier_service.engine import VerifierEngine
 
 PROMPT_TOKENS = 128
+OF_EACH_KIND = (NodeShape((2, 1, 1)), BeamShape(3, 2), DynamicShape(2, 3, 5))
+"""Kinds of trees that the default arms have none of."""
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -76,8 +78,8 @@ def _prompts(count: int, checkpoint: Path) -> list[checks.Prompt]:
 async def run_certify(config: Config, address: str, local: bool, size: Size, progress: Progress) -> list[Promise]:
     """All promises, checked one after the other."""
     name, target = next(iter(config.targets.items()))
-    # Shapes that a request may fix: a target without a drafter has none, though `auto` may guess.
-    shapes = [str(shape) for shape in config.arms_of(name) if shape != OFF] if config.drafters_of(name) else []
+    wanted = [*config.arms_of(name), *OF_EACH_KIND]
+    shapes = [str(shape) for shape in wanted if not shape.off and config.makes(name, shape)]
     prompts = _prompts(max(size.greedy_prompts, size.prompts), target.checkpoint)
     found: list[Promise] = []
 
@@ -116,7 +118,8 @@ async def run_certify(config: Config, address: str, local: bool, size: Size, pro
 
         async def served(service: Asking) -> None:
             chosen = prompts[: size.prompts]
-            step = bar("(b) identity under sampling", len(checks.LAWS) * (len(shapes) + 3) * len(chosen))
+            ways = 1 + len(shapes) + len(checks.ways_to_choose())
+            step = bar("(b) identity under sampling", len(checks.LAWS) * ways * len(chosen))
             found.append(await checks.identity_under_sampling(service, chosen, size.tokens, shapes, margin_of, step))
             found[-1].found.append(
                 f"the verifier, in {target.dtype}, says of itself: {'bitwise' if bitwise else 'margin'}"

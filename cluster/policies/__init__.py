@@ -9,13 +9,13 @@ from dendro.shapes import OFF, LevelShape, TreeShape
 
 from cluster.policies.experience import Experience, Place
 from cluster.policies.full_info import FullInfo
+from cluster.policies.offers import InformedPolicy, Offer
 from cluster.policies.paper_ucb import PaperUCB
 from cluster.policies.prior import NO_PRIOR, Prior
 from cluster.policies.ratio_ucb import DiscountedUCB, RatioUCB
 from cluster.policies.static import Static
 from cluster.policies.thompson import Thompson
 from cluster.policies.ucb_spec import UCBSpec
-from cluster.rounds import Policy
 
 POLICIES = ("ratio_ucb", "discounted_ucb", "thompson", "fullinfo", "ucbspec", "paper_ucb")
 CHAIN_DEPTH = 4
@@ -25,6 +25,8 @@ __all__ = [
     "DiscountedUCB",
     "Experience",
     "FullInfo",
+    "InformedPolicy",
+    "Offer",
     "PaperUCB",
     "Place",
     "RatioUCB",
@@ -43,7 +45,7 @@ def make_policy(
     temperature: float,
     seed: int = 0,
     prior: Prior = NO_PRIOR,
-) -> Policy:
+) -> InformedPolicy:
     """The policy of one request. `experience` is the router's, shared by the requests of a (target, drafter) pair;
     `prior` is what is known of the request's kind; `seed` is the request's. A chain and `off` are added to the arms."""
     if not arms:
@@ -66,15 +68,16 @@ def make_policy(
 
 
 def with_chain_and_off(arms: Sequence[TreeShape]) -> tuple[TreeShape, ...]:
-    """The arms, with `off` first where it is missing, and behind it a chain where there are trees and none is one.
+    """The arms, with `off` first where it is missing, and behind it a chain where a drafter has trees and none is one.
 
-    The chain is no deeper than the deepest arm, so it keeps every bound on depth and rows that the arms keep.
+    The chain is no deeper than the deepest of these, so it keeps every bound on depth and rows that the arms keep.
 
     >>> [str(arm) for arm in with_chain_and_off([LevelShape((3, 2, 1))])]
     ['off', '(1,1,1)', '(3,2,1)']
     """
-    depth = max(arm.depth for arm in arms)
+    drafted = [arm for arm in arms if arm.drafted]
+    depth = max((arm.depth for arm in drafted), default=0)
     added: list[TreeShape] = [] if OFF in arms else [OFF]
-    if depth and not any(arm.rows == arm.depth + 1 for arm in arms if not arm.off):
+    if depth and not any(arm.rows == arm.depth + 1 for arm in drafted):
         added.append(LevelShape((1,) * min(depth, CHAIN_DEPTH)))
     return (*added, *arms)

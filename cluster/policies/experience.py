@@ -363,7 +363,6 @@ class Experience:
     company: float = 0.0  # how many may be expected to: those that ran of late, where there are fewer now
     fixed: int = 0  # of them, those whose shape the client chose
     opening: int = 0  # texts that a peer processes before their rounds
-    drafts: bool = True  # whether the target has a drafter; where not, trees are proposed without a call
     _by_load: defaultdict[int, Costs] = field(default_factory=lambda: defaultdict(Costs))
 
     @property
@@ -400,12 +399,12 @@ class Experience:
         with so many rows is learned: what others guess in them is not this arm's doing.
         """
         costs = self._by_load[load_class(self.requests)]
-        if not shape.off:
+        if shape.drafted:
             costs.learn_draft(shape, tree.draft_us / tree.texts)
         if costs.tried.total():  # the very first pays for cold memory
             costs.step.learn(row_bucket(verdict.step_rows), verdict.verify_us)
             costs.texts += COST_STEP * (verdict.texts - costs.texts)
-        costs.tried[row_bucket(tree.rows if self.drafts else shape.rows)] += 1
+        costs.tried[row_bucket(tree.rows)] += 1
         rows = costs.rows.setdefault(shape, tree.rows)
         costs.rows[shape] = rows + COST_STEP * (tree.rows - rows)
         costs.lengths.setdefault((temperature_class(temperature), shape), Length()).learn(verdict.length)
@@ -423,42 +422,44 @@ class Experience:
             costs.house.learn(verdict.length, took_us, self.requests, disturbed)
         self.company += (self.requests - self.company) * min(took_us / max(self.requests, 1) / COMPANY_US, 1.0)
 
-    def round_us(self, shape: TreeShape) -> float | None:
+    def round_us(self, shape: TreeShape, rows: float | None = None) -> float | None:
         """The predicted time of a round with this shape, its share of what it has in common with others; None until
-        something like it was seen often enough.
+        something like it was seen often enough. `rows` are the tree's, where they are known before.
 
         As if all texts of a step chose this shape: where each counts on the others to stay small, none does.
         """
         costs = self.costs
-        if costs.tried[row_bucket(shape.rows)] < TRIED:
+        rows = self._rows(shape) if rows is None else rows
+        if costs.tried[row_bucket(round(rows))] < TRIED:
             return None
-        if shape.off:
-            return costs.verify_us(1) + costs.hop.us
+        if not shape.drafted:
+            return costs.verify_us(rows) + costs.hop.us
         draft = costs.draft.get(shape)
         if draft is None or not draft.known:
             return None
-        return draft.us + costs.verify_us(self._rows(shape)) + self._hops(shape) * costs.hop.us
+        return draft.us + costs.verify_us(rows) + self._hops(shape) * costs.hop.us
 
     def _rows(self, shape: TreeShape) -> float:
         """Rows that a round of it has: proposals alone seldom fill a shape."""
-        return shape.rows if self.drafts else self.costs.rows.get(shape, shape.rows)
+        return shape.rows if shape.drafted else self.costs.rows.get(shape, shape.rows)
 
     def _hops(self, shape: TreeShape) -> int:
         """Calls to peers that a round waits for."""
-        return 2 if self.drafts and not shape.off else 1
+        return 2 if shape.drafted else 1
 
-    def predicted_us(self, shape: TreeShape) -> float | None:
+    def predicted_us(self, shape: TreeShape, rows: float | None = None) -> float | None:
         """The same for a shape that nobody need have played: its step is read off the line, its draft off the plane.
         None until a step was measured, and for a tree until some tree's draft was."""
         costs = self.costs
         if not costs.step.weight:
             return None
-        if shape.off:
-            return costs.verify_us(1) + costs.hop.us
+        rows = self._rows(shape) if rows is None else rows
+        if not shape.drafted:
+            return costs.verify_us(rows) + costs.hop.us
         draft_us = costs.draft_us(shape)
         if draft_us is None:
             return None
-        return draft_us + costs.verify_us(self._rows(shape)) + self._hops(shape) * costs.hop.us
+        return draft_us + costs.verify_us(rows) + self._hops(shape) * costs.hop.us
 
     def hints(self) -> dict[int, Costs]:
         """What costs are known, by load class, for a router that knows none: see `take`."""

@@ -3,8 +3,8 @@
     index_k = E[N_k] / T_k        E[N_k] = mean N of the arm's re-run on the ranks of the last tokens (`Replay`)
 
 No arm need be played to be known, so nothing is explored, with two exceptions. A text of which no prior tells begins
-with trees until a few of its tokens are ranked. And as no ranks come while `off` is played, a tree is asked for now and
-then: its trace tells of all tokens since the last one, so the replay has no gap. Trees that do not come are counted
+with trees until a few of its tokens are ranked. And as no ranks come while no drafter is asked, a tree is asked for now
+and then: its trace tells of all tokens since the last one, so the replay has no gap. Trees that do not come are counted
 against all arms alike.
 
 Beam and dynamic trees depend on values of guesses that nobody records. Those arms are judged as `RatioUCB` judges them,
@@ -21,15 +21,16 @@ from dendro.text import Verdict
 from dendro.tree import DraftTree
 
 from cluster.policies.experience import Experience
+from cluster.policies.offers import Offer
 from cluster.policies.prior import NO_PRIOR, Prior
 from cluster.policies.rate import OPENING_ROUNDS
 from cluster.policies.ratio_ucb import RatioUCB
 from cluster.policies.replay import WINDOW, RankTrace, Replay, replayed
 
 PROBE_EVERY = 28
-"""Rounds of `off` before a tree is asked for. The drafter's lease is given back after 32, and with it goes the memory
-of what was traced: fewer keep the trace whole. The least tree costs some tenths of a round, so a probe in 28 costs one
-or two in a hundred."""
+"""Rounds without a drafter before a tree is asked for. The drafter's lease is given back after 32, and with it goes the
+memory of what was traced: fewer keep the trace whole. The least tree costs some tenths of a round, so a probe in 28
+costs one or two in a hundred."""
 LEAST_RANKED = 8
 """Tokens whose ranks are known before `off` may be chosen for them: the first few wrong guesses say little."""
 LATE_STEP = 0.1
@@ -55,18 +56,18 @@ class FullInfo(RatioUCB):
         self._trace = RankTrace()
         self._came = 1.0  # of the trees asked for, lately
         self._waited = 0  # rounds with trees asked for before enough was ranked
-        self._rested = 0  # rounds of `off` since the last tree
+        self._rested = 0  # rounds since a drafter was asked
 
     def hoped(self, arm: TreeShape) -> float:
         mean = self.means.get(arm)
         return super().hoped(arm) if mean is None else 1 + self._came * (mean - 1)
 
     def round_us(self, arm: TreeShape) -> float | None:
-        return self.experience.predicted_us(arm)
+        return self.experience.predicted_us(arm, self.rows(arm))
 
-    def choose(self) -> TreeShape:
-        shape = super().choose()
-        if not shape.off or not self.replay.shapes:
+    def choose(self, offer: Offer | None = None) -> TreeShape:
+        shape = super().choose(offer)
+        if shape.drafted or not self.replay.shapes:
             self._rested = 0
             return shape
         self._rested += 1
@@ -83,7 +84,7 @@ class FullInfo(RatioUCB):
                 self.replay.cut()
             self.replay.feed(told.ranks)
             self._judge()
-        if not shape.off:
+        if shape.drafted:
             self._waited += 1
             if not self._opening or not tree.missed:
                 self._came += LATE_STEP * ((not tree.missed) - self._came)

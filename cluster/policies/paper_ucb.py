@@ -3,7 +3,8 @@
     (1)  k* = argmax_k  mean_k + lambda_ucb * sqrt(2 ln t / n_k)
     (2)  r  = -(1 / N + lambda_gamma * gamma / N)
 
-`gamma` is the depth of the arm's tree; `lambda_gamma` is the time of one drafter forward over one of the target.
+`gamma` is the depth of the arm's tree, or 0 for one that no drafter makes; `lambda_gamma` is the time of one drafter
+forward over one of the target.
 The paper calls the mean a mean and writes a sum; it is a mean. Rewards lie in [-(1 + lambda_gamma * gamma), 0), so
 lambda_ucb is a few tenths, not 1.
 """
@@ -16,6 +17,8 @@ from collections.abc import Sequence
 from dendro.shapes import TreeShape
 from dendro.text import Verdict
 from dendro.tree import DraftTree
+
+from cluster.policies.offers import Offer
 
 
 class PaperUCB:
@@ -34,7 +37,7 @@ class PaperUCB:
         mean = self.rewards[arm] / self.pulls[arm]
         return mean + self.lambda_ucb * math.sqrt(2 * math.log(total) / self.pulls[arm])
 
-    def choose(self) -> TreeShape:
+    def choose(self, offer: Offer | None = None) -> TreeShape:
         for arm in self.arms:
             if self.pulls[arm] == 0:
                 return arm
@@ -42,4 +45,5 @@ class PaperUCB:
 
     def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:
         self.pulls[shape] += 1
-        self.rewards[shape] -= (1 + self.lambda_gamma * shape.depth) / verdict.length
+        gamma = shape.depth if shape.drafted else 0
+        self.rewards[shape] -= (1 + self.lambda_gamma * gamma) / verdict.length

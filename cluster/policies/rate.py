@@ -6,6 +6,9 @@ and which rounds say nothing.
 By renewal and reward the long-run rate of an arm is E[N] / E[T]. T_k is predicted from cost tables, not the noisy time
 of the round just run, so a choice does not hang on one slow round. What each of them hopes of an arm is its own.
 
+What is proposed without a model is there before the choice, and says itself what may come of it: an arm of proposals is
+judged by this round's, not by its rounds so far. So drafters are asked where the text says nothing of how it goes on.
+
 A text that is alone weighs `off` by the same index. In company the house says whether to guess (`House`): where it does
 not, nothing is explored; where it does, a text refrains that draws too little from its rounds.
 """
@@ -16,11 +19,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from dendro.shapes import OFF, TreeShape
+import numpy as np
+from dendro.shapes import OFF, ProposedShape, TreeShape
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 
 from cluster.policies.experience import Experience, Length
+from cluster.policies.offers import Offer
 from cluster.policies.prior import NO_PRIOR, Prior
 
 OPENING_ROUNDS = 8
@@ -45,33 +50,48 @@ class RatePolicy(ABC):
             arm: prior.length(arm) or experience.prior(arm, temperature) for arm in self.arms
         }
         self._opening = OPENING_ROUNDS
+        self._offer: DraftTree | None = None  # of the round that is chosen for
 
     @abstractmethod
     def hoped(self, arm: TreeShape) -> float:
         """Tokens that a round of this arm is taken to emit, with what is hoped of an arm little known; at most
         depth + 1, but for what proposers add, or infinite for an arm never seen."""
 
+    def tokens(self, arm: TreeShape) -> float:
+        """The same, of proposals by what they say of themselves this time: the sum of the chances that a row is
+        reached."""
+        if self._offer is None or not isinstance(arm, ProposedShape):
+            return self.hoped(arm)
+        return float(np.exp(np.sort(self._offer.values)[-arm.rows :]).sum())
+
+    def rows(self, arm: TreeShape) -> float | None:
+        """Rows that this round of it would have; None: as many as usual."""
+        if self._offer is None or not isinstance(arm, ProposedShape):
+            return None
+        return min(arm.rows, self._offer.rows)
+
     def round_us(self, arm: TreeShape) -> float | None:
         """Predicted microseconds of a round; None where too little is known."""
-        return self.experience.round_us(arm)
+        return self.experience.round_us(arm, self.rows(arm))
 
     def index(self, arm: TreeShape) -> float:
         """Tokens per microsecond; infinite for an arm whose time is not known."""
         round_us = self.round_us(arm)
-        return math.inf if round_us is None else self.hoped(arm) / round_us
+        return math.inf if round_us is None else self.tokens(arm) / round_us
 
-    def choose(self) -> TreeShape:
+    def choose(self, offer: Offer | None = None) -> TreeShape:
         house = self.experience.house
+        trees = [arm for arm in self.arms if not arm.off]
+        if house is not None and OFF in self.arms and not (trees and house.guessing):
+            return OFF
+        self._offer = offer() if offer and any(isinstance(arm, ProposedShape) for arm in trees) else None
         if house is None or OFF not in self.arms:
             return self._best(self.arms)
-        trees = [arm for arm in self.arms if not arm.off]
-        if not trees or not house.guessing:
-            return OFF
         best = self._best(trees)
-        return best if house.repays(self.hoped(best)) else OFF
+        return best if house.repays(self.tokens(best)) else OFF
 
     def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:
-        if not shape.off and self._opening:
+        if shape.drafted and self._opening:
             self._opening -= 1
             if tree.missed and not tree.draft_us:
                 return

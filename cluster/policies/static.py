@@ -6,6 +6,8 @@ from dendro.shapes import TreeShape
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 
+from cluster.policies.offers import Offer
+
 
 class Static:
     """Chooses the same shape every round."""
@@ -13,7 +15,7 @@ class Static:
     def __init__(self, shape: TreeShape) -> None:
         self.shape = shape
 
-    def choose(self) -> TreeShape:
+    def choose(self, offer: Offer | None = None) -> TreeShape:
         return self.shape
 
     def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 from dendro.shapes import TreeShape
 
 from cluster.policies.experience import Experience
+from cluster.policies.offers import Offer
 from cluster.policies.prior import NO_PRIOR, Prior
 from cluster.policies.rate import RatePolicy
 
@@ -46,9 +47,9 @@ class Thompson(RatePolicy):
         """The tokens of a round in the world that was drawn for this choice."""
         return self._drawn[arm]
 
-    def choose(self) -> TreeShape:
+    def choose(self, offer: Offer | None = None) -> TreeShape:
         self._draw()
-        return super().choose()
+        return super().choose(offer)
 
     def _draw(self) -> None:
         lengths = [self.lengths[arm] for arm in self.arms]

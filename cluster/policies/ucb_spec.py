@@ -15,6 +15,8 @@ from dendro.shapes import TreeShape
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 
+from cluster.policies.offers import Offer
+
 
 class UCBSpec:
     """UCB1 on emitted tokens. Every arm once in the order given, then by the index; ties go to the smaller tree."""
@@ -31,7 +33,7 @@ class UCBSpec:
         mean = self.tokens[arm] / self.pulls[arm]
         return mean + self.range * math.sqrt(math.log(total) / (2 * self.pulls[arm]))
 
-    def choose(self) -> TreeShape:
+    def choose(self, offer: Offer | None = None) -> TreeShape:
         for arm in self.arms:
             if self.pulls[arm] == 0:
                 return arm

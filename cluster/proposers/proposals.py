@@ -1,11 +1,11 @@
-"""Proposers around a drafter: what its loop and its ingress see is one drafter, whose trees have more guesses.
+"""Proposers around a drafter: what its loop sees is one drafter, whose trees have more guesses.
 
-Where the drafter is late, lost or there is none, the tree is the proposers' alone.
+What is proposed for a round is there before its shape is chosen (`offer`), so that no drafter need be asked where the
+text itself says how it goes on. Where the drafter is late, lost or there is none, the tree is the proposers' alone.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 TEXT_TOKENS = 8192
 """Tokens of a text that its suffix automaton holds at most: some 3 MB."""
+OFFERED = 32
+"""Rows that one proposer fills at most. Paths that are not among the likeliest 32 are hardly ever gone."""
 OUTPUT_TOKENS = 8192
 """Tokens of past answers that are held for a tenant at a target."""
 TENANTS = 64
@@ -35,7 +37,7 @@ TENANTS = 64
 
 class Proposals:
     """The handle of one request's drafter, and its proposers. A merged tree has the rows that the verifier would pad
-    the shape's to, since those are free, and stays in the target's limits."""
+    the drafted shape's to, since those are free, and stays in the target's limits."""
 
     def __init__(
         self,
@@ -50,7 +52,8 @@ class Proposals:
         self._chances = chances
         self._max_rows = max_rows
         self._max_depth = max_depth
-        self._proposed: list[tuple[str, Proposal]] = []  # in the last round, ...
+        self._proposed: list[tuple[str, Proposal]] = []  # last, ...
+        self._trees: list[DraftTree] = []  # ... with the chances that they had then, ...
         self._base = 0  # ... for a text of this length
         self._ended = False
 
@@ -58,9 +61,17 @@ class Proposals:
     def opened(self) -> Opened | None:
         return self._drafter.opened
 
+    def offer(self, text: Text) -> DraftTree:
+        """What is proposed for the next round, all of it; the root alone where that is nothing."""
+        self._propose(text)
+        return merge([DraftTree.root_only(text.root), *self._trees], self._max_rows, self._max_depth)
+
     async def draft(self, text: Text, shape: TreeShape) -> DraftTree:
-        tree, proposed = await asyncio.gather(self._drafter.draft(text, shape), self._propose(text, shape))
-        return merge([tree, *proposed], self._rows(shape), self._max_depth)
+        if shape.off:
+            return await self._drafter.draft(text, shape)
+        self._propose(text)
+        tree = await self._drafter.draft(text, shape)
+        return merge([tree, *self._trees], self._rows(shape), self._max_depth)
 
     async def close(self, text: Text) -> None:
         """As the drafter's: never raises, may be called again."""
@@ -70,25 +81,25 @@ class Proposals:
                 proposer.end(text)
         await self._drafter.close(text)
 
-    async def _propose(self, text: Text, shape: TreeShape) -> list[DraftTree]:
-        await asyncio.sleep(0)  # the drafter's call leaves first
+    def _propose(self, text: Text) -> None:
+        """Once for each length of the text."""
+        if self._base == len(text):
+            return
         came = text.ids[self._base :]
         for name, proposal in self._proposed:
             self._chances.learn(name, proposal, came)
         self._proposed, self._base = [], len(text)
         # A guess deeper than the answer has room for is never emitted.
         depth = min(self._max_depth, text.limits.max_length - len(text) - 1)
-        if shape.off or depth < 1:
-            return []
-        for proposer in self._proposers:
+        for proposer in self._proposers if depth > 0 else ():
             proposer.grow(text)
-            proposal = proposer.propose(text, self._rows(shape), depth)
+            proposal = proposer.propose(text, min(OFFERED, self._max_rows), depth)
             if proposal.guesses:
                 self._proposed.append((proposer.name, proposal))
-        return [self._chances.tree(name, proposal) for name, proposal in self._proposed]
+        self._trees = [self._chances.tree(name, proposal) for name, proposal in self._proposed]
 
     def _rows(self, shape: TreeShape) -> int:
-        return 1 if shape.off else min(row_bucket(shape.rows), self._max_rows)
+        return min(row_bucket(shape.rows) if shape.drafted else shape.rows, self._max_rows)
 
 
 class Library:
@@ -103,11 +114,11 @@ class Library:
         self._chances = Chances()
         self._outputs: OrderedDict[str, Outputs] = OrderedDict()
 
-    def around(self, drafter: DrafterHandle, tenant: str, max_rows: int) -> DrafterHandle:
-        """A request's drafter with its proposers; the drafter itself where there are none. `max_rows` is what the
-        request lets a tree have."""
+    def around(self, drafter: DrafterHandle, tenant: str, max_rows: int) -> Proposals | None:
+        """A request's drafter with its proposers; None where there are none for it. `max_rows` is what the request lets
+        a tree have."""
         if not self._names or max_rows == 1:
-            return drafter
+            return None
         proposers = [self._proposer(name, tenant) for name in self._names]
         return Proposals(drafter, proposers, self._chances, min(max_rows, self._max_rows), self._max_depth)
 

@@ -112,7 +112,7 @@ def plan_of(
     ours, theirs = parameter_count(config.drafters[names[0]].checkpoint), parameter_count(served.checkpoint)
     return Plan(
         target,
-        config.arms_of(target),
+        tuple(arm for arm in config.arms_of(target) if arm.off or arm.drafted),
         _prompts(size, _tokenizer(served.checkpoint, target)),
         size.tokens,
         temperatures,
@@ -153,7 +153,7 @@ async def run_tune(config: Config, plan: Plan, local: bool, begin: Begin) -> dic
         "rows": [row for each in tuned for row in rows_of(plan, each)],
         "chains": [row for each in tuned for row in chains_of(plan, each)],
         "costs": [costs_row(each) for each in tuned],
-        "arms": arms_of(tuned),
+        "arms": arms_of(config.arms_of(plan.target), tuned),
         "differences": [line for each in tuned for line in each.differences],
         "aims": [],
     }

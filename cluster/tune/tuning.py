@@ -64,7 +64,7 @@ class Plan:
     """One target and its drafter."""
 
     target: str
-    arms: tuple[TreeShape, ...]  # as configured, `off` among them or not
+    arms: tuple[TreeShape, ...]  # those configured that a drafter makes, and `off` if it is
     prompts: Prompts
     tokens: int  # of every answer
     temperatures: tuple[float, ...]
@@ -309,6 +309,7 @@ def costs_row(tuned: Tuned) -> Row:
     }
 
 
-def arms_of(tuned: Sequence[Tuned]) -> list[str]:
-    """Arms for a configuration: `off`, and what was found at each temperature."""
-    return list(dict.fromkeys(["off", *(str(shape) for each in tuned for shape in each.found)]))
+def arms_of(configured: Sequence[TreeShape], tuned: Sequence[Tuned]) -> list[str]:
+    """Arms for a configuration: `off`, the proposals that it has, and the trees that were found at each temperature."""
+    kept = [OFF, *(arm for arm in configured if not arm.drafted)]
+    return list(dict.fromkeys(str(shape) for shape in [*kept, *(shape for each in tuned for shape in each.found)]))

@@ -121,7 +121,7 @@ class Speculation:
     """
 
     mode: Mode = Mode.AUTO
-    shape: str = ""  # with FIXED: "(3,2,1)", "nodes(2,1)", "beam(4,3)", "dynamic(6,5,24)"
+    shape: str = ""  # with FIXED: "(3,2,1)", "nodes(2,1)", "beam(4,3)", "dynamic(6,5,24)", "proposed(7)"
     policy: str = ""  # with AUTO, what picks the shapes; empty: the server's
     max_nodes: int | None = None  # guesses of a round at most; None: what the target takes
     deadline_ms: int | None = None  # how long a round waits for its draft at most; None: the server's limit

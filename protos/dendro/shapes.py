@@ -1,7 +1,8 @@
 """Shapes: how a draft tree may grow. A shape is a value and a text; growing trees is the drafter's work.
 
->>> [str(TreeShape.parse(text)) for text in ("off", "3,2,1", "nodes(2,1)", "beam(4,3)", "dynamic(6,5,24)")]
-['off', '(3,2,1)', 'nodes(2,1)', 'beam(4,3)', 'dynamic(6,5,24)']
+>>> said = ("off", "3,2,1", "nodes(2,1)", "beam(4,3)", "dynamic(6,5,24)", "proposed(7)")
+>>> [str(TreeShape.parse(text)) for text in said]
+['off', '(3,2,1)', 'nodes(2,1)', 'beam(4,3)', 'dynamic(6,5,24)', 'proposed(7)']
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ MAX_ROWS = 64
 """One ancestor word holds 64 rows: the root and 63 guesses."""
 MAX_K = 16
 """The greatest k of a dynamic tree: a level has up to its square of candidates."""
-HOW = "write off, (1,1,1,1), (3,2,2,1,1), nodes(2,1), beam(4,3) or dynamic(6,5,24)"
+HOW = "write off, (1,1,1,1), (3,2,2,1,1), nodes(2,1), beam(4,3), dynamic(6,5,24) or proposed(7)"
 
 
 class TreeShape(ABC):
@@ -46,9 +47,14 @@ class TreeShape(ABC):
     def off(self) -> bool:
         return self.rows == 1
 
+    @property
+    def drafted(self) -> bool:
+        """Whether a drafter is asked."""
+        return self.forwarded > 0
+
     @classmethod
     def parse(cls, text: str) -> TreeShape:
-        """Read `off`, `(3,2,2,1,1)`, `3,2,2,1,1`, `nodes(...)`, `beam(...)` or `dynamic(...)`."""
+        """Read `off`, `(3,2,2,1,1)`, `3,2,2,1,1`, `nodes(...)`, `beam(...)`, `dynamic(...)` or `proposed(...)`."""
         bare = text.replace(" ", "")
         if bare == "off":
             return OFF
@@ -65,6 +71,8 @@ class TreeShape(ABC):
                 return BeamShape(steps, beams)
             case "dynamic", (k, depth, total):
                 return DynamicShape(k, depth, total)
+            case "proposed", (guesses,):
+                return ProposedShape(guesses)
         raise ValueError(f"shape: {text!r} is not a shape; {HOW}")
 
     def _check_rows(self) -> None:
@@ -241,6 +249,42 @@ class DynamicShape(TreeShape):
     @property
     def forwarded(self) -> int:
         return 1 + (self.steps - 1) * self.k
+
+
+@dataclass(frozen=True)
+class ProposedShape(TreeShape):
+    """What is proposed without a model, `total` guesses at most: no drafter is asked. Where nothing is proposed, the
+    round is plain decoding.
+
+    >>> str(ProposedShape(7)), ProposedShape(7).rows, ProposedShape(7).drafted
+    ('proposed(7)', 8, False)
+    """
+
+    total: int
+
+    def __post_init__(self) -> None:
+        if self.total < 1:
+            raise ValueError(f"shape: {self} needs at least one guess")
+        self._check_rows()
+
+    def __str__(self) -> str:
+        return f"proposed({self.total})"
+
+    @property
+    def depth(self) -> int:
+        return self.total
+
+    @property
+    def rows(self) -> int:
+        return 1 + self.total
+
+    @property
+    def width(self) -> int:
+        return self.total
+
+    @property
+    def forwarded(self) -> int:
+        return 0
 
 
 OFF = LevelShape(())

@@ -19,7 +19,7 @@ from edge import END, SERVED, FakePlaces, config, ingress, plain_answer
 from cluster.asked import Asked, what_is_asked
 from cluster.ingress import Ingress, LocalClient, Tally
 from cluster.placement import Places
-from cluster.policies import Experience, PaperUCB, RatioUCB, Static
+from cluster.policies import Experience, Offer, PaperUCB, RatioUCB, Static
 from cluster.sessions import MemorySessions
 
 PROMPT = "walk the "
@@ -58,10 +58,17 @@ def test_every_field_reaches_the_message_and_what_is_left_out_stays_absent():
     assert not plain.HasField("max_nodes") and not plain.HasField("deadline_ms")
 
 
-@pytest.mark.parametrize("shape", ["(3,2,1)", "3,2,1", "nodes(2,1)", "beam(4,3)", "dynamic(3,2,6)", "off"])
+@pytest.mark.parametrize(
+    "shape", ["(3,2,1)", "3,2,1", "nodes(2,1)", "beam(4,3)", "dynamic(3,2,6)", "proposed(7)", "off"]
+)
 def test_every_kind_of_shape_can_be_fixed(shape: str):
     found = asked(Speculation(Mode.FIXED, shape))
     assert isinstance(found.policy, Static) and found.policy.shape == TreeShape.parse(shape) and found.name == "fixed"
+
+
+def test_proposals_may_have_more_guesses_than_the_target_takes_levels():
+    """Which is 8 here: what is proposed is cut to it."""
+    assert asked(Speculation(Mode.FIXED, "proposed(15)")).proposed_rows == 16
 
 
 def test_off_asks_for_no_tree_and_auto_is_the_servers_policy_on_the_servers_arms():
@@ -84,6 +91,16 @@ def test_a_named_policy_picks_the_shapes():
 def test_auto_leaves_out_the_arms_with_more_guesses(max_nodes: int, left: list[str]):
     policy = asked(Speculation(max_nodes=max_nodes)).policy
     assert isinstance(policy, RatioUCB) and [str(arm) for arm in policy.arms] == left
+
+
+def test_auto_cuts_proposals_to_the_guesses_allowed_and_names_none_twice():
+    policy = asked(Speculation(max_nodes=3), speculation={"arms": ["proposed(7)", "proposed(8)", "(2,1)"]}).policy
+    assert isinstance(policy, RatioUCB) and [str(arm) for arm in policy.arms] == ["off", "proposed(3)"]
+
+
+def test_proposals_that_are_fixed_may_have_as_many_rows_and_a_fixed_tree_gets_none():
+    assert asked(Speculation(Mode.FIXED, "proposed(5)")).proposed_rows == 6
+    assert asked(Speculation(Mode.FIXED, "(2,1)")).proposed_rows == 1
 
 
 def test_where_no_arm_is_small_enough_off_is_left():
@@ -126,6 +143,8 @@ NOTHING_TO_DRAFT = {"drafters": {}}
         ("shape", Speculation(Mode.FIXED, "(9,9)"), {}),
         ("shape", Speculation(Mode.FIXED, "(1,1,1,1,1,1,1,1,1)"), {}),  # the target takes a depth of 8
         ("shape", Speculation(Mode.FIXED, "(1,)"), NOTHING_TO_DRAFT),
+        ("shape", Speculation(Mode.FIXED, "proposed(3)"), {"speculation": {"proposers": []}}),
+        ("deadline_ms", Speculation(Mode.FIXED, "proposed(3)", deadline_ms=5), {}),
         ("policy", Speculation(policy="best"), {}),
         ("policy", Speculation(Mode.OFF, policy="ratio_ucb"), {}),
         ("policy", Speculation(Mode.FIXED, "(1,)", "ratio_ucb"), {}),
@@ -310,7 +329,7 @@ class Scripted:
     def __init__(self, shapes: list[TreeShape]) -> None:
         self.shapes = shapes
 
-    def choose(self) -> TreeShape:
+    def choose(self, offer: Offer | None = None) -> TreeShape:
         return self.shapes.pop(0)
 
     def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:

@@ -15,7 +15,7 @@ import pytest
 import tiny_mamba
 import torch
 from dendro.errors import BadRequest
-from dendro.shapes import OFF, BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape
+from dendro.shapes import OFF, BeamShape, DynamicShape, LevelShape, NodeShape, ProposedShape, TreeShape
 from dendro.state import NoStates
 from dendro.text import Limits, Text, Verdict
 from dendro.tree import DraftTree
@@ -36,6 +36,7 @@ from cluster.bench.traces import (
     disagreements,
     grow_trees,
     guesses_of,
+    record_proposals,
     static_path,
     trimmed,
     walk,
@@ -118,6 +119,20 @@ def flat_costs() -> Costs:
     shapes = {shape: 2000.0 * shape.depth + 10 * shape.rows for shape in (*fixed_arms(ARMS), *grown_arms(ARMS))}
     levels = {shape: 2000.0 * shape.depth + 10 * shape.rows for pair in level_shapes().values() for shape in pair}
     return Costs(step, {shape: us for shape, us in (shapes | levels).items() if not shape.off})
+
+
+def test_proposals_are_replayed_where_the_text_repeats_itself_and_charged_by_the_rows_they_have():
+    """A text of period 6 goes on as it did; one that never repeats itself is plain decoding, without a drafter."""
+    few, many = ProposedShape(3), ProposedShape(7)
+    for ids, emitted in ((tuple(place % 6 for place in range(60)), 1), (tuple(range(60)), 0)):
+        trace = Trace(Answer("code", "p", 0.0, 0, ids, 24, 20), None)  # type: ignore[arg-type]
+        record_proposals(trace, [few, many])
+        for shape in (few, many):
+            rows = 1 + emitted * shape.total
+            assert {trace.emitted(shape, base) for base in range(24, 44)} == {rows}
+            assert {trace.rows(shape, base) for base in range(24, 44)} == {rows}
+            run = run_fixed(shape, trace, flat_costs())
+            assert {played.took_us for played in run.rounds} == {flat_costs().step_us(rows)}
 
 
 # Prompts

@@ -49,10 +49,13 @@ def test_a_target_for_which_nobody_guesses_has_one_arm(load):
     assert alone.arms_of("t") == (LevelShape(()),)
 
 
-def test_a_target_without_a_drafter_has_its_proposers_and_all_arms(load):
-    config = load("targets: {t: {checkpoint: x}}")
-    assert config.speculation.proposers == ("lookup", "suffix")
-    assert config.arms_of("t") == config.speculation.shapes
+@pytest.mark.parametrize("drafters", ["{}", "{d: {checkpoint: x}}"])
+@pytest.mark.parametrize("proposers", ["[]", "[lookup]"])
+def test_a_target_has_the_arms_that_somebody_makes_for_it(load, drafters, proposers):
+    said = f"targets: {{t: {{checkpoint: x}}}}\ndrafters: {drafters}\nspeculation: {{proposers: {proposers}"
+    arms = load(f"{said}, arms: ['(2,1)', 'off', proposed(7)]}}").arms_of("t")
+    wanted = ["(2,1)"] * (drafters != "{}") + ["off"] + ["proposed(7)"] * (proposers != "[]")
+    assert [str(arm) for arm in arms] == wanted
 
 
 @pytest.mark.parametrize(

@@ -283,11 +283,12 @@ class NoPool:
         raise PeerLost("lease: there is none")
 
 
-def toy_ingress(drafter: str, proposers: Sequence[str]) -> Ingress:
+def toy_ingress(drafter: str, proposers: Sequence[str], arms: Sequence[str] = ()) -> Ingress:
     """An ingress over real handles, whose drafter works, is dead, or is not there."""
     drafters = {"mamba": {"checkpoint": "mamba"}} if drafter != "none" else {}
-    arms = ["(1,1,1)", "(2,1)"]  # each round asks for a tree, whatever the machine's pace
-    settings = config(drafters=drafters, speculation={"proposers": list(proposers), "arms": arms})
+    # Each round asks for a tree, whatever the machine's pace.
+    arms = arms or (["proposed(7)", "proposed(4)"] if drafter == "none" else ["(1,1,1)", "(2,1)"])
+    settings = config(drafters=drafters, speculation={"proposers": list(proposers), "arms": list(arms)})
     pool = NoPool() if drafter == "dead" else fakes.NearPool(fakes.FakeDrafter())
     places = Places(settings, {"demo": fakes.NearPool(fakes.FakeVerifier())}, dict.fromkeys(drafters, pool))
     return Ingress(settings, places, MemorySessions(), SERVED)
@@ -336,6 +337,26 @@ async def test_a_client_who_names_a_shape_gets_that_shape_alone(monkeypatch):
     assert off.rounds == 100 and off.drafted_tokens == 0
     with pytest.raises(BadRequest, match="no drafter"):
         await toy_answer(toy_ingress("none", ("lookup", "suffix")), one, 100)
+
+
+async def test_a_router_asks_no_drafter_where_the_text_says_how_it_goes_on(monkeypatch):
+    """The second answer: by then the router knows what rounds of both kinds take."""
+    monkeypatch.setattr(fakes, "toy_token", refrain)
+    router = toy_ingress("works", ("lookup",), ["proposed(15)", "(1,1,1)"])
+    for _ in range(2):
+        tokens, stats = await toy_answer(router, pb.Speculation(), 200)
+        assert tokens == fakes.plain([5, 6, 7], 200)
+    assert stats.pulls["proposed(15)"] > stats.rounds / 2 and stats.rounds < 40
+
+
+async def test_proposals_alone_ask_no_drafter_and_are_told_as_what_was_asked(monkeypatch):
+    monkeypatch.setattr(fakes, "toy_token", refrain)
+    router = toy_ingress("works", ("lookup",))
+    fixed = pb.Speculation(mode=pb.Speculation.MODE_FIXED, shape="proposed(5)")
+    tokens, stats = await toy_answer(router, fixed, 100)
+    assert tokens == fakes.plain([5, 6, 7], 100)
+    assert dict(stats.pulls) == {"proposed(5)": stats.rounds} and 30 > stats.rounds >= 100 // 6
+    assert stats.drafted_tokens <= 5 * stats.rounds and (stats.late_drafts, stats.draft_us) == (0, 0)
 
 
 @pytest.mark.parametrize("most", [0, 3, 5])

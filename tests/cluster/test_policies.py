@@ -4,9 +4,10 @@ import random
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from dendro.errors import BadRequest
-from dendro.shapes import OFF, LevelShape, TreeShape
+from dendro.shapes import OFF, LevelShape, ProposedShape, TreeShape
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 
@@ -15,6 +16,7 @@ from cluster.policies.experience import FIRST_REST, LONGEST_REST, House, StepTim
 
 CHAIN = LevelShape((1, 1, 1, 1))
 BUSHY = LevelShape((3, 2, 2, 1, 1))
+PROPOSED = ProposedShape(47)
 
 
 def verdict(emitted: int, verify_us: int = 10_000, texts: int = 1, step_rows: int = 1) -> Verdict:
@@ -409,20 +411,79 @@ def test_rounds_before_the_drafter_is_open_count_for_no_arm_unless_it_never_come
     assert policy.lengths[CHAIN].rounds > 0
 
 
-def test_without_a_drafter_a_round_without_proposals_counts_for_its_arm():
-    policy = RatioUCB([OFF, CHAIN], Experience(drafts=False), temperature=0.0)
-    policy.learn(CHAIN, tree(1), verdict(1))
-    assert policy.lengths[CHAIN].rounds == 1
+def test_a_round_in_which_nothing_was_proposed_counts_for_its_arm_and_says_nothing_of_the_drafter():
+    policy = RatioUCB([OFF, CHAIN, PROPOSED], Experience(), temperature=0.0)
+    policy.learn(PROPOSED, tree(1), verdict(1))
+    assert policy.lengths[PROPOSED].rounds == 1
+    policy.learn(CHAIN, replace(tree(1), missed=True), verdict(1))
+    assert policy.lengths[CHAIN].rounds == 0, "it may still be opened"
 
 
-def test_without_a_drafter_an_arm_costs_the_rows_that_are_proposed_and_one_call():
-    """BUSHY has 46 rows; what is proposed never fills them."""
-    experience = Experience(drafts=False)
-    for arm, rows in ((OFF, 1), (BUSHY, 10), (CHAIN, 5)) * 20:
-        experience.learn(arm, tree(rows), verdict(1, step_us(rows), step_rows=rows), 0.0)
-        experience.learn_time(arm, tree(rows), verdict(1, step_us(rows)), step_us(rows) + 30_000)
+def test_proposals_cost_the_rows_that_are_proposed_and_one_call_and_a_drafters_tree_two():
+    """PROPOSED may have 48 rows; what is proposed never fills them."""
+    experience = Experience()
+    for arm, rows, hops in ((OFF, 1, 1), (PROPOSED, 10, 1), (CHAIN, 5, 2)) * 20:
+        made = replace(tree(rows), draft_us=0)
+        experience.learn(arm, made, verdict(1, step_us(rows), step_rows=rows), 0.0)
+        experience.learn_time(arm, made, verdict(1, step_us(rows)), step_us(rows) + hops * 30_000)
     assert experience.round_us(OFF) == pytest.approx(step_us(1) + 30_000, rel=0.05)
-    assert experience.round_us(BUSHY) == pytest.approx(step_us(10) + 30_000, rel=0.05)
+    assert experience.round_us(PROPOSED) == pytest.approx(step_us(10) + 30_000, rel=0.05)
+    assert experience.round_us(CHAIN) == pytest.approx(step_us(5) + 60_000, rel=0.05)
+    assert PROPOSED not in experience.costs.draft
+
+
+def offered(*chances: float):
+    """What is proposed: one guess below the other, each of which is reached with such a chance."""
+    values = np.log(np.array([1.0, *chances], np.float32))
+    rows = len(values)
+    return lambda: DraftTree(np.arange(rows), np.arange(rows) - 1, values)
+
+
+def known(policy_name: str, arms) -> tuple:
+    """A policy whose router has played every arm, and drafted well."""
+    experience = Experience()
+    for arm, emitted in ((OFF, 1), (CHAIN, 3), (PROPOSED, 4)) * 20:
+        experience.learn(arm, tree(arm.rows), verdict(emitted, step_us(arm.rows), step_rows=arm.rows), 0.0)
+    return make_policy(policy_name, arms, experience, 0.0), experience
+
+
+@pytest.mark.parametrize("name", ["ratio_ucb", "discounted_ucb", "thompson", "fullinfo"])
+def test_proposals_are_chosen_by_what_they_say_of_themselves_in_this_round(name):
+    """They emitted 4 tokens a round so far; a drafter's chain 3."""
+    for _ in range(5):
+        policy, _ = known(name, [OFF, CHAIN, PROPOSED])
+        assert policy.choose(offered(*[0.99] * 12)) == PROPOSED
+        assert policy.choose(offered(0.1, 0.01)) != PROPOSED
+        assert policy.choose(offered()) != PROPOSED, "nothing is proposed"
+
+
+def test_of_what_is_offered_an_arm_counts_the_likeliest_rows_that_it_may_have():
+    policy, experience = known("ratio_ucb", [OFF, ProposedShape(2), PROPOSED])
+    policy.choose(offered(0.5, 0.9, 0.25))
+    assert policy.tokens(ProposedShape(2)) == pytest.approx(1 + 0.9 + 0.5)
+    assert policy.tokens(PROPOSED) == pytest.approx(1 + 0.9 + 0.5 + 0.25)
+    assert (policy.rows(ProposedShape(2)), policy.rows(PROPOSED)) == (3, 4)
+    assert policy.round_us(PROPOSED) == experience.round_us(OFF), "four rows are padded to as many as one"
+    policy.choose()
+    assert policy.tokens(PROPOSED) == policy.hoped(PROPOSED) != pytest.approx(2.65)
+
+
+def test_a_house_that_does_not_guess_is_offered_nothing():
+    policy, experience = known("ratio_ucb", [OFF, CHAIN, PROPOSED])
+    asked = []
+    with contextlib.ExitStack() as crowd:
+        for _ in range(8):
+            crowd.enter_context(experience.running())
+        experience.house.guessing = False
+        assert policy.choose(lambda: asked.append(1)) == OFF
+    assert not asked
+
+
+def test_the_papers_cost_of_proposals_is_the_targets_alone():
+    policy = PaperUCB([CHAIN, PROPOSED], lambda_gamma=0.5)
+    policy.learn(CHAIN, tree(5), verdict(2))
+    policy.learn(PROPOSED, tree(5), verdict(2))
+    assert policy.rewards == {CHAIN: -(1 + 0.5 * CHAIN.depth) / 2, PROPOSED: -1 / 2}
 
 
 def test_what_proposals_add_beyond_an_arms_depth_counts_for_it():

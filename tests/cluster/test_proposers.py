@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from dendro.shapes import MAX_ROWS, OFF, LevelShape
+from dendro.shapes import MAX_ROWS, OFF, LevelShape, ProposedShape
 from dendro.text import Limits, Sampling, Text, Verdict
 from dendro.tree import DraftTree
 from hypothesis import given
@@ -369,6 +369,21 @@ async def test_proposals_are_held_against_what_came():
 
 
 def test_without_names_a_drafter_is_left_alone():
-    drafter = NoDrafter()
-    assert Library((), 64, 16).around(drafter, "", MAX_ROWS) is drafter
-    assert Library(("lookup",), 64, 16).around(drafter, "", 1) is drafter, "a tree that may have its root alone"
+    assert Library((), 64, 16).around(NoDrafter(), "", MAX_ROWS) is None
+    assert Library(("lookup",), 64, 16).around(NoDrafter(), "", 1) is None, "a tree that may have its root alone"
+
+
+async def test_what_is_offered_is_what_a_round_of_proposals_has():
+    """And it is made once: neither the offer nor the tree is held twice against what came."""
+    ids = [5, 6, 7, 8] * 4
+    library = Library(("lookup", "suffix"), 64, 16)
+    handle, text = library.around(NoDrafter(), "", MAX_ROWS), a_text(ids)
+    offer = handle.offer(text)
+    tree = await handle.draft(text, ProposedShape(3))
+    assert tree.rows == 4 and tree.values.tolist() == sorted(offer.values.tolist(), reverse=True)[:4]
+    append(text, [5, 6])
+    handle.offer(text)
+    before = {kind: count.of for kind, count in library._chances.counts.items()}
+    await handle.draft(text, LevelShape((1, 1)))
+    handle.offer(text)
+    assert {kind: count.of for kind, count in library._chances.counts.items()} == before

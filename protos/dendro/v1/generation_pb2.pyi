@@ -238,7 +238,9 @@ class Speculation(_message.Message):
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     mode: Global___Speculation.Mode.ValueType
     shape: _builtins.str
-    """shape is what FIXED asks for, such as "(3,2,1)", "nodes(2,1)", "beam(4,3)" or "dynamic(6,5,24)". Empty otherwise."""
+    """shape is what FIXED asks for, such as "(3,2,1)", "nodes(2,1)", "beam(4,3)", "dynamic(6,5,24)" or
+    "proposed(7)". Empty otherwise.
+    """
     policy: _builtins.str
     """policy is the policy that AUTO picks with. Empty: the server's."""
     max_nodes: _builtins.int
