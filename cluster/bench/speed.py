@@ -237,14 +237,17 @@ def cost_model_of(rows: Sequence[Row]) -> Iterator[Row]:
     """What a straight line through the steps of the other shapes makes of each shape, beside what was measured.
 
     T(n) = k n + c over a step's rows (ALGORITHMS 10.2: linear for state-space targets); a round is that and what draft,
-    queue and hops took. Only where at least three shapes were measured.
+    queue and hops took. Only where at least three shapes were measured. Of proposals it says nothing: how many rows they
+    have is the text's to say.
     """
     groups = dict.fromkeys((row["target"], row["temperature"]) for row in rows)
     for target, temperature in groups:
         ours = [row for row in rows if (row["target"], row["temperature"]) == (target, temperature)]
         picked: Mapping[str, float] = next((row["arms"] for row in ours if row["name"] == AUTO and "arms" in row), {})
-        shapes = [row for row in ours if row["name"] not in (AUTO, *BASELINES) and "round_ms" in row]
-        counts = {row["name"]: row_bucket(TreeShape.parse(row["name"]).rows) for row in shapes}
+        named = [row for row in ours if row["name"] not in (AUTO, *BASELINES) and "round_ms" in row]
+        kinds = {row["name"]: TreeShape.parse(row["name"]) for row in named}
+        shapes = [row for row in named if kinds[row["name"]].drafted or kinds[row["name"]].off]
+        counts = {row["name"]: row_bucket(kinds[row["name"]].rows) for row in shapes}
         for row in shapes:
             others = [other for other in shapes if other is not row]
             if len({counts[other["name"]] for other in others}) < 2:

@@ -524,8 +524,8 @@ def test_a_run_ends_with_status_1_where_speculation_changed_a_token(tmp_path, mo
     assert status == 0
     assert [aim["met"] for aim in report["aims"]] == [None] * 8
     identity = report["targets"]["demo"]["identity"]
-    # Six trees and the policy against off at 2 temperatures: 1 prompt to check, 2 measured.
-    assert identity["answers_compared"] == 7 * 2 * (1 + 2) and identity["differences"] == []
+    # Seven shapes and the policy against off at 2 temperatures: 1 prompt to check, 2 measured.
+    assert identity["answers_compared"] == 8 * 2 * (1 + 2) and identity["differences"] == []
     assert {path.suffix for path in tmp_path.glob("0.*")} == {".json", ".md", ".svg"}
     status, report = run_with(AUTO)
     assert status == 1
