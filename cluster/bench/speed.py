@@ -237,8 +237,8 @@ def cost_model_of(rows: Sequence[Row]) -> Iterator[Row]:
     """What a straight line through the steps of the other shapes makes of each shape, beside what was measured.
 
     T(n) = k n + c over a step's rows (ALGORITHMS 10.2: linear for state-space targets); a round is that and what draft,
-    queue and hops took. Only where at least three shapes were measured. Of proposals it says nothing: how many rows they
-    have is the text's to say.
+    queue and hops took. Only where at least three shapes were measured. Of proposals it says nothing: how many rows
+    they have is the text's to say.
     """
     groups = dict.fromkeys((row["target"], row["temperature"]) for row in rows)
     for target, temperature in groups:
