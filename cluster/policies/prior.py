@@ -15,7 +15,7 @@ from dataclasses import asdict, astuple, dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
-from dendro.shapes import TreeShape
+from dendro.shapes import MAX_ROWS, TreeShape
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 
@@ -184,7 +184,7 @@ def unpack_prior(blob: bytes) -> Prior | None:
         ranks = np.array(said["ranks"], np.float64)
         if ranks.shape != (DEPTHS, RANKED + 1) or not (np.isfinite(ranks) & (ranks >= 0) & (ranks <= MOST)).all():
             return None
-        lengths = {TreeShape.parse(text): _length(text, *numbers) for text, numbers in said["lengths"].items()}
+        lengths = {TreeShape.parse(text): _length(*numbers) for text, numbers in said["lengths"].items()}
         return Prior(lengths, ranks, {int(load): _costs(costs) for load, costs in said["costs"].items()})
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError):
         return None
@@ -197,8 +197,9 @@ def _number(said: Any, least: float = 0.0, most: float = MOST) -> float:
     return float(said)
 
 
-def _length(text: str, mean: Any, rounds: Any, variance: Any) -> Length:
-    return Length(_number(mean, 1.0, TreeShape.parse(text).depth + 1), _number(rounds), _number(variance))
+def _length(mean: Any, rounds: Any, variance: Any) -> Length:
+    # Not an arm's own depth: what is proposed besides goes deeper.
+    return Length(_number(mean, 1.0, MAX_ROWS), _number(rounds), _number(variance))
 
 
 def _cost(us: Any, count: Any) -> Cost:

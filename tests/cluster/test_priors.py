@@ -226,6 +226,12 @@ def test_a_prior_is_the_same_after_its_blob():
     assert len(pack_prior(prior)) < 4096
 
 
+def test_a_prior_whose_rounds_went_deeper_than_their_arm_by_proposals_is_kept():
+    prior = answer(9, 5, BUSHY)[0]
+    assert BUSHY.depth + 1 < prior.lengths[BUSHY].mean
+    assert unpack_prior(pack_prior(prior)).lengths == prior.lengths
+
+
 def spoiled() -> list[bytes]:
     good = json.loads(pack_prior(prior_of(3, 20)))
     blobs = [b"", b"{", b"null", b"[]", b"7", b"\xff\xfe", b"[" * 100_000, b'{"format": 1}']
@@ -233,7 +239,7 @@ def spoiled() -> list[bytes]:
         (("format",), 2),
         (("lengths",), []),
         (("lengths",), {"(1,": [1, 1, 0]}),
-        (("lengths", "(1,1,1,1)"), [9.0, 3, 0]),  # more than its depth allows
+        (("lengths", "(1,1,1,1)"), [65.0, 3, 0]),  # more than any tree has
         (("lengths", "(1,1,1,1)"), [3.0, -1, 0]),
         (("lengths", "(1,1,1,1)"), [3.0, "many", 0]),
         (("lengths", "(1,1,1,1)"), [float("nan"), 3, 0]),
