@@ -21,7 +21,7 @@ from typing import Protocol, TypeVar, cast
 
 import grpc
 import grpc.aio
-from dendro.calls import Opened
+from dendro.calls import Hello, Opened
 from dendro.client import CHANNEL_OPTIONS, REASON_KEY, TENANT_KEY, Answer, Asking, Event
 from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, Overloaded, PeerLost
 from dendro.shapes import OFF, TreeShape
@@ -77,9 +77,11 @@ class DrafterHandle(Drafter, Handle, Protocol):
 
 
 class VerifierHandle(Verifier, Handle, Protocol):
-    """A verifier, leased for one request; `moves` counts how often it had to be another one."""
+    """A verifier, leased for one request; `moves` counts how often it had to be another one, `hello` is what it said
+    of itself when it was leased."""
 
     moves: int
+    hello: Hello | None
 
 
 class Places(Protocol):
@@ -164,6 +166,11 @@ class Tally:
             self._experience.learn_time(shape, tree, verdict, took_us, disturbed)
         self._count(shape, tree, verdict)
         self._time(tree, verdict, int(took_us), now_s, first)
+
+    def meet(self, hello: Hello | None) -> None:
+        """What the verifier says of itself: how its target's steps grow with their rows."""
+        if hello is not None:
+            self._experience.attends = hello.attends
 
     def _count(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:
         account, tokens, accepted = self.account, len(verdict.tokens), len(verdict.ranks)
@@ -344,6 +351,7 @@ class Ingress:
             loop = cast(AsyncGenerator[Verdict, None], rounds(text, drafter, verifier, tally))
             async with aclosing(loop) as verdicts:
                 async for verdict in verdicts:
+                    tally.meet(verifier.hello)
                     added = stream.push(verdict.tokens)
                     yield pb.GenerateChunk(
                         offset=len(text) - len(verdict.tokens) - before,

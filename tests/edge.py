@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dendro.calls import Opened
+from dendro.calls import Hello, Opened
 from dendro.errors import PeerLost
 from dendro.shapes import LevelShape, TreeShape
 from dendro.text import Sampling, Text, Verdict, cut_verdict
@@ -60,6 +60,7 @@ class FakeVerifier:
     def __init__(self, places: FakePlaces, text: Text) -> None:
         self.places = places
         self.moves = 0
+        self.hello = places.hello
         self.opened = Opened(0, len(text) - 1, 10)
 
     async def verify(self, text: Text, tree: DraftTree) -> Verdict:
@@ -120,6 +121,7 @@ class FakePlaces:
         self.pause_s = 0.0
         self.dead = self.broken = self.drafter_lost = False
         self.rounds = 0
+        self.hello: Hello | None = None  # what verifiers say of themselves
         self.texts: list[Text] = []
         self.deadlines_s: list[float] = []
         self.closed: list[tuple[str, tuple[int, ...]]] = []

@@ -188,6 +188,7 @@ class VerifierEngine:
                 exactness="margin" if differ else "bitwise",
                 pid=os.getpid(),
                 end_ids=tuple(sorted(target.end_ids)),
+                attends=bool(target.layouts),
             )
             undo.pop_all()
         shelf = None

@@ -18,6 +18,7 @@ from tree_layers.memory import Pages
 from tree_layers.tree_mixers import Array, RecurrentMemory, RecurrentStep
 
 from verifier_service.models import Target
+from verifier_service.models.head import Logits
 from verifier_service.recurrent import Place, RecurrentRows, last_writers, recurrent_rows
 from verifier_service.rows import NO_ROWS, Ints, Outcome, Plan, pack, text_rows
 from verifier_service.shards import Bounds, Crew, Kept
@@ -66,18 +67,20 @@ class Runner:
         with torch.inference_mode():
             inputs = self._begin(plan)
             began = time.perf_counter()
-            logits = self.target.logits(*inputs)
-            forwarded = time.perf_counter()
-            walks = [
-                self.walker.walk(draw, logits[draw.wanted : draw.wanted + len(draw.tokens)]) for draw in plan.draws
-            ]
+            logits = self._logits(inputs)
+            forward_s = time.perf_counter() - began - logits.took_s
+            walks = [self.walker.walk(draw, logits.row) for draw in plan.draws]
             self._keep(self._accepted(plan, walks))
         ended = time.perf_counter()
-        return Outcome(tuple(walks), int(1e6 * (forwarded - began)), int(1e6 * (ended - started)))
+        return Outcome(tuple(walks), int(1e6 * (forward_s + logits.took_s)), int(1e6 * (ended - started)))
 
     def forward(self, plan: Plan) -> Tensor:
         """Logits [wanted rows, vocabulary] float32. Writes every row's keys and values."""
-        return self.target.logits(*self._begin(plan))[: len(plan.wanted)]
+        return self._logits(self._begin(plan)).all()[: len(plan.wanted)]
+
+    def _logits(self, inputs: tuple[Tensor, Tensor, Tensor]) -> Logits:
+        """Of the padded wanted rows; workers that share the head make them now."""
+        return Logits(self.target.hidden(*inputs), self.target.logits_of, self.target.head.together)
 
     def _begin(self, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
         """Tell the crew and the seats of a step's rows; returns the padded tokens, positions and wanted rows."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,15 +36,15 @@ class Walker:
         self._vocabulary = vocabulary
         self._noise: dict[int, NoiseRows] = {}
 
-    def walk(self, draw: Draw, logits: Tensor) -> Walk:
-        """logits [rows of the tree, vocabulary] float32. Only visited rows are warped."""
+    def walk(self, draw: Draw, logits: Callable[[int], Tensor]) -> Walk:
+        """logits: a row of the step's logits -> [1, vocabulary] float32. Asked for visited rows alone, in order."""
         noise = self._rows(draw) if not draw.warp.greedy else None
 
         def pick(row: int) -> int:
-            drawn = None
+            here, drawn = logits(draw.wanted + row), None
             if noise is not None:
-                drawn = noise.row(draw.base + int(draw.depths[row])).to(logits.device)[None]
-            return int(tokens_of(logits[row : row + 1], draw.warp, drawn)[0])
+                drawn = noise.row(draw.base + int(draw.depths[row])).to(here.device)[None]
+            return int(tokens_of(here, draw.warp, drawn)[0])
 
         return walk(draw.tokens.tolist(), draw.parents.tolist(), pick)
 

@@ -37,6 +37,7 @@ from cluster.bench.speed import (
     cost_model_of,
     measure,
     rows_of,
+    step_fits_of,
 )
 from cluster.config import DEMO_MODELS, Config, demo_config
 from cluster.demo.measure import ANSWER_TOKENS, PROMPT_TOKENS
@@ -193,6 +194,7 @@ async def run_speed(settings: Settings, progress: Callable[[str, int], Callable[
         "targets": targets,
         "rows": rows,
         "cost_model": list(cost_model_of(rows)),
+        "step_fits": list(step_fits_of(rows)),
         "aims": aims_of(rows, THREADS, machine["accelerator"]) if settings.targets != (MAMBA2,) else [],
     }
 

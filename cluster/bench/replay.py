@@ -114,7 +114,7 @@ def run_stream(
 
     Begins with an experience that knows nothing; every answer gets a policy of its own.
     """
-    experience, chances = Experience(), Chances()
+    experience, chances = Experience(attends=True), Chances()  # the target of these traces is a Transformer
     for _ in range(passes):
         yield [
             run_policy(make_policy(name, arms, experience, trace.answer.temperature), experience, trace, costs, chances)

@@ -33,6 +33,7 @@ MODEL_COLUMNS = (
     "predicted tokens/s",
     "picked by the policy",
 )
+FIT_COLUMNS = ("form", "c ms", "k ms", "k2 ms")
 AIM_COLUMNS = ("aim", "value", "90 %", "bar", "", "why")
 
 
@@ -79,6 +80,10 @@ def _model_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
+def _fit_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    return (row["form"], *(f"{row[name]:g}" if name in row else "" for name in ("c_ms", "k_ms", "k2_ms")))
+
+
 def _aim_cells(aim: Mapping[str, Any]) -> tuple[str, ...]:
     interval = aim["interval"]
     return (
@@ -110,13 +115,12 @@ def tables_of(report: Report) -> Iterator[Cells]:
         split = [_split_cells(row) for row in rows if "round_ms" in row]
         if split:
             yield f"{title}: where a round goes", SPLIT_COLUMNS, split
+        fits = [row for row in report["step_fits"] if (row["target"], row["temperature"]) == (target, temperature)]
         model = [row for row in report["cost_model"] if (row["target"], row["temperature"]) == (target, temperature)]
+        if fits:
+            yield f"{title}: a step's time by its rows n, fitted", FIT_COLUMNS, [_fit_cells(row) for row in fits]
         if model:
-            yield (
-                f"{title}: a line through the other shapes' steps",
-                MODEL_COLUMNS,
-                [_model_cells(row) for row in model],
-            )
+            yield f"{title}: the same fit through the other shapes' steps", MODEL_COLUMNS, [*map(_model_cells, model)]
     if report["aims"]:
         yield aims_table(report)
 

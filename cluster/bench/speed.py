@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, linear_regression, median
+from statistics import fmean, median
 from typing import Any
 
 from dendro.shapes import TreeShape
@@ -15,6 +15,7 @@ from dendro.shapes import TreeShape
 from cluster.bench.measurement import AUTO, BASELINES, GENERATE, OFF, Answer, Contender, Rounds
 from cluster.bench.statistics import Estimate, Key, median_estimate, paired_ratio, repeat_difference
 from cluster.policies.experience import row_bucket
+from cluster.policies.step_time import degree_of, fit_steps, step_at
 
 DEMO = "demo"
 COSTLY = "costly"
@@ -28,6 +29,8 @@ POLICY_BARS = {0.0: 2.0, 1.0: 1.3}  # policy over ours-off, by temperature
 OFF_BAR = 0.97  # ours-off over generate
 ABOVE_BAR = 1.0  # policy over the best transformers row: the lower end of its interval
 HOP_BAR = 0.1  # hops as a share of a round
+FORMS = {1: "c + k n", 2: "c + k n + k2 n^2"}
+"""Of a step's time by its rows: of degree 1 for a target that has states alone."""
 
 Row = dict[str, Any]
 
@@ -233,12 +236,10 @@ def rows_of(measured: Measured) -> Iterator[Row]:
             yield row
 
 
-def cost_model_of(rows: Sequence[Row]) -> Iterator[Row]:
-    """What a straight line through the steps of the other shapes makes of each shape, beside what was measured.
+def _shapes_of(rows: Sequence[Row]) -> Iterator[tuple[str, float, list[Row], dict[str, int], Mapping[str, float]]]:
+    """By target and temperature: the shapes that were measured, each one's rows as padded, and the policy's choices.
 
-    T(n) = k n + c over a step's rows (ALGORITHMS 10.2: linear for state-space targets); a round is that and what draft,
-    queue and hops took. Only where at least three shapes were measured. Of proposals it says nothing: how many rows
-    they have is the text's to say.
+    Without proposals: how many rows they have is the text's to say.
     """
     groups = dict.fromkeys((row["target"], row["temperature"]) for row in rows)
     for target, temperature in groups:
@@ -248,15 +249,42 @@ def cost_model_of(rows: Sequence[Row]) -> Iterator[Row]:
         kinds = {row["name"]: TreeShape.parse(row["name"]) for row in named}
         shapes = [row for row in named if kinds[row["name"]].drafted or kinds[row["name"]].off]
         counts = {row["name"]: row_bucket(kinds[row["name"]].rows) for row in shapes}
+        yield target, temperature, shapes, counts, picked
+
+
+def step_fits_of(rows: Sequence[Row]) -> Iterator[Row]:
+    """What a step takes by its rows, by the policy's own arithmetic over the shapes that were measured: T(n) = c + k n
+    for the Mamba-2 target, c + k n + k2 n^2 for those with attention (ALGORITHMS 10.2)."""
+    for target, temperature, shapes, counts, _ in _shapes_of(rows):
+        if len(set(counts.values())) < 2:
+            continue
+        degree = degree_of(target != MAMBA2)
+        fit = fit_steps([counts[row["name"]] for row in shapes], [row["round_ms"]["verify"] for row in shapes], degree)
+        yield {
+            "target": target,
+            "temperature": temperature,
+            "form": FORMS[degree],
+            **{f"{name}_ms": float(f"{each:.4g}") for name, each in zip(("c", "k", "k2"), fit, strict=False)},
+        }
+
+
+def cost_model_of(rows: Sequence[Row]) -> Iterator[Row]:
+    """What the steps of the other shapes make of each shape, beside what was measured.
+
+    T(n) as `step_fits_of` has it, without the shape itself; a round is that and what draft, queue and hops took. Only
+    where at least three shapes were measured.
+    """
+    for target, temperature, shapes, counts, picked in _shapes_of(rows):
+        degree = degree_of(target != MAMBA2)
         for row in shapes:
             others = [other for other in shapes if other is not row]
             if len({counts[other["name"]] for other in others}) < 2:
                 continue
-            slope, intercept = linear_regression(
-                [counts[other["name"]] for other in others], [other["round_ms"]["verify"] for other in others]
+            fit = fit_steps(
+                [counts[other["name"]] for other in others], [other["round_ms"]["verify"] for other in others], degree
             )
             split = row["round_ms"]
-            verify = slope * counts[row["name"]] + intercept
+            verify = step_at(fit, counts[row["name"]])
             predicted = split["total"] - split["verify"] + verify
             yield {
                 "target": target,

@@ -27,6 +27,7 @@ from tree_kernels.tree_scan import ROW_MULTIPLE, Fold, fold
 from tree_layers.tree_mixers import MixerLayout, RecurrentMemory, RecurrentStep, TreeMamba2
 
 from cluster.bench.statistics import Estimate, Key, median_estimate, paired_ratio
+from verifier_service.models.head import HEAD_ROWS, Logits
 from verifier_service.models.mixers import seat_mixers
 from verifier_service.models.seats import Run
 from verifier_service.recurrent import Extent, FoldOf, RecurrentRows
@@ -386,7 +387,7 @@ class Memory:
     kept: int  # the text's checkpoints and ring
     scratch: int  # the inputs of a step's rows
     temporaries: int  # the most at once in a step
-    logits: int  # of which
+    logits: int  # of which; of one block of rows
 
     @property
     def total(self) -> int:
@@ -429,9 +430,11 @@ def model_memory(size: Size, block: int, shapes: Sequence[Shape]) -> list[Memory
         tokens = torch.zeros(1, len(step.slots), dtype=torch.int64)
         run.recurrent_step = step
 
-        def forward(tokens: Tensor = tokens) -> Tensor:
-            hidden = model.backbone(tokens, use_cache=False).last_hidden_state
-            return F.linear(hidden.float(), head)  # as the engine's head: float32
+        def forward(tokens: Tensor = tokens) -> None:
+            hidden = model.backbone(tokens, use_cache=False).last_hidden_state[0]
+            logits = Logits(hidden, lambda rows: F.linear(rows.float(), head))  # the engine's, float32
+            for row in range(len(hidden)):  # as a walk that visits all rows
+                logits.row(row)
 
         with torch.inference_mode():
             forward()
@@ -439,7 +442,7 @@ def model_memory(size: Size, block: int, shapes: Sequence[Shape]) -> list[Memory
         extent = Extent.of(block, shape.depth + 1, shape.depth)
         kept = size.layers * (extent.ring * layout.token_bytes + extent.checkpoints * layout.state_bytes)
         scratch = size.layers * len(step.slots) * layout.token_bytes
-        logits = len(step.slots) * size.vocabulary * 4
+        logits = min(len(step.slots), HEAD_ROWS) * size.vocabulary * 4
         found.append(Memory(size.name, shape.name, shape.rows, size.weight_bytes, kept, scratch, temporaries, logits))
     return found
 

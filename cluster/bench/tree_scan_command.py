@@ -20,6 +20,7 @@ from cluster.bench.report import Cells, Report, aims_table, machine_facts, show_
 from cluster.bench.tree_scan import (
     BEAM_STEPS,
     BEAM_WIDTHS,
+    HEAD_ROWS,
     LIBRARY,
     NEWEST,
     PACKED,
@@ -147,8 +148,9 @@ def facts_of(report: Report) -> Iterator[str]:
     yield (
         "Memory of a model: weights in bfloat16, embeddings counted once; one text's checkpoints and ring, as an "
         "engine keeps them whose deepest tree is this one; scratch for the rows of this step, padded to 8; the "
-        "temporaries of a whole step, linear layers and float32 logits of all rows among them. Not counted: the "
-        "engine's float32 copy of the head, its own place for its checks, scratch and temporaries of prompts"
+        "temporaries of a whole step, linear layers and float32 logits of "
+        f"at most {HEAD_ROWS} rows at a time among them. Not counted: the engine's float32 copy of the head, its own "
+        "place for its checks, scratch and temporaries of prompts"
     )
 
 

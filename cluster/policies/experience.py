@@ -22,12 +22,11 @@ from dendro.shapes import TreeShape
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 
+from cluster.policies.step_time import OUTLIER, StepTime, degree_of
+
 PRIOR_ROUNDS = 8.0
 """What all earlier requests together weigh in a new one, in rounds."""
 COST_STEP = 0.1
-LINE_STEP = 0.01
-OUTLIER = 3.0
-"""A round that took longer than this many times the usual counts as that: one page fault must not condemn an arm."""
 ROW_BUCKET = 8
 LEARNING_ROUNDS = 16.0
 """Rounds in which a house's texts get to know the arms under a new load, before what they reach is measured."""
@@ -73,37 +72,6 @@ class Cost:
             return
         step = max(COST_STEP, 1 / self.count)
         self.us += step * (min(us, OUTLIER * self.us) - self.us)
-
-
-@dataclass(slots=True)
-class StepTime:
-    """A verifier's step as a line over its rows: what it costs at all, and what a row costs. The older a measurement,
-    the less it weighs."""
-
-    weight: float = 0.0
-    rows: float = 0.0  # weighted means from here on
-    us: float = 0.0
-    rows_us: float = 0.0
-    rows_rows: float = 0.0
-
-    def learn(self, rows: int, us: float) -> None:
-        if self.weight:
-            us = min(us, OUTLIER * self.at(rows))
-        self.weight = self.weight * (1 - LINE_STEP) + 1
-        step = 1 / self.weight
-        self.rows += step * (rows - self.rows)
-        self.us += step * (us - self.us)
-        self.rows_us += step * (rows * us - self.rows_us)
-        self.rows_rows += step * (rows * rows - self.rows_rows)
-
-    def at(self, rows: float) -> float:
-        """Microseconds of a step of so many rows; more rows never cost less."""
-        if not self.weight:
-            return 0.0
-        spread = self.rows_rows - self.rows * self.rows
-        slope = max((self.rows_us - self.rows * self.us) / spread, 0.0) if spread > 1e-6 else 0.0
-        slope = min(slope, self.us / self.rows)  # nor does a step without rows
-        return self.us + slope * (rows - self.rows)
 
 
 @dataclass(slots=True)
@@ -294,9 +262,9 @@ class Costs:
         cost.learn(us)
         self._plane.note(cost)
 
-    def verify_us(self, rows: float) -> float:
-        """A text's share of a step in which every text has so many rows."""
-        return self.step.at(row_bucket(round(self.texts * rows))) / self.texts
+    def verify_us(self, rows: float, degree: int) -> float:
+        """A text's share of a step in which every text has so many rows, of a target whose steps have this degree."""
+        return self.step.at(row_bucket(round(self.texts * rows)), degree) / self.texts
 
     def draft_us(self, shape: TreeShape) -> float | None:
         """The shape's own measured draft, or what the others' say of it; None where no shape's is known."""
@@ -363,6 +331,7 @@ class Experience:
     company: float = 0.0  # how many may be expected to: those that ran of late, where there are fewer now
     fixed: int = 0  # of them, those whose shape the client chose
     opening: int = 0  # texts that a peer processes before their rounds
+    attends: bool = False  # whether the target has layers of attention: as its replica says, when it is met
     _by_load: defaultdict[int, Costs] = field(default_factory=lambda: defaultdict(Costs))
 
     @property
@@ -402,7 +371,7 @@ class Experience:
         if shape.drafted:
             costs.learn_draft(shape, tree.draft_us / tree.texts)
         if costs.tried.total():  # the very first pays for cold memory
-            costs.step.learn(row_bucket(verdict.step_rows), verdict.verify_us)
+            costs.step.learn(row_bucket(verdict.step_rows), verdict.verify_us, self.degree)
             costs.texts += COST_STEP * (verdict.texts - costs.texts)
         costs.tried[row_bucket(tree.rows)] += 1
         rows = costs.rows.setdefault(shape, tree.rows)
@@ -433,11 +402,19 @@ class Experience:
         if costs.tried[row_bucket(round(rows))] < TRIED:
             return None
         if not shape.drafted:
-            return costs.verify_us(rows) + costs.hop.us
+            return self._verify_us(rows) + costs.hop.us
         draft = costs.draft.get(shape)
         if draft is None or not draft.known:
             return None
-        return draft.us + costs.verify_us(rows) + self._hops(shape) * costs.hop.us
+        return draft.us + self._verify_us(rows) + self._hops(shape) * costs.hop.us
+
+    @property
+    def degree(self) -> int:
+        """Of the polynomial through the target's steps."""
+        return degree_of(self.attends)
+
+    def _verify_us(self, rows: float) -> float:
+        return self.costs.verify_us(rows, self.degree)
 
     def _rows(self, shape: TreeShape) -> float:
         """Rows that a round of it has: proposals alone seldom fill a shape."""
@@ -448,18 +425,18 @@ class Experience:
         return 2 if shape.drafted else 1
 
     def predicted_us(self, shape: TreeShape, rows: float | None = None) -> float | None:
-        """The same for a shape that nobody need have played: its step is read off the line, its draft off the plane.
-        None until a step was measured, and for a tree until some tree's draft was."""
+        """The same for a shape that nobody need have played: its step is read off the fit of steps, its draft off the
+        plane. None until a step was measured, and for a tree until some tree's draft was."""
         costs = self.costs
         if not costs.step.weight:
             return None
         rows = self._rows(shape) if rows is None else rows
         if not shape.drafted:
-            return costs.verify_us(rows) + costs.hop.us
+            return self._verify_us(rows) + costs.hop.us
         draft_us = costs.draft_us(shape)
         if draft_us is None:
             return None
-        return draft_us + costs.verify_us(rows) + self._hops(shape) * costs.hop.us
+        return draft_us + self._verify_us(rows) + self._hops(shape) * costs.hop.us
 
     def hints(self) -> dict[int, Costs]:
         """What costs are known, by load class, for a router that knows none: see `take`."""
@@ -478,7 +455,7 @@ class Experience:
     @property
     def draft_ratio(self) -> float:
         """lambda_gamma of the paper: time of one drafter level over one plain target forward, 0.1 until measured."""
-        plain_us = self.costs.step.at(ROW_BUCKET)
+        plain_us = self.costs.step.at(ROW_BUCKET, self.degree)
         levels = [cost.us / shape.depth for shape, cost in self.costs.draft.items() if cost.count]
         if not plain_us or not levels:
             return 0.1

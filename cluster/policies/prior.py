@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, fields
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,8 +18,9 @@ from dendro.shapes import MAX_ROWS, TreeShape
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 
-from cluster.policies.experience import PRIOR_ROUNDS, Cost, Costs, Length, StepTime, temperature_class
+from cluster.policies.experience import PRIOR_ROUNDS, Cost, Costs, Length, temperature_class
 from cluster.policies.replay import RANKED, RankTrace, children_of, replayed
+from cluster.policies.step_time import StepTime
 
 KEPT_ROUNDS = 64.0
 """Rounds that a prior's past weighs in it: a tenant's next texts may be of another kind."""
@@ -28,10 +28,12 @@ DEPTHS = 16
 """Depths whose ranks are counted by themselves; deeper ones count as the last."""
 BACK_OFF = 1.0
 """What the ranks one level above weigh at a depth, in tokens: all, where a depth was never reached."""
-FORMAT = 1
+FORMAT = 2
+"""Counts up when a prior says something else; one of another format counts as missing."""
+STEP_MEANS = tuple(each.name for each in fields(StepTime) if each.init)
 MAX_PRIOR_BYTES = 1 << 16
 MOST = 1e12
-"""No number of a prior is greater: a day in microseconds, squared rows of steps."""
+"""No number of a prior is greater: days in microseconds."""
 
 
 def tenant_tag(tenant: str) -> str:
@@ -163,7 +165,7 @@ def pack_prior(prior: Prior) -> bytes:
             load: {
                 "hop": astuple(costs.hop),
                 "draft": {str(shape): astuple(cost) for shape, cost in costs.draft.items()},
-                "step": asdict(costs.step),
+                "step": {name: getattr(costs.step, name) for name in STEP_MEANS},
                 "texts": costs.texts,
                 "tried": dict(costs.tried),
             }
@@ -207,8 +209,8 @@ def _cost(us: Any, count: Any) -> Cost:
 
 
 def _costs(said: Mapping[str, Any]) -> Costs:
-    step = {name: _number(number) for name, number in said["step"].items()}
-    if not math.isfinite(sum(step.values())) or (step["weight"] and step["rows"] < 1):
+    step = {name: _number(said["step"][name]) for name in STEP_MEANS}
+    if step["weight"] and not step["n"]:
         raise ValueError("a step without rows")
     return Costs(
         hop=_cost(*said["hop"]),

@@ -113,6 +113,7 @@ class Hello:
     exactness: str  # verifier: "bitwise" or "margin"; drafter: ""
     pid: int
     end_ids: tuple[int, ...] = ()  # end-of-text tokens of the target
+    attends: bool = False  # verifier: the target has layers of attention, so that its steps are quadratic in their rows
 
 
 PROTOCOL_VERSION = 3

@@ -254,6 +254,7 @@ def hello_message(hello: Hello) -> calls_pb2.Hello:
         exactness=hello.exactness,
         pid=hello.pid,
         end_ids=hello.end_ids,
+        attends=hello.attends,
     )
 
 
@@ -271,6 +272,7 @@ def hello_from(message: calls_pb2.Hello) -> Hello:
         exactness=message.exactness,
         pid=message.pid,
         end_ids=tuple(message.end_ids),
+        attends=message.attends,
     )
 
 

@@ -32,6 +32,7 @@ from cluster.bench.ours import Ours, mean_round
 from cluster.bench.speed import (
     COSTLY,
     DEMO,
+    MAMBA2,
     Contenders,
     Measured,
     Plan,
@@ -40,6 +41,7 @@ from cluster.bench.speed import (
     cost_model_of,
     measure,
     rows_of,
+    step_fits_of,
 )
 from cluster.bench.statistics import median_estimate, paired_ratio, repeat_difference
 from cluster.config import DEMO_MODELS
@@ -418,6 +420,7 @@ async def a_report() -> dict:
         "targets": {"costly": target},
         "rows": rows,
         "cost_model": list(cost_model_of(rows)),
+        "step_fits": list(step_fits_of(rows)),
         "aims": aims_of(rows, 2, None),
     }
 
@@ -438,6 +441,31 @@ def test_a_shapes_step_is_predicted_from_the_other_shapes():
     assert found["(1,1)"]["predicted_tokens_per_second"] == pytest.approx(1000 * 2.0 / 17.0, abs=0.01)
     assert found["(1,1)"]["tokens_per_second"] == pytest.approx(1000 * 2.0 / 21.0, abs=0.01)
     assert found["(1,1)"]["picked_share"] == 0.75 and found["(3,2)"]["picked_share"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "target, form, fit",
+    [(MAMBA2, "c + k n", (6.667, 0.625, None)), (COSTLY, "c + k n + k2 n^2", (10.0, 0.125, 0.015625))],
+)
+def test_a_page_has_the_coefficients_of_a_step_in_its_targets_form(target, form, fit):
+    """10 + n / 8 + n^2 / 64 at 8, 16 and 24 rows; the line through these has 0.625 a row."""
+    measured = {OFF: 12.0, "(3,2)": 16.0, "(4,2,1)": 22.0}
+    rows = [
+        {
+            "name": name,
+            "target": target,
+            "temperature": 0.0,
+            "emitted_per_round": 1.0,
+            "arms": {},
+            "round_ms": {"verify": verify, "total": verify + 3},
+        }
+        for name, verify in measured.items()
+    ]
+    (found,) = step_fits_of(rows)
+    assert found["form"] == form
+    for name, each in zip(("c_ms", "k_ms", "k2_ms"), fit, strict=True):
+        assert found.get(name) == (None if each is None else pytest.approx(each, abs=0.01 if each > 1 else 1e-3))
+    assert [cells[0] for cells in (reports._fit_cells(found),)] == [form]
 
 
 async def test_the_json_form_has_what_every_bench_has():

@@ -165,7 +165,7 @@ def test_a_draft_nobody_made_is_read_off_the_plane_through_the_others():
         draft_us = 100 + 300 * shape.depth + 40 * shape.forwarded
         assert experience.costs.draft_us(shape) == pytest.approx(draft_us, rel=1e-6)
         assert experience.round_us(shape) is None
-        assert experience.predicted_us(shape) == pytest.approx(draft_us + experience.costs.verify_us(shape.rows))
+        assert experience.predicted_us(shape) == pytest.approx(draft_us + experience.costs.verify_us(shape.rows, 1))
     assert experience.predicted_us(OFF) is not None
 
 
@@ -236,7 +236,7 @@ def spoiled() -> list[bytes]:
     good = json.loads(pack_prior(prior_of(3, 20)))
     blobs = [b"", b"{", b"null", b"[]", b"7", b"\xff\xfe", b"[" * 100_000, b'{"format": 1}']
     for path, wrong in (
-        (("format",), 2),
+        (("format",), 3),
         (("lengths",), []),
         (("lengths",), {"(1,": [1, 1, 0]}),
         (("lengths", "(1,1,1,1)"), [65.0, 3, 0]),  # more than any tree has
@@ -248,7 +248,8 @@ def spoiled() -> list[bytes]:
         (("ranks", 0, 0), -1.0),
         (("ranks", 0, 0), float("inf")),
         (("costs", "0", "step", "us"), float("inf")),
-        (("costs", "0", "step", "rows"), 0),
+        (("costs", "0", "step", "n"), 0),
+        (("costs", "0", "step"), {"weight": 8.0}),
         (("costs", "0", "hop"), 3),
         (("costs", "0", "texts"), 0),
         (("costs", "0", "draft"), {"(9,9)": [1.0, 2]}),
@@ -261,6 +262,17 @@ def spoiled() -> list[bytes]:
         inner[path[-1]] = wrong
         blobs.append(json.dumps(said).encode())
     return blobs
+
+
+def test_a_prior_of_the_older_form_counts_as_missing():
+    """Its steps were a line's sums, which say nothing of a parabola."""
+    said = json.loads(pack_prior(prior_of(3, 20)))
+    said["format"] = 1
+    for costs in said["costs"].values():
+        costs["step"] = {"weight": 8.0, "rows": 8.0, "us": 1e4, "rows_us": 8e4, "rows_rows": 64.0}
+    assert unpack_prior(json.dumps(said).encode()) is None
+    said["format"] = json.loads(pack_prior(Prior()))["format"]
+    assert unpack_prior(json.dumps(said).encode()) is None, "nor does one whose steps say less than they should"
 
 
 @pytest.mark.parametrize("blob", spoiled(), ids=lambda blob: blob[:12].hex() + str(len(blob)))

@@ -134,7 +134,7 @@ def test_a_drafters_answer_comes_back_as_it_went(answer):
 
 
 def test_a_hello_comes_back_as_it_went():
-    hello = Hello(1, "m", "f", "t", 4096, 2048, 64, 16, "bfloat16", "bitwise", 77, (0, 2))
+    hello = Hello(1, "m", "f", "t", 4096, 2048, 64, 16, "bfloat16", "bitwise", 77, (0, 2), True)
     assert wire.hello_from(calls_pb2.Hello.FromString(wire.hello_message(hello).SerializeToString())) == hello
 
 

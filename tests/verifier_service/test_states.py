@@ -55,6 +55,11 @@ def test_every_familys_trees_have_the_librarys_logits(models, family):
         assert (found - truth).abs().max() < 1e-4, length
 
 
+@pytest.mark.parametrize(("family", "attends"), [("mamba", False), ("mamba2", False), ("bamba", True)])
+async def test_a_target_says_whether_any_of_its_layers_attends(models, family, attends):
+    assert (await engine_of(models(family)[0]).hello()).attends is attends
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_familys_rows_are_independent(models, family, dtype):

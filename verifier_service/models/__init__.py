@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from tree_layers.weights import (
 )
 
 from verifier_service.collectives import Collectives
+from verifier_service.models.head import Head, Product
 from verifier_service.models.heads import deal_out
 from verifier_service.models.mamba_in_llama import MambaInLlamaConfig, library_config
 from verifier_service.models.mixers import MIXER_FAMILIES, seat_mixers
@@ -64,6 +66,7 @@ class Target:
     fingerprint: str
     tokenizer: str
     linear: RowsReport
+    head: Head
 
     @property
     def token_bytes(self) -> int:
@@ -79,17 +82,35 @@ class Target:
 
         Reads and fills the run's pages.
         """
-        alone = self.run.threads > 1 and len(tokens) <= SMALL_STEP
+        return self.logits_of(self.hidden(tokens, positions, wanted))
+
+    def hidden(self, tokens: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
+        """The same before the head: [k, D]."""
+
+        def forward() -> object:
+            return self.model(
+                input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=wanted
+            )
+
+        with self._threads_for(len(tokens)):
+            return self.head.take(forward)
+
+    def logits_of(self, hidden: Tensor) -> Tensor:
+        """hidden [n, D] of any of these rows; returns [n, vocabulary] float32."""
+        with self._threads_for(len(hidden)):
+            return self.head.logits(hidden)
+
+    @contextmanager
+    def _threads_for(self, rows: int) -> Iterator[None]:
+        """One thread for few rows; linear layers take as many as they want."""
+        alone = self.run.threads > 1 and rows <= SMALL_STEP
         if alone:
             torch.set_num_threads(1)
         try:
-            answer = self.model(
-                input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=wanted
-            )
+            yield
         finally:
             if alone:
                 torch.set_num_threads(self.run.threads)
-        return answer.logits[0]
 
 
 def load_target(
@@ -156,9 +177,9 @@ def _load(
     model = model.to(device).eval().requires_grad_(False)
     run = Run(threads=threads if device.type == "cpu" else 1)
     if group is not None and head.out_features < outputs:
-        _gathering_head(head, outputs, vocabulary, run.threads, group)
+        seated = Head(model, _gathering_head(head, outputs, vocabulary, run.threads, group), together=True)
     else:
-        _float_head(head, vocabulary, run.threads)
+        seated = Head(model, _float_head(head, vocabulary, run.threads), together=False)
     mixers = seat_mixers(folder, model, run, group)
     linear = make_rows_independent(model, buckets, run.threads)
     if group is not None and join is not None:
@@ -177,6 +198,7 @@ def _load(
         fingerprint=fingerprint,
         tokenizer=tokenizer,
         linear=linear,
+        head=seated,
     )
 
 
@@ -230,18 +252,18 @@ def _end_ids(folder: Path, config: Any) -> frozenset[int]:
     return frozenset([end] if isinstance(end, int) else end or ())
 
 
-def _float_head(head: nn.Linear, vocabulary: int, threads: int) -> None:
-    """Let the head give float32 logits of the tokenizer's tokens: in bfloat16 they would be rounded to steps of 1/8."""
+def _float_head(head: nn.Linear, vocabulary: int, threads: int) -> Product:
+    """The head's float32 logits of the tokenizer's tokens: in bfloat16 they would be rounded to steps of 1/8."""
     weight = head.weight[:vocabulary].float()
     bias = None if head.bias is None else head.bias[:vocabulary].float()
 
     def forward(hidden: Tensor) -> Tensor:
         return F.linear(hidden.float(), weight, bias)
 
-    head.forward = in_threads(forward, threads)  # type: ignore[method-assign, assignment]
+    return in_threads(forward, threads)
 
 
-def _gathering_head(head: nn.Linear, outputs: int, vocabulary: int, threads: int, group: Collectives) -> None:
+def _gathering_head(head: nn.Linear, outputs: int, vocabulary: int, threads: int, group: Collectives) -> Product:
     """The same where each worker has some of the head's `outputs` rows: every worker gets all of the logits."""
     weight = head.weight.float()
     bias = None if head.bias is None else head.bias.float()
@@ -250,7 +272,7 @@ def _gathering_head(head: nn.Linear, outputs: int, vocabulary: int, threads: int
     def forward(hidden: Tensor) -> Tensor:
         return group.gather(product(hidden), outputs)[..., :vocabulary]
 
-    head.forward = forward  # type: ignore[method-assign, assignment]
+    return forward
 
 
 def _take_seats(folder: Path, model: PreTrainedModel, run: Run) -> tuple[Layout, ...]:

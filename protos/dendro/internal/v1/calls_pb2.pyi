@@ -58,6 +58,7 @@ class Hello(_message.Message):
     EXACTNESS_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     END_IDS_FIELD_NUMBER: _builtins.int
+    ATTENDS_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """protocol is the version that the replica speaks."""
     model: _builtins.str
@@ -80,6 +81,10 @@ class Hello(_message.Message):
     """exactness is a verifier's "bitwise" or "margin". Empty: a drafter."""
     pid: _builtins.int
     """pid is the replica's process id, for tests and operators."""
+    attends: _builtins.bool
+    """attends is whether a verifier's target has layers of attention: its steps then take a time quadratic in their rows,
+    else a linear one. False: it has none, or this is a drafter.
+    """
     @_builtins.property
     def end_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """end_ids are the target's end-of-text tokens."""
@@ -99,10 +104,11 @@ class Hello(_message.Message):
         exactness: _builtins.str = ...,
         pid: _builtins.int = ...,
         end_ids: _abc.Iterable[_builtins.int] | None = ...,
+        attends: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "end_ids", b"end_ids", "exactness", b"exactness", "fingerprint", b"fingerprint", "max_depth", b"max_depth", "max_length", b"max_length", "max_rows", b"max_rows", "model", b"model", "pid", b"pid", "protocol", b"protocol", "tokenizer", b"tokenizer", "vocabulary", b"vocabulary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attends", b"attends", "dtype", b"dtype", "end_ids", b"end_ids", "exactness", b"exactness", "fingerprint", b"fingerprint", "max_depth", b"max_depth", "max_length", b"max_length", "max_rows", b"max_rows", "model", b"model", "pid", b"pid", "protocol", b"protocol", "tokenizer", b"tokenizer", "vocabulary", b"vocabulary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,136 @@
+"""The cost of a step: a line for targets of states, a parabola where layers attend, never falling; who says which."""
+
+from __future__ import annotations
+
+import random
+from itertools import combinations
+
+import numpy as np
+import pytest
+from dendro.calls import PROTOCOL_VERSION, Hello
+from dendro.shapes import OFF, LevelShape
+from dendro.text import Verdict
+from dendro.tree import DraftTree
+from edge import FakePlaces, ingress
+
+from cluster.ingress import LocalClient
+from cluster.policies import Experience
+from cluster.policies.step_time import OUTLIER, STEP, StepTime, fit_steps
+
+RECORDED = [(8, 53720), (8, 56280), (8, 60870), (8, 61960), (16, 82120), (32, 140790), (48, 194540)]
+"""Rows and microseconds of docs/speed-mamba2.md."""
+CHAIN, TREE = LevelShape((1, 1, 1, 1)), LevelShape((3, 2, 2, 1, 1))
+
+
+def reference(samples: list[tuple[int, float]], weights: list[float], degree: int) -> np.ndarray:
+    """Least squares by numpy over all choices of powers, no coefficient below zero."""
+    rows, us = (np.array(each, np.float64) for each in zip(*samples, strict=True))
+    root = np.sqrt(np.array(weights))
+    design = np.stack([(rows / 64) ** power for power in range(degree + 1)], 1)
+    best, least = np.zeros(degree + 1), np.inf
+    for count in range(1, degree + 2):
+        for chosen in combinations(range(degree + 1), count):
+            found = np.linalg.lstsq(design[:, chosen] * root[:, None], us * root, rcond=None)[0]
+            error = np.square(root * (design[:, chosen] @ found - us)).sum()
+            if (found >= 0).all() and error < least:
+                best, least = np.zeros(degree + 1), error
+                best[list(chosen)] = found
+    return best / 64.0 ** np.arange(degree + 1)
+
+
+def made(kind: str) -> list[tuple[int, float]]:
+    rng = random.Random(kind)
+    if kind == "recorded":
+        return RECORDED
+    costs = {"line": (8e3, 90.0, 0.0), "parabola": (8e3, 20.0, 3.0), "falling": (9e3, -30.0, 0.0), "steep": (0, 1, 9.0)}
+    c, k, k2 = costs[kind]
+    rows = [rng.choice((8, 16, 24, 64, 256)) for _ in range(300)]
+    return [(n, (c + k * n + k2 * n * n) * rng.uniform(0.8, 1.2)) for n in rows]
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("kind", ["recorded", "line", "parabola", "falling", "steep"])
+def test_the_fit_is_the_least_squares_of_all_steps_so_far(kind: str, degree: int):
+    step, kept = StepTime(), list[tuple[int, float]]()
+    for rows, us in made(kind):
+        kept.append((rows, min(us, OUTLIER * step.at(rows, degree)) if kept else us))
+        step.learn(rows, us, degree)
+        if len(kept) > 5 and len({rows for rows, _ in kept}) > degree:
+            weights = [(1 - STEP) ** age for age in reversed(range(len(kept)))]
+            assert step.coefficients(degree) == pytest.approx(reference(kept, weights, degree), rel=1e-5, abs=0.1)
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_steps_that_weigh_the_same_are_fitted_so(degree: int):
+    rows, us = zip(*RECORDED, strict=True)
+    found = fit_steps(rows, us, degree)
+    assert found == pytest.approx(reference(RECORDED, [1.0] * len(RECORDED), degree), rel=1e-6)
+
+
+def test_a_parabola_is_found_by_degree_two_and_not_by_a_line():
+    step = StepTime()
+    for _ in range(50):
+        for rows in (8, 16, 32, 64):
+            step.learn(rows, 5000 + 20 * rows + 3 * rows * rows, 2)
+    assert step.coefficients(2) == pytest.approx((5000, 20, 3), rel=1e-4)
+    assert step.at(128, 2) == pytest.approx(5000 + 20 * 128 + 3 * 128**2, rel=1e-4)
+    assert step.at(128, 1) < 0.7 * step.at(128, 2)
+
+
+def test_more_rows_never_cost_less():
+    rng = random.Random(0)
+    for _ in range(200):
+        step = StepTime()
+        for _ in range(rng.randrange(1, 12)):
+            step.learn(rng.choice((8, 16, 24, 48, 64, 96)), rng.uniform(1e3, 1e5), 2)
+        for degree in (1, 2):
+            assert min(step.coefficients(degree)) >= 0
+            predicted = [step.at(rows, degree) for rows in range(8, 257, 8)]
+            assert predicted == sorted(predicted)
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_too_few_numbers_of_rows_give_the_plainest_fit(degree: int):
+    step = StepTime()
+    assert step.at(8, degree) == 0.0
+    for _ in range(50):
+        step.learn(8, 10_000, degree)
+    assert step.coefficients(degree) == pytest.approx((10_000, 0, 0)[: degree + 1]), (
+        "one number tells nothing of others"
+    )
+    for _ in range(50):
+        step.learn(16, 12_000, degree)
+    assert step.coefficients(degree) == pytest.approx((8_000, 250, 0)[: degree + 1], rel=1e-6), "two tell of a line"
+
+
+# -- who says which ---------------------------------------------------------------------------------------------------
+
+
+def learned(attends: bool, step_us) -> Experience:
+    """An experience of shapes of 8 to 24 rows alone."""
+    experience = Experience(attends=attends)
+    for _ in range(50):
+        for shape in (OFF, CHAIN, LevelShape((3, 2, 1)), LevelShape((4, 2, 1))):
+            tree = DraftTree.of(range(shape.rows), range(-1, shape.rows - 1))
+            rows = -(-shape.rows // 8) * 8
+            took = Verdict((1,), (0,), (), None, 1, round(step_us(rows)), step_rows=rows)
+            experience.learn(shape, tree, took, 0.0)
+    return experience
+
+
+def test_a_tree_nobody_played_costs_a_hybrid_the_square_of_its_rows():
+    """What a policy believes of 48 rows from 8 to 24: a chain is chosen where attention makes rows dearer."""
+    step_us = lambda rows: 5000 + 10 * rows * rows  # noqa: E731
+    hybrid, states = learned(True, step_us), learned(False, step_us)
+    assert hybrid._verify_us(TREE.rows) == pytest.approx(step_us(48), rel=1e-3)
+    assert states._verify_us(TREE.rows) < 0.7 * step_us(48)
+
+
+@pytest.mark.parametrize("attends", [True, False])
+async def test_a_router_takes_the_form_of_the_cost_from_the_verifiers_hello(attends: bool):
+    places = FakePlaces()
+    places.hello = Hello(PROTOCOL_VERSION, "demo", "f", "t", 300, 512, 64, 8, "float32", "bitwise", 1, attends=attends)
+    edge = ingress(places)
+    edge._experience["demo"].attends = not attends
+    await LocalClient(edge).generate_text("the snake", max_new_tokens=8)
+    assert edge._experience["demo"].attends is attends

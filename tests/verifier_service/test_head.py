@@ -1,0 +1,132 @@
+"""The head computes logits for the rows that a walk comes to, in blocks, and holds one block of them."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import tiny_hybrids
+import tiny_models
+import torch
+from dendro.tree import DraftTree
+from routers import Router
+
+from verifier_service.engine import VerifierEngine
+from verifier_service.models.head import HEAD_ROWS, Logits
+
+ROWS = 2 * HEAD_ROWS + 8
+
+
+class Counted:
+    """A head that knows which blocks it was given and which of its logits still live."""
+
+    def __init__(self) -> None:
+        self.firsts: list[int] = []
+        self.made: list[weakref.ref[torch.Tensor]] = []
+        self.alive_before: list[int] = []
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        gc.collect()
+        self.alive_before.append(sum(each() is not None for each in self.made))
+        self.firsts.append(int(hidden[0, 0]))
+        logits = hidden * 10.0
+        self.made.append(weakref.ref(logits))
+        return logits
+
+
+def test_a_block_is_computed_when_one_of_its_rows_is_asked_for_and_no_other_is():
+    head, hidden = Counted(), torch.arange(float(ROWS))[:, None]
+    logits = Logits(hidden, head)
+    assert head.firsts == []
+    assert [float(logits.row(row)) for row in (0, 7, ROWS - 1)] == [0.0, 70.0, 10.0 * (ROWS - 1)]
+    assert head.firsts == [0, 2 * HEAD_ROWS]
+    assert torch.equal(logits.all(), hidden * 10.0)
+
+
+def test_one_block_is_held_at_a_time():
+    head = Counted()
+    logits = Logits(torch.arange(float(ROWS))[:, None], head)
+    for row in range(ROWS):
+        logits.row(row)
+    assert head.firsts == [0, HEAD_ROWS, 2 * HEAD_ROWS]
+    assert head.alive_before == [0, 0, 0]
+
+
+def test_workers_that_share_a_head_make_all_of_it_at_once():
+    """Each takes part, and none knows which rows the leader's walks will come to."""
+    head = Counted()
+    logits = Logits(torch.arange(float(ROWS))[:, None], head, together=True)
+    assert head.firsts == [0]
+    assert float(logits.row(ROWS - 1)) == 10.0 * (ROWS - 1)
+    assert torch.equal(logits.all(), 10.0 * torch.arange(float(ROWS))[:, None])
+    assert head.firsts == [0], "the others wait where one makes them twice"
+
+
+def big_tree(root: int, without: int) -> DraftTree:
+    """64 rows: all of them the root's children, none of them this token."""
+    tokens = [token for token in range(64) if token != without][:63]
+    return DraftTree.of([root, *tokens], [-1] + [0] * 63)
+
+
+SCALED = {"falcon_h1": {"lm_head_multiplier": 0.25}, "granitemoehybrid": {"logits_scaling": 4.0}}
+
+
+def engine_of(folder) -> VerifierEngine:
+    return VerifierEngine.load(folder, name="tiny", dtype=torch.float32, max_length=256, max_depth=8)
+
+
+@pytest.mark.parametrize("family", SCALED)
+def test_what_a_family_does_to_its_logits_after_the_product_is_done(family, tmp_path):
+    model = tiny_hybrids.make_checkpoint(tmp_path, family, **SCALED[family])
+    ids = np.random.default_rng(0).integers(0, 64, 40).tolist()
+    found = engine_of(tmp_path).logits_of(ids, tiny_hybrids.tree_below(ids[-1]))
+    truth = torch.stack([tiny_hybrids.oracle(model, path) for path in tiny_hybrids.paths_below(ids)])
+    assert (found - truth).abs().max() < 1e-4 < 0.01 * truth.abs().max()
+
+
+@pytest.mark.parametrize("family", ["llama", "mamba2", *SCALED])
+def test_a_rows_logits_have_the_same_bits_in_every_block(family, tmp_path):
+    made = tiny_models if family == "llama" else tiny_hybrids
+    made.make_checkpoint(tmp_path, family, **SCALED.get(family, {}))
+    engine = engine_of(tmp_path)
+    target, taken = engine.runner.target, list[torch.Tensor]()
+    take = target.head.take
+
+    def noted(run):
+        taken.append(take(run))
+        return taken[-1]
+
+    target.head.take = noted
+    ids = np.random.default_rng(0).integers(0, 64, 40).tolist()
+    found = engine.logits_of(ids, big_tree(ids[-1], 0))
+    with torch.inference_mode():
+        whole = target.head.logits(taken[-1])
+        assert torch.equal(found, whole[:64]) and found.dtype == torch.float32
+        for rows in (8, 16, 24):
+            assert torch.equal(target.logits_of(taken[-1][:rows]), whole[:rows])
+        assert torch.equal(target.logits_of(taken[-1][48:56]), whole[48:56])
+
+
+@pytest.mark.parametrize("family", ["mamba2", "bamba"])
+async def test_a_walk_that_ends_at_the_root_computes_one_block(family, tmp_path):
+    tiny_hybrids.make_checkpoint(tmp_path, family)
+    engine = engine_of(tmp_path)
+    prompt, asked, head = list(range(40)), list[int](), engine.runner.target.head.logits
+
+    def counted(hidden):
+        asked.append(len(hidden))
+        return head(hidden)
+
+    await engine.start()
+    try:
+        plain, guessing = Router(engine, prompt), Router(engine, prompt)
+        for router in (plain, guessing):
+            await router.open()
+        answer = (await plain.round()).tokens[0]
+        engine.runner.target.head.logits = counted
+        verdict = await guessing.round(big_tree(prompt[-1], answer))
+        assert verdict.tokens == (answer,) and asked == [HEAD_ROWS]
+    finally:
+        await engine.stop()

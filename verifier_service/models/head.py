@@ -1,0 +1,114 @@
+"""The target's head, apart from its layers: logits of a few rows at a time, when a walk asks for them.
+
+A step's logits are [rows, vocabulary] float32, and more than all else that a small model's step makes. A walk visits
+few of a tree's rows, and these in order: so one block of them is held at a time, and some are never computed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+HEAD_ROWS = 32
+"""Rows of a block. The check at start compares smaller blocks with it, as it does steps."""
+
+Product = Callable[[Tensor], Tensor]
+
+
+class Head:
+    """In the seat of the model's head: what the library does before it and after it stays the library's.
+
+    `take` runs the whole model but the product; `logits` runs the product and what comes after, and no layer.
+    """
+
+    def __init__(self, model: PreTrainedModel, product: Product, together: bool) -> None:
+        """product: [..., D] hidden -> [..., vocabulary] float32 logits, before the library scales or caps them.
+        together: several workers make them, all of a step's rows at once, whether or not somebody asks for them."""
+        self.together = together
+        self._model: Any = model
+        self._product = product
+        self._kind: Any = None  # of what the model's layers answer with
+        self._taking = False
+        self._taken: Tensor | None = None
+        self._given: Tensor | None = None
+        head = model.get_output_embeddings()
+        assert isinstance(head, nn.Module)
+        head.forward = self._forward
+        model.base_model.register_forward_hook(self._note)
+
+    def take(self, run: Callable[[], object]) -> Tensor:
+        """The hidden rows [k, D] that a run of the model hands to its head; nothing is made of them."""
+        self._taking = True
+        try:
+            run()
+        finally:
+            self._taking = False
+        taken, self._taken = self._taken, None
+        assert taken is not None
+        return taken.flatten(0, -2)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[k, vocabulary] float32 of taken rows [k, D]."""
+        self._given = hidden[None]
+        try:
+            with self._without_layers(self._given):
+                rows = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+                return self._model(input_ids=rows, use_cache=False).logits[0]
+        finally:
+            self._given = None
+
+    def _forward(self, hidden: Tensor) -> Tensor:
+        if self._taking:
+            self._taken = hidden
+            return hidden.new_empty(*hidden.shape[:-1], 0)
+        return self._product(hidden if self._given is None else self._given)
+
+    def _note(self, layers: nn.Module, given: Any, answer: Any) -> None:
+        self._kind = type(answer)
+
+    @contextmanager
+    def _without_layers(self, answer: Tensor) -> Iterator[None]:
+        """The model's layers answer with this at once."""
+        base, kind = self._model.base_model, self._kind
+        assert kind is not None, "the model has run once, when its seats were taken"
+        kept = base.forward
+        base.forward = lambda *_, **__: kind(last_hidden_state=answer)
+        try:
+            yield
+        finally:
+            base.forward = kept
+
+
+class Logits:
+    """A step's wanted rows: block after block as they are asked for, the newest held."""
+
+    def __init__(self, hidden: Tensor, head: Product, together: bool = False) -> None:
+        """hidden [k, D]   head: [n, D] -> [n, vocabulary]   together: all rows at once, and now"""
+        self._blocks = (hidden,) if together else hidden.split(HEAD_ROWS)
+        self._head = head
+        self._block = -1
+        self._held = hidden  # replaced by logits before it is read
+        self.took_s = 0.0
+        if together:
+            self.row(0)
+
+    def row(self, row: int) -> Tensor:
+        """[1, vocabulary] float32."""
+        block, at = divmod(row, len(self._blocks[0]))
+        if block != self._block:
+            began = time.perf_counter()
+            self._held = self._blocks[block]  # not the old logits, while the new ones are made
+            self._held, self._block = self._head(self._blocks[block]), block
+            self.took_s += time.perf_counter() - began
+        return self._held[at : at + 1]
+
+    def all(self) -> Tensor:
+        """[k, vocabulary] float32. What is held is not made again: workers would wait for each other."""
+        made = (self._held if place == self._block else self._head(rows) for place, rows in enumerate(self._blocks))
+        return torch.cat([*made])
