@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -299,6 +300,7 @@ def plot(report: Report, path: Path) -> None:
 
     temperatures = list(dict.fromkeys(row["temperature"] for row in report["ablation"]))
     kinds = list(dict.fromkeys(row["kind"] for row in report["shares"]))
+    colours = _colours_of(report["shares"])
     rows = 2 + len(kinds)
     figure, axes = pyplot.subplots(rows, len(temperatures), figsize=(7 * len(temperatures), 3.3 * rows), squeeze=False)
     for column, temperature in enumerate(temperatures):
@@ -309,7 +311,7 @@ def plot(report: Report, path: Path) -> None:
         for kind, axis in zip(kinds, at[2:], strict=True):
             for row in report["shares"]:
                 if (row["kind"], row["temperature"]) == (kind, temperature):
-                    _plot_shares(axis, row)
+                    _plot_shares(axis, row, colours)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
@@ -337,17 +339,23 @@ def _plot_calibration(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     axis.legend(frameon=False, fontsize=8)
 
 
-def _plot_shares(axis: Any, row: Mapping[str, Any]) -> None:
+def _colours_of(shares: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """An arm's colour, the same in every plot; the first are those chosen most."""
+    totals: Counter[str] = Counter()
+    for row in shares:
+        for window in row["shares"]:
+            totals.update(window)
+    return {arm: COLOURS[number % len(COLOURS)] for number, (arm, _) in enumerate(totals.most_common())}
+
+
+def _plot_shares(axis: Any, row: Mapping[str, Any], colours: Mapping[str, str]) -> None:
     """Stacked shares of the arms, window after window."""
     windows = row["shares"]
-    arms = dict.fromkeys(arm for window in windows for arm in window)
-    totals = {arm: sum(window.get(arm, 0.0) for window in windows) for arm in arms}
-    ordered = sorted(arms, key=totals.__getitem__, reverse=True)
+    arms = [arm for arm in colours if any(arm in window for window in windows)]
     rounds = [row["window_rounds"] * place for place in range(len(windows))]
-    colours = [COLOURS[number % len(COLOURS)] for number in range(len(ordered))]
-    stacks = [[window.get(arm, 0.0) for window in windows] for arm in ordered]
-    axis.stackplot(rounds, stacks, labels=ordered, colors=colours, step="post")
+    stacks = [[window.get(arm, 0.0) for window in windows] for arm in arms]
+    axis.stackplot(rounds, stacks, labels=arms, colors=[colours[arm] for arm in arms], step="post")
     axis.axvline(row["second_pass_from_round"], color="black", linewidth=0.8)
     axis.set_title(f"{row['kind']}: arms of {row['policy']}, by its rounds", fontsize=9)
     axis.set_ylim(0, 1)
-    axis.legend(fontsize=6, loc="lower right", ncols=2)
+    axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
