@@ -25,12 +25,11 @@ from dendro.tree import DraftTree
 from tiny_mamba import FAMILIES, VOCABULARY, Family, make_checkpoint
 from tree_kernels.noise import gumbel_noise
 from tree_kernels.warp import Warp, drafter_order
-from tree_layers.states import States
 
 from drafter_service.confidence import CANDIDATES, Calibration
-from drafter_service.engine import DrafterEngine, slots_for
-from drafter_service.models import load_model
-from drafter_service.models.mamba import MambaModel
+from drafter_service.engine import DrafterEngine, node_slots, text_slots
+from drafter_service.models import Model, load_model
+from drafter_service.plan import Chains
 from drafter_service.scheduler import Round
 
 CPU = torch.device("cpu")
@@ -81,7 +80,8 @@ async def serving(path: Path, states: StateStore | None = None, **options: int) 
     try:
         yield engine
         assert engine.sessions == 0
-        assert engine.free_slots == slots_for(options["max_sessions"], options.get("max_rows", 64), 16) - 1
+        assert engine.free_slots == text_slots(options["max_sessions"]) - 1
+        assert engine.free_nodes == node_slots(options.get("max_rows", 64), 16) - 1
     finally:
         engine.stop()
 
@@ -104,15 +104,14 @@ class Guess:
 class Oracle:
     """Drafts by reading each node's whole path from nothing."""
 
-    model: MambaModel
+    model: Model
 
     @torch.inference_mode()
     def logits(self, texts: list[list[int]]) -> torch.Tensor:
         """[texts, V] what follows each text. All of one length."""
-        states = States(self.model.shapes, 1 + len(texts), torch.float32, CPU)
-        lengths, source = torch.full((len(texts),), len(texts[0])), torch.zeros(len(texts), dtype=torch.int64)
-        hidden = self.model.chain(torch.tensor(texts), lengths, states, source, slice(1, 1 + len(texts)))
-        return self.model.logits(hidden[:, -1])
+        zeros, own = np.zeros(len(texts), np.int64), np.arange(1, 1 + len(texts))
+        rows = Chains(np.array(texts), np.full(len(texts), len(texts[0])), zeros, zeros, own, zeros[:0])
+        return self.model.logits(self.model.memory(1 + len(texts), 1).chain(rows)[:, -1])
 
     def offers(self, texts: list[list[int]], sampling: Sampling, calibration: Calibration) -> list[list[Offer]]:
         """Each text's 16 ordered candidates. The texts are of one length, and so have one noise."""
