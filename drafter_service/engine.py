@@ -268,9 +268,15 @@ class DrafterEngine:
         return tree
 
     async def close(self, call: CloseCall) -> Closed:
-        """End an opening and put its memory by, under its name. Raises NotFound where it is not open."""
-        self._check(call.update)
+        """End an opening and put its memory by, under its name. Raises NotFound where it is not open.
+
+        A text that has outgrown the model is forgotten instead.
+        """
         ticket = _Ticket()
+        if call.update.base > self._hello.max_length:
+            self._inbox.put((ticket, lambda: self._scheduler.give_up(call.update.opening)))
+            return Closed(0)
+        self._check(call.update)
         saved = await self._ask(ticket, lambda: self._scheduler.close(ticket, call))
         assert isinstance(saved, _Saved)
         ids = saved.ready.ids
@@ -288,6 +294,9 @@ class DrafterEngine:
     def _check(self, update: TextUpdate) -> None:
         if update.base < 1:
             raise BadRequest("update.base", "the text is empty: there is no root")
+        if update.base > self._hello.max_length:
+            limit = self._hello.max_length
+            raise BadRequest("update.base", f"is {update.base} tokens; a text of this drafter has at most {limit}")
         if update.tokens and not 0 <= min(update.tokens) <= max(update.tokens) < self._hello.vocabulary:
             raise BadRequest("update.tokens", f"a token lies outside the vocabulary of {self._hello.vocabulary}")
 
@@ -360,7 +369,7 @@ class DrafterEngine:
             ticket, answer = scheduler.answers.pop(0)
             value: Answer | _Saved = answer
             if isinstance(answer, Ready):
-                value = _Saved(answer, self._runner.memory.save(answer.slot) if answer.ids else {})
+                value = _Saved(answer, self._runner.memory.save(answer.slot, len(answer.ids)) if answer.ids else {})
                 scheduler.forget(answer.session)
             self.counters.trees += isinstance(answer, DraftTree)
             ticket.settle(value)

@@ -36,10 +36,10 @@ class TokenMemory:
         self._texts: dict[int, list[int]] = {EMPTY_TEXT: []}
         self._nodes: dict[int, list[int]] = {}
 
-    def save(self, text: int) -> Arrays:
+    def save(self, text: int, tokens: int) -> Arrays:
         return {"tokens": np.array(self._texts[text], np.int64)}
 
-    def check(self, arrays: Arrays) -> None:
+    def check(self, arrays: Arrays, tokens: int) -> None:
         if set(arrays) != {"tokens"}:
             raise ValueError(f"the arrays are {sorted(arrays)}, not tokens")
 
@@ -49,17 +49,18 @@ class TokenMemory:
     def chain(self, rows: Chains) -> Tensor:
         read = torch.zeros(*rows.tokens.shape, 1 + self._longest, dtype=torch.int64)
         for row, (kept, length) in enumerate(zip(rows.kept.tolist(), rows.lengths.tolist(), strict=True)):
-            before, new = self._texts[rows.source[row]], rows.tokens[row].tolist()
+            before, new = self._texts[int(rows.source[row])], rows.tokens[row].tolist()
             for time in range(length):
                 self._tell(read[row, time], before + new[: time + 1])
-            self._texts[rows.target[row]] = before + new[:kept]
+            self._texts[int(rows.target[row])] = before + new[:kept]
             if len(rows.roots):
-                self._nodes[rows.roots[row]] = before + new[:length]
+                self._nodes[int(rows.roots[row])] = before + new[:length]
         return read
 
     def level(self, rows: Level) -> Tensor:
         read = torch.zeros(len(rows.tokens), 1 + self._longest, dtype=torch.int64)
-        each = zip(rows.tokens.tolist(), rows.parents, rows.slots, rows.texts.repeat(rows.counts), strict=True)
+        texts = rows.texts.repeat(rows.counts).tolist()
+        each = zip(rows.tokens.tolist(), rows.parents.tolist(), rows.slots.tolist(), texts, strict=True)
         for row, (token, parent, slot, text) in enumerate(each):
             above = self._texts[text] if parent == NO_NODE else self._nodes[parent]
             self._nodes[slot] = [*above, token]

@@ -11,6 +11,7 @@ from dendro.errors import BadRequest
 from torch import Tensor
 from tree_layers.weights import Checkpoint, CheckpointError, read_checkpoint, read_config
 
+from drafter_service.models.llama import LlamaModel
 from drafter_service.models.mamba import Mamba1Model, Mamba2Model
 from drafter_service.models.memory import Memory
 
@@ -36,6 +37,7 @@ class Model(Protocol):
 
 
 MODELS: dict[str, Callable[[Checkpoint, torch.dtype, torch.device], Model]] = {
+    "llama": LlamaModel.of,
     "mamba": Mamba1Model.of,
     "mamba2": Mamba2Model.of,
 }

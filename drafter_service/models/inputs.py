@@ -38,10 +38,10 @@ class InputMemory:
     def node_bytes(self) -> int:
         return len(self._model.layers) * self._memory.shape.node_bytes
 
-    def save(self, text: int) -> Arrays:
+    def save(self, text: int, tokens: int) -> Arrays:
         return self._memory.texts.save(text)
 
-    def check(self, arrays: Arrays) -> None:
+    def check(self, arrays: Arrays, tokens: int) -> None:
         self._memory.texts.check(arrays)
 
     def load(self, text: int, arrays: Arrays) -> None:

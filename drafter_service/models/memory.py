@@ -24,7 +24,7 @@ class Memory(Protocol):
 
     @property
     def text_bytes(self) -> int:
-        """Bytes of a text slot."""
+        """Bytes of a text slot, with the longest text where that matters."""
         ...
 
     @property
@@ -32,12 +32,12 @@ class Memory(Protocol):
         """Bytes of a node slot."""
         ...
 
-    def save(self, text: int) -> Arrays:
-        """A text slot as plain arrays."""
+    def save(self, text: int, tokens: int) -> Arrays:
+        """A text slot that has consumed so many tokens, as plain arrays."""
         ...
 
-    def check(self, arrays: Arrays) -> None:
-        """Raise ValueError or TypeError unless these are what `save` returns."""
+    def check(self, arrays: Arrays, tokens: int) -> None:
+        """Raise ValueError or TypeError unless these are what `save` returns after so many tokens."""
         ...
 
     def load(self, text: int, arrays: Arrays) -> None:

@@ -35,10 +35,10 @@ class StateMemory:
     def node_bytes(self) -> int:
         return self.text_bytes
 
-    def save(self, text: int) -> Arrays:
+    def save(self, text: int, tokens: int) -> Arrays:
         return self._states.save(text)
 
-    def check(self, arrays: Arrays) -> None:
+    def check(self, arrays: Arrays, tokens: int) -> None:
         self._states.check(arrays)
 
     def load(self, text: int, arrays: Arrays) -> None:

@@ -116,8 +116,12 @@ class NodeStates:
 
     def hang(self, slots: Ints, texts: Ints, parents: Ints) -> Ints:
         """Take note of new nodes below others, or below a text where a parent is 0. Returns their taps [rows, W]"""
-        above = np.where((parents == 0)[:, None], self.tail(texts), self._taps[parents][:, 1:])
-        taps = np.concatenate([above, self._first + slots[:, None]], 1)
+        taps = np.empty((len(slots), self._back + 1), np.int64)
+        taps[:, :-1] = self._taps[parents, 1:]
+        taps[:, -1] = self._first + slots
+        roots = np.flatnonzero(parents == 0)
+        if len(roots):
+            taps[roots, :-1] = self.tail(texts[roots])
         self._taps[slots] = taps
         return taps
 

@@ -22,7 +22,7 @@ from dendro.shapes import OFF, BeamShape, DynamicShape, LevelShape, NodeShape, T
 from dendro.state import MemoryStates, NoStates, StateStore
 from dendro.text import Limits, Sampling, Tokens
 from dendro.tree import DraftTree
-from tiny_mamba import FAMILIES, VOCABULARY, Family, make_checkpoint
+from tiny_drafters import FAMILIES, VOCABULARY, Family, make_drafter
 from tree_kernels.noise import gumbel_noise
 from tree_kernels.warp import Warp, drafter_order
 
@@ -57,7 +57,7 @@ def learning() -> None:
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[Family, Path]:
     folders = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
     for family, folder in folders.items():
-        make_checkpoint(folder, family)
+        make_drafter(folder, family)
     return folders
 
 
@@ -685,6 +685,19 @@ def test_an_option_that_means_nothing_is_refused(path, field, options):
     with pytest.raises(BadRequest) as refused:
         DrafterEngine.load(path, name="tiny", states=NoStates(), **options)
     assert refused.value.field == field
+
+
+async def test_bfloat16_texts_share_forwards(path):
+    """Trees of several texts lie in slots that are not side by side."""
+    async with serving(path, dtype="bfloat16") as engine:
+        clients = [Client(engine) for _ in range(3)]
+        await asyncio.gather(*(client.open(prompt_of(20, i)) for i, client in enumerate(clients)))
+        for shape in (TREE, DYNAMIC):
+            trees = await asyncio.gather(*(client.draft(shape) for client in clients))
+            assert [tree.rows for tree in trees] == [shape.rows] * 3
+            for client, tree in zip(clients, trees, strict=True):
+                client.text.extend(walk(tree, 2, random.Random(0)))
+        await asyncio.gather(*(client.close() for client in clients))
 
 
 async def test_bfloat16_drafts_and_restores_its_own_states(path):

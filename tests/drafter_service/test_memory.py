@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_mamba import FAMILIES, VOCABULARY, make_checkpoint
+from tiny_drafters import FAMILIES, VOCABULARY, make_drafter
 
 from drafter_service.models import Model, load_model
 from drafter_service.models.memory import Memory
@@ -28,7 +28,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def checkpoint_of(family: str, folders: pytest.TempPathFactory) -> Path:
     folder = folders.mktemp(family)
-    make_checkpoint(folder, family)
+    make_drafter(folder, family)
     return folder
 
 
@@ -103,7 +103,8 @@ def chains_of(stories: list[Story], lengths: list[int], roots: list[int]) -> Cha
 
 
 def compare_text(model: Model, memory: Memory, story: Story) -> None:
-    saved, straight = memory.save(story.slot), read(model, story.ids[: story.covers])[1].save(1)
+    saved = memory.save(story.slot, story.covers)
+    straight = read(model, story.ids[: story.covers])[1].save(1, story.covers)
     assert saved.keys() == straight.keys()
     for name in saved:
         error = np.linalg.norm(saved[name] - straight[name])
