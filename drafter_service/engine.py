@@ -312,7 +312,6 @@ class DrafterEngine:
                     self._fold()
                     if plan is not None:
                         self._forward(plan)
-                        self._fold()
                     self._give_out()
                     idle = plan is None and not self._prepare_noise()
                 except Exception as error:
@@ -365,6 +364,7 @@ class DrafterEngine:
     def _give_out(self) -> None:
         """Settle what has been answered. A closing session's memory is copied out before its slot is free."""
         scheduler = self._scheduler
+        assert not scheduler.folds, "a memory would be saved before it is complete"
         while scheduler.answers:
             ticket, answer = scheduler.answers.pop(0)
             value: Answer | _Saved = answer

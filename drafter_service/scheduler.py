@@ -114,8 +114,8 @@ class Session:
 class Scheduler:
     """Sessions, slots and what comes next. `answers` collects what callers are to be told.
 
-    `folds` are to be run, and taken away, as soon as `next` or `apply` returns: before that forward, as it may write
-    the nodes' slots, and before a memory is saved.
+    `folds` are to be run, and taken away, as soon as `next` returns: before its plan, which may write the nodes' slots,
+    and before answers are given, as memories are saved then.
     """
 
     def __init__(self, name: str, texts: SlotPool, nodes: SlotPool, max_sessions: int, chunk: int) -> None:

@@ -28,7 +28,7 @@ async def ask(client: Asking, prompt: str, temperature: float, speculation: str)
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 async def test_a_llama_drafts_for_a_llama_and_the_tokens_are_the_targets_own(tmp_path: Path, temperature: float):
-    """The drafter has the target's weights: so most of its guesses must be taken, and none may change a token."""
+    """The drafter has the target's weights: a tree that comes in time is taken to its end, and changes no token."""
     for name in ("target", "drafter"):
         (tmp_path / name).mkdir()
         tiny_models.make_checkpoint(tmp_path / name)
@@ -46,4 +46,4 @@ async def test_a_llama_drafts_for_a_llama_and_the_tokens_are_the_targets_own(tmp
             guessed, complete = await ask(client, prompt, temperature, "(3,2,1)")
             assert guessed == plain
             assert len(plain) == 24
-            assert complete.speculation.emitted_per_round > 3
+            assert 4 in complete.speculation.emitted, "a whole path of a tree, and the token after it"
