@@ -26,16 +26,15 @@ from tree_layers.states import SlotPool
 
 from drafter_service.grow import most_processed
 from drafter_service.models import load_model
+from drafter_service.plan import Plan
 from drafter_service.runner import Runner
-from drafter_service.scheduler import Answer, Consumed, Plan, Ready, Scheduler
+from drafter_service.scheduler import Answer, Consumed, Ready, Scheduler
 
 log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-MAX_LENGTH = 2**31 - 1
-"""A recurrent memory has no end; this is what a token count may be."""
 TREES = 8
-"""Full trees whose states fit at once, the kept ones of idle sessions among them."""
+"""Full trees whose nodes fit at once, the kept ones of idle sessions among them."""
 
 
 class _Ticket:
@@ -102,15 +101,15 @@ class DrafterEngine:
         prefill_chunk: int,
         threads: int,
     ) -> None:
-        """`runner` has `slots_for(...)` slots."""
+        """`runner` has `text_slots` and `node_slots` of these limits."""
         self._hello = hello
         self._runner = runner
-        layout, check = runner.states.layout, runner.states.check
-        self._shelf = Shelf(states, hello.fingerprint, hello.tokenizer, layout, check)
+        memory = runner.memory
+        self._shelf = Shelf(states, hello.fingerprint, hello.tokenizer, memory.layout, memory.check)
         self._threads = threads
         self._max_sessions = max_sessions
         self._chunk = prefill_chunk
-        self._pool, self._scheduler = self._fresh()
+        self._scheduler = self._fresh()
         self._inbox: queue.SimpleQueue[tuple[_Ticket, Callable[[], None]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self.counters = Counters()
@@ -159,14 +158,14 @@ class DrafterEngine:
             fingerprint=checkpoint.fingerprint,
             tokenizer=checkpoint.tokenizer,
             vocabulary=model.vocabulary,
-            max_length=MAX_LENGTH,
+            max_length=model.max_length,
             max_rows=max_rows,
             max_depth=max_depth,
             dtype=dtype,
             exactness="",
             pid=os.getpid(),
         )
-        runner = Runner(model, slots_for(max_sessions, max_rows, max_depth), DTYPES[dtype], place)
+        runner = Runner(model, text_slots(max_sessions), node_slots(max_rows, max_depth), place)
         return cls(hello, runner, states, max_sessions, prefill_chunk, threads)
 
     def start(self) -> None:
@@ -185,7 +184,8 @@ class DrafterEngine:
     def stats(self) -> dict[str, int]:
         """What was done since the start, and what is held now."""
         kept = asdict(self._shelf.counters)
-        return asdict(self.counters) | kept | {"sessions": self.sessions, "free_slots": self.free_slots}
+        free = {"free_slots": self.free_slots, "free_nodes": self.free_nodes}
+        return asdict(self.counters) | kept | {"sessions": self.sessions} | free
 
     @property
     def sessions(self) -> int:
@@ -194,14 +194,26 @@ class DrafterEngine:
 
     @property
     def free_slots(self) -> int:
-        """Slots that nothing holds; all but one where no text is open."""
-        return self._pool.free
+        """Text slots that nothing holds; all but one where no text is open."""
+        return self._scheduler.texts.free
 
-    def _fresh(self) -> tuple[SlotPool, Scheduler]:
+    @property
+    def free_nodes(self) -> int:
+        """Node slots that nothing holds; all but one where no tree is grown or kept."""
+        return self._scheduler.nodes.free
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of the texts and trees that are held."""
+        limits, memory = self._hello, self._runner.memory
+        texts = text_slots(self._max_sessions) - 1 - self.free_slots
+        nodes = node_slots(limits.max_rows, limits.max_depth) - 1 - self.free_nodes
+        return texts * memory.text_bytes + nodes * memory.node_bytes
+
+    def _fresh(self) -> Scheduler:
         limits = self._hello
-        pool = SlotPool(slots_for(self._max_sessions, limits.max_rows, limits.max_depth))
-        trees = tree_slots(limits.max_rows, limits.max_depth)
-        return pool, Scheduler(limits.model, pool, self._max_sessions, trees, self._chunk)
+        texts, nodes = text_slots(self._max_sessions), node_slots(limits.max_rows, limits.max_depth)
+        return Scheduler(limits.model, SlotPool(texts), SlotPool(nodes), self._max_sessions, self._chunk)
 
     # -- the caller's side ---------------------------------------------------------------------------------------
 
@@ -227,7 +239,7 @@ class DrafterEngine:
                 self._scheduler.forget(session.number, BadRequest(field, reason))
                 return
             if arrays is not None:
-                self._runner.restore(session.slot, arrays)
+                self._runner.memory.load(session.slot, arrays)
 
         try:
             consumed = await self._ask(ticket, work)
@@ -258,9 +270,15 @@ class DrafterEngine:
         return tree
 
     async def close(self, call: CloseCall) -> Closed:
-        """End an opening and put its memory by, under its name. Raises NotFound where it is not open."""
-        self._check(call.update)
+        """End an opening and put its memory by, under its name. Raises NotFound where it is not open.
+
+        A text that has outgrown the model is forgotten instead.
+        """
         ticket = _Ticket()
+        if call.update.base > self._hello.max_length:
+            self._inbox.put((ticket, lambda: self._scheduler.give_up(call.update.opening)))
+            return Closed(0)
+        self._check(call.update)
         saved = await self._ask(ticket, lambda: self._scheduler.close(ticket, call))
         assert isinstance(saved, _Saved)
         ids = saved.ready.ids
@@ -278,6 +296,9 @@ class DrafterEngine:
     def _check(self, update: TextUpdate) -> None:
         if update.base < 1:
             raise BadRequest("update.base", "the text is empty: there is no root")
+        if update.base > self._hello.max_length:
+            limit = self._hello.max_length
+            raise BadRequest("update.base", f"is {update.base} tokens; a text of this drafter has at most {limit}")
         if update.tokens and not 0 <= min(update.tokens) <= max(update.tokens) < self._hello.vocabulary:
             raise BadRequest("update.tokens", f"a token lies outside the vocabulary of {self._hello.vocabulary}")
 
@@ -290,6 +311,7 @@ class DrafterEngine:
             while self._take_in(wait=idle):
                 try:
                     plan = self._scheduler.next()
+                    self._fold()
                     if plan is not None:
                         self._forward(plan)
                     self._give_out()
@@ -303,7 +325,7 @@ class DrafterEngine:
         """Forget every text, and tell who waits for one."""
         for ticket in self._scheduler.tickets():
             ticket.settle(reason)
-        self._pool, self._scheduler = self._fresh()
+        self._scheduler = self._fresh()
         self._runner.forget_all()
 
     def _take_in(self, wait: bool) -> bool:
@@ -325,6 +347,12 @@ class DrafterEngine:
                 log.exception("a call broke the drafter's scheduler")
                 ticket.settle(EngineFailed(f"drafter: {error}"))
 
+    def _fold(self) -> None:
+        """Fold what texts went through, before the nodes' slots are written again and memories are saved."""
+        if self._scheduler.folds:
+            self._runner.fold(self._scheduler.folds)
+            self._scheduler.folds.clear()
+
     def _forward(self, plan: Plan) -> None:
         try:
             self._scheduler.apply(self._runner.run(plan))
@@ -333,16 +361,17 @@ class DrafterEngine:
             self._scheduler.fail(f"drafter: {error}")
             return
         self.counters.forwards += 1
-        self.counters.rows += int(plan.lengths.sum())
+        self.counters.rows += plan.rows.count
 
     def _give_out(self) -> None:
         """Settle what has been answered. A closing session's memory is copied out before its slot is free."""
         scheduler = self._scheduler
+        assert not scheduler.folds, "a memory would be saved before it is complete"
         while scheduler.answers:
             ticket, answer = scheduler.answers.pop(0)
             value: Answer | _Saved = answer
             if isinstance(answer, Ready):
-                value = _Saved(answer, self._runner.save(answer.slot) if answer.ids else {})
+                value = _Saved(answer, self._runner.memory.save(answer.slot, len(answer.ids)) if answer.ids else {})
                 scheduler.forget(answer.session)
             self.counters.trees += isinstance(answer, DraftTree)
             ticket.settle(value)
@@ -359,14 +388,14 @@ class DrafterEngine:
         return False
 
 
-def tree_slots(max_rows: int, max_depth: int) -> int:
-    """Slots for the states of trees: `TREES` full ones, and no fewer than any one tree takes.
+def text_slots(max_sessions: int) -> int:
+    """Text slots of a drafter: the empty memory, and two per text (as opened, and up to date)."""
+    return 1 + 2 * max_sessions
+
+
+def node_slots(max_rows: int, max_depth: int) -> int:
+    """Node slots of a drafter: nobody's, those of `TREES` full trees, and no fewer than any one tree takes.
 
     A dynamic tree processes rows that it drops again: dynamic(16,16,63) keeps 63 guesses and has processed 241 rows.
     """
-    return max(TREES * max_rows, most_processed(max_rows, max_depth))
-
-
-def slots_for(max_sessions: int, max_rows: int, max_depth: int) -> int:
-    """Slots of a drafter: the empty memory, two per text (as opened, and up to date), and those of trees."""
-    return 1 + 2 * max_sessions + tree_slots(max_rows, max_depth)
+    return 1 + max(TREES * max_rows, most_processed(max_rows, max_depth))

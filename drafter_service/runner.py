@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from dendro.shelf import Arrays
 from dendro.text import Sampling
 from torch import Tensor
 from tree_kernels.noise import NoiseRows
 from tree_kernels.warp import Warp, drafter_ranking
-from tree_layers.states import States, as_slots
 
 from drafter_service.models import Model
-from drafter_service.scheduler import Outcome, Plan
+from drafter_service.plan import Chains, Fold, Level, Outcome, Plan
 
 NOTHING = Outcome(np.zeros((0, 0), np.int64), np.zeros((0, 0), np.float32))
 
@@ -31,10 +29,11 @@ class Law:
 class Runner:
     """A model, its memory, and the law of each session. Used by one thread, in inference mode."""
 
-    def __init__(self, model: Model, slots: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, model: Model, texts: int, nodes: int, device: torch.device) -> None:
+        """texts, nodes: slots of either kind, number 0 among them."""
         self.model = model
         self.device = device
-        self.states = States(model.shapes, slots, dtype, device)
+        self.memory = model.memory(texts, nodes)
         self._laws: dict[int, Law] = {}
 
     def admit(self, session: int, sampling: Sampling) -> None:
@@ -63,22 +62,17 @@ class Runner:
                 return True
         return False
 
-    def save(self, slot: int) -> dict[str, npt.NDArray[np.generic]]:
-        return self.states.save(slot)
-
-    def restore(self, slot: int, arrays: Arrays) -> None:
-        self.states.load(slot, arrays)
+    def fold(self, folds: Sequence[Fold]) -> None:
+        """Bring texts up to the nodes that they went through."""
+        self.memory.fold(folds)
 
     def run(self, plan: Plan) -> Outcome:
         """One forward."""
-        source = torch.from_numpy(plan.source).to(self.device)
-        target = as_slots(plan.target, self.device)
-        tokens = torch.from_numpy(plan.tokens).to(self.device)
-        if plan.tokens.shape[1] == 1:
-            hidden = self.model.step(tokens[:, 0], self.states, source, target)
-        else:
-            lengths = torch.from_numpy(plan.lengths).to(self.device)
-            hidden = self.model.chain(tokens, lengths, self.states, source, target).flatten(0, 1)
+        match plan.rows:
+            case Chains():
+                hidden = self.memory.chain(plan.rows).flatten(0, 1)
+            case Level():
+                hidden = self.memory.level(plan.rows)
         if not len(plan.scored):
             return NOTHING
         if len(plan.scored) < len(hidden):

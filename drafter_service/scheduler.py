@@ -1,9 +1,9 @@
 """Decides what the drafter's next forward is made of. Texts, slots and trees are its business; tensors are not.
 
 A session's life: `open` gives it a text; forwards of kind *chain* bring its memory up to the text; `draft` makes a
-round: a chain through the root, then one row per waiting node and level, until `DraftTree` is answered; the nodes'
-states are kept until the next call says which of them the text went through; `close` brings the memory up to
-the text and hands its slot out to be saved.
+round: a chain through the root, then one row per waiting node and level, until `DraftTree` is answered; the nodes are
+kept until the next call says which of them the text went through, and these are folded into the text's memory; `close`
+brings the memory up to the text and hands its slot out to be saved.
 
 All sessions that wait for the same kind of forward share it, whatever their shapes; they join and leave between levels.
 """
@@ -18,10 +18,11 @@ from dendro.calls import CloseCall, DraftCall, OpenCall, PeerText, Terms, TextUp
 from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, Overloaded
 from dendro.shapes import TreeShape
 from dendro.tree import DraftTree, FloatArray, IntArray
-from tree_layers.states import ZERO_SLOT, SlotPool
+from tree_layers.states import SlotPool
 
 from drafter_service.confidence import CANDIDATES, Calibration
 from drafter_service.grow import Growth, growth_of, ranks
+from drafter_service.plan import EMPTY_TEXT, NO_NODE, BoolArray, Chains, Fold, Level, Outcome, Plan
 
 CATCH_UP = 8
 """Tokens that an idle session may lag behind its text before it is worth a forward of its own."""
@@ -45,28 +46,6 @@ class Ticket(Protocol):
     def settle(self, value: object) -> None:
         """Answer the caller, from any thread."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """One forward, as plain arrays."""
-
-    tokens: IntArray  # [rows, time]
-    lengths: IntArray  # [rows] tokens that count, 1 to time
-    source: IntArray  # [rows] slot each row starts from
-    target: IntArray  # [rows] slot each row ends in
-    scored: IntArray  # [scored] row * time + t of the tokens whose candidates are wanted
-    sessions: IntArray  # [scored] number of the session: whose law and noise
-    positions: IntArray  # [scored] position of the token to be guessed
-    width: int  # candidates per scored token
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a forward found, for each scored token."""
-
-    candidates: IntArray  # [scored, width] best first
-    scores: FloatArray  # [scored, width] what ordered them: logits / T plus noise, never increasing along a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,25 +73,26 @@ Answer = DraftTree | Consumed | Ready | Exception
 class Round:
     """A draft call at work. Its tree grows once the chain through the root is planned."""
 
-    ticket: Ticket | None  # none: the tree is answered or given up, and kept for its states
+    ticket: Ticket | None  # none: the tree is answered or given up, and kept for its nodes
     shape: TreeShape
     base: int
     growth: Growth
     calibration: Calibration  # as it was when the round came: one for all of its rows
     slots: list[int] = field(default_factory=list)  # of the rows that go through the model, in order
+    lines: BoolArray = field(default_factory=lambda: np.zeros((0, 0), np.bool_))  # as a Level's, of all its slots
 
 
 @dataclass(eq=False)
 class Session:
-    """One opening. `slot` has consumed `ids[:covers]`; so has each kept node's slot its own path."""
+    """One opening. `slot` has consumed `ids[:covers]`; the nodes of a tree hang off it."""
 
     number: int
     opening: bytes
     terms: Terms
     text: PeerText = field(default_factory=PeerText)
-    slot: int = ZERO_SLOT
+    slot: int = EMPTY_TEXT
     covers: int = 0
-    first_slot: int = ZERO_SLOT  # the memory as it was when opening was done: where to start again after a deep cut
+    first_slot: int = EMPTY_TEXT  # the memory as it was when opening was done: where to start again after a deep cut
     first_covers: int = 0
     round: Round | None = None
     kept: Round | None = None
@@ -132,25 +112,29 @@ class Session:
 
 
 class Scheduler:
-    """Sessions, slots and what comes next. `answers` collects what callers are to be told."""
+    """Sessions, slots and what comes next. `answers` collects what callers are to be told.
 
-    def __init__(self, name: str, pool: SlotPool, max_sessions: int, tree_slots: int, chunk: int) -> None:
-        """pool: at least 1 + 2 * max_sessions + tree_slots slots   tree_slots: at least what one round may need
+    `folds` are to be run, and taken away, as soon as `next` returns: before its plan, which may write the nodes' slots,
+    and before answers are given, as memories are saved then.
+    """
+
+    def __init__(self, name: str, texts: SlotPool, nodes: SlotPool, max_sessions: int, chunk: int) -> None:
+        """texts: at least 1 + 2 * max_sessions slots   nodes: 1 and at least what one round may need
         chunk: tokens of a prompt per forward
         """
         self.name = name
-        self.pool = pool
+        self.texts = texts
+        self.nodes = nodes
         self.max_sessions = max_sessions
-        self.tree_slots = tree_slots
         self.chunk = chunk
         self.answers: list[tuple[Ticket, Answer]] = []
+        self.folds: list[Fold] = []
         self.ended: list[int] = []  # sessions that are gone, for the runner to forget
         self.calibrations = {True: Calibration(), False: Calibration()}  # of greedy texts, and of sampled ones
         self.noise_wanted: dict[
             int, range
         ] = {}  # session -> positions whose noise to have ready; earlier ones are done
         self._sessions: dict[bytes, Session] = {}  # the one used last at the end
-        self._trees = 0  # slots that trees hold
         self._numbers = 0
         self._turn = 0
         self._planned: list[tuple[Session, range]] = []  # of the plan at work: each session's rows
@@ -177,7 +161,7 @@ class Scheduler:
         session = Session(self._numbers, call.update.opening, call.terms)
         session.text.follow(call.update)
         if restored:
-            (session.slot,), session.covers = self.pool.take(1), restored
+            (session.slot,), session.covers = self.texts.take(1), restored
         session.opened = (ticket, restored)
         self._want_noise(session, range(session.base, session.base + CANDIDATES))
         self._sessions[session.opening] = session
@@ -270,6 +254,7 @@ class Scheduler:
             found = slice(at, at + len(rows))
             at += len(rows)
             if self._kind == "chain":  # one row: the text from `rows.start` on, the root last; a rank for all but that
+                session.covers = rows.stop - 1
                 for place, covered in enumerate(range(rows.start + 1, rows.stop)):
                     at_row = found.start + place
                     self._note(session, covered, outcome.candidates[at_row], outcome.scores[at_row])
@@ -283,70 +268,82 @@ class Scheduler:
 
     def _plan_prompts(self, sessions: list[Session]) -> Plan:
         self._kind = "prompt"
-        rows = [range(s.covers, min(s.covers + self.chunk, s.base - 1)) for s in sessions]
-        sources = [session.slot for session in sessions]
-        for session in sessions:
-            self._own_slot(session)
-        self._planned = list(zip(sessions, rows, strict=True))
-        return self._chain_plan(sources, [session.slot for session in sessions], scored=False)
+        self._planned = [(s, range(s.covers, min(s.covers + self.chunk, s.base - 1))) for s in sessions]
+        return self._chain_plan([])
 
     def _plan_chains(self, sessions: list[Session]) -> Plan:
         self._kind = "chain"
         self._planned = [(session, range(session.covers, session.base)) for session in sessions]
-        return self._chain_plan([s.slot for s in sessions], [self._slots(s)[0] for s in sessions], scored=True)
+        return self._chain_plan([session.round.slots[0] for session in sessions if session.round is not None])
 
-    def _chain_plan(self, sources: list[int], targets: list[int], scored: bool) -> Plan:
-        """A row of consecutive text for each planned session."""
+    def _chain_plan(self, roots: list[int]) -> Plan:
+        """A row of consecutive text for each planned session; candidates where there are roots."""
         lengths = np.array([len(rows) for _, rows in self._planned], np.int64)
         tokens = np.zeros((len(lengths), int(lengths.max())), np.int64)
         places, numbers, positions = [], [], []
+        source = [session.slot for session, _ in self._planned]
         for row, (session, span) in enumerate(self._planned):
+            self._own_slot(session)
             tokens[row, : len(span)] = session.text.ids[span.start : span.stop]
-            if scored:
+            if roots:
                 places += [row * tokens.shape[1] + time for time in range(len(span))]
                 numbers += [session.number] * len(span)
                 positions += [covered + 1 for covered in span]
-        return Plan(
-            tokens,
-            lengths,
-            np.array(sources, np.int64),
-            np.array(targets, np.int64),
-            np.array(places, np.int64),
-            np.array(numbers, np.int64),
-            np.array(positions, np.int64),
-            self._width(),
+        rows = Chains(
+            tokens=tokens,
+            lengths=lengths,
+            starts=np.array([span.start for _, span in self._planned], np.int64),
+            source=np.array(source, np.int64),
+            target=np.array([session.slot for session, _ in self._planned], np.int64),
+            roots=np.array(roots, np.int64),
         )
+        scored = np.array(places, np.int64), np.array(numbers, np.int64), np.array(positions, np.int64)
+        return Plan(rows, *scored, self._width())
 
     def _plan_level(self, sessions: list[Session]) -> Plan:
         """One row for each waiting node: the roots of some sessions, deeper levels of others."""
         self._kind = "level"
         self._planned = []
         tokens: list[int] = []
-        source: list[int] = []
-        target: list[int] = []
+        parents: list[int] = []
         numbers: list[int] = []
         positions: list[int] = []
+        trees: list[Round] = []
         for session in sessions:
             work = session.round
             assert work is not None
             growth, slots, rows = work.growth, work.slots, work.growth.frontier
+            new = range(growth.processed, growth.processed + len(rows))
+            if growth.level:
+                above = [growth.place[growth.parents[row]] for row in rows]
+                work.lines[new.start : new.stop] |= work.lines[above]
+                parents += [slots[place] for place in above]
+            else:
+                parents.append(NO_NODE)
             tokens += [growth.tokens[row] for row in rows]
-            source += [slots[growth.place[growth.parents[row]]] for row in rows] if growth.level else [session.slot]
-            target += slots[growth.processed : growth.processed + len(rows)]
             numbers += [session.number] * len(rows)
             positions += [work.base + growth.level] * len(rows)
-            self._planned.append((session, range(growth.processed, growth.processed + len(rows))))
-        count = len(tokens)
-        return Plan(
-            np.array(tokens, np.int64)[:, None],
-            np.ones(count, np.int64),
-            np.array(source, np.int64),
-            np.array(target, np.int64),
-            np.arange(count),
-            np.array(numbers, np.int64),
-            np.array(positions, np.int64),
-            self._width(),
+            self._planned.append((session, new))
+            trees.append(work)
+        sizes = [new.stop for _, new in self._planned]
+        most = max(sizes)
+        nodes = np.full((len(trees), most), NO_NODE, np.int64)
+        lines = np.zeros((len(trees), most, most), np.bool_)
+        for tree, (work, size) in enumerate(zip(trees, sizes, strict=True)):
+            nodes[tree, most - size :] = work.slots[:size]
+            lines[tree, most - size :, most - size :] = work.lines[:size, :size]
+        guessed = np.array(positions, np.int64)
+        level = Level(
+            tokens=np.array(tokens, np.int64),
+            parents=np.array(parents, np.int64),
+            positions=guessed - 1,
+            counts=np.array([len(new) for _, new in self._planned], np.int64),
+            texts=np.array([session.slot for session in sessions], np.int64),
+            starts=np.array([session.covers for session in sessions], np.int64),
+            nodes=nodes,
+            lines=lines,
         )
+        return Plan(level, np.arange(len(tokens)), np.array(numbers, np.int64), guessed, self._width())
 
     def _width(self) -> int:
         rounds = (session.round for session, _ in self._planned)
@@ -370,40 +367,38 @@ class Scheduler:
         if session.covers > min(stands, session.base - 1):
             self._release(session)
             usable = session.first_covers <= min(stands, session.base - 1)
-            session.slot = session.first_slot if usable else ZERO_SLOT
+            session.slot = session.first_slot if usable else EMPTY_TEXT
             session.covers = session.first_covers if usable else 0
         if session.first_covers > stands:
-            self.pool.give([session.first_slot])
-            session.first_slot, session.first_covers = ZERO_SLOT, 0
+            self.texts.give([session.first_slot])
+            session.first_slot, session.first_covers = EMPTY_TEXT, 0
         if session.traced is not None and session.traced > stands:
             session.traced = stands
         session.ranks = {position: rank for position, rank in session.ranks.items() if position < stands}
         return session
 
     def _adopt(self, session: Session) -> None:
-        """Move to the deepest node of the last tree that the text went through; the tree's other states are freed."""
+        """Have the nodes of the last tree that the text went through folded into its memory; all are given back."""
         work = session.kept
         if work is None:
             return
-        session.kept = None
         ids, growth, row, covers = session.text.ids, work.growth, 0, work.base
-        best: tuple[int, int] | None = None
+        path: list[int] = []
         while row in growth.place and covers < session.base:
             place = growth.place[row]
-            best = place, covers
+            path.append(work.slots[place])
             self._note(session, covers, growth.candidates[place], growth.scores[place])
             child = growth.child(row, ids[covers])
+            covers += 1
             if child is None:
                 break
-            row, covers = child, covers + 1
-        spare = list(work.slots)
-        if best is not None and best[1] > session.covers:
-            slot = work.slots[best[0]]
-            spare.remove(slot)
-            self._release(session)
-            session.slot, session.covers = slot, best[1]
-        self.pool.give(spare)
-        self._trees -= len(work.slots)
+            row = child
+        if path:
+            source = session.slot
+            self._own_slot(session)
+            self.folds.append(Fold(session.covers, source, session.slot, tuple(path)))
+            session.covers += len(path)
+        self._drop_tree(session, work)
 
     def _note(self, session: Session, position: int, candidates: IntArray, scores: FloatArray) -> None:
         """Remember which of a row's candidates the text went on with, and learn from it."""
@@ -414,17 +409,13 @@ class Scheduler:
 
     def _own_slot(self, session: Session) -> None:
         """Make sure that the session's slot may be written: neither the zero slot nor the one kept from opening."""
-        if session.slot in (ZERO_SLOT, session.first_slot):
-            (session.slot,) = self.pool.take(1)
+        if session.slot in (EMPTY_TEXT, session.first_slot):
+            (session.slot,) = self.texts.take(1)
 
     def _release(self, session: Session) -> None:
-        if session.slot not in (ZERO_SLOT, session.first_slot):
-            self.pool.give([session.slot])
-        session.slot = ZERO_SLOT
-
-    def _slots(self, session: Session) -> list[int]:
-        assert session.round is not None
-        return session.round.slots
+        if session.slot not in (EMPTY_TEXT, session.first_slot):
+            self.texts.give([session.slot])
+        session.slot = EMPTY_TEXT
 
     def _reserve(self, session: Session) -> bool:
         """Take all slots that the round will need, so that a round that has begun ends. Kept trees of idle sessions,
@@ -435,19 +426,18 @@ class Scheduler:
             return True
         wanted = work.shape.forwarded
         for other in list(self._sessions.values()):
-            if self._trees + wanted <= self.tree_slots:
+            if self.nodes.free >= wanted:
                 break
             if other.kept is not None:
                 self._drop_tree(other, other.kept)
-        if self._trees + wanted > self.tree_slots:
+        if self.nodes.free < wanted:
             return False
-        work.slots = self.pool.take(wanted)
-        self._trees += wanted
+        work.slots = self.nodes.take(wanted)
+        work.lines = np.eye(wanted, dtype=np.bool_)
         return True
 
     def _drop_tree(self, session: Session, work: Round) -> None:
-        self.pool.give(work.slots)
-        self._trees -= len(work.slots)
+        self.nodes.give(work.slots)
         work.slots = []
         if session.kept is work:
             session.kept = None
@@ -475,7 +465,7 @@ class Scheduler:
     # -- ends ----------------------------------------------------------------------------------------------------
 
     def _finish(self, session: Session, work: Round) -> None:
-        """Answer with the tree, and keep its states for the next call."""
+        """Answer with the tree, and keep its nodes for the next call."""
         start = session.traced if session.traced is not None else work.base
         trace = ranks(session.ranks, start, work.base, CANDIDATES)
         tokens, parents, values = work.growth.arrays()
@@ -489,7 +479,7 @@ class Scheduler:
         self._want_noise(session, range(work.base, work.base + 2 * work.shape.depth + 1))
 
     def _settle(self) -> None:
-        """Adopt what the text went through where a round, an opening or a close is about to build on it."""
+        """Fold what the text went through where a round, an opening or a close is about to build on it."""
         for session in list(self._sessions.values()):
             if session.closing is not None or (session.round is not None and not session.round.growth.processed):
                 self._adopt(session)
@@ -532,7 +522,7 @@ class Scheduler:
             if work is not None:
                 self._drop_tree(session, work)
         self.answers += [(ticket, reason) for ticket in self._waiting(session)]
-        self.pool.give({session.slot, session.first_slot} - {ZERO_SLOT})
+        self.texts.give({session.slot, session.first_slot} - {EMPTY_TEXT})
         self.noise_wanted.pop(session.number, None)
         del self._sessions[session.opening]
         self.ended.append(session.number)

@@ -195,7 +195,7 @@ class VerifierEngine:
         if capacity.saves and capacity.recurrent is not None and (memory := target.run.recurrent) is not None:
             block = capacity.recurrent.extent.block
 
-            def check(arrays: Arrays) -> None:
+            def check(arrays: Arrays, tokens: int) -> None:
                 memory.check(arrays, 2 * block)
 
             shelf = Shelf(states or NoStates(), hello.fingerprint, hello.tokenizer, memory.layout(block), check)

@@ -29,7 +29,6 @@ from dendro.text import Limits, Sampling, Text, Tokens, Verdict
 from dendro.tree import DraftTree, FloatArray, IntArray
 from tree_kernels.noise import NoiseRows
 from tree_kernels.warp import Warp, drafter_ranking
-from tree_layers.states import ZERO_SLOT, States
 from tree_layers.weights import read_config
 
 from cluster.proposers.chances import Chances
@@ -39,6 +38,7 @@ from cluster.proposers.proposal import Proposal
 from cluster.proposers.proposals import OFFERED
 from drafter_service.engine import DTYPES
 from drafter_service.models import MODELS, load_model
+from drafter_service.plan import EMPTY_TEXT, Chains
 
 CANDIDATES = 16
 """Ordered guesses that are recorded of each place."""
@@ -246,7 +246,7 @@ class Forward:
         place = torch.device("cpu")
         if self.served:
             self._ours, _ = load_model(checkpoint, DTYPES[dtype], place)
-            self._states = States(self._ours.shapes, 2, DTYPES[dtype], place)
+            self._memory = self._ours.memory(texts=2, nodes=1)
         else:
             from transformers import AutoModelForCausalLM
 
@@ -255,12 +255,12 @@ class Forward:
     @torch.inference_mode()
     def logits(self, ids: Sequence[int]) -> torch.Tensor:
         """[len(ids), V] float32, of the token after each."""
-        tokens = torch.tensor([ids])
         if not self.served:
-            found: torch.Tensor = self._library(tokens).logits[0].float()
+            found: torch.Tensor = self._library(torch.tensor([ids])).logits[0].float()
             return found
-        empty, length = torch.tensor([ZERO_SLOT]), torch.tensor([len(ids)])
-        return self._ours.logits(self._ours.chain(tokens, length, self._states, empty, slice(1, 2))[0])
+        one, none = np.array([1]), np.zeros(0, np.int64)
+        rows = Chains(np.array([ids]), np.array([len(ids)]), np.array([0]), np.array([EMPTY_TEXT]), one, none)
+        return self._ours.logits(self._memory.chain(rows)[0])
 
 
 @torch.inference_mode()

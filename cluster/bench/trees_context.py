@@ -7,7 +7,6 @@ means nothing, so what rounds emit there does not either; what they cost does.
 from __future__ import annotations
 
 import json
-import math
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -18,7 +17,6 @@ import torch
 from dendro.shapes import TreeShape
 from dendro.state import NoStates
 from tree_kernels.tree_attention import PAGE
-from tree_layers.states import StateShape
 
 from cluster.bench.command import THREADS, target_config
 from cluster.bench.context import with_positions
@@ -26,8 +24,7 @@ from cluster.bench.live import live_rounds, live_shapes
 from cluster.bench.speed import COSTLY
 from cluster.bench.traces import DRAFTER_DTYPE, SPARE, Answer
 from cluster.demo.prompts import held_out_prompts, load_tokenizer
-from drafter_service.engine import DTYPES, DrafterEngine
-from drafter_service.models import load_model
+from drafter_service.engine import DrafterEngine
 from verifier_service.engine import VerifierEngine
 
 TOKENS = 32
@@ -43,17 +40,11 @@ class Peak:
 
     def __init__(self, drafter: DrafterEngine, verifier: VerifierEngine) -> None:
         self._drafter, self._verifier = drafter, verifier
-        self._idle = drafter.free_slots
-        self.slots = self.pages = 0
+        self.drafter_bytes = self.pages = 0
 
     def look(self) -> None:
-        self.slots = max(self.slots, self._idle - self._drafter.free_slots)
+        self.drafter_bytes = max(self.drafter_bytes, self._drafter.held_bytes)
         self.pages = max(self.pages, self._verifier.stats()["pages_held"])
-
-
-def slot_bytes(shapes: Sequence[StateShape], dtype: torch.dtype) -> int:
-    """A drafter's memory of one place of a text, all layers."""
-    return sum(4 * math.prod(each.recurrent) + dtype.itemsize * math.prod(each.conv) for each in shapes)
 
 
 def key_bytes(checkpoint: Path) -> int:
@@ -70,10 +61,10 @@ async def context_rows(
     ids: Sequence[int],
     contexts: Sequence[int],
     shapes: Sequence[TreeShape],
-    bytes_of: Callable[[Peak], tuple[int, int]],
+    page_bytes: int,
     step: Callable[[], None],
 ) -> list[dict[str, Any]]:
-    """One row for each length and shape, `off` the first. bytes_of: the verifier's and the drafter's at a peak."""
+    """One row for each length and shape, `off` the first. page_bytes: of the verifier's pages."""
     rows: list[dict[str, Any]] = []
     for context in contexts:
         answer = Answer("context", str(context), 0.0, 0, tuple(ids[:context]), context, TOKENS)
@@ -83,7 +74,6 @@ async def context_rows(
             emitted, seconds = await live_rounds(drafter, verifier, shape, answer, peak.look)
             rate = sum(emitted) / seconds
             off = off or rate
-            of_verifier, of_drafter = bytes_of(peak)
             rows.append(
                 {
                     "context": context,
@@ -92,8 +82,8 @@ async def context_rows(
                     "emitted_per_round": round(sum(emitted) / len(emitted), 4),
                     "tokens_per_second": round(rate, 2),
                     "over_off": round(rate / off, 4),
-                    "verifier_peak_bytes": of_verifier,
-                    "drafter_peak_bytes": of_drafter,
+                    "verifier_peak_bytes": peak.pages * page_bytes,
+                    "drafter_peak_bytes": peak.drafter_bytes,
                 }
             )
             step()
@@ -127,13 +117,9 @@ async def measure_contexts(
         )
         drafter.start()
         stack.callback(drafter.stop)
-        model, _ = load_model(models / name, DTYPES[DRAFTER_DTYPE], torch.device("cpu"))
-        of_slot = slot_bytes(model.shapes, DTYPES[DRAFTER_DTYPE])
         of_page = PAGE * verifier.runner.target.token_bytes
         shapes = live_shapes()
         step = begin("longer texts", len(contexts) * len(shapes))
-        rows = await context_rows(
-            drafter, verifier, ids, contexts, shapes, lambda peak: (peak.pages * of_page, peak.slots * of_slot), step
-        )
+        rows = await context_rows(drafter, verifier, ids, contexts, shapes, of_page, step)
     of_token = key_bytes(models / TRANSFORMER)
     return [row | {"transformer_drafter_bytes": of_token * row["context"]} for row in rows]

@@ -6,25 +6,78 @@ another way than the verifier does keeps all answers right and loses half of its
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from dendro.calls import Hello
+from dendro.shelf import Arrays
 from dendro.state import MemoryStates
 from dendro.tree import DraftTree
 from torch import Tensor
-from tree_kernels.state_step.reference import Slots
-from tree_layers.states import States, StateShape
 
-from drafter_service.engine import DrafterEngine, slots_for
+from drafter_service.engine import DrafterEngine, node_slots, text_slots
+from drafter_service.plan import EMPTY_TEXT, NO_NODE, Chains, Fold, Level
 from drafter_service.runner import Runner
 from verifier_service.engine import VerifierEngine
 
 SESSIONS, CHUNK = 2, 64
 
 
+class TokenMemory:
+    """A memory of a text that is the text, of a node the text up to it. A row's hidden: a count, and the tokens."""
+
+    layout = "tokens-v1"
+    text_bytes = node_bytes = 0
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+        self._texts: dict[int, list[int]] = {EMPTY_TEXT: []}
+        self._nodes: dict[int, list[int]] = {}
+
+    def save(self, text: int, tokens: int) -> Arrays:
+        return {"tokens": np.array(self._texts[text], np.int64)}
+
+    def check(self, arrays: Arrays, tokens: int) -> None:
+        if set(arrays) != {"tokens"}:
+            raise ValueError(f"the arrays are {sorted(arrays)}, not tokens")
+
+    def load(self, text: int, arrays: Arrays) -> None:
+        self._texts[text] = arrays["tokens"].tolist()
+
+    def chain(self, rows: Chains) -> Tensor:
+        read = torch.zeros(*rows.tokens.shape, 1 + self._longest, dtype=torch.int64)
+        for row, (kept, length) in enumerate(zip(rows.kept.tolist(), rows.lengths.tolist(), strict=True)):
+            before, new = self._texts[int(rows.source[row])], rows.tokens[row].tolist()
+            for time in range(length):
+                self._tell(read[row, time], before + new[: time + 1])
+            self._texts[int(rows.target[row])] = before + new[:kept]
+            if len(rows.roots):
+                self._nodes[int(rows.roots[row])] = before + new[:length]
+        return read
+
+    def level(self, rows: Level) -> Tensor:
+        read = torch.zeros(len(rows.tokens), 1 + self._longest, dtype=torch.int64)
+        texts = rows.texts.repeat(rows.counts).tolist()
+        each = zip(rows.tokens.tolist(), rows.parents.tolist(), rows.slots.tolist(), texts, strict=True)
+        for row, (token, parent, slot, text) in enumerate(each):
+            above = self._texts[text] if parent == NO_NODE else self._nodes[parent]
+            self._nodes[slot] = [*above, token]
+            self._tell(read[row], self._nodes[slot])
+        return read
+
+    def fold(self, folds: Sequence[Fold]) -> None:
+        for fold in folds:
+            self._texts[fold.target] = self._nodes[fold.path[-1]]
+
+    def _tell(self, row: Tensor, text: list[int]) -> None:
+        row[0] = len(text)
+        row[1 : 1 + len(text)] = torch.tensor(text)
+
+
 class OwnModel:
-    """A verifier's target in the form of a drafter's model. Its memory of a text is the text: a count, and the tokens.
+    """A verifier's target in the form of a drafter's model.
 
     Slow, a target's forward for every row: for checks of a few answers.
     """
@@ -32,25 +85,13 @@ class OwnModel:
     def __init__(self, verifier: VerifierEngine, vocabulary: int, longest: int) -> None:
         self._verifier = verifier
         self.vocabulary = vocabulary
-        self.shapes = [StateShape((1 + longest,), (1, 1))]
+        self.max_length = longest
 
-    def step(self, tokens: Tensor, states: States, source: Tensor, target: Slots) -> Tensor:
-        return self.chain(tokens[:, None], torch.ones_like(tokens), states, source, target)[:, 0]
-
-    def chain(self, tokens: Tensor, lengths: Tensor, states: States, source: Tensor, target: Slots) -> Tensor:
-        read = states.recurrent[0].index_select(0, source)[:, None].repeat(1, tokens.shape[1], 1)
-        for row, length in enumerate(lengths.tolist()):
-            held = int(read[row, 0, 0])
-            for time in range(tokens.shape[1]):
-                count = min(time + 1, length)
-                read[row, time, 0] = held + count
-                read[row, time, 1 + held : 1 + held + count] = tokens[row, :count].float()
-        states.recurrent[0][target] = read[:, -1]
-        states.conv[0][target] = 0
-        return read
+    def memory(self, texts: int, nodes: int) -> TokenMemory:
+        return TokenMemory(self.max_length)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        texts = [row[1 : 1 + int(row[0])].long().tolist() for row in hidden]
+        texts = [row[1 : 1 + int(row[0])].tolist() for row in hidden]
         return torch.cat([self._verifier.logits_of(text, DraftTree.root_only(text[-1])) for text in texts])
 
 
@@ -58,5 +99,6 @@ def own_drafter(verifier: VerifierEngine, hello: Hello) -> DrafterEngine:
     """The drafter service around the target of a verifier that says `hello` of itself. Not started yet."""
     model = OwnModel(verifier, hello.vocabulary, hello.max_length + hello.max_depth)
     said = replace(hello, dtype="float32", exactness="", end_ids=())
-    runner = Runner(model, slots_for(SESSIONS, hello.max_rows, hello.max_depth), torch.float32, torch.device("cpu"))
+    nodes = node_slots(hello.max_rows, hello.max_depth)
+    runner = Runner(model, text_slots(SESSIONS), nodes, torch.device("cpu"))
     return DrafterEngine(said, runner, MemoryStates(), SESSIONS, CHUNK, threads=1)

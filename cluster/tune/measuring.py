@@ -19,14 +19,13 @@ from dendro.client import Asking, Complete, Round, SpeculationStats
 from dendro.errors import BadRequest, EngineFailed
 from dendro.shapes import TreeShape
 from dendro.text import Sampling
-from tree_layers.states import ZERO_SLOT
 
 from cluster.config import Drafter
 from cluster.policies.experience import ROW_BUCKET, row_bucket
 from cluster.policies.sequoia import child_counts, forwarded_rows
 from drafter_service.models import load_model
+from drafter_service.plan import EMPTY_TEXT, Chains, Plan
 from drafter_service.runner import Runner
-from drafter_service.scheduler import Plan
 
 BACK_OFF = 32.0
 """Rounds as which the chances of one depth count for the next: few come deep."""
@@ -91,7 +90,7 @@ class Ranker:
         model, _ = load_model(drafter.checkpoint, dtype, place)
         if width > model.vocabulary:
             raise BadRequest("max_children", f"{width}; the vocabulary has {model.vocabulary} tokens")
-        self._runner = Runner(model, 2, dtype, place)
+        self._runner = Runner(model, 2, 1, place)
         self._width = width
 
     @torch.inference_mode()
@@ -100,15 +99,20 @@ class Ranker:
         ids = np.array([*prompt, *answer], np.int64)
         self._runner.admit(0, sampling)
         found: list[int] = []
-        slot, last = ZERO_SLOT, len(ids) - 1
+        slot, last = EMPTY_TEXT, len(ids) - 1
         for start in range(0, last, CHUNK):
             stop = min(start + CHUNK, last)
             guessed = np.arange(max(start + 1, len(prompt)), stop + 1)  # positions that this chunk has candidates for
-            plan = Plan(
+            rows = Chains(
                 tokens=ids[None, start:stop],
                 lengths=np.array([stop - start]),
+                starts=np.array([start]),
                 source=np.array([slot]),
                 target=np.array([1]),
+                roots=np.zeros(0, np.int64),
+            )
+            plan = Plan(
+                rows,
                 scored=guessed - 1 - start,
                 sessions=np.zeros(len(guessed), np.int64),
                 positions=guessed,

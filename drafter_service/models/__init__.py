@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from dendro.errors import BadRequest
 from torch import Tensor
-from tree_kernels.state_step.reference import Slots
-from tree_layers.states import States, StateShape
 from tree_layers.weights import Checkpoint, CheckpointError, read_checkpoint, read_config
 
-from drafter_service.models.mamba import MambaModel
+from drafter_service.models.llama import LlamaModel
+from drafter_service.models.mamba import Mamba1Model, Mamba2Model
+from drafter_service.models.memory import Memory
 
 
 class Model(Protocol):
-    """What the engine asks of a model: tokens in, memory in slots, and logits of what it read."""
+    """What the engine asks of a model: memories that turn tokens into hidden rows, and logits of these."""
 
     @property
     def vocabulary(self) -> int: ...
 
     @property
-    def shapes(self) -> Sequence[StateShape]:
-        """The memory of a text, layer by layer."""
+    def max_length(self) -> int:
+        """Tokens of the longest text."""
         ...
 
-    def step(self, tokens: Tensor, states: States, source: Tensor, target: Slots) -> Tensor:
-        """One token per row, from slot `source` to slot `target`; returns hidden [rows, d]."""
-        ...
-
-    def chain(self, tokens: Tensor, lengths: Tensor, states: States, source: Tensor, target: Slots) -> Tensor:
-        """Several tokens per row, of which `lengths` count; returns hidden [rows, T, d]."""
+    def memory(self, texts: int, nodes: int) -> Memory:
+        """Of so many text slots and node slots, those of number 0 among them."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -41,8 +37,9 @@ class Model(Protocol):
 
 
 MODELS: dict[str, Callable[[Checkpoint, torch.dtype, torch.device], Model]] = {
-    "mamba": MambaModel.of,
-    "mamba2": MambaModel.of,
+    "llama": LlamaModel.of,
+    "mamba": Mamba1Model.of,
+    "mamba2": Mamba2Model.of,
 }
 
 

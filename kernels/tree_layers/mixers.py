@@ -1,40 +1,39 @@
 """The Mamba-1 and Mamba-2 mixers: tensors and arithmetic, without modules. One form for drafters and for targets.
 
-`step` consumes one token per row, from one slot to another; `chain` several tokens per row, in order, from one slot
-to another, which may be the same. Activations have the weights' dtype; dt, states and decays are float32.
+`chain` consumes several tokens per row, in order, from one text's memory to another's, which may be the same. One token
+of each row, all in different places of a tree, is Mamba-1's `step`, from one slot to another, and Mamba-2's `level`, in
+which a node keeps its inputs. Activations have the weights' dtype; dt, states and decays are float32.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tree_kernels.state_step import conv_chain, conv_step, mamba1_chain, mamba1_step, mamba2_chain, mamba2_step
+from tree_kernels.level_scan import level_scan
+from tree_kernels.state_step import (
+    conv_chain,
+    conv_step,
+    conv_tail,
+    mamba1_chain,
+    mamba1_step,
+    mamba2_chain,
+    mamba2_drive,
+    mamba2_fold,
+)
 from tree_kernels.state_step.reference import Slots
+from tree_kernels.tree_conv import tree_conv
 
+from tree_layers.nodes import LayerNodes, LevelStep, NodeShape
 from tree_layers.states import StateShape
 
-
-class Mixer(Protocol):
-    """One layer's mixer. `recurrent` and `conv` are that layer's slots, as `States` keeps them."""
-
-    @property
-    def shape(self) -> StateShape: ...
-
-    def step(self, u: Tensor, recurrent: Tensor, conv: Tensor, source: Tensor, target: Slots) -> Tensor:
-        """u [rows, d] -> [rows, d]; writes the slots `target`."""
-        ...
-
-    def chain(
-        self, u: Tensor, lengths: Tensor, recurrent: Tensor, conv: Tensor, source: Tensor, target: Slots
-    ) -> Tensor:
-        """u [rows, T, d], of which `lengths` [rows] count -> [rows, T, d]; writes the slots `target`."""
-        ...
+Stop = tuple[Tensor, Slots]
+"""Tokens of each row of a chain [rows], and the slots that keep the memory after these."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,17 +81,18 @@ class Mamba1Mixer:
         y = mamba1_step(recurrent, source, target, x.float(), dt, self.A, B, C, self.D)
         return _linear(y.to(u.dtype).mul_(F.silu(gate)), self.out_proj, self.out_bias)
 
-    def chain(
-        self, u: Tensor, lengths: Tensor, recurrent: Tensor, conv: Tensor, source: Tensor, target: Slots
-    ) -> Tensor:
+    def chain(self, u: Tensor, recurrent: Tensor, conv: Tensor, source: Tensor, stops: Sequence[Stop]) -> Tensor:
+        """u [rows, T, d] -> [rows, T, d]; each of `stops` counts at least one token."""
         rows = u.shape[:2]
         x, gate = _linear(u.flatten(0, 1), self.in_proj, self.in_bias).split(self.A.shape[0], 1)
         before = conv.index_select(0, source)
-        x, inputs = conv_chain(before, x.unflatten(0, rows), lengths, self.conv_weight, self.conv_bias)
+        x, history = conv_chain(before, x.unflatten(0, rows), self.conv_weight, self.conv_bias)
         dt, B, C = (part.unflatten(0, rows) for part in self._select(x.flatten(0, 1)))
-        dt = dt * _counting(lengths, u)
-        y, state = mamba1_chain(recurrent.index_select(0, source), x.float(), dt, self.A, B, C, self.D)
-        recurrent[target], conv[target] = state, inputs
+        y, every = mamba1_chain(recurrent.index_select(0, source), x.float(), dt, self.A, B, C, self.D)
+        each = torch.arange(rows[0], device=u.device)
+        for counted, target in stops:
+            recurrent[target] = every[each, counted - 1]
+            conv[target] = conv_tail(history, counted, len(self.conv_weight))
         return _linear(y.flatten(0, 1).to(u.dtype).mul_(F.silu(gate)), self.out_proj, self.out_bias).unflatten(0, rows)
 
     def _select(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -102,14 +102,22 @@ class Mamba1Mixer:
         return F.softplus(torch.addmm(self.dt_bias, dt, self.dt_proj)), B, C
 
 
+class Root(NamedTuple):
+    """The nodes that a chain's last tokens become; the same for all layers."""
+
+    rows: Tensor  # [rows] 0, 1, 2 and on
+    slots: Slots  # [rows] node slots
+    raw: Slots  # [rows] the same among the raw inputs
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Mamba2Mixer:
     """d model width, I = H P channels in H heads, N state width, G groups of heads, W taps."""
 
     in_proj: Tensor  # [d, I + (I + 2 G N) + H] gate, what the convolution sees (x, B, C), dt
     in_bias: Tensor | None
-    conv_weight: Tensor  # [W, I + 2 G N]
-    conv_bias: Tensor  # [I + 2 G N]
+    conv_weight: Tensor  # [W, I + 2 G N] float32
+    conv_bias: Tensor  # [I + 2 G N] float32
     dt_bias: Tensor  # [H] float32
     A: Tensor  # [H] float32, negative
     D: Tensor  # [H] float32
@@ -132,12 +140,12 @@ class Mamba2Mixer:
         dt_limit: tuple[float, float],
     ) -> Mamba2Mixer:
         """From a layer's tensors under their names in the library, `in_proj.weight` and so on."""
-        conv = _turned(tensors["conv1d.weight"][:, 0], dtype)
+        conv = _turned(tensors["conv1d.weight"][:, 0], torch.float32)
         return cls(
             in_proj=_turned(tensors["in_proj.weight"], dtype),
             in_bias=_bias(tensors, "in_proj.bias", dtype),
             conv_weight=conv,
-            conv_bias=tensors["conv1d.bias"].to(dtype) if "conv1d.bias" in tensors else conv.new_zeros(conv.shape[1]),
+            conv_bias=tensors["conv1d.bias"].float() if "conv1d.bias" in tensors else conv.new_zeros(conv.shape[1]),
             dt_bias=tensors["dt_bias"].float(),
             A=-torch.exp(tensors["A_log"].float()),
             D=tensors["D"].float(),
@@ -160,27 +168,40 @@ class Mamba2Mixer:
         return self.norm.shape[0] // self.heads
 
     @property
-    def shape(self) -> StateShape:
+    def shape(self) -> NodeShape:
         taps, channels = self.conv_weight.shape
-        return StateShape((self.heads, self.width, self.size), (taps - 1, channels))
+        return NodeShape(StateShape((self.heads, self.width, self.size), (taps - 1, channels)), self.groups)
 
-    def step(self, u: Tensor, recurrent: Tensor, conv: Tensor, source: Tensor, target: Slots) -> Tensor:
+    def level(self, u: Tensor, memory: LayerNodes, step: LevelStep) -> Tensor:
+        """One token per row, each a new node. u [rows, d] -> [rows, d]; writes the nodes' inputs."""
         gate, inputs, dt = self._project(u)
-        x, B, C = self._split(conv_step(conv, source, target, inputs, self.conv_weight, self.conv_bias))
-        y = mamba2_step(recurrent, source, target, x, self._dt(dt), self.A, B, C, self.D)
+        memory.raw[step.raw] = inputs.float()
+        mixed = tree_conv(memory.raw, step.taps, self.conv_weight, self.conv_bias)
+        x, B, C = self._split(mixed)
+        memory.x[step.slots], memory.B[step.slots], memory.dt[step.slots] = x, B, self._dt(dt)
+        states = [memory.recurrent[text] for text in step.texts]
+        y = step.unpad(level_scan(step.of(memory), step.lines, states, step.pad(C), self.A))
+        y = y.addcmul_(x, self.D[:, None])
         return _linear(self._gated_norm(y.flatten(1), gate), self.out_proj, self.out_bias)
 
     def chain(
-        self, u: Tensor, lengths: Tensor, recurrent: Tensor, conv: Tensor, source: Tensor, target: Slots
+        self, u: Tensor, memory: LayerNodes, source: Tensor, kept: Tensor, target: Slots, root: Root | None
     ) -> Tensor:
+        """u [rows, T, d] -> [rows, T, d]; `kept` [rows] tokens go into the text slots `target`, at least one of each
+        row, and the inputs of one token more into its node."""
         rows = u.shape[:2]
         gate, inputs, dt = self._project(u.flatten(0, 1))
-        before = conv.index_select(0, source)
-        mixed, last = conv_chain(before, inputs.unflatten(0, rows), lengths, self.conv_weight, self.conv_bias)
+        before = memory.conv.index_select(0, source)
+        mixed, history = conv_chain(before, inputs.float().unflatten(0, rows), self.conv_weight, self.conv_bias)
+        dt = self._dt(dt).unflatten(0, rows)
         x, B, C = self._split(mixed)
-        counted = self._dt(dt).unflatten(0, rows) * _counting(lengths, u)
-        y, state = mamba2_chain(recurrent.index_select(0, source), x, counted, self.A, B, C, self.D)
-        recurrent[target], conv[target] = state, last
+        y = mamba2_chain(memory.recurrent.index_select(0, source), x, dt, self.A, B, C, self.D)
+        if root is not None:
+            last = root.rows, kept
+            memory.raw[root.raw] = inputs.unflatten(0, rows)[last].float()
+            memory.x[root.slots], memory.B[root.slots], memory.dt[root.slots] = x[last], B[last], dt[last]
+        mamba2_fold(memory.recurrent, source, target, *mamba2_drive(x, dt * _counting(kept, u), self.A), B)
+        memory.conv[target] = conv_tail(history, kept, len(self.conv_weight))
         y = self._gated_norm(y.flatten(2).flatten(0, 1), gate)
         return _linear(y, self.out_proj, self.out_bias).unflatten(0, rows)
 
@@ -190,9 +211,9 @@ class Mamba2Mixer:
         return gate, inputs, dt
 
     def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[..., I + 2 G N] -> x [..., H, P], B and C [..., G, N], float32."""
+        """[..., I + 2 G N] -> x [..., H, P], B and C [..., G, N]"""
         shared = self.groups * self.size
-        x, B, C = mixed.float().split((self.norm.shape[0], shared, shared), -1)
+        x, B, C = mixed.split((self.norm.shape[0], shared, shared), -1)
         cells = (self.groups, self.size)
         return x.unflatten(-1, (self.heads, self.width)), B.unflatten(-1, cells), C.unflatten(-1, cells)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 from tree_kernels.state_step.reference import Slots
 
 ZERO_SLOT = 0
@@ -56,16 +58,28 @@ class StateShape:
     recurrent: tuple[int, ...]  # Mamba-1 [I, N], Mamba-2 [H, P, N]; float32
     conv: tuple[int, int]  # [W - 1, channels], the last raw inputs, oldest first; in the activations' dtype
 
+    def bytes_of(self, dtype: torch.dtype) -> int:
+        """Bytes of it, with activations of this dtype."""
+        return 4 * math.prod(self.recurrent) + dtype.itemsize * math.prod(self.conv)
+
 
 class States:
     """The slots of every layer: `recurrent[layer]` [slots, *shape] float32, `conv[layer]` [slots, W - 1, channels]."""
 
-    def __init__(self, shapes: Sequence[StateShape], slots: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        shapes: Sequence[StateShape],
+        slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        conv: Sequence[Tensor] = (),
+    ) -> None:
+        """conv: each layer's, where its memory is part of another; may be float32 whatever the dtype."""
         self.shapes = tuple(shapes)
         self.dtype = dtype
         # Empty rather than zeroed: an operating system hands out memory when it is first written.
         self.recurrent = [torch.empty((slots, *shape.recurrent), device=device) for shape in shapes]
-        self.conv = [torch.empty((slots, *shape.conv), dtype=dtype, device=device) for shape in shapes]
+        self.conv = list(conv) or [torch.empty((slots, *shape.conv), dtype=dtype, device=device) for shape in shapes]
         for memory in (*self.recurrent, *self.conv):
             memory[ZERO_SLOT].zero_()
 
@@ -75,12 +89,17 @@ class States:
         words = ["x".join(map(str, shape.recurrent)) + "+" + "x".join(map(str, shape.conv)) for shape in self.shapes]
         return f"recurrent-v1/{len(words)}/{','.join(sorted(set(words)))}/float32+{str(self.dtype).split('.')[-1]}"
 
+    def copy(self, source: int, target: int) -> None:
+        """Make one slot what another is."""
+        for memory in (*self.recurrent, *self.conv):
+            memory[target] = memory[source]
+
     def save(self, slot: int) -> dict[str, npt.NDArray[np.generic]]:
         """A slot as plain arrays, `recurrent.N` and `conv.N`; bfloat16 as its bits."""
         arrays: dict[str, npt.NDArray[np.generic]] = {}
         for layer, (recurrent, conv) in enumerate(zip(self.recurrent, self.conv, strict=True)):
             arrays[f"recurrent.{layer}"] = recurrent[slot].cpu().numpy().copy()
-            bits = conv[slot].cpu()
+            bits = conv[slot].cpu().to(self.dtype)
             arrays[f"conv.{layer}"] = (bits.view(torch.uint16) if bits.dtype == torch.bfloat16 else bits).numpy().copy()
         return arrays
 

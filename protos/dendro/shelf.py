@@ -36,9 +36,9 @@ class Shelf:
     """The states of one model in one layout."""
 
     def __init__(
-        self, store: StateStore, fingerprint: str, tokenizer: str, layout: str, check: Callable[[Arrays], None]
+        self, store: StateStore, fingerprint: str, tokenizer: str, layout: str, check: Callable[[Arrays, int], None]
     ) -> None:
-        """check: raises ValueError or TypeError unless these are arrays that the engine can take in."""
+        """check: raises ValueError or TypeError unless the engine can take in these arrays for so many tokens."""
         self.counters = ShelfCounters()
         self._store = store
         self._fingerprint = fingerprint
@@ -64,7 +64,7 @@ class Shelf:
                 digests = tokens.digests
             try:
                 arrays = await asyncio.to_thread(unpack_state, blob, self._header(length, digests[length]))
-                self._check(arrays)
+                self._check(arrays, length)
             except (BadState, ValueError, TypeError) as error:
                 self.counters.states_refused += 1
                 log.warning("a saved state of %d tokens is refused: %s", length, error)

@@ -19,7 +19,6 @@ from dendro.shapes import OFF, BeamShape, DynamicShape, LevelShape, NodeShape, P
 from dendro.state import NoStates
 from dendro.text import Limits, Text, Verdict
 from dendro.tree import DraftTree
-from tree_layers.states import StateShape
 
 from cluster.bench.costs import Costs, level_shapes, measure_drafts, measure_steps
 from cluster.bench.live import live_rounds
@@ -60,7 +59,7 @@ from cluster.bench.trees import (
     reliability,
 )
 from cluster.bench.trees_command import Settings, analyse, bench_trees, cost_rows, parse_drafters
-from cluster.bench.trees_context import context_rows, key_bytes, slot_bytes
+from cluster.bench.trees_context import context_rows, key_bytes
 from cluster.bench.trees_report import facts_of, plot, tables_of
 from cluster.config import DEMO_MODELS
 from cluster.demo.corpus import HELD_OUT
@@ -442,10 +441,7 @@ def test_reliability_weighs_distances_by_counts():
 # Longer texts
 
 
-def test_memory_is_counted_in_bytes_of_all_layers():
-    shapes = [StateShape((4, 16, 8), (3, 96)), StateShape((4, 16, 8), (3, 96))]
-    assert slot_bytes(shapes, torch.float32) == 2 * 4 * (512 + 288)
-    assert slot_bytes(shapes, torch.bfloat16) == 2 * (4 * 512 + 2 * 288)
+def test_keys_are_counted_in_bytes_of_all_layers():
     llama = DEMO_MODELS / "llama"
     config = json.loads((llama / "config.json").read_text())
     width = config["hidden_size"] // config["num_attention_heads"]
@@ -511,9 +507,7 @@ async def small_contexts(folder: Path) -> list[dict[str, Any]]:
     aside.mkdir()
     async with engines(aside) as (drafter, verifier, _):
         ids = [step % 96 for step in range(100)]
-        rows = await context_rows(
-            drafter, verifier, ids, (20, 100), (OFF, TREE), lambda peak: (peak.pages, peak.slots), lambda: None
-        )
+        rows = await context_rows(drafter, verifier, ids, (20, 100), (OFF, TREE), 1, lambda: None)
         assert drafter.sessions == verifier.stats()["sessions"] == 0
     return rows
 
@@ -522,8 +516,10 @@ async def test_a_longer_text_takes_more_of_the_verifier_and_no_more_of_the_draft
     rows = {(row["context"], row["arm"]): row for row in await small_contexts(tmp_path)}
     assert rows[100, "(3,2,1)"]["verifier_peak_bytes"] > rows[20, "(3,2,1)"]["verifier_peak_bytes"]
     for context in (20, 100):
-        assert rows[context, "off"]["drafter_peak_bytes"] == 1, "the slot of the text as opened"
-        assert rows[context, "(3,2,1)"]["drafter_peak_bytes"] == 2 + 10, "another, and the tree's rows with children"
+        opened, node = rows[context, "off"]["drafter_peak_bytes"], 2 * 4 * (96 + 64 + 16 + 4)
+        assert opened == 2 * 4 * (4 * 16 * 8 + 3 * 96), "the text as opened: all layers' states and convolutions"
+        grown = rows[context, "(3,2,1)"]["drafter_peak_bytes"]
+        assert grown == 2 * opened + 10 * node, "another, and the inputs of the tree's rows with children"
     assert rows[20, "off"]["emitted_per_round"] == rows[20, "off"]["over_off"] == 1.0
 
 

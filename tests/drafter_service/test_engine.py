@@ -22,15 +22,14 @@ from dendro.shapes import OFF, BeamShape, DynamicShape, LevelShape, NodeShape, T
 from dendro.state import MemoryStates, NoStates, StateStore
 from dendro.text import Limits, Sampling, Tokens
 from dendro.tree import DraftTree
-from tiny_mamba import FAMILIES, VOCABULARY, Family, make_checkpoint
+from tiny_drafters import FAMILIES, VOCABULARY, Family, make_drafter
 from tree_kernels.noise import gumbel_noise
 from tree_kernels.warp import Warp, drafter_order
-from tree_layers.states import States
 
 from drafter_service.confidence import CANDIDATES, Calibration
-from drafter_service.engine import DrafterEngine, slots_for
-from drafter_service.models import load_model
-from drafter_service.models.mamba import MambaModel
+from drafter_service.engine import DrafterEngine, node_slots, text_slots
+from drafter_service.models import Model, load_model
+from drafter_service.plan import Chains
 from drafter_service.scheduler import Round
 
 CPU = torch.device("cpu")
@@ -58,7 +57,7 @@ def learning() -> None:
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[Family, Path]:
     folders = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
     for family, folder in folders.items():
-        make_checkpoint(folder, family)
+        make_drafter(folder, family)
     return folders
 
 
@@ -81,7 +80,8 @@ async def serving(path: Path, states: StateStore | None = None, **options: int) 
     try:
         yield engine
         assert engine.sessions == 0
-        assert engine.free_slots == slots_for(options["max_sessions"], options.get("max_rows", 64), 16) - 1
+        assert engine.free_slots == text_slots(options["max_sessions"]) - 1
+        assert engine.free_nodes == node_slots(options.get("max_rows", 64), 16) - 1
     finally:
         engine.stop()
 
@@ -104,15 +104,14 @@ class Guess:
 class Oracle:
     """Drafts by reading each node's whole path from nothing."""
 
-    model: MambaModel
+    model: Model
 
     @torch.inference_mode()
     def logits(self, texts: list[list[int]]) -> torch.Tensor:
         """[texts, V] what follows each text. All of one length."""
-        states = States(self.model.shapes, 1 + len(texts), torch.float32, CPU)
-        lengths, source = torch.full((len(texts),), len(texts[0])), torch.zeros(len(texts), dtype=torch.int64)
-        hidden = self.model.chain(torch.tensor(texts), lengths, states, source, slice(1, 1 + len(texts)))
-        return self.model.logits(hidden[:, -1])
+        zeros, own = np.zeros(len(texts), np.int64), np.arange(1, 1 + len(texts))
+        rows = Chains(np.array(texts), np.full(len(texts), len(texts[0])), zeros, zeros, own, zeros[:0])
+        return self.model.logits(self.model.memory(1 + len(texts), 1).chain(rows)[:, -1])
 
     def offers(self, texts: list[list[int]], sampling: Sampling, calibration: Calibration) -> list[list[Offer]]:
         """Each text's 16 ordered candidates. The texts are of one length, and so have one noise."""
@@ -686,6 +685,19 @@ def test_an_option_that_means_nothing_is_refused(path, field, options):
     with pytest.raises(BadRequest) as refused:
         DrafterEngine.load(path, name="tiny", states=NoStates(), **options)
     assert refused.value.field == field
+
+
+async def test_bfloat16_texts_share_forwards(path):
+    """Trees of several texts lie in slots that are not side by side."""
+    async with serving(path, dtype="bfloat16") as engine:
+        clients = [Client(engine) for _ in range(3)]
+        await asyncio.gather(*(client.open(prompt_of(20, i)) for i, client in enumerate(clients)))
+        for shape in (TREE, DYNAMIC):
+            trees = await asyncio.gather(*(client.draft(shape) for client in clients))
+            assert [tree.rows for tree in trees] == [shape.rows] * 3
+            for client, tree in zip(clients, trees, strict=True):
+                client.text.extend(walk(tree, 2, random.Random(0)))
+        await asyncio.gather(*(client.close() for client in clients))
 
 
 async def test_bfloat16_drafts_and_restores_its_own_states(path):

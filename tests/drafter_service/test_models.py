@@ -6,16 +6,17 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from dendro.errors import BadRequest
 from safetensors.torch import load_file, save_file
 from tiny_mamba import FAMILIES, VOCABULARY, Family, make_checkpoint, make_state_spaces, write_tokenizer
 from transformers import PreTrainedModel
-from tree_layers.states import States
 
 from drafter_service.models import load_model
-from drafter_service.models.mamba import MambaModel
+from drafter_service.models.memory import Memory
+from drafter_service.plan import EMPTY_TEXT, NO_NODE, Chains, Fold, Level
 
 CPU = torch.device("cpu")
 Made = dict[Family, tuple[PreTrainedModel, dict[str, Path]]]
@@ -32,12 +33,24 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return checkpoints
 
 
-def states_of(model: MambaModel, slots: int = 4) -> States:
-    return States(model.shapes, slots, torch.float32, CPU)
-
-
 def tokens(count: int) -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (count,), generator=torch.Generator().manual_seed(1))
+
+
+def chained(memory: Memory, text: torch.Tensor, start: int, source: int, target: int) -> torch.Tensor:
+    """A text, or a part of it, as one chain; hidden [T, d]"""
+    one = np.array([[len(text)], [start], [source], [target]])
+    return memory.chain(Chains(text[None].numpy(), *one, np.zeros(0, np.int64)))[0]
+
+
+def stepped(memory: Memory, token: torch.Tensor, start: int, text: int) -> torch.Tensor:
+    """One token as the root of a tree, which the text then goes through; hidden [1, d]. The text begins in slot 0."""
+    one, source, node = np.ones(1, np.int64), np.array([text if start else EMPTY_TEXT]), np.array([1])
+    at, alone = np.array([start]), np.ones((1, 1, 1), np.bool_)
+    level = Level(token.numpy(), np.array([NO_NODE]), at, one, source, at, node[None], alone)
+    hidden = memory.level(level)
+    memory.fold([Fold(start, int(source[0]), text, (1,))])
+    return hidden
 
 
 @pytest.mark.parametrize("layout", ["hugging-face", "state-spaces"])
@@ -46,13 +59,10 @@ def tokens(count: int) -> torch.Tensor:
 def test_logits_equal_the_librarys_within_2e_3_and_its_argmax_at_200_positions(made, family, layout):
     library, paths = made[family]
     model, _ = load_model(paths[layout], torch.float32, CPU)
-    states, text = states_of(model), tokens(200)
+    memory, text = model.memory(texts=3, nodes=2), tokens(200)
     wanted = library(text[None]).logits[0, :, :VOCABULARY]
-    stepped = [
-        model.step(text[t : t + 1], states, torch.tensor([0 if t == 0 else 1]), slice(1, 2)) for t in range(len(text))
-    ]
-    chained = model.chain(text[None], torch.tensor([len(text)]), states, torch.tensor([0]), slice(2, 3))[0]
-    for hidden in (torch.cat(stepped), chained):
+    by_steps = torch.cat([stepped(memory, text[t : t + 1], t, 1) for t in range(len(text))])
+    for hidden in (by_steps, chained(memory, text, 0, EMPTY_TEXT, 2)):
         logits = model.logits(hidden)
         assert (logits - wanted).abs().max() < 2e-3
         assert torch.equal(logits.argmax(1), wanted.argmax(1))
@@ -62,16 +72,15 @@ def test_logits_equal_the_librarys_within_2e_3_and_its_argmax_at_200_positions(m
 @torch.inference_mode()
 def test_prefill_in_chunks_leaves_the_state_of_2000_single_steps_within_1e_4(made, family):
     model, _ = load_model(made[family][1]["hugging-face"], torch.float32, CPU)
-    states, text = states_of(model), tokens(2000)
+    memory, text = model.memory(texts=3, nodes=2), tokens(2000)
     for t in range(len(text)):
-        last = model.step(text[t : t + 1], states, torch.tensor([0 if t == 0 else 1]), slice(1, 2))
+        last = stepped(memory, text[t : t + 1], t, 1)
     for start in range(0, len(text), 64):
-        part = text[start : start + 64]
-        source = torch.tensor([2 if start else 0])
-        chained = model.chain(part[None], torch.tensor([len(part)]), states, source, slice(2, 3))[0, -1:]
-    for memory in (*states.recurrent, *states.conv):
-        assert (memory[1] - memory[2]).norm() < 1e-4 * memory[1].norm()
-    assert torch.cosine_similarity(model.logits(last), model.logits(chained)) > 0.99999
+        chunked = chained(memory, text[start : start + 64], start, 2 if start else EMPTY_TEXT, 2)[-1:]
+    one, other = memory.save(1, 2000), memory.save(2, 2000)
+    for name in one:
+        assert np.linalg.norm(one[name] - other[name]) < 1e-4 * np.linalg.norm(one[name])
+    assert torch.cosine_similarity(model.logits(last), model.logits(chunked)) > 0.99999
 
 
 def remove(name: str):
@@ -111,7 +120,7 @@ def drop_tensor(folder: Path) -> None:
         (write("config.json", "{"), "config.json is unreadable"),
         (write("model.safetensors", "rubbish"), "cannot be read"),
         (write("tokenizer.json", "{}"), "tokenizer.json is unreadable"),
-        (configure(model_type="llama"), "type 'llama' is not supported"),
+        (configure(model_type="gpt2"), "type 'gpt2' is not supported"),
         (configure(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
         (configure(hidden_size=31), "has shape"),
         (configure(state_size="many"), "state_size must be a whole number"),

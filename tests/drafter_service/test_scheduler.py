@@ -9,7 +9,8 @@ from dendro.text import Limits, Sampling, Tokens
 from dendro.tree import DraftTree
 from tree_layers.states import SlotPool
 
-from drafter_service.scheduler import Outcome, Plan, Scheduler, Session
+from drafter_service.plan import Outcome, Plan
+from drafter_service.scheduler import Scheduler, Session
 
 SESSIONS, PROMPT = 3, (5, 6, 7)
 SMALL, LARGE = LevelShape((2, 2)), DynamicShape(16, 5, 7)
@@ -44,8 +45,7 @@ def draft(scheduler: Scheduler, session: Session, shape: TreeShape) -> None:
 
 
 def test_a_round_that_waits_for_many_slots_is_not_passed_by_those_that_need_few():
-    slots = LARGE.forwarded
-    scheduler = Scheduler("d", SlotPool(1 + 2 * SESSIONS + slots), SESSIONS, slots, 8)
+    scheduler = Scheduler("d", SlotPool(1 + 2 * SESSIONS), SlotPool(1 + LARGE.forwarded), SESSIONS, 8)
     first, large, last = [opened(scheduler, name) for name in range(SESSIONS)]
     while forward(scheduler) is not None:
         pass

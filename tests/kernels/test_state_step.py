@@ -6,7 +6,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tree_kernels.state_step import conv_chain, conv_step, mamba1_chain, mamba1_step, mamba2_chain, mamba2_step
+from tree_kernels.state_step import (
+    conv_chain,
+    conv_step,
+    conv_tail,
+    mamba1_chain,
+    mamba1_step,
+    mamba2_chain,
+    mamba2_drive,
+    mamba2_fold,
+    mamba2_step,
+)
 
 SLOTS, ROWS, TAPS, CHANNELS, SIZE = 9, 4, 4, 6, 5
 HEADS, WIDTH, GROUPS = 4, 3, 2
@@ -97,17 +107,27 @@ def test_conv_step_equals_a_convolution_over_history_and_token(target):
     assert untouched(before, memory, target)
 
 
+def chained1(start, inputs, counts):
+    y, every = mamba1_chain(start, **inputs)
+    return y, every[torch.arange(len(start)), counts.sum(1) - 1]
+
+
+def chained2(start, inputs, counts):
+    drive, states = mamba2_drive(inputs["x"], inputs["dt"] * counts[..., None], inputs["A"]), torch.cat([start, start])
+    mamba2_fold(states, torch.arange(len(start)), slice(len(start), None), *drive, inputs["B"])
+    return mamba2_chain(start, **inputs), states[len(start) :]
+
+
 @pytest.mark.parametrize("lengths", [[7, 7], [7, 3], [1, 2]], ids=str)
 def test_a_chain_of_either_kind_equals_its_steps_and_padding_changes_nothing(lengths):
     time, rows = 7, len(lengths)
     counts = torch.arange(time) < torch.tensor(lengths)[:, None]
     for inputs, chain, step, shape in (
-        (mamba1_inputs(rows, time), mamba1_chain, mamba1_step, (CHANNELS, SIZE)),
-        (mamba2_inputs(rows, time), mamba2_chain, mamba2_step, (HEADS, WIDTH, SIZE)),
+        (mamba1_inputs(rows, time), chained1, mamba1_step, (CHANNELS, SIZE)),
+        (mamba2_inputs(rows, time), chained2, mamba2_step, (HEADS, WIDTH, SIZE)),
     ):
         start = torch.randn(rows, *shape)
-        padded = inputs | {"dt": inputs["dt"] * counts[..., None]}
-        y, after = chain(start, **padded)
+        y, after = chain(start, inputs, counts)
         for row, length in enumerate(lengths):
             states = start[row : row + 1].clone()
             for t in range(length):
@@ -121,7 +141,8 @@ def test_a_convolution_chain_equals_its_steps_and_keeps_the_last_inputs_that_cou
     lengths, time = [5, 1, 3], 5
     before, inputs = torch.randn(3, TAPS - 1, CHANNELS), torch.randn(3, time, CHANNELS)
     weight, bias = torch.randn(TAPS, CHANNELS), torch.randn(CHANNELS)
-    out, after = conv_chain(before, inputs, torch.tensor(lengths), weight, bias)
+    out, history = conv_chain(before, inputs, weight, bias)
+    after = conv_tail(history, torch.tensor(lengths), TAPS)
     for row, length in enumerate(lengths):
         memory = before[row : row + 1].clone()
         for t in range(length):
@@ -134,5 +155,6 @@ def test_a_mamba2_chain_of_strong_decay_is_finite():
     """exp of the masked half of the decays would overflow."""
     given = mamba2_inputs(1, 64)
     given["dt"], given["A"] = torch.full((1, 64, HEADS), 20.0), torch.full((HEADS,), -10.0)
-    y, after = mamba2_chain(torch.randn(1, HEADS, WIDTH, SIZE), **given)
-    assert y.isfinite().all() and after.isfinite().all()
+    left, driven = mamba2_drive(given["x"], given["dt"], given["A"])
+    y = mamba2_chain(torch.randn(1, HEADS, WIDTH, SIZE), **given)
+    assert y.isfinite().all() and left.isfinite().all() and driven.isfinite().all()

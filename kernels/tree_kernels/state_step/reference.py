@@ -26,19 +26,24 @@ def conv_step(memory: Tensor, source: Tensor, target: Slots, inputs: Tensor, wei
     return F.silu((window * weight).sum(1).add_(bias))
 
 
-def conv_chain(before: Tensor, inputs: Tensor, lengths: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+def conv_chain(before: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """Several tokens per row through the convolution.
 
-    before [rows, W - 1, C]   inputs [rows, T, C]   lengths [rows] tokens that count, 1 to T
-    returns the outputs [rows, T, C] and the last W - 1 raw inputs that count [rows, W - 1, C]
+    before [rows, W - 1, C]   inputs [rows, T, C]   weight [W, C]   bias [C]
+    returns the outputs [rows, T, C] and all raw inputs, those before among them [rows, W - 1 + T, C]
     """
-    history = torch.cat((before, inputs), 1)  # [rows, W - 1 + T, C]
+    history = torch.cat((before, inputs), 1)
     time, taps = inputs.shape[1], weight.shape[0]
     out = history[:, :time] * weight[0] + bias
     for tap in range(1, taps):
         out.addcmul_(history[:, tap : tap + time], weight[tap])
+    return F.silu(out), history
+
+
+def conv_tail(history: Tensor, lengths: Tensor, taps: int) -> Tensor:
+    """The last W - 1 raw inputs after so many tokens of a chain. history [rows, W - 1 + T, C]   lengths [rows]"""
     last = lengths[:, None] + torch.arange(taps - 1, device=lengths.device)  # [rows, W - 1]
-    return F.silu(out), history.gather(1, last[..., None].expand(-1, -1, history.shape[2]))
+    return history.gather(1, last[..., None].expand(-1, -1, history.shape[2]))
 
 
 def mamba1_step(
@@ -59,15 +64,14 @@ def mamba1_chain(
 ) -> tuple[Tensor, Tensor]:
     """Several tokens per row of Mamba-1, one after another, the same arithmetic as as many steps.
 
-    state [rows, I, N]   x [rows, T, I]   dt [rows, T, I], zero where a token does not count   A [I, N]
-    B, C [rows, T, N]   D [I]; returns y [rows, T, I] and the state after the last token that counts
+    state [rows, I, N]   x [rows, T, I]   dt [rows, T, I]   A [I, N]   B, C [rows, T, N]   D [I]
+    returns y [rows, T, I] and the state after every token [rows, T, I, N]
     """
     decay = torch.exp(dt[..., None] * A)  # [rows, T, I, N]
     every = (dt * x)[..., None] * B[:, :, None]  # what drives each token's state, then that state itself
     for time in range(x.shape[1]):
         state = torch.addcmul(every[:, time], state, decay[:, time], out=every[:, time])
-    y = torch.matmul(every, C[..., None])[..., 0].addcmul_(x, D)
-    return y, state.clone()
+    return torch.matmul(every, C[..., None])[..., 0].addcmul_(x, D), every
 
 
 def mamba2_step(
@@ -92,13 +96,11 @@ def mamba2_step(
     return y.view(rows, heads, width).addcmul_(x, D[:, None])
 
 
-def mamba2_chain(
-    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor
-) -> tuple[Tensor, Tensor]:
+def mamba2_chain(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Tensor:
     """Several tokens per row of Mamba-2 as matrix products: every token looks back at those before it.
 
-    state [rows, H, P, N]   x [rows, T, H, P]   dt [rows, T, H], zero where a token does not count   A [H]
-    B, C [rows, T, G, N]   D [H]; returns y [rows, T, H, P] and the state after the last token that counts
+    state [rows, H, P, N]   x [rows, T, H, P]   dt [rows, T, H]   A [H]   B, C [rows, T, G, N]   D [H]
+    returns y [rows, T, H, P]; `mamba2_fold` gives the state
     """
     heads, groups, time = x.shape[2], B.shape[2], x.shape[1]
     total = (dt * A).cumsum(1).transpose(1, 2)  # [rows, H, T] log of the decay from the start through each token
@@ -106,14 +108,34 @@ def mamba2_chain(
     decay = (total[..., None] - total[:, :, None]).masked_fill_(later, -torch.inf).exp_()  # [rows, H, to, from]
     alike = torch.einsum("rtgn,rsgn->rgts", C, B).repeat_interleave(heads // groups, 1)  # [rows, H, to, from]
     driven = (x * dt[..., None]).transpose(1, 2)  # [rows, H, T, P]
-    heads_B = B.repeat_interleave(heads // groups, 2).transpose(1, 2)  # [rows, H, T, N]
     heads_C = C.repeat_interleave(heads // groups, 2).transpose(1, 2)
     y = torch.matmul(alike.mul_(decay), driven)
     y.addcmul_(torch.matmul(heads_C, state.transpose(2, 3)), total.exp()[..., None])
-    remains = torch.exp(total[..., -1:] - total)[..., None]  # [rows, H, T, 1]
-    after = torch.matmul((driven * remains).transpose(2, 3), heads_B)
-    after.addcmul_(state, total[..., -1, None, None].exp())
-    return y.transpose(1, 2) + x * D[:, None], after
+    return y.transpose(1, 2) + x * D[:, None]
+
+
+def mamba2_drive(x: Tensor, dt: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
+    """What several tokens make of a state: `left` times the state, plus `driven` B^T.
+
+    x [..., T, H, P]   dt [..., T, H], zero where a token does not count   A: a factor of dt
+    returns left [..., H, 1, 1] and driven [..., T, H, P]
+    """
+    total = (dt * A).cumsum(-2)
+    end = total[..., -1:, :]
+    return end.movedim(-2, -1).exp()[..., None], x * torch.exp(end - total).mul_(dt)[..., None]
+
+
+def mamba2_fold(states: Tensor, source: Tensor, target: Slots, left: Tensor, driven: Tensor, B: Tensor) -> None:
+    """Several tokens per row into a state, out of place as a step.
+
+    states [slots, H, P, N], written at target   left [rows, H, 1, 1], driven [rows, T, H, P] as `mamba2_drive` gives
+    them   B [rows, T, G, N]
+    """
+    rows, time, heads, width = driven.shape
+    groups = B.shape[2]
+    after = torch.matmul(driven.view(rows, time, groups, -1).permute(0, 2, 3, 1), B.transpose(1, 2))
+    after = after.view(rows, heads, width, -1)
+    states[target] = after.addcmul_(states.index_select(0, source), left)
 
 
 def _drive(states: Tensor, target: Slots, before: Tensor, x: Tensor, B: Tensor) -> Tensor:

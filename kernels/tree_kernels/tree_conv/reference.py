@@ -14,7 +14,8 @@ def tree_conv(raw: Tensor, taps: Tensor, weight: Tensor, bias: Tensor) -> Tensor
     """
     rows, width = taps.shape
     seen = raw.index_select(0, taps.t().reshape(-1)).view(width, rows, -1).float()
-    out = seen[0].mul_(weight[0])
-    for tap in range(1, width):
-        out.addcmul_(seen[tap], weight[tap])
+    first, *rest = zip(seen.unbind(0), weight.unbind(0), strict=True)
+    out = first[0].mul_(first[1])
+    for inputs, factors in rest:
+        out.addcmul_(inputs, factors)
     return F.silu(out.add_(bias)).to(raw.dtype)

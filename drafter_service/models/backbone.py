@@ -1,0 +1,53 @@
+"""The part of a Mamba language model that both kinds share: embedding, layers of norm and mixer, norm and head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tree_layers.mixers import unit_rms
+
+Mixer = TypeVar("Mixer")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Backbone(Generic[Mixer]):
+    """d model width, V tokens that the tokenizer knows."""
+
+    embedding: Tensor  # [configured vocabulary, d]
+    layers: tuple[tuple[Tensor, Mixer], ...]  # the norm's weight [d], the mixer
+    norm: Tensor  # [d]
+    head: Tensor  # [d, V]
+    eps: float
+    residual: torch.dtype  # of the sum that runs through the layers
+
+    @property
+    def vocabulary(self) -> int:
+        return self.head.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and activations."""
+        return self.embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    def through(self, tokens: Tensor, mix: Callable[[int, Mixer, Tensor], Tensor]) -> Tensor:
+        """Hidden [..., d] of tokens [...]; `mix` runs a layer's mixer, which it is given with the layer's number."""
+        hidden = F.embedding(tokens, self.embedding)
+        for layer, (norm, mixer) in enumerate(self.layers):
+            hidden = hidden.to(self.residual) + mix(layer, mixer, self._norm(hidden, norm))
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [rows, d] -> [rows, V] float32."""
+        return torch.mm(self._norm(hidden, self.norm), self.head).float()
+
+    def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        return unit_rms(hidden.float(), self.eps).to(weight.dtype) * weight

@@ -1,0 +1,97 @@
+"""The memory of Mamba-2 drafters: a node holds its inputs, and a text alone a state (ALGORITHMS 1.5)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from dendro.shelf import Arrays
+from torch import Tensor
+from tree_kernels.level_scan import Lines
+from tree_layers.mixers import Mamba2Mixer, Root
+from tree_layers.nodes import LevelStep, NodeStates
+from tree_layers.states import as_slots
+
+from drafter_service.models.backbone import Backbone
+from drafter_service.plan import NO_NODE, Chains, Fold, Level
+
+
+class InputMemory:
+    """Text slots with states, node slots with inputs."""
+
+    def __init__(self, model: Backbone[Mamba2Mixer], texts: int, nodes: int) -> None:
+        self._model = model
+        shape = model.layers[0][1].shape
+        self._memory = NodeStates(shape, len(model.layers), texts, nodes, model.dtype, model.device)
+        self._factors = torch.stack([mixer.A for _, mixer in model.layers])[:, None, None]  # [layers, 1, 1, H]
+
+    @property
+    def layout(self) -> str:
+        return self._memory.texts.layout
+
+    @property
+    def text_bytes(self) -> int:
+        return len(self._model.layers) * self._memory.shape.state.bytes_of(torch.float32)
+
+    @property
+    def node_bytes(self) -> int:
+        return len(self._model.layers) * self._memory.shape.node_bytes
+
+    def save(self, text: int, tokens: int) -> Arrays:
+        return self._memory.texts.save(text)
+
+    def check(self, arrays: Arrays, tokens: int) -> None:
+        self._memory.texts.check(arrays)
+
+    def load(self, text: int, arrays: Arrays) -> None:
+        self._memory.texts.load(text, arrays)
+
+    def chain(self, rows: Chains) -> Tensor:
+        memory, device = self._memory, self._model.device
+        source, kept = torch.from_numpy(rows.source).to(device), torch.from_numpy(rows.kept).to(device)
+        target, root = as_slots(rows.target, device), None
+        if len(rows.roots):
+            # Below texts that end before them: what their taps point to is written by this chain.
+            memory.hang(rows.roots, rows.target, np.full_like(rows.roots, NO_NODE))
+            root = Root(torch.arange(len(rows.roots), device=device), *memory.slots(rows.roots))
+
+        def mix(layer: int, mixer: Mamba2Mixer, u: Tensor) -> Tensor:
+            return mixer.chain(u, memory.layers[layer], source, kept, target, root)
+
+        return self._model.through(torch.from_numpy(rows.tokens).to(device), mix)
+
+    def level(self, rows: Level) -> Tensor:
+        memory, device = self._memory, self._model.device
+        written = rows.slots
+        taps = memory.hang(written, rows.texts.repeat(rows.counts), rows.parents)
+        trees, new = len(rows.counts), int(rows.counts.max())
+        places = None
+        if len(written) < trees * new:
+            last = new * np.arange(1, trees + 1) - np.cumsum(rows.counts)  # of a tree's padded rows, less of its rows
+            places = torch.from_numpy(np.arange(len(written)) + last.repeat(rows.counts)).to(device)
+        slots, raw = memory.slots(written)
+        step = LevelStep(
+            slots=slots,
+            raw=raw,
+            taps=torch.from_numpy(taps).to(device),
+            nodes=as_slots(rows.nodes.ravel(), device),
+            trees=trees,
+            lines=Lines.of(rows.lines, new, device),
+            texts=rows.texts.tolist(),
+            places=places,
+            new=new,
+        )
+
+        def mix(layer: int, mixer: Mamba2Mixer, u: Tensor) -> Tensor:
+            return mixer.level(u, memory.layers[layer], step)
+
+        return self._model.through(torch.from_numpy(rows.tokens).to(device), mix)
+
+    def fold(self, folds: Sequence[Fold]) -> None:
+        paths = np.full((len(folds), max(len(fold.path) for fold in folds)), NO_NODE, np.int64)
+        for row, fold in enumerate(folds):
+            paths[row, : len(fold.path)] = fold.path
+        source = np.array([fold.source for fold in folds], np.int64)
+        target = np.array([fold.target for fold in folds], np.int64)
+        self._memory.fold(source, target, paths, self._factors)

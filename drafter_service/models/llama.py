@@ -1,0 +1,317 @@
+"""A small Llama as a drafter, for comparison with Mamba: its memory of a text is every token's keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from dendro.shapes import MAX_ROWS
+from dendro.shelf import Arrays
+from torch import Tensor
+from tree_layers.mixers import unit_rms
+from tree_layers.states import as_slots
+from tree_layers.weights import MAMBA_CONFIG, Checkpoint, CheckpointError
+
+from drafter_service.models.checked import known_tokens, whole
+from drafter_service.plan import NO_NODE, Chains, Fold, Level
+
+LEAST_ROOM = 64
+"""Tokens of the smallest text buffer; a text that outgrows its own gets one twice as large."""
+LENGTH_DEPENDENT = ("dynamic", "longrope")
+"""Rotary embeddings that change as a text grows: keys that are kept would have to be turned again."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LlamaLayer:
+    """d model width, H heads of D channels, K of them with keys and values, F hidden width."""
+
+    attention_norm: Tensor  # [d]
+    qkv: Tensor  # [d, (H + 2 K) D]
+    out: Tensor  # [H D, d]
+    mlp_norm: Tensor  # [d]
+    gate_up: Tensor  # [d, 2 F]
+    down: Tensor  # [F, d]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Rows of a forward that belong to one text. See `attend` for the words."""
+
+    rows: slice
+    text: Tensor  # [layers, tokens, 2, K, D] what the text's memory holds
+    nodes: Tensor | None  # [n] node slots that the rows see, their own among them; none: they see each other
+    bars: Tensor  # [rows, n] float32: minus infinity where a row does not see a node, else zero
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LlamaModel:
+    """V tokens that the tokenizer knows."""
+
+    embedding: Tensor  # [configured vocabulary, d]
+    layers: tuple[LlamaLayer, ...]
+    norm: Tensor  # [d]
+    head: Tensor  # [d, V]
+    eps: float
+    heads: int  # H
+    kv_heads: int  # K
+    width: int  # D
+    turns: Tensor  # [positions, 2, D] float32: cosine and sine of the rotary embedding, scaled
+    max_length: int
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> LlamaModel:
+        """Raises CheckpointError for what is missing, not supported, or of another shape than configured."""
+        config = checkpoint.config
+        d, count, vocabulary, hidden, heads, positions = (
+            whole(config, key)
+            for key in (
+                "hidden_size",
+                "num_hidden_layers",
+                "vocab_size",
+                "intermediate_size",
+                "num_attention_heads",
+                "max_position_embeddings",
+            )
+        )
+        kv_heads, width = config.get("num_key_value_heads") or heads, config.get("head_dim") or d // heads
+        for key, plain in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
+            if config.get(key, plain) != plain:
+                raise CheckpointError(f"{checkpoint.path}: {key} {config[key]!r} is not supported in a drafter")
+        if (checkpoint.path / MAMBA_CONFIG).is_file():
+            raise CheckpointError(
+                f"{checkpoint.path}: a Llama with mixers ({MAMBA_CONFIG}) is not supported in a drafter"
+            )
+        if heads % kv_heads:
+            raise CheckpointError(f"{checkpoint.path}: {heads} heads do not share {kv_heads} keys and values evenly")
+        known = known_tokens(checkpoint, vocabulary)
+
+        def take(name: str, *shape: int) -> Tensor:
+            return checkpoint.tensor(name, *shape).to(device, dtype)
+
+        def product(prefix: str, outs: dict[str, int], inner: int) -> Tensor:
+            """[inner, the sum of outs], in memory too: products of few rows are faster so."""
+            parts = [take(f"{prefix}.{name}.weight", out, inner) for name, out in outs.items()]
+            return torch.cat(parts).t().contiguous()
+
+        layers = []
+        for layer in range(count):
+            prefix = f"model.layers.{layer}"
+            projected = {"q_proj": heads * width, "k_proj": kv_heads * width, "v_proj": kv_heads * width}
+            layers.append(
+                LlamaLayer(
+                    attention_norm=take(f"{prefix}.input_layernorm.weight", d),
+                    qkv=product(f"{prefix}.self_attn", projected, d),
+                    out=product(f"{prefix}.self_attn", {"o_proj": d}, heads * width),
+                    mlp_norm=take(f"{prefix}.post_attention_layernorm.weight", d),
+                    gate_up=product(f"{prefix}.mlp", {"gate_proj": hidden, "up_proj": hidden}, d),
+                    down=product(f"{prefix}.mlp", {"down_proj": d}, hidden),
+                )
+            )
+        embedding = take("model.embed_tokens.weight", vocabulary, d)
+        head = embedding if config.get("tie_word_embeddings") else take("lm_head.weight", vocabulary, d)
+        return cls(
+            embedding=embedding,
+            layers=tuple(layers),
+            norm=take("model.norm.weight", d),
+            head=head[:known].t().contiguous(),
+            eps=float(config.get("rms_norm_eps", 1e-6)),
+            heads=heads,
+            kv_heads=kv_heads,
+            width=width,
+            turns=_turns(checkpoint, positions + MAX_ROWS).to(device),  # a tree may reach past the longest text
+            max_length=positions,
+        )
+
+    @property
+    def vocabulary(self) -> int:
+        return self.head.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    def memory(self, texts: int, nodes: int) -> KeyMemory:
+        return KeyMemory(self, texts, nodes)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [rows, d] -> [rows, V] float32."""
+        return torch.mm(self._norm(hidden, self.norm), self.head).float()
+
+    def through(self, tokens: Tensor, positions: Tensor, parts: Sequence[Rows], kept: Kept) -> Tensor:
+        """Hidden [rows, d] of tokens [rows] at these positions; `kept` takes in their keys and values."""
+        hidden = F.embedding(tokens, self.embedding)
+        cosine, sine = self.turns.index_select(0, positions)[:, :, None].unbind(1)  # [rows, 1, D] each
+        turned = self.heads + self.kv_heads
+        for number, layer in enumerate(self.layers):
+            seen = torch.mm(self._norm(hidden, layer.attention_norm), layer.qkv).view(len(tokens), -1, self.width)
+            turning, values = seen[:, :turned].float(), seen[:, turned:]
+            low, high = turning.chunk(2, 2)
+            turning = (turning * cosine).addcmul_(torch.cat((-high, low), 2), sine).to(seen.dtype)
+            queries, keys = turning[:, : self.heads], torch.stack((turning[:, self.heads :], values), 1)
+            kept.take(number, keys)
+            met = [
+                attend(queries[part.rows], part.text[number], kept.nodes(number, part, keys), part.bars)
+                for part in parts
+            ]
+            hidden = hidden + torch.mm(torch.cat(met).flatten(1), layer.out)
+            gate, up = torch.mm(self._norm(hidden, layer.mlp_norm), layer.gate_up).chunk(2, 1)
+            hidden = hidden + torch.mm(F.silu(gate) * up, layer.down)
+        return hidden
+
+    def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        return unit_rms(hidden.float(), self.eps).to(weight.dtype) * weight
+
+
+class Kept:
+    """Where the keys and values of a forward's rows go: [rows, 2, K, D] for each layer."""
+
+    def __init__(self, store: Tensor, slots: Any) -> None:
+        """store [layers, slots, 2, K, D]   slots: of the rows in it."""
+        self._store, self._slots = store, slots
+
+    def take(self, layer: int, keys: Tensor) -> None:
+        self._store[layer, self._slots] = keys
+
+    def nodes(self, layer: int, part: Rows, keys: Tensor) -> Tensor:
+        """[n, 2, K, D] what a part of the rows sees besides its text."""
+        return keys[part.rows] if part.nodes is None else self._store[layer].index_select(0, part.nodes)
+
+
+def attend(queries: Tensor, text: Tensor, nodes: Tensor, bars: Tensor) -> Tensor:
+    """Attention over a whole text and some nodes, without a copy of the text.
+
+    queries [rows, H, D]   text [tokens, 2, K, D], nodes [n, 2, K, D] keys and values   bars [rows, n] float32
+    returns [rows, H, D]
+    """
+    rows, heads, width = queries.shape
+    kv_heads = text.shape[2]
+    asked = queries.view(rows, kv_heads, -1, width).transpose(0, 1).reshape(kv_heads, -1, width) * width**-0.5
+    (text_keys, text_values), (keys, values) = (each.permute(1, 2, 0, 3).unbind(0) for each in (text, nodes))
+    near = torch.matmul(asked, keys.transpose(1, 2)).float().view(kv_heads, rows, -1, keys.shape[1])
+    near = near.add_(bars[:, None]).view(kv_heads, -1, keys.shape[1])
+    far = torch.matmul(asked, text_keys.transpose(1, 2)).float()
+    far, near = torch.cat((far, near), 2).softmax(2).to(queries.dtype).split((text.shape[0], keys.shape[1]), 2)
+    met = torch.matmul(far, text_values) + torch.matmul(near, values)
+    return met.view(kv_heads, rows, -1, width).transpose(0, 1).reshape(rows, heads, width)
+
+
+class KeyMemory:
+    """Text slots with the keys and values of all tokens, in buffers that double; node slots with those of a token.
+
+    A slot that changes hands keeps its buffer: what all texts together once needed is held.
+    """
+
+    def __init__(self, model: LlamaModel, texts: int, nodes: int) -> None:
+        self._model = model
+        self._token = (2, model.kv_heads, model.width)
+        none = torch.empty(len(model.layers), 0, *self._token, dtype=model.dtype, device=model.device)
+        self._texts = [none] * texts  # [layers, room, 2, K, D] each; the empty text's stays as it is
+        self._nodes = none.new_empty(len(model.layers), nodes, *self._token)
+        self._nodes[:, NO_NODE] = 0  # seen through a bar by trees that it pads
+
+    @property
+    def layout(self) -> str:
+        kind = str(self._model.dtype).split(".")[-1]
+        return f"keys-v1/{len(self._model.layers)}/{self._model.kv_heads}x{self._model.width}/{kind}"
+
+    @property
+    def text_bytes(self) -> int:
+        return self._model.max_length * self.node_bytes
+
+    @property
+    def node_bytes(self) -> int:
+        numbers = len(self._model.layers) * 2 * self._model.kv_heads * self._model.width
+        return numbers * self._model.dtype.itemsize
+
+    def save(self, text: int, tokens: int) -> Arrays:
+        kept = self._texts[text][:, :tokens].cpu()
+        return {"keys": (kept.view(torch.uint16) if kept.dtype == torch.bfloat16 else kept).numpy().copy()}
+
+    def check(self, arrays: Arrays, tokens: int) -> None:
+        shape = (len(self._model.layers), tokens, *self._token)
+        kind = "uint16" if self._model.dtype == torch.bfloat16 else "float32"
+        found = {name: (array.shape, str(array.dtype)) for name, array in arrays.items()}
+        if found != {"keys": (shape, kind)}:
+            raise ValueError(f"the arrays are {found}, not keys {shape} of {kind}")
+        if kind == "float32" and not np.isfinite(arrays["keys"]).all():
+            raise ValueError("a number is not finite")
+
+    def load(self, text: int, arrays: Arrays) -> None:
+        bits = torch.from_numpy(arrays["keys"])
+        keys = bits.view(torch.bfloat16) if self._model.dtype == torch.bfloat16 else bits
+        self._room(text, text, 0, keys.shape[1])[:, : keys.shape[1]] = keys
+
+    def chain(self, rows: Chains) -> Tensor:
+        count, time = rows.tokens.shape
+        causal = torch.full((time, time), -torch.inf, device=self._model.device).triu_(1)
+        parts = [
+            Rows(slice(row * time, (row + 1) * time), self._texts[source][:, :start], None, causal)
+            for row, (source, start) in enumerate(zip(rows.source.tolist(), rows.starts.tolist(), strict=True))
+        ]
+        # The padding of a short row may stand past all positions: nobody reads it.
+        positions = np.minimum(rows.starts[:, None] + np.arange(time), len(self._model.turns) - 1)
+        made = self._nodes.new_empty(len(self._model.layers), count * time, *self._token)
+        hidden = self._through(rows.tokens.ravel(), positions.ravel(), parts, Kept(made, slice(None)))
+        for row, (kept, start) in enumerate(zip(rows.kept.tolist(), rows.starts.tolist(), strict=True)):
+            room = self._room(int(rows.source[row]), int(rows.target[row]), start, kept)
+            room[:, start : start + kept] = made[:, row * time : row * time + kept]
+            if len(rows.roots):
+                self._nodes[:, int(rows.roots[row])] = made[:, row * time + kept]
+        return hidden.view(count, time, -1)
+
+    def level(self, rows: Level) -> Tensor:
+        parts, end = [], 0
+        for tree, count in enumerate(rows.counts.tolist()):
+            nodes, bars = rows.nodes[tree], np.where(rows.lines[tree, -count:], np.float32(0), np.float32(-np.inf))
+            text = self._texts[int(rows.texts[tree])][:, : int(rows.starts[tree])]
+            parts.append(Rows(slice(end, end + count), text, self._tensor(nodes), self._tensor(bars)))
+            end += count
+        kept = Kept(self._nodes, as_slots(rows.slots, self._model.device))
+        return self._through(rows.tokens, rows.positions, parts, kept)
+
+    def fold(self, folds: Sequence[Fold]) -> None:
+        for fold in folds:
+            room = self._room(fold.source, fold.target, fold.start, len(fold.path))
+            room[:, fold.start : fold.start + len(fold.path)] = self._nodes[:, list(fold.path)]
+
+    def _through(self, tokens: np.ndarray, positions: np.ndarray, parts: Sequence[Rows], kept: Kept) -> Tensor:
+        return self._model.through(self._tensor(tokens), self._tensor(positions), parts, kept)
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._model.device)
+
+    def _room(self, source: int, target: int, start: int, more: int) -> Tensor:
+        """The target's buffer, with the first `start` tokens of the source in it and room for `more`."""
+        room, before = self._texts[target], self._texts[source]
+        if room.shape[1] < start + more:
+            size = LEAST_ROOM
+            while size < start + more:
+                size *= 2
+            room = before.new_empty(len(before), size, *self._token)
+        elif source == target:
+            return room
+        room[:, :start] = before[:, :start]
+        self._texts[target] = room
+        return room
+
+
+def _turns(checkpoint: Checkpoint, positions: int) -> Tensor:
+    """[positions, 2, D] cosine and sine, by the library's own rules for the configuration's rope parameters."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = LlamaConfig(**checkpoint.config)
+    kind = (config.rope_parameters or {}).get("rope_type", "default")
+    if kind in LENGTH_DEPENDENT:
+        raise CheckpointError(f"{checkpoint.path}: rotary embeddings of type {kind} depend on the text's length")
+    rotary = LlamaRotaryEmbedding(config)
+    cosine, sine = rotary(torch.zeros(1), torch.arange(positions)[None])
+    return torch.stack((cosine[0], sine[0]), 1).float()

@@ -1,0 +1,5 @@
+"""Mamba-2 on the newest level of drafted trees, from nodes' inputs (README.md beside this file)."""
+
+from tree_kernels.level_scan.reference import Lines, NodeInputs, level_scan
+
+__all__ = ["Lines", "NodeInputs", "level_scan"]

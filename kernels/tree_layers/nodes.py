@@ -1,0 +1,151 @@
+"""Mamba-2's memory in which a tree's nodes keep their inputs, and texts their states (ALGORITHMS 1.5).
+
+Of a node there is what a layer's convolution and recurrence take in: no copy of a state. A level of a tree reads the
+text's state once; the nodes that the text goes through are folded into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from tree_kernels.level_scan import Lines, NodeInputs
+from tree_kernels.state_step import mamba2_drive, mamba2_fold
+from tree_kernels.state_step.reference import Slots
+
+from tree_layers.states import States, StateShape, as_slots
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeShape:
+    """What one layer keeps of a node."""
+
+    state: StateShape  # of a text; recurrent [H, P, N], conv [W - 1, channels]
+    groups: int  # G, of B
+
+    @property
+    def node_bytes(self) -> int:
+        """Bytes of a node."""
+        heads, width, size = self.state.recurrent
+        return 4 * (self.state.conv[1] + heads * width + self.groups * size + heads)
+
+
+class LayerNodes(NamedTuple):
+    """One layer's texts and nodes. All float32, whatever the activations: what is met again at every level is then
+    converted once."""
+
+    recurrent: Tensor  # [texts, H, P, N]
+    conv: Tensor  # [texts, W - 1, channels]
+    raw: Tensor  # [texts * (W - 1) + nodes, channels] before the convolution: the texts' last inputs, then the nodes
+    x: Tensor  # [nodes, H, P] after it
+    B: Tensor  # [nodes, G, N]
+    dt: Tensor  # [nodes, H] after softplus and clamp
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LevelStep:
+    """New nodes of several trees; the same for all layers."""
+
+    slots: Slots  # [rows] node slots that are written
+    raw: Slots  # [rows] the same among the raw inputs
+    taps: Tensor  # [rows, W] where each row's last raw inputs are, its own last
+    nodes: Slots  # [trees * most] node slots of the trees so far
+    trees: int
+    lines: Lines
+    texts: Sequence[int]  # [trees] text slots
+    places: Tensor | None  # [rows] of each row among trees * R padded ones; none where all trees have R
+    new: int  # R
+
+    def of(self, memory: LayerNodes) -> NodeInputs:
+        """What the recurrence has of the trees' nodes."""
+        return NodeInputs(*(self._of(store) for store in (memory.x, memory.B, memory.dt)))
+
+    def _of(self, store: Tensor) -> Tensor:
+        """[nodes, ...] -> [trees, most, ...]"""
+        found = store[self.nodes] if isinstance(self.nodes, slice) else store.index_select(0, self.nodes)
+        return found.unflatten(0, (self.trees, -1)) if self.trees > 1 else found.unsqueeze(0)
+
+    def pad(self, rows: Tensor) -> Tensor:
+        """[rows, ...] -> [trees, R, ...]"""
+        if self.places is not None:
+            blank = rows.new_zeros(self.trees * self.new, *rows.shape[1:])
+            rows = blank.index_copy_(0, self.places, rows)
+        return rows.view(self.trees, self.new, *rows.shape[1:])
+
+    def unpad(self, rows: Tensor) -> Tensor:
+        """[trees, R, ...] -> [rows, ...]"""
+        flat = rows.flatten(0, 1)
+        return flat if self.places is None else flat.index_select(0, self.places)
+
+
+class NodeStates:
+    """The texts and nodes of all layers, which are alike. Text slot 0 is the empty text, node slot 0 nobody's."""
+
+    def __init__(
+        self, shape: NodeShape, layers: int, texts: int, nodes: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.shape = shape
+        self._device = device
+        self._back, channels = shape.state.conv
+        # Empty rather than zeroed: an operating system hands out memory when it is first written.
+        raw = torch.empty(layers, texts * self._back + nodes, channels, device=device)
+        tails = raw[:, : texts * self._back].view(layers, texts, self._back, channels)
+        self.texts = States([shape.state] * layers, texts, dtype, device, list(tails))
+        self._raw = raw
+        heads, width, size = shape.state.recurrent
+        self._x = torch.empty(layers, nodes, heads, width, device=device)
+        self._B = torch.empty(layers, nodes, shape.groups, size, device=device)
+        self._dt = torch.empty(layers, nodes, heads, device=device)
+        for store in (self._x, self._B, self._dt):
+            store[:, 0] = 0
+        self._first = texts * self._back  # of the nodes among the raw inputs
+        self._taps = np.zeros((nodes, self._back + 1), np.int64)  # of each node
+        stores = zip(self.texts.recurrent, self.texts.conv, raw, self._x, self._B, self._dt, strict=True)
+        self.layers = [LayerNodes(*each) for each in stores]
+
+    def tail(self, texts: Ints) -> Ints:
+        """[texts, W - 1] where the last raw inputs of texts are."""
+        return texts[:, None] * self._back + np.arange(self._back)
+
+    def hang(self, slots: Ints, texts: Ints, parents: Ints) -> Ints:
+        """Take note of new nodes below others, or below a text where a parent is 0. Returns their taps [rows, W]"""
+        taps = np.empty((len(slots), self._back + 1), np.int64)
+        taps[:, :-1] = self._taps[parents, 1:]
+        taps[:, -1] = self._first + slots
+        roots = np.flatnonzero(parents == 0)
+        if len(roots):
+            taps[roots, :-1] = self.tail(texts[roots])
+        self._taps[slots] = taps
+        return taps
+
+    def slots(self, slots: Ints) -> tuple[Slots, Slots]:
+        """Nodes to write to, and where their raw inputs are."""
+        found = as_slots(slots, self._device)
+        if isinstance(found, slice):
+            return found, slice(self._first + found.start, self._first + found.stop)
+        return found, self._first + found
+
+    def fold(self, source: Ints, target: Ints, paths: Ints, factors: Tensor) -> None:
+        """Move texts on by the nodes that they went through, in all layers.
+
+        source, target [folds] text slots   paths [folds, T] node slots from the root on, 0 past a path's end
+        factors [layers, 1, 1, H] A of each layer
+        """
+        folds, depth = paths.shape
+        index = torch.from_numpy(paths.ravel()).to(self._device)
+        x, B, dt = (store.index_select(1, index).unflatten(1, (folds, depth)) for store in (self._x, self._B, self._dt))
+        ends = paths[np.arange(folds), (paths != 0).sum(1) - 1]
+        tails = torch.from_numpy(self._taps[ends][:, 1:].ravel()).to(self._device)
+        into = torch.from_numpy(self.tail(target).ravel()).to(self._device)
+        self._raw.index_copy_(1, into, self._raw.index_select(1, tails))
+        begin, end = torch.from_numpy(source).to(self._device), as_slots(target, self._device)
+        left, driven = mamba2_drive(x, dt, factors)
+        for layer, states in enumerate(self.texts.recurrent):
+            mamba2_fold(states, begin, end, left[layer], driven[layer], B[layer])

@@ -1,0 +1,37 @@
+"""Tiny checkpoints of every kind of drafter, of one tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import tiny_mamba
+import tiny_models
+from tiny_mamba import PADDED, VOCABULARY, write_tokenizer
+from transformers import PreTrainedModel
+
+Family = Literal["mamba", "mamba2", "llama"]
+FAMILIES: tuple[Family, ...] = ("mamba", "mamba2", "llama")
+POSITIONS = 2048
+
+__all__ = ["FAMILIES", "VOCABULARY", "Family", "make_drafter"]
+
+
+def make_drafter(folder: Path, family: Family, **settings: Any) -> PreTrainedModel:
+    """Write a checkpoint into `folder` and return the library's model of it, in float32; settings are a Llama's."""
+    if family != "llama":
+        return tiny_mamba.make_checkpoint(folder, family)
+    plain: dict[str, Any] = {
+        "vocab_size": PADDED,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": POSITIONS,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+    }
+    model = tiny_models.make_model("llama", **plain | settings)
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return model
