@@ -18,7 +18,7 @@ from tree_layers.memory import Pages
 from tree_layers.tree_mixers import Array, RecurrentMemory, RecurrentStep
 
 from verifier_service.models import Target
-from verifier_service.models.head import Logits
+from verifier_service.models.head import HEAD_ROWS, Logits
 from verifier_service.recurrent import Place, RecurrentRows, last_writers, recurrent_rows
 from verifier_service.rows import NO_ROWS, Ints, Outcome, Plan, pack, text_rows
 from verifier_service.shards import Bounds, Crew, Kept
@@ -79,8 +79,11 @@ class Runner:
         return self._logits(self._begin(plan)).all()[: len(plan.wanted)]
 
     def _logits(self, inputs: tuple[Tensor, Tensor, Tensor]) -> Logits:
-        """Of the padded wanted rows; workers that share the head make them now."""
-        return Logits(self.target.hidden(*inputs), self.target.logits_of, self.target.head.together)
+        """Of the padded wanted rows. A single block is made with the layers: a second call of the model costs time too;
+        and so does a head that workers share."""
+        if len(inputs[2]) <= HEAD_ROWS or self.target.head.together:
+            return Logits.made(self.target.logits(*inputs))
+        return Logits(self.target.hidden(*inputs), self.target.logits_of)
 
     def _begin(self, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
         """Tell the crew and the seats of a step's rows; returns the padded tokens, positions and wanted rows."""

@@ -54,14 +54,25 @@ def test_one_block_is_held_at_a_time():
     assert head.alive_before == [0, 0, 0]
 
 
-def test_workers_that_share_a_head_make_all_of_it_at_once():
-    """Each takes part, and none knows which rows the leader's walks will come to."""
-    head = Counted()
-    logits = Logits(torch.arange(float(ROWS))[:, None], head, together=True)
-    assert head.firsts == [0]
-    assert float(logits.row(ROWS - 1)) == 10.0 * (ROWS - 1)
-    assert torch.equal(logits.all(), 10.0 * torch.arange(float(ROWS))[:, None])
-    assert head.firsts == [0], "the others wait where one makes them twice"
+def test_logits_that_are_there_are_made_no_more():
+    there = torch.arange(float(ROWS))[:, None]
+    logits = Logits.made(there)
+    assert [float(logits.row(row)) for row in (0, ROWS - 1)] == [0.0, ROWS - 1.0]
+    assert torch.equal(logits.all(), there) and logits.took_s == 0
+
+
+@pytest.mark.parametrize("guesses, together, calls", [(24, False, 1), (63, False, 3), (63, True, 1)])
+def test_a_step_of_one_block_and_a_head_that_workers_share_take_one_call_of_the_model(
+    guesses, together, calls, tmp_path
+):
+    """Workers would wait for each other where logits are made twice, and none knows which rows walks will come to."""
+    tiny_models.make_checkpoint(tmp_path, "llama")
+    engine, tree = engine_of(tmp_path), DraftTree.of([5, *range(guesses)], [-1] + [0] * guesses)
+    engine.runner.target.head.together = together
+    made = []
+    engine.runner.target.model.register_forward_hook(lambda *_: made.append(1))
+    assert len(engine.logits_of([1, 2, 5], tree)) == guesses + 1
+    assert len(made) == 1 + calls, "one for the text; layers and two blocks are three"
 
 
 def big_tree(root: int, without: int) -> DraftTree:
@@ -84,6 +95,9 @@ def test_what_a_family_does_to_its_logits_after_the_product_is_done(family, tmp_
     found = engine_of(tmp_path).logits_of(ids, tiny_hybrids.tree_below(ids[-1]))
     truth = torch.stack([tiny_hybrids.oracle(model, path) for path in tiny_hybrids.paths_below(ids)])
     assert (found - truth).abs().max() < 1e-4 < 0.01 * truth.abs().max()
+    blocks = engine_of(tmp_path).logits_of(ids, big_tree(ids[-1], 0))
+    for row, path in ((0, ids), (1, [*ids, 1])):
+        assert (blocks[row] - tiny_hybrids.oracle(model, path)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("family", ["llama", "mamba2", *SCALED])

@@ -82,23 +82,21 @@ class Target:
 
         Reads and fills the run's pages.
         """
-        return self.logits_of(self.hidden(tokens, positions, wanted))
+        with self._threads_for(len(tokens)):
+            return self._forward(tokens, positions, wanted).logits[0]
 
     def hidden(self, tokens: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
         """The same before the head: [k, D]."""
-
-        def forward() -> object:
-            return self.model(
-                input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=wanted
-            )
-
         with self._threads_for(len(tokens)):
-            return self.head.take(forward)
+            return self.head.take(lambda: self._forward(tokens, positions, wanted))
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         """hidden [n, D] of any of these rows; returns [n, vocabulary] float32."""
         with self._threads_for(len(hidden)):
             return self.head.logits(hidden)
+
+    def _forward(self, tokens: Tensor, positions: Tensor, wanted: Tensor) -> Any:
+        return self.model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=wanted)
 
     @contextmanager
     def _threads_for(self, rows: int) -> Iterator[None]:

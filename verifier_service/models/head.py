@@ -29,7 +29,7 @@ class Head:
 
     def __init__(self, model: PreTrainedModel, product: Product, together: bool) -> None:
         """product: [..., D] hidden -> [..., vocabulary] float32 logits, before the library scales or caps them.
-        together: several workers make them, all of a step's rows at once, whether or not somebody asks for them."""
+        together: several workers make them, so all of a step's rows are made at once, whether or not somebody asks."""
         self.together = together
         self._model: Any = model
         self._product = product
@@ -88,15 +88,20 @@ class Head:
 class Logits:
     """A step's wanted rows: block after block as they are asked for, the newest held."""
 
-    def __init__(self, hidden: Tensor, head: Product, together: bool = False) -> None:
-        """hidden [k, D]   head: [n, D] -> [n, vocabulary]   together: all rows at once, and now"""
-        self._blocks = (hidden,) if together else hidden.split(HEAD_ROWS)
+    def __init__(self, hidden: Tensor, head: Product) -> None:
+        """hidden [k, D]   head: [n, D] -> [n, vocabulary]"""
+        self._blocks = hidden.split(HEAD_ROWS)
         self._head = head
         self._block = -1
         self._held = hidden  # replaced by logits before it is read
         self.took_s = 0.0
-        if together:
-            self.row(0)
+
+    @classmethod
+    def made(cls, logits: Tensor) -> Logits:
+        """Of logits [k, vocabulary] that there are already."""
+        found = cls(logits, lambda block: block)
+        found._blocks, found._block = (logits,), 0
+        return found
 
     def row(self, row: int) -> Tensor:
         """[1, vocabulary] float32."""
@@ -109,6 +114,6 @@ class Logits:
         return self._held[at : at + 1]
 
     def all(self) -> Tensor:
-        """[k, vocabulary] float32. What is held is not made again: workers would wait for each other."""
+        """[k, vocabulary] float32. What is held is not made again."""
         made = (self._held if place == self._block else self._head(rows) for place, rows in enumerate(self._blocks))
         return torch.cat([*made])
