@@ -344,7 +344,9 @@ class Ingress:
         before = len(job.prompt)
         verifier = self._places.verifier(job.served.name, text)
         drafter = self._places.drafter(job.served.name, text, tally.place, job.asked.deadline_s)
-        proposals = self._libraries[job.served.name].around(drafter, job.tenant, job.asked.proposed_rows)
+        proposals = self._libraries[job.served.name].around(
+            drafter, job.tenant, job.asked.proposed_rows, job.sampling.temperature
+        )
         if proposals is not None:
             drafter, tally.offer = proposals, partial(proposals.offer, text)
         try:

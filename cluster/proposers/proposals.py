@@ -6,7 +6,7 @@ text itself says how it goes on. Where the drafter is late, lost or there is non
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from dendro.shapes import TreeShape
 from dendro.text import Text
 from dendro.tree import DraftTree
 
-from cluster.policies.experience import row_bucket
+from cluster.policies.experience import row_bucket, temperature_class
 from cluster.proposers.chances import Chances
 from cluster.proposers.lookup import Lookup
 from cluster.proposers.merge import merge
@@ -111,16 +111,18 @@ class Library:
         self._names = names
         self._max_rows = max_rows
         self._max_depth = max_depth
-        self._chances = Chances()
+        self._chances: defaultdict[str, Chances] = defaultdict(Chances)  # by temperature class
         self._outputs: OrderedDict[str, Outputs] = OrderedDict()
 
-    def around(self, drafter: DrafterHandle, tenant: str, max_rows: int) -> Proposals | None:
+    def around(self, drafter: DrafterHandle, tenant: str, max_rows: int, temperature: float) -> Proposals | None:
         """A request's drafter with its proposers; None where there are none for it. `max_rows` is what the request lets
-        a tree have."""
+        a tree have. What is repeated word for word at one temperature is not at another, so chances are counted apart.
+        """
         if not self._names or max_rows == 1:
             return None
         proposers = [self._proposer(name, tenant) for name in self._names]
-        return Proposals(drafter, proposers, self._chances, min(max_rows, self._max_rows), self._max_depth)
+        chances = self._chances[temperature_class(temperature)]
+        return Proposals(drafter, proposers, chances, min(max_rows, self._max_rows), self._max_depth)
 
     def _proposer(self, name: str, tenant: str) -> Proposer:
         if name == Lookup.name:

@@ -207,11 +207,11 @@ async def test_an_answer_is_found_again_by_its_tenant_alone():
     first = a_text([1, 2, 3, 40, 41, 42, 43], "one", prompt=3)
 
     async def guesses(tenant: str) -> list[tuple[int, ...]]:
-        handle = library.around(NoDrafter(), tenant, MAX_ROWS)
+        handle = library.around(NoDrafter(), tenant, MAX_ROWS, 0.0)
         return paths(await handle.draft(a_text([9, 40, 41], tenant), LevelShape((1, 1, 1))))
 
     assert await guesses("one") == []
-    handle = library.around(NoDrafter(), "one", MAX_ROWS)
+    handle = library.around(NoDrafter(), "one", MAX_ROWS, 0.0)
     await handle.close(first)
     await handle.close(first)
     assert await guesses("one") == [(42,), (42, 43)]
@@ -338,19 +338,21 @@ async def test_proposals_fill_the_rows_that_would_only_pad_and_no_more():
         (LevelShape((3, 2, 1)), 12, 12),
         (OFF, 64, 1),
     ):
-        handle = Library(("lookup", "suffix"), max_rows, 16).around(NoDrafter(), "", MAX_ROWS)
+        handle = Library(("lookup", "suffix"), max_rows, 16).around(NoDrafter(), "", MAX_ROWS, 0.0)
         assert (await handle.draft(a_text(ids), shape)).rows == rows, shape
-    own_limit = Library(("lookup",), 64, 16).around(NoDrafter(), "", 5)
+    own_limit = Library(("lookup",), 64, 16).around(NoDrafter(), "", 5, 0.0)
     assert (await own_limit.draft(a_text(ids), LevelShape((3, 2, 1)))).rows == 5
     shallow = (
-        await Library(("lookup",), 64, 3).around(NoDrafter(), "", MAX_ROWS).draft(a_text(ids), LevelShape((3, 2, 1)))
+        await Library(("lookup",), 64, 3)
+        .around(NoDrafter(), "", MAX_ROWS, 0.0)
+        .draft(a_text(ids), LevelShape((3, 2, 1)))
     )
     assert shallow.depths.max() == 3
 
 
 async def test_nothing_is_proposed_past_an_answers_end():
     text = Text([5, 5, 5, 5], Sampling(), Limits(7))
-    handle = Library(("lookup",), 64, 16).around(NoDrafter(), "", MAX_ROWS)
+    handle = Library(("lookup",), 64, 16).around(NoDrafter(), "", MAX_ROWS, 0.0)
     tree = await handle.draft(text, LevelShape((1,) * 7))
     assert tree.depths.max() == 2  # and the target's own token is the third
     append(text, [5, 5])
@@ -359,7 +361,7 @@ async def test_nothing_is_proposed_past_an_answers_end():
 
 async def test_proposals_are_held_against_what_came():
     library = Library(("lookup",), 64, 16)
-    handle, text, values = library.around(NoDrafter(), "", MAX_ROWS), a_text([1, 2, 3, 1, 2]), []
+    handle, text, values = library.around(NoDrafter(), "", MAX_ROWS, 0.0), a_text([1, 2, 3, 1, 2]), []
     for number in range(100, 140):  # what followed 1, 2 before never does again
         tree = await handle.draft(text, LevelShape((1,) * 7))
         values.append(float(tree.values[1]))
@@ -369,21 +371,34 @@ async def test_proposals_are_held_against_what_came():
 
 
 def test_without_names_a_drafter_is_left_alone():
-    assert Library((), 64, 16).around(NoDrafter(), "", MAX_ROWS) is None
-    assert Library(("lookup",), 64, 16).around(NoDrafter(), "", 1) is None, "a tree that may have its root alone"
+    assert Library((), 64, 16).around(NoDrafter(), "", MAX_ROWS, 0.0) is None
+    assert Library(("lookup",), 64, 16).around(NoDrafter(), "", 1, 0.0) is None, "a tree that may have its root alone"
+
+
+async def test_chances_are_counted_apart_for_each_class_of_temperatures():
+    """What never comes true at temperature 1 says nothing of greedy answers."""
+    library = Library(("lookup",), 64, 16)
+    warm, text = library.around(NoDrafter(), "", MAX_ROWS, 1.0), a_text([1, 2, 3, 1, 2])
+    for number in range(100, 140):
+        warm.offer(text)
+        append(text, [number, 1, 2])
+    last = a_text([1, 2, 3, 1, 2])
+    doubted = library.around(NoDrafter(), "", MAX_ROWS, 1.0).offer(last)
+    greedy = library.around(NoDrafter(), "", MAX_ROWS, 0.0).offer(last)
+    assert greedy.values[1] == pytest.approx(math.log(2 / 3)) and not (doubted.values[1:] > math.log(0.1)).any()
 
 
 async def test_what_is_offered_is_what_a_round_of_proposals_has():
     """And it is made once: neither the offer nor the tree is held twice against what came."""
     ids = [5, 6, 7, 8] * 4
     library = Library(("lookup", "suffix"), 64, 16)
-    handle, text = library.around(NoDrafter(), "", MAX_ROWS), a_text(ids)
+    handle, text = library.around(NoDrafter(), "", MAX_ROWS, 0.0), a_text(ids)
     offer = handle.offer(text)
     tree = await handle.draft(text, ProposedShape(3))
     assert tree.rows == 4 and tree.values.tolist() == sorted(offer.values.tolist(), reverse=True)[:4]
     append(text, [5, 6])
     handle.offer(text)
-    before = {kind: count.of for kind, count in library._chances.counts.items()}
+    before = {kind: count.of for kind, count in library._chances["greedy"].counts.items()}
     await handle.draft(text, LevelShape((1, 1)))
     handle.offer(text)
-    assert {kind: count.of for kind, count in library._chances.counts.items()} == before
+    assert {kind: count.of for kind, count in library._chances["greedy"].counts.items()} == before
