@@ -367,5 +367,6 @@ def pair_config(
 
 
 def demo_config(models: Path = DEMO_MODELS, drafter: str = "mamba2") -> Config:
-    """The bundled demo: one router, one verifier, one drafter, an embedded Redis."""
-    return pair_config(models / "target", [models / drafter])
+    """The bundled demo: one router, one verifier, one drafter, an embedded Redis. Its proposers forget an answer with
+    its text: a prompt that is shown or measured again is none whose answer is known."""
+    return pair_config(models / "target", [models / drafter], speculation={"proposers": ["lookup"]})
