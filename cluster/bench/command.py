@@ -42,7 +42,6 @@ from cluster.bench.speed import (
 from cluster.config import DEMO_MODELS, Config, demo_config
 from cluster.demo.measure import ANSWER_TOKENS, PROMPT_TOKENS
 from cluster.demo.prompts import held_out_prompts, load_tokenizer
-from cluster.proposers.lookup import Lookup
 from cluster.running import running
 
 THREADS = 2
@@ -102,8 +101,8 @@ def parse_temperatures(text: str) -> tuple[float, ...]:
 def target_config(models: Path, name: str) -> Config:
     """The demo's configuration with THREADS threads, its target swapped for a costly one where that is meant.
 
-    Nothing is shared between texts: prompts come again, and the library computes them again. Nor does any proposer
-    know a tenant's past answers: every way gives the same ones.
+    Nothing is shared between texts: prompts come again, and the library computes them again. Nor does any of the demo's
+    proposers know a tenant's past answers: every way gives the same ones.
     """
     config = demo_config(models)
     (target,) = config.targets.values()
@@ -111,8 +110,7 @@ def target_config(models: Path, name: str) -> Config:
     if name != DEMO:
         checkpoint = costly_checkpoint(checkpoint if name == COSTLY else models / MAMBA2_TARGET)
     swapped = target.model_copy(update={"checkpoint": checkpoint, "threads": THREADS, "share_prefixes": False})
-    speculation = config.speculation.model_copy(update={"proposers": (Lookup.name,)})
-    return config.model_copy(update={"targets": {name: swapped}, "speculation": speculation})
+    return config.model_copy(update={"targets": {name: swapped}})
 
 
 def parameter_count(checkpoint: Path) -> int:

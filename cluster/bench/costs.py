@@ -17,7 +17,8 @@ from dendro.shapes import MAX_ROWS, LevelShape, TreeShape
 from dendro.text import Sampling
 from dendro.tree import DraftTree
 
-from cluster.bench.traces import Peer, child_counts, is_static
+from cluster.bench.traces import Peer, is_static
+from cluster.policies.sequoia import forwarded_rows
 
 STEP_ROWS = (1, *range(8, MAX_ROWS + 1, 8))
 LEVEL_ROWS = (1, 2, 4, 8, 16, 31)
@@ -58,12 +59,7 @@ class Costs:
         """A static tree by its levels: the root's, which every tree has, and those of rows that get children."""
         if not is_static(shape):
             raise ValueError(f"shape: what {shape} costs was not measured")
-        counts = child_counts(shape)
-        levels, start, stop = [], 0, 1
-        while any(counts[start:stop]):
-            levels.append(sum(count > 0 for count in counts[start:stop]))
-            start, stop = stop, stop + sum(counts[start:stop])
-        return self.draft[LevelShape((1,))] + sum(self.level_us(rows) for rows in levels[1:])
+        return self.draft[LevelShape((1,))] + sum(map(self.level_us, forwarded_rows(shape)[1:]))
 
 
 def level_shapes() -> Mapping[int, tuple[LevelShape, LevelShape]]:

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 from dendro.calls import CloseCall, DraftCall, DrafterPeer, OpenCall, Terms, TextUpdate, VerifierPeer, VerifyCall
 from dendro.calls import new_opening as opening_id
-from dendro.shapes import LevelShape, NodeShape, ProposedShape, TreeShape
+from dendro.shapes import LevelShape, NodeShape, ProposedShape, TreeShape, child_counts
 from dendro.text import Limits, Sampling, Text, Tokens, Verdict
 from dendro.tree import DraftTree, FloatArray, IntArray
 from tree_kernels.noise import NoiseRows
@@ -158,21 +158,6 @@ def walk(tree: DraftTree, tokens: Sequence[int]) -> tuple[int, ...]:
             break
         path.append(row)
     return tuple(path)
-
-
-@functools.cache
-def child_counts(shape: TreeShape) -> tuple[int, ...]:
-    """Children of each row of a static tree, rows level by level. Raises ValueError for any other.
-
-    >>> child_counts(LevelShape((2, 1))), child_counts(NodeShape((2, 0, 1)))
-    ((2, 1, 1, 0, 0), (2, 0, 1, 0))
-    """
-    if isinstance(shape, NodeShape):
-        return shape.children + (0,) * (shape.rows - len(shape.children))
-    if isinstance(shape, LevelShape):
-        levels = zip((1, *shape.levels), (*shape.widths, 0), strict=True)
-        return tuple(width for rows, width in levels for _ in range(rows))
-    raise ValueError(f"shape: the form of {shape} is not fixed")
 
 
 @functools.cache

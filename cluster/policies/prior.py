@@ -14,12 +14,12 @@ from dataclasses import astuple, dataclass, field, fields
 from typing import Any, Protocol
 
 import numpy as np
-from dendro.shapes import MAX_ROWS, TreeShape
+from dendro.shapes import MAX_ROWS, TreeShape, child_counts
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 
 from cluster.policies.experience import PRIOR_ROUNDS, Cost, Costs, Length, temperature_class
-from cluster.policies.replay import RANKED, RankTrace, children_of, replayed
+from cluster.policies.replay import RANKED, RankTrace, replayed
 from cluster.policies.step_time import StepTime
 
 KEPT_ROUNDS = 64.0
@@ -114,7 +114,7 @@ class Prior:
             counts = self.ranks[depth]
             chances[depth] = (counts + BACK_OFF * chances[depth - 1]) / (counts.sum() + BACK_OFF)
         reached, depths = [1.0], [0]
-        for row, count in enumerate(children_of(shape)):
+        for row, count in enumerate(child_counts(shape)):
             chance = chances[min(depths[row], DEPTHS - 1)]
             reached += [reached[row] * float(chance[rank]) for rank in range(count)]
             depths += [depths[row] + 1] * count

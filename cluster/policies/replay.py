@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from dendro.shapes import LevelShape, NodeShape, TreeShape
+from dendro.shapes import LevelShape, NodeShape, TreeShape, child_counts
 from dendro.text import Verdict
 from dendro.tree import DraftTree, IntArray
 
@@ -31,19 +31,6 @@ WINDOW = 128
 def replayed(shape: TreeShape) -> bool:
     """Whether ranks say what a shape emits: where they do not reach, or values choose the tree, they do not."""
     return isinstance(shape, LevelShape | NodeShape) and not shape.off and shape.width <= RANKED
-
-
-def children_of(shape: TreeShape) -> tuple[int, ...]:
-    """How many children each row of a static tree has.
-
-    >>> children_of(LevelShape((2, 1))), children_of(NodeShape((2, 0, 1)))
-    ((2, 1, 1, 0, 0), (2, 0, 1, 0))
-    """
-    if isinstance(shape, NodeShape):
-        return shape.children + (0,) * (shape.rows - len(shape.children))
-    assert isinstance(shape, LevelShape)
-    levels = zip((1, *shape.levels), (*shape.widths, 0), strict=True)
-    return tuple(width for rows, width in levels for _ in range(rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +110,7 @@ def _steps(shapes: Sequence[TreeShape]) -> tuple[IntArray, IntArray, IntArray]:
     emitted = np.zeros((RANKED + 1, roots[-1]), np.int64)
     for shape, root in zip(shapes, roots.tolist(), strict=False):
         depths, child = [0], root + 1
-        for row, count in enumerate(children_of(shape)):
+        for row, count in enumerate(child_counts(shape)):
             following[:, root + row], emitted[:, root + row] = root, depths[row] + 1
             following[:count, root + row], emitted[:count, root + row] = range(child, child + count), 0
             depths += [depths[row] + 1] * count

@@ -29,7 +29,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 import numpy.typing as npt
-from dendro.shapes import MAX_ROWS, LevelShape, NodeShape, TreeShape
+from dendro.shapes import MAX_ROWS, NodeShape, TreeShape, child_counts
 
 from cluster.policies.experience import row_bucket
 
@@ -67,20 +67,6 @@ def chances(accept: Accept, depth: int) -> npt.NDArray[np.float64]:
     if not np.isfinite(table).all() or (table < 0).any() or (table.sum(1) > 1 + 1e-9).any():
         raise ValueError("accept: each must be a chance, and those of siblings together at most 1")
     return table[np.minimum(np.arange(depth), len(table) - 1)]
-
-
-def child_counts(shape: TreeShape) -> tuple[int, ...]:
-    """Children of each row of a tree whose form is fixed, rows level by level.
-
-    Raises ValueError for a shape whose form depends on the drafter.
-    """
-    if isinstance(shape, NodeShape):
-        return shape.children + (0,) * (shape.rows - len(shape.children))
-    if isinstance(shape, LevelShape):
-        above = (1, *shape.levels)
-        levels = zip(above, (*shape.widths, 0), strict=True)
-        return tuple(width for rows, width in levels for _ in range(rows))
-    raise ValueError(f"shape: the form of {shape} depends on what the drafter believes")
 
 
 def forwarded_rows(shape: TreeShape) -> tuple[int, ...]:

@@ -17,12 +17,12 @@ import numpy.typing as npt
 import torch
 from dendro.client import Asking, Complete, Round, SpeculationStats
 from dendro.errors import BadRequest, EngineFailed
-from dendro.shapes import TreeShape
+from dendro.shapes import TreeShape, child_counts
 from dendro.text import Sampling
 
 from cluster.config import Drafter
 from cluster.policies.experience import ROW_BUCKET, row_bucket
-from cluster.policies.sequoia import child_counts, forwarded_rows
+from cluster.policies.sequoia import forwarded_rows
 from drafter_service.models import load_model
 from drafter_service.plan import EMPTY_TEXT, Chains, Plan
 from drafter_service.runner import Runner

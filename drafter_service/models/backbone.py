@@ -1,4 +1,4 @@
-"""The part of a Mamba language model that both kinds share: embedding, layers of norm and mixer, norm and head."""
+"""The parts that language models share: their ends, and of Mambas the layers of norm and mixer between them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ Mixer = TypeVar("Mixer")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Backbone(Generic[Mixer]):
-    """d model width, V tokens that the tokenizer knows."""
+class Ends:
+    """What is before and behind the layers. d model width, V tokens that the tokenizer knows."""
 
     embedding: Tensor  # [configured vocabulary, d]
-    layers: tuple[tuple[Tensor, Mixer], ...]  # the norm's weight [d], the mixer
     norm: Tensor  # [d]
     head: Tensor  # [d, V]
     eps: float
-    residual: torch.dtype  # of the sum that runs through the layers
 
     @property
     def vocabulary(self) -> int:
@@ -38,16 +36,24 @@ class Backbone(Generic[Mixer]):
     def device(self) -> torch.device:
         return self.embedding.device
 
-    def through(self, tokens: Tensor, mix: Callable[[int, Mixer, Tensor], Tensor]) -> Tensor:
-        """Hidden [..., d] of tokens [...]; `mix` runs a layer's mixer, which it is given with the layer's number."""
-        hidden = F.embedding(tokens, self.embedding)
-        for layer, (norm, mixer) in enumerate(self.layers):
-            hidden = hidden.to(self.residual) + mix(layer, mixer, self._norm(hidden, norm))
-        return hidden
-
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [rows, d] -> [rows, V] float32."""
         return torch.mm(self._norm(hidden, self.norm), self.head).float()
 
     def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return unit_rms(hidden.float(), self.eps).to(weight.dtype) * weight
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Backbone(Ends, Generic[Mixer]):
+    """A Mamba language model."""
+
+    layers: tuple[tuple[Tensor, Mixer], ...]  # the norm's weight [d], the mixer
+    residual: torch.dtype  # of the sum that runs through the layers
+
+    def through(self, tokens: Tensor, mix: Callable[[int, Mixer, Tensor], Tensor]) -> Tensor:
+        """Hidden [..., d] of tokens [...]; `mix` runs a layer's mixer, which it is given with the layer's number."""
+        hidden = F.embedding(tokens, self.embedding)
+        for layer, (norm, mixer) in enumerate(self.layers):
+            hidden = hidden.to(self.residual) + mix(layer, mixer, self._norm(hidden, norm))
+        return hidden

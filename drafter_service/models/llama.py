@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from dendro.shapes import MAX_ROWS
 from dendro.shelf import Arrays
 from torch import Tensor
-from tree_layers.mixers import unit_rms
 from tree_layers.states import as_slots
 from tree_layers.weights import MAMBA_CONFIG, Checkpoint, CheckpointError
 
+from drafter_service.models.backbone import Ends
 from drafter_service.models.checked import known_tokens, whole
 from drafter_service.plan import NO_NODE, Chains, Fold, Level
 
@@ -48,14 +48,10 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LlamaModel:
-    """V tokens that the tokenizer knows."""
+class LlamaModel(Ends):
+    """A Llama language model."""
 
-    embedding: Tensor  # [configured vocabulary, d]
     layers: tuple[LlamaLayer, ...]
-    norm: Tensor  # [d]
-    head: Tensor  # [d, V]
-    eps: float
     heads: int  # H
     kv_heads: int  # K
     width: int  # D
@@ -126,24 +122,8 @@ class LlamaModel:
             max_length=positions,
         )
 
-    @property
-    def vocabulary(self) -> int:
-        return self.head.shape[1]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.embedding.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.embedding.device
-
     def memory(self, texts: int, nodes: int) -> KeyMemory:
         return KeyMemory(self, texts, nodes)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [rows, d] -> [rows, V] float32."""
-        return torch.mm(self._norm(hidden, self.norm), self.head).float()
 
     def through(self, tokens: Tensor, positions: Tensor, parts: Sequence[Rows], kept: Kept) -> Tensor:
         """Hidden [rows, d] of tokens [rows] at these positions; `kept` takes in their keys and values."""
@@ -165,9 +145,6 @@ class LlamaModel:
             gate, up = torch.mm(self._norm(hidden, layer.mlp_norm), layer.gate_up).chunk(2, 1)
             hidden = hidden + torch.mm(F.silu(gate) * up, layer.down)
         return hidden
-
-    def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        return unit_rms(hidden.float(), self.eps).to(weight.dtype) * weight
 
 
 class Kept:

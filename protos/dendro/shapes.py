@@ -7,10 +7,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 
 MAX_ROWS = 64
@@ -102,12 +102,12 @@ class LevelShape(TreeShape):
     def depth(self) -> int:
         return len(self.widths)
 
-    @cached_property
+    @functools.cached_property
     def levels(self) -> tuple[int, ...]:
         """Guesses of each level, without the root: (3,2,1) has 3, 6 and 6."""
         return tuple(prod(self.widths[: level + 1]) for level in range(self.depth))
 
-    @cached_property
+    @functools.cached_property
     def rows(self) -> int:
         return 1 + sum(self.levels)
 
@@ -144,7 +144,7 @@ class NodeShape(TreeShape):
     def __str__(self) -> str:
         return f"nodes({','.join(map(str, self.children))})"
 
-    @cached_property
+    @functools.cached_property
     def levels(self) -> tuple[int, ...]:
         """Guesses of each level, without the root."""
         levels, start, stop = [], 0, 1
@@ -157,7 +157,7 @@ class NodeShape(TreeShape):
     def depth(self) -> int:
         return len(self.levels)
 
-    @cached_property
+    @functools.cached_property
     def rows(self) -> int:
         return 1 + sum(self.children)
 
@@ -288,3 +288,18 @@ class ProposedShape(TreeShape):
 
 
 OFF = LevelShape(())
+
+
+@functools.cache
+def child_counts(shape: TreeShape) -> tuple[int, ...]:
+    """Children of each row of a static tree, rows level by level. Raises ValueError for any other.
+
+    >>> child_counts(LevelShape((2, 1))), child_counts(NodeShape((2, 0, 1)))
+    ((2, 1, 1, 0, 0), (2, 0, 1, 0))
+    """
+    if isinstance(shape, NodeShape):
+        return shape.children + (0,) * (shape.rows - len(shape.children))
+    if isinstance(shape, LevelShape):
+        levels = zip((1, *shape.levels), (*shape.widths, 0), strict=True)
+        return tuple(width for rows, width in levels for _ in range(rows))
+    raise ValueError(f"shape: the form of {shape} depends on what the drafter believes")

@@ -15,7 +15,16 @@ import pytest
 import tiny_mamba
 import torch
 from dendro.errors import BadRequest
-from dendro.shapes import OFF, BeamShape, DynamicShape, LevelShape, NodeShape, ProposedShape, TreeShape
+from dendro.shapes import (
+    OFF,
+    BeamShape,
+    DynamicShape,
+    LevelShape,
+    NodeShape,
+    ProposedShape,
+    TreeShape,
+    child_counts,
+)
 from dendro.state import NoStates
 from dendro.text import Limits, Text, Verdict
 from dendro.tree import DraftTree
@@ -31,7 +40,6 @@ from cluster.bench.traces import (
     Guesses,
     Peer,
     Trace,
-    child_counts,
     disagreements,
     grow_trees,
     guesses_of,

@@ -8,14 +8,13 @@ from itertools import product
 
 import numpy as np
 import pytest
-from dendro.shapes import BeamShape, LevelShape, NodeShape, TreeShape
+from dendro.shapes import BeamShape, LevelShape, NodeShape, TreeShape, child_counts
 
 from cluster.policies import leviathan
 from cluster.policies.experience import row_bucket
 from cluster.policies.sequoia import (
     best_tree,
     chances,
-    child_counts,
     expected_tokens,
     forwarded_rows,
     longest_trees,
