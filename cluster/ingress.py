@@ -135,9 +135,15 @@ class Tally:
     """Wraps a policy, keeps the account of its rounds, and times them for the router's experience."""
 
     def __init__(
-        self, asked: Asked, experience: Experience, place: Place, clock: Callable[[], float] = time.monotonic
+        self,
+        asked: Asked,
+        experience: Experience,
+        place: Place,
+        temperature: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.notes = Prior()
+        self._temperature = temperature
         self._policy = asked.policy
         self._experience = experience
         self.place = place
@@ -158,7 +164,7 @@ class Tally:
         now_s = self._clock()
         first = self.account.rounds == 0
         self._policy.learn(shape, tree, verdict)
-        self.notes.learn(shape, tree, verdict)
+        self.notes.learn(shape, tree, verdict, self._experience.worth(shape, tree, verdict, self._temperature))
         self.place.begun()
         took_us = 1e6 * (now_s - self._began_s)
         if not first:  # which waits for its text to be opened
@@ -307,7 +313,7 @@ class Ingress:
             if finish is None:
                 experience = self._experience[job.served.name]
                 with experience.running(fixed=not job.asked.free) as place:
-                    tally = Tally(job.asked, experience, place)
+                    tally = Tally(job.asked, experience, place, job.sampling.temperature)
                     try:
                         async with aclosing(_ahead(self._run(job, text, tally, stream, complete))) as chunks:
                             async for chunk in chunks:

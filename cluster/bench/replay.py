@@ -83,7 +83,7 @@ def run_policy(
             offer = partial(chances.tree, Lookup.name, proposal) if chances and proposal else None
             shape = policy.choose(offer)
             draft_us, step_us = costs.draft_us(shape), costs.step_us(trace.rows(shape, base))
-            tree = replace(trace.tree(shape, base), draft_us=round(draft_us))
+            tree = replace(trace.tree(shape, base), draft_us=round(draft_us), texts=1)
             if shape.drafted:
                 tree, traced = replace(tree, trace=trace.told(traced, base)), base
             path = trace.path(shape, base)

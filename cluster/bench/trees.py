@@ -61,11 +61,13 @@ def fixed_arms(configured: Sequence[TreeShape]) -> tuple[TreeShape, ...]:
 
 def grown_arms(configured: Sequence[TreeShape]) -> tuple[TreeShape, ...]:
     """Those of which a drafter must grow trees at every place, the masters instead of the dynamic trees cut from
-    them."""
+    them. Of static shapes, whose rounds follow from ranks, those that policies choose among: they learn from what
+    trees promise."""
     known = LevelShape | NodeShape | ProposedShape
     cut = {shape for rows in SIZES for shape in dynamic_shapes(rows)}
     others = [shape for shape in fixed_arms(configured) if not isinstance(shape, known) and shape not in cut]
-    return (*MASTERS, *others, WIDE)
+    judged = [shape for shape in configured if shape.drafted and is_static(shape)]
+    return (*MASTERS, *others, WIDE, *judged)
 
 
 def cut_trees(trace: Trace) -> None:

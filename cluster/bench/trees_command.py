@@ -177,7 +177,8 @@ async def record(
     traces: dict[tuple[str, float], list[Trace]] = {}
     costs: dict[tuple[str, float], Costs] = {}
     live: list[dict[str, Any]] = []
-    checked, differing, places = PAPER[0], 0, 0
+    grown = [*grown_arms(arms), PAPER[0]]
+    checked, differing, places = [shape for shape in grown if is_static(shape)], 0, 0
     async with verifier_of(config, settings.prompts * len(KINDS), settings.tokens) as verifier:
         step = begin("answers", len(settings.temperatures))
         answers = {each: await write_answers(verifier, settings, each, step) for each in settings.temperatures}
@@ -200,7 +201,6 @@ async def record(
                     costs[name, temperature] = Costs(steps[temperature], drafts)
                 if name != main:
                     continue
-                grown = [*grown_arms(arms), checked]
                 batches = -(-settings.prompts * len(KINDS) // SIDE_BY_SIDE)
                 step = begin(f"trees of {name}", len(settings.temperatures) * batches * settings.tokens)
                 for temperature in settings.temperatures:
@@ -210,7 +210,7 @@ async def record(
                     for trace in mine:
                         record_proposals(trace, [arm for arm in arms if isinstance(arm, ProposedShape)])
                         cut_trees(trace)
-                        differing += disagreements(trace, checked)
+                        differing += sum(disagreements(trace, shape) for shape in checked)
                         places += trace.answer.tokens
                 if settings.live:
                     shapes = live_shapes()
@@ -233,7 +233,7 @@ async def record(
         "tokens": settings.tokens,
         "repetitions": settings.repetitions,
         "places": places,
-        "checked_shape": str(checked),
+        "checked_shapes": [str(shape) for shape in checked],
         "disagreements": differing,
     }
     return Recorded(traces, costs, main, arms), {"plan": plan, "live": live}

@@ -34,9 +34,9 @@ def facts_of(report: Report) -> Iterator[str]:
         f"answers of {plan['tokens']} tokens, recorded once: every way to guess is replayed on the same answers"
     )
     yield (
-        f"Trees grown at {plan['places']:,} places by {plan['drafter']} in {plan['drafter_dtype']}; those of static "
-        f"shape were not grown but read off the ranks, and where both were done ({plan['checked_shape']}) "
-        f"{plan['disagreements']} of {plan['places']:,} places differ"
+        f"Trees grown at {plan['places']:,} places by {plan['drafter']} in {plan['drafter_dtype']}; other static "
+        f"shapes were read off the ranks, and where both were done ({', '.join(plan['checked_shapes'])}) "
+        f"{plan['disagreements']} of {plan['places'] * len(plan['checked_shapes']):,} rounds differ"
     )
     yield (
         "Tokens a second are predicted: tokens over the round times of the cost table, which has no router, hops or "

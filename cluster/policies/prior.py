@@ -64,7 +64,7 @@ class PriorKey:
 
 @dataclass(slots=True)
 class Prior:
-    """What rounds of one kind emitted. Also the notes of a single request, which become part of its kind's."""
+    """What rounds of one kind came to. Also the notes of a single request, which become part of its kind's."""
 
     lengths: dict[TreeShape, Length] = field(default_factory=dict)
     ranks: np.ndarray = field(default_factory=lambda: np.zeros((DEPTHS, RANKED + 1)))
@@ -73,13 +73,14 @@ class Prior:
     costs: dict[int, Costs] = field(default_factory=dict)  # by load class
     _trace: RankTrace = field(default_factory=RankTrace)
 
-    def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:
-        """Take in one round of the request whose notes these are. One whose tree did not come says nothing."""
+    def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict, worth: float) -> None:
+        """Take in one round of the request whose notes these are, and what it was worth (`Experience.worth`). One whose
+        tree did not come says nothing."""
         told = self._trace.learn(tree, verdict)
         for rank, depth in zip(told.ranks, told.depths, strict=True):
             self.ranks[min(depth, DEPTHS) - 1, rank] += 1
         if tree.guesses and not tree.missed:
-            self.lengths.setdefault(shape, Length()).learn(verdict.length)
+            self.lengths.setdefault(shape, Length()).learn(worth)
 
     def add(self, other: Prior) -> None:
         """Take another's rounds in; what was there weighs KEPT_ROUNDS at most."""

@@ -36,8 +36,8 @@ arm, one that never comes does."""
 class RatePolicy(ABC):
     """The policy of one request on the router's experience. `off` emits one token a round, which needs no exploring.
 
-    `lengths` are what this request's own rounds emitted, on top of the prior: that of the request's kind where it knows
-    the arm, else the router's own of its temperature.
+    `lengths` are what this request's own rounds were worth (`Experience.worth`), on top of the prior: that of the
+    request's kind where it knows the arm, else the router's own of its temperature.
     """
 
     def __init__(
@@ -96,12 +96,11 @@ class RatePolicy(ABC):
             if tree.missed and not tree.draft_us:
                 return
             self._opening = 0
-        self.observe(shape, verdict)
-        self.experience.learn(shape, tree, verdict, self.temperature)
+        self.observe(shape, self.experience.learn(shape, tree, verdict, self.temperature))
 
-    def observe(self, shape: TreeShape, verdict: Verdict) -> None:
-        """Take in what a round emitted that says something of its arm."""
-        self.lengths[shape].learn(verdict.length)
+    def observe(self, shape: TreeShape, tokens: float) -> None:
+        """Take in what a round was worth that says something of its arm."""
+        self.lengths[shape].learn(tokens)
 
     def _best(self, arms: Sequence[TreeShape]) -> TreeShape:
         """The arm of greatest index; ties go to the smaller tree."""

@@ -12,7 +12,6 @@ import math
 from collections.abc import Sequence
 
 from dendro.shapes import TreeShape
-from dendro.text import Verdict
 
 from cluster.policies.experience import Experience
 from cluster.policies.prior import NO_PRIOR, Prior
@@ -47,8 +46,8 @@ class RatioUCB(RatePolicy):
         # However hopeful: an arm's own guesses give no more than its depth and the target's own token.
         return min(length.mean + self._doubt / math.sqrt(length.rounds), max(length.mean, arm.depth + 1))
 
-    def observe(self, shape: TreeShape, verdict: Verdict) -> None:
-        super().observe(shape, verdict)
+    def observe(self, shape: TreeShape, tokens: float) -> None:
+        super().observe(shape, tokens)
         self._doubt = self._doubted()
 
     def _doubted(self) -> float:
@@ -78,7 +77,7 @@ class DiscountedUCB(RatioUCB):
         super().__init__(arms, experience, temperature, prior, beta)
         self.discount = discount
 
-    def observe(self, shape: TreeShape, verdict: Verdict) -> None:
+    def observe(self, shape: TreeShape, tokens: float) -> None:
         for length in self.lengths.values():
             length.rounds *= self.discount
-        super().observe(shape, verdict)
+        super().observe(shape, tokens)

@@ -26,7 +26,9 @@ class DraftTree:
 
     tokens: IntArray  # [rows]
     parents: IntArray  # [rows]; parents[0] == -1, otherwise 0 <= parents[i] < i; siblings in order of rank
-    values: FloatArray  # [rows] log of the estimated chance that the row is reached; only ever used to trim and merge
+    values: (
+        FloatArray  # [rows] log of the estimated chance that the row is reached; used to trim, merge and judge trees
+    )
     proposer: str = ""
     trace: npt.NDArray[np.int32] = field(default_factory=lambda: EMPTY_TRACE)
     """[tokens since its last tree] the drafter's rank of each text token; past its candidates, their number."""
@@ -92,6 +94,20 @@ class DraftTree:
             above = words[self.parents[row]] if row else np.uint64(0)
             words[row] = above | np.uint64(1) << np.uint64(row)
         return words.view(np.int64)
+
+    @cached_property
+    def promised(self) -> float | None:
+        """Tokens besides the target's own that a round with this tree is expected to emit, by its values: no more than
+        one at each depth.
+
+            sum over depths d >= 1 of min(1, sum of exp(value) over the rows of depth d)
+
+        None where all values are zero: whoever made it says nothing of its guesses.
+        """
+        if self.guesses and not self.values.any():
+            return None
+        chances = np.exp(self.values[1:].astype(np.float64))
+        return float(np.minimum(np.bincount(self.depths[1:], weights=chances), 1.0).sum())
 
     def path_to(self, row: int) -> list[int]:
         """The rows from the root to `row`, both included."""

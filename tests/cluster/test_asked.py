@@ -292,7 +292,7 @@ def test_a_tally_on_paper():
         (CHAIN, drafted(3, 2000), verdict(2, 4, 5000, 0), 8.0),  # cut: two accepted, one more and the target's not
     ]
     with experience.running() as place:
-        tally = Tally(Asked("fixed", Scripted([shape for shape, *_ in rounds])), experience, place, clock)
+        tally = Tally(Asked("fixed", Scripted([shape for shape, *_ in rounds])), experience, place, 0.0, clock)
         for shape, tree, found, wall_ms in rounds:
             clock.now_s += 0.25  # between rounds: the client is slow
             assert tally.choose() == shape

@@ -461,6 +461,43 @@ def test_of_what_is_offered_an_arm_counts_the_likeliest_rows_that_it_may_have():
     assert policy.tokens(PROPOSED) == policy.hoped(PROPOSED) != pytest.approx(2.65)
 
 
+def promising(arm: TreeShape, promise: float) -> DraftTree:
+    """A chain whose first guesses are sure, so that all of them promise so many tokens."""
+    values = [0.0] + [math.log(min(max(promise - depth, 1e-6), 1.0)) for depth in range(arm.depth)]
+    return DraftTree.of(range(arm.depth + 1), range(-1, arm.depth), values)
+
+
+def test_an_arm_is_judged_by_what_its_trees_promise_and_not_by_the_luck_of_its_rounds():
+    """Two arms that cost alike: one was lucky in a dozen rounds, the other's trees promise more."""
+    lucky, better = LevelShape((2, 1, 1, 1)), CHAIN
+    policy = RatioUCB([OFF, lucky, better], Experience(), temperature=1.0)
+    for _ in range(12):
+        policy.learn(lucky, promising(lucky, 1.5), verdict(4))
+        policy.learn(better, promising(better, 2.5), verdict(2))
+    assert policy.lengths[better].mean > policy.lengths[lucky].mean + 0.5
+
+
+@pytest.mark.parametrize("too_high", [0.5, 1.0, 2.0])
+def test_promises_are_believed_as_far_as_they_come_true_for_each_arm_by_itself(too_high):
+    """The chain's trees promise too much or too little, the other's the truth: both emit 2 tokens a round."""
+    experience, rng, other = Experience(), random.Random(3), LevelShape((2, 1, 1, 1))
+    worths = []
+    for _ in range(600):
+        for arm, factor in ((CHAIN, too_high), (other, 1.0)):
+            chance = rng.uniform(0.5, 1.5)
+            emitted = 1 + int(chance > 1) + int(rng.random() < chance % 1)
+            experience.learn(arm, promising(arm, factor * chance), verdict(emitted), 1.0)
+        worths.append(experience.worth(CHAIN, promising(CHAIN, too_high), verdict(1), 1.0))
+    assert worths[-1] == pytest.approx(2, rel=0.05)
+    assert experience.worth(CHAIN, tree(5), verdict(3), 1.0) == 3, "a tree without values promises nothing"
+    cut = replace(verdict(3), trimmed=2)
+    assert experience.worth(CHAIN, promising(CHAIN, 2.0), cut, 1.0) == 3, "nor do guesses that were left out"
+    assert experience.worth(PROPOSED, promising(CHAIN, 2.0), verdict(3), 1.0) == 3, "nor is it a drafter's word"
+    assert experience.worth(CHAIN, promising(CHAIN, 1.0), verdict(1), 0.0) == pytest.approx(2, 1e-5), (
+        "another temperature is another law"
+    )
+
+
 def test_a_house_that_does_not_guess_is_offered_nothing():
     policy, experience = known("ratio_ucb", [OFF, CHAIN, PROPOSED])
     asked = []

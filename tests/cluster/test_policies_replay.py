@@ -59,8 +59,10 @@ def ranks_of(kind: str, count: int = LENGTH) -> list[int]:
 class Toy:
     """The text says 1000, 1001, ...; the drafter has its token of position p among its candidates at rank ranks[p]."""
 
-    def __init__(self, ranks: Sequence[int]) -> None:
+    def __init__(self, ranks: Sequence[int], says: bool = False) -> None:
+        """`says`: its trees promise something, which has little to do with what comes of it"""
         self.ranks = ranks
+        self.rng = random.Random(1) if says else None
         self.text = Text([999], Sampling(), Limits(len(ranks)))
         self.told: int | None = None  # length of the text at the last tree
         self.first_told = self.told_before = 0  # at the first tree, and at the last that brought ranks
@@ -84,7 +86,10 @@ class Toy:
                 right.append(hit)
         told, self.told = self.told, base
         trace = self.ranks[told - 1 : base - 1] if told is not None else []
-        tree = DraftTree.of(tokens, parents)
+        values = [0.0] * len(tokens)
+        for row in range(1, len(tokens)) if self.rng else ():
+            values[row] = values[parents[row]] + math.log(self.rng.uniform(0.05, 1))
+        tree = DraftTree.of(tokens, parents, values)
         draft_us = 100 + 300 * shape.depth + 40 * shape.forwarded
         return replace(tree, trace=np.array(trace, np.int32), draft_us=draft_us)
 
@@ -162,13 +167,40 @@ def test_a_level_shapes_round_is_one_more_than_the_deepest_level_that_all_ranks_
             assert emitted(shape, ranks, start) == 1 + (passed + [False]).index(False)
 
 
-class Checked:
-    """A policy whose every choice is compared with what the reference chooses from the history alone."""
+def promised_by(tree: DraftTree) -> float | None:
+    """What a tree promises besides the target's own token: at most one at each depth."""
+    if tree.rows > 1 and all(value == 0 for value in tree.values):
+        return None
+    return sum(
+        min(1.0, sum(math.exp(tree.values[row]) for row in range(tree.rows) if tree.depths[row] == depth))
+        for depth in range(1, max(tree.depths) + 1)
+    )
 
-    def __init__(self, policy: Policy, reference: Callable[[list[tuple[TreeShape, int]]], TreeShape]) -> None:
+
+def worths(history: Sequence[tuple[TreeShape, int, float | None]]) -> list[tuple[TreeShape, float]]:
+    """Each round's shape and worth, from (shape, N, what its tree promised) of all rounds so far."""
+    found = []
+    for place, (shape, count, promised) in enumerate(history):
+        if promised is None or shape.off:
+            found.append((shape, float(count)))
+            continue
+        told = [(arm, n - 1, p) for arm, n, p in history[:place] if p is not None and not arm.off]
+        mine = [(came, p) for arm, came, p in told if arm == shape]
+        all_arms = (sum(came for _, came, _ in told) + 50) / (sum(p for *_, p in told) + 50)
+        own = (sum(came for came, _ in mine) + 50 * all_arms) / (sum(p for _, p in mine) + 50)
+        found.append((shape, 1 + own * promised))
+    return found
+
+
+class Checked:
+    """A policy whose every choice is compared with what the reference chooses from the history alone: every round's
+    shape and worth."""
+
+    def __init__(self, policy: Policy, reference: Callable[[list[tuple[TreeShape, float]]], TreeShape]) -> None:
         self.policy = policy
         self.reference = reference
-        self.history: list[tuple[TreeShape, int]] = []
+        self.history: list[tuple[TreeShape, float]] = []
+        self.rounds: list[tuple[TreeShape, int, float | None]] = []
 
     def choose(self) -> TreeShape:
         expected, chosen = self.reference(self.history), self.policy.choose()
@@ -176,7 +208,8 @@ class Checked:
         return chosen
 
     def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:
-        self.history.append((shape, verdict.length))
+        self.rounds.append((shape, verdict.length, promised_by(tree)))
+        self.history.append(worths(self.rounds)[-1])
         self.policy.learn(shape, tree, verdict)
 
 
@@ -303,7 +336,7 @@ async def test_full_information_chooses_as_re_runs_of_all_arms_do(kind):
     toy = Toy(ranks)
     rested = 0
 
-    def reference(history: list[tuple[TreeShape, int]]) -> TreeShape:
+    def reference(history: list[tuple[TreeShape, float]]) -> TreeShape:
         nonlocal rested
         told = ranks[toy.first_told - 1 : toy.told_before - 1] if toy.told_before else []
         trees = sum(not shape.off for shape, _ in history)
@@ -383,10 +416,11 @@ async def test_trees_that_do_not_come_are_given_up_for_off():
     assert Counter(shape.off for shape in chosen[40:])[False] <= 60 / PROBE_EVERY
 
 
-async def test_ratio_ucb_chooses_as_its_equation_does():
+@pytest.mark.parametrize("says", [False, True], ids=["by tokens", "by promises"])
+async def test_ratio_ucb_chooses_as_its_equation_does(says):
     experience = Experience()
 
-    def reference(history: list[tuple[TreeShape, int]]) -> TreeShape:
+    def reference(history: list[tuple[TreeShape, float]]) -> TreeShape:
         def hoped(arm: TreeShape) -> float:
             counts = [count for shape, count in history if shape == arm]
             if arm.off:
@@ -394,19 +428,20 @@ async def test_ratio_ucb_chooses_as_its_equation_does():
             if not counts:
                 return math.inf
             mean = sum(counts) / len(counts)
-            return min(mean + 0.25 * math.sqrt(2 * math.log(len(history)) / len(counts)), arm.depth + 1)
+            return min(mean + 0.25 * math.sqrt(2 * math.log(len(history)) / len(counts)), max(mean, arm.depth + 1))
 
         return best_rate(ARMS, experience, hoped)
 
     checked = Checked(RatioUCB(ARMS, experience, temperature=0.0), reference)
-    await run(checked, Toy(ranks_of("mixed")), LENGTH - 20)
+    await run(checked, Toy(ranks_of("mixed"), says), LENGTH - 20)
     assert len(checked.history) > 80
 
 
-async def test_discounted_ucb_chooses_as_sums_over_the_whole_history_do():
+@pytest.mark.parametrize("says", [False, True], ids=["by tokens", "by promises"])
+async def test_discounted_ucb_chooses_as_sums_over_the_whole_history_do(says):
     experience, discount = Experience(), 0.97
 
-    def reference(history: list[tuple[TreeShape, int]]) -> TreeShape:
+    def reference(history: list[tuple[TreeShape, float]]) -> TreeShape:
         weights = [discount ** (len(history) - 1 - place) for place in range(len(history))]
 
         def hoped(arm: TreeShape) -> float:
@@ -417,17 +452,17 @@ async def test_discounted_ucb_chooses_as_sums_over_the_whole_history_do():
                 return math.inf
             rounds = sum(w for w, _ in mine)
             mean = sum(w * count for w, count in mine) / rounds
-            return min(mean + 0.25 * math.sqrt(2 * math.log(max(sum(weights), 1)) / rounds), arm.depth + 1)
+            return min(mean + 0.25 * math.sqrt(2 * math.log(max(sum(weights), 1)) / rounds), max(mean, arm.depth + 1))
 
         return best_rate(ARMS, experience, hoped)
 
     checked = Checked(DiscountedUCB(ARMS, experience, temperature=0.0), reference)
-    await run(checked, Toy(ranks_of("prose")), LENGTH - 20)
+    await run(checked, Toy(ranks_of("prose"), says), LENGTH - 20)
     assert len(checked.history) > 80
 
 
 async def test_ucbspec_chooses_by_tokens_alone():
-    def reference(history: list[tuple[TreeShape, int]]) -> TreeShape:
+    def reference(history: list[tuple[TreeShape, float]]) -> TreeShape:
         counts = {arm: [count for shape, count in history if shape == arm] for arm in ARMS}
         for arm in ARMS:
             if not counts[arm]:
@@ -444,10 +479,11 @@ async def test_ucbspec_chooses_by_tokens_alone():
     assert len(checked.history) > 80
 
 
-async def test_thompson_chooses_as_one_conjugate_update_after_another_does():
+@pytest.mark.parametrize("says", [False, True], ids=["by tokens", "by promises"])
+async def test_thompson_chooses_as_one_conjugate_update_after_another_does(says):
     experience, rng = Experience(), np.random.default_rng([STREAM, 5])
 
-    def reference(history: list[tuple[TreeShape, int]]) -> TreeShape:
+    def reference(history: list[tuple[TreeShape, float]]) -> TreeShape:
         beliefs = {arm: (1 + arm.depth / 2, 1.0, 1.0, (arm.depth / 4) ** 2) for arm in ARMS}
         for shape, count in history:
             m, c, a, b = beliefs[shape]
@@ -462,7 +498,7 @@ async def test_thompson_chooses_as_one_conjugate_update_after_another_does():
         return best_rate(ARMS, experience, drawn.__getitem__)
 
     checked = Checked(Thompson(ARMS, experience, 0.0, seed=5), reference)
-    await run(checked, Toy(ranks_of("mixed")), LENGTH - 20)
+    await run(checked, Toy(ranks_of("mixed"), says), LENGTH - 20)
     assert len(checked.history) > 80
 
 

@@ -59,7 +59,7 @@ def answer(emit: int, rounds: int, shape: TreeShape = CHAIN, rank: int = 0) -> t
     notes, experience, trace = Prior(), Experience(), ()
     for _ in range(rounds):
         came = tree(shape, trace), verdict(emit, shape.rows)
-        notes.learn(shape, *came)
+        notes.learn(shape, *came, worth=emit)
         experience.learn(shape, *came, temperature=0.0)
         trace = (rank,) * (emit - 1) + (RANKED,)
     return notes, experience
@@ -117,7 +117,7 @@ def test_ranks_tell_of_arms_that_nobody_played(shape: TreeShape):
         ranks = []
         while len(ranks) < 5 and (not ranks or ranks[-1] == 0):
             ranks.append(rng.choices(range(RANKED + 1), chances)[0])
-        notes.learn(CHAIN, tree(CHAIN, trace), verdict(len(ranks)))
+        notes.learn(CHAIN, tree(CHAIN, trace), verdict(len(ranks)), len(ranks))
         trace = tuple(ranks)
     expected = {PAIR: 1 + 0.5 + 0.25, BUSHY: 1 + 0.8 + 0.8 * 0.7 * (1 + 0.7 + 0.7 * 0.5 + 0.7 * 0.25)}
     below = 0.7 + 0.5 * 0.7 + 0.5 * 0.5 * 0.5  # two children; the first has two; the first of these one
@@ -149,7 +149,7 @@ def test_a_kind_that_nobody_knows_begins_with_what_the_router_saw_of_others():
 
 def test_a_tree_that_did_not_come_says_nothing_of_its_arm():
     notes = Prior()
-    notes.learn(CHAIN, DraftTree.root_only(1), verdict(1))
+    notes.learn(CHAIN, DraftTree.root_only(1), verdict(1), 1)
     assert notes.length(CHAIN) is None
 
 
@@ -192,9 +192,9 @@ def test_no_draft_is_predicted_to_take_less_than_nothing():
 
 def test_a_round_of_proposals_alone_says_nothing_of_a_drafters_shape():
     notes = Prior()
-    notes.learn(CHAIN, replace(tree(CHAIN), missed=True), verdict(5, 5))
+    notes.learn(CHAIN, replace(tree(CHAIN), missed=True), verdict(5, 5), 5)
     assert notes.lengths == {}
-    notes.learn(CHAIN, tree(CHAIN), verdict(2, 5))
+    notes.learn(CHAIN, tree(CHAIN), verdict(2, 5), 2)
     assert notes.lengths[CHAIN].mean == 2
 
 

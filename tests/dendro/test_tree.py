@@ -1,3 +1,5 @@
+import math
+
 import numpy as np
 import pytest
 from dendro.shapes import MAX_ROWS, OFF, LevelShape
@@ -57,3 +59,11 @@ def test_a_full_tree_keeps_siblings_together_and_in_order_of_rank():
     assert tree.parents.tolist() == [-1, 0, 0, 1, 1, 2, 2]
     assert tree.children(2) == [5, 6]
     assert DraftTree.root_only(9).rows == full_tree(9, OFF, []).rows == 1
+
+
+def test_a_tree_promises_at_most_one_token_a_depth_and_nothing_where_it_has_no_values():
+    """Two siblings of 0.6 and 0.5, below them 0.3 and 0.2: 1 token and 0.5."""
+    values = [0.0, *map(math.log, (0.6, 0.5, 0.3, 0.2))]
+    assert DraftTree.of([1, 2, 3, 4, 5], [-1, 0, 0, 1, 2], values).promised == pytest.approx(1.5)
+    assert DraftTree.of([1, 2, 3], [-1, 0, 0]).promised is None
+    assert DraftTree.root_only(1).promised == 0
