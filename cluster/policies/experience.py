@@ -96,7 +96,7 @@ class Length:
 TRUSTED = 50.0
 """What is believed of promises before any were kept, in promised tokens."""
 REMEMBERED = 4096.0
-"""Promised tokens after which all of them weigh half: drafters learn."""
+"""Tokens, promised or come, after which all of them weigh half: drafters learn."""
 
 
 @dataclass(slots=True)
@@ -107,7 +107,7 @@ class Trust:
     promised: float = 0.0
 
     def learn(self, promised: float, came: int) -> None:
-        if self.promised >= REMEMBERED:
+        if max(self.came, self.promised) >= REMEMBERED:
             self.came, self.promised = self.came / 2, self.promised / 2
         self.came += came
         self.promised += promised
@@ -390,7 +390,7 @@ class Experience:
     def worth(self, shape: TreeShape, tree: DraftTree, verdict: Verdict, temperature: float) -> float:
         """Tokens by which a round speaks for its arm k: what its tree promised, as far as such promises come true.
 
-            1 + r_k P    P = E[N - 1 | the tree], by its values
+            1 + min(r_k P, depth of the tree)    P = E[N - 1 | the tree], by its values
             r_k = (came_k + m r) / (promised_k + m)    r = (came + m) / (promised + m)    m = TRUSTED
 
         Its mean is that of N, as r_k tends to what came over what was promised. But N hangs on luck besides: given the
@@ -404,7 +404,8 @@ class Experience:
         if promised is None:
             return verdict.length
         kind = temperature_class(temperature)
-        return 1 + promised * self._trust[kind, shape].share(self._trust[kind, None].share(1.0))
+        share = self._trust[kind, shape].share(self._trust[kind, None].share(1.0))
+        return 1 + min(promised * share, float(tree.depths.max()))
 
     def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict, temperature: float) -> float:
         """Take one round in. A late tree arrives as the root alone and carries the wait as its cost. Returns what the

@@ -498,6 +498,13 @@ def test_promises_are_believed_as_far_as_they_come_true_for_each_arm_by_itself(t
     )
 
 
+def test_a_drafter_that_says_too_little_of_its_guesses_makes_no_round_worth_more_than_its_tree():
+    experience = Experience()
+    for _ in range(2000):
+        experience.learn(CHAIN, promising(CHAIN, 0.001), verdict(5), 0.0)
+    assert experience.worth(CHAIN, promising(CHAIN, 3.0), verdict(1), 0.0) == 5
+
+
 def test_a_house_that_does_not_guess_is_offered_nothing():
     policy, experience = known("ratio_ucb", [OFF, CHAIN, PROPOSED])
     asked = []

@@ -188,7 +188,7 @@ def worths(history: Sequence[tuple[TreeShape, int, float | None]]) -> list[tuple
         mine = [(came, p) for arm, came, p in told if arm == shape]
         all_arms = (sum(came for _, came, _ in told) + 50) / (sum(p for *_, p in told) + 50)
         own = (sum(came for came, _ in mine) + 50 * all_arms) / (sum(p for _, p in mine) + 50)
-        found.append((shape, 1 + own * promised))
+        found.append((shape, 1 + min(own * promised, shape.depth)))
     return found
 
 
