@@ -56,7 +56,8 @@ arm that is judged by it is never tried again."""
 
 @dataclass(slots=True)
 class Cost:
-    """A smoothed cost in microseconds; the least of the first TRIED measurements to begin with."""
+    """A smoothed cost in microseconds; the least of the first TRIED measurements to begin with. Nothing was measured
+    where none was made: an arm whose drafts never come is known to cost none, until one does."""
 
     us: float = 0.0
     count: int = 0
@@ -67,8 +68,10 @@ class Cost:
 
     def learn(self, us: float) -> None:
         self.count += 1
-        if self.count <= TRIED:
-            self.us = us if self.count == 1 else min(self.us, us)
+        if not us:
+            return
+        if self.count <= TRIED or not self.us:
+            self.us = min(self.us or us, us)
             return
         step = max(COST_STEP, 1 / self.count)
         self.us += step * (min(us, OUTLIER * self.us) - self.us)
@@ -243,7 +246,7 @@ class DraftPlane:
     def at(self, shape: TreeShape, draft: Mapping[TreeShape, Cost]) -> float | None:
         """Microseconds of a draft of this shape, by what `draft` has of others; None where it has nothing."""
         if self._fresh >= REFIT:
-            self._fit({other: cost for other, cost in draft.items() if cost.known})
+            self._fit({other: cost for other, cost in draft.items() if cost.known and cost.us})
             self._fresh = 0
         if self.coefficients is None:
             return None
@@ -509,7 +512,7 @@ class Experience:
     def draft_ratio(self) -> float:
         """lambda_gamma of the paper: time of one drafter level over one plain target forward, 0.1 until measured."""
         plain_us = self.costs.step.at(ROW_BUCKET, self.degree)
-        levels = [cost.us / shape.depth for shape, cost in self.costs.draft.items() if cost.count]
+        levels = [cost.us / shape.depth for shape, cost in self.costs.draft.items() if cost.us]
         if not plain_us or not levels:
             return 0.1
         return min(levels) / plain_us

@@ -404,6 +404,23 @@ def test_rounds_before_the_drafter_is_open_count_for_no_arm_unless_it_never_come
     assert policy.lengths[CHAIN].rounds > 0
 
 
+@pytest.mark.parametrize("first", [0, 1, 3], ids="{} rounds before".format)
+def test_what_drafts_cost_is_learned_from_those_that_are_made_however_many_were_not(first):
+    """A drafter that comes late, and one that is gone for a round: neither makes its trees cheap for good."""
+    experience, gone = Experience(), replace(tree(1), missed=True)
+    for _ in range(first):
+        experience.learn(CHAIN, gone, verdict(1), 0.0)
+    for _ in range(2):
+        experience.learn(CHAIN, tree(5, 9_000), verdict(3), 0.0)
+        experience.learn(CHAIN, gone, verdict(1), 0.0)
+    assert experience.costs.draft[CHAIN].us == 9_000
+    for _ in range(2):
+        experience.learn(BUSHY, gone, verdict(1), 0.0)
+    assert experience.costs.draft_us(BUSHY) == 0, "known, so that it is not tried for ever"
+    assert experience.costs.draft_us(LevelShape((2, 1, 1, 1))) == pytest.approx(9_000), "by drafts that were made"
+    assert experience.draft_ratio > 0.1
+
+
 def test_a_round_in_which_nothing_was_proposed_counts_for_its_arm_and_says_nothing_of_the_drafter():
     policy = RatioUCB([OFF, CHAIN, PROPOSED], Experience(), temperature=0.0)
     policy.learn(PROPOSED, tree(1), verdict(1))
