@@ -22,6 +22,7 @@ from dendro.shapes import TreeShape
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 
+from cluster.policies.promises import Promises
 from cluster.policies.step_time import OUTLIER, StepTime, degree_of
 
 PRIOR_ROUNDS = 8.0
@@ -94,30 +95,6 @@ class Length:
     def at_most(self, rounds: float) -> Length:
         """The same, resting on so many rounds at most."""
         return Length(self.mean, min(self.rounds, rounds), self.variance)
-
-
-TRUSTED = 50.0
-"""What is believed of promises before any were kept, in promised tokens."""
-REMEMBERED = 4096.0
-"""Tokens, promised or come, after which all of them weigh half: drafters learn."""
-
-
-@dataclass(slots=True)
-class Trust:
-    """How much of what trees promise comes true."""
-
-    came: float = 0.0  # tokens besides the target's own
-    promised: float = 0.0
-
-    def learn(self, promised: float, came: int) -> None:
-        if max(self.came, self.promised) >= REMEMBERED:
-            self.came, self.promised = self.came / 2, self.promised / 2
-        self.came += came
-        self.promised += promised
-
-    def share(self, before: float) -> float:
-        """Tokens that come for each that is promised; `before` is what is believed without these."""
-        return (self.came + TRUSTED * before) / (self.promised + TRUSTED)
 
 
 def temperature_class(temperature: float) -> str:
@@ -359,8 +336,7 @@ class Experience:
     fixed: int = 0  # of them, those whose shape the client chose
     opening: int = 0  # texts that a peer processes before their rounds
     attends: bool = False  # whether the target has layers of attention: as its replica says, when it is met
-    _trust: defaultdict[tuple[str, TreeShape | None], Trust] = field(default_factory=lambda: defaultdict(Trust))
-    """By temperature class and arm; None: all arms together."""
+    promises: Promises = field(default_factory=Promises)
     _by_load: defaultdict[int, Costs] = field(default_factory=lambda: defaultdict(Costs))
 
     @property
@@ -391,24 +367,8 @@ class Experience:
             self.fixed -= fixed
 
     def worth(self, shape: TreeShape, tree: DraftTree, verdict: Verdict, temperature: float) -> float:
-        """Tokens by which a round speaks for its arm k: what its tree promised, as far as such promises come true.
-
-            1 + min(r_k P, depth of the tree)    P = E[N - 1 | the tree], by its values
-            r_k = (came_k + m r) / (promised_k + m)    r = (came + m) / (promised + m)    m = TRUSTED
-
-        Its mean is that of N, as r_k tends to what came over what was promised. But N hangs on luck besides: given the
-        tree it varies four times as much as P does from tree to tree (demo pair, temperature 1). So a few rounds tell
-        arms apart that many would not. (Rao and Blackwell's theorem, on a law that is learned.)
-
-        N itself where the tree promises nothing, where guesses of it were left out, and for trees of proposals alone,
-        whose promises their policy knows.
-        """
-        promised = _promised(shape, tree, verdict)
-        if promised is None:
-            return verdict.length
-        kind = temperature_class(temperature)
-        share = self._trust[kind, shape].share(self._trust[kind, None].share(1.0))
-        return 1 + min(promised * share, float(tree.depths.max()))
+        """Tokens by which a round speaks for its arm: see `Promises`."""
+        return self.promises.worth(temperature_class(temperature), shape, tree, verdict)
 
     def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict, temperature: float) -> float:
         """Take one round in. A late tree arrives as the root alone and carries the wait as its cost. Returns what the
@@ -428,10 +388,7 @@ class Experience:
         costs.rows[shape] = rows + COST_STEP * (tree.rows - rows)
         kind, worth = temperature_class(temperature), self.worth(shape, tree, verdict, temperature)
         costs.lengths.setdefault((kind, shape), Length()).learn(worth)
-        promised = _promised(shape, tree, verdict)
-        if promised is not None:
-            for arm in (shape, None):
-                self._trust[kind, arm].learn(promised, verdict.length - 1)
+        self.promises.learn(kind, shape, tree, verdict)
         return worth
 
     def learn_time(
@@ -516,8 +473,3 @@ class Experience:
         if not plain_us or not levels:
             return 0.1
         return min(levels) / plain_us
-
-
-def _promised(shape: TreeShape, tree: DraftTree, verdict: Verdict) -> float | None:
-    """What a round's tree promised of what was verified; None where nothing is known of that."""
-    return tree.promised if shape.drafted and not verdict.trimmed else None
