@@ -79,6 +79,7 @@ def load_drafter(name: str, drafter: Drafter, states: StateStore) -> DrafterEngi
 
     return DrafterEngine.load(
         drafter.checkpoint,
+        tokenizer=drafter.tokenizer,
         name=name,
         states=states,
         dtype=drafter.dtype,
@@ -99,6 +100,7 @@ def load_verifier(name: str, target: Target, states: StateStore, **workers: Any)
 
     return VerifierEngine.load(
         target.checkpoint,
+        tokenizer=target.tokenizer,
         name=name,
         states=states,
         dtype=getattr(torch, target.dtype),

@@ -25,8 +25,11 @@ def check_checkpoints(config: Config) -> None:
     for name, target in config.targets.items():
         where = f"targets.{name}.checkpoint"
         vocabularies[name] = _vocabulary(target.checkpoint, where)
-        if not any((target.checkpoint / file).exists() for file in TOKENIZER_FILES):
-            raise BadRequest(where, f"{target.checkpoint} has no tokenizer.json")
+        if not any((target.tokenizer_folder / file).exists() for file in TOKENIZER_FILES):
+            hint = "" if target.tokenizer else "; `tokenizer:` names another folder that has one"
+            raise BadRequest(
+                f"targets.{name}.{target.tokenizer_field}", f"{target.tokenizer_folder} has no tokenizer.json{hint}"
+            )
     for name, drafter in config.drafters.items():
         where = f"drafters.{name}.checkpoint"
         vocabulary = _vocabulary(drafter.checkpoint, where)

@@ -8,8 +8,8 @@ drafters:
 speculation: {policy: ratio_ucb, arms: ["off", "(1,1,1,1)", "(3,2,2,1,1)"]}
 ```
 
-Relative checkpoint paths start at the YAML file's folder. A key that we do not know is refused by its path; a value
-that does not fit is refused by the name of its field.
+Relative paths of checkpoints and tokenizers start at the YAML file's folder. A key that we do not know is refused by
+its path; a value that does not fit is refused by the name of its field.
 """
 
 from __future__ import annotations
@@ -98,6 +98,9 @@ class Model(Section):
     """What a target and a drafter share: one Serve deployment with `replicas` replicas."""
 
     checkpoint: Path
+    tokenizer: Path | None = None
+    """The folder whose tokenizer this model's token ids mean. Default: the checkpoint; state-spaces' own releases have
+    no tokenizer files."""
     dtype: Dtype = "bfloat16"
     threads: int = Field(default=1, ge=1)
     replicas: int = Field(default=1, ge=0)
@@ -106,6 +109,16 @@ class Model(Section):
     resources: Resources = Resources()
     max_sessions: int = Field(default=16, ge=1)
     """Texts that a replica holds at once."""
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """Where the tokenizer's files are."""
+        return self.checkpoint if self.tokenizer is None else self.tokenizer
+
+    @property
+    def tokenizer_field(self) -> str:
+        """The field that names it."""
+        return "checkpoint" if self.tokenizer is None else "tokenizer"
 
     @property
     def most_replicas(self) -> int:
@@ -325,7 +338,8 @@ class Config(Section):
 
 
 def _settled(model: SettledModel, folder: Path) -> SettledModel:
-    return model.model_copy(update={"checkpoint": (folder / model.checkpoint.expanduser()).resolve()})
+    paths = {"checkpoint": model.checkpoint, **({} if model.tokenizer is None else {"tokenizer": model.tokenizer})}
+    return model.model_copy(update={name: (folder / path.expanduser()).resolve() for name, path in paths.items()})
 
 
 def _first_fault(error: ValidationError) -> tuple[str, str]:

@@ -112,9 +112,9 @@ class Served:
         if not isinstance(vocabulary, int):
             raise BadRequest(where, f"{target.checkpoint}/config.json names no vocab_size")
         try:
-            tokenizer = CheckpointTokenizer(target.checkpoint)
+            tokenizer = CheckpointTokenizer(target.tokenizer_folder)
         except BadRequest as error:
-            raise BadRequest(where, error.reason) from error
+            raise BadRequest(f"targets.{name}.{target.tokenizer_field}", error.reason) from error
         if tokenizer.size > vocabulary:
             raise BadRequest(where, f"its tokenizer has {tokenizer.size} tokens, the model {vocabulary}")
         generation = target.checkpoint / "generation_config.json"

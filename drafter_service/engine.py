@@ -119,6 +119,7 @@ class DrafterEngine:
         cls,
         path: str | Path,
         *,
+        tokenizer: Path | None = None,
         name: str,
         states: StateStore,
         dtype: str = "float32",
@@ -131,6 +132,7 @@ class DrafterEngine:
     ) -> DrafterEngine:
         """Load a checkpoint. Raises BadRequest, naming the argument, for one that cannot be used.
 
+        tokenizer: the folder with the tokenizer, where that is not the checkpoint
         dtype: of weights and activations, float32 or bfloat16   threads: the model's share of the processor's cores
         max_rows: of a tree, its root among them   prefill_chunk: tokens of a prompt per forward
         """
@@ -151,7 +153,7 @@ class DrafterEngine:
             place = torch.device(device)
         except RuntimeError as error:
             raise BadRequest("device", str(error)) from error
-        model, checkpoint = load_model(path, DTYPES[dtype], place)
+        model, checkpoint = load_model(path, DTYPES[dtype], place, tokenizer)
         hello = Hello(
             protocol=PROTOCOL_VERSION,
             model=name,

@@ -62,6 +62,7 @@ class VerifierEngine:
         cls,
         path: str | Path,
         *,
+        tokenizer: Path | None = None,
         name: str,
         states: StateStore | None = None,
         dtype: torch.dtype = torch.bfloat16,
@@ -82,6 +83,7 @@ class VerifierEngine:
     ) -> Self:
         """Load a checkpoint and check the engine's rows; takes seconds. Raises BadRequest, naming the field.
 
+        tokenizer: the folder with the tokenizer, where that is not the checkpoint.
         states: where the memory of a state-space target's texts is put by when they are closed, and found again; a
         target with attention puts nothing by.
         max_length: tokens of a text, prompt and answer. max_sessions: texts that hold memory at once; `max_waiting`
@@ -113,11 +115,11 @@ class VerifierEngine:
         with contextlib.ExitStack() as undo:  # of what was begun, where the rest fails
             crew = None
             if tensor_parallel == 1:
-                target = load_target(path, dtype, device, buckets, threads)
+                target = load_target(path, dtype, device, buckets, threads, tokenizer=tokenizer)
             else:
                 crew = Crew.muster(tensor_parallel, start_workers, host)
                 undo.callback(crew.stop)
-                target = crew.load(Path(path), dtype, device, buckets, threads, host)
+                target = crew.load(Path(path), dtype, device, buckets, threads, host, tokenizer)
             if max_length > target.max_positions:
                 raise BadRequest("max_length", f"{max_length}; the model has {target.max_positions} positions")
             most = most_pages(max_length + max_depth, target.window, max_depth + 1, prefill_chunk + max_depth)

@@ -67,6 +67,7 @@ class Shard:
     """What a group loads; each worker takes its part."""
 
     checkpoint: Path
+    tokenizer: Path | None  # the folder with the tokenizer, where that is not the checkpoint
     dtype: torch.dtype
     device: str
     buckets: tuple[int, ...]
@@ -150,13 +151,14 @@ class Crew:
         buckets: tuple[int, ...],
         threads: int,
         host: str = "127.0.0.1",
+        tokenizer: Path | None = None,
     ) -> Target:
         """This worker's shard, while the others load theirs. Raises BadRequest for a checkpoint that cannot be sharded
         so, WorkerLost where a worker dies over it."""
         url = f"tcp://{host}:{_free_port(host)}"
         with new_memory(self.size) as (memory, path):
             shared = path if can_share_memory(device) else None
-            shard = Shard(checkpoint, dtype, device.type, buckets, threads, self.size, url, shared)
+            shard = Shard(checkpoint, tokenizer, dtype, device.type, buckets, threads, self.size, url, shared)
             self.tell(shard)
             self.memory_is_shared = all([self._hear(stream) for stream in self._streams])
             self.tell(self.memory_is_shared)
@@ -246,7 +248,9 @@ def load_shard(
     )
     group: Collectives = ProcessGroup() if memory is None else SharedMemory(rank, shard.size, memory, check)
     try:
-        target = load_target(shard.checkpoint, shard.dtype, device, shard.buckets, shard.threads, group)
+        target = load_target(
+            shard.checkpoint, shard.dtype, device, shard.buckets, shard.threads, group, shard.tokenizer
+        )
         return target, Loaded("", False, target.token_bytes, free_bytes(device), target.linear.failed)
     except BadRequest as error:
         return None, Loaded(str(error).removeprefix("checkpoint: "))

@@ -68,10 +68,10 @@ def _with_dtype(config: Config, dtype: str) -> Config:
     return config.model_copy(update={"targets": targets})
 
 
-def _prompts(count: int, checkpoint: Path) -> list[checks.Prompt]:
+def _prompts(count: int, folder: Path) -> list[checks.Prompt]:
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     return [prompt.token_ids for prompt in held_out_prompts(count, PROMPT_TOKENS, tokenizer)]
 
 
@@ -80,7 +80,7 @@ async def run_certify(config: Config, address: str, local: bool, size: Size, pro
     name, target = next(iter(config.targets.items()))
     wanted = [*config.arms_of(name), *OF_EACH_KIND]
     shapes = [str(shape) for shape in wanted if not shape.off and config.makes(name, shape)]
-    prompts = _prompts(max(size.greedy_prompts, size.prompts), target.checkpoint)
+    prompts = _prompts(max(size.greedy_prompts, size.prompts), target.tokenizer_folder)
     found: list[Promise] = []
 
     def bar(title: str, steps: int) -> Step:
@@ -143,6 +143,7 @@ async def run_certify(config: Config, address: str, local: bool, size: Size, pro
 def _own_engine(name: str, target: Target) -> VerifierEngine:
     return VerifierEngine.load(
         target.checkpoint,
+        tokenizer=target.tokenizer,
         name=name,
         dtype=DTYPES[target.dtype],
         threads=target.threads,

@@ -20,7 +20,7 @@ from transformers.utils import logging
 from cluster.bench.command import PLAIN_WIDTH, Bars, parameter_count, parse_temperatures
 from cluster.bench.machine import describe_machine, describe_run
 from cluster.bench.report import Cells, as_json, as_markdown, machine_facts, show_tables
-from cluster.config import Config, demo_config
+from cluster.config import Config, Target, demo_config
 from cluster.demo.measure import ANSWER_TOKENS, PROMPT_TOKENS
 from cluster.demo.prompts import held_out_prompts
 from cluster.running import running
@@ -82,10 +82,10 @@ FULL = Size(24, 6, 8, ANSWER_TOKENS)
 QUICK = Size(6, 1, 2, 24)
 
 
-def _tokenizer(checkpoint: Path, name: str) -> Tokenizer:
-    path = checkpoint / "tokenizer.json"
+def _tokenizer(target: Target, name: str) -> Tokenizer:
+    path = target.tokenizer_folder / "tokenizer.json"
     if not path.exists():
-        raise BadRequest(f"targets.{name}.checkpoint", f"{checkpoint} has no tokenizer.json, to read the prompts with")
+        raise BadRequest(f"targets.{name}.{target.tokenizer_field}", f"there is no {path}, to read the prompts with")
     return Tokenizer.from_file(str(path))
 
 
@@ -113,7 +113,7 @@ def plan_of(
     return Plan(
         target,
         tuple(arm for arm in config.arms_of(target) if arm.off or arm.drafted),
-        _prompts(size, _tokenizer(served.checkpoint, target)),
+        _prompts(size, _tokenizer(served, target)),
         size.tokens,
         temperatures,
         tuple(probe for probe in PROBES if probe.rows <= served.max_rows and probe.depth <= served.max_depth),

@@ -87,7 +87,7 @@ class Ranker:
         """width: candidates that are told apart. Raises BadRequest for a checkpoint that cannot be used."""
         dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[drafter.dtype]
         place = torch.device(device)
-        model, _ = load_model(drafter.checkpoint, dtype, place)
+        model, _ = load_model(drafter.checkpoint, dtype, place, drafter.tokenizer)
         if width > model.vocabulary:
             raise BadRequest("max_children", f"{width}; the vocabulary has {model.vocabulary} tokens")
         self._runner = Runner(model, 2, 1, place)

@@ -43,13 +43,18 @@ MODELS: dict[str, Callable[[Checkpoint, torch.dtype, torch.device], Model]] = {
 }
 
 
-def load_model(path: str | Path, dtype: torch.dtype, device: torch.device) -> tuple[Model, Checkpoint]:
-    """Load a drafter. Raises BadRequest, saying what is wrong with the checkpoint."""
+def load_model(
+    path: str | Path, dtype: torch.dtype, device: torch.device, tokenizer: Path | None = None
+) -> tuple[Model, Checkpoint]:
+    """Load a drafter. Raises BadRequest, saying what is wrong with the checkpoint.
+
+    tokenizer: the folder with the tokenizer, where that is not the checkpoint.
+    """
     try:
         kind = read_config(path)["model_type"]
         if kind not in MODELS:
             raise CheckpointError(f"{path}: a drafter of type {kind!r} is not supported; these are: {sorted(MODELS)}")
-        checkpoint = read_checkpoint(path)
+        checkpoint = read_checkpoint(path, tokenizer)
         return MODELS[kind](checkpoint, dtype, device), checkpoint
     except CheckpointError as error:
         raise BadRequest("checkpoint", str(error)) from error

@@ -20,9 +20,11 @@ def whole(config: Mapping[str, Any], key: str) -> int:
 def known_tokens(checkpoint: Checkpoint, vocabulary: int) -> int:
     """How many tokens the tokenizer knows; the model's logits of others are never seen. Raises CheckpointError."""
     try:
-        known: int = Tokenizer.from_file(str(checkpoint.path / TOKENIZER)).get_vocab_size(with_added_tokens=True)
+        known: int = Tokenizer.from_file(str(checkpoint.tokenizer_folder / TOKENIZER)).get_vocab_size(
+            with_added_tokens=True
+        )
     except Exception as error:  # tokenizers raises bare exceptions
-        raise CheckpointError(f"{checkpoint.path}: {TOKENIZER} is unreadable: {error}") from error
+        raise CheckpointError(f"{checkpoint.tokenizer_folder}: {TOKENIZER} is unreadable: {error}") from error
     if known > vocabulary:
         raise CheckpointError(f"{checkpoint.path}: {known} tokens in {TOKENIZER}, {vocabulary} in the model")
     return known

@@ -36,6 +36,7 @@ class Checkpoint:
     """A checkpoint read into memory."""
 
     path: Path
+    tokenizer_folder: Path  # where the tokenizer's files are
     config: Mapping[str, Any]
     tensors: dict[str, Tensor]  # under the library's names, as stored
     fingerprint: str  # SHA-256 over the configuration and the weights
@@ -64,9 +65,13 @@ def read_config(path: str | Path) -> dict[str, Any]:
     raise CheckpointError(f"{folder}: {CONFIG} names no model_type")
 
 
-def read_checkpoint(path: str | Path) -> Checkpoint:
-    """Read all of it. Raises CheckpointError for what is missing or unreadable."""
+def read_checkpoint(path: str | Path, tokenizer: Path | None = None) -> Checkpoint:
+    """Read all of it. Raises CheckpointError for what is missing or unreadable.
+
+    tokenizer: the folder with the tokenizer, where that is not the checkpoint.
+    """
     folder = Path(path)
+    tokenizer = tokenizer or folder
     config = read_config(folder)
     files = weight_files(folder)
     tensors: dict[str, Tensor] = {}
@@ -82,7 +87,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
             raise CheckpointError(f"{file} is not a file of plain weights: {error}") from error
     if "backbone.embedding.weight" in tensors:  # state-spaces' one name that differs
         tensors["backbone.embeddings.weight"] = tensors.pop("backbone.embedding.weight")
-    return Checkpoint(folder, config, tensors, weights_fingerprint(folder), tokenizer_fingerprint(folder))
+    return Checkpoint(folder, tokenizer, config, tensors, weights_fingerprint(folder), tokenizer_fingerprint(tokenizer))
 
 
 def weights_fingerprint(folder: Path) -> str:

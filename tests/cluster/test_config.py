@@ -40,6 +40,12 @@ def test_a_good_file_is_read_whole(load, tmp_path: Path):
     assert config.target_named("") == "demo"
 
 
+def test_a_tokenizer_lies_at_the_checkpoint_or_where_its_own_field_says(load, tmp_path: Path):
+    config = load("targets: {t: {checkpoint: x, tokenizer: y/z}}\ndrafters: {d: {checkpoint: x}}")
+    assert config.targets["t"].tokenizer_folder == tmp_path / "y" / "z"
+    assert config.drafters["d"].tokenizer_folder == config.drafters["d"].checkpoint
+
+
 def test_arms_too_large_for_a_target_are_left_out_for_it(load):
     assert [str(arm) for arm in load(GOOD).arms_of("demo")] == ["off", "(1,1)"]
 

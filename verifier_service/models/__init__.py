@@ -118,17 +118,23 @@ def load_target(
     buckets: Sequence[int],
     threads: int = 1,
     group: Collectives | None = None,
+    tokenizer: Path | None = None,
 ) -> Target:
     """Load a checkpoint to run with these numbers of rows, or this worker's shard of it where there is a group; then
-    torch's own process group must be there too. Raises BadRequest, saying what is wrong with it."""
+    torch's own process group must be there too. Raises BadRequest, saying what is wrong with it.
+
+    tokenizer: the folder with the tokenizer, where that is not the checkpoint.
+    """
+    folder = Path(path)
     try:
-        return _load(Path(path), dtype, device, buckets, threads, group)
+        return _load(folder, tokenizer or folder, dtype, device, buckets, threads, group)
     except CheckpointError as error:
         raise BadRequest("checkpoint", str(error)) from error
 
 
 def _load(
     folder: Path,
+    tokenizer_folder: Path,
     dtype: torch.dtype,
     device: torch.device,
     buckets: Sequence[int],
@@ -138,7 +144,7 @@ def _load(
     _check_kind(folder, read_config(folder))
     if not any((folder / name).is_file() for name in (SAFE, SAFE_INDEX)):
         raise CheckpointError(f"{folder}: there are no weights in {SAFE}; only safetensors are read")
-    tokenizer, fingerprint = tokenizer_fingerprint(folder), weights_fingerprint(folder)
+    tokenizer, fingerprint = tokenizer_fingerprint(tokenizer_folder), weights_fingerprint(folder)
     logging.disable_progress_bar()  # a replica's log is no terminal
     try:
         config = library_config(folder)
@@ -170,7 +176,7 @@ def _load(
         )
     head = model.get_output_embeddings()
     outputs = head.out_features
-    vocabulary = min(_vocabulary(folder), outputs)
+    vocabulary = min(_vocabulary(tokenizer_folder), outputs)
     join = take_off_wrappers(folder, model) if group is not None else None
     model = model.to(device).eval().requires_grad_(False)
     run = Run(threads=threads if device.type == "cpu" else 1)
