@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import psutil
 from dendro.client import REASON_MARK
-from dendro.errors import BadRequest
+from dendro.errors import BadRequest, one_line
 from dendro.serving import Leases, Replica
 from dendro.state import StateStore
 from dendro.v1 import generation_pb2 as pb
 
 from cluster.config import Config, Drafter, Model, Resources, Target
-from cluster.ingress import Ingress, status_of, tenant_of
+from cluster.ingress import MAX_REQUEST_ID, Ingress, status_of, tenant_of
 from cluster.placement import DrafterEngine, ServePlaces, VerifierEngine, start_engine, stop_engine
 from cluster.serve_config import APPLICATION, ENVIRONMENT, ROUTE, SERVICER
 from cluster.sessions import RedisSessions
@@ -257,7 +257,7 @@ class RouterShell:
         except Exception as error:  # the border: nothing of the inside passes it
             code, details, reason = status_of(error)
             if code is code.INTERNAL:
-                log.exception("request %s failed", request.request_id)
+                log.exception("request %s failed", one_line(request.request_id, MAX_REQUEST_ID))
             grpc_context.set_code(code)
             grpc_context.set_details(f"{details}{REASON_MARK}{reason}]")
             raise RuntimeError(details) from None

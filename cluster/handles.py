@@ -40,7 +40,7 @@ from dendro.calls import (
     VerifyCall,
     new_opening,
 )
-from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, Overloaded, PeerLost, error_for
+from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, Overloaded, PeerLost, error_for, one_line
 from dendro.internal.v1 import calls_pb2, drafter_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 from dendro.serving import MAX_MESSAGE_BYTES, STREAM_OPTIONS
 from dendro.shapes import TreeShape
@@ -233,7 +233,7 @@ class PeerStream:
 def _told(error: Exception) -> str:
     """What a peer's gRPC status says, in the words of our family."""
     if isinstance(error, grpc.aio.AioRpcError):
-        return str(error_for(error.code(), error.details() or error.code().name))
+        return str(error_for(error.code(), one_line(error.details() or error.code().name)))
     return str(error) or type(error).__name__
 
 

@@ -11,9 +11,10 @@ import contextlib
 import hashlib
 import logging
 import math
+import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,9 +22,10 @@ from typing import Protocol, TypeVar, cast
 
 import grpc
 import grpc.aio
+import numpy as np
 from dendro.calls import Hello, Opened
 from dendro.client import CHANNEL_OPTIONS, REASON_KEY, TENANT_KEY, Answer, Asking, Event
-from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, Overloaded, PeerLost
+from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, Overloaded, PeerLost, one_line
 from dendro.shapes import OFF, TreeShape
 from dendro.text import SEED_BITS, Finish, Limits, Sampling, Text, Verdict
 from dendro.tree import DraftTree
@@ -49,6 +51,7 @@ AHEAD = 4
 """Rounds that an answer may be ahead of what was sent of it: sending costs no round its time, and a client that does
 not read stops the work."""
 MAX_REQUEST_ID = 128
+_REQUEST_ID = re.compile(f"[!-~]{{1,{MAX_REQUEST_ID}}}")  # what a log line, a key and a header may hold
 LONG_PROMPT_BYTES = 1 << 14
 
 FINISH_REASONS = {
@@ -334,7 +337,7 @@ class Ingress:
         finally:
             log.info(
                 "request %s tenant %s tokens %d rounds %d accepted %d seconds %.3f outcome %s",
-                request_id,
+                one_line(request_id, MAX_REQUEST_ID),
                 hashlib.sha256(tenant.encode()).hexdigest()[:8],
                 tally.account.emitted_tokens if tally else 0,
                 tally.account.rounds if tally else 0,
@@ -437,13 +440,12 @@ class Ingress:
 
     async def _admit(self, request: pb.GenerateRequest, request_id: str, tenant: str) -> Job:
         """Check a request whole, before any model sees it."""
-        if len(request_id) > MAX_REQUEST_ID:
-            raise BadRequest("request_id", f"has {len(request_id)} characters; at most {MAX_REQUEST_ID}")
+        if not _REQUEST_ID.fullmatch(request_id):
+            raise BadRequest("request_id", f"must be 1 to {MAX_REQUEST_ID} printable ASCII characters without a space")
         record = await self._sessions.read(request.session, tenant) if request.session else None
         served = self._served_for(request, record)
         resume = request.resume if request.HasField("resume") else None
-        held = list(resume.token_ids) if resume else []
-        _check_ids("resume.token_ids", held, served.vocabulary)
+        held = _checked_ids("resume.token_ids", resume.token_ids, served) if resume else []
         sampling = _sampling(request, record)
         experience = self._experience[served.name]
         kind = PriorKey.of(served.name, self.config.drafters_of(served.name), sampling.temperature, tenant)
@@ -499,8 +501,7 @@ class Ingress:
         kind = request.WhichOneof("prompt")
         earlier = list(record.tokens) if record else []
         if kind == "token_ids":
-            ids = list(request.token_ids.ids)
-            _check_ids("prompt.token_ids", ids, served.vocabulary)
+            ids = _checked_ids("prompt.token_ids", request.token_ids.ids, served)
         elif kind == "text" and request.text:
             size = len(request.text.encode())
             limit = self.config.router.max_prompt_bytes
@@ -555,10 +556,16 @@ async def _ahead(chunks: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
         await asyncio.wait({driver})
 
 
-def _check_ids(name: str, ids: list[int], vocabulary: int) -> None:
-    for index, token in enumerate(ids):
-        if token >= vocabulary:
-            raise BadRequest(f"{name}[{index}]", f"{token} is outside the vocabulary of {vocabulary}")
+def _checked_ids(name: str, said: Sequence[int], served: Served) -> list[int]:
+    """The ids as a list, which is made only of as many as a text may have."""
+    if len(said) > served.max_length:
+        raise BadRequest(name, f"has {len(said)} ids; a text has at most {served.max_length}")
+    ids = np.fromiter(said, np.int64, len(said))
+    outside = np.flatnonzero(ids >= served.vocabulary)
+    if len(outside):
+        first = int(outside[0])
+        raise BadRequest(f"{name}[{first}]", f"{ids[first]} is outside the vocabulary of {served.vocabulary}")
+    return ids.tolist()
 
 
 def _sampling(request: pb.GenerateRequest, record: Record | None) -> Sampling:
@@ -601,7 +608,7 @@ def status_of(error: BaseException) -> tuple[grpc.StatusCode, str, str]:
     """Code, details and reason (the value of `dendro-reason`) of an error; of our own faults no detail is told."""
     if isinstance(error, DendroError) and not isinstance(error, EngineFailed):
         reason = "session-unknown" if isinstance(error, NotFound) else type(error).__name__
-        return error.code, str(error), reason
+        return error.code, one_line(str(error)), reason
     return grpc.StatusCode.INTERNAL, "internal error; the server's log has the request's id", "EngineFailed"
 
 
@@ -630,7 +637,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         except Exception as error:  # the border: nothing of the inside passes it
             code, details, reason = status_of(error)
             if code is grpc.StatusCode.INTERNAL:
-                log.exception("request %s failed", request.request_id)
+                log.exception("request %s failed", one_line(request.request_id, MAX_REQUEST_ID))
             await context.abort(code, details, ((REASON_KEY, reason),))
 
     async def GetServerInfo(

@@ -13,6 +13,21 @@ from __future__ import annotations
 
 import grpc
 
+MESSAGE_CHARACTERS = 1000
+"""A status message's limit: gRPC carries it, percent-encoded, in a header of 8 kB."""
+
+
+def one_line(text: str, limit: int = MESSAGE_CHARACTERS) -> str:
+    """`text` as a log line or a status may hold it: what is not printable is escaped, and what is longer is cut.
+
+    >>> one_line("a" + chr(10) + "b"), one_line("abcdef", 4)
+    ('a\\\\nb', 'abc…')
+    """
+    head = text[: limit + 1]
+    if not head.isprintable():
+        head = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in head)
+    return head if len(head) <= limit else head[: limit - 1] + "…"
+
 
 class DendroError(Exception):
     """The base of the family; `code` is the gRPC status it travels as."""

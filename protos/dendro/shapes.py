@@ -11,12 +11,15 @@ import functools
 import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from math import prod
+from itertools import accumulate
+from operator import mul
 
 MAX_ROWS = 64
 """One ancestor word holds 64 rows: the root and 63 guesses."""
 MAX_K = 16
 """The greatest k of a dynamic tree: a level has up to its square of candidates."""
+MAX_CHARACTERS = 512
+"""The longest text of a shape: its numbers have two digits, and there are fewer of them than rows."""
 HOW = "write off, (1,1,1,1), (3,2,2,1,1), nodes(2,1), beam(4,3), dynamic(6,5,24) or proposed(7)"
 
 
@@ -55,10 +58,12 @@ class TreeShape(ABC):
     @classmethod
     def parse(cls, text: str) -> TreeShape:
         """Read `off`, `(3,2,2,1,1)`, `3,2,2,1,1`, `nodes(...)`, `beam(...)`, `dynamic(...)` or `proposed(...)`."""
+        if len(text) > MAX_CHARACTERS:
+            raise ValueError(f"shape: has {len(text)} characters; at most {MAX_CHARACTERS}")
         bare = text.replace(" ", "")
         if bare == "off":
             return OFF
-        found = re.fullmatch(r"([a-z]*)\((\d+(?:,\d+)*),?\)|(\d+(?:,\d+)*),?", bare)
+        found = re.fullmatch(r"([a-z]*)\(([0-9]+(?:,[0-9]+)*),?\)|([0-9]+(?:,[0-9]+)*),?", bare)
         if found is None:
             raise ValueError(f"shape: {text!r} is not a shape; {HOW}")
         kind, numbers = found[1] or "", tuple(int(number) for number in (found[2] or found[3]).split(","))
@@ -76,8 +81,19 @@ class TreeShape(ABC):
         raise ValueError(f"shape: {text!r} is not a shape; {HOW}")
 
     def _check_rows(self) -> None:
+        """Of numbers that `_check_numbers` let pass: `rows` is a product of them."""
         if self.rows > MAX_ROWS:
-            raise ValueError(f"shape: {self} has {self.rows - 1} guesses; a tree holds at most {MAX_ROWS - 1}")
+            raise ValueError(f"shape: {self} has more than {MAX_ROWS - 1} guesses; a tree holds no more")
+
+
+def _check_numbers(numbers: tuple[int, ...], least: int) -> None:
+    """Raise ValueError for numbers that no tree has. Comes before any arithmetic: numbers and their count may be huge,
+    and those of more than 4,300 digits cannot even be printed."""
+    if len(numbers) >= MAX_ROWS:
+        raise ValueError(f"shape: has {len(numbers)} numbers; a tree holds at most {MAX_ROWS - 1} guesses")
+    for index, number in enumerate(numbers):
+        if not least <= number < MAX_ROWS:
+            raise ValueError(f"shape: number {index + 1} must lie in {least} to {MAX_ROWS - 1}")
 
 
 @dataclass(frozen=True)
@@ -91,8 +107,7 @@ class LevelShape(TreeShape):
     widths: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if any(width < 1 for width in self.widths):
-            raise ValueError(f"shape: every width must be at least 1, got {self.widths}")
+        _check_numbers(self.widths, 1)
         self._check_rows()
 
     def __str__(self) -> str:
@@ -105,7 +120,7 @@ class LevelShape(TreeShape):
     @functools.cached_property
     def levels(self) -> tuple[int, ...]:
         """Guesses of each level, without the root: (3,2,1) has 3, 6 and 6."""
-        return tuple(prod(self.widths[: level + 1]) for level in range(self.depth))
+        return tuple(accumulate(self.widths, mul))
 
     @functools.cached_property
     def rows(self) -> int:
@@ -132,7 +147,8 @@ class NodeShape(TreeShape):
     children: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not self.children or self.children[-1] < 1 or min(self.children) < 0:
+        _check_numbers(self.children, 0)
+        if not self.children or self.children[-1] < 1:
             raise ValueError(f"shape: {self} must name at least one child, and end with a row that has some")
         self._check_rows()
         rows = 1
@@ -182,8 +198,7 @@ class BeamShape(TreeShape):
     beams: int
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.beams < 1:
-            raise ValueError(f"shape: {self} needs at least one step and one beam")
+        _check_numbers((self.steps, self.beams), 1)
         self._check_rows()
 
     def __str__(self) -> str:
@@ -220,11 +235,11 @@ class DynamicShape(TreeShape):
     total: int
 
     def __post_init__(self) -> None:
-        if not 1 <= self.k <= MAX_K or not 1 <= self.steps < MAX_ROWS:
-            raise ValueError(f"shape: {self} must have k in 1 to {MAX_K} and depth in 1 to {MAX_ROWS - 1}")
+        _check_numbers((self.k, self.steps, self.total), 1)
+        if self.k > MAX_K:
+            raise ValueError(f"shape: {self} must have k in 1 to {MAX_K}")
         if not self.steps <= self.total <= self.candidates:
             raise ValueError(f"shape: {self} must keep {self.steps} to {self.candidates} guesses")
-        self._check_rows()
 
     def __str__(self) -> str:
         return f"dynamic({self.k},{self.steps},{self.total})"
@@ -263,9 +278,7 @@ class ProposedShape(TreeShape):
     total: int
 
     def __post_init__(self) -> None:
-        if self.total < 1:
-            raise ValueError(f"shape: {self} needs at least one guess")
-        self._check_rows()
+        _check_numbers((self.total,), 1)
 
     def __str__(self) -> str:
         return f"proposed({self.total})"

@@ -25,7 +25,7 @@ from dendro.calls import (
     VerifierCall,
     VerifyCall,
 )
-from dendro.errors import BadRequest, DendroError, error_for
+from dendro.errors import BadRequest, DendroError, error_for, one_line
 from dendro.internal.v1 import calls_pb2, drafter_pb2, tree_pb2, verifier_pb2
 from dendro.shapes import MAX_ROWS, BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape
 from dendro.text import Finish, Limits, Sampling, Verdict
@@ -93,9 +93,8 @@ def shape_from(message: tree_pb2.TreeShape) -> TreeShape:
     beam, dynamic = message.HasField("beam"), message.HasField("dynamic")
     if bool(message.widths) + bool(message.children) + beam + dynamic > 1:
         raise BadRequest("shape", "is of several kinds at once")
-    numbers = [*message.widths, *message.children, message.beam.steps, message.beam.beams]
-    if len(numbers) >= MAX_ROWS + 2 or any(number >= MAX_ROWS for number in numbers):
-        raise BadRequest("shape", f"a tree holds at most {MAX_ROWS - 1} guesses")  # before any product is made of it
+    if max(len(message.widths), len(message.children)) >= MAX_ROWS:  # before any tuple is made of them
+        raise BadRequest("shape", f"a tree holds at most {MAX_ROWS - 1} guesses")
     try:
         if beam:
             return BeamShape(message.beam.steps, message.beam.beams)
@@ -345,12 +344,12 @@ def _opened_from(message: calls_pb2.Opened) -> Opened:
 def _error_message(error: Exception) -> calls_pb2.CallError:
     """What may be told of an error: all of ours, nothing of the inside."""
     if isinstance(error, DendroError):
-        return calls_pb2.CallError(code=error.code.value[0], message=str(error))
+        return calls_pb2.CallError(code=error.code.value[0], message=one_line(str(error)))
     return calls_pb2.CallError(code=_INTERNAL, message="internal error; the replica's log has it")
 
 
 def _error_from(message: calls_pb2.CallError) -> DendroError:
-    return error_for(_CODE.get(message.code, grpc.StatusCode.INTERNAL), message.message)
+    return error_for(_CODE.get(message.code, grpc.StatusCode.INTERNAL), one_line(message.message))
 
 
 def _bad(field: str, error: ValueError) -> BadRequest:

@@ -78,7 +78,9 @@ class GenerateRequest(_message.Message):
     SPECULATION_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """request_id names the request over all its resumes; the client makes it. Empty: the server makes one."""
+    """request_id names the request over all its resumes; the client makes it: at most 128 printable ASCII characters without a
+    space. Empty: the server makes one.
+    """
     model: _builtins.str
     """model is the target's name. Empty: the first target of the configuration."""
     text: _builtins.str
