@@ -8,10 +8,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -25,6 +26,9 @@ MAMBA_CONFIG = "mamba_config.json"
 TORCH, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 _HASH_CHUNK = 1 << 20
+_RENAMED = {"backbone.embedding.weight": "backbone.embeddings.weight"}
+
+Named = TypeVar("Named")
 
 
 class CheckpointError(ValueError):
@@ -76,18 +80,35 @@ def read_checkpoint(path: str | Path, tokenizer: Path | None = None) -> Checkpoi
     files = weight_files(folder)
     tensors: dict[str, Tensor] = {}
     for file in files:
-        try:
-            if file.suffix == ".safetensors":
-                tensors |= load_file(file)
-            else:
-                tensors |= torch.load(file, map_location="cpu", weights_only=True)
-        except (OSError, SafetensorError, RuntimeError, ValueError, TypeError) as error:
-            raise CheckpointError(f"{file} cannot be read: {error}") from error
-        except Exception as error:  # torch.load raises pickle's own errors, and whatever a broken archive leads to
-            raise CheckpointError(f"{file} is not a file of plain weights: {error}") from error
-    if "backbone.embedding.weight" in tensors:  # state-spaces' one name that differs
-        tensors["backbone.embeddings.weight"] = tensors.pop("backbone.embedding.weight")
+        tensors |= _read_safetensors(file) if file.suffix == ".safetensors" else read_torch_file(file)
+    tensors = library_names(tensors)
     return Checkpoint(folder, tokenizer, config, tensors, weights_fingerprint(folder), tokenizer_fingerprint(tokenizer))
+
+
+def read_torch_file(file: Path) -> dict[str, Tensor]:
+    """The tensors of a file of torch's own format, mapped into memory where the format allows it. Code in the file is
+    refused and not run. Raises CheckpointError."""
+    try:
+        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except (OSError, RuntimeError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    except Exception as error:  # torch.load raises pickle's own errors, and whatever a broken archive leads to
+        raise CheckpointError(f"{file} is not a file of plain weights: {error}") from error
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        raise CheckpointError(f"{file} is not a file of plain weights: it holds no mapping from names to tensors")
+    return tensors
+
+
+def library_names(tensors: dict[str, Named]) -> dict[str, Named]:
+    """Tensors by the library's names: state-spaces has another for the embedding."""
+    return {_RENAMED.get(name, name): tensor for name, tensor in tensors.items()}
+
+
+def _read_safetensors(file: Path) -> dict[str, Tensor]:
+    try:
+        return dict(load_file(file))
+    except (OSError, SafetensorError, RuntimeError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 
 def weights_fingerprint(folder: Path) -> str:

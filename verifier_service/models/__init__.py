@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from dendro.errors import BadRequest
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed import DistError
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 from tree_kernels.tree_attention import Layout
@@ -23,19 +24,19 @@ from tree_layers.linear import RowsReport, in_threads, make_rows_independent
 from tree_layers.tree_mixers import MixerLayout
 from tree_layers.weights import (
     MAMBA_CONFIG,
-    SAFE,
-    SAFE_INDEX,
     CheckpointError,
     read_config,
     tokenizer_fingerprint,
+    weight_files,
     weights_fingerprint,
 )
 
 from verifier_service.collectives import Collectives
 from verifier_service.models.head import Head, Product
 from verifier_service.models.heads import deal_out
-from verifier_service.models.mamba_in_llama import MambaInLlamaConfig, library_config
+from verifier_service.models.mamba_in_llama import PURE_MAMBAS, MambaInLlamaConfig, library_config
 from verifier_service.models.mixers import MIXER_FAMILIES, seat_mixers
+from verifier_service.models.reading import open_tensors
 from verifier_service.models.seats import ATTENTION, Run, Seat, seat_attention
 from verifier_service.models.sharded import check_divisible, take_off_wrappers
 
@@ -142,9 +143,8 @@ def _load(
     group: Collectives | None,
 ) -> Target:
     _check_kind(folder, read_config(folder))
-    if not any((folder / name).is_file() for name in (SAFE, SAFE_INDEX)):
-        raise CheckpointError(f"{folder}: there are no weights in {SAFE}; only safetensors are read")
     tokenizer, fingerprint = tokenizer_fingerprint(tokenizer_folder), weights_fingerprint(folder)
+    files = weight_files(folder)
     logging.disable_progress_bar()  # a replica's log is no terminal
     try:
         config = library_config(folder)
@@ -156,17 +156,26 @@ def _load(
             spread = DistributedConfig(tp_size=group.size, tp_plan=deal.plan)
             with deal.tensors(folder) as tensors:
                 loaded = deal.kind.from_pretrained(None, state_dict=tensors, distributed_config=spread, **settings)
+        elif config.model_type in PURE_MAMBAS:
+            kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+            with open_tensors(folder) as tensors:
+                loaded = kind.from_pretrained(None, state_dict=tensors, **settings)
         else:
             if group is not None:
                 check_divisible(folder, config.get_text_config(), group.size)
                 settings["distributed_config"] = DistributedConfig(tp_size=group.size)
+            safe = files[0].suffix == ".safetensors"
             loaded = AutoModelForCausalLM.from_pretrained(
-                folder, use_safetensors=True, local_files_only=True, trust_remote_code=False, **settings
+                folder, use_safetensors=safe, local_files_only=True, trust_remote_code=False, **settings
             )
     except (DistError, CheckpointError):  # another worker gave up, and knows why; or what is wrong is said already
         raise
+    except UnpicklingError as error:
+        raise CheckpointError(f"{files[0]} is not a file of plain weights: {error}") from error
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
-        raise CheckpointError(f"{folder}: cannot be loaded as a decoder-only Transformer: {error}") from error
+        raise CheckpointError(
+            f"{folder}: {files[0].name} cannot be loaded as a decoder-only Transformer: {error}"
+        ) from error
     model, info = loaded
     if lacking := sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}):
         raise CheckpointError(f"{folder}: {len(lacking)} tensors are missing or misshapen, among them {lacking[0]}")

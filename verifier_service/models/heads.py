@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 from transformers.distributed.tensor_parallel import TensorParallelLayer
-from tree_layers.weights import CheckpointError, weight_files
+from tree_layers.weights import CheckpointError
 
 from verifier_service.collectives import Collectives, shard_of
+from verifier_service.models.reading import open_tensors
 from verifier_service.models.sharded import BY_HEADS, VOCABULARY, as_rule
 
 PARTS = ("in_proj", "conv1d", "A_log", "D", "out_proj")
@@ -194,9 +194,7 @@ class Deal:
     @contextmanager
     def tensors(self, folder: Path) -> Iterator[dict[str, Any]]:
         """A checkpoint's tensors, or this worker's parts of them, to be read when they are wanted."""
-        with ExitStack() as stack:
-            files = [stack.enter_context(safe_open(file, framework="pt")) for file in weight_files(folder)]
-            found = {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118
+        with open_tensors(folder) as found:
             yield {
                 name: whole if (part := self.parts.get(_in_layers(name))) is None else _PartOfFile(whole, part)
                 for name, whole in found.items()

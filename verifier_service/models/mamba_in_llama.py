@@ -18,10 +18,13 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
-from tree_layers.weights import MAMBA_CONFIG, CheckpointError
+from tree_layers.weights import MAMBA_CONFIG, CheckpointError, read_config
 
 GATED_EPS = 1e-5
 """Of the norm after the gate; no checkpoint says another."""
+
+PURE_MAMBAS = ("mamba", "mamba2")
+"""Families that have a layout of their own, state-spaces', beside the library's."""
 
 KEYS = {"d_model", "ssm_cfg", "rms_norm_eps", "vocab_size", "d_inner", "d_xb", "intermediate_size", "hidden_act"}
 KEYS |= {"n_layer", "attn_layers"}
@@ -124,8 +127,18 @@ AutoModelForCausalLM.register(MambaInLlamaConfig, MambaInLlamaForCausalLM)
 def library_config(folder: Path) -> PreTrainedConfig:
     """A checkpoint's configuration as the library's models take it. Raises CheckpointError for one of Mamba-in-Llama
     that says what is not supported; what the library raises, for others."""
+    said = read_config(folder)
+    if said["model_type"] in PURE_MAMBAS:
+        return AutoConfig.for_model(**{key: _decoded(value) for key, value in said.items()})
     config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     return _with_mixers(folder, config) if (folder / MAMBA_CONFIG).is_file() else config
+
+
+def _decoded(value: Any) -> Any:
+    """A value of a configuration file; the library writes infinity as an object, as JSON has none."""
+    if isinstance(value, list):
+        return [_decoded(each) for each in value]
+    return float(value["__float__"]) if isinstance(value, dict) and "__float__" in value else value
 
 
 def _with_mixers(folder: Path, config: PreTrainedConfig) -> MambaInLlamaConfig:

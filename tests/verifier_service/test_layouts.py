@@ -1,0 +1,128 @@
+"""A target has the same logits in every layout in which checkpoints are published, and none of them can run code."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+
+import pytest
+import tiny_hybrids
+import tiny_models
+import torch
+from dendro.errors import BadRequest
+from layouts import FORMS, copy_as
+from tiny_hybrids import oracle, paths_below, tree_below
+from tiny_mamba import make_state_spaces
+
+from verifier_service.engine import VerifierEngine
+from verifier_service.models import load_target
+
+IDS = [5, 9, 2, 40, 7, 7, 31, 12, 3]
+FAMILIES = ("llama", "mamba2", "mamba_in_llama")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Checkpoints in transformers' layout, with one file of safetensors; made when first wanted."""
+    made = {}
+
+    def get(family):
+        if family not in made:
+            folder = tmp_path_factory.mktemp(family)
+            make = tiny_models.make_checkpoint if family == "llama" else tiny_hybrids.make_checkpoint
+            made[family] = folder, make(folder, family)
+        return made[family]
+
+    return get
+
+
+def target_in(folder):
+    return load_target(folder, torch.float32, torch.device("cpu"), [8])
+
+
+def same_weights(one, other):
+    ours, theirs = one.model.state_dict(), other.model.state_dict()
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def logits_in(folder, degree=1):
+    engine = VerifierEngine.load(
+        folder,
+        name="tiny",
+        dtype=torch.float32,
+        max_length=64,
+        max_sessions=1,
+        max_depth=8,
+        tensor_parallel=degree,
+        prefill_chunk=128,
+    )
+    try:
+        return engine.logits_of(IDS, tree_below(IDS[-1]))
+    finally:
+        if engine.runner.crew is not None:
+            engine.runner.crew.stop()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_form_of_weight_files_has_the_same_weights(folders, tmp_path, family, form):
+    folder, _ = folders(family)
+    assert same_weights(target_in(copy_as(folder, tmp_path / "other", form)), target_in(folder))
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2"])
+def test_a_target_in_state_spaces_own_layout_has_the_librarys_logits(folders, tmp_path, family):
+    _, model = folders(family)
+    make_state_spaces(tmp_path / "own", model)
+    truth = torch.stack([oracle(model, path) for path in paths_below(IDS)])
+    assert (logits_in(tmp_path / "own") - truth).abs().max() < 1e-4
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["llama", "mamba2"])
+def test_workers_read_their_shards_from_torchs_own_files_too(folders, tmp_path, family):
+    folder, _ = folders(family)
+    found = logits_in(copy_as(folder, tmp_path / "other", "bin-shards"), degree=2)
+    assert torch.equal(found, logits_in(folder, degree=2))
+
+
+@pytest.mark.long
+def test_workers_read_their_shards_from_state_spaces_own_layout(folders, tmp_path):
+    folder, model = folders("mamba2")
+    make_state_spaces(tmp_path / "own", model)
+    assert torch.equal(logits_in(tmp_path / "own", degree=2), logits_in(folder, degree=2))
+
+
+class Planted:
+    """Pickled, it makes a file when it is loaded by an unpickler that trusts."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (open, (str(self.path), "w"))
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+def test_pickled_code_in_a_weight_file_is_refused_and_not_run(folders, tmp_path, legacy):
+    folder = copy_as(folders("llama")[0], tmp_path / "other", "bin")
+    planted = {"model.embed_tokens.weight": Planted(tmp_path / "ran")}
+    torch.save(planted, folder / "pytorch_model.bin", _use_new_zipfile_serialization=not legacy)
+    with pytest.raises(BadRequest, match=r"checkpoint: .*pytorch_model\.bin"):
+        target_in(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_weight_file_that_is_cut_short_is_refused(folders, tmp_path):
+    folder = copy_as(folders("llama")[0], tmp_path / "other", "bin")
+    whole = (folder / "pytorch_model.bin").read_bytes()
+    (folder / "pytorch_model.bin").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(BadRequest, match=r"checkpoint: .*pytorch_model\.bin"):
+        target_in(folder)
+
+
+def test_safetensors_are_read_where_both_forms_are_there(folders, tmp_path):
+    folder, _ = folders("llama")
+    shutil.copytree(folder, tmp_path / "both")
+    (tmp_path / "both" / "pytorch_model.bin").write_bytes(pickle.dumps({"not": "weights"}))
+    assert same_weights(target_in(tmp_path / "both"), target_in(folder))
