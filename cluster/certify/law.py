@@ -1,17 +1,44 @@
-"""Does a sampler draw from the law it should? Pearson's chi-square, over the cells where it means something."""
+"""Does a sampler draw from the law it should? A likelihood-ratio test whose null distribution is simulated.
+
+Tokens are counted in cells: likely tokens have one each, the others share cells in order of chance, so that each cell
+is expected MIN_EXPECTED times or more. The statistic is G = 2 sum observed * log(observed / expected). Its distribution
+under the law comes from simulated draws of the same number, so the p-value holds for peaked laws and rare cells too: a
+right sampler fails one comparison with chance ALPHA at most, and the TESTS comparisons of one run of `dendro certify`
+together with chance FAMILY_ERROR at most.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+Law = npt.NDArray[np.float64]
+"""[V] chances of tokens, which sum to 1."""
+
+FAMILY_ERROR = 1e-4
+"""The chance that a run of certify calls a right sampler wrong."""
+TESTS = 4
+"""Comparisons of draws with a law in one run, all of promise (c)."""
+ALPHA = FAMILY_ERROR / TESTS
+SIMULATIONS = round(2 / ALPHA) - 1
+"""The smallest p-value is ALPHA / 2."""
+BATCH = 100
+"""Simulations between two looks at how many exceed the statistic."""
+EXCEEDED = 50
+"""As many simulations that exceed the statistic settle that p is above ALPHA, and end the simulation."""
+
 MIN_EXPECTED = 5.0
-"""Cells expected fewer times than this are merged into one: below it the statistic is not chi-square distributed."""
-P_BAR = 1e-3
+MAX_CELLS = 512
+MISSED = NormalDist().inv_cdf(1 - 1e-6)
+"""Standard deviations by which a fault's statistic must lie above the critical value: it is missed once in 10^6."""
+SMALLEST_DRAWS, LARGEST_DRAWS, DRAWS_STEP = 10, 10**12, 1.1
+"""The numbers of draws that the power is computed for: from, to, and the factor between two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +52,10 @@ class Fit:
 
     @property
     def good(self) -> bool:
-        return self.p > P_BAR
+        return self.p > ALPHA
 
 
-def expected_law(
-    logits: torch.Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0
-) -> npt.NDArray[np.float64]:
+def expected_law(logits: torch.Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Law:
     """[V] the target's law, in float64 and written apart from the kernel that is on trial.
 
     Top-k keeps the k largest (ties by lower id), top-p the shortest head of what is left that holds at least top_p.
@@ -47,19 +72,86 @@ def expected_law(
     return law
 
 
-def fit(draws: Sequence[int], law: npt.NDArray[np.float64]) -> Fit:
-    """Chi-square of draws (token ids) against a law [V]. A draw of no chance at all makes p zero."""
-    counts = np.bincount(np.asarray(draws), minlength=len(law)).astype(np.float64)
-    expected = law * len(draws)
+def fit(draws: Sequence[int], law: Law, seed: int = 0) -> Fit:
+    """Compare draws (token ids) with a law. A draw of no chance at all makes p zero.
+
+    seed: of the simulation. p is (1 + simulations that reach the statistic) / (1 + simulations).
+    """
+    return fit_counts(np.bincount(np.asarray(draws), minlength=len(law)), law, seed)
+
+
+def fit_counts(counts: npt.NDArray[np.int64], law: Law, seed: int = 0) -> Fit:
+    """The same of the number of times that each token was drawn, [V]."""
+    total = int(counts.sum())
     if counts[law == 0].any():
-        return Fit(len(draws), 0, float("inf"), 0.0)
-    big = expected >= MIN_EXPECTED
-    observed_cells, expected_cells = counts[big], expected[big]
-    rest = expected[~big].sum()
-    if rest > 0:
-        observed_cells = np.append(observed_cells, counts[~big].sum())
-        expected_cells = np.append(expected_cells, rest)
-    statistic = float(((observed_cells - expected_cells) ** 2 / expected_cells).sum())
-    freedom = max(len(expected_cells) - 1, 1)
-    p = torch.special.gammaincc(torch.tensor(freedom / 2.0).double(), torch.tensor(statistic / 2.0).double())
-    return Fit(len(draws), len(expected_cells), statistic, float(p))
+        return Fit(total, 0, math.inf, 0.0)
+    cells = _cells(law, total)
+    chances = _in_cells(law, cells)
+    statistic = float(_statistic(_in_cells(counts, cells)[None], chances)[0])
+    rng, made, reached = np.random.default_rng(seed), 0, 0
+    while len(chances) > 1 and made < SIMULATIONS and reached < EXCEEDED:
+        simulated = rng.multinomial(total, chances, size=min(BATCH, SIMULATIONS - made))
+        reached += int(np.count_nonzero(_statistic(simulated, chances) >= statistic * (1 - 1e-12)))
+        made += len(simulated)
+    return Fit(total, len(chances), statistic, (1 + reached) / (1 + made))
+
+
+def draws_to_notice(fault: Law, law: Law) -> int:
+    """The number of draws from `fault` with which `fit` against `law` fails, but for a chance of about 10^-6.
+
+    From the statistic's mean and deviation under the fault, by the normal approximation. LARGEST_DRAWS where more are
+    needed, as where the two laws are the same.
+    """
+    draws = float(SMALLEST_DRAWS)
+    while draws < LARGEST_DRAWS:
+        cells = _cells(law, int(draws))
+        chances, faulty = _in_cells(law, cells), _in_cells(fault, cells)
+        freedom = len(chances) - 1
+        ratio = np.zeros_like(chances)
+        np.log(faulty / chances, out=ratio, where=faulty > 0)
+        apart = float(faulty @ ratio)
+        scatter = 4 * draws * float(faulty @ (ratio - apart) ** 2) + 2 * freedom
+        lead = freedom + 2 * draws * apart - _critical(freedom)
+        if freedom and lead > MISSED * math.sqrt(scatter):
+            return math.ceil(draws)
+        draws *= DRAWS_STEP
+    return LARGEST_DRAWS
+
+
+def _critical(freedom: int) -> float:
+    """The value that chi-square with so many degrees of freedom exceeds with chance ALPHA (Wilson and Hilferty)."""
+    if not freedom:
+        return math.inf
+    part = 2 / (9 * freedom)
+    return float(freedom * (1 - part + NormalDist().inv_cdf(1 - ALPHA) * math.sqrt(part)) ** 3)
+
+
+def _cells(law: Law, draws: int) -> npt.NDArray[np.int64]:
+    """[V] the cell of each token, numbered from 0; tokens of no chance are in the last one."""
+    order = np.argsort(-law, kind="stable")
+    least = max(MIN_EXPECTED / draws, 1 / MAX_CELLS)
+    cells = np.empty(len(law), np.int64)
+    alone = int(np.count_nonzero(law >= least))
+    cells[order[:alone]] = np.arange(alone)
+    rest = np.cumsum(law[order[alone:]])
+    total = float(rest[-1]) if len(rest) else 0.0
+    groups = max(int(total / least), 1)  # a rest that is expected less often is one cell all the same
+    if len(rest):
+        share = np.ceil(rest / total * groups).astype(np.int64) - 1 if total else np.zeros(len(rest), np.int64)
+        cells[order[alone:]] = alone + np.clip(share, 0, groups - 1)
+        if not total and alone:
+            cells[order[alone:]] = alone - 1
+    return np.unique(cells, return_inverse=True)[1].astype(np.int64)
+
+
+def _in_cells(numbers: npt.NDArray[np.generic], cells: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    return np.bincount(cells, weights=numbers.astype(np.float64)).astype(np.float64)
+
+
+def _statistic(counts: npt.NDArray[np.generic], chances: Law) -> npt.NDArray[np.float64]:
+    """G of counts [simulations, cells]."""
+    observed = counts.astype(np.float64)
+    expected = chances * observed.sum(1, keepdims=True)
+    logs = np.zeros_like(observed)
+    np.log(observed / expected, out=logs, where=observed > 0)
+    return np.asarray(2 * (observed * logs).sum(1))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from dendro.shapes import LevelShape, TreeShape
 from dendro.text import Limits, Sampling, Text, Verdict, cut_verdict
@@ -67,25 +68,25 @@ class TwinVerifier:
         self.sampling = sampling
         self.warp = warp_of(sampling)
         self.noise: NoiseRows | None = None
+        self.changed = 0  # tokens of the answer that the planted fault made others than the rule's
 
-    def position(self, text: Text, tree: DraftTree, row: int) -> int:
-        """The absolute position of the token that is drawn after a row."""
-        return len(text) + int(tree.depths[row])
+    def drawn(self, logits: torch.Tensor, position: int) -> int:
+        """The token that the target draws from logits [1, V] for an absolute position."""
+        if self.noise is None:
+            self.noise = NoiseRows(self.sampling.seed, logits.shape[-1], self.sampling.sample_index)
+        noise = self.noise.rows([position]) if self.warp.temperature else None
+        return int(tokens_of(logits, self.warp, noise)[0])
 
-    def accept(self, tree: DraftTree, pick: Callable[[int], int]) -> Walk:
+    def token_after(self, row: int, logits: torch.Tensor, text: Text, tree: DraftTree) -> int:
+        """The token drawn after a row of the tree, of whose logits [1, V] it is drawn."""
+        return self.drawn(logits, len(text) + int(tree.depths[row]))
+
+    def accept(self, text: Text, tree: DraftTree, pick: Callable[[int], int]) -> Walk:
         return walk(tree.tokens.tolist(), tree.parents.tolist(), pick)
 
     async def verify(self, text: Text, tree: DraftTree) -> Verdict:
         logits = self.logits_of(text.ids, tree)
-        if self.noise is None:
-            self.noise = NoiseRows(self.sampling.seed, logits.shape[-1], self.sampling.sample_index)
-        rows = self.noise
-
-        def pick(row: int) -> int:
-            noise = rows.rows([self.position(text, tree, row)]) if self.warp.temperature else None
-            return int(tokens_of(logits[row : row + 1], self.warp, noise)[0])
-
-        found = self.accept(tree, pick)
+        found = self.accept(text, tree, lambda row: self.token_after(row, logits[row : row + 1], text, tree))
         verdict = Verdict(found.tokens, found.path, found.ranks, None, len(found.tokens))
         return cut_verdict(verdict, frozenset(), len(text), text.limits)
 
@@ -93,19 +94,22 @@ class TwinVerifier:
 class KeyedByRow(TwinVerifier):
     """Planted: the noise is keyed by the row's index in the tree, not by its position."""
 
-    def position(self, text: Text, tree: DraftTree, row: int) -> int:
-        return len(text) + row
+    def token_after(self, row: int, logits: torch.Tensor, text: Text, tree: DraftTree) -> int:
+        right, planted = super().token_after(row, logits, text, tree), self.drawn(logits, len(text) + row)
+        self.changed += planted != right and len(text) + int(tree.depths[row]) < text.limits.max_length
+        return planted
 
 
 class OneTooMany(TwinVerifier):
     """Planted: one guess more than the target agrees with is committed."""
 
-    def accept(self, tree: DraftTree, pick: Callable[[int], int]) -> Walk:
-        true = super().accept(tree, pick)
+    def accept(self, text: Text, tree: DraftTree, pick: Callable[[int], int]) -> Walk:
+        true = super().accept(text, tree, pick)
         below = tree.children(true.path[-1])
         if not below:
             return true
         guess = below[-1]
+        self.changed += len(text) + len(true.tokens) <= text.limits.max_length
         extra = (*true.tokens[:-1], int(tree.tokens[guess]), pick(guess))
         return Walk((*true.path, guess), extra, (*true.ranks, len(below) - 1))
 
@@ -124,29 +128,28 @@ async def answer_of(
     return text.answer
 
 
-def top_k_as_if_sampled(logits: torch.Tensor, temperature: float, k: int, draws: int, seed: int) -> list[int]:
+def top_k_as_if_sampled(law: npt.NDArray[np.float64], k: int) -> npt.NDArray[np.float64]:
     """Planted: the drafter's k likeliest tokens, judged as if they had been drawn from its law (u * q < p).
 
-    The drafter's law is the target's own at 1.5 times the temperature. Returns the first token of `draws` answers.
+    law [V]: the target's. The drafter's is the same at 1.5 times the temperature. Returns the law [V] of the first
+    token, computed and not sampled.
     """
-    law = torch.softmax(logits.double() / temperature, -1).numpy()
-    draft = torch.softmax(logits.double() / (1.5 * temperature), -1).numpy()
-    guesses = np.argsort(-draft, kind="stable")[:k]
-    rng = np.random.default_rng(seed)
-    tokens = []
-    for _ in range(draws):
-        residual, proposal = law.copy(), draft.copy()
-        for guess in guesses:
-            if rng.random() * proposal[guess] < residual[guess]:
-                tokens.append(int(guess))
-                break
-            residual = np.maximum(residual - proposal, 0)
-            residual /= residual.sum()
-            proposal[guess] = 0
-            proposal /= proposal.sum()
-        else:
-            tokens.append(int(rng.choice(len(residual), p=residual)))
-    return tokens
+    proposal = law ** (1 / 1.5)
+    proposal /= proposal.sum()
+    residual, rejected = law.copy(), 1.0  # rejected: the chance that all guesses so far were
+    emitted = np.zeros_like(law)
+    for guess in np.argsort(-proposal, kind="stable")[:k]:
+        accepted = min(residual[guess] / proposal[guess], 1.0) if proposal[guess] > 0 else 1.0
+        emitted[guess] += rejected * accepted
+        rejected *= 1 - accepted
+        residual = np.maximum(residual - proposal, 0)
+        proposal[guess] = 0
+        if rejected == 0 or residual.sum() == 0 or proposal.sum() == 0:
+            break
+        residual /= residual.sum()
+        proposal /= proposal.sum()
+    emitted += rejected * residual
+    return np.asarray(emitted / emitted.sum())
 
 
 def noise_of_word(word: int, dtype: type[np.floating]) -> float:

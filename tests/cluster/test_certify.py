@@ -4,7 +4,8 @@ import torch
 from dendro.shapes import OFF, LevelShape
 from dendro.text import Sampling
 
-from cluster.certify.law import expected_law, fit
+from cluster.certify.checks import lossy_rule_is_noticed, planted_faults_are_noticed
+from cluster.certify.law import LARGEST_DRAWS, draws_to_notice, expected_law, fit, fit_counts
 from cluster.certify.promises import Promise, first_difference, report
 from cluster.certify.twin import (
     KeyedByRow,
@@ -41,9 +42,89 @@ async def test_a_planted_fault_changes_tokens(rule, drafter_seed):
 
 def test_the_law_check_passes_true_draws_and_fails_a_lossy_rule():
     law = expected_law(TABLE[0], 1.0)
-    true = np.random.default_rng(0).choice(VOCABULARY, size=4000, p=law)
-    assert fit(true.tolist(), law).good
-    assert fit(top_k_as_if_sampled(TABLE[0], 1.0, 3, 4000, seed=1), law).p < 1e-12
+    rng = np.random.default_rng(0)
+    assert fit(rng.choice(VOCABULARY, size=4000, p=law).tolist(), law).good
+    assert not fit(rng.choice(VOCABULARY, size=4000, p=top_k_as_if_sampled(law, 3)).tolist(), law).good
+
+
+PEAKED = np.array([0.999, *[0.001 / 5000] * 5000])
+HALVES = np.array([0.5, 0.4, *[0.1 / 5000] * 5000])
+FLAT = np.full(5000, 1 / 5000)
+
+
+@pytest.mark.parametrize("law, draws", [(PEAKED, 200), (PEAKED, 4000), (HALVES, 200), (FLAT, 200)])
+def test_right_draws_are_rejected_no_more_often_than_the_p_value_says(law, draws):
+    """400 samples by seed. Of p <= 0.01 there are 4 on average, and 14 or more with chance 1e-4."""
+    rng = np.random.default_rng(11)
+    found = [fit_counts(rng.multinomial(draws, law), law) for _ in range(400)]
+    assert sum(each.p <= 0.01 for each in found) <= 13
+    assert all(each.good for each in found)  # one is not with chance 400 * ALPHA = 0.01
+
+
+def test_tokens_that_are_half_as_likely_again_are_noticed_where_the_power_says_so():
+    """By seed: with the number of draws that the power names each of 3 samples is rejected, with a twentieth of it at
+    most half of 20."""
+    off = PEAKED.copy()
+    off[0], off[1:] = 0.9985, 0.0015 / 5000
+    needed = draws_to_notice(off, PEAKED)
+    rng = np.random.default_rng(3)
+    assert 20_000 < needed < 1_000_000
+    assert not any(fit_counts(rng.multinomial(needed, off), PEAKED).good for _ in range(3))
+    assert sum(fit_counts(rng.multinomial(needed // 20, off), PEAKED).good for _ in range(20)) >= 10
+
+
+def test_one_rare_draw_is_no_broken_promise_and_a_common_one_is():
+    law = np.array([0.9999, 0.0001])
+    assert fit([0] * 99 + [1], law).good  # chance 0.01
+    assert not fit([0] * 95 + [1] * 5, law).good
+
+
+def test_a_flat_law_with_few_draws_reports_that_it_would_not_show_a_fault():
+    flat = torch.randn(5000, generator=torch.Generator().manual_seed(0)) * 1e-3
+    law = expected_law(flat, 1.0)
+    needed = draws_to_notice(top_k_as_if_sampled(law, 3), law)
+    promise = Promise("p")
+    lossy_rule_is_noticed(promise, flat, most_draws=needed // 2)
+    assert promise.kept is None and not promise.broken
+    assert "not shown: would need" in promise.found[0]
+    lossy_rule_is_noticed(promise, flat)
+    assert promise.kept is True
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0, 30.0])
+def test_a_lossy_rule_is_noticed_on_flat_and_on_peaked_laws(scale):
+    """At scale 30 the likeliest token has all the chance at temperature 1, and a warmer law is chosen."""
+    promise = Promise("p")
+    lossy_rule_is_noticed(promise, torch.randn(5000, generator=torch.Generator().manual_seed(0)) * scale)
+    assert promise.kept is True, promise
+
+
+def test_a_certain_law_shows_no_fault_and_breaks_no_promise():
+    logits = torch.full((64,), -1e9)
+    logits[5] = 0.0
+    promise = Promise("p")
+    lossy_rule_is_noticed(promise, logits)
+    assert promise.kept is None and f"more than {LARGEST_DRAWS:,}" in promise.found[0]
+
+
+@pytest.mark.parametrize("scale", [1.0, 12.0, 1e6], ids=["spread", "peaked", "certain"])
+async def test_planted_faults_are_shown_or_reported_as_not_shown(scale):
+    """On the peaked target no planted fault changes a token at temperature 1; on the certain one none ever does."""
+
+    def logits_of(ids, tree):
+        return toy_logits(ids, tree) * scale
+
+    promise = await planted_faults_are_noticed(logits_of, (1, 2, 3), 48, lambda: None)
+    assert promise.kept is True, promise.broken
+    assert sum("not shown" in line for line in promise.found) == (3 if scale == 1e6 else 0), promise.found
+
+
+def test_the_law_of_the_lossy_rule_is_what_its_steps_give():
+    """By hand: law (0.5, 0.3, 0.2), drafts of the likeliest token by the law at 1.5 times the temperature."""
+    law = np.array([0.5, 0.3, 0.2])
+    draft = law ** (1 / 1.5) / (law ** (1 / 1.5)).sum()
+    assert law[0] > draft[0]  # so the likeliest is always accepted
+    assert top_k_as_if_sampled(law, 1).tolist() == [1.0, 0.0, 0.0]
 
 
 def test_a_draw_of_no_chance_fails_whatever_the_rest():
