@@ -44,7 +44,7 @@ from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, Overl
 from dendro.internal.v1 import calls_pb2, drafter_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 from dendro.serving import MAX_MESSAGE_BYTES, STREAM_OPTIONS
 from dendro.shapes import TreeShape
-from dendro.text import Text, Verdict
+from dendro.text import Finish, Text, Verdict
 from dendro.tree import DraftTree
 
 log = logging.getLogger("dendro.handles")
@@ -145,9 +145,12 @@ class PeerStream:
         call = self._kind.rounds(self._channel)
         await call.write(self._kind.frame(calls_pb2.Greeting(protocol=PROTOCOL_VERSION), []))
         first = await call.read()
-        if first is EOF or not first.HasField("hello"):
+        if first is EOF or first is None or not first.HasField("hello"):
             raise PeerLost(f"{self.address}: says no hello")
-        self._hello = wire.hello_from(first.hello)
+        try:
+            self._hello = wire.hello_from(first.hello)
+        except BadRequest as error:
+            raise PeerLost(f"{self.address}: its hello is malformed: {error}") from None
         if self._hello.protocol != PROTOCOL_VERSION:
             raise PeerLost(f"{self.address}: speaks protocol {self._hello.protocol}; this is {PROTOCOL_VERSION}")
         self._tasks = [asyncio.create_task(self._read(call)), asyncio.create_task(self._write(call))]
@@ -194,6 +197,8 @@ class PeerStream:
     async def _read(self, call: Any) -> None:
         with self._losing():
             while (frame := await call.read()) is not EOF:
+                if frame is None:  # gRPC's word for bytes that are no message
+                    raise PeerLost(f"{self.address}: sends what is no frame")
                 for answer in frame.answers:
                     future = self._waiting.get(answer.call)
                     if future is not None and not future.done():
@@ -257,19 +262,34 @@ class FarDrafter(_FarPeer):
     """A drafter at the other end of a stream."""
 
     async def draft(self, call: DraftCall) -> DraftTree:
-        return cast(DraftTree, _expect(DraftTree, await self.stream.call(call)))
+        """The tree. What the drafter says of its time is no more than the call took."""
+        began_s = time.monotonic()
+        tree = cast(DraftTree, _expect(DraftTree, await self.stream.call(call)))
+        took_us = _us_since(began_s)
+        return replace(tree, draft_us=took_us) if tree.draft_us > took_us else tree
 
 
 class FarVerifier(_FarPeer):
     """A verifier at the other end of a stream."""
 
     async def verify(self, call: VerifyCall) -> Verdict:
-        return cast(Verdict, _expect(Verdict, await self.stream.call(call)))
+        """The verdict. What the verifier says of its time is no more than the call took."""
+        began_s = time.monotonic()
+        verdict = cast(Verdict, _expect(Verdict, await self.stream.call(call)))
+        took_us = _us_since(began_s)
+        if verdict.verify_us + verdict.queue_us <= took_us:
+            return verdict
+        verify_us = min(verdict.verify_us, took_us)
+        return replace(verdict, verify_us=verify_us, queue_us=min(verdict.queue_us, took_us - verify_us))
+
+
+def _us_since(began_s: float) -> int:
+    return int(1e6 * (time.monotonic() - began_s))
 
 
 def _expect(kind: type, answer: object) -> object:
     if not isinstance(answer, kind):
-        raise BadRequest("said", f"is a {type(answer).__name__}, not a {kind.__name__}")
+        raise EngineFailed(f"peer: answers with a {type(answer).__name__} where a {kind.__name__} was asked for")
     return answer
 
 
@@ -476,7 +496,7 @@ class VerifierHandle:
             try:
                 async with asyncio.timeout(self._step_s):
                     verdict = await seat.peer.verify(call)
-                _check_verdict(verdict, tree)
+                _check_verdict(verdict, tree, text, seat.hello)
             except NotFound as error:
                 log.info("verifier: %s; the text is opened again", error)
                 self.reopened += 1
@@ -586,8 +606,8 @@ class VerifierHandle:
             raise PeerLost(f"verifier: has the weights {hello.fingerprint}, the text began with another's")
 
 
-def _check_verdict(verdict: Verdict, tree: DraftTree) -> None:
-    """A verdict that does not fit its tree is the verifier's fault."""
+def _check_verdict(verdict: Verdict, tree: DraftTree, text: Text, hello: Hello) -> None:
+    """A verdict that does not fit its tree, its text or its target's vocabulary is the verifier's fault."""
     guesses = verdict.length - 1  # accepted, those past a cut among them
     if len(verdict.ranks) != min(guesses, len(verdict.tokens)) or guesses + verdict.trimmed > tree.guesses:
         raise EngineFailed(
@@ -597,6 +617,18 @@ def _check_verdict(verdict: Verdict, tree: DraftTree) -> None:
     for above, row, token in zip(verdict.path, verdict.path[1:], verdict.tokens, strict=False):
         if row >= tree.rows or tree.parents[row] != above or tree.tokens[row] != token:
             raise EngineFailed(f"verifier: its verdict's path {verdict.path} is none of the tree")
+    if max(verdict.tokens) >= hello.vocabulary:
+        raise EngineFailed(f"verifier: emits {max(verdict.tokens)}; its vocabulary is {hello.vocabulary}")
+    room, ended = text.limits.max_length - len(text) - len(verdict.tokens), verdict.finish
+    if (
+        room < 0
+        or (ended is None and (room == 0 or verdict.length != len(verdict.tokens)))
+        or (ended is Finish.LENGTH and room > 0)
+        or (ended is Finish.END_OF_TEXT and (text.limits.ignore_end or verdict.tokens[-1] not in hello.end_ids))
+    ):
+        raise EngineFailed(
+            f"verifier: finish {ended}, N = {verdict.length}, {len(verdict.tokens)} tokens, {room} from the limit"
+        )
 
 
 class Company(Protocol):

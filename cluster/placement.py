@@ -21,6 +21,7 @@ from dendro.text import Text
 from cluster.config import Config
 from cluster.handles import (
     DRAFTER,
+    PATIENCE_S,
     VERIFIER,
     Company,
     DrafterHandle,
@@ -154,8 +155,11 @@ class Places:
         config: Config,
         targets: Mapping[str, Pool[VerifierPeer]],
         drafters: Mapping[str, Pool[DrafterPeer]],
+        patience_s: float = PATIENCE_S,
     ) -> None:
+        """`patience_s` is how long a request looks for a verifier that can go on with it."""
         self._config = config
+        self._patience_s = patience_s
         self._targets = targets
         self._drafters = drafters
         self._paces: dict[tuple[str, str], Pace] = {}
@@ -163,7 +167,7 @@ class Places:
 
     def verifier(self, target: str, text: Text) -> VerifierHandle:
         """A verifier for a text. Its lease and its opening run in the background."""
-        handle = VerifierHandle(text, self._targets[target], self._pace(target))
+        handle = VerifierHandle(text, self._targets[target], self._pace(target), self._patience_s)
         self._verifiers[text] = handle
         return handle
 

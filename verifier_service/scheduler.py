@@ -352,6 +352,8 @@ class Scheduler:
 
     def _leave(self, session: Session, ask: Ask, call: CloseCall) -> bool:
         """Let a closed text's memory be put by first; false where it does not cover the text."""
+        if call.update.base > self.capacity.max_length:  # no text of ours; its tokens are not worth a digest
+            return False
         try:
             self._follow_text(session, call.update)
         except NotFound:

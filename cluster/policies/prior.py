@@ -32,8 +32,9 @@ FORMAT = 2
 """Counts up when a prior says something else; one of another format counts as missing."""
 STEP_MEANS = tuple(each.name for each in fields(StepTime) if each.init)
 MAX_PRIOR_BYTES = 1 << 16
-MOST = 1e12
-"""No number of a prior is greater: days in microseconds."""
+MOST = 1e15
+"""No number of a prior is greater. The greatest is a step's squared rows times its microseconds: of the largest step
+that a peer may report, 6e14."""
 
 
 def tenant_tag(tenant: str) -> str:

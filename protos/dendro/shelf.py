@@ -19,6 +19,9 @@ from dendro.text import Tokens, state_name
 
 log = logging.getLogger("dendro.states")
 
+LOOKUPS = 64
+"""Names that are looked for in the store when a text is opened, the longest first: each costs a round trip."""
+
 Arrays = Mapping[str, npt.NDArray[np.generic]]
 
 
@@ -54,7 +57,7 @@ class Shelf:
         ids, longest = call.update.tokens, call.update.base - 1
         lengths = {longest, *call.terms.marks, *(mark - 1 for mark in call.terms.marks)}
         digests: list[int] = []
-        for length in sorted((length for length in lengths if 1 <= length <= longest), reverse=True):
+        for length in sorted((length for length in lengths if 1 <= length <= longest), reverse=True)[:LOOKUPS]:
             blob = await self._store.load(self._name(call.terms.tenant, ids[:length]))
             if blob is None:
                 continue

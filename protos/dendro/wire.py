@@ -1,6 +1,9 @@
-"""Values to messages and back. What arrives is checked here, once: a malformed call or answer raises BadRequest.
+"""Values to messages and back. What arrives is checked here, once: a malformed call or tree raises BadRequest, another
+malformed answer EngineFailed.
 
-`..._message` makes a message of a value, `..._from` a value of a message.
+`..._message` makes a message of a value, `..._from` a value of a message. A statistic that is out of its range is set
+to the nearest end of it; a structure that is out of its bounds is refused. Repeated fields are bounded by their length
+before a list is made of them.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from dendro.calls import (
     VerifierCall,
     VerifyCall,
 )
-from dendro.errors import BadRequest, DendroError, error_for, one_line
+from dendro.errors import BadRequest, DendroError, EngineFailed, error_for, one_line
 from dendro.internal.v1 import calls_pb2, drafter_pb2, tree_pb2, verifier_pb2
 from dendro.shapes import MAX_ROWS, BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape
 from dendro.text import Finish, Limits, Sampling, Verdict
@@ -40,6 +43,15 @@ _FINISH_FROM = {number: finish for finish, number in _FINISH_MESSAGE.items()}
 _CODE = {code.value[0]: code for code in grpc.StatusCode}
 _INTERNAL: int = grpc.StatusCode.INTERNAL.value[0]
 _MAX_COUNT = (1 << 31) - 1  # what fits an int32, wherever a count of ours becomes one
+MAX_US = 3_600_000_000
+"""The longest time that a peer may report of itself, in microseconds: an hour."""
+MAX_STEP_ROWS = 1 << 14
+MAX_TEXTS = 1 << 14
+MAX_TRACE = 2 * MAX_ROWS
+"""Ranks that are read of a trace, the last ones. Policies leave a trace of more than MAX_ROWS aside."""
+MAX_NAME = 256
+"""Characters of a name or a fingerprint."""
+MAX_END_IDS = 1024
 
 Answer = Opened | DraftTree | Verdict | Closed
 CallMessage = TypeVar("CallMessage", drafter_pb2.DrafterCall, verifier_pb2.VerifierCall)
@@ -59,17 +71,18 @@ def tree_message(tree: DraftTree) -> tree_pb2.DraftTree:
 
 def tree_from(message: tree_pb2.DraftTree) -> DraftTree:
     """The tree, checked as at its birth."""
-    if len(message.tokens) > MAX_ROWS:  # before any array is made of it
-        raise BadRequest("tree.tokens", f"{len(message.tokens)} rows; a tree has 1 to {MAX_ROWS}")
+    for name in ("tokens", "parents", "values"):
+        if (count := len(getattr(message, name))) > MAX_ROWS:
+            raise BadRequest(f"tree.{name}", f"{count} rows; a tree has 1 to {MAX_ROWS}")
     try:
         return DraftTree(
             tokens=np.array(message.tokens, np.int64),
             parents=np.array(message.parents, np.int64),
             values=np.array(message.values, np.float32),
-            proposer=message.proposer,
-            trace=np.minimum(np.array(message.trace, np.int64), _MAX_COUNT).astype(np.int32),
-            draft_us=message.draft_us,
-            texts=message.texts,
+            proposer=message.proposer[:MAX_NAME],
+            trace=np.minimum(np.array(message.trace[-MAX_TRACE:], np.int64), _MAX_COUNT).astype(np.int32),
+            draft_us=min(message.draft_us, MAX_US),
+            texts=_within(message.texts, 1, MAX_TEXTS),
         )
     except ValueError as error:
         raise _bad("tree", error) from None
@@ -118,7 +131,7 @@ def update_message(update: TextUpdate) -> calls_pb2.TextUpdate:
 def update_from(message: calls_pb2.TextUpdate) -> TextUpdate:
     if len(message.opening) != OPENING_BYTES:
         raise BadRequest("update.opening", f"has {len(message.opening)} bytes; must be {OPENING_BYTES}")
-    if message.start + len(message.tokens) != message.base or message.base < 1:
+    if message.start + len(message.tokens) != message.base or not 1 <= message.base <= _MAX_COUNT:
         raise BadRequest("update.base", f"{message.base}, but {message.start} tokens and {len(message.tokens)} more")
     return TextUpdate(message.opening, message.base, message.digest, message.start, tuple(message.tokens))
 
@@ -148,7 +161,7 @@ def _open_from(update: TextUpdate, message: calls_pb2.OpenCall) -> OpenCall:
         raise BadRequest("update.start", "an opening begins with the whole text")
     if not update.base <= message.max_length <= _MAX_COUNT:
         raise BadRequest("max_length", f"is {message.max_length} for a text of {update.base} tokens")
-    if any(not 0 < mark <= update.base for mark in message.marks):
+    if len(message.marks) > update.base or any(not 0 < mark <= update.base for mark in message.marks):
         raise BadRequest("marks", f"must lie in 1 to {update.base}")
     sampling = Sampling(said.temperature, said.top_k, said.top_p, said.min_p, said.seed, said.sample_index)
     limits = Limits(message.max_length, message.ignore_end)
@@ -220,8 +233,12 @@ def verdict_message(verdict: Verdict) -> verifier_pb2.Verdict:
 
 
 def verdict_from(message: verifier_pb2.Verdict) -> Verdict:
+    """The verdict, checked as at its birth. Raises BadRequest."""
     if message.finish not in _FINISH_FROM:
         raise BadRequest("verdict.finish", f"{message.finish} is none that we know")
+    for name in ("tokens", "path", "ranks"):
+        if (count := len(getattr(message, name))) > MAX_ROWS:
+            raise BadRequest(f"verdict.{name}", f"{count} of them; a tree has at most {MAX_ROWS} rows")
     try:
         return Verdict(
             tokens=tuple(message.tokens),
@@ -229,10 +246,10 @@ def verdict_from(message: verifier_pb2.Verdict) -> Verdict:
             ranks=tuple(message.ranks),
             finish=_FINISH_FROM[message.finish],
             length=message.length,
-            verify_us=message.verify_us,
-            queue_us=message.queue_us,
-            texts=message.texts,
-            step_rows=message.step_rows,
+            verify_us=min(message.verify_us, MAX_US),
+            queue_us=min(message.queue_us, MAX_US),
+            texts=_within(message.texts, 1, MAX_TEXTS),
+            step_rows=_within(message.step_rows, 1, MAX_STEP_ROWS),
             trimmed=message.trimmed,
         )
     except ValueError as error:
@@ -258,17 +275,27 @@ def hello_message(hello: Hello) -> calls_pb2.Hello:
 
 
 def hello_from(message: calls_pb2.Hello) -> Hello:
+    """The hello. Raises BadRequest for one whose limits let no text be served; greater limits than ours are ours."""
+    bounds = (
+        ("vocabulary", message.vocabulary, 1, _MAX_COUNT),
+        ("max_length", message.max_length, 1, None),
+        ("max_rows", message.max_rows, 1, None),
+        ("end_ids", len(message.end_ids), 0, MAX_END_IDS),
+    )
+    for name, said, least, most in bounds:
+        if said < least or (most is not None and said > most):
+            raise BadRequest(f"hello.{name}", f"is {said}; at least {least}" + (f", at most {most}" if most else ""))
     return Hello(
         protocol=message.protocol,
-        model=message.model,
-        fingerprint=message.fingerprint,
-        tokenizer=message.tokenizer,
+        model=one_line(message.model, MAX_NAME),
+        fingerprint=one_line(message.fingerprint, MAX_NAME),
+        tokenizer=one_line(message.tokenizer, MAX_NAME),
         vocabulary=message.vocabulary,
-        max_length=message.max_length,
-        max_rows=message.max_rows,
-        max_depth=message.max_depth,
-        dtype=message.dtype,
-        exactness=message.exactness,
+        max_length=min(message.max_length, _MAX_COUNT),
+        max_rows=min(message.max_rows, MAX_ROWS),
+        max_depth=min(message.max_depth, MAX_ROWS - 1),
+        dtype=one_line(message.dtype, MAX_NAME),
+        exactness=one_line(message.exactness, MAX_NAME),
         pid=message.pid,
         end_ids=tuple(message.end_ids),
         attends=message.attends,
@@ -313,24 +340,27 @@ def drafter_answer_from(message: drafter_pb2.DrafterAnswer) -> Opened | DraftTre
         case "tree":
             return tree_from(message.tree)
         case "closed":
-            return Closed(message.closed.saved)
+            return _closed_from(message.closed)
         case "error":
             raise _error_from(message.error)
     raise BadRequest("said", "is missing")
 
 
 def verifier_answer_from(message: verifier_pb2.VerifierAnswer) -> Opened | Verdict | Closed:
-    """The answer; raises what the peer raised, and BadRequest for what is no answer."""
+    """The answer; raises what the peer raised, and EngineFailed for what is no answer: the request is not to blame."""
     match message.WhichOneof("said"):
         case "opened":
             return _opened_from(message.opened)
         case "verdict":
-            return verdict_from(message.verdict)
+            try:
+                return verdict_from(message.verdict)
+            except BadRequest as error:
+                raise EngineFailed(f"verifier: its verdict is malformed: {error}") from None
         case "closed":
-            return Closed(message.closed.saved)
+            return _closed_from(message.closed)
         case "error":
             raise _error_from(message.error)
-    raise BadRequest("said", "is missing")
+    raise EngineFailed("verifier: its answer says nothing")
 
 
 def _opened_message(opened: Opened) -> calls_pb2.Opened:
@@ -338,7 +368,16 @@ def _opened_message(opened: Opened) -> calls_pb2.Opened:
 
 
 def _opened_from(message: calls_pb2.Opened) -> Opened:
-    return Opened(message.restored, message.processed, message.open_us)
+    counts = (min(message.restored, _MAX_COUNT), min(message.processed, _MAX_COUNT))
+    return Opened(*counts, open_us=min(message.open_us, MAX_US))
+
+
+def _closed_from(message: calls_pb2.Closed) -> Closed:
+    return Closed(min(message.saved, _MAX_COUNT))
+
+
+def _within(said: int, least: int, most: int) -> int:
+    return max(least, min(said, most))
 
 
 def _error_message(error: Exception) -> calls_pb2.CallError:

@@ -32,7 +32,7 @@ def trees(draw: st.DrawFn) -> DraftTree:
         np.array(values, np.float32),
         draw(st.text(max_size=5)),
         np.array(trace, np.int32),
-        draw(st.integers(0, 2**63)),
+        draw(st.integers(0, wire.MAX_US)),
         draw(st.integers(1, 64)),
     )
 
@@ -55,7 +55,7 @@ def opens(draw: st.DrawFn) -> OpenCall:
         draw(WORDS),
         draw(st.integers(0, 2**32 - 1)),
     )
-    marks = tuple(draw(st.lists(st.integers(1, update.base), max_size=3)))
+    marks = tuple(draw(st.lists(st.integers(1, update.base), max_size=3, unique=True)))
     limits = Limits(draw(st.integers(update.base, 2**31 - 1)), draw(st.booleans()))
     return OpenCall(update, Terms(sampling, limits, draw(st.text(max_size=5)), marks), draw(st.text(max_size=5)))
 
@@ -67,15 +67,15 @@ def verdicts(draw: st.DrawFn) -> Verdict:
     ranks = tuple(draw(st.lists(st.integers(0, 62), max_size=8)))
     length = len(tokens) + draw(st.integers(0, 3))
     finish = draw(st.sampled_from([None, *Finish]))
-    took = [draw(st.integers(0, 2**40)) for _ in range(2)]
+    took = [draw(st.integers(0, wire.MAX_US)) for _ in range(2)]
     return Verdict(
         tokens, path, ranks, finish, length, *took, draw(st.integers(1, 64)), trimmed=draw(st.integers(0, 63))
     )
 
 
 SHAPES = st.sampled_from(["off", "(1,1,1,1)", "(3,2,2,1,1)", "(63,)"]).map(TreeShape.parse)
-OPENED = st.builds(Opened, *[st.integers(0, 2**40)] * 3)
-CLOSED = st.builds(Closed, st.integers(0, 2**40))
+OPENED = st.builds(Opened, *[st.integers(0, 2**31 - 1)] * 3)
+CLOSED = st.builds(Closed, st.integers(0, 2**31 - 1))
 
 
 def same_tree(one: DraftTree, other: DraftTree) -> bool:
@@ -208,6 +208,55 @@ def test_what_is_no_shape_is_refused(widths):
         wire.shape_from(tree_pb2.TreeShape(widths=widths))
 
 
+MOST = 2**64 - 1
+
+
+def test_a_statistic_that_is_out_of_its_range_is_set_to_the_nearest_end_of_it():
+    tree = wire.tree_from(tree_pb2.DraftTree(**ROOT, draft_us=MOST, texts=0, trace=[2**32 - 1] * 100_000))
+    assert (tree.draft_us, tree.texts) == (wire.MAX_US, 1)
+    assert tree.trace.tolist() == [2**31 - 1] * wire.MAX_TRACE
+    said = {"tokens": [1], "path": [0], "length": 1, "verify_us": MOST, "queue_us": MOST, "step_rows": 2**32 - 1}
+    verdict = wire.verdict_from(verifier_pb2.Verdict(**said, texts=2**32 - 1))
+    assert (verdict.verify_us, verdict.queue_us) == (wire.MAX_US, wire.MAX_US)
+    assert (verdict.step_rows, verdict.texts) == (wire.MAX_STEP_ROWS, wire.MAX_TEXTS)
+    opened = calls_pb2.Opened(restored=MOST, processed=MOST, open_us=MOST)
+    assert wire.drafter_answer_from(drafter_pb2.DrafterAnswer(opened=opened)) == Opened(
+        2**31 - 1, 2**31 - 1, wire.MAX_US
+    )
+    assert wire.drafter_answer_from(drafter_pb2.DrafterAnswer(closed={"saved": MOST})) == Closed(2**31 - 1)
+
+
+@pytest.mark.parametrize(
+    "fields, name",
+    [
+        ({"vocabulary": 0}, "hello.vocabulary"),
+        ({"vocabulary": 2**32 - 1}, "hello.vocabulary"),
+        ({"max_length": 0}, "hello.max_length"),
+        ({"max_rows": 0}, "hello.max_rows"),
+        ({"end_ids": [1] * 100_000}, "hello.end_ids"),
+    ],
+)
+def test_a_hello_under_which_no_text_can_be_served_is_refused_by_the_name_of_its_field(fields, name):
+    with pytest.raises(BadRequest) as refused:
+        wire.hello_from(calls_pb2.Hello(**{"vocabulary": 9, "max_length": 9, "max_rows": 9, **fields}))
+    assert refused.value.field == name
+
+
+def test_limits_of_a_hello_that_are_greater_than_ours_are_ours():
+    said = {"vocabulary": 9, "max_length": MOST, "max_rows": 2**32 - 1, "max_depth": 2**32 - 1, "model": "m\n" * 9999}
+    hello = wire.hello_from(calls_pb2.Hello(**said))
+    assert (hello.max_length, hello.max_rows, hello.max_depth) == (2**31 - 1, MAX_ROWS, MAX_ROWS - 1)
+    assert hello.model.isprintable() and len(hello.model) <= wire.MAX_NAME
+
+
+@pytest.mark.parametrize("fields", [{}, {"tokens": [1] * 65, "path": [0] * 65, "length": 65}, {"finish": 9}], ids=str)
+def test_a_malformed_verdict_is_the_verifiers_fault_and_not_the_requests(fields):
+    with pytest.raises(EngineFailed):
+        wire.verifier_answer_from(verifier_pb2.VerifierAnswer(verdict=verifier_pb2.Verdict(**fields)))
+    with pytest.raises(EngineFailed):
+        wire.verifier_answer_from(verifier_pb2.VerifierAnswer())
+
+
 GOOD = {"opening": b"o" * 16, "base": 3, "digest": 1, "start": 0, "tokens": [1, 2, 3]}
 
 
@@ -222,6 +271,9 @@ GOOD = {"opening": b"o" * 16, "base": 3, "digest": 1, "start": 0, "tokens": [1, 
         ({"update": {**GOOD, "start": 1, "base": 4}, "open": {"max_length": 9}}, "update.start"),
         ({"update": GOOD, "open": {"max_length": 2}}, "max_length"),
         ({"update": GOOD, "open": {"max_length": 9, "marks": [4]}}, "marks"),
+        ({"update": GOOD, "open": {"max_length": 9, "marks": [1] * 1000}}, "marks"),
+        ({"update": {**GOOD, "start": MOST - 3, "base": MOST}}, "update.base"),
+        ({"update": {**GOOD, "start": 5}}, "update.base"),
         ({"update": GOOD, "open": {"max_length": 9, "sampling": {"temperature": -1}}}, "temperature"),
         ({"update": GOOD, "open": {"max_length": 9, "sampling": {"top_p": 0}}}, "top_p"),
         ({"update": GOOD, "draft": {"shape": {"widths": [0]}}}, "shape"),
