@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 from dendro.errors import BadRequest
+from tree_layers.checkpoint import MAMBA_CONFIG, NO_TOKENIZER, Facts, read_facts, weight_files
+from tree_layers.errors import CheckpointError
 
-from cluster.config import Config
-
-INDEX = "model.safetensors.index.json"
-MIXERS = "mamba_config.json"
-"""Of Mamba-in-Llama: without it, transformers takes such a checkpoint for a Llama without some of its attention."""
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+from cluster.config import Config, Drafter, Model, Target
 
 
 def check_checkpoints(config: Config) -> None:
@@ -21,59 +16,47 @@ def check_checkpoints(config: Config) -> None:
 
     Whether a model's kind is supported, and whether its weights fit its configuration, its engine says when it loads.
     """
-    vocabularies = {}
     for name, target in config.targets.items():
-        where = f"targets.{name}.checkpoint"
-        vocabularies[name] = _vocabulary(target.checkpoint, where)
-        if not any((target.tokenizer_folder / file).exists() for file in TOKENIZER_FILES):
-            hint = "" if target.tokenizer else "; `tokenizer:` names another folder that has one"
-            raise BadRequest(
-                f"targets.{name}.{target.tokenizer_field}", f"{target.tokenizer_folder} has no tokenizer.json{hint}"
-            )
+        target_facts(name, target)
+        _check_weights(target, f"targets.{name}.checkpoint")
     for name, drafter in config.drafters.items():
-        where = f"drafters.{name}.checkpoint"
-        vocabulary = _vocabulary(drafter.checkpoint, where)
-        for target_name in drafter.targets or config.targets:
-            if vocabulary != vocabularies[target_name]:
-                raise BadRequest(
-                    where, f"has a vocabulary of {vocabulary}, target {target_name} one of {vocabularies[target_name]}"
-                )
+        drafter_facts(name, drafter)
+        _check_weights(drafter, f"drafters.{name}.checkpoint")
+
+
+def target_facts(name: str, target: Target) -> Facts:
+    """Facts of a target and its tokenizer. Raises BadRequest, naming the field, for what is missing but weights."""
+    facts = _facts(target, f"targets.{name}")
+    if facts.tokens is None:
+        raise BadRequest(f"targets.{name}.checkpoint", f"{facts.folder}: {NO_TOKENIZER}")
+    return facts
+
+
+def drafter_facts(name: str, drafter: Drafter) -> Facts:
+    """Facts of a drafter, which state-spaces publishes without a tokenizer. Raises BadRequest, naming the field, for
+    what is missing but weights."""
+    facts = _facts(drafter, f"drafters.{name}")
+    if facts.tokens is None and facts.unpadded is None:
+        raise BadRequest(f"drafters.{name}.checkpoint", f"{facts.folder}: {NO_TOKENIZER}")
+    return facts
+
+
+def _facts(model: Model, where: str) -> Facts:
+    try:
+        return read_facts(model.checkpoint, model.tokenizer)
+    except CheckpointError as error:
+        at_tokenizer = model.tokenizer is not None and str(error).startswith(f"{model.tokenizer}:")
+        raise BadRequest(f"{where}.{'tokenizer' if at_tokenizer else 'checkpoint'}", str(error)) from error
+
+
+def _check_weights(model: Model, where: str) -> None:
+    try:
+        weight_files(model.checkpoint)
+    except CheckpointError as error:
+        raise BadRequest(where, str(error)) from error
 
 
 def check_library_has(checkpoint: Path, where: str = "target") -> None:
     """Raises BadRequest for a model that transformers would load as another, to compare with or to change."""
-    if (checkpoint / MIXERS).exists():
+    if (checkpoint / MAMBA_CONFIG).exists():
         raise BadRequest(where, f"{checkpoint} is a Mamba-in-Llama, which transformers has no class for: name another")
-
-
-def _vocabulary(folder: Path, where: str) -> int:
-    """The vocabulary of a checkpoint whose files are all there."""
-    said = read_json(folder / "config.json", where)
-    if (folder / INDEX).exists():
-        files = set(read_json(folder / INDEX, where).get("weight_map", {}).values())
-    elif (folder / "pytorch_model.bin").exists():  # state-spaces' own layout
-        files = {"pytorch_model.bin"}
-    else:
-        files = {"model.safetensors"}
-    for file in sorted(files):
-        if not (folder / file).exists():
-            raise BadRequest(where, f"{folder} has no {file}")
-    vocabulary = said.get("vocab_size")
-    if not isinstance(vocabulary, int):
-        raise BadRequest(where, f"{folder}/config.json names no vocab_size")
-    # state-spaces' layout names the tokens in use and pads the matrix
-    multiple = said.get("pad_vocab_size_multiple", 1)
-    return -(-vocabulary // multiple) * multiple
-
-
-def read_json(path: Path, where: str) -> dict[str, Any]:
-    """A JSON object of a checkpoint; raises BadRequest naming the field `where`."""
-    try:
-        said = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise BadRequest(where, f"there is no {path}") from None
-    except (OSError, ValueError) as error:
-        raise BadRequest(where, f"{path} cannot be read: {error}") from error
-    if not isinstance(said, dict):
-        raise BadRequest(where, f"{path} is not a JSON object")
-    return said

@@ -33,7 +33,7 @@ from dendro.v1 import generation_pb2 as pb
 from dendro.v1 import generation_pb2_grpc
 
 from cluster.asked import Asked, what_is_asked
-from cluster.checkpoints import read_json
+from cluster.checkpoints import target_facts
 from cluster.config import Config, Target
 from cluster.policies import Experience, Offer, Place
 from cluster.policies.prior import NoPriors, Prior, PriorKey, PriorStore
@@ -109,27 +109,17 @@ class Served:
     @classmethod
     def load(cls, name: str, target: Target) -> Served:
         """Read a checkpoint's configuration and tokenizer; raises BadRequest naming what is missing."""
-        where = f"targets.{name}.checkpoint"
-        said = read_json(target.checkpoint / "config.json", where)
-        vocabulary = said.get("vocab_size")
-        if not isinstance(vocabulary, int):
-            raise BadRequest(where, f"{target.checkpoint}/config.json names no vocab_size")
+        facts = target_facts(name, target)
         try:
-            tokenizer = CheckpointTokenizer(target.tokenizer_folder)
+            tokenizer = CheckpointTokenizer(target.tokenizer_folder, facts.tokenizer)
         except BadRequest as error:
             raise BadRequest(f"targets.{name}.{target.tokenizer_field}", error.reason) from error
-        if tokenizer.size > vocabulary:
-            raise BadRequest(where, f"its tokenizer has {tokenizer.size} tokens, the model {vocabulary}")
-        generation = target.checkpoint / "generation_config.json"
-        end = (read_json(generation, where) if generation.exists() else {}).get("eos_token_id")
-        end = said.get("eos_token_id") if end is None else end
-        positions = said.get("max_position_embeddings") or target.max_length
         return cls(
             name=name,
             tokenizer=tokenizer,
-            vocabulary=vocabulary,
-            max_length=min(target.max_length, positions),
-            end_ids=frozenset([end] if isinstance(end, int) else end or []),
+            vocabulary=facts.vocabulary,
+            max_length=min(target.max_length, facts.positions or target.max_length),
+            end_ids=facts.end_ids,
             dtype=target.dtype,
         )
 
@@ -511,6 +501,8 @@ class Ingress:
                 ids = await asyncio.to_thread(served.tokenizer.encode, request.text, not earlier)
             else:
                 ids = served.tokenizer.encode(request.text, not earlier)
+            if max(ids, default=0) >= served.vocabulary:
+                raise BadRequest("prompt.text", f"has the token {max(ids)}; the model has {served.vocabulary}")
         else:
             ids = []
         if not ids:

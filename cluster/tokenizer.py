@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 from dendro.errors import BadRequest
+from tree_layers.tokens import TOKENIZER, TOKENIZER_CONFIG
 
 WINDOW_TOKENS = 64
 CONTEXT_TOKENS = 8
@@ -18,7 +18,6 @@ class Tokenizer(Protocol):
     """What we need of a tokenizer. `fingerprint` differs where the meaning of token ids may differ."""
 
     fingerprint: str
-    size: int  # token ids that it may give: all are below
 
     def encode(self, text: str, begins: bool) -> list[int]:
         """Token ids; where a text begins, with the special tokens that the checkpoint wants there."""
@@ -32,26 +31,21 @@ class Tokenizer(Protocol):
 class CheckpointTokenizer:
     """The tokenizer of a Hugging Face checkpoint folder, through transformers and never with code from the folder."""
 
-    def __init__(self, checkpoint: Path) -> None:
-        files = sorted(checkpoint.glob("tokenizer*")) + sorted(checkpoint.glob("special_tokens_map.json"))
-        if not files:
-            raise BadRequest("checkpoint", f"{checkpoint} has no tokenizer.json")
-        digest = hashlib.sha256()
-        for file in files:
-            digest.update(file.name.encode() + b"\0" + file.read_bytes())
-        self.fingerprint = digest.hexdigest()
+    def __init__(self, checkpoint: Path, fingerprint: str) -> None:
+        """fingerprint: of its token table (`Facts.tokenizer`). That says what ids mean, which is all that a text of
+        ids depends on; how the same tokenizer cuts new text may change under a session."""
+        self.fingerprint = fingerprint
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
         try:
-            if (checkpoint / "tokenizer_config.json").exists():
+            if (checkpoint / TOKENIZER_CONFIG).exists() or not (checkpoint / TOKENIZER).exists():
                 self._tokenizer = AutoTokenizer.from_pretrained(
                     checkpoint, local_files_only=True, trust_remote_code=False
                 )
             else:
-                self._tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(checkpoint / "tokenizer.json"))
+                self._tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(checkpoint / TOKENIZER))
         except Exception as error:  # the tokenizers library raises nothing narrower for a file that is none
             raise BadRequest("checkpoint", f"{checkpoint}: its tokenizer cannot be loaded: {error}") from error
-        self.size = len(self._tokenizer)
 
     def encode(self, text: str, begins: bool) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=begins))

@@ -158,7 +158,7 @@ class DrafterEngine:
             protocol=PROTOCOL_VERSION,
             model=name,
             fingerprint=checkpoint.fingerprint,
-            tokenizer=checkpoint.tokenizer,
+            tokenizer=checkpoint.facts.tokenizer,
             vocabulary=model.vocabulary,
             max_length=model.max_length,
             max_rows=max_rows,

@@ -156,7 +156,7 @@ class VerifierEngine:
                 pages=pages,
                 share_prefixes=share_prefixes,
                 first_scratch=(1 + pages + longest) * PAGE,
-                end_ids=target.end_ids,
+                end_ids=target.facts.end_ids,
                 window=target.window,
                 saves=bool(target.mixers) and not target.layouts and crew is None,
                 recurrent=arrangement if target.mixers else None,
@@ -181,7 +181,7 @@ class VerifierEngine:
                 model=name,
                 # Sums of shards round differently: texts move between replicas of one degree alone.
                 fingerprint=target.fingerprint + (f"-tp{tensor_parallel}" if crew is not None else ""),
-                tokenizer=target.tokenizer,
+                tokenizer=target.facts.tokenizer,
                 vocabulary=target.vocabulary,
                 max_length=max_length,
                 max_rows=max_rows,
@@ -189,7 +189,7 @@ class VerifierEngine:
                 dtype=str(dtype).removeprefix("torch."),
                 exactness="margin" if differ else "bitwise",
                 pid=os.getpid(),
-                end_ids=tuple(sorted(target.end_ids)),
+                end_ids=tuple(sorted(target.facts.end_ids)),
                 attends=bool(target.layouts),
             )
             undo.pop_all()

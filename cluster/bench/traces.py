@@ -29,7 +29,7 @@ from dendro.text import Limits, Sampling, Text, Tokens, Verdict
 from dendro.tree import DraftTree, FloatArray, IntArray
 from tree_kernels.noise import NoiseRows
 from tree_kernels.warp import Warp, drafter_ranking
-from tree_layers.weights import read_config
+from tree_layers.checkpoint import read_config
 
 from cluster.proposers.chances import Chances
 from cluster.proposers.lookup import Lookup

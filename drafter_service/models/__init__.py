@@ -9,7 +9,9 @@ from typing import Protocol
 import torch
 from dendro.errors import BadRequest
 from torch import Tensor
-from tree_layers.weights import Checkpoint, CheckpointError, read_checkpoint, read_config
+from tree_layers.checkpoint import read_facts
+from tree_layers.errors import CheckpointError
+from tree_layers.weights import Checkpoint, read_checkpoint
 
 from drafter_service.models.llama import LlamaModel
 from drafter_service.models.mamba import Mamba1Model, Mamba2Model
@@ -51,10 +53,11 @@ def load_model(
     tokenizer: the folder with the tokenizer, where that is not the checkpoint.
     """
     try:
-        kind = read_config(path)["model_type"]
+        facts = read_facts(path, tokenizer)
+        kind = facts.model_type
         if kind not in MODELS:
             raise CheckpointError(f"{path}: a drafter of type {kind!r} is not supported; these are: {sorted(MODELS)}")
-        checkpoint = read_checkpoint(path, tokenizer)
+        checkpoint = read_checkpoint(facts)
         return MODELS[kind](checkpoint, dtype, device), checkpoint
     except CheckpointError as error:
         raise BadRequest("checkpoint", str(error)) from error

@@ -12,11 +12,13 @@ import torch.nn.functional as F
 from dendro.shapes import MAX_ROWS
 from dendro.shelf import Arrays
 from torch import Tensor
+from tree_layers.checkpoint import MAMBA_CONFIG
+from tree_layers.errors import CheckpointError
 from tree_layers.states import as_slots
-from tree_layers.weights import MAMBA_CONFIG, Checkpoint, CheckpointError
+from tree_layers.weights import Checkpoint
 
 from drafter_service.models.backbone import Ends
-from drafter_service.models.checked import known_tokens, whole
+from drafter_service.models.checked import whole
 from drafter_service.plan import NO_NODE, Chains, Fold, Level
 
 LEAST_ROOM = 64
@@ -83,7 +85,6 @@ class LlamaModel(Ends):
             )
         if heads % kv_heads:
             raise CheckpointError(f"{checkpoint.path}: {heads} heads do not share {kv_heads} keys and values evenly")
-        known = known_tokens(checkpoint, vocabulary)
 
         def take(name: str, *shape: int) -> Tensor:
             return checkpoint.tensor(name, *shape).to(device, dtype)
@@ -113,7 +114,7 @@ class LlamaModel(Ends):
             embedding=embedding,
             layers=tuple(layers),
             norm=take("model.norm.weight", d),
-            head=head[:known].t().contiguous(),
+            head=head[: checkpoint.facts.vocabulary].t().contiguous(),
             eps=float(config.get("rms_norm_eps", 1e-6)),
             heads=heads,
             kv_heads=kv_heads,

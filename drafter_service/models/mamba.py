@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tree_layers.errors import CheckpointError
 from tree_layers.mixers import Mamba1Mixer, Mamba2Mixer
-from tree_layers.weights import Checkpoint, CheckpointError
+from tree_layers.weights import Checkpoint
 
 from drafter_service.models.backbone import Backbone
-from drafter_service.models.checked import known_tokens, whole
+from drafter_service.models.checked import whole
 from drafter_service.models.inputs import InputMemory
 from drafter_service.models.states import StateMemory
 
@@ -59,7 +60,6 @@ def _parts(
     width, count, vocabulary = (whole(config, k) for k in ("hidden_size", "num_hidden_layers", "vocab_size"))
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         raise CheckpointError(f"{checkpoint.path}: hidden_act {config['hidden_act']!r} is not supported")
-    known = known_tokens(checkpoint, vocabulary)
 
     def take(name: str, *shape: int) -> Tensor:
         return checkpoint.tensor(name, *shape).to(device)
@@ -77,7 +77,7 @@ def _parts(
         "embedding": embedding,
         "layers": tuple(layers),
         "norm": take("backbone.norm_f.weight", width).to(dtype),
-        "head": head[:known].t().contiguous(),
+        "head": head[: checkpoint.facts.vocabulary].t().contiguous(),
         "eps": float(config.get("layer_norm_epsilon", 1e-5)),
         "residual": torch.float32 if config.get("residual_in_fp32", True) else dtype,
     }
@@ -86,7 +86,7 @@ def _parts(
 def _mamba1(config: Mapping[str, Any], width: int) -> tuple[dict[str, tuple[int, ...]], Any]:
     """What a layer's tensors must be, and what makes a mixer of them."""
     get = {**MAMBA1_DEFAULTS, **config}
-    channels, size, taps = int(get["expand"] * width), whole(get, "state_size"), whole(get, "conv_kernel")
+    channels, size, taps = _channels(get, width), whole(get, "state_size"), whole(get, "conv_kernel")
     rank = get.get("time_step_rank", "auto")
     rank = math.ceil(width / 16) if rank == "auto" else int(rank)
     shapes: dict[str, tuple[int, ...]] = {
@@ -106,7 +106,7 @@ def _mamba1(config: Mapping[str, Any], width: int) -> tuple[dict[str, tuple[int,
 def _mamba2(config: Mapping[str, Any], width: int) -> tuple[dict[str, tuple[int, ...]], Any]:
     """What a layer's tensors must be, and what makes a mixer of them."""
     get = {**MAMBA2_DEFAULTS, **config}
-    channels, size, taps = int(get["expand"] * width), whole(get, "state_size"), whole(get, "conv_kernel")
+    channels, size, taps = _channels(get, width), whole(get, "state_size"), whole(get, "conv_kernel")
     heads, groups = whole(get, "num_heads"), whole(get, "n_groups")
     if heads * whole(get, "head_dim") != channels or heads % groups:
         raise CheckpointError(f"{heads} heads of {get['head_dim']} in {groups} groups do not make {channels} channels")
@@ -128,6 +128,12 @@ def _mamba2(config: Mapping[str, Any], width: int) -> tuple[dict[str, tuple[int,
         return Mamba2Mixer.of(tensors, dtype, groups, size, eps, (low, high))
 
     return shapes, build
+
+
+def _channels(config: Mapping[str, Any], width: int) -> int:
+    """Of a mixer. `expand` may be stale where the number itself is given."""
+    given = config.get("intermediate_size")
+    return int(config["expand"] * width) if given is None else whole(config, "intermediate_size")
 
 
 def _biases(config: Mapping[str, Any], conv: int, inner: int, outer: int) -> dict[str, tuple[int, ...]]:

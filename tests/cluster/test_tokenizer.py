@@ -54,7 +54,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> CheckpointTokenizer:
     )
     folder = tmp_path_factory.mktemp("checkpoint")
     tokenizer.save(str(folder / "tokenizer.json"))
-    return CheckpointTokenizer(folder)
+    return CheckpointTokenizer(folder, "")
 
 
 @given(text=st.text(max_size=60))
@@ -69,8 +69,8 @@ def test_special_tokens_make_no_text(loaded: CheckpointTokenizer):
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
-    with pytest.raises(BadRequest, match="tokenizer.json"):
-        CheckpointTokenizer(tmp_path)
+    with pytest.raises(BadRequest, match="cannot be loaded"):
+        CheckpointTokenizer(tmp_path, "")
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(BadRequest, match="cannot be loaded"):
-        CheckpointTokenizer(tmp_path)
+        CheckpointTokenizer(tmp_path, "")

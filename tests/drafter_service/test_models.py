@@ -11,7 +11,7 @@ import pytest
 import torch
 from dendro.errors import BadRequest
 from safetensors.torch import load_file, save_file
-from tiny_mamba import FAMILIES, VOCABULARY, Family, make_checkpoint, make_state_spaces, write_tokenizer
+from tiny_mamba import FAMILIES, PADDED, VOCABULARY, Family, make_checkpoint, make_state_spaces, write_tokenizer
 from transformers import PreTrainedModel
 
 from drafter_service.models import load_model
@@ -116,7 +116,7 @@ def drop_tensor(folder: Path) -> None:
     [
         (remove("config.json"), "config.json is missing"),
         (remove("model.safetensors"), "there are no weights"),
-        (remove("tokenizer.json"), "tokenizer.json is missing"),
+        (remove("tokenizer.json"), "no tokenizer that can be read"),
         (write("config.json", "{"), "config.json is unreadable"),
         (write("model.safetensors", "rubbish"), "cannot be read"),
         (write("tokenizer.json", "{}"), "tokenizer.json is unreadable"),
@@ -125,7 +125,6 @@ def drop_tensor(folder: Path) -> None:
         (configure(hidden_size=31), "has shape"),
         (configure(state_size="many"), "state_size must be a whole number"),
         (drop_tensor, "there is no tensor backbone.layers.1.mixer.A_log"),
-        (lambda folder: write_tokenizer(folder, 200), "200 tokens in tokenizer.json"),
         (lambda folder: shutil.rmtree(folder), "is not a folder"),
     ],
 )
@@ -136,6 +135,13 @@ def test_a_checkpoint_that_cannot_be_used_is_refused_with_its_reason(made, tmp_p
     with pytest.raises(BadRequest, match=reason) as refused:
         load_model(folder, torch.float32, CPU)
     assert refused.value.field == "checkpoint"
+
+
+def test_a_tokenizer_larger_than_the_model_is_cut_to_the_models_rows(made, tmp_path):
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(made["mamba"][1]["hugging-face"], folder)
+    write_tokenizer(folder, 200)
+    assert load_model(folder, torch.float32, CPU)[0].vocabulary == PADDED
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from tiny_hybrids import FAMILIES, VOCABULARY, make_checkpoint, oracle, paths_be
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from tree_kernels.tree_attention import PAGE
-from tree_layers.weights import CheckpointError
+from tree_layers.errors import CheckpointError
 
 from verifier_service.engine import VerifierEngine
 from verifier_service.models.heads import SpreadNorm, deal_out, is_mixer

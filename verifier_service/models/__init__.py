@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,20 +15,14 @@ from dendro.errors import BadRequest
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed import DistError
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 from tree_kernels.tree_attention import Layout
+from tree_layers.checkpoint import MAMBA_CONFIG, Facts, read_facts, weight_files, weights_fingerprint
+from tree_layers.errors import CheckpointError
 from tree_layers.linear import RowsReport, in_threads, make_rows_independent
 from tree_layers.tree_mixers import MixerLayout
-from tree_layers.weights import (
-    MAMBA_CONFIG,
-    CheckpointError,
-    read_config,
-    tokenizer_fingerprint,
-    weight_files,
-    weights_fingerprint,
-)
 
 from verifier_service.collectives import Collectives
 from verifier_service.models.head import Head, Product
@@ -60,14 +53,17 @@ class Target:
     run: Run  # what its attention reads; set before each forward
     layouts: tuple[Layout, ...]  # one per attention layer, in the order in which they run
     mixers: tuple[MixerLayout, ...]  # one per state-space mixer
-    vocabulary: int  # of the tokenizer: logits past it are padding
+    facts: Facts
     max_positions: int  # the model's own
     window: int | None  # positions that a row sees at most, itself among them; None where any layer sees all
-    end_ids: frozenset[int]
     fingerprint: str
-    tokenizer: str
     linear: RowsReport
     head: Head
+
+    @property
+    def vocabulary(self) -> int:
+        """Of the tokenizer: logits past it are padding."""
+        return self.facts.vocabulary
 
     @property
     def token_bytes(self) -> int:
@@ -142,8 +138,9 @@ def _load(
     threads: int,
     group: Collectives | None,
 ) -> Target:
-    _check_kind(folder, read_config(folder))
-    tokenizer, fingerprint = tokenizer_fingerprint(tokenizer_folder), weights_fingerprint(folder)
+    facts = read_facts(folder, tokenizer_folder)
+    _check_kind(folder, facts.config)
+    vocabulary, fingerprint = facts.vocabulary, weights_fingerprint(folder)
     files = weight_files(folder)
     logging.disable_progress_bar()  # a replica's log is no terminal
     try:
@@ -185,7 +182,6 @@ def _load(
         )
     head = model.get_output_embeddings()
     outputs = head.out_features
-    vocabulary = min(_vocabulary(tokenizer_folder), outputs)
     join = take_off_wrappers(folder, model) if group is not None else None
     model = model.to(device).eval().requires_grad_(False)
     run = Run(threads=threads if device.type == "cpu" else 1)
@@ -204,18 +200,16 @@ def _load(
         run=run,
         layouts=layouts,
         mixers=mixers,
-        vocabulary=vocabulary,
-        max_positions=getattr(text, "max_position_embeddings", None) or 1 << 31,
+        facts=facts,
+        max_positions=facts.positions or getattr(text, "max_position_embeddings", None) or 1 << 31,
         window=_window(run),
-        end_ids=_end_ids(folder, text),
         fingerprint=fingerprint,
-        tokenizer=tokenizer,
         linear=linear,
         head=seated,
     )
 
 
-def _check_kind(folder: Path, config: dict[str, Any]) -> None:
+def _check_kind(folder: Path, config: Mapping[str, Any]) -> None:
     """Raise CheckpointError for a configuration that this verifier cannot serve."""
     kind = config["model_type"]
     if config.get("is_encoder_decoder"):
@@ -233,36 +227,13 @@ def _check_kind(folder: Path, config: dict[str, Any]) -> None:
             )
 
 
-def _ropes(config: dict[str, Any]) -> Iterator[str]:
+def _ropes(config: Mapping[str, Any]) -> Iterator[str]:
     """The types of rotary embeddings that a configuration names, wherever it does."""
     for key in ("rope_parameters", "rope_scaling"):
         settings = config.get(key)
         for each in (settings, *(settings.values() if isinstance(settings, dict) else ())):
             if isinstance(each, dict):
                 yield str(each.get("rope_type", each.get("type", "default")))
-
-
-def _vocabulary(folder: Path) -> int:
-    """One more than the largest id of the tokenizer."""
-    try:
-        tokenizer = json.loads((folder / "tokenizer.json").read_text())
-        vocabulary = tokenizer["model"]["vocab"]
-        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-        return 1 + max((*ids, *(added["id"] for added in tokenizer.get("added_tokens") or ())))
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder}: tokenizer.json is unreadable: {error!r}") from error
-
-
-def _end_ids(folder: Path, config: Any) -> frozenset[int]:
-    """End-of-text tokens: the generation configuration's, else the model's."""
-    end = config.eos_token_id
-    if (folder / "generation_config.json").is_file():
-        try:
-            generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{folder}: generation_config.json is unreadable: {error}") from error
-        end = generation.eos_token_id if generation.eos_token_id is not None else end
-    return frozenset([end] if isinstance(end, int) else end or ())
 
 
 def _float_head(head: nn.Linear, vocabulary: int, threads: int) -> Product:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 from transformers.distributed.tensor_parallel import TensorParallelLayer
-from tree_layers.weights import CheckpointError
+from tree_layers.errors import CheckpointError
 
 from verifier_service.collectives import Collectives, shard_of
 from verifier_service.models.reading import open_tensors

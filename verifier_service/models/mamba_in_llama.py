@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
-from tree_layers.weights import MAMBA_CONFIG, CheckpointError, read_config
+from tree_layers.checkpoint import MAMBA_CONFIG, read_config
+from tree_layers.errors import CheckpointError
 
 GATED_EPS = 1e-5
 """Of the norm after the gate; no checkpoint says another."""

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from tree_layers.errors import CheckpointError
 from tree_layers.tree_mixers import MixerLayout, TreeMamba1, TreeMamba2
-from tree_layers.weights import CheckpointError
 
 from verifier_service.collectives import Collectives
 from verifier_service.models.heads import Part, SpreadNorm, is_mixer, repeats_of

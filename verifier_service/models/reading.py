@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
-from tree_layers.weights import library_names, read_torch_file, weight_files
+from tree_layers.checkpoint import weight_files
+from tree_layers.weights import library_names, read_torch_file
 
 
 @contextmanager

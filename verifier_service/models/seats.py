@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from tree_kernels.tree_attention import Layout, TreeRows, attend, prepare, write
 from tree_kernels.tree_attention.reference import Prepared
+from tree_layers.errors import CheckpointError
 from tree_layers.memory import Pages
 from tree_layers.tree_mixers import RecurrentMemory, RecurrentStep
-from tree_layers.weights import CheckpointError
 
 if TYPE_CHECKING:
     from tree_kernels.tree_attention.triton import TableRows

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from tree_layers.weights import CheckpointError
+from tree_layers.errors import CheckpointError
 
 from verifier_service.collectives import Collectives, shard_of
 

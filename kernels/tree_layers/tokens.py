@@ -1,0 +1,199 @@
+"""What a checkpoint's token ids mean: its table from id to text, read from the tokenizer's files.
+
+Standard library alone. Files that are read, the first that is there:
+
+  tokenizer.json              model.vocab (a map, or Unigram's list of pairs), overlaid with added_tokens
+  tokenizer.model             the pieces of a SentencePiece model
+  vocab.json with merges.txt  a map
+
+The last two are overlaid with added_tokens.json and the added_tokens_decoder of tokenizer_config.json, as the library
+does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tree_layers.errors import CheckpointError
+
+TOKENIZER, SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
+VOCAB, MERGES, ADDED = "vocab.json", "merges.txt", "added_tokens.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+TOKENIZER_FILES = (TOKENIZER, SENTENCEPIECE, VOCAB, MERGES, ADDED, TOKENIZER_CONFIG)
+"""All files of a tokenizer that are read here."""
+
+MAX_ID = (1 << 31) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTable:
+    """The text of every token id. Two tables that are equal mean the same, whatever bytes their files have."""
+
+    texts: Mapping[int, str]  # by id, added tokens among them
+    added: frozenset[int]  # ids of added tokens: control tokens, and what was added after the training
+    size: int = field(init=False)  # one more than the greatest id
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", 1 + max(self.texts, default=-1))
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the whole table."""
+        return _hash_of(self.texts, self.texts)
+
+    @property
+    def ordinary_fingerprint(self) -> str:
+        """SHA-256 of the table without its added tokens."""
+        return _hash_of(self.texts, self.texts.keys() - self.added)
+
+    def id_of(self, text: str) -> int | None:
+        """The id of a token by its text."""
+        return next((token for token, found in self.texts.items() if found == text), None)
+
+
+def read_tokens(folder: Path) -> TokenTable | None:
+    """The table of a folder's tokenizer; None where there are no files of one that can be read. Raises CheckpointError
+    for files that hold none."""
+    if (folder / TOKENIZER).is_file():
+        return _from_tokenizer_json(folder)
+    if (folder / SENTENCEPIECE).is_file():
+        texts, added = _from_sentencepiece(folder)
+    elif (folder / VOCAB).is_file() and (folder / MERGES).is_file():
+        texts, added = _by_id(folder, VOCAB, read_object(folder, VOCAB)), set()
+    else:
+        return None
+    for found in _more_tokens(folder):
+        texts |= found
+        added |= found.keys()
+    return _checked(folder, texts, added)
+
+
+def _from_tokenizer_json(folder: Path) -> TokenTable:
+    said = read_object(folder, TOKENIZER)
+    model = said.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocabulary, list):  # Unigram's pairs of text and score
+        texts = {token: _text(folder, TOKENIZER, pair) for token, pair in enumerate(vocabulary)}
+    else:
+        texts = _by_id(folder, TOKENIZER, vocabulary)
+    added: dict[int, str] = {}
+    for entry in said.get("added_tokens") or ():
+        if not isinstance(entry, dict):
+            raise CheckpointError(f"{folder}: {TOKENIZER} is unreadable: an added token is {entry!r}")
+        added |= _by_id(folder, TOKENIZER, {entry.get("content"): entry.get("id")})
+    return _checked(folder, texts | added, set(added))
+
+
+def _from_sentencepiece(folder: Path) -> tuple[dict[int, str], set[int]]:
+    """Pieces of a ModelProto: its repeated field 1, of which field 1 is the text and field 3 the type."""
+    normal_kinds = {1, 5, 6}  # NORMAL, UNUSED, BYTE; not UNKNOWN, CONTROL, USER_DEFINED
+    texts: dict[int, str] = {}
+    added: set[int] = set()
+    try:
+        for number, piece in _fields((folder / SENTENCEPIECE).read_bytes()):
+            if number != 1 or not isinstance(piece, bytes):
+                continue
+            said = dict(_fields(piece))
+            token, text = len(texts), said.get(1, b"")
+            if not isinstance(text, bytes):
+                raise ValueError("a piece has no text")
+            texts[token] = text.decode()
+            if said.get(3, 1) not in normal_kinds:
+                added.add(token)
+    except (OSError, ValueError, IndexError) as error:
+        raise CheckpointError(f"{folder}: {SENTENCEPIECE} is unreadable: {error!r}") from error
+    return texts, added
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """The fields of a protobuf message: number, and a whole number or bytes. Raises ValueError or IndexError."""
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte = message[at]
+            at += 1
+            value |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                return value
+            if shift > 63:
+                raise ValueError("a number of more than 64 bits")
+
+    while at < len(message):
+        key = varint()
+        kind = key & 7
+        if kind == 0:
+            yield key >> 3, varint()
+            continue
+        size = {1: 8, 2: 0, 5: 4}.get(kind)
+        if size is None:
+            raise ValueError(f"a field of wire type {kind}")
+        size = varint() if kind == 2 else size
+        if at + size > len(message):
+            raise ValueError("a field is cut off")
+        yield key >> 3, message[at : at + size]
+        at += size
+
+
+def _more_tokens(folder: Path) -> Iterator[dict[int, str]]:
+    """What is added to a tokenizer beside its own file."""
+    if (folder / ADDED).is_file():
+        yield _by_id(folder, ADDED, read_object(folder, ADDED))
+    if (folder / TOKENIZER_CONFIG).is_file():
+        decoder = read_object(folder, TOKENIZER_CONFIG).get("added_tokens_decoder") or {}
+        try:
+            by_text = {entry["content"]: int(token) for token, entry in decoder.items()}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{folder}: {TOKENIZER_CONFIG}: added_tokens_decoder: {error!r}") from error
+        yield _by_id(folder, TOKENIZER_CONFIG, by_text)
+
+
+def _by_id(folder: Path, name: str, vocabulary: Any) -> dict[int, str]:
+    """A map from text to id, turned round."""
+    if not isinstance(vocabulary, dict):
+        raise CheckpointError(f"{folder}: {name} is unreadable: it has no map of tokens")
+    for text, token in vocabulary.items():
+        if not isinstance(text, str) or type(token) is not int or not 0 <= token <= MAX_ID:
+            raise CheckpointError(f"{folder}: {name} is unreadable: token {text!r} has the id {token!r}")
+    return {token: text for text, token in vocabulary.items()}
+
+
+def _text(folder: Path, name: str, pair: Any) -> str:
+    if not isinstance(pair, list) or not pair or not isinstance(pair[0], str):
+        raise CheckpointError(f"{folder}: {name} is unreadable: a token is {pair!r}")
+    return pair[0]
+
+
+def _checked(folder: Path, texts: dict[int, str], added: set[int]) -> TokenTable:
+    if not texts:
+        raise CheckpointError(f"{folder}: its tokenizer is unreadable: it has no tokens")
+    return TokenTable(texts, frozenset(added))
+
+
+def _hash_of(texts: Mapping[int, str], ids: Any) -> str:
+    digest = hashlib.sha256()
+    for token in sorted(ids):
+        text = texts[token].encode(errors="surrogatepass")
+        digest.update(f"{token} {len(text)} ".encode() + text)
+    return digest.hexdigest()
+
+
+def read_object(folder: Path, name: str) -> dict[str, Any]:
+    """The JSON object in a file of the folder. Raises CheckpointError."""
+    try:
+        value = json.loads((folder / name).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder}: {name} is missing") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{folder}: {name} is unreadable: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{folder}: {name} holds no object")
+    return value

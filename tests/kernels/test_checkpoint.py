@@ -1,0 +1,300 @@
+"""Facts of checkpoints, of each layout and form of tokenizer, with stale keys beside true ones. No torch needed."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tree_layers.checkpoint import read_facts, weight_files, weights_fingerprint
+from tree_layers.errors import CheckpointError
+from tree_layers.headers import tensor_shapes
+from tree_layers.tokens import read_tokens
+
+LLAMA = {"model_type": "llama", "vocab_size": 12, "hidden_size": 4, "num_hidden_layers": 1}
+MAMBA = {"model_type": "mamba", "vocab_size": 12, "hidden_size": 4, "num_hidden_layers": 1}
+STATE_SPACES = {"d_model": 4, "n_layer": 1, "vocab_size": 10, "ssm_cfg": {}, "pad_vocab_size_multiple": 8}
+TEXTS = ["a", "b", "c", "d", "e", "f", "g", "h", "i", "</s>"]
+
+
+def write(folder: Path, name: str, value: Any) -> None:
+    folder.mkdir(exist_ok=True, parents=True)
+    (folder / name).write_text(json.dumps(value))
+
+
+def tokenizer_json(texts: list[str], added: dict[int, str] | None = None, kind: str = "BPE") -> dict[str, Any]:
+    pairs = [[text, -1.0 * place] for place, text in enumerate(texts)]
+    vocabulary = pairs if kind == "Unigram" else {text: place for place, text in enumerate(texts)}
+    entries = [{"id": place, "content": text, "special": True} for place, text in (added or {}).items()]
+    return {"model": {"type": kind, "vocab": vocabulary, "merges": []}, "added_tokens": entries}
+
+
+def mixer(kind: str, width: int = 4, channels: int = 8) -> dict[str, torch.Tensor]:
+    """Of a layer, what tells the kinds of Mamba and their sizes apart."""
+    own = {"x_proj.weight": (5, channels)} if kind == "mamba" else {"dt_bias": (2,)}
+    shapes = {**own, "out_proj.weight": (width, channels)}
+    named = {f"backbone.layers.0.mixer.{name}": torch.zeros(shape) for name, shape in shapes.items()}
+    return named | {"backbone.norm_f.weight": torch.zeros(width)}
+
+
+def ends(rows: int, name: str = "model.embed_tokens.weight", width: int = 4) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(rows, width)}
+
+
+def sentencepiece(pieces: list[tuple[str, int]]) -> bytes:
+    """A ModelProto: pieces of text, score and type, and a trainer's specification that is passed over."""
+    out = b""
+    for text, kind in pieces:
+        raw = text.encode()
+        piece = b"\x0a" + bytes([len(raw)]) + raw + b"\x15" + struct.pack("<f", -1.5) + b"\x18" + bytes([kind])
+        out += b"\x0a" + bytes([len(piece)]) + piece
+    return out + b"\x12\x03\x18\x80\x01"
+
+
+def test_reading_facts_imports_neither_torch_nor_transformers_nor_numpy():
+    heavy = "{'torch', 'transformers', 'numpy', 'dendro'}"
+    script = f"import sys, tree_layers.checkpoint; print(sorted({heavy} & {{*sys.modules}}))"
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "[]"
+
+
+def test_the_embeddings_rows_are_read_from_the_tensors_and_not_from_the_configuration(tmp_path: Path):
+    write(tmp_path, "config.json", LLAMA | {"vocab_size": None})
+    save_file(ends(16) | {"model.norm.weight": torch.zeros(4)}, tmp_path / "model.safetensors")
+    assert read_facts(tmp_path).rows == 16
+
+
+@pytest.mark.parametrize("old_format", [False, True], ids=["zip", "before-1.6"])
+def test_shapes_of_a_pickled_checkpoint_are_read_without_its_numbers(tmp_path: Path, old_format: bool):
+    tensors = {"a.weight": torch.zeros(3, 5, dtype=torch.bfloat16), "b": torch.zeros(7)[2:], "c": torch.tensor(1.0)}
+    tensors["p"] = torch.nn.Parameter(torch.zeros(2, 2))
+    torch.save(tensors, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=not old_format)
+    shapes = tensor_shapes([tmp_path / "pytorch_model.bin"])
+    assert shapes == {"a.weight": (3, 5), "b": (5,), "c": (), "p": (2, 2)}
+
+
+class Unsafe:
+    """Runs code when unpickled."""
+
+    def __reduce__(self):
+        return (exec, ("raise SystemExit('code of a checkpoint has run')",))
+
+
+def test_reading_the_head_of_a_pickled_checkpoint_runs_no_code(tmp_path: Path):
+    write(tmp_path, "config.json", STATE_SPACES)
+    torch.save({"backbone.embedding.weight": Unsafe()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="not a file of plain weights"):
+        read_facts(tmp_path)
+
+
+@pytest.mark.parametrize("head", [b"", b"\xff" * 8, b"\x02" + b"\0" * 7 + b"[]", b"\x09" + b"\0" * 7 + b'{"a": 1}}'])
+def test_a_safetensors_file_with_a_broken_head_is_refused_by_name(tmp_path: Path, head: bytes):
+    (tmp_path / "model.safetensors").write_bytes(head)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
+        tensor_shapes([tmp_path / "model.safetensors"])
+
+
+def test_a_single_file_is_preferred_to_an_index_beside_it(tmp_path: Path):
+    """granite-4.0-h-1b-base ships both; transformers takes the single file."""
+    write(tmp_path, "config.json", LLAMA)
+    save_file(ends(12), tmp_path / "model.safetensors")
+    write(tmp_path, "model.safetensors.index.json", {"weight_map": {"x": "model-00001-of-00002.safetensors"}})
+    assert weight_files(tmp_path) == [tmp_path / "model.safetensors"]
+    assert read_facts(tmp_path).rows == 12 and weights_fingerprint(tmp_path)
+
+
+def test_safetensors_are_preferred_to_pickles_and_shards_are_all_read(tmp_path: Path):
+    write(tmp_path, "config.json", LLAMA)
+    torch.save(ends(99), tmp_path / "pytorch_model.bin")
+    shards = {"lm_head.weight": "model-00002-of-00002.safetensors", "x": "model-00001-of-00002.safetensors"}
+    write(tmp_path, "model.safetensors.index.json", {"weight_map": shards})
+    with pytest.raises(CheckpointError, match=r"names files that are missing: \['model-00001"):
+        read_facts(tmp_path)
+    save_file(ends(16), tmp_path / "model-00001-of-00002.safetensors")
+    save_file(ends(14, "lm_head.weight"), tmp_path / "model-00002-of-00002.safetensors")
+    assert read_facts(tmp_path).rows == 14  # ids past the head's rows have no logits
+
+
+@pytest.mark.parametrize(
+    "changed, tensors, layout, kind, width",
+    [
+        ({}, mixer("mamba"), "state-spaces", "mamba", 4),
+        ({"ssm_cfg": {"layer": "Mamba2"}}, mixer("mamba2"), "state-spaces", "mamba2", 4),
+        ({"model_type": "mamba", "ssm_cfg": {"layer": "Mamba2"}}, mixer("mamba2"), "state-spaces", "mamba2", 4),
+        (
+            {"model_type": "mamba", "ssm_cfg": {}, "torch_dtype": "float16"},
+            mixer("mamba2"),
+            "state-spaces",
+            "mamba2",
+            4,
+        ),
+        # mamba-790m-hf: d_model of another model beside the true hidden_size
+        (MAMBA | {"d_model": 2048, "hidden_size": 4}, mixer("mamba"), "transformers", "mamba", 4),
+        # the library's defaults beside the true d_model
+        (MAMBA | {"d_model": 4, "hidden_size": 768}, mixer("mamba"), "state-spaces", "mamba", 4),
+        (MAMBA | {"d_model": 2048}, {}, "transformers", "mamba", 4),
+    ],
+    ids=["own", "own-2", "fine-tune", "fine-tune-without-layer", "stale-d_model", "stale-hidden_size", "no-weights"],
+)
+def test_of_keys_of_two_layouts_the_tensors_decide(tmp_path: Path, changed, tensors, layout, kind, width):
+    write(tmp_path, "config.json", STATE_SPACES | changed)
+    if tensors:
+        torch.save(tensors, tmp_path / "pytorch_model.bin")
+    facts = read_facts(tmp_path)
+    assert (facts.layout, facts.model_type, facts.config["hidden_size"]) == (layout, kind, width)
+
+
+@pytest.mark.parametrize(
+    "changed, channels",
+    [({"d_inner": 160}, 8), ({"expand": 16, "intermediate_size": 8}, 8), ({"intermediate_size": 5}, 8)],
+    ids=["d_inner", "expand", "intermediate_size"],
+)
+def test_stale_keys_of_a_mixers_channels_do_not_mislead(tmp_path: Path, changed: dict[str, int], channels: int):
+    """mamba-370m-hf says d_inner: 160; falcon-mamba says expand: 16 beside its true intermediate_size."""
+    write(tmp_path, "config.json", MAMBA | changed)
+    save_file(mixer("mamba"), tmp_path / "model.safetensors")
+    config = read_facts(tmp_path).config
+    assert config.get("intermediate_size", config.get("expand", 2) * config["hidden_size"]) == channels
+
+
+def test_state_spaces_vocabulary_is_padded_for_the_rows_and_kept_unpadded_for_what_is_known(tmp_path: Path):
+    write(tmp_path, "config.json", STATE_SPACES)
+    facts = read_facts(tmp_path)
+    assert (facts.rows, facts.known, facts.vocabulary, facts.tokens, facts.tokenizer) == (16, 10, 10, None, "")
+
+
+def test_a_checkpoint_without_a_tokenizer_takes_that_of_another_folder(tmp_path: Path):
+    write(tmp_path / "own", "config.json", LLAMA)
+    write(tmp_path / "other", "tokenizer.json", tokenizer_json(TEXTS))
+    with pytest.raises(CheckpointError, match="there is no tokenizer that can be read"):
+        _ = read_facts(tmp_path / "own").known
+    assert read_facts(tmp_path / "own", tmp_path / "other").known == 10
+    with pytest.raises(CheckpointError, match="nowhere: there is no tokenizer"):
+        read_facts(tmp_path / "own", tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("rows, tokens, vocabulary", [(12, 10, 10), (8, 10, 8)], ids=["padding", "more-tokens"])
+def test_the_vocabulary_is_the_smaller_of_tokenizer_and_rows(tmp_path: Path, rows: int, tokens: int, vocabulary: int):
+    write(tmp_path, "config.json", LLAMA | {"vocab_size": rows})
+    write(tmp_path, "tokenizer.json", tokenizer_json(TEXTS[:tokens]))
+    assert read_facts(tmp_path).vocabulary == vocabulary
+
+
+@pytest.mark.parametrize(
+    "generation, config, tokenizer, ids",
+    [
+        ({"eos_token_id": [3, 4]}, {"eos_token_id": 5}, {"eos_token": "</s>"}, {3, 4}),
+        ({"eos_token_id": None}, {"eos_token_id": 5}, {"eos_token": "</s>"}, {5}),
+        (None, {"eos_token_id": 0}, {"eos_token": "</s>"}, {0}),
+        (None, {"text_config": {"eos_token_id": 7}}, None, {7}),
+        (None, {"eos_token_id": 6, "text_config": {"eos_token_id": None}}, None, set()),
+        (None, {}, {"eos_token": {"content": "</s>"}}, {9}),
+        (None, {}, {"eos_token": "nothing of ours"}, set()),
+        ({}, {}, None, set()),
+    ],
+)
+def test_end_ids_are_those_of_the_first_file_that_names_any(tmp_path: Path, generation, config, tokenizer, ids):
+    write(tmp_path, "config.json", LLAMA | config)
+    write(tmp_path, "tokenizer.json", tokenizer_json(TEXTS))
+    if generation is not None:
+        write(tmp_path, "generation_config.json", generation)
+    if tokenizer is not None:
+        write(tmp_path, "tokenizer_config.json", tokenizer)
+    assert read_facts(tmp_path).end_ids == ids
+
+
+@pytest.mark.parametrize("end", ["</s>", [1, None], -1, 1 << 40, True])
+def test_an_end_id_that_is_none_is_refused_by_file(tmp_path: Path, end: object):
+    write(tmp_path, "config.json", LLAMA)
+    write(tmp_path, "generation_config.json", {"eos_token_id": end})
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id"):
+        read_facts(tmp_path)
+
+
+def test_the_text_models_part_of_a_configuration_is_read(tmp_path: Path):
+    """Qwen3.5's vocabulary is inside text_config."""
+    text = {"vocab_size": 12, "max_position_embeddings": 99, "eos_token_id": 3}
+    write(tmp_path, "config.json", {"model_type": "qwen3_5", "text_config": text})
+    facts = read_facts(tmp_path)
+    assert (facts.rows, facts.positions, facts.end_ids) == (12, 99, {3})
+
+
+@pytest.mark.parametrize("kind", ["BPE", "Unigram", "WordPiece"])
+def test_a_token_table_is_the_vocabulary_overlaid_with_added_tokens(tmp_path: Path, kind: str):
+    write(tmp_path, "tokenizer.json", tokenizer_json(["<unk>", "a", "b"], {0: "<s>", 5: "<end>"}, kind))
+    table = read_tokens(tmp_path)
+    assert table is not None
+    assert table.texts == {0: "<s>", 1: "a", 2: "b", 5: "<end>"}
+    assert (table.added, table.size) == ({0, 5}, 6)
+
+
+def test_a_tokenizer_that_differs_in_bytes_alone_has_the_same_fingerprint(tmp_path: Path):
+    same, other = tokenizer_json(TEXTS, {9: "</s>"}), tokenizer_json([*TEXTS[:8], "I", "</s>"], {9: "</s>"})
+    (tmp_path / "b").mkdir()
+    write(tmp_path / "a", "tokenizer.json", same)
+    (tmp_path / "b" / "tokenizer.json").write_text(json.dumps(same | {"normalizer": {"type": "NFC"}}, indent=4))
+    write(tmp_path / "c", "tokenizer.json", other)
+    a, b, c = (read_tokens(tmp_path / name) for name in "abc")
+    assert a is not None and b is not None and c is not None
+    assert a.fingerprint == b.fingerprint != c.fingerprint
+    assert a.ordinary_fingerprint == b.ordinary_fingerprint != c.ordinary_fingerprint
+
+
+def test_a_sentencepiece_model_gives_the_table_of_its_tokenizer_json(tmp_path: Path):
+    """Vicuna ships tokenizer.model alone. Control pieces are what tokenizer.json has as added tokens."""
+    pieces = [("<unk>", 2), ("<s>", 3), ("</s>", 3), ("<0x0A>", 6), ("▁the", 1), ("é", 1)]
+    (tmp_path / "spm").mkdir()
+    (tmp_path / "spm" / "tokenizer.model").write_bytes(sentencepiece(pieces))
+    write(tmp_path / "spm", "added_tokens.json", {"<pad>": 6})
+    write(tmp_path / "spm", "tokenizer_config.json", {"added_tokens_decoder": {"2": {"content": "</s>"}}})
+    added = {0: "<unk>", 1: "<s>", 2: "</s>", 6: "<pad>"}
+    write(tmp_path / "json", "tokenizer.json", tokenizer_json([text for text, _ in pieces], added))
+    assert read_tokens(tmp_path / "spm") == read_tokens(tmp_path / "json")
+
+
+def test_a_map_with_merges_is_a_tokenizer_too(tmp_path: Path):
+    write(tmp_path, "vocab.json", {"a": 0, "b": 1})
+    assert read_tokens(tmp_path) is None
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    table = read_tokens(tmp_path)
+    assert table is not None and table.texts == {0: "a", 1: "b"}
+
+
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("tokenizer.json", b"{}"),
+        ("tokenizer.json", b'{"model": {"vocab": {}}}'),
+        ("tokenizer.json", b'{"model": {"vocab": {"a": -1}}}'),
+        ("tokenizer.json", b'{"model": {"vocab": {"a": 99999999999}}}'),
+        ("tokenizer.json", b'{"model": {"vocab": [["a", 0.0], 3]}}'),
+        ("tokenizer.json", b'{"model": {"vocab": {"a": 0}}, "added_tokens": [{"content": 3, "id": 1}]}'),
+        ("tokenizer.json", b"\xff\xfe"),
+        ("tokenizer.json", b"[" * 100_000),
+        ("tokenizer.model", b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff"),
+        ("tokenizer.model", b"\x0a\x09short"),
+        ("tokenizer.model", b"\x0a\x03\x0a\x01\xff"),
+        ("tokenizer.model", b""),
+    ],
+)
+def test_a_tokenizer_that_is_none_is_refused_by_name(tmp_path: Path, name: str, content: bytes):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match="unreadable"):
+        read_tokens(tmp_path)
+
+
+def test_the_digest_of_facts_is_by_meaning_and_needs_no_weights(tmp_path: Path):
+    for name in "abc":
+        write(tmp_path / name, "config.json", LLAMA)
+        write(tmp_path / name, "tokenizer.json", tokenizer_json(TEXTS))
+    (tmp_path / "b" / "config.json").write_text(json.dumps(LLAMA, indent=8))
+    save_file(ends(12), tmp_path / "b" / "model.safetensors")
+    write(tmp_path / "c", "generation_config.json", {"eos_token_id": 3})
+    a, b, c = (read_facts(tmp_path / name) for name in "abc")
+    assert a.digest == b.digest != c.digest
