@@ -27,6 +27,7 @@ import grpc.aio
 from dendro import wire
 from dendro.calls import (
     PROTOCOL_VERSION,
+    TARGET_FACTS,
     CloseCall,
     Closed,
     DraftCall,
@@ -472,6 +473,8 @@ class VerifierHandle:
         self._pace = pace
         self._patience_s = patience_s
         self._step_s = step_s
+        self._faults = 0  # openings and rounds since the last verdict that ended by a verifier's own fault
+        self._began_with: Hello | None = None  # the verifier that the text was first leased
         self._seat: Seat[VerifierPeer] | None = None
         self._tried: Seat[VerifierPeer] | None = None  # the seat whose opening runs
         self._closed = False
@@ -486,9 +489,10 @@ class VerifierHandle:
 
     async def verify(self, text: Text, tree: DraftTree) -> Verdict:
         """The target's verdict. Raises BadRequest for a text that no verifier takes, PeerLost or Overloaded after
-        the patience, EngineFailed when two of them fail."""
+        the patience, EngineFailed when a second opening or round ends by a verifier's own fault, the same one's or
+        another's."""
         give_up_s = time.monotonic() + self._patience_s
-        failures = 0
+        forgotten = 0
         while True:
             seat = await self._settled(text)
             began_s = time.monotonic()
@@ -500,11 +504,11 @@ class VerifierHandle:
             except NotFound as error:
                 log.info("verifier: %s; the text is opened again", error)
                 self.reopened += 1
-                failures += 1
-                if failures > 2 * STRIKES:
+                forgotten += 1
+                if forgotten > 2 * STRIKES:
                     raise EngineFailed(f"verifier: keeps forgetting the text: {error}") from error
                 self._seat = None
-                self._begin(text, seat, same=failures == 1)
+                self._begin(text, seat, same=forgotten == 1)
             except BadRequest as error:
                 if not tree.guesses:
                     raise
@@ -518,8 +522,7 @@ class VerifierHandle:
                     raise
                 await asyncio.sleep(FIRST_BACKOFF_S)
             except (PeerLost, EngineFailed, TimeoutError) as error:
-                failures += isinstance(error, EngineFailed)
-                if failures > 1 and isinstance(error, EngineFailed):
+                if self._is_last_fault(error):
                     raise
                 if time.monotonic() > give_up_s:
                     raise PeerLost(f"verifier: {error or 'does not answer'}") from error
@@ -528,6 +531,7 @@ class VerifierHandle:
                 self._seat = None
                 self._begin(text, seat, same=False)
             else:
+                self._faults = 0
                 wall_s = time.monotonic() - began_s
                 self._pace.verified(wall_s)
                 self.clock.add(wall_s, verdict.verify_us, verdict.queue_us)
@@ -556,7 +560,8 @@ class VerifierHandle:
         return self._seat
 
     async def _settle(self, text: Text, old: Seat[VerifierPeer] | None = None, same: bool = False) -> None:
-        """Lease a verifier and open the text there, as often as it takes within the patience.
+        """Lease a verifier and open the text there, as often as it takes within the patience; once more where it
+        fails at its own fault.
 
         `old` is the opening that this one replaces, under the `same` lease at first. It is closed when its follower
         is open: a lease ends with the last of its openings.
@@ -573,10 +578,10 @@ class VerifierHandle:
                 self.greeted.set()
                 seat = self._tried = Seat(leased, text)
                 opened = await seat.open(text)
-            except BadRequest:
-                raise
             except (DendroError, TimeoutError) as error:
                 self._drop_tried(text)
+                if self._is_last_fault(error) or (isinstance(error, BadRequest) and self.opened is None):
+                    raise  # a text that another verifier took is refused by this one's limits: it is tried elsewhere
                 if time.monotonic() + pause_s > give_up_s:
                     if isinstance(error, Overloaded):
                         raise
@@ -600,10 +605,18 @@ class VerifierHandle:
             self._background.start(self._tried.close(text))
             self._tried = None
 
+    def _is_last_fault(self, error: BaseException) -> bool:
+        """Count a verifier's own fault; whether it is the second since the last verdict, which ends the request."""
+        self._faults += isinstance(error, EngineFailed)
+        return isinstance(error, EngineFailed) and self._faults > 1
+
     def _check_same(self, hello: Hello) -> None:
-        """Another model would give other tokens: a request that has begun does not go on with it."""
-        if self.hello is not None and hello.fingerprint != self.hello.fingerprint:
-            raise PeerLost(f"verifier: has the weights {hello.fingerprint}, the text began with another's")
+        """Another model, dtype or exactness would give other tokens: a request that has begun does not go on there."""
+        if self._began_with is None:
+            self._began_with = hello
+        if hello.target != self._began_with.target:
+            differ = [name for name in TARGET_FACTS if getattr(hello, name) != getattr(self._began_with, name)]
+            raise PeerLost(f"verifier: differs from the one that the text began at in {', '.join(differ)}")
 
 
 def _check_verdict(verdict: Verdict, tree: DraftTree, text: Text, hello: Hello) -> None:

@@ -233,6 +233,7 @@ class DrafterEngine:
         ticket = _Ticket()
 
         def work() -> None:
+            nonlocal restored
             session = self._scheduler.open(ticket, call, restored)
             try:
                 self._runner.admit(session.number, call.terms.sampling)
@@ -241,7 +242,12 @@ class DrafterEngine:
                 self._scheduler.forget(session.number, BadRequest(field, reason))
                 return
             if arrays is not None:
-                self._runner.memory.load(session.slot, arrays)
+                try:
+                    self._runner.memory.load(session.slot, arrays)
+                except Exception:  # a state is worth only time
+                    log.exception("a saved state of %d tokens could not be loaded", restored)
+                    self._scheduler.not_restored(session)
+                    restored = 0
 
         try:
             consumed = await self._ask(ticket, work)

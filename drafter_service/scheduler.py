@@ -167,6 +167,13 @@ class Scheduler:
         self._sessions[session.opening] = session
         return session
 
+    def not_restored(self, session: Session) -> None:
+        """What was saved could not be loaded into the slot of a session just opened: its text is processed instead."""
+        assert session.opened is not None and session.slot != EMPTY_TEXT
+        self.texts.give([session.slot])
+        session.slot, session.covers = EMPTY_TEXT, 0
+        session.opened = (session.opened[0], 0)
+
     def draft(self, ticket: Ticket, call: DraftCall) -> None:
         """Start a round. A round of this text that is still at work gives way and is answered with its root alone."""
         session = self._follow(call.update)

@@ -296,11 +296,9 @@ class VerifierEngine:
                 continue
             if closed := self.scheduler.take_closed():
                 self._thread.submit(self.runner.forget, closed)
-            try:
-                for place, saved in self.scheduler.take_restoring():
-                    await loop.run_in_executor(self._thread, self.runner.restore, place, saved.length, saved.arrays)
-            except Exception as error:
-                self._give_up(error)
+            if restoring := self.scheduler.take_restoring():
+                for session, saved in restoring:
+                    self.scheduler.restored(session, await self._restore(session, saved))
                 continue
             if plan is not None:
                 try:
@@ -327,11 +325,28 @@ class VerifierEngine:
             if not idle:
                 continue
             if ahead:
-                await loop.run_in_executor(self._thread, self.runner.prepare, *ahead.pop(0))
+                try:
+                    await loop.run_in_executor(self._thread, self.runner.prepare, *ahead.pop(0))
+                except Exception:  # the round that needs this noise computes it, or fails alone
+                    log.exception("verifier: noise could not be computed ahead")
             else:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self.scheduler.linger_s or None):
                         await self._work.wait()
+
+    async def _restore(self, session: Session, saved: Saved) -> bool:
+        """Put a saved memory in place; false, and logged, where that fails: the text is computed instead."""
+        place, loop = session.memory.place, asyncio.get_running_loop()
+        if place is None:  # all texts were given up meanwhile
+            return False
+        try:
+            await loop.run_in_executor(
+                self._thread, self.runner.restore, place, saved.length, saved.tokens, saved.arrays
+            )
+        except Exception:
+            log.exception("verifier: a saved memory of %d tokens could not be put in place", saved.length)
+            return False
+        return True
 
     async def _put_by(self, session: Session, ask: Ask) -> None:
         """Copy a closed text's memory, which is free then, and save it while others go on."""
@@ -351,7 +366,12 @@ class VerifierEngine:
         self.scheduler.gone(ask.call)
 
         async def save() -> None:
-            ask.answer(Closed(await shelf.put(session.terms.tenant, ids, digest, arrays) if arrays else 0))
+            covered = 0
+            try:
+                covered = await shelf.put(session.terms.tenant, ids, digest, arrays) if arrays else 0
+            except Exception:  # a state is worth only time
+                log.exception("verifier: the memory of a closed text could not be saved")
+            ask.answer(Closed(covered))
 
         task = asyncio.create_task(save())
         self._saving.add(task)

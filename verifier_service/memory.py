@@ -112,10 +112,10 @@ class Memory:
 
     def restore(self, text: TextMemory, ids: Sequence[int], tokens: int) -> bool:
         """Let a text that holds nothing have consumed these tokens, the last `tokens` of them as inputs after a
-        checkpoint; false, and nothing changed, where that cannot be."""
+        checkpoint; false, and nothing changed, where that cannot be, or where the next row starts from an older one."""
         assert self.places is not None and not text.consumed
         block, rest = divmod(len(ids) - tokens, self.places.extent.block)
-        if rest or block < 0 or not self.grow(text, len(ids)):
+        if rest or not 0 <= block <= self.places.extent.oldest(len(ids)) or not self.grow(text, len(ids)):
             return False
         assert text.place is not None
         text.place.restore(block, len(ids))

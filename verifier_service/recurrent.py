@@ -43,6 +43,10 @@ class Extent:
         """One that holds any text of so many tokens whole."""
         return cls(block, -(-tokens // block) * block + block, (tokens + depth) // block + 1)
 
+    def oldest(self, length: int) -> int:
+        """The oldest checkpoint, in blocks, that rows after so many tokens start from: the first row's."""
+        return max(length // self.block - 1, 0)
+
 
 @dataclass(slots=True)
 class Place:
@@ -74,13 +78,13 @@ class Place:
 
     def can_cut(self, length: int) -> bool:
         """Whether all that a text of this length needs still stands."""
-        block = max(length // self.extent.block - 1, 0)
+        block = self.extent.oldest(length)
         return (not block or block >= self.lowest) and block * self.extent.block >= self.high - self.extent.ring
 
     def base_of(self, length: int) -> int:
         """The checkpoint that the rows after so many tokens start from, or an older one: what is kept of a text that
         is put by, with the inputs since."""
-        return min(max(length // self.extent.block - 1, 0), self.folded)
+        return min(self.extent.oldest(length), self.folded)
 
     def restore(self, block: int, length: int) -> None:
         """This checkpoint and the inputs after it, up to this length, have been put into place."""

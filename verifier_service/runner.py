@@ -128,11 +128,12 @@ class Runner:
         slots = place.token_slots(np.arange(block * place.extent.block, length))
         return self.target.run.recurrent.save(self._tensor(slots), place.state_slot(block))
 
-    def restore(self, place: Place, length: int, arrays: Mapping[str, Array]) -> None:
-        """Put what `save` returned into the place of a text of that length."""
+    def restore(self, place: Place, length: int, tokens: int, arrays: Mapping[str, Array]) -> None:
+        """Put what `save` returned into the place of a text of that length: a checkpoint, and the inputs of the
+        `tokens` after it. Which checkpoint that is follows from the arrays alone: the place may be further by now."""
         assert self.target.run.recurrent is not None
-        block = place.folded
-        slots = place.token_slots(np.arange(block * place.extent.block, length))
+        slots = place.token_slots(np.arange(length - tokens, length))
+        block = (length - tokens) // place.extent.block
         self.target.run.recurrent.load(arrays, self._tensor(slots), place.state_slot(block))
 
     def prepare(self, session: int, position: int) -> None:

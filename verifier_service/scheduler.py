@@ -26,7 +26,7 @@ from tree_layers.tree_mixers import Array
 
 from verifier_service.budget import StepCosts, path_in, worthwhile
 from verifier_service.memory import Memory, TextMemory, most_pages, salt_of
-from verifier_service.recurrent import Arrangement, Place, Places, recurrent_rows
+from verifier_service.recurrent import Arrangement, Places, recurrent_rows
 from verifier_service.rows import NO_ROWS, Outcome, Plan, pack, text_rows
 from verifier_service.walk import Draw
 
@@ -195,8 +195,8 @@ class Scheduler:
         self._inbox.append(ask)
 
     def next(self) -> Plan | None:
-        """The next step, or None where nothing needs one, or where it should wait for `linger_s`. Answers at once what
-        needs no step."""
+        """The next step, or None where nothing needs one, where it should wait for `linger_s`, or where saved memories
+        are to be put in place first (`take_restoring`). Answers at once what needs no step."""
         began = time.perf_counter()
         while self._inbox:
             ask = self._inbox.popleft()
@@ -210,6 +210,9 @@ class Scheduler:
             if session.opening is not None and session.opening.given_up:
                 self._free(opening)
         self._admit()
+        if self._restoring:  # a step that is packed now would read checkpoints that are not there yet
+            self.linger_s, self._running = 0.0, []
+            return None
         self.linger_s = self._worth_waiting()
         self._running = [] if self.linger_s else self._pick()
         if not self._running:
@@ -373,14 +376,19 @@ class Scheduler:
         """A leaving text's memory was copied."""
         self._free(call.update.opening)
 
-    def take_restoring(self) -> list[tuple[Place, Saved]]:
-        """What is to be put into place before the next step runs."""
+    def take_restoring(self) -> list[tuple[Session, Saved]]:
+        """Saved memories to put in place before `next` packs a step; `restored` is called for each of them."""
         restoring, self._restoring = self._restoring, []
-        return [  # none that was set back already
-            (session.memory.place, saved)
-            for session, saved in restoring
-            if session.memory.place is not None and session.memory.consumed
-        ]
+        return restoring
+
+    def restored(self, session: Session, stands: bool) -> None:
+        """A saved memory was put in place; where that failed (`stands` is false), its text is computed instead."""
+        if session not in self.sessions.values():  # all texts were given up meanwhile
+            return
+        if not stands:
+            self.memory.release(session.memory)
+            session.restored = 0
+        self._settle_opening(session)
 
     def _admit(self) -> None:
         """Let texts that wait have their turn, in order of age, as long as there are places and pages for them."""
@@ -403,8 +411,8 @@ class Scheduler:
             ):
                 self._restoring.append((session, saved))
                 session.restored = saved.length
-            else:
-                session.restored = self.memory.adopt(session.memory, session.text.ids[:-1])
+                continue
+            session.restored = self.memory.adopt(session.memory, session.text.ids[:-1])
             self._settle_opening(session)
 
     def _check_text(self, base: int, tokens: Sequence[int]) -> None:

@@ -6,6 +6,7 @@ rest up to `base`. So a late draft, an `off` round, a lost verdict and a replica
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -115,6 +116,16 @@ class Hello:
     end_ids: tuple[int, ...] = ()  # end-of-text tokens of the target
     attends: bool = False  # verifier: the target has layers of attention, so that its steps are quadratic in their rows
 
+    @property
+    def target(self) -> str:
+        """A digest of `TARGET_FACTS`: an answer goes on only at verifiers where it is the same."""
+        facts = [getattr(self, name) for name in TARGET_FACTS]
+        return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+
+
+TARGET_FACTS = ("fingerprint", "dtype", "exactness", "tokenizer", "vocabulary", "end_ids")
+"""Fields of a verifier's Hello that its tokens, or their bits, depend on beside the text. The degree of sharding is
+part of the fingerprint. The limits (`max_*`) are not among them: they say which calls are refused."""
 
 PROTOCOL_VERSION = 3
 

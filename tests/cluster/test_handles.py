@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 import grpc.aio
 import numpy as np
 import pytest
-from dendro.calls import PROTOCOL_VERSION, VerifyCall, new_opening
+from dendro.calls import PROTOCOL_VERSION, TARGET_FACTS, OpenCall, VerifyCall, new_opening
 from dendro.errors import BadRequest, EngineFailed, NotFound, PeerLost
 from dendro.internal.v1 import calls_pb2, verifier_pb2
 from dendro.shapes import OFF, TreeShape
 from dendro.text import Sampling, Text
 from dendro.tree import DraftTree
-from fakes import VOCABULARY, FakeDrafter, FakeVerifier, FarPool, NearPool, new_text, plain
+from fakes import END, VOCABULARY, FakeDrafter, FakeVerifier, FarPool, NearPool, new_text, plain
 from sockets import drafter_at, end, process, until, verifier_at
 
 from cluster import handles
@@ -369,8 +369,34 @@ async def test_a_verifier_that_forgets_is_opened_again_where_it_is():
     assert verifier.opens == 3 and verifier.held == {}
 
 
-async def test_a_request_does_not_go_on_with_other_weights():
-    first, other = FakeVerifier("one"), FakeVerifier("two")
+OTHER_FACTS = {
+    "fingerprint": "other-weights",
+    "dtype": "bfloat16",
+    "exactness": "margin",
+    "tokenizer": "other-tokens",
+    "vocabulary": VOCABULARY + 1,
+    "end_ids": (END, END - 1),
+}
+
+
+class Saying(FakeVerifier):
+    """Says other things of itself."""
+
+    def __init__(self, **facts: object) -> None:
+        super().__init__()
+        self.facts = facts
+
+    async def hello(self):
+        return replace(await super().hello(), **self.facts)
+
+
+def test_every_fact_of_a_target_is_tested():
+    assert set(OTHER_FACTS) == set(TARGET_FACTS)
+
+
+@pytest.mark.parametrize("fact", TARGET_FACTS)
+async def test_a_request_does_not_go_on_where_a_fact_of_the_target_differs(fact):
+    first, other = FakeVerifier(), Saying(**{fact: OTHER_FACTS[fact]})
     async with AsyncExitStack() as stack:
         _, drafters = await stack.enter_async_context(drafter_at(FakeDrafter()))
         replica, pool = await stack.enter_async_context(verifier_at(first))
@@ -382,9 +408,34 @@ async def test_a_request_does_not_go_on_with_other_weights():
                 first.forget()
                 await (await pool.streams.to(replica.address)).close()
 
-        with pytest.raises(PeerLost):
+        with pytest.raises(PeerLost, match="none opens the text in time") as lost:
             await run(new_text(), drafters, pool, each=lose, patience_s=0.5)
+    assert fact in str(lost.value.__cause__)
     assert other.opens == 0
+
+
+async def test_a_text_that_moves_to_a_verifier_of_tighter_limits_is_tried_elsewhere():
+    """Its refusal is no fault of the request, which another verifier of the same target took."""
+
+    class Tight(FakeVerifier):
+        async def open(self, call: OpenCall):
+            self.opens += 1
+            raise BadRequest("limits.max_length", "43 tokens; a text here has at most 20")
+
+    first, tight, roomy = FakeVerifier(), Tight(), FakeVerifier()
+    async with AsyncExitStack() as stack:
+        _, drafters = await stack.enter_async_context(drafter_at(FakeDrafter()))
+        replica, pool = await stack.enter_async_context(verifier_at(first))
+        others = [(await stack.enter_async_context(verifier_at(each)))[0] for each in (tight, roomy)]
+
+        async def lose(number: int) -> None:
+            if number == 2:
+                await (await pool.streams.to(replica.address)).close()
+                in_turn = others if pool.leases % 2 else others[::-1]  # the next lease is of the tight one
+                pool.addresses = [each.address for each in in_turn]
+
+        ran = await run(new_text(), drafters, pool, each=lose)
+    assert is_plain(ran) and (tight.opens, roomy.opens) == (1, 1)
 
 
 class Failing(FakeVerifier):
@@ -401,6 +452,55 @@ async def test_a_verifier_that_fails_everywhere_ends_the_request_and_frees_both_
             await run(new_text(), *pools)
         await until(lambda: not drafter.held and not verifier.held)
     assert "inside" not in str(failed.value)
+
+
+class FailingToOpen(FakeVerifier):
+    """Fails inside with every text."""
+
+    async def open(self, call: OpenCall):
+        self.opens += 1
+        raise EngineFailed("verifier: of the inside")
+
+
+@pytest.mark.parametrize("near", [True, False], ids=["near", "far"])
+async def test_a_text_whose_opening_fails_twice_at_the_same_verifier_is_tried_no_more(near):
+    verifier = FailingToOpen()
+    async with asyncio.timeout(20):  # a third of the patience
+        with pytest.raises(EngineFailed):
+            if near:
+                await run(new_text(), NearPool(FakeDrafter()), NearPool(verifier))
+            else:
+                async with pair(FakeDrafter(), verifier) as pools:
+                    await run(new_text(), *pools)
+    assert verifier.opens == 2
+
+
+async def test_a_round_and_an_opening_that_fail_end_the_request_and_a_verdict_between_faults_does_not():
+    class Moody(FakeVerifier):
+        """Fails in some calls, by number: openings and rounds counted together."""
+
+        def __init__(self, *faults: int) -> None:
+            super().__init__()
+            self.faults, self.number = faults, 0
+
+        def fail_now(self) -> None:
+            self.number += 1
+            if self.number in self.faults:
+                raise EngineFailed("verifier: of the inside")
+
+        async def open(self, call: OpenCall):
+            self.fail_now()
+            return await super().open(call)
+
+        async def verify(self, call: VerifyCall):
+            self.fail_now()
+            return await super().verify(call)
+
+    with pytest.raises(EngineFailed):
+        await run(new_text(), NearPool(FakeDrafter()), NearPool(both := Moody(4, 5)))
+    assert both.number == 5
+    ran = await run(new_text(), NearPool(FakeDrafter()), NearPool(Moody(1, 4, 8)), Static(OFF))
+    assert is_plain(ran) and len(ran.text.answer) == 40
 
 
 @pytest.mark.parametrize("lie", [{"length": 9}, {"trimmed": 4}, {"ranks": (0,) * 5}], ids=str)

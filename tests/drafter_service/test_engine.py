@@ -505,6 +505,23 @@ async def test_a_spoilt_state_is_a_counted_miss_and_the_draft_is_right(path, ora
         await client.close()
 
 
+async def test_a_state_that_cannot_be_loaded_costs_the_text_its_processing_and_the_draft_is_right(
+    path, oracle, monkeypatch
+):
+    async with serving(path, MemoryStates()) as engine:
+        first, _ = await one_turn(engine, prompt_of(20))
+
+        def broken(slot, arrays):
+            raise RuntimeError("no such slot")
+
+        monkeypatch.setattr(engine._runner.memory, "load", broken)
+        client = Client(engine)
+        opened = await client.open(first.ids)
+        assert (opened.restored, opened.processed) == (0, len(first.ids) - 1)
+        oracle.check(await client.draft(TREE), client.ids, TREE, GREEDY)
+        await client.close()
+
+
 async def test_a_state_of_another_model_tenant_or_text_is_not_taken(paths, oracle):
     states = MemoryStates()
     async with serving(paths["mamba"], states) as engine:

@@ -19,6 +19,7 @@ from transformers.models.bamba.modeling_bamba import BambaAttention
 from tree_kernels.tree_attention import PAGE
 
 from verifier_service.engine import VerifierEngine
+from verifier_service.memory import Memory, TextMemory
 from verifier_service.recurrent import Arrangement, Extent, Places, last_writers
 
 MIXED = ("mamba", "mamba2", "bamba", "mamba_in_llama")
@@ -406,6 +407,113 @@ async def test_a_text_of_any_length_is_restored_bit_for_bit(models, length):
     finally:
         for engine in engines:
             await engine.stop()
+
+
+ADDED = (1, 15, 16, 17, 64, 200)
+"""Tokens that a turn adds: less than a block of inputs, one, a token more, and more than a step takes."""
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "turns"),
+    [
+        ("mamba2", torch.bfloat16, 2),
+        pytest.param("mamba2", torch.float32, 3, marks=pytest.mark.long),
+        pytest.param("mamba", torch.float32, 3, marks=pytest.mark.long),
+    ],
+    ids=["mamba2-bf16", "mamba2-fp32", "mamba-fp32"],
+)
+async def test_a_session_takes_turn_after_turn_of_any_length_beside_other_texts(models, family, dtype, turns):
+    """Each turn adds tokens to what was put by. The answers are those of an engine that keeps no states, and so are
+    those of the texts beside it."""
+    folder = models(family)[0]
+    keeps, plain = (engine_of(folder, dtype, states=states, max_length=768) for states in (MemoryStates(), NoStates()))
+
+    async def turn(engine, ids, added, number):
+        router = Router(engine, ids, LAWS[1], 4)
+        router.terms = replace(router.terms, marks=(len(ids) - added,))
+        other = Router(engine, [(5 * place + number) % VOCABULARY for place in range(40)], LAWS[2], 5)
+        await other.open()
+        opened, _ = await asyncio.gather(router.open(), other.round())
+        return opened, router.text, await asyncio.gather(router.go_on(), other.go_on())
+
+    await keeps.start()
+    await plain.start()
+    try:
+        for added in ADDED:
+            ids = [3, 1, 4, 1, 5, added % VOCABULARY]
+            for number in range(turns):
+                opened, text, found = await turn(keeps, ids, added, number)
+                assert opened.restored == (len(ids) - added - 1 if number else 0), (added, number)
+                _, _, truth = await turn(plain, ids, added, number)
+                assert found == truth, (added, number)
+                ids = [*text.ids, *((3 * place + number) % VOCABULARY for place in range(added))]
+        assert keeps.stats()["states_restored"] == (turns - 1) * len(ADDED)
+    finally:
+        await keeps.stop()
+        await plain.stop()
+
+
+async def test_a_saved_memory_that_cannot_be_put_in_place_costs_its_text_time_and_no_other_text_anything(
+    models, monkeypatch
+):
+    store = MemoryStates()
+    engine = engine_of(models("mamba2")[0], states=store)
+
+    def broken(*_):
+        raise RuntimeError("no such slots")
+
+    await engine.start()
+    try:
+        first = Router(engine, range(40), LAWS[1], 20)
+        await first.finish()
+        ids = [*first.text.ids, 7, 8, 9]
+        monkeypatch.setattr(engine.runner, "restore", broken)
+        other = Router(engine, range(50, 80), LAWS[1], 20)
+        await other.open()
+        again = Router(engine, ids, LAWS[1], 20)
+        again.terms = replace(again.terms, marks=(len(first.text.ids),))
+        opened, _ = await asyncio.gather(again.open(), other.round())
+        assert (opened.restored, opened.processed) == (0, len(ids) - 1)
+        found = await asyncio.gather(again.go_on(), other.go_on())
+        store.blobs.clear()
+        assert found == await alone(engine, [ids, range(50, 80)], [LAWS[1]] * 2, 20)
+        assert engine.scheduler.memory.places.free == 8
+    finally:
+        await engine.stop()
+
+
+async def test_faults_in_idle_time_and_while_saving_end_no_text(models, monkeypatch):
+    """Noise that cannot be computed ahead, and a store that raises."""
+
+    class Raising(MemoryStates):
+        async def save(self, name, blob):
+            raise RuntimeError("no such store")
+
+    engine = engine_of(models("mamba2")[0], states=Raising())
+
+    def broken(*_):
+        raise RuntimeError("no noise")
+
+    monkeypatch.setattr(engine.runner, "prepare", broken)
+    await engine.start()
+    try:
+        router = Router(engine, range(40), LAWS[1], 20)
+        await router.open()
+        for _ in range(5):
+            await router.round()
+            await asyncio.sleep(0.01)  # the engine is idle
+        assert (await router.close()).saved == 0
+        assert len(await Router(engine, range(40), LAWS[1], 20).finish()) == 20
+    finally:
+        await engine.stop()
+
+
+def test_a_saved_memory_newer_than_the_next_row_needs_is_not_taken():
+    """A checkpoint past the one that the row after the text starts from: that row would read another's."""
+    extent = Extent.of(16, 9, 8)
+    for length, tokens, stands in ((33, 17, True), (33, 1, False), (33, 33, True), (15, 15, True), (40, 8, False)):
+        memory = Memory(8, places=Places(1, extent))
+        assert memory.restore(TextMemory(b""), list(range(length)), tokens) is stands, (length, tokens)
 
 
 async def test_a_damaged_state_is_a_miss(models):
