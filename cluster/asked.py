@@ -35,6 +35,7 @@ class Asked:
     free: bool = False  # nothing was asked: the texts of such requests may be tried together
     proposed_rows: int = 1  # of a tree that proposers may add to; a client who names a shape gets that shape
     deadline_s: float = math.inf  # how long a round waits for its draft at most, whatever the server would wait
+    adaptive: bool = True  # whether rounds go on without a slow drafter sooner; a client who names a shape gets it
 
 
 def what_is_asked(
@@ -60,7 +61,8 @@ def what_is_asked(
         raise BadRequest("speculation.max_nodes", "bounds nothing where no tree is asked for")
     if not shape.drafted and said.HasField("deadline_ms"):
         raise BadRequest("speculation.deadline_ms", "bounds nothing where no drafter is asked")
-    return Asked(mode, Static(shape), proposed_rows=1 if shape.drafted else shape.rows, deadline_s=_deadline_s(said))
+    proposed_rows = 1 if shape.drafted else shape.rows
+    return Asked(mode, Static(shape), proposed_rows=proposed_rows, deadline_s=_deadline_s(said), adaptive=False)
 
 
 def _auto(

@@ -184,7 +184,8 @@ class Router(Section):
     request_timeout_s: float = Field(default=600.0, gt=0)
     """A request's wall-clock limit: an orphan ends here at the latest."""
     draft_timeout_ms: float = Field(default=500.0, gt=0)
-    """The longest a round waits for its draft; a late one makes the round plain decoding."""
+    """The longest a round waits for its draft; a late one makes the round plain decoding. Rounds of a request that
+    fixes its shape wait so long, others no longer than a late draft may cost."""
 
 
 class Speculation(Section):

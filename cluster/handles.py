@@ -667,9 +667,10 @@ class DrafterHandle:
         verifier: VerifierHandle,
         longest_s: float = 0.5,
         company: Company | None = None,
+        adaptive: bool = True,
     ) -> None:
-        """`longest_s` bounds every wait for a draft; the verifier's limits are those that a tree must keep. Without
-        `company` a tree that is asked for is wanted."""
+        """`longest_s` bounds every wait for a draft; a round that is not `adaptive` waits so long. The verifier's
+        limits are those that a tree must keep. Without `company` a tree that is asked for is wanted."""
         self.clock = Clock()
         self.fallbacks: Counter[str] = Counter()  # rounds without the tree that was asked for, by reason
         self.leases = 0
@@ -680,6 +681,7 @@ class DrafterHandle:
         self._verifier = verifier
         self._longest_s = longest_s
         self._company = company
+        self._adaptive = adaptive
         self._seat: Seat[DrafterPeer] | None = None
         self._tried: Seat[DrafterPeer] | None = None
         self._idle = 0
@@ -721,7 +723,8 @@ class DrafterHandle:
         began_s = time.monotonic()
         call = DraftCall(seat.update(text), shape)
         work = asyncio.ensure_future(seat.peer.draft(call))
-        deadline_s = self._pace.deadline_s(shape.depth, self._longest_s)
+        longest_s = self._longest_s
+        deadline_s = self._pace.deadline_s(shape.depth, longest_s) if self._adaptive else longest_s
         try:
             await asyncio.wait({work}, timeout=deadline_s)
         except asyncio.CancelledError:

@@ -89,9 +89,12 @@ class VerifierHandle(Verifier, Handle, Protocol):
 
 class Places(Protocol):
     """Where texts can be opened. Taking a handle waits for nothing; a verifier's sends the text at once, a drafter's
-    when a tree is wanted. `deadline_s` is the request's own bound on the wait for a draft; the shorter one holds."""
+    when a tree is wanted. `deadline_s` is the request's own bound on the wait for a draft; the shorter one holds.
+    `adaptive` rounds wait no longer than a late draft may cost, others up to the bound."""
 
-    def drafter(self, target: str, text: Text, company: Place, deadline_s: float = math.inf) -> DrafterHandle: ...
+    def drafter(
+        self, target: str, text: Text, company: Place, deadline_s: float = math.inf, adaptive: bool = True
+    ) -> DrafterHandle: ...
     def verifier(self, target: str, text: Text) -> VerifierHandle: ...
 
 
@@ -342,7 +345,7 @@ class Ingress:
         """The loop, between taking and giving back the leases. Fills in what `complete` says of it."""
         before = len(job.prompt)
         verifier = self._places.verifier(job.served.name, text)
-        drafter = self._places.drafter(job.served.name, text, tally.place, job.asked.deadline_s)
+        drafter = self._places.drafter(job.served.name, text, tally.place, job.asked.deadline_s, job.asked.adaptive)
         proposals = self._libraries[job.served.name].around(
             drafter, job.tenant, job.asked.proposed_rows, job.sampling.temperature
         )

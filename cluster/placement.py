@@ -172,17 +172,22 @@ class Places:
         return handle
 
     def drafter(
-        self, target: str, text: Text, company: Company, deadline_s: float = math.inf
+        self, target: str, text: Text, company: Company, deadline_s: float = math.inf, adaptive: bool = True
     ) -> DrafterHandle | NoDrafter:
         """A drafter for a text whose verifier was asked for before: the two have to fit. None is leased before a tree
         is wanted, and its company guesses. `deadline_s` is the request's own bound on the wait for a draft; the shorter
-        one holds."""
+        one holds. `adaptive` rounds wait no longer than a late draft may cost, others up to the bound."""
         names = self._config.drafters_of(target)
         if not names:
             return NoDrafter()
         longest_s = min(self._config.router.draft_timeout_ms / 1e3, deadline_s)
         return DrafterHandle(
-            self._drafters[names[0]], self._pace(target), self._verifiers[text], longest_s=longest_s, company=company
+            self._drafters[names[0]],
+            self._pace(target),
+            self._verifiers[text],
+            longest_s=longest_s,
+            company=company,
+            adaptive=adaptive,
         )
 
     def _pace(self, target: str) -> Pace:

@@ -124,6 +124,7 @@ class FakePlaces:
         self.hello: Hello | None = None  # what verifiers say of themselves
         self.texts: list[Text] = []
         self.deadlines_s: list[float] = []
+        self.adaptive: list[bool] = []  # of each drafter that was asked for: whether its rounds cut a wait short
         self.closed: list[tuple[str, tuple[int, ...]]] = []
         self.all_closed = asyncio.Event()  # both handles of a request
 
@@ -132,8 +133,11 @@ class FakePlaces:
         if len(self.closed) % 2 == 0:
             self.all_closed.set()
 
-    def drafter(self, target: str, text: Text, company: Place, deadline_s: float = math.inf) -> FakeDrafter:
+    def drafter(
+        self, target: str, text: Text, company: Place, deadline_s: float = math.inf, adaptive: bool = True
+    ) -> FakeDrafter:
         self.deadlines_s.append(deadline_s)
+        self.adaptive.append(adaptive)
         return FakeDrafter(self, text)
 
     def verifier(self, target: str, text: Text) -> FakeVerifier:

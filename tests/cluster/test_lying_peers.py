@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import random
-from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import fields, is_dataclass
 
 import grpc
@@ -17,58 +16,16 @@ import pytest
 from dendro import wire
 from dendro.errors import DendroError, EngineFailed, PeerLost
 from dendro.internal.v1 import verifier_pb2
-from dendro.v1 import generation_pb2 as pb
-from fakes import END, VOCABULARY, FakeDrafter, FakeVerifier, FarPool, new_text, plain
+from fakes import VOCABULARY, FakeDrafter, FakeVerifier, FarPool, new_text, plain
 from liars import lying, lying_hello
-from sockets import drafter_at, until, verifier_at
-from toy_cluster import ToyTokenizer, toy_config
+from sockets import until
+from toy_edge import COUNT, PROMPT, RecordedPriors, answer, asking, edge
 
 import drafter_service.servicer
 import verifier_service.servicer
 from cluster import handles
-from cluster.ingress import Ingress, Served
-from cluster.placement import Places
-from cluster.policies.prior import PriorKey, pack_prior, unpack_prior
-from cluster.sessions import MemorySessions
-
-PROMPT = [5, 6, 7]
-COUNT = 30
-
-
-class RecordedPriors:
-    """Keeps what is written, as bytes."""
-
-    def __init__(self) -> None:
-        self.blobs: dict[PriorKey, bytes] = {}
-
-    async def load(self, key):
-        return None
-
-    async def save(self, key, prior) -> bool:
-        self.blobs[key] = pack_prior(prior)
-        return True
-
-
-@asynccontextmanager
-async def edge(drafter: FakeDrafter, verifier: FakeVerifier):
-    """An ingress with one replica of each, behind sockets."""
-    async with AsyncExitStack() as stack:
-        _, drafters = await stack.enter_async_context(drafter_at(drafter))
-        _, verifiers = await stack.enter_async_context(verifier_at(verifier))
-        config, priors = toy_config(), RecordedPriors()
-        served = Served("toy", ToyTokenizer(), VOCABULARY, 2048, frozenset({END}), "float32")
-        places = Places(config, {"toy": verifiers}, {"helper": drafters}, patience_s=1.0)
-        yield Ingress(config, places, MemorySessions(), {"toy": served}, priors), priors
-
-
-async def answer(ingress: Ingress, speculation: str) -> list[int]:
-    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), max_new_tokens=COUNT)
-    if speculation != "auto":
-        request.speculation.mode, request.speculation.shape = pb.Speculation.MODE_FIXED, speculation
-    ids: list[int] = []
-    async for event in ingress.generate(request):
-        ids += event.chunk.token_ids
-    return ids
+from cluster.ingress import Ingress
+from cluster.policies.prior import unpack_prior
 
 
 def all_finite(value: object) -> bool:
@@ -168,9 +125,7 @@ async def test_a_peer_that_says_it_took_584_thousand_years_is_accounted_what_its
 
     monkeypatch.setattr(module, "DIALECT", type(honest)(honest.calls, honest.call_from, boast, honest.frame))
     async with edge(FakeDrafter(), FakeVerifier()) as (ingress, _):
-        request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), max_new_tokens=COUNT)
-        request.speculation.mode, request.speculation.shape = pb.Speculation.MODE_FIXED, "(2,1,1)"
-        events = [event async for event in ingress.generate(request)]
+        events = [event async for event in ingress.generate(asking("(2,1,1)"))]
     account = events[-1].complete.speculation
     assert account.drafted_tokens > 0
     assert getattr(account, field) <= account.rounds_us < 100e6

@@ -251,7 +251,8 @@ class Speculation(_message.Message):
     """
     deadline_ms: _builtins.int
     """deadline_ms bounds how long a round waits for its draft, in milliseconds, at least 1; a round whose draft is late is
-    plain decoding. It shortens the server's own limit and never lengthens it. Absent: the server's.
+    plain decoding. It shortens the server's own limit and never lengthens it. Absent: the server's. FIXED waits up to
+    the limit; AUTO goes on without a drafter that is slower than its trees are worth.
     """
     def __init__(
         self,

@@ -1,0 +1,48 @@
+"""A request that fixes a drafter's shape gets its trees, however slow the drafter is within the configured limit."""
+
+from __future__ import annotations
+
+from edge import FakePlaces, ingress
+from fakes import FakeDrafter, FakeVerifier, plain
+from toy_edge import COUNT, PROMPT, asking, edge
+
+SLOW_S = 0.1
+"""Of each draft: more than the 60 ms that a late one may cost where rounds take a moment, less than the limit."""
+
+
+async def account(server, request):
+    events = [event async for event in server.generate(request)]
+    assert [token for event in events for token in event.chunk.token_ids] == plain(PROMPT, COUNT)
+    return events[-1].complete.speculation
+
+
+async def test_a_fixed_shape_waits_for_a_slow_drafter_and_its_trees_are_used():
+    verifier = FakeVerifier()
+    verifier.open_pause_s = 0.5  # in which the drafter is opened
+    async with edge(FakeDrafter(pause_s=SLOW_S), verifier) as (server, _):
+        stats = await account(server, asking("(2,1,1)"))
+    assert stats.late_drafts == 0 and stats.accepted_tokens > 0
+    assert stats.drafted_tokens == 6 * stats.rounds, "every round has its whole tree"
+
+
+async def test_the_requests_own_deadline_shortens_the_wait_of_a_fixed_shape():
+    verifier = FakeVerifier()
+    verifier.open_pause_s = 0.5
+    async with edge(FakeDrafter(pause_s=60.0), verifier) as (server, _):
+        request = asking("(2,1,1)")
+        request.speculation.deadline_ms = 1
+        stats = await account(server, request)
+    assert stats.late_drafts == stats.rounds == COUNT
+
+
+async def test_a_policys_own_choice_keeps_the_deadline_that_adapts():
+    places = FakePlaces()
+    for request in (_of_text(asking("auto")), _of_text(asking("(2,1)"))):
+        assert [event async for event in ingress(places).generate(request)]
+    assert places.adaptive == [True, False]
+
+
+def _of_text(request):
+    """The same, of a model whose tokens are bytes."""
+    request.text = "walk"
+    return request

@@ -1,0 +1,59 @@
+"""The whole edge with fakes of the toy language behind real sockets."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from dendro.v1 import generation_pb2 as pb
+from fakes import END, VOCABULARY, FakeDrafter, FakeVerifier
+from sockets import drafter_at, verifier_at
+from toy_cluster import ToyTokenizer, toy_config
+
+from cluster.ingress import Ingress, Served
+from cluster.placement import Places
+from cluster.policies.prior import PriorKey, pack_prior
+from cluster.sessions import MemorySessions
+
+PROMPT = [5, 6, 7]
+COUNT = 30
+
+
+class RecordedPriors:
+    """Keeps what is written, as bytes."""
+
+    def __init__(self) -> None:
+        self.blobs: dict[PriorKey, bytes] = {}
+
+    async def load(self, key):
+        return None
+
+    async def save(self, key, prior) -> bool:
+        self.blobs[key] = pack_prior(prior)
+        return True
+
+
+@asynccontextmanager
+async def edge(drafter: FakeDrafter, verifier: FakeVerifier):
+    """An ingress with one replica of each, behind sockets."""
+    async with AsyncExitStack() as stack:
+        _, drafters = await stack.enter_async_context(drafter_at(drafter))
+        _, verifiers = await stack.enter_async_context(verifier_at(verifier))
+        config, priors = toy_config(), RecordedPriors()
+        served = Served("toy", ToyTokenizer(), VOCABULARY, 2048, frozenset({END}), "float32")
+        places = Places(config, {"toy": verifiers}, {"helper": drafters}, patience_s=1.0)
+        yield Ingress(config, places, MemorySessions(), {"toy": served}, priors), priors
+
+
+def asking(speculation: str) -> pb.GenerateRequest:
+    """The request of these tests: `auto`, or a shape that it fixes."""
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), max_new_tokens=COUNT)
+    if speculation != "auto":
+        request.speculation.mode, request.speculation.shape = pb.Speculation.MODE_FIXED, speculation
+    return request
+
+
+async def answer(ingress: Ingress, speculation: str) -> list[int]:
+    ids: list[int] = []
+    async for event in ingress.generate(asking(speculation)):
+        ids += event.chunk.token_ids
+    return ids
