@@ -1,25 +1,33 @@
-"""Linear layers whose rows do not depend on how many rows there are, nor on a row's place among them.
+"""Products whose rows do not depend on how many rows there are, nor on a row's place among them.
 
 A library picks how to split the inner dimension by the number of rows, and then a row's rounding depends on its
 neighbours (oneDNN's bfloat16 products with more than some 320 inputs and more than 32 rows, here). Products of few rows
-at a time mend that. Each layer gets the first form of a fixed list that passes a check; nothing is timed, so that
-replicas on one kind of machine choose alike.
+at a time mend that. Each kind of weight gets the first form of a fixed list that passes a check; nothing is timed, so
+that replicas on one kind of machine choose alike. A form is checked for the numbers of rows that steps are padded to:
+other numbers, such as the rows of one expert, are padded to them.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from tree_kernels.elementwise import is_narrow, threads_of
+
+from tree_layers.narrow import narrow
 
 TILE = 32
 """The most rows of a product, where more would split it otherwise."""
 ALONE = 1 << 20
 """A layer of fewer weights runs in one thread, whatever the number of rows: waking another takes longer."""
+MOST_CHECKED = 1 << 27
+"""Numbers of a weight that the check makes at most; of a larger one it has fewer outputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +41,18 @@ class RowsReport:
     def independent(self) -> bool:
         return not self.failed
 
+    def beside(self, other: RowsReport, whose: str) -> RowsReport:
+        """Both reports; `whose` names the other's shapes."""
+        failed = (f"{whose} {shape}" for shape in other.failed)
+        return RowsReport(dict(Counter(self.forms) + Counter(other.forms)), (*self.failed, *failed))
+
     def __str__(self) -> str:
         forms = ", ".join(f"{count} {form}" for form, count in sorted(self.forms.items()))
         return forms + (f"; not independent: {', '.join(self.failed)}" if self.failed else "")
 
 
 Form = Callable[[Tensor], Tensor]
+"""x [..., rows, inputs] -> [..., rows, outputs]"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +73,7 @@ def _plain(weight: Tensor, bias: Tensor | None) -> Form:
 
 def _packed(weight: Tensor, bias: Tensor | None) -> Form:
     """oneDNN's own layout of a weight: as fast as memory gives it, with 8 rows as with 1 (half the time, here)."""
-    blocks = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+    blocks = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, blocks, bias, "none", [], "")
 
 
@@ -93,23 +107,17 @@ def in_threads(form: Form, threads: int) -> Form:
     """The form in so many threads, whatever the caller runs in."""
 
     def run(x: Tensor) -> Tensor:
-        before = torch.get_num_threads()
-        if before == threads:
+        with threads_of(threads):
             return form(x)
-        torch.set_num_threads(threads)
-        try:
-            return form(x)
-        finally:
-            torch.set_num_threads(before)
 
     return run
 
 
-def _choices(weight: Tensor) -> list[_Choice]:
+def _choices(weight: Tensor, may_pack: bool = True) -> list[_Choice]:
     """The forms to try for a weight, in order."""
     products = {"packed": _packed, "plain": _plain}
     half = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    if weight.device.type != "cpu" or not half:
+    if weight.device.type != "cpu" or not half or not may_pack:
         del products["packed"]
     rows = {"": _at_once, ", in tiles": _in_tiles, ", in full tiles": _in_full_tiles}
     return [_Choice(name + ways, products[name], rows[ways]) for name in products for ways in rows]
@@ -130,52 +138,230 @@ def rows_are_independent(run: Form, rows: Tensor, buckets: Sequence[int]) -> boo
     return True
 
 
-def make_rows_independent(model: nn.Module, buckets: Sequence[int], threads: int = 1) -> RowsReport:
-    """Give every `nn.Linear` of the model the first form that passes its check for these numbers of rows.
+class _Kind(NamedTuple):
+    """What a choice depends on."""
 
-    threads: of large layers, on a CPU. A packed weight takes the place of the layer's own, of which only shape and type
-    are left (unless an embedding shares it).
+    inputs: int
+    outputs: int
+    biased: bool
+    dtype: torch.dtype
+    turned: bool  # [inputs, outputs] in memory
+    may_pack: bool
+
+
+class RowForms:
+    """The forms of a model's weights, chosen once for each kind of weight."""
+
+    def __init__(self, buckets: Sequence[int], threads: int = 1) -> None:
+        """buckets: the numbers of rows that steps are padded to. threads: of large products, on a CPU."""
+        self.buckets = tuple(sorted(buckets))
+        self.threads = threads
+        self._chosen: dict[_Kind, _Choice | None] = {}
+        self._counts: Counter[str] = Counter()
+        self._failed: dict[str, None] = {}  # in order
+        self._pieces: dict[int, tuple[tuple[int, int, int], ...]] = {}
+
+    def report(self) -> RowsReport:
+        """What was chosen until now."""
+        return RowsReport(dict(self._counts), tuple(self._failed))
+
+    def packs(self, weight: Tensor, bias: Tensor | None = None) -> bool:
+        """Whether a form that may be packed is: it then has the weight in a layout of its own."""
+        choice = self._choice(weight, bias, may_pack=True)
+        return choice is not None and choice.name.startswith("packed")
+
+    def of(self, weight: Tensor, bias: Tensor | None = None, may_pack: bool = False) -> Form:
+        """The product with a weight [outputs, inputs], for any number of rows.
+
+        may_pack: the form may have a packed copy of the weight, and the caller gives the weight itself up.
+        """
+        form = self._form(weight, bias, may_pack)
+        self._counts[self._name(self._choice(weight, bias, may_pack))] += 1
+        return form
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [..., rows, inputs] times a weight [outputs, inputs] that is no layer's own."""
+        seen = len(self._chosen)
+        form = self._form(weight, bias, may_pack=False)
+        if len(self._chosen) > seen:
+            self._counts[self._name(self._choice(weight, bias, may_pack=False))] += 1
+        return form(x)
+
+    def _form(self, weight: Tensor, bias: Tensor | None, may_pack: bool) -> Form:
+        choice = self._choice(weight, bias, may_pack)
+        form = (choice.make if choice else _plain)(weight, bias)
+        return self._for_any_rows(in_threads(form, self._threads(weight)), weight)
+
+    def _threads(self, weight: Tensor) -> int:
+        return self.threads if weight.numel() >= ALONE else 1
+
+    @staticmethod
+    def _name(choice: _Choice | None) -> str:
+        return choice.name if choice else "plain"
+
+    def _choice(self, weight: Tensor, bias: Tensor | None, may_pack: bool) -> _Choice | None:
+        outputs, inputs = weight.shape
+        turned = weight.stride(0) == 1 and inputs > 1 and outputs > 1
+        kind = _Kind(inputs, outputs, bias is not None, weight.dtype, turned, may_pack)
+        if kind not in self._chosen:
+            found = _first_independent(weight, bias, self.buckets, self._threads(weight), may_pack)
+            self._chosen[kind] = found
+            if found is None:
+                self._failed[f"{inputs} x {outputs} {weight.dtype}"] = None
+        return self._chosen[kind]
+
+    def _for_any_rows(self, form: Form, weight: Tensor) -> Form:
+        """The form for numbers of rows that are no bucket, too."""
+        known = frozenset(self.buckets)
+        leaves_tails = weight.device.type == "cpu" and is_narrow(len(weight))
+
+        def run(x: Tensor) -> Tensor:
+            rows = x.shape[-2] if x.dim() > 1 else 1
+            if rows in known and x.numel() == rows * x.shape[-1]:
+                made = form(x)
+            else:
+                made = self._in_pieces(form, x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+            return narrow(made) if leaves_tails else made
+
+        return run
+
+    def _in_pieces(self, form: Form, x: Tensor) -> Tensor:
+        """The form of x [rows, inputs] in pieces of numbers of rows that it was checked for."""
+        if len(x) not in self._pieces:
+            self._pieces[len(x)] = tuple(_pieces(len(x), self.buckets))
+        made = []
+        for start, stop, bucket in self._pieces[len(x)]:
+            piece = x[start:stop]
+            missing = bucket - (stop - start)
+            made.append(form(F.pad(piece, (0, 0, 0, missing)) if missing else piece)[: stop - start])
+        return made[0] if len(made) == 1 else torch.cat(made)
+
+
+def _pieces(rows: int, buckets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Rows as ranges and the bucket that each is padded to; fewer rows are added than the smallest bucket has.
+
+    With buckets of 8, 16, 32 and 64: 5 is (0, 5, 8); 100 is (0, 64, 64), (64, 96, 32), (96, 100, 8).
     """
-    chosen: dict[tuple[int, int, bool, torch.dtype], _Choice | None] = {}
-    forms: Counter[str] = Counter()
-    failed = []
-    for layer in model.modules():
-        if type(layer) is not nn.Linear or "forward" in layer.__dict__:  # somebody's own form already
-            continue
-        own_threads = threads if layer.weight.numel() >= ALONE else 1
-        key = (layer.in_features, layer.out_features, layer.bias is not None, layer.weight.dtype)
-        if key not in chosen:
-            chosen[key] = _first_independent(layer, buckets, own_threads)
-        choice = chosen[key]
-        if choice is None:
-            failed.append(f"{layer.in_features} x {layer.out_features} {layer.weight.dtype}")
-        form = (choice.make if choice else _plain)(layer.weight, layer.bias)
-        layer.forward = in_threads(form, own_threads)  # type: ignore[method-assign, assignment]
-        if choice and choice.name.startswith("packed"):
-            layer.weight = nn.Parameter(layer.weight.to("meta"), requires_grad=False)
-        forms[choice.name if choice else "plain"] += 1
-    return RowsReport(dict(forms), tuple(dict.fromkeys(failed)))
+    start = 0
+    while True:
+        left = rows - start
+        above = bisect_left(buckets, left)
+        if above < len(buckets) and (buckets[above] - left < buckets[0] or not above):
+            yield start, rows, buckets[above]
+            return
+        stop = start + buckets[above - 1]
+        yield start, stop, buckets[above - 1]
+        start = stop
 
 
-def _first_independent(layer: nn.Linear, buckets: Sequence[int], threads: int = 1) -> _Choice | None:
-    """The first form that passes, on numbers whose products cancel.
+def make_rows_independent(model: nn.Module, forms: RowForms) -> None:
+    """Give every `nn.Linear` of the model its form, and every other weight that rows are multiplied by.
+
+    A packed weight takes the place of the layer's own, of which only shape and type are left (unless an embedding
+    shares it).
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            if type(module).forward is not nn.Linear.forward or "forward" in module.__dict__:
+                continue  # somebody's own form
+            packs = forms.packs(module.weight, module.bias)
+            module.forward = forms.of(module.weight, module.bias, may_pack=True)  # type: ignore[method-assign, assignment]
+            if packs:
+                module.weight = nn.Parameter(module.weight.to("meta"), requires_grad=False)
+        elif not isinstance(module, nn.Embedding | nn.modules.conv._ConvNd):
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None and _multiplies_rows(parameter):
+                    module._parameters[name] = RowWeight.of(parameter, forms)
+
+
+def _multiplies_rows(parameter: Tensor) -> bool:
+    """Whether a module may multiply rows by it: routers have a matrix, experts one for each, on a CPU."""
+    return parameter.is_floating_point() and (
+        parameter.dim() == 2 or (parameter.dim() == 3 and parameter.device.type == "cpu")
+    )
+
+
+class RowWeight(nn.Parameter):
+    """A weight, or one for each expert, that is no `nn.Linear`'s: products with rows take its form."""
+
+    forms: RowForms
+
+    @classmethod
+    def of(cls, weight: Tensor, forms: RowForms) -> RowWeight:
+        made: RowWeight = torch.Tensor._make_subclass(cls, weight.detach(), False)
+        made.forms = forms
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if function in _LINEAR and isinstance(args[1], cls) and args[1].dim() == 2:
+                bias = args[2] if len(args) > 2 else kwargs.get("bias")
+                return args[1].forms.product(_plain_tensor(args[0]), _plain_tensor(args[1]), bias)
+            if function in _MATMUL and isinstance(args[1], cls) and args[0].dim() > 1:
+                rows, weight, forms = _plain_tensor(args[0]), _plain_tensor(args[1]), args[1].forms
+                if weight.dim() == 2:
+                    return forms.product(rows, weight.t())
+                if rows.dim() == 3 and len(rows) == len(weight):
+                    each = zip(rows.unbind(0), weight.unbind(0), strict=True)
+                    return torch.stack([forms.product(its_rows, own.t()) for its_rows, own in each])
+            made = function(*args, **kwargs)
+            if function in _KEEPING and isinstance(args[0], cls):
+                return _each_weight(made, args[0].forms)
+            return made
+
+
+def _plain_tensor(x: Tensor) -> Tensor:
+    return x.as_subclass(Tensor) if type(x) is RowWeight else x
+
+
+def _each_weight(made: Any, forms: RowForms) -> Any:
+    if isinstance(made, Tensor):
+        return RowWeight.of(made, forms) if made.dim() in (2, 3) and made.is_floating_point() else made
+    if isinstance(made, tuple | list):
+        return type(made)([_each_weight(each, forms) for each in made])
+    return made
+
+
+_LINEAR = {F.linear}
+_MATMUL = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm}
+_KEEPING = {
+    *(Tensor.to, Tensor.type, Tensor.float, Tensor.bfloat16, Tensor.half, Tensor.contiguous, Tensor.detach),
+    *(Tensor.t, Tensor.T.__get__, Tensor.mT.__get__, Tensor.transpose, torch.transpose, Tensor.permute),  # type: ignore[attr-defined]
+    *(Tensor.__getitem__, Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.unbind, Tensor.select, Tensor.squeeze),
+    *(torch.chunk, Tensor.chunk, torch.split, Tensor.split, Tensor.data.__get__),  # type: ignore[attr-defined]
+}
+
+
+def _first_independent(
+    weight: Tensor, bias: Tensor | None, buckets: Sequence[int], threads: int = 1, may_pack: bool = True
+) -> _Choice | None:
+    """The first form of weights like this one that passes, on numbers whose products cancel.
 
     The second half of each sum takes away what the first half gave, in a random order of inputs, so that nothing is
     left but the rounding on the way. On ordinary numbers another order of adding shows in one result of thousands: the
     last step rounds it away.
     """
+    inputs = weight.shape[1]
+    outputs = min(len(weight), max(TILE, MOST_CHECKED // inputs))
+    bias = None if bias is None else bias[:outputs]
     generator = torch.Generator().manual_seed(0)
-    half = layer.in_features // 2
-    order = torch.randperm(layer.in_features, generator=generator)
-    rows = torch.zeros(max(buckets), layer.in_features)
+    half = inputs // 2
+    order = torch.randperm(inputs, generator=generator)
+    rows = torch.zeros(max(buckets), inputs)
     rows[:, :half] = torch.randn(len(rows), half, generator=generator)
     rows[:, half : 2 * half] = -rows[:, :half]
-    weight = torch.zeros(layer.out_features, layer.in_features)
-    weight[:, :half] = torch.randn(layer.out_features, half, generator=generator)
-    weight[:, half : 2 * half] = weight[:, :half]
-    rows, weight = rows[:, order].to(layer.weight), weight[:, order].to(layer.weight)
+    like = torch.zeros(outputs, inputs)
+    like[:, :half] = torch.randn(outputs, half, generator=generator)
+    like[:, half : 2 * half] = like[:, :half]
+    rows, like = rows[:, order].to(weight), like[:, order].to(weight)
+    if weight.stride(0) == 1:
+        like = like.t().contiguous().t()
     with torch.inference_mode():
-        for choice in _choices(weight):
-            if rows_are_independent(in_threads(choice.make(weight, layer.bias), threads), rows, buckets):
+        for choice in _choices(like, may_pack):
+            if rows_are_independent(in_threads(choice.make(like, bias), threads), rows, buckets):
                 return choice
     return None

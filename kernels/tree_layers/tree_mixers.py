@@ -19,10 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from tree_kernels.commit import commit
+from tree_kernels.elementwise import elementwise
 from tree_kernels.tree_conv import tree_conv
 from tree_kernels.tree_scan import Inputs, Paths, fold, fold_in_order, tree_scan, tree_scan_in_order
 
 Array = npt.NDArray[Any]
+
+softplus = elementwise(F.softplus)
+silu = elementwise(F.silu)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +197,7 @@ class TreeMamba2:
         shared = layout.groups * layout.size
         x, B, C = mixed.split((layout.own * layout.width, shared, shared * layout.repeats), 1)
         x = x.unflatten(1, (layout.own, layout.width))
-        dt = _softplus(dt.float() + self.dt_bias)
+        dt = softplus(dt.float() + self.dt_bias)
         if self.dt_limit != (0.0, math.inf):
             dt = dt.clamp(*self.dt_limit)
         step.write(memory.inputs.x, x)
@@ -202,13 +206,6 @@ class TreeMamba2:
         done = fold(memory.inputs, memory.states, step.paths.folds, self.A)
         C = C.unflatten(1, (-1, layout.size))
         return _scan(tree_scan, memory, step, done, x, C, self.A, self.D).flatten(1)
-
-
-def _softplus(x: Tensor) -> Tensor:
-    """x [rows, H], of rows in eights. torch leaves what is over of 32 numbers to a loop that rounds otherwise: with
-    fewer heads than four to a row, whether a number is among them would depend on how many rows there are."""
-    heads = x.shape[1]
-    return F.softplus(F.pad(x, (0, -heads % 4)))[:, :heads]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

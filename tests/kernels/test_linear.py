@@ -9,14 +9,22 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from tree_layers.linear import (
     ALONE,
+    RowForms,
     _choices,
     _first_independent,
     _packed,
+    _pieces,
     make_rows_independent,
     rows_are_independent,
 )
 
 BUCKETS = (8, 16, 24, 32, 48, 64)
+
+
+def give_forms(model, threads=1, buckets=BUCKETS):
+    forms = RowForms(buckets, threads)
+    make_rows_independent(model, forms)
+    return forms.report()
 
 
 class Threads(TorchDispatchMode):
@@ -51,7 +59,7 @@ def test_every_layer_gets_rows_that_stand_alone(inputs, dtype):
     model = nn.Sequential(layer)
     weight, bias = layer.weight.detach().double(), layer.bias.detach().double()
     with torch.inference_mode():
-        report = make_rows_independent(model, BUCKETS)
+        report = give_forms(model)
         assert report.independent
         x = torch.randn(64, inputs).to(dtype)
         truth = model(x[None])[0]
@@ -83,9 +91,9 @@ def test_a_form_that_splits_by_the_number_of_rows_is_noticed(monkeypatch):
     for name in ("_in_tiles", "_in_full_tiles"):
         monkeypatch.setattr(f"tree_layers.linear.{name}", lambda form: form)
     layer = nn.Linear(640, 40, bias=False, dtype=torch.bfloat16)
-    assert _first_independent(layer, BUCKETS) is None
+    assert _first_independent(layer.weight, None, BUCKETS) is None
     with torch.inference_mode():
-        report = make_rows_independent(nn.Sequential(layer), BUCKETS)
+        report = give_forms(nn.Sequential(layer))
     assert not report.independent
     assert "640 x 40" in str(report)
 
@@ -97,7 +105,7 @@ def test_a_packed_weight_takes_the_place_of_the_layers_own_but_not_of_an_embeddi
     embedding.weight = layer.weight
     x = torch.randn(8, 64).bfloat16()
     expected = _packed(layer.weight, layer.bias)(x)
-    report = make_rows_independent(nn.Sequential(layer), BUCKETS)
+    report = give_forms(nn.Sequential(layer))
     assert report.forms == {"packed": 1}
     assert layer.weight.is_meta
     assert not embedding.weight.is_meta
@@ -107,7 +115,7 @@ def test_a_packed_weight_takes_the_place_of_the_layers_own_but_not_of_an_embeddi
 def test_large_layers_run_in_all_threads_and_small_ones_in_one():
     seen = []
     large, small = nn.Linear(1024, ALONE // 1024), nn.Linear(8, 8)
-    make_rows_independent(nn.Sequential(large, small), BUCKETS, threads=3)
+    give_forms(nn.Sequential(large, small), threads=3)
     before = torch.get_num_threads()
     with Threads(seen):
         large(torch.randn(8, 1024))
@@ -127,5 +135,78 @@ def test_a_form_that_looks_at_a_rows_place_is_noticed():
 def test_a_layer_with_a_form_of_its_own_is_left_alone():
     layer = nn.Linear(640, 8, dtype=torch.bfloat16)
     layer.forward = lambda x: x
-    make_rows_independent(nn.Sequential(layer), BUCKETS)
+    give_forms(nn.Sequential(layer))
     assert layer(1) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_any_number_of_rows_has_the_bits_of_a_steps(dtype, bias):
+    """One to three float32 rows go through another product than more, and experts get such numbers."""
+    torch.manual_seed(0)
+    layer = nn.Linear(48, 40, bias=bias, dtype=dtype)
+    with torch.inference_mode():
+        give_forms(layer)
+        x = torch.randn(200, 48).to(dtype)
+        truth = torch.cat([layer(each) for each in x.split(64)])
+        for count in (1, 2, 3, 5, 9, 47, 63, 65, 100, 199):
+            assert torch.equal(layer(x[:count]), truth[:count]), count
+            assert torch.equal(layer(x[None, :count])[0], truth[:count]), count
+        assert torch.equal(layer(x[0]), truth[0])
+        assert torch.equal(layer(x.view(20, 10, 48)).view(200, 40), truth)
+
+
+def test_rows_are_cut_into_numbers_that_were_checked_and_few_are_added():
+    for rows in range(1, 400):
+        pieces = list(_pieces(rows, BUCKETS))
+        assert [start for start, *_ in pieces] == [0, *(stop for _, stop, _ in pieces[:-1])]
+        assert pieces[-1][1] == rows
+        assert all(bucket in BUCKETS and stop - start <= bucket for start, stop, bucket in pieces)
+        assert sum(bucket for *_, bucket in pieces) - rows < 8
+
+
+class Routed(nn.Module):
+    """Weights that are no linear layer's, multiplied in the ways in which the library does it."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 48).to(dtype))
+        self.experts = nn.Parameter(torch.randn(3, 48, 24).to(dtype))
+        self.scale = nn.Parameter(torch.randn(48).to(dtype))
+
+    def forward(self, x):
+        x = x * self.scale
+        routed = F.linear(x.float(), self.weight.float())
+        each = [x @ self.experts[expert] for expert in range(3)]
+        together = torch.bmm(x.expand(3, *x.shape), self.experts)
+        gate = torch.nn.functional.linear(x, self.experts[1].T.chunk(3, 0)[0])
+        return torch.cat([routed.to(x.dtype), *each, *together.unbind(0), gate], -1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_are_no_linear_layers_have_forms_too(dtype):
+    torch.manual_seed(0)
+    module = Routed(dtype)
+    x = torch.randn(64, 48).to(dtype)
+    with torch.inference_mode():
+        expected = module(x)
+        report = give_forms(module)
+        truth = module(x)
+        assert type(truth) is torch.Tensor
+        assert (truth.double() - expected.double()).abs().max() < (1e-5 if dtype == torch.float32 else 0.3)
+        for count in (1, 2, 3, 5, 9, 40):
+            assert torch.equal(module(x[:count]), truth[:count]), count
+    assert report.independent
+
+
+def test_a_kind_of_weight_that_no_form_fits_is_named_though_it_is_no_layers(monkeypatch):
+    for name in ("_plain", "_packed"):
+        monkeypatch.setattr(f"tree_layers.linear.{name}", split_by_rows)
+    for name in ("_in_tiles", "_in_full_tiles"):
+        monkeypatch.setattr(f"tree_layers.linear.{name}", lambda form: form)
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.randn(40, 640).bfloat16())
+    forms = RowForms(BUCKETS)
+    make_rows_independent(module, forms)
+    F.linear(torch.randn(8, 640).bfloat16(), module.weight)
+    assert forms.report().failed == ("640 x 40 torch.bfloat16",)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from dendro.errors import BadRequest
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -18,14 +17,17 @@ from torch.distributed import DistError
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging
+from tree_kernels.elementwise import threads_of
 from tree_kernels.tree_attention import Layout
 from tree_layers.checkpoint import MAMBA_CONFIG, Facts, read_facts, weight_files, weights_fingerprint
 from tree_layers.errors import CheckpointError
-from tree_layers.linear import RowsReport, in_threads, make_rows_independent
+from tree_layers.linear import RowForms, RowsReport, make_rows_independent
 from tree_layers.tree_mixers import MixerLayout
 
 from verifier_service.collectives import Collectives
-from verifier_service.models.head import Head, Product
+from verifier_service.models.activations import make_activations_safe
+from verifier_service.models.experts import seat_experts
+from verifier_service.models.head import HEAD_ROWS, Head, Product
 from verifier_service.models.heads import deal_out
 from verifier_service.models.mamba_in_llama import PURE_MAMBAS, MambaInLlamaConfig, library_config
 from verifier_service.models.mixers import MIXER_FAMILIES, seat_mixers
@@ -39,10 +41,6 @@ UNPACKABLE_ROPE = {"dynamic", "longrope"}
 """Rotary embeddings whose factor depends on the longest text of the batch."""
 
 PROBE_ROWS = 8
-
-SMALL_STEP = 64
-"""Rows up to which all but the large layers run in one thread: waking others takes longer than such small operations.
-The check at start compares such steps with larger ones."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,33 +77,27 @@ class Target:
 
         Reads and fills the run's pages.
         """
-        with self._threads_for(len(tokens)):
+        with self._one_thread():
             return self._forward(tokens, positions, wanted).logits[0]
 
     def hidden(self, tokens: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
         """The same before the head: [k, D]."""
-        with self._threads_for(len(tokens)):
+        with self._one_thread():
             return self.head.take(lambda: self._forward(tokens, positions, wanted))
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         """hidden [n, D] of any of these rows; returns [n, vocabulary] float32."""
-        with self._threads_for(len(hidden)):
+        with self._one_thread():
             return self.head.logits(hidden)
 
     def _forward(self, tokens: Tensor, positions: Tensor, wanted: Tensor) -> Any:
         return self.model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=wanted)
 
-    @contextmanager
-    def _threads_for(self, rows: int) -> Iterator[None]:
-        """One thread for few rows; linear layers take as many as they want."""
-        alone = self.run.threads > 1 and rows <= SMALL_STEP
-        if alone:
-            torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            if alone:
-                torch.set_num_threads(self.run.threads)
+    def _one_thread(self) -> AbstractContextManager[None]:
+        """Large products, and the attention and scans of many rows, take as many threads as the run has; all else runs
+        in one. Its operations are small, and where threads share them, their parts end anywhere, which functions with a
+        tail would show (`tree_kernels.elementwise`)."""
+        return threads_of(1) if self.run.threads > 1 else nullcontext()
 
 
 def load_target(
@@ -185,12 +177,18 @@ def _load(
     join = take_off_wrappers(folder, model) if group is not None else None
     model = model.to(device).eval().requires_grad_(False)
     run = Run(threads=threads if device.type == "cpu" else 1)
-    if group is not None and head.out_features < outputs:
-        seated = Head(model, _gathering_head(head, outputs, vocabulary, run.threads, group), together=True)
+    shared = group is not None and head.out_features < outputs
+    in_blocks = device.type == "cpu" and not shared
+    head_forms = RowForms([bucket for bucket in buckets if bucket <= HEAD_ROWS or not in_blocks], run.threads)
+    if group is not None and shared:
+        seated = Head(model, _gathering_head(head, outputs, vocabulary, head_forms, group), together=True)
     else:
-        seated = Head(model, _float_head(head, vocabulary, run.threads), together=False)
+        seated = Head(model, _float_head(head, vocabulary, head_forms), together=False)
     mixers = seat_mixers(folder, model, run, group)
-    linear = make_rows_independent(model, buckets, run.threads)
+    make_activations_safe(model)
+    forms = RowForms(buckets, run.threads)
+    seat_experts(model, forms)
+    make_rows_independent(model, forms)
     if group is not None and join is not None:
         join(group)
     layouts = _take_seats(folder, model, run)
@@ -204,7 +202,7 @@ def _load(
         max_positions=facts.positions or getattr(text, "max_position_embeddings", None) or 1 << 31,
         window=_window(run),
         fingerprint=fingerprint,
-        linear=linear,
+        linear=forms.report().beside(head_forms.report(), "the head's"),
         head=seated,
     )
 
@@ -236,25 +234,18 @@ def _ropes(config: Mapping[str, Any]) -> Iterator[str]:
                 yield str(each.get("rope_type", each.get("type", "default")))
 
 
-def _float_head(head: nn.Linear, vocabulary: int, threads: int) -> Product:
+def _float_head(head: nn.Linear, vocabulary: int, forms: RowForms) -> Product:
     """The head's float32 logits of the tokenizer's tokens: in bfloat16 they would be rounded to steps of 1/8."""
-    weight = head.weight[:vocabulary].float()
-    bias = None if head.bias is None else head.bias[:vocabulary].float()
-
-    def forward(hidden: Tensor) -> Tensor:
-        return F.linear(hidden.float(), weight, bias)
-
-    return in_threads(forward, threads)
+    form = forms.of(head.weight[:vocabulary].float(), None if head.bias is None else head.bias[:vocabulary].float())
+    return lambda hidden: form(hidden.float())
 
 
-def _gathering_head(head: nn.Linear, outputs: int, vocabulary: int, threads: int, group: Collectives) -> Product:
+def _gathering_head(head: nn.Linear, outputs: int, vocabulary: int, forms: RowForms, group: Collectives) -> Product:
     """The same where each worker has some of the head's `outputs` rows: every worker gets all of the logits."""
-    weight = head.weight.float()
-    bias = None if head.bias is None else head.bias.float()
-    product = in_threads(lambda hidden: F.linear(hidden.float(), weight, bias), threads)
+    form = forms.of(head.weight.float(), None if head.bias is None else head.bias.float())
 
     def forward(hidden: Tensor) -> Tensor:
-        return group.gather(product(hidden), outputs)[..., :vocabulary]
+        return group.gather(form(hidden.float()), outputs)[..., :vocabulary]
 
     return forward
 

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 from transformers.distributed.tensor_parallel import TensorParallelLayer
 from tree_layers.errors import CheckpointError
+from tree_layers.tree_mixers import silu
 
 from verifier_service.collectives import Collectives, shard_of
 from verifier_service.models.reading import open_tensors
@@ -86,7 +86,7 @@ class SpreadNorm(nn.Module):
 
     def forward(self, y: Tensor, gate: Tensor) -> Tensor:
         """y [..., this worker's channels] float32"""
-        gate = F.silu(gate.float())
+        gate = silu(gate.float())
         if self.gate_first:
             y = y * gate
         squares = y.new_zeros(*y.shape[:-1], self.places)

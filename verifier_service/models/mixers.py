@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from tree_layers.errors import CheckpointError
-from tree_layers.tree_mixers import MixerLayout, TreeMamba1, TreeMamba2
+from tree_layers.tree_mixers import MixerLayout, TreeMamba1, TreeMamba2, silu, softplus
 
 from verifier_service.collectives import Collectives
 from verifier_service.models.heads import Part, SpreadNorm, is_mixer, repeats_of
@@ -87,7 +86,8 @@ def _seat_mamba2(module: Any, run: Run, index: int, group: Collectives | None) -
         if hasattr(self, "mup_vector"):
             projected = projected * self.mup_vector
         gate, raw, dt = projected.split((inner, channels, heads), -1)
-        y = mixer(raw[0], dt[0], run.recurrent.layers[index], run.recurrent_step)
+        with run.threads_for(raw.shape[1]):
+            y = mixer(raw[0], dt[0], run.recurrent.layers[index], run.recurrent_step)
         return out_proj(_normed(self.norm, y[None], gate).to(hidden_states.dtype))
 
     module.forward = types.MethodType(forward, module)
@@ -113,11 +113,12 @@ def _seat_mamba1(module: Any, run: Run, index: int, group: Collectives | None) -
             dt, B, C = x_proj(x[None]).split((rank, size, size), -1)
             if normed:
                 dt, B, C = self.dt_layernorm(dt), self.b_layernorm(B), self.c_layernorm(C)
-            return F.softplus(self.dt_proj(dt)[0].float() + dt_bias), B[0], C[0]
+            return softplus(self.dt_proj(dt)[0].float() + dt_bias), B[0], C[0]
 
         raw, gate = self.in_proj(hidden_states).chunk(2, -1)
-        y = mixer(raw[0], select, run.recurrent.layers[index], run.recurrent_step)
-        return out_proj((y[None] * F.silu(gate.float())).to(hidden_states.dtype))
+        with run.threads_for(raw.shape[1]):
+            y = mixer(raw[0], select, run.recurrent.layers[index], run.recurrent_step)
+        return out_proj((y[None] * silu(gate.float())).to(hidden_states.dtype))
 
     module.forward = types.MethodType(forward, module)
     return layout
@@ -146,6 +147,6 @@ def _joined(layer: nn.Linear, group: Collectives | None) -> Callable[[Tensor], T
 def _normed(norm: nn.Module, y: Tensor, gate: Tensor) -> Tensor:
     """Gate and norm; a model without this norm has the gate alone."""
     if isinstance(norm, nn.Identity):
-        return y * F.silu(gate.float())
+        return y * silu(gate.float())
     normed: Tensor = norm(y, gate)
     return normed

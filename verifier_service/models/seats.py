@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
+from tree_kernels.elementwise import threads_of
 from tree_kernels.tree_attention import Layout, TreeRows, attend, prepare, write
 from tree_kernels.tree_attention.reference import Prepared
 from tree_layers.errors import CheckpointError
@@ -18,6 +20,11 @@ if TYPE_CHECKING:
 
 ATTENTION = "dendro_tree"
 """No mask function is registered under this name, so models pass no mask, and look for no packed sequences."""
+
+
+SMALL_STEP = 64
+"""Rows up to which attention and scans run in one thread: waking others takes longer than such small operations. The
+check at start compares such steps with larger ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +39,7 @@ class ProbedLayer:
 class Run:
     """What all seats of a model share: its pages, and the rows of the forward that runs now."""
 
-    threads: int = 1  # of the model's thread, on a CPU
+    threads: int = 1  # of large products, and of the attention and scans of many rows, on a CPU
     pages: Pages | None = None  # None: the forward is a probe
     step: TreeRows | TableRows | None = None
     probed: list[ProbedLayer] = field(default_factory=list)
@@ -44,6 +51,10 @@ class Run:
         """Set the rows of the next forward."""
         self.step = step
         self._prepared.clear()
+
+    def threads_for(self, rows: int) -> AbstractContextManager[None]:
+        """The threads of so many rows' attention and scans."""
+        return threads_of(self.threads) if self.threads > 1 and rows > SMALL_STEP else nullcontext()
 
     def prepared(self, kv_heads: int, window: int | None) -> Prepared:
         key = (kv_heads, window)
@@ -98,8 +109,9 @@ def seat_attention(
         write_table(pool, key[0], value[0], run.step)
         return attend_table(query[0], pool, run.step, layout, scale, sliding_window, softcap, s_aux)[None], None
     step = run.prepared(layout.kv_heads, sliding_window)
-    write(pool, key[0], value[0], step)
-    return attend(query[0], pool, step, layout, scale, softcap, s_aux)[None], None
+    with run.threads_for(step.padded):
+        write(pool, key[0], value[0], step)
+        return attend(query[0], pool, step, layout, scale, softcap, s_aux)[None], None
 
 
 AttentionInterface.register(ATTENTION, seat_attention)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tree_kernels.elementwise import elementwise, elementwise_
+
 PAGE = 64
 """Positions of a page, the block of far keys that is multiplied at once."""
 
@@ -16,6 +18,8 @@ ROW_MULTIPLE = 8
 """Rows of a product are padded to a multiple of this: fewer, or others, take different paths through the library."""
 
 NEAR_CHOICES = (16, 32, 64)
+
+_exp2 = elementwise(torch.exp2)
 
 LOG2_E = 1 / math.log(2)
 """Scores are kept in units of log 2: exp2 is ten times faster than exp here where its result is zero or next to it."""
@@ -197,23 +201,23 @@ def attend(
         mine = top[part.start : part.start + part.count]
         torch.maximum(mine, far_scores.amax(-1, keepdim=True).transpose(0, 1), out=mine)
 
-    weights = scores.sub_(top).exp2_().view(batch, group, -1)
+    weights = elementwise_(Tensor.exp2_, scores.sub_(top)).view(batch, group, -1)
     # Rows that only pad: one over one.
     total = pool.new_ones(step.padded, kv_heads, group, value_dim + 1)
     total[:rows] = torch.bmm(weights, near[..., key_dim : key_dim + value_dim + 1]).view(rows, kv_heads, group, -1)
     for part, products, far_scores in far:
         its = slice(part.start, part.start + part.count)
-        far_scores.sub_(top[its].transpose(0, 1)).exp2_()
+        elementwise_(Tensor.exp2_, far_scores.sub_(top[its].transpose(0, 1)))
         total[its] += _far_values(products, pool, part, layout, group)
     if sinks is not None:
-        total[:rows, ..., -1:] += (sink - top).exp2_()
+        total[:rows, ..., -1:] += _exp2(sink - top)
     out = total[..., :-1] / total[..., -1:]
     return out.view(step.padded, -1, value_dim).to(query.dtype)
 
 
 def _capped(scores: Tensor, softcap: float | None) -> Tensor:
     """Scores in units of log 2, in place; with a cap they come divided by it."""
-    return scores if softcap is None else scores.tanh_().mul_(softcap * LOG2_E)
+    return scores if softcap is None else elementwise_(Tensor.tanh_, scores).mul_(softcap * LOG2_E)
 
 
 def _far_scores(q: Tensor, pool: Tensor, part: _Far, layout: Layout, softcap: float | None) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from tree_kernels.elementwise import elementwise
+
+_silu = elementwise(F.silu)
+
 
 def tree_conv(raw: Tensor, taps: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """raw [slots, C] the inputs before the convolution; slot 0 holds zeros
@@ -18,4 +22,4 @@ def tree_conv(raw: Tensor, taps: Tensor, weight: Tensor, bias: Tensor) -> Tensor
     out = first[0].mul_(first[1])
     for inputs, factors in rest:
         out.addcmul_(inputs, factors)
-    return F.silu(out.add_(bias)).to(raw.dtype)
+    return _silu(out.add_(bias)).to(raw.dtype)

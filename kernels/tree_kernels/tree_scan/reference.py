@@ -174,15 +174,15 @@ def tree_scan_in_order(
     """
     plan = paths.waves()
     y = torch.zeros(x.shape, device=x.device)
-    C = C.float().transpose(1, 2)  # [rows, N, 1]
+    C = C.float()[:, :, None]  # [rows, 1, 1, N]
     zero = torch.zeros_like(states[0])
     before = [_source(source, states, folded) if source else zero for source in plan.sources]
     state = torch.stack(before)
     for wave in plan.waves:
         state = _step(inputs, state.index_select(0, wave.parents), wave.columns, A)
         if len(wave.rows):
-            ends = state.index_select(0, wave.ends).flatten(1, 2)
-            y[wave.rows] = torch.bmm(ends, C.index_select(0, wave.rows)).view(len(wave.rows), *x.shape[1:])
+            # No product of matrices: a batch of one with one column has other bits than a larger batch.
+            y[wave.rows] = state.index_select(0, wave.ends).mul_(C.index_select(0, wave.rows)).sum(-1)
     return y.addcmul_(x.float(), D[:, None])
 
 

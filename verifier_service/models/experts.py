@@ -1,0 +1,102 @@
+"""Experts whose rows do not depend on how many rows each of them gets.
+
+The library multiplies the rows that chose an expert at once, be it one row or hundreds, and libraries of products round
+few rows otherwise than many. Here each expert's rows are padded to numbers of rows that its products' form was checked
+for, and a row's experts are added up in the order of their ranks, in float32, rounded once: what the library's own
+`grouped_mm` does.
+
+Seated are the classes that transformers decorates with `use_experts_implementation`, which describe themselves: gated
+or not, with biases or without, turned or not. Other experts keep the library's forward; their products take forms as
+every weight's do (`tree_layers.linear.RowWeight`).
+"""
+
+from __future__ import annotations
+
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from tree_kernels.elementwise import ROW_MULTIPLE
+from tree_layers.linear import Form, RowForms
+
+SAFE_ROWS = 64
+"""The rows of all experts together are padded to a multiple of this: whatever their width, no function that is applied
+to them leaves a tail (`tree_kernels.elementwise`)."""
+
+
+def seat_experts(model: nn.Module, forms: RowForms) -> None:
+    """Give all experts on a CPU our forward. An accelerator keeps the library's: ours asks which experts were chosen,
+    and there that would wait for the device."""
+    module: Any
+    for module in model.modules():
+        if is_experts(module) and module.down_proj.device.type == "cpu":
+            first = "gate_up_proj" if module.has_gate else "up_proj"
+            module.dendro_experts = _Experts(_forms_of(module, first, forms), _forms_of(module, "down_proj", forms))
+            module.forward = types.MethodType(_forward, module)
+
+
+def is_experts(module: Any) -> bool:
+    """Whether a module is one of the library's described experts."""
+    return hasattr(module, "has_gate") and hasattr(module, "is_transposed") and hasattr(module, "down_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class _Experts:
+    """The products of every expert."""
+
+    first: tuple[Form, ...]
+    down: tuple[Form, ...]
+
+
+def _forms_of(module: Any, name: str, forms: RowForms) -> tuple[Form, ...]:
+    weights = getattr(module, name).detach()
+    biases = getattr(module, f"{name}_bias").detach() if module.has_bias else None
+    if module.is_transposed:
+        weights = weights.transpose(1, 2)
+    bias = [None] * len(weights) if biases is None else biases.unbind(0)
+    found = tuple(forms.of(each, own, may_pack=True) for each, own in zip(weights, bias, strict=True))
+    if forms.packs(weights[0], bias[0]):
+        setattr(module, name, nn.Parameter(weights.to("meta"), requires_grad=False))
+    return found
+
+
+def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """hidden_states [rows, D], top_k_index and top_k_weights [rows, k]; returns [rows, D]"""
+    experts: _Experts = self.dendro_experts
+    rows, ranks = top_k_index.shape
+    chosen = top_k_index.reshape(-1).numpy()
+    counts = np.bincount(chosen, minlength=len(experts.down))
+    room = -(-counts // ROW_MULTIPLE) * ROW_MULTIPLE
+    ends = np.cumsum(room)
+    begins = ends - room
+    order = np.argsort(chosen, kind="stable")  # pairs of row and rank, by expert
+    own = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
+    places = np.empty(len(order), np.int64)
+    places[order] = begins[chosen[order]] + own
+    source = np.zeros(-(-int(ends[-1]) // SAFE_ROWS) * SAFE_ROWS, np.int64)  # a row that only pads is the first again
+    source[places] = np.arange(len(order)) // ranks
+
+    given = hidden_states.index_select(0, torch.from_numpy(source))
+    active = [(expert, int(begins[expert]), int(ends[expert])) for expert in np.flatnonzero(counts).tolist()]
+    inner = _applied(experts.first, given, active)
+    inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
+    outer = _applied(experts.down, inner, active)
+    if self.has_post_expert_norm:
+        outer = self.post_expert_norm(outer)
+    found = outer.index_select(0, torch.from_numpy(places)).view(rows, ranks, -1) * top_k_weights[..., None]
+    total = found[:, 0].float()
+    for rank in range(1, ranks):
+        total = total + found[:, rank]
+    return total.to(hidden_states.dtype)
+
+
+def _applied(forms: tuple[Form, ...], rows: Tensor, active: list[tuple[int, int, int]]) -> Tensor:
+    """Each expert's product of its range of rows; zeros for the rows of none."""
+    made = [forms[expert](rows[start:stop]).as_subclass(Tensor) for expert, start, stop in active]
+    missing = len(rows) - active[-1][2]
+    if missing:
+        made.append(made[0].new_zeros(missing, made[0].shape[-1]))
+    return torch.cat(made)
