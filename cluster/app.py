@@ -29,6 +29,7 @@ from dendro.state import StateStore
 from dendro.v1 import generation_pb2 as pb
 
 from cluster.config import Config, Drafter, Model, Resources, Target
+from cluster.hub import fetched_model, pinned
 from cluster.ingress import MAX_REQUEST_ID, Ingress, status_of, tenant_of
 from cluster.placement import DrafterEngine, ServePlaces, VerifierEngine, start_engine, stop_engine
 from cluster.serve_config import APPLICATION, ENVIRONMENT, ROUTE, SERVICER
@@ -77,6 +78,7 @@ def load_drafter(name: str, drafter: Drafter, states: StateStore) -> DrafterEngi
     """A drafter's engine, not started yet. Raises BadRequest for a checkpoint that cannot be used."""
     from drafter_service.engine import DrafterEngine
 
+    drafter = fetched_model(f"drafters.{name}", drafter)
     return DrafterEngine.load(
         drafter.checkpoint,
         tokenizer=drafter.tokenizer,
@@ -98,6 +100,7 @@ def load_verifier(name: str, target: Target, states: StateStore, **workers: Any)
 
     from verifier_service.engine import VerifierEngine
 
+    target = fetched_model(f"targets.{name}", target)
     return VerifierEngine.load(
         target.checkpoint,
         tokenizer=target.tokenizer,
@@ -122,11 +125,16 @@ def load_replica(name: str, target: Target, states: StateStore) -> VerifierEngin
     """The same in a replica of Serve: the workers of a sharded target are actors in the replica's placement group."""
     if target.tensor_parallel == 1:
         return load_verifier(name, target, states)
-    return load_verifier(name, target, states, start_workers=partial(_start_actors, target), host=_node_address())
+    start_workers = partial(_start_actors, name, target)
+    return load_verifier(name, target, states, start_workers=start_workers, host=_node_address())
 
 
 class Worker:
     """The actor of a shard."""
+
+    def fetch(self, name: str, target: Target) -> Path:
+        """The target's folder on this node, where it may have to be fetched first."""
+        return fetched_model(f"targets.{name}", target).checkpoint
 
     def work(self, summons: Summons) -> None:
         from verifier_service.worker import work
@@ -137,18 +145,29 @@ class Worker:
 _workers: list[Any] = []  # handles of this replica's actors, which live as long as these
 
 
-def _start_actors(target: Target, summons: Sequence[Summons]) -> None:
+def _start_actors(name: str, target: Target, summons: Sequence[Summons]) -> None:
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     group = ray.util.get_current_placement_group()
     assert group is not None
+    workers: list[Any] = []
     for each in summons:
         place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=each.rank)
         options = _actor_options(target.resources, engine_environment(target.threads))
-        worker: Any = ray.remote(Worker).options(scheduling_strategy=place, max_restarts=0, **options).remote()
+        workers.append(ray.remote(Worker).options(scheduling_strategy=place, max_restarts=0, **options).remote())
+    _workers.extend(workers)
+    if target.checkpoint_name:  # before they are waited for: fetching may take longer than they have to come
+        here = fetched_model(f"targets.{name}", target).checkpoint
+        for folder in ray.get([worker.fetch.remote(name, target) for worker in workers]):
+            if folder != here:
+                raise BadRequest(
+                    f"targets.{name}.tensor_parallel",
+                    f"{target.checkpoint_name} is at {here} on one node and at {folder} on another: HF_HOME must be "
+                    "the same on all of them",
+                )
+    for worker, each in zip(workers, summons, strict=True):
         worker.work.remote(each)
-        _workers.append(worker)
 
 
 def device_of(model: Model) -> str:
@@ -332,7 +351,7 @@ def application(said: dict[str, Any]) -> Application:
 
     Raises BadRequest where it does not fit, or names no Redis: nobody starts one here.
     """
-    config = Config.of(said, Path.cwd())
+    config = pinned(Config.of(said, Path.cwd()))
     if not config.redis.url:
         raise BadRequest("redis.url", "is empty; a cluster that Serve deploys needs a Redis that is there")
     return build(config, config.redis.address(os.environ))

@@ -9,6 +9,7 @@ from tree_layers.checkpoint import MAMBA_CONFIG, NO_TOKENIZER, Facts, read_facts
 from tree_layers.errors import CheckpointError
 
 from cluster.config import Config, Drafter, Model, Target
+from cluster.hub import fetched_model
 
 
 def check_checkpoints(config: Config) -> None:
@@ -42,6 +43,7 @@ def drafter_facts(name: str, drafter: Drafter) -> Facts:
 
 
 def _facts(model: Model, where: str) -> Facts:
+    model = fetched_model(where, model, weights=False)
     try:
         return read_facts(model.checkpoint, model.tokenizer)
     except CheckpointError as error:
@@ -50,6 +52,8 @@ def _facts(model: Model, where: str) -> Facts:
 
 
 def _check_weights(model: Model, where: str) -> None:
+    if model.checkpoint_name:  # each node fetches them for itself, and says what is missing
+        return
     try:
         weight_files(model.checkpoint)
     except CheckpointError as error:

@@ -133,12 +133,14 @@ def write_config(
 ) -> None:
     """Write Ray Serve's own configuration of a cluster, for `serve deploy` and KubeRay.
 
-    Relative checkpoints become absolute: they must lie at the same place on every node. The file must name a Redis and
+    Relative folders become absolute: they must lie at the same place on every node. Revisions of names on the hub
+    become commits, which every node fetches for itself. The file must name a Redis and
     a port for gRPC.
     """
+    from cluster.hub import pinned
     from cluster.serve_config import as_yaml
 
-    text = as_yaml(_config(config))
+    text = as_yaml(pinned(_config(config)))
     if output is None:
         print(text, end="")
     else:

@@ -14,6 +14,7 @@ its path; a value that does not fit is refused by the name of its field.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -98,9 +99,13 @@ class Model(Section):
     """What a target and a drafter share: one Serve deployment with `replicas` replicas."""
 
     checkpoint: Path
+    """A folder; or, where there is none and the text has one slash, a name on the hub, `organisation/name`."""
+    revision: str = ""
+    """Branch, tag or commit of a checkpoint on the hub. Default: its main branch. Resolved once, at start."""
     tokenizer: Path | None = None
-    """The folder whose tokenizer this model's token ids mean. Default: the checkpoint; state-spaces' own releases have
-    no tokenizer files."""
+    """The folder, or the name on the hub, whose tokenizer this model's token ids mean. Default: the checkpoint's own;
+    state-spaces' releases have none."""
+    tokenizer_revision: str = ""
     dtype: Dtype = "bfloat16"
     threads: int = Field(default=1, ge=1)
     replicas: int = Field(default=1, ge=0)
@@ -109,6 +114,16 @@ class Model(Section):
     resources: Resources = Resources()
     max_sessions: int = Field(default=16, ge=1)
     """Texts that a replica holds at once."""
+
+    @property
+    def checkpoint_name(self) -> str:
+        """The checkpoint's name on the hub; empty where it is a folder."""
+        return _hub_name(self.checkpoint)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The tokenizer's name on the hub; empty where it is a folder, or the checkpoint's own."""
+        return "" if self.tokenizer is None else _hub_name(self.tokenizer)
 
     @property
     def tokenizer_folder(self) -> Path:
@@ -307,8 +322,10 @@ class Config(Section):
             raise BadRequest(*_first_fault(error)) from None
         return config.model_copy(
             update={
-                "targets": {name: _settled(model, folder) for name, model in config.targets.items()},
-                "drafters": {name: _settled(model, folder) for name, model in config.drafters.items()},
+                "targets": {name: _settled(f"targets.{name}", model, folder) for name, model in config.targets.items()},
+                "drafters": {
+                    name: _settled(f"drafters.{name}", model, folder) for name, model in config.drafters.items()
+                },
             }
         )
 
@@ -338,9 +355,30 @@ class Config(Section):
         return bool(self.drafters_of(target) if shape.drafted else self.speculation.proposers)
 
 
-def _settled(model: SettledModel, folder: Path) -> SettledModel:
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def _hub_name(path: Path) -> str:
+    """Of a settled path: folders are absolute."""
+    return "" if path.is_absolute() else path.as_posix()
+
+
+def _settled(where: str, model: SettledModel, folder: Path) -> SettledModel:
+    """With absolute folders; what is no folder and may be a name on the hub stays as it is."""
     paths = {"checkpoint": model.checkpoint, **({} if model.tokenizer is None else {"tokenizer": model.tokenizer})}
-    return model.model_copy(update={name: (folder / path.expanduser()).resolve() for name, path in paths.items()})
+    settled = model.model_copy(update={field: _settled_path(path, folder) for field, path in paths.items()})
+    for field, name, of in (
+        ("revision", settled.checkpoint_name, "checkpoint"),
+        ("tokenizer_revision", settled.tokenizer_name, "tokenizer"),
+    ):
+        if getattr(settled, field) and not name:
+            raise BadRequest(f"{where}.{field}", f"belongs to a name on the hub, and {of} is none")
+    return settled
+
+
+def _settled_path(path: Path, folder: Path) -> Path:
+    here = (folder / path.expanduser()).resolve()
+    return path if HUB_NAME.fullmatch(path.as_posix()) and not here.is_dir() else here
 
 
 def _first_fault(error: ValidationError) -> tuple[str, str]:

@@ -35,6 +35,7 @@ from dendro.v1 import generation_pb2_grpc
 from cluster.asked import Asked, what_is_asked
 from cluster.checkpoints import target_facts
 from cluster.config import Config, Target
+from cluster.hub import fetched_model
 from cluster.policies import Experience, Offer, Place
 from cluster.policies.prior import NoPriors, Prior, PriorKey, PriorStore
 from cluster.priors import Priors
@@ -112,6 +113,7 @@ class Served:
     @classmethod
     def load(cls, name: str, target: Target) -> Served:
         """Read a checkpoint's configuration and tokenizer; raises BadRequest naming what is missing."""
+        target = fetched_model(f"targets.{name}", target, weights=False)
         facts = target_facts(name, target)
         try:
             tokenizer = CheckpointTokenizer(target.tokenizer_folder, facts.tokenizer)

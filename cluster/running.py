@@ -18,6 +18,7 @@ from dendro.state import MemoryStates
 
 from cluster.checkpoints import check_checkpoints
 from cluster.config import Config
+from cluster.hub import fetched, pinned
 from cluster.ingress import Ingress, LocalClient, serve_plain
 from cluster.redis_server import RedisServer
 from cluster.sessions import MemorySessions
@@ -35,13 +36,23 @@ def _take_signals_back() -> None:
         signal.signal(signal.SIGTERM, handler)
 
 
+def _ready(config: Config, here: bool) -> Config:
+    """A checked configuration whose revisions are pinned. `here`: the weights are loaded on this machine, so those on
+    the hub are fetched now, where there may be a terminal for the progress."""
+    config = pinned(config)
+    check_checkpoints(config)
+    if here:
+        fetched(config)
+    return config
+
+
 @asynccontextmanager
 async def running_cluster(config: Config, ray_address: str = "") -> AsyncIterator[str]:
     """The address of a cluster that runs as long as the context does, with a Redis of its own where none is named.
 
     ray_address: of a Ray that is there already; one is started where none is named.
     """
-    check_checkpoints(config)
+    config = await asyncio.to_thread(_ready, config, not ray_address)
     from cluster import app
 
     # What Ray and Serve have to say stands in their log files; a command's output is for its user. (Levels would not
@@ -74,7 +85,7 @@ async def running_cluster(config: Config, ray_address: str = "") -> AsyncIterato
 @asynccontextmanager
 async def local_ingress(config: Config) -> AsyncIterator[Ingress]:
     """An ingress with the engines in this process: no Ray, no sockets, no Redis."""
-    check_checkpoints(config)
+    config = await asyncio.to_thread(_ready, config, True)
     os.environ.setdefault("TQDM_DISABLE", "1")  # transformers' bar for weights that load in a moment
     from cluster.placement import LocalPlaces
 

@@ -1,0 +1,191 @@
+"""Checkpoints by their names on a model hub, through `huggingface_hub`: its cache, its token, its variables.
+
+A name's revision is resolved to a commit once, where a cluster is started, and travels in the configuration; every node
+then fetches that commit into a cache of its own. Only the files that a model needs are fetched. No code is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dendro.errors import BadRequest, PeerLost
+
+from cluster.config import Config, Model
+
+SMALL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "mamba_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+"""What describes a model and its tokenizer; fetched where these names are there."""
+TOKENIZER_FILES = SMALL_FILES[3:]
+WEIGHT_FILES = (
+    ("model.safetensors", "model.safetensors.index.json"),
+    ("pytorch_model.bin", "pytorch_model.bin.index.json"),
+)
+"""Pairs of a single file and an index of shards, in the order of preference: that of `weight_files`."""
+COMMIT = re.compile(r"[0-9a-f]{40}")
+
+AnyModel = TypeVar("AnyModel", bound=Model)
+
+
+def pinned(config: Config) -> Config:
+    """The configuration with the commit of every name on the hub in its `revision`. A folder stays as it is, and so
+    does a revision that is a commit already. Raises BadRequest, naming the field, or PeerLost."""
+    return _changed(config, _pin)
+
+
+def fetched(config: Config, weights: bool = True) -> Config:
+    """The configuration with this machine's folders instead of names on the hub, which are fetched into the cache.
+
+    weights: whether they are wanted too; a router needs the small files alone. Raises as `pinned` does.
+    """
+    return _changed(config, lambda where, model: fetched_model(where, model, weights))
+
+
+def fetched_model(where: str, model: AnyModel, weights: bool = True) -> AnyModel:
+    """The same of one entry, whose path in the configuration is `where`."""
+    folders: dict[str, Path | str] = {}
+    if model.checkpoint_name:
+        field = f"{where}.checkpoint"
+        with _explained(field, model.checkpoint_name, model.revision):
+            folders["checkpoint"] = _fetch(field, model.checkpoint_name, model.revision, weights)
+        folders["revision"] = ""
+    if model.tokenizer_name:
+        field = f"{where}.tokenizer"
+        with _explained(field, model.tokenizer_name, model.tokenizer_revision):
+            folders["tokenizer"] = _snapshot(model.tokenizer_name, model.tokenizer_revision, TOKENIZER_FILES)
+        folders["tokenizer_revision"] = ""
+    return model.model_copy(update=folders)
+
+
+def _changed(config: Config, change: Callable[[str, AnyModel], AnyModel]) -> Config:
+    """The configuration with every entry of a model changed."""
+    return config.model_copy(
+        update={
+            "targets": {name: change(f"targets.{name}", model) for name, model in config.targets.items()},  # type: ignore[arg-type]
+            "drafters": {name: change(f"drafters.{name}", model) for name, model in config.drafters.items()},  # type: ignore[arg-type]
+        }
+    )
+
+
+def _pin(where: str, model: AnyModel) -> AnyModel:
+    commits = {}
+    for field, name, key, revision in (
+        ("checkpoint", model.checkpoint_name, "revision", model.revision),
+        ("tokenizer", model.tokenizer_name, "tokenizer_revision", model.tokenizer_revision),
+    ):
+        if name and not COMMIT.fullmatch(revision):
+            with _explained(f"{where}.{field}", name, revision):
+                # The folder of a snapshot is named by its commit, with and without a network.
+                commits[key] = _snapshot(name, revision, SMALL_FILES[:1]).name
+    return model.model_copy(update=commits)
+
+
+def _snapshot(name: str, revision: str, files: Sequence[str], bars: bool = False) -> Path:
+    """The folder of the cache in which a commit's files are, these among them as far as the hub has them.
+
+    bars: whether their progress is shown, where standard error is a terminal.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import tqdm
+
+    class Silent(tqdm):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **{**options, "disable": True})
+
+    shown = tqdm if bars and sys.stderr.isatty() else Silent
+    return Path(snapshot_download(name, revision=revision or None, allow_patterns=list(files), tqdm_class=shown))
+
+
+def _fetch(field: str, name: str, revision: str, weights: bool) -> Path:
+    folder = _snapshot(name, revision, SMALL_FILES)
+    if not weights or _has_weights(folder):
+        return folder
+    from huggingface_hub import HfApi
+
+    there = set(HfApi().list_repo_files(name, revision=revision or None))
+    for single, index in WEIGHT_FILES:
+        if single in there:
+            return _snapshot(name, revision, [single], bars=True)
+        if index in there:
+            return _snapshot(name, revision, _shards(_snapshot(name, revision, [index]) / index), bars=True)
+    endings = sorted({Path(file).suffix for file in there} & {".gguf", ".onnx", ".pth", ".h5", ".msgpack"})
+    others = f"; what it has ends in {', '.join(endings)}" if endings else ""
+    raise BadRequest(field, f"{name} has no weights in model.safetensors or pytorch_model.bin{others}")
+
+
+def _has_weights(folder: Path) -> bool:
+    """Whether a folder of the cache has a model's whole weights."""
+    for single, index in WEIGHT_FILES:
+        if (folder / single).exists():
+            return True
+        if (folder / index).exists():
+            return all((folder / shard).exists() for shard in _shards(folder / index))
+    return False
+
+
+def _shards(index: Path) -> list[str]:
+    """Names of the files of an index. A path out of the folder is no name."""
+    shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    if not all(isinstance(shard, str) and re.fullmatch(r"[\w.-]+", shard) for shard in shards):
+        raise ValueError(f"{index.name} names files that are none of its folder: {shards[:3]}")
+    return shards
+
+
+@contextmanager
+def _explained(field: str, name: str, revision: str) -> Iterator[None]:
+    """Errors of the hub as ours: what the operator can do about it."""
+    import httpx2
+    from huggingface_hub import constants, errors
+
+    hub = constants.ENDPOINT
+    here = f"there is no folder {name} here, and as a name on the hub {hub}"
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        raise BadRequest(
+            field, f"{name} is gated: accept its terms at {hub}/{name}, and set HF_TOKEN to a token of that account"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        key = f"{field.rpartition('.')[0]}.{'revision' if field.endswith('checkpoint') else 'tokenizer_revision'}"
+        raise BadRequest(key, f"{name} has no revision {revision or 'main'!r} on the hub {hub}") from error
+    except errors.RepositoryNotFoundError as error:
+        raise BadRequest(
+            field, f"{here} it is not there, or is private: then HF_TOKEN must be set to a token that may read it"
+        ) from error
+    except errors.LocalEntryNotFoundError as error:
+        offline = constants.is_offline_mode()
+        why = "HF_HUB_OFFLINE is set" if offline else f"the hub does not answer: {_first_line(error)}"
+        raise BadRequest(
+            field,
+            f"{here} it is not whole in the cache {constants.HF_HUB_CACHE}, and {why}. Fetch it where there is a "
+            "network, or name a folder",
+        ) from error
+    except errors.HFValidationError as error:
+        raise BadRequest(field, f"{here} it is not a valid one: {_first_line(error)}") from error
+    except errors.HfHubHTTPError as error:
+        raise BadRequest(field, f"the hub {hub} refuses {name}: {_first_line(error)}") from error
+    except httpx2.HTTPError as error:
+        raise PeerLost(f"{field}: the hub {hub} failed while {name} was fetched: {_first_line(error)}") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadRequest(field, f"{name} cannot be fetched: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[0].strip() if lines else type(error).__name__

@@ -1,0 +1,214 @@
+"""Names on a hub: pinned once, fetched on every node as far as needed, and explained where they cannot be."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_models
+from dendro.errors import BadRequest
+from small_hub import TOKEN, SmallHub, small_hub, use
+
+from cluster.config import Config
+from cluster.hub import fetched, pinned
+from cluster.serve_config import serve_config
+
+NAME = "people/model"
+SMALL = {"config.json": b'{"vocab_size": 8}', "tokenizer.json": b"{}", "generation_config.json": b"{ }"}
+UNWANTED = {
+    "modeling_own.py": b"raise SystemExit",
+    "model.Q4.gguf": b"1",
+    "onnx/config.json": b"3",
+    "original/model.safetensors": b"2",
+    "README.md": b"#",
+}
+SHARDS = {f"model-0000{n}-of-00002.safetensors": bytes([n]) * 9 for n in (1, 2)}
+INDEX = {"model.safetensors.index.json": json.dumps({"weight_map": dict(zip("ab", SHARDS, strict=True))}).encode()}
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with small_hub() as hub:
+        use(monkeypatch, hub.url, tmp_path / "cache")
+        yield hub
+
+
+def config_of(folder: Path, **entry: str) -> Config:
+    return Config.of({"targets": {"t": {"checkpoint": NAME, **entry}}}, folder)
+
+
+@pytest.mark.parametrize(
+    ("weights", "wanted"),
+    [
+        ({"model.safetensors": b"w", "pytorch_model.bin": b"p", **INDEX, **SHARDS}, {"model.safetensors"}),
+        ({"pytorch_model.bin": b"p", **INDEX, **SHARDS}, {*INDEX, *SHARDS}),
+        ({"pytorch_model.bin": b"p"}, {"pytorch_model.bin"}),
+    ],
+    ids=["single", "shards", "bin"],
+)
+def test_only_the_files_that_are_needed_are_asked_for(hub: SmallHub, tmp_path: Path, weights, wanted):
+    commit = hub.commit(NAME, SMALL | UNWANTED | weights)
+    target = fetched(config_of(tmp_path)).targets["t"]
+    assert hub.asked_for() == {*SMALL, *wanted}
+    assert target.checkpoint.name == commit
+    assert {path.name for path in target.checkpoint.iterdir()} == {*SMALL, *wanted}
+    assert (target.checkpoint_name, target.revision) == ("", "")
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_shown_on_a_terminal_and_of_weights_alone(hub, tmp_path, monkeypatch, capsys, terminal):
+    hub.commit(NAME, SMALL | {"model.safetensors": b"w"})
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+    fetched(config_of(tmp_path), weights=False)
+    assert "Fetching" not in capsys.readouterr().err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+    fetched(config_of(tmp_path))
+    assert ("Fetching" in capsys.readouterr().err) is terminal
+
+
+def test_a_router_asks_for_no_weights(hub: SmallHub, tmp_path: Path):
+    hub.commit(NAME, SMALL | {"model.safetensors": b"w"})
+    fetched(config_of(tmp_path), weights=False)
+    assert hub.asked_for() == {*SMALL}
+
+
+def test_a_branch_that_moves_after_the_start_changes_no_replica(hub: SmallHub, tmp_path: Path, monkeypatch):
+    first = hub.commit(NAME, SMALL | {"model.safetensors": b"old"}, branch="stable")
+    config = pinned(config_of(tmp_path, revision="stable"))
+    assert config.targets["t"].revision == first
+    travels = json.loads(json.dumps(config.model_dump(mode="json", exclude_unset=True)))
+    hub.commit(NAME, SMALL | {"model.safetensors": b"new"}, branch="stable")
+    use(monkeypatch, hub.url, tmp_path / "another node")
+    replicas = fetched(pinned(Config.of(travels, Path.cwd())))
+    assert (replicas.targets["t"].checkpoint / "model.safetensors").read_bytes() == b"old"
+    assert replicas.targets["t"].checkpoint.is_relative_to(tmp_path / "another node")
+
+
+def test_serves_own_file_names_the_commit(hub: SmallHub, tmp_path: Path):
+    commit = hub.commit(NAME, SMALL)
+    said = {"targets": {"t": {"checkpoint": NAME}}, "redis": {"url": "redis://r"}, "grpc": {"port": 1}}
+    args = serve_config(pinned(Config.of(said, tmp_path)))["applications"][0]["args"]
+    assert args["targets"]["t"] == {"checkpoint": NAME, "revision": commit}
+
+
+def test_a_second_start_downloads_nothing_and_a_warm_cache_needs_no_network(hub: SmallHub, tmp_path: Path, monkeypatch):
+    hub.commit(NAME, SMALL | INDEX | SHARDS)
+    first = fetched(pinned(config_of(tmp_path)))
+    hub.requests.clear()
+    assert fetched(pinned(config_of(tmp_path))) == first
+    assert hub.asked_for() == set()
+    hub.requests.clear()
+    use(monkeypatch, hub.url, tmp_path / "cache", offline=True)
+    assert fetched(pinned(config_of(tmp_path))) == first
+    assert hub.requests == []
+
+
+def test_an_interrupted_download_is_completed(hub: SmallHub, tmp_path: Path):
+    hub.commit(NAME, SMALL | INDEX | SHARDS)
+    folder = fetched(config_of(tmp_path)).targets["t"].checkpoint
+    lost = folder / sorted(SHARDS)[1]
+    lost.resolve().unlink()
+    lost.unlink()
+    hub.requests.clear()
+    fetched(config_of(tmp_path))
+    assert hub.asked_for() == {lost.name} and lost.read_bytes() == SHARDS[lost.name]
+
+
+def test_the_token_is_sent_and_a_gated_model_says_what_to_do_without(hub: SmallHub, tmp_path: Path, monkeypatch):
+    hub.commit(NAME, SMALL | {"model.safetensors": b"w"}, gated=True)
+    with pytest.raises(BadRequest, match=f"{NAME} is gated: accept its terms at .*{NAME}, and set HF_TOKEN") as refused:
+        pinned(config_of(tmp_path))
+    assert refused.value.field == "targets.t.checkpoint"
+    use(monkeypatch, hub.url, tmp_path / "cache", token=TOKEN)
+    fetched(pinned(config_of(tmp_path)))
+    assert {token for _, path, token in hub.requests[1:] if NAME in path} == {TOKEN}
+
+
+def test_what_is_neither_folder_nor_on_the_hub_is_refused_with_both_readings(hub: SmallHub, tmp_path: Path):
+    said = f"there is no folder {NAME} here, and as a name on the hub {hub.url} it is not there, or is private"
+    with pytest.raises(BadRequest, match=said) as refused:
+        pinned(config_of(tmp_path))
+    assert refused.value.field == "targets.t.checkpoint"
+
+
+def test_a_revision_that_is_not_there_is_refused_by_its_own_field(hub: SmallHub, tmp_path: Path):
+    hub.commit(NAME, SMALL)
+    with pytest.raises(BadRequest, match="has no revision 'v9'") as refused:
+        pinned(config_of(tmp_path, revision="v9"))
+    assert refused.value.field == "targets.t.revision"
+
+
+def test_offline_with_a_cold_cache_says_so(hub: SmallHub, tmp_path: Path, monkeypatch):
+    use(monkeypatch, hub.url, tmp_path / "cache", offline=True)
+    with pytest.raises(BadRequest, match="not whole in the cache .*, and HF_HUB_OFFLINE is set"):
+        pinned(config_of(tmp_path))
+
+
+def test_a_hub_that_does_not_answer_says_so(tmp_path: Path, monkeypatch):
+    use(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache")
+    with pytest.raises(BadRequest, match="there is no folder people/model here.*the hub does not answer"):
+        pinned(config_of(tmp_path))
+
+
+def test_a_model_without_weights_that_we_read_says_what_it_has(hub: SmallHub, tmp_path: Path):
+    hub.commit(NAME, SMALL | UNWANTED)
+    with pytest.raises(BadRequest, match=r"no weights in .*; what it has ends in \.gguf") as refused:
+        fetched(config_of(tmp_path))
+    assert refused.value.field == "targets.t.checkpoint"
+
+
+def test_an_index_cannot_name_files_outside_its_folder(hub: SmallHub, tmp_path: Path):
+    index = {"model.safetensors.index.json": b'{"weight_map": {"a": "../../escape.safetensors"}}'}
+    hub.commit(NAME, SMALL | index)
+    with pytest.raises(BadRequest, match="names files that are none of its folder"):
+        fetched(config_of(tmp_path))
+
+
+def test_an_existing_folder_wins_over_a_name_on_the_hub(hub: SmallHub, tmp_path: Path):
+    hub.commit(NAME, SMALL)
+    (tmp_path / NAME).mkdir(parents=True)
+    config = pinned(config_of(tmp_path))
+    assert config.targets["t"].checkpoint == tmp_path / NAME and hub.requests == []
+    with pytest.raises(BadRequest, match=r"targets\.t\.revision: belongs to a name on the hub"):
+        config_of(tmp_path, revision="main")
+
+
+@pytest.mark.parametrize("text", ["model", "a/b/c", "/a/b", "~/a"])
+def test_what_has_not_one_slash_is_a_folder(tmp_path: Path, text: str):
+    assert Config.of({"targets": {"t": {"checkpoint": text}}}, tmp_path).targets["t"].checkpoint.is_absolute()
+
+
+def test_a_tokenizer_on_the_hub_is_pinned_and_fetched_without_its_model(hub: SmallHub, tmp_path: Path):
+    hub.commit(NAME, {"config.json": b"{}", "pytorch_model.bin": b"p"})
+    commit = hub.commit("people/words", SMALL | {"model.safetensors": b"w"})
+    config = pinned(config_of(tmp_path, tokenizer="people/words"))
+    assert config.targets["t"].tokenizer_revision == commit
+    target = fetched(config).targets["t"]
+    assert (target.tokenizer_folder / "tokenizer.json").read_bytes() == b"{}"
+    assert "model.safetensors" not in hub.asked_for()
+
+
+@pytest.mark.slow
+def test_a_pair_on_the_hub_is_served_by_the_environment_variables_that_its_users_know(tmp_path: Path):
+    """A process of its own: `huggingface_hub` reads them when it is imported."""
+    with small_hub() as hub:
+        tiny_models.make_checkpoint(tmp_path / "made", "llama")
+        hub.commit(NAME, tmp_path / "made", gated=True)
+        (tmp_path / "c.yaml").write_text(
+            f"targets: {{t: {{checkpoint: {NAME}, dtype: float32, max_length: 64, max_sessions: 1}}}}"
+        )
+        environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN}
+        command = [sys.executable, "-m", "cluster.cli", "generate", "ab", "--local", "--json", "--max-new-tokens", "4"]
+        command += ["--config", str(tmp_path / "c.yaml")]
+        first = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert first.returncode == 0, first.stderr
+        assert len(json.loads(first.stdout)["token_ids"]) == 4
+        hub.requests.clear()
+        offline = {**environment, "HF_HUB_OFFLINE": "1", "HF_TOKEN": ""}
+        second = subprocess.run(command, env=offline, capture_output=True, text=True)
+        assert json.loads(second.stdout)["token_ids"] == json.loads(first.stdout)["token_ids"]
+        assert hub.requests == []
