@@ -25,6 +25,7 @@ from cluster.certify.asking import Step
 from cluster.certify.promises import Promise, report, show
 from cluster.config import Config, Target, demo_config
 from cluster.demo.prompts import held_out_prompts
+from cluster.hub import fetched, pinned
 from cluster.running import local_client, running_cluster
 from verifier_service.engine import VerifierEngine
 
@@ -164,7 +165,7 @@ def certify(
     """
     if bool(address) != (target is not None) or (address and (config or local)):
         raise BadRequest("address", "goes with --target, and with neither a configuration nor --local")
-    checked = Config.load(config) if config else demo_config()
+    checked = fetched(pinned(Config.load(config))) if config else demo_config()
     if target is not None:
         name, served = next(iter(checked.targets.items()))
         checked = checked.model_copy(update={"targets": {name: served.model_copy(update={"checkpoint": target})}})

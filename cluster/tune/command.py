@@ -23,6 +23,7 @@ from cluster.bench.report import Cells, as_json, as_markdown, machine_facts, sho
 from cluster.config import Config, Target, demo_config
 from cluster.demo.measure import ANSWER_TOKENS, PROMPT_TOKENS
 from cluster.demo.prompts import held_out_prompts
+from cluster.hub import fetched, pinned
 from cluster.running import running
 from cluster.tune.measuring import Ranker
 from cluster.tune.tuning import (
@@ -278,7 +279,7 @@ def tune(
     program, and the best chain are then run on other prompts beside the configured arms. Nothing is written without
     --write or --out. Ends with status 1 where a tree changed the tokens.
     """
-    checked = Config.load(config) if config is not None else demo_config()
+    checked = fetched(pinned(Config.load(config))) if config is not None else demo_config()
     said = text_of(config, checked)
     goal = check_writable(config, write, out, force)
     size = QUICK if quick else FULL

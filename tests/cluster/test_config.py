@@ -30,6 +30,7 @@ def load(tmp_path: Path):
 
 
 def test_a_good_file_is_read_whole(load, tmp_path: Path):
+    (tmp_path / "models" / "target").mkdir(parents=True)
     config = load(GOOD)
     assert config.targets["demo"].checkpoint == tmp_path / "models" / "target"
     assert config.drafters["mamba"].checkpoint == Path("/abs/mamba")
@@ -41,6 +42,7 @@ def test_a_good_file_is_read_whole(load, tmp_path: Path):
 
 
 def test_a_tokenizer_lies_at_the_checkpoint_or_where_its_own_field_says(load, tmp_path: Path):
+    (tmp_path / "y" / "z").mkdir(parents=True)
     config = load("targets: {t: {checkpoint: x, tokenizer: y/z}}\ndrafters: {d: {checkpoint: x}}")
     assert config.targets["t"].tokenizer_folder == tmp_path / "y" / "z"
     assert config.drafters["d"].tokenizer_folder == config.drafters["d"].checkpoint

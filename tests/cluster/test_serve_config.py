@@ -37,6 +37,7 @@ grpc: {port: 9000}
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
+    (tmp_path / "models" / "big").mkdir(parents=True)
     (tmp_path / "cluster.yaml").write_text(SAID)
     return Config.load(tmp_path / "cluster.yaml")
 
