@@ -1,0 +1,89 @@
+"""The oldest transformers that pyproject.toml allows: all our modules can be imported, and a target and a drafter run.
+
+The release is one pure Python wheel: it is fetched as pip fetches any, unpacked, and put before the installed one.
+Torch and all else are what is installed here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+OURS = (
+    "protos/dendro",
+    "kernels/tree_kernels",
+    "kernels/tree_layers",
+    "drafter_service",
+    "verifier_service",
+    "cluster",
+)
+
+LOADED = """
+import importlib, sys
+import transformers
+assert transformers.__version__ == sys.argv[1], transformers.__version__
+for name in sys.argv[3:]:
+    importlib.import_module(name)
+from pathlib import Path
+import torch
+from dendro.tree import DraftTree
+from verifier_service.engine import VerifierEngine
+from tiny_models import make_checkpoint as make_target
+from tiny_hybrids import make_checkpoint as make_hybrid
+folder = Path(sys.argv[2])
+make_target(folder / "llama", hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+make_hybrid(folder / "bamba", "bamba")
+for family in ("llama", "bamba"):
+    engine = VerifierEngine.load(folder / family, name="tiny", dtype=torch.float32, max_length=64, max_sessions=1)
+    assert engine.logits_of([5, 6, 7], DraftTree.of([7, 8, 9], [-1, 0, 0])).isfinite().all()
+print("loaded")
+"""
+
+
+def oldest_release() -> str:
+    """The lower bound of transformers in pyproject.toml, in full."""
+    serve = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["serve"]
+    bound = next(found for each in serve if (found := re.match(r"transformers>=([\d.]+)", each)))
+    return ".".join([*bound[1].split("."), "0", "0"][:3])
+
+
+def modules() -> list[str]:
+    """All modules of ours that can be imported where no Triton and no Redis runs."""
+    found = []
+    for folder in OURS:
+        root = (ROOT / folder).parent if folder.count("/") else ROOT
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            name = file.relative_to(root).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
+            if not name.endswith("__main__"):
+                found.append(name)
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_all_modules_import_and_targets_load_under_the_oldest_transformers(tmp_path):
+    version = oldest_release()
+    fetched = subprocess.run(
+        [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", tmp_path, f"transformers=={version}"],
+        capture_output=True,
+        text=True,
+    )
+    if fetched.returncode:
+        pytest.skip(f"transformers {version} cannot be fetched here: {fetched.stderr.strip()[-200:]}")
+    zipfile.ZipFile(next(tmp_path.glob("transformers-*.whl"))).extractall(tmp_path / "oldest")
+    paths = [tmp_path / "oldest", *(ROOT / each for each in (".", "protos", "kernels", "tests"))]
+    ran = subprocess.run(
+        [sys.executable, "-c", LOADED, version, str(tmp_path), *modules()],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.stdout.strip().endswith("loaded"), ran.stderr[-3000:]
