@@ -533,7 +533,8 @@ class VerifierHandle:
             else:
                 self._faults = 0
                 wall_s = time.monotonic() - began_s
-                self._pace.verified(wall_s)
+                if not verdict.cold:
+                    self._pace.verified(wall_s)
                 self.clock.add(wall_s, verdict.verify_us, verdict.queue_us)
                 return verdict
 

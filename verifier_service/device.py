@@ -1,30 +1,34 @@
 """Steps on an accelerator: one upload of a plan, one download of its walks, and no look at a value in between.
 
 Forward, noise, filters, walk and the keeping of accepted keys are one sequence of operations on tensors of a fixed
-shape. A step without prompt rows is captured once for each number of rows that steps are padded to, as a CUDA graph,
-and replayed from then on.
+shape. A step without prompt rows is recorded as a graph when the engine is loaded, once for each number of rows that
+steps are padded to, and replayed from then on.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from dendro.shapes import MAX_ROWS
 from torch import Tensor
+from tree_kernels.commit.triton import commit_rows
 from tree_kernels.noise.triton import gumbel_rows
 from tree_kernels.tree_attention.triton import TableRows
 from tree_kernels.tree_walk import Walk
 from tree_kernels.tree_walk.triton import walk_rows
 from tree_kernels.warp.batched import WarpRows, tokens_of_rows
 
+from verifier_service.graphs import CudaGraphs, Graphs, Recorded
 from verifier_service.models import Target
+from verifier_service.models.head import Logits
 from verifier_service.rows import Ints, Outcome, Plan
 from verifier_service.runner import Runner
 from verifier_service.shards import Bounds, Crew
@@ -35,14 +39,31 @@ log = logging.getLogger("dendro.verifier")
 GREEDY, SAMPLED, FILTERED = range(3)
 """What drawing needs: no noise where all texts are greedy, no sorting where none has a filter."""
 
-WARM_UPS = 2
-"""Runs of a step before its capture: the first compiles kernels and makes libraries choose."""
+ATTEMPTS = 2
+"""Recordings of a step that may fail before it is run as it is: another thread may have disturbed the first."""
+
+
+class Copied(Protocol):
+    """Tells when the last upload has been read; a torch.cuda.Event."""
+
+    def record(self) -> None: ...
+    def synchronize(self) -> None: ...
 
 
 class Inputs:
-    """A step's arrays, at addresses that stay: on the host in one piece, on the device as views of one piece."""
+    """A step's arrays, at addresses that stay: on the host in one piece, on the device as views of one piece.
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> None:
+    The host's are written after `clear`, which waits until the device has read what was uploaded before.
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: torch.dtype,
+        device: torch.device,
+        copied: Copied | None = None,
+    ) -> None:
+        """copied: by default an event where the device is a GPU, and nothing where copies are done when they return."""
         sizes = [int(np.prod(shape)) for shape in shapes.values()]
         self._host = torch.zeros(sum(sizes), dtype=dtype, pin_memory=device.type == "cuda")
         self._device = torch.zeros(sum(sizes), dtype=dtype, device=device)
@@ -51,12 +72,17 @@ class Inputs:
         flat = self._host.numpy()
         self.host: dict[str, npt.NDArray[Any]] = {name: flat[at].reshape(shape) for name, (at, shape) in places.items()}
         self.device = {name: self._device[at].view(shape) for name, (at, shape) in places.items()}
+        self._copied = torch.cuda.Event() if copied is None and device.type == "cuda" else copied
 
     def clear(self) -> None:
+        if self._copied is not None:
+            self._copied.synchronize()
         self._host.zero_()
 
     def upload(self) -> None:
         self._device.copy_(self._host, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +107,45 @@ class Drawn:
 class DeviceRunner(Runner):
     """A runner whose attention, noise and walks are the kernels for accelerators."""
 
-    def __init__(self, target: Target, bounds: Bounds, buckets: Sequence[int], crew: Crew | None = None) -> None:
+    def __init__(
+        self,
+        target: Target,
+        bounds: Bounds,
+        buckets: Sequence[int],
+        crew: Crew | None = None,
+        graphs: Graphs | None = None,
+    ) -> None:
+        """graphs: by default CUDA's where one GPU has the whole target; where there are none, steps run as they are."""
         super().__init__(target, bounds, buckets, crew)
         self._bounds = bounds
         self._inputs: dict[Shape, tuple[Inputs, Inputs]] = {}
-        self._captured: dict[Shape, tuple[torch.cuda.CUDAGraph, Drawn]] = {}
-        self._captures = self.device.type == "cuda" and crew is None
-        self._pool: Any = None  # memory that all graphs share
+        if graphs is None and self.device.type == "cuda" and crew is None:
+            graphs = CudaGraphs()
+        self._graphs = graphs
+        self._recorded: dict[Shape, tuple[Recorded, Drawn]] = {}
+        self._failures: Counter[Shape] = Counter()
+        self._ran: set[Shape] = set()  # their kernels are compiled
+
+    def warm_up(self) -> None:
+        """Run, and record where there are graphs, every step that can be: the largest first, as they share memory.
+
+        The rows only pad: what is written goes to the zero page, which nobody reads. Steps with prompt rows are run
+        once for each number of rows; those whose wanted rows are fewer meet nothing new but their sizes.
+        """
+        if self.crew is not None or (self.device.type == "cpu" and self._graphs is None):
+            return  # workers have run every number of rows for the checks; an interpreter compiles nothing
+        began = time.perf_counter()
+        with torch.inference_mode():
+            for rows in sorted(self.buckets, reverse=True):
+                self._warm(Shape(rows, self.buckets[0], GREEDY, alone=False))
+                for drawing in (FILTERED, SAMPLED, GREEDY):
+                    self._warm(Shape(rows, rows, drawing, alone=True))
+        log.info(
+            "verifier: %d steps warmed up in %.1f s, %d of them recorded",
+            len(self._ran),
+            time.perf_counter() - began,
+            len(self._recorded),
+        )
 
     def run(self, plan: Plan) -> Outcome:
         """One forward and the walks of its trees; accepted guesses are kept."""
@@ -98,7 +156,8 @@ class DeviceRunner(Runner):
             shape = self._shape_of(plan)
             inputs = self._upload(plan, shape)
             began = time.perf_counter()
-            drawn = self._replayed(shape, inputs) if self._captures and shape.alone else self._step(shape, inputs)
+            cold = shape not in self._ran
+            drawn = self._replayed(shape, inputs)
             said = torch.cat([drawn.paths, drawn.emitted, drawn.lengths[:, None]], 1).cpu().numpy()
         forwarded = time.perf_counter()
         walks = [_walk(draw, row, self._bounds.max_depth + 1) for draw, row in zip(plan.draws, said, strict=False)]
@@ -106,7 +165,7 @@ class DeviceRunner(Runner):
         if self.crew is not None and len(kept.source):
             self.crew.tell(kept)
         ended = time.perf_counter()
-        return Outcome(tuple(walks), int(1e6 * (forwarded - began)), int(1e6 * (ended - started)))
+        return Outcome(tuple(walks), int(1e6 * (forwarded - began)), int(1e6 * (ended - started)), cold)
 
     def prepare(self, session: int, position: int) -> None:
         """Noise is computed within the step."""
@@ -124,7 +183,8 @@ class DeviceRunner(Runner):
         rows, wanted = self._bucket(len(plan.tokens)), self._bucket(len(plan.wanted))
         return Shape(rows, wanted, drawing, len(plan.wanted) == len(plan.tokens))
 
-    def _upload(self, plan: Plan, shape: Shape) -> tuple[Inputs, Inputs]:
+    def _inputs_of(self, shape: Shape) -> tuple[Inputs, Inputs]:
+        """A shape's arrays, cleared: as of a step whose rows only pad."""
         if shape not in self._inputs:
             rows, drawn, texts = (shape.rows,), (shape.drawn,), (self._bounds.max_texts,)
             whole = {
@@ -143,10 +203,21 @@ class DeviceRunner(Runner):
         inputs = self._inputs[shape]
         for each in inputs:
             each.clear()
+        inputs[1].host["top_p"][:] = 1.0
+        return inputs
+
+    def _upload(self, plan: Plan, shape: Shape) -> tuple[Inputs, Inputs]:
+        inputs = self._inputs_of(shape)
         self._fill(plan, inputs[0].host, inputs[1].host)
         for each in inputs:
             each.upload()
         return inputs
+
+    def _warm(self, shape: Shape) -> None:
+        inputs = self._inputs_of(shape)
+        for each in inputs:
+            each.upload()
+        self._replayed(shape, inputs)
 
     def _fill(self, plan: Plan, whole: dict[str, Ints], real: dict[str, npt.NDArray[np.float64]]) -> None:
         rows, wanted = len(plan.tokens), plan.wanted
@@ -163,7 +234,6 @@ class DeviceRunner(Runner):
         whole["draws_at"][: len(wanted)] = plan.positions[wanted] + 1
         whole["from_slots"][: len(wanted)] = plan.slots[wanted]
         whole["to_slots"][: len(wanted)] = plan.homes[wanted]
-        real["top_p"][:] = 1.0
         for tree, draw in enumerate(plan.draws):
             mine = slice(draw.wanted, draw.wanted + len(draw.tokens))
             whole["guesses"][mine] = draw.tokens
@@ -182,6 +252,10 @@ class DeviceRunner(Runner):
             self.crew.tell(replace(plan, draws=()))
         inputs, _ = self._upload(replace(plan, draws=()), self._shape_of(replace(plan, draws=())))
         return self._seen(inputs.device)
+
+    def _logits(self, inputs: tuple[Tensor, Tensor, Tensor]) -> Logits:
+        """Of all wanted rows at once, as steps make them: checks must multiply as many rows as steps do."""
+        return Logits.made(self.target.logits(*inputs))
 
     def _seen(self, given: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         rows = TableRows(given["positions"], given["slots"], given["near"], given["texts"], given["tables"])
@@ -205,38 +279,36 @@ class DeviceRunner(Runner):
         )
         below = paths[:, 1:]
         accepted = torch.arange(1, self._bounds.max_depth + 1, device=self.device)[None] < lengths[:, None]
-        source = torch.where(accepted, given["from_slots"][below], 0)  # what is not accepted: nothing onto nothing
+        source = torch.where(accepted, given["from_slots"][below], 0)  # what is not accepted: slot 0, which is skipped
         target = torch.where(accepted, given["to_slots"][below], 0)
-        self.pages.append(source.view(-1), target.view(-1))
+        for store in self.pages.stores:
+            commit_rows(store, source.view(-1), target.view(-1))
         return Drawn(paths, picked[paths], lengths)
 
     def _replayed(self, shape: Shape, inputs: tuple[Inputs, Inputs]) -> Drawn:
-        if shape not in self._captured:
-            self._capture(shape, inputs)
-            if not self._captures:
-                return self._step(shape, inputs)
-        graph, drawn = self._captured[shape]
-        graph.replay()
+        """A step by its graph, which is recorded where it is not yet; or as it is, where it cannot be recorded."""
+        if shape.alone and self._graphs is not None and shape not in self._recorded:
+            self._record(self._graphs, shape, inputs)
+        self._ran.add(shape)
+        if shape not in self._recorded:
+            return self._step(shape, inputs)
+        recorded, drawn = self._recorded[shape]
+        recorded.replay()
         return drawn
 
-    def _capture(self, shape: Shape, inputs: tuple[Inputs, Inputs]) -> None:
-        """A step may be run again on the same inputs: it writes the same keys to the same places."""
-        beside = torch.cuda.Stream()
-        beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(beside):
-            for _ in range(WARM_UPS):
-                self._step(shape, inputs)
-        torch.cuda.current_stream().wait_stream(beside)
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph, pool=self._pool):
-                drawn = self._step(shape, inputs)
-        except RuntimeError as error:
-            log.warning("verifier: this model's steps cannot be captured, and run as they are: %s", error)
-            self._captures = False
-            return
-        self._pool = self._pool or graph.pool()
-        self._captured[shape] = (graph, drawn)
+    def _record(self, graphs: Graphs, shape: Shape, inputs: tuple[Inputs, Inputs]) -> None:
+        """Record one shape's step. Others are recorded whether or not this one can be.
+
+        A step may be run again on the same inputs: it writes the same keys to the same places.
+        """
+        while self._failures[shape] < ATTEMPTS:
+            try:
+                self._recorded[shape] = graphs.record(lambda: self._step(shape, inputs))
+                return
+            except RuntimeError as error:
+                self._failures[shape] += 1
+                log.warning("verifier: a step of %d rows was not recorded: %s", shape.rows, error)
+        log.warning("verifier: steps of %d rows run as they are", shape.rows)
 
 
 def _walk(draw: Draw, said: Ints, width: int) -> Walk:

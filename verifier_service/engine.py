@@ -167,6 +167,7 @@ class VerifierEngine:
             runner = runner_for(target, bounds, buckets, crew)
             dependent = [name for report in crew.reports for name in report.dependent] if crew is not None else []
             differ = [*target.linear.failed, *dependent, *runner.check_rows()]
+            runner.warm_up()
             log.info(
                 "verifier %s: linear layers: %s; rows %s; %d pages, %.1f kB per token, %.1f MB of states",
                 name,

@@ -56,6 +56,7 @@ class Outcome:
     walks: tuple[Walk, ...]  # one per draw
     forward_us: int  # of the model, attention included
     run_us: int  # of all of the step's work in the model's thread
+    cold: bool = False  # kernels were compiled or captured in it: its times tell nothing of later steps
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -136,6 +136,9 @@ class Runner:
         block = (length - tokens) // place.extent.block
         self.target.run.recurrent.load(arrays, self._tensor(slots), place.state_slot(block))
 
+    def warm_up(self) -> None:
+        """Run what would be compiled or recorded by the first step of its kind. Called once, before any text."""
+
     def prepare(self, session: int, position: int) -> None:
         """Compute noise ahead, in idle time."""
         self.walker.prepare(session, position)

@@ -256,13 +256,14 @@ class Scheduler:
         to need noise."""
         walks = iter(outcome.walks)
         likely = []
-        self.costs.learn(self._size, outcome.run_us)
+        if not outcome.cold:
+            self.costs.learn(self._size, outcome.run_us)
         for share in self._running:
             session = share.session
             done = len(session.memory.consumed)
             self.memory.append(session.memory, session.text.ids[done : done + share.prefill])
             if share.ask is not None:
-                verdict = self._verdict(share, share.ask, next(walks), outcome.run_us)
+                verdict = self._verdict(share, share.ask, next(walks), outcome)
                 path = [session.text.ids[-1], *verdict.tokens[:-1]]  # the root and the guesses below it
                 self.memory.append(session.memory, path)
                 session.asks.remove(share.ask)
@@ -615,7 +616,7 @@ class Scheduler:
             sample_index=sampling.sample_index,
         )
 
-    def _verdict(self, share: _Share, ask: Ask, walked: Walk, run_us: int) -> Verdict:
+    def _verdict(self, share: _Share, ask: Ask, walked: Walk, outcome: Outcome) -> Verdict:
         assert isinstance(ask.call, VerifyCall) and share.tree is not None
         session = share.session
         path, ranks = path_in(ask.call.tree, walked.tokens[:-1])  # the step's tree may have been less than was sent
@@ -625,11 +626,12 @@ class Scheduler:
             ranks=ranks,
             finish=None,
             length=len(walked.tokens),
-            verify_us=run_us,
+            verify_us=outcome.run_us,
             queue_us=max(int(1e6 * (self._started - ask.arrived)), 0),
             texts=sum(share.ask is not None for share in self._running),
             step_rows=self._size,
             trimmed=ask.call.tree.guesses - share.tree.guesses,
+            cold=outcome.cold,
         )
         return cut_verdict(verdict, self.capacity.end_ids, len(session.text.ids), session.terms.limits)
 

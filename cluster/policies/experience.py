@@ -380,7 +380,7 @@ class Experience:
         costs = self._by_load[load_class(self.requests)]
         if shape.drafted:
             costs.learn_draft(shape, tree.draft_us / tree.texts)
-        if costs.tried.total():  # the very first pays for cold memory
+        if costs.tried.total() and not verdict.cold:  # the very first pays for cold memory
             costs.step.learn(row_bucket(verdict.step_rows), verdict.verify_us, self.degree)
             costs.texts += COST_STEP * (verdict.texts - costs.texts)
         costs.tried[row_bucket(tree.rows)] += 1
@@ -401,7 +401,7 @@ class Experience:
         hops_us = max(took_us - busy_us, 0.0) / verdict.texts
         costs.hop.learn(hops_us / self._hops(shape))
         if self.requests > 1 and not self.fixed and costs is self.costs:
-            costs.house.learn(verdict.length, took_us, self.requests, disturbed)
+            costs.house.learn(verdict.length, took_us, self.requests, disturbed or verdict.cold)
         self.company += (self.requests - self.company) * min(took_us / max(self.requests, 1) / COMPANY_US, 1.0)
 
     def round_us(self, shape: TreeShape, rows: float | None = None) -> float | None:

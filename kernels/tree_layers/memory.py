@@ -112,6 +112,11 @@ class Pages:
         """Bytes of one token over all layers."""
         return sum(layout.token_bytes for layout in self.layouts)
 
+    @property
+    def stores(self) -> tuple[Tensor, ...]:
+        """All slots, [layers, slots, kv_heads, width] for each layout."""
+        return tuple(self._stores.values())
+
     def append(self, source: Tensor, target: Tensor) -> None:
         """Keep guesses: copy slots [rows] to slots [rows], in every layer."""
         for store in self._stores.values():

@@ -70,6 +70,7 @@ class Verdict:
     texts: int = 1  # whose rounds the step took, this one's among them
     step_rows: int = 1  # of that step
     trimmed: int = 0  # guesses of the tree that the step had no room for
+    cold: bool = False  # the step compiled or captured kernels: its times tell nothing of later steps
 
     def __post_init__(self) -> None:
         if not self.tokens or len(self.path) != len(self.tokens) or self.length < len(self.tokens):

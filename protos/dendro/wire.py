@@ -229,6 +229,7 @@ def verdict_message(verdict: Verdict) -> verifier_pb2.Verdict:
         texts=verdict.texts,
         step_rows=verdict.step_rows,
         trimmed=verdict.trimmed,
+        cold=verdict.cold,
     )
 
 
@@ -251,6 +252,7 @@ def verdict_from(message: verifier_pb2.Verdict) -> Verdict:
             texts=_within(message.texts, 1, MAX_TEXTS),
             step_rows=_within(message.step_rows, 1, MAX_STEP_ROWS),
             trimmed=message.trimmed,
+            cold=message.cold,
         )
     except ValueError as error:
         raise _bad("verdict", error) from None

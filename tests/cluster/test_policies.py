@@ -30,6 +30,15 @@ def step_us(rows: int) -> int:
     return 20_000 + 400 * rows
 
 
+def test_a_round_whose_step_compiled_teaches_no_cost():
+    experience, warm = Experience(), Experience()
+    for each in (experience, warm):
+        each.learn(OFF, tree(1), verdict(1, 20_000), 0.0)
+        each.learn(OFF, tree(1), verdict(1, 20_000), 0.0)
+    experience.learn(OFF, tree(1), replace(verdict(1, 20_000_000), cold=True), 0.0)
+    assert experience.costs.verify_us(1, experience.degree) == warm.costs.verify_us(1, warm.degree) > 0
+
+
 def tree(rows: int, draft_us: int = 0, texts: int = 1) -> DraftTree:
     plain = DraftTree.of(range(rows), range(-1, rows - 1))
     return DraftTree(plain.tokens, plain.parents, plain.values, draft_us=draft_us, texts=texts)

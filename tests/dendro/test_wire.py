@@ -69,7 +69,15 @@ def verdicts(draw: st.DrawFn) -> Verdict:
     finish = draw(st.sampled_from([None, *Finish]))
     took = [draw(st.integers(0, wire.MAX_US)) for _ in range(2)]
     return Verdict(
-        tokens, path, ranks, finish, length, *took, draw(st.integers(1, 64)), trimmed=draw(st.integers(0, 63))
+        tokens,
+        path,
+        ranks,
+        finish,
+        length,
+        *took,
+        draw(st.integers(1, 64)),
+        trimmed=draw(st.integers(0, 63)),
+        cold=draw(st.booleans()),
     )
 
 

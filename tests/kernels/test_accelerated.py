@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from dendro.tree import DraftTree
+from tree_kernels.commit import commit
 from tree_kernels.noise import gumbel_noise
 from tree_kernels.tree_attention import PAGE, FarRows, Layout, TreeRows, attend, prepare
 from tree_kernels.tree_walk import walk
@@ -19,6 +20,7 @@ from tree_kernels.warp.batched import WarpRows, tokens_of_rows
 from verifier_service.rows import NO_ROWS, pack, text_rows
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
+from tree_kernels.commit.triton import commit_rows  # noqa: E402
 from tree_kernels.noise.triton import gumbel_rows  # noqa: E402
 from tree_kernels.tree_attention.triton import TableRows, attend_table  # noqa: E402
 from tree_kernels.tree_walk.triton import walk_rows  # noqa: E402
@@ -200,12 +202,29 @@ def test_attention_of_a_row_has_the_same_bits_whatever_else_is_in_the_step():
         start += len(alone)
 
 
+# Keeping
+
+
+@pytest.mark.parametrize("layers, width", [(1, 40), (3, 1500)])
+def test_accepted_rows_are_kept_as_the_reference_keeps_them_and_no_other_slot_is_written(layers, width):
+    generator = torch.Generator().manual_seed(0)
+    pool = torch.randn(layers, 30, 2, width // 2, generator=generator)
+    source, target = torch.tensor([20, 0, 25, 21, 0]), torch.tensor([3, 0, 1, 9, 0])
+    truth = pool.clone()
+    commit(truth, source, target)
+    pool[:, 0], truth[:, 0] = torch.nan, torch.nan  # slot 0 is neither read nor written
+    ours = pool.to(DEVICE)
+    commit_rows(ours, source.to(DEVICE), target.to(DEVICE))
+    assert torch.equal(ours.cpu()[:, 1:], truth[:, 1:])
+
+
 # For an accelerator that is not here
 
 COMPILED = """
 import sys, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from tree_kernels.commit.triton import _commit
 from tree_kernels.noise.triton import _gumbel
 from tree_kernels.tree_attention.triton import _attend
 from tree_kernels.tree_walk.triton import _walk
@@ -217,6 +236,7 @@ def compiled(kernel, types, **constants):
     assert "sm_90" in triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
 
 compiled(_gumbel, ["*i64", "*i64", "*i64", "*fp32", "i32"], BLOCK=256)
+compiled(_commit, ["*fp32", "*i64", "*i64", "i32"], WIDTH=8 * 272, BLOCK=1024)
 compiled(_walk, ["*i64"] * 7, DEPTH=17, ROWS=64)
 heads = dict(KV_HEADS=8, GROUP=4, GROUP_PAD=16, KEY=128, KEY_PAD=128, VALUE=128, VALUE_PAD=128, WIDTH=272)
 shape = dict(**heads, NEAR=16, PAGE=64)

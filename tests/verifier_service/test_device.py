@@ -14,11 +14,18 @@ import torch
 from dendro.tree import DraftTree
 from routers import LAWS, Router, alone, guessing
 from tiny_models import make_checkpoint
+from tree_kernels.tree_attention import PAGE, near_window
+from tree_kernels.warp import Warp
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from verifier_service.device import DeviceRunner
+from verifier_service.device import GREEDY, DeviceRunner, Drawn, Inputs, Shape
 from verifier_service.engine import VerifierEngine
+from verifier_service.models import Target, load_target
+from verifier_service.recurrent import Arrangement
+from verifier_service.rows import NO_ROWS, pack, text_rows
+from verifier_service.shards import Bounds
+from verifier_service.walk import Draw
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPTS = [list(range(3, 20)), [9, 8, 7], list(range(100, 166))]
@@ -80,6 +87,147 @@ async def test_trees_and_company_change_no_token(engine, folder):
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need an accelerator")
 async def test_steps_without_prompt_rows_are_replayed_from_graphs(engine):
+    recorded = dict(engine.runner._recorded)
+    assert {shape.rows for shape in recorded} == set(engine.runner.buckets)
     async with running(engine) as ours:
         await alone(ours, PROMPTS, LAWS, COUNT)
-        assert engine.runner._captured and engine.runner._captures
+    assert engine.runner._recorded == recorded  # all were recorded when the engine was loaded
+
+
+# Graphs, with a recorder that runs steps again and can fail
+
+
+class Replays:
+    """A recording: the step is run again, into the tensors that it gave first."""
+
+    def __init__(self, step, drawn):
+        self.step, self.drawn, self.count = step, drawn, 0
+
+    def replay(self):
+        self.count += 1
+        again = self.step()
+        for mine, other in zip(
+            ("paths", "emitted", "lengths"), (again.paths, again.emitted, again.lengths), strict=True
+        ):
+            getattr(self.drawn, mine).copy_(other)
+
+
+class FakeGraphs:
+    """Records what it is told to; `fails` numbers of attempts break, as when another thread disturbs a recording."""
+
+    def __init__(self, fails=()):
+        self.fails, self.attempts, self.recordings = set(fails), 0, []
+
+    def record(self, step):
+        self.attempts += 1
+        if self.attempts - 1 in self.fails:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        drawn = step()
+        self.recordings.append(Replays(step, drawn))
+        return self.recordings[-1], drawn
+
+
+def runner_of(folder, graphs):
+    target = load_target(folder, torch.float32, torch.device("cpu"), (8, 16))
+    near = near_window(3)
+    return DeviceRunner(target, Bounds(near, 4, 2, 2, 3, Arrangement.of(2, near, 3, 16)), (8, 16), graphs=graphs)
+
+
+def plan_of(runner, ids=(5, 6, 7, 8)):
+    """A round without a tree: one row."""
+    tree = DraftTree.root_only(ids[-1])
+    part = text_rows(ids, NO_ROWS, tree, runner.own_pages, runner.pages.scratch, runner.near)
+    draw = Draw(1, 0, 0, len(ids), tree.tokens, tree.parents, tree.depths, Warp(), 0, 0)
+    return pack([part], np.arange(1), [draw])
+
+
+def without_a_model(runner):
+    """Steps that compute nothing: for the order of things."""
+    nothing = torch.zeros(2, 4, dtype=torch.int64)
+    runner._step = lambda shape, inputs: Drawn(nothing, nothing, nothing[:, 0])
+    return runner
+
+
+def test_every_step_without_prompt_rows_is_recorded_at_load_the_largest_first(folder):
+    graphs = FakeGraphs()
+    runner = without_a_model(runner_of(folder, graphs))
+    runner.warm_up()
+    assert [(shape.rows, shape.drawing) for shape in runner._recorded] == [
+        (16, 2),
+        (16, 1),
+        (16, 0),
+        (8, 2),
+        (8, 1),
+        (8, 0),
+    ]
+    assert {shape.rows for shape in runner._ran if not shape.alone} == {8, 16}
+    assert not runner.run(plan_of(runner)).cold and graphs.attempts == 6
+
+
+def test_a_disturbed_recording_is_tried_again(folder):
+    graphs = FakeGraphs(fails={0})
+    runner = without_a_model(runner_of(folder, graphs))
+    runner.warm_up()
+    assert len(runner._recorded) == 6 and graphs.attempts == 7
+
+
+def test_a_step_that_cannot_be_recorded_runs_as_it_is_and_takes_no_other_with_it(folder):
+    graphs = FakeGraphs(fails=range(3, 9))  # those of 8 rows, both attempts at each
+    runner = without_a_model(runner_of(folder, graphs))
+    runner.warm_up()
+    assert [shape.rows for shape in runner._recorded] == [16, 16, 16] and graphs.attempts == 9
+    runner.run(plan_of(runner))
+    assert graphs.attempts == 9, "it is not tried again while serving"
+
+
+def test_a_replayed_step_gives_the_walks_of_one_that_runs_as_it_is(folder):
+    graphs = FakeGraphs()
+    runner = runner_of(folder, graphs)
+    plain = runner_of(folder, None).run(plan_of(runner)).walks
+    cold, warm = (runner.run(plan_of(runner)) for _ in range(2))
+    assert cold.walks == warm.walks == plain
+    assert cold.cold and not warm.cold and graphs.attempts == 1 and graphs.recordings[0].count == 2
+
+
+def test_rows_that_only_pad_write_to_the_zero_page_alone(folder):
+    runner = runner_of(folder, None)
+    with torch.inference_mode():
+        runner._warm(Shape(8, 8, GREEDY, alone=True))
+    assert not runner.pages.stores[0][:, PAGE:].any()
+
+
+def test_checks_multiply_as_many_rows_by_the_head_as_steps_do(folder, monkeypatch):
+    """Blocks of the head's rows are for CPUs; here a step's rows are multiplied at once, and so must a check's be."""
+    runner = runner_of(folder, None)
+    monkeypatch.setattr("verifier_service.runner.HEAD_ROWS", 8)
+    asked = []
+    logits = Target.logits
+    monkeypatch.setattr(Target, "logits", lambda self, *rows: asked.append(len(rows[2])) or logits(self, *rows))
+    runner.tree_logits([5, 6, 7], DraftTree.of([7, *range(9, 20)], [-1, *range(11)]))
+    assert asked[-1] == 16
+
+
+class Copying:
+    """An upload that is still being read until somebody waits for it."""
+
+    def __init__(self):
+        self.inputs, self.waited, self.reading = None, [], None
+
+    def record(self):
+        self.reading = self.inputs.host["a"].copy()
+
+    def synchronize(self):
+        if self.reading is not None:
+            self.waited.append(np.array_equal(self.inputs.host["a"], self.reading))
+            self.reading = None
+
+
+def test_host_arrays_are_not_rewritten_before_the_device_has_read_them():
+    copied = Copying()
+    inputs = copied.inputs = Inputs({"a": (3,)}, torch.int64, torch.device("cpu"), copied)
+    inputs.clear()
+    inputs.host["a"][:] = 7
+    inputs.upload()
+    inputs.clear()
+    assert copied.waited == [True] and not inputs.host["a"].any()
+    assert inputs.device["a"].tolist() == [7, 7, 7]

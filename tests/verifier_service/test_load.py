@@ -337,6 +337,19 @@ async def test_a_verdict_says_how_many_of_its_own_trees_guesses_were_left_out():
     assert [reply.result().trimmed for reply in replies] == [0, 2]
 
 
+@pytest.mark.parametrize("cold", [True, False])
+async def test_the_time_of_a_step_that_compiled_is_no_steps_price(cold):
+    scheduler = scheduler_of()
+    router, reply = Router(None, [1], count=9), asyncio.get_running_loop().create_future()
+    scheduler.submit(Ask(OpenCall(router.update(), router.terms), asyncio.get_running_loop().create_future()))
+    router.known = 1
+    scheduler.submit(Ask(VerifyCall(router.update(), DraftTree.root_only(1)), reply))
+    scheduler.next()
+    scheduler.apply(Outcome((Walk((0,), (99,), ()),), 9_000_000, 9_000_000, cold))
+    assert reply.result().cold is cold
+    assert bool(scheduler.costs._us) is not cold
+
+
 class TakingTurns:
     """Texts whose routers come back some time after each verdict, on a clock of their own."""
 

@@ -214,6 +214,7 @@ class Verdict(_message.Message):
     TEXTS_FIELD_NUMBER: _builtins.int
     STEP_ROWS_FIELD_NUMBER: _builtins.int
     TRIMMED_FIELD_NUMBER: _builtins.int
+    COLD_FIELD_NUMBER: _builtins.int
     finish: Global___Finish.ValueType
     length: _builtins.int
     """length is the number of tokens before any cut."""
@@ -227,6 +228,8 @@ class Verdict(_message.Message):
     """step_rows is the number of rows of that step; at least 1."""
     trimmed: _builtins.int
     """trimmed is the number of the tree's guesses that the step had no room for."""
+    cold: _builtins.bool
+    """cold is true where the step compiled or captured kernels: its times tell nothing of later steps."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """tokens are those emitted; at least one."""
@@ -252,10 +255,11 @@ class Verdict(_message.Message):
         texts: _builtins.int = ...,
         step_rows: _builtins.int = ...,
         trimmed: _builtins.int = ...,
+        cold: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "length", b"length", "path", b"path", "queue_us", b"queue_us", "ranks", b"ranks", "step_rows", b"step_rows", "texts", b"texts", "tokens", b"tokens", "trimmed", b"trimmed", "verify_us", b"verify_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cold", b"cold", "finish", b"finish", "length", b"length", "path", b"path", "queue_us", b"queue_us", "ranks", b"ranks", "step_rows", b"step_rows", "texts", b"texts", "tokens", b"tokens", "trimmed", b"trimmed", "verify_us", b"verify_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

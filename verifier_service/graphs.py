@@ -1,0 +1,51 @@
+"""Graphs of steps on an accelerator: recorded once, replayed from then on, all in one pool of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+
+class Recorded(Protocol):
+    """A recorded step; `replay` runs it again on what lies at the same addresses."""
+
+    def replay(self) -> None: ...
+
+
+class Graphs(Protocol):
+    """What records steps."""
+
+    def record(self, step: Callable[[], Result]) -> tuple[Recorded, Result]:
+        """Run a step once as it is and record it. Returns the recording and the tensors that each replay fills anew.
+
+        Raises RuntimeError where the step cannot be recorded; the device is then as before.
+        """
+        ...
+
+
+class CudaGraphs:
+    """CUDA graphs. They share one pool, so those recorded first should be the largest: later ones use their memory.
+
+    Other threads of the process may allocate and launch meanwhile: a thread-local recording fails by its own thread's
+    calls alone. (In the default, global, mode any thread's cudaMalloc breaks it.)
+    """
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, step: Callable[[], Result]) -> tuple[Recorded, Result]:
+        current = torch.cuda.current_stream()
+        beside = torch.cuda.Stream()
+        beside.wait_stream(current)
+        with torch.cuda.stream(beside):  # the first run compiles kernels and makes libraries choose
+            step()
+        current.wait_stream(beside)
+        graph = torch.cuda.CUDAGraph()
+        # A recording that fails leaves its own stream current: this puts ours back.
+        with torch.cuda.stream(current), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = step()
+        return graph, result
