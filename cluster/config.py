@@ -177,8 +177,8 @@ class Target(Model):
 
 
 class Drafter(Model):
-    """A drafter deployment, of a `mamba`, `mamba2` or `llama` checkpoint. It serves every target that shares its
-    tokenizer, or only those named in `targets`."""
+    """A drafter deployment, of a `mamba`, `mamba2`, `llama`, `qwen2` or `qwen3` checkpoint. It serves every target
+    that shares its tokenizer, or only those named in `targets`."""
 
     targets: tuple[str, ...] = ()
 

@@ -42,6 +42,8 @@ MODELS: dict[str, Callable[[Checkpoint, torch.dtype, torch.device], Model]] = {
     "llama": LlamaModel.of,
     "mamba": Mamba1Model.of,
     "mamba2": Mamba2Model.of,
+    "qwen2": LlamaModel.of,
+    "qwen3": LlamaModel.of,
 }
 
 

@@ -1,4 +1,8 @@
-"""A small Llama as a drafter, for comparison with Mamba: its memory of a text is every token's keys and values."""
+"""A small Llama, Qwen2 or Qwen3 as a drafter: its memory of a text is every token's keys and values.
+
+Qwen2 (and Qwen2.5) is a Llama whose queries, keys and values have biases; in Qwen3 every head's queries and keys are
+normed, and heads have a width of their own.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +27,13 @@ from drafter_service.plan import NO_NODE, Chains, Fold, Level
 
 LEAST_ROOM = 64
 """Tokens of the smallest text buffer; a text that outgrows its own gets one twice as large."""
+ROPES = ("default", "linear", "llama3", "yarn")
+"""Types of rotary embeddings whose turns depend on the position alone."""
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Rotary embeddings that change as a text grows: keys that are kept would have to be turned again."""
+
+PLAIN = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+"""What of a configuration changes the function and is not supported otherwise."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,6 +42,8 @@ class LlamaLayer:
 
     attention_norm: Tensor  # [d]
     qkv: Tensor  # [d, (H + 2 K) D]
+    qkv_bias: Tensor | None  # [(H + 2 K) D]
+    head_norm: Tensor | None  # [H + K, D] norm of each head's queries, then of each head's keys
     out: Tensor  # [H D, d]
     mlp_norm: Tensor  # [d]
     gate_up: Tensor  # [d, 2 F]
@@ -51,7 +62,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LlamaModel(Ends):
-    """A Llama language model."""
+    """A Llama language model, or one of its relatives."""
 
     layers: tuple[LlamaLayer, ...]
     heads: int  # H
@@ -63,8 +74,9 @@ class LlamaModel(Ends):
     @classmethod
     def of(cls, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> LlamaModel:
         """Raises CheckpointError for what is missing, not supported, or of another shape than configured."""
-        config = checkpoint.config
-        d, count, vocabulary, hidden, heads, positions = (
+        config = _with_defaults(checkpoint)
+        kind = config["model_type"]
+        d, count, vocabulary, hidden, heads, kv_heads, positions = (
             whole(config, key)
             for key in (
                 "hidden_size",
@@ -72,11 +84,12 @@ class LlamaModel(Ends):
                 "vocab_size",
                 "intermediate_size",
                 "num_attention_heads",
+                "num_key_value_heads",
                 "max_position_embeddings",
             )
         )
-        kv_heads, width = config.get("num_key_value_heads") or heads, config.get("head_dim") or d // heads
-        for key, plain in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
+        width = config.get("head_dim") or d // heads
+        for key, plain in PLAIN.items():
             if config.get(key, plain) != plain:
                 raise CheckpointError(f"{checkpoint.path}: {key} {config[key]!r} is not supported in a drafter")
         if (checkpoint.path / MAMBA_CONFIG).is_file():
@@ -95,13 +108,23 @@ class LlamaModel(Ends):
             return torch.cat(parts).t().contiguous()
 
         layers = []
+        projected = {"q_proj": heads * width, "k_proj": kv_heads * width, "v_proj": kv_heads * width}
         for layer in range(count):
             prefix = f"model.layers.{layer}"
-            projected = {"q_proj": heads * width, "k_proj": kv_heads * width, "v_proj": kv_heads * width}
+            biases, head_norm = None, None
+            if kind == "qwen2":
+                biases = torch.cat([take(f"{prefix}.self_attn.{name}.bias", out) for name, out in projected.items()])
+            if kind == "qwen3":
+                norms = (("q_norm", heads), ("k_norm", kv_heads))
+                head_norm = torch.cat(
+                    [take(f"{prefix}.self_attn.{name}.weight", width).expand(of, -1) for name, of in norms]
+                )
             layers.append(
                 LlamaLayer(
                     attention_norm=take(f"{prefix}.input_layernorm.weight", d),
                     qkv=product(f"{prefix}.self_attn", projected, d),
+                    qkv_bias=biases,
+                    head_norm=head_norm,
                     out=product(f"{prefix}.self_attn", {"o_proj": d}, heads * width),
                     mlp_norm=take(f"{prefix}.post_attention_layernorm.weight", d),
                     gate_up=product(f"{prefix}.mlp", {"gate_proj": hidden, "up_proj": hidden}, d),
@@ -119,7 +142,7 @@ class LlamaModel(Ends):
             heads=heads,
             kv_heads=kv_heads,
             width=width,
-            turns=_turns(checkpoint, positions + MAX_ROWS).to(device),  # a tree may reach past the longest text
+            turns=_turns(checkpoint, config, positions + MAX_ROWS).to(device),  # a tree may reach past the longest text
             max_length=positions,
         )
 
@@ -132,8 +155,14 @@ class LlamaModel(Ends):
         cosine, sine = self.turns.index_select(0, positions)[:, :, None].unbind(1)  # [rows, 1, D] each
         turned = self.heads + self.kv_heads
         for number, layer in enumerate(self.layers):
-            seen = torch.mm(self._norm(hidden, layer.attention_norm), layer.qkv).view(len(tokens), -1, self.width)
-            turning, values = seen[:, :turned].float(), seen[:, turned:]
+            seen = torch.mm(self._norm(hidden, layer.attention_norm), layer.qkv)
+            if layer.qkv_bias is not None:
+                seen = seen + layer.qkv_bias
+            seen = seen.view(len(tokens), -1, self.width)
+            turning, values = seen[:, :turned], seen[:, turned:]
+            if layer.head_norm is not None:
+                turning = self._norm(turning, layer.head_norm)
+            turning = turning.float()
             low, high = turning.chunk(2, 2)
             turning = (turning * cosine).addcmul_(torch.cat((-high, low), 2), sine).to(seen.dtype)
             queries, keys = turning[:, : self.heads], torch.stack((turning[:, self.heads :], values), 1)
@@ -281,15 +310,44 @@ class KeyMemory:
         return room
 
 
-def _turns(checkpoint: Checkpoint, positions: int) -> Tensor:
-    """[positions, 2, D] cosine and sine, by the library's own rules for the configuration's rope parameters."""
-    from transformers import LlamaConfig
+def _library(kind: str) -> tuple[Any, Any]:
+    """The library's configuration of a kind, and its rotary embedding."""
+    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-    config = LlamaConfig(**checkpoint.config)
-    kind = (config.rope_parameters or {}).get("rope_type", "default")
+    return {
+        "llama": (LlamaConfig, LlamaRotaryEmbedding),
+        "qwen2": (Qwen2Config, Qwen2RotaryEmbedding),
+        "qwen3": (Qwen3Config, Qwen3RotaryEmbedding),
+    }[kind]
+
+
+def _with_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The configuration with the library's defaults for what it leaves out, in the library's newest words."""
+    try:
+        config = _library(checkpoint.facts.model_type)[0](**checkpoint.config)
+    except Exception as error:  # the library checks fields in ways of its own
+        raise CheckpointError(f"{checkpoint.path}: config.json: {error}") from error
+    found: dict[str, Any] = config.to_dict()
+    if checkpoint.config.get("sliding_window") and found.get("use_sliding_window"):
+        raise CheckpointError(f"{checkpoint.path}: use_sliding_window True is not supported in a drafter")
+    if others := sorted(set(found.get("layer_types") or ()) - {"full_attention"}):
+        raise CheckpointError(f"{checkpoint.path}: layers of type {', '.join(others)} are not supported in a drafter")
+    return found
+
+
+def _turns(checkpoint: Checkpoint, config: dict[str, Any], positions: int) -> Tensor:
+    """[positions, 2, D] cosine and sine, by the library's own rules for the configuration's rope parameters."""
+    parameters = config.get("rope_parameters") or {}
+    kind = parameters.get("rope_type", "default")
     if kind in LENGTH_DEPENDENT:
         raise CheckpointError(f"{checkpoint.path}: rotary embeddings of type {kind} depend on the text's length")
-    rotary = LlamaRotaryEmbedding(config)
-    cosine, sine = rotary(torch.zeros(1), torch.arange(positions)[None])
+    if kind not in ROPES or parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise CheckpointError(
+            f"{checkpoint.path}: rope_parameters {parameters} are not supported in a drafter; types: {', '.join(ROPES)}"
+        )
+    of_kind, rotary = _library(checkpoint.facts.model_type)
+    cosine, sine = rotary(of_kind(**checkpoint.config))(torch.zeros(1), torch.arange(positions)[None])
     return torch.stack((cosine[0], sine[0]), 1).float()
