@@ -14,7 +14,7 @@ import math
 import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -51,6 +51,10 @@ CLOSE_BUDGET_S = 1.0
 AHEAD = 4
 """Rounds that an answer may be ahead of what was sent of it: sending costs no round its time, and a client that does
 not read stops the work."""
+READ_GRACE_S = 5.0
+"""How long after its limit a request's call stays open for a client that does not read: its peers are free by then."""
+ABORT_S = 1.0
+"""How long such a client is given to take the reason."""
 MAX_REQUEST_ID = 128
 _REQUEST_ID = re.compile(f"[!-~]{{1,{MAX_REQUEST_ID}}}")  # what a log line, a key and a header may hold
 LONG_PROMPT_BYTES = 1 << 14
@@ -313,7 +317,8 @@ class Ingress:
                 with experience.running(fixed=not job.asked.free) as place:
                     tally = Tally(job.asked, experience, place, job.sampling.temperature)
                     try:
-                        async with aclosing(_ahead(self._run(job, text, tally, stream, complete))) as chunks:
+                        run = self._run(job, text, tally, stream, complete)
+                        async with aclosing(_ahead(run, self._left_s(job))) as chunks:
                             async for chunk in chunks:
                                 yield pb.GenerateResponse(chunk=chunk)
                     finally:
@@ -365,8 +370,6 @@ class Ingress:
                         text=added + stream.flush() if verdict.finished else added,
                         shape=str(tally.shape),
                     )
-                    if not verdict.finished and time.monotonic() - job.began_s > self.config.router.request_timeout_s:
-                        raise Overloaded(f"request: not done within {self.config.router.request_timeout_s:g} s")
         finally:
             await self._close(text, drafter, verifier)
         complete.speculation.CopyFrom(tally.account)
@@ -378,6 +381,9 @@ class Ingress:
                         restored_tokens=opened.restored, processed_tokens=opened.processed, open_us=opened.open_us
                     )
                 )
+
+    def _left_s(self, job: Job) -> float:
+        return self.config.router.request_timeout_s - (time.monotonic() - job.began_s)
 
     async def _close(self, text: Text, *handles: Handle) -> None:
         """Close both, in tasks of their own: neither a cancelled request nor a peer that hangs holds a lease."""
@@ -526,15 +532,24 @@ class Ingress:
         return count
 
 
-async def _ahead(chunks: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
-    """The same chunks; the next rounds run while one is sent, AHEAD of them at most."""
+async def _ahead(chunks: AsyncGenerator[T, None], limit_s: float = math.inf) -> AsyncGenerator[T, None]:
+    """The same chunks; the next rounds run while one is sent, AHEAD of them at most.
+
+    After `limit_s` seconds `chunks` is closed, whether or not anybody reads, and Overloaded is raised behind those that
+    were ready. (A generator that nobody resumes sees no time pass; the task that drives `chunks` does.)
+    """
     queue: asyncio.Queue[T | None] = asyncio.Queue(AHEAD)
 
     async def drive() -> None:
+        limit = asyncio.timeout(limit_s if math.isfinite(limit_s) else None)
         try:
-            async with aclosing(chunks):
+            async with limit, aclosing(chunks):
                 async for chunk in chunks:
                     await queue.put(chunk)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise Overloaded("request: not done within the server's limit of time") from None
         finally:
             with contextlib.suppress(asyncio.QueueFull):  # then the reader sees the task's end when it has read on
                 queue.put_nowait(None)
@@ -621,21 +636,30 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     def __init__(self, ingress: Ingress) -> None:
         self._ingress = ingress
 
-    async def Generate(
+    async def Generate(  # type: ignore[override]  # the generated base allows blocking servers too
         self,
         request: pb.GenerateRequest,
         context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
-    ) -> AsyncIterator[pb.GenerateResponse]:
+    ) -> None:
+        """Write the events as the client takes them, for READ_GRACE_S longer than a request may last at most."""
         tenant = tenant_of(dict(context.invocation_metadata() or ()))
+        unread = asyncio.timeout(self._ingress.config.router.request_timeout_s + READ_GRACE_S)
         try:
-            async with aclosing(self._ingress.generate(request, tenant)) as events:
+            async with unread, aclosing(self._ingress.generate(request, tenant)) as events:
                 async for event in events:
-                    yield event
-        except Exception as error:  # the border: nothing of the inside passes it
+                    await context.write(event)
+        except Exception as raised:  # the border: nothing of the inside passes it
+            error = Overloaded("request: its answer is not read") if unread.expired() else raised
             code, details, reason = status_of(error)
             if code is grpc.StatusCode.INTERNAL:
                 log.exception("request %s failed", one_line(request.request_id, MAX_REQUEST_ID))
-            await context.abort(code, details, ((REASON_KEY, reason),))
+            abort = context.abort(code, details, ((REASON_KEY, reason),))
+            if not unread.expired():
+                await abort
+            with contextlib.suppress(TimeoutError):  # the reason is behind what the client does not read
+                async with asyncio.timeout(ABORT_S):
+                    await abort
+            raise asyncio.CancelledError from None  # which ends the call without a status
 
     async def GetServerInfo(
         self,

@@ -33,12 +33,12 @@ class RecordedPriors:
 
 
 @asynccontextmanager
-async def edge(drafter: FakeDrafter, verifier: FakeVerifier):
-    """An ingress with one replica of each, behind sockets."""
+async def edge(drafter: FakeDrafter, verifier: FakeVerifier, **sections: object):
+    """An ingress with one replica of each, behind sockets; `sections` are of its configuration."""
     async with AsyncExitStack() as stack:
         _, drafters = await stack.enter_async_context(drafter_at(drafter))
         _, verifiers = await stack.enter_async_context(verifier_at(verifier))
-        config, priors = toy_config(), RecordedPriors()
+        config, priors = toy_config(**sections), RecordedPriors()
         served = Served("toy", ToyTokenizer(), VOCABULARY, 2048, frozenset({END}), "float32")
         places = Places(config, {"toy": verifiers}, {"helper": drafters}, patience_s=1.0)
         yield Ingress(config, places, MemorySessions(), {"toy": served}, priors), priors

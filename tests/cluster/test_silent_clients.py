@@ -1,0 +1,71 @@
+"""A client that does not read holds nothing for longer than the request's limit. Over a real socket."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+
+import grpc
+import grpc.aio
+import pytest
+from dendro.errors import Overloaded
+from dendro.v1 import generation_pb2 as pb
+from dendro.v1 import generation_pb2_grpc
+from edge import FakePlaces, ingress
+from fakes import FakeDrafter, FakeVerifier
+from sockets import until
+from toy_edge import asking, edge
+
+from cluster import ingress as module
+from cluster.ingress import serve_plain
+
+SMALL_WINDOW = (("grpc.http2.lookahead_bytes", 256), ("grpc.http2.bdp_probe", 0))
+"""What a client takes from its connection before it has read: less than one answer."""
+
+
+@asynccontextmanager
+async def serving(server_ingress):
+    server, address = await serve_plain(server_ingress)
+    try:
+        async with grpc.aio.insecure_channel(address, options=SMALL_WINDOW) as channel:
+            yield generation_pb2_grpc.GenerationServiceStub(channel)
+    finally:
+        await server.stop(0)
+
+
+async def test_a_client_that_stops_reading_keeps_no_peer_and_no_call_past_the_requests_limit(monkeypatch):
+    monkeypatch.setattr(module, "READ_GRACE_S", 0.2)
+    drafter, verifier = FakeDrafter(), FakeVerifier()
+    async with edge(drafter, verifier, router={"request_timeout_s": 1.0}) as (server, _), serving(server) as stub:
+        request = asking("(1,1,1)")
+        request.max_new_tokens = 1900
+        call = stub.Generate(request)
+        assert (await call.read()).WhichOneof("event") == "started"
+        await until(lambda: verifier.held)
+        await until(lambda: not verifier.held and not drafter.held)
+        assert verifier.calls < 1900, "the work stopped where the client did"
+        await until(lambda: server._experience["toy"].requests == 0, timeout_s=5.0)  # a dead connection takes longer
+        call.cancel()
+
+
+async def test_a_request_whose_verifier_never_answers_ends_at_its_limit():
+    verifier = FakeVerifier(pause_s=1000.0)
+    async with edge(FakeDrafter(), verifier, router={"request_timeout_s": 0.3}) as (server, _):
+        with pytest.raises(Overloaded, match="not done within"):
+            async for _event in server.generate(asking("(1,1,1)")):
+                pass
+        await until(lambda: not verifier.held)
+
+
+async def test_a_slow_reader_gets_all_that_was_ready_and_then_the_reason():
+    places = FakePlaces()
+    events = ingress(places, router={"request_timeout_s": 0.2}).generate(
+        pb.GenerateRequest(text="walk", max_new_tokens=400, speculation=pb.Speculation(mode=pb.Speculation.MODE_OFF))
+    )
+    assert (await anext(events)).WhichOneof("event") == "started"
+    first = await anext(events)
+    await until(lambda: len(places.closed) == 2)
+    tokens = len(first.chunk.token_ids)
+    with pytest.raises(Overloaded):
+        async for event in events:
+            tokens += len(event.chunk.token_ids)
+    assert 1 < tokens <= 2 + module.AHEAD
