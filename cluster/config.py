@@ -30,7 +30,7 @@ from cluster.proposers import PROPOSERS
 
 DEMO_MODELS = Path(__file__).parent / "demo" / "models"
 
-Dtype = Literal["bfloat16", "float32"]
+Dtype = Literal["bfloat16", "float16", "float32"]
 
 
 def _shape_text(text: str) -> str:

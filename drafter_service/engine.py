@@ -32,7 +32,7 @@ from drafter_service.scheduler import Answer, Consumed, Ready, Scheduler
 
 log = logging.getLogger(__name__)
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TREES = 8
 """Full trees whose nodes fit at once, the kept ones of idle sessions among them."""
 
@@ -133,7 +133,8 @@ class DrafterEngine:
         """Load a checkpoint. Raises BadRequest, naming the argument, for one that cannot be used.
 
         tokenizer: the folder with the tokenizer, where that is not the checkpoint
-        dtype: of weights and activations, float32 or bfloat16   threads: the model's share of the processor's cores
+        dtype: of weights and activations, float32, bfloat16 or float16
+        threads: the model's share of the processor's cores
         max_rows: of a tree, its root among them   prefill_chunk: tokens of a prompt per forward
         """
         if dtype not in DTYPES:

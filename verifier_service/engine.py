@@ -168,6 +168,12 @@ class VerifierEngine:
             dependent = [name for report in crew.reports for name in report.dependent] if crew is not None else []
             differ = [*target.linear.failed, *dependent, *runner.check_rows()]
             runner.warm_up()
+            if not runner.logits_are_finite():
+                raise BadRequest(
+                    "dtype",
+                    f"{str(dtype).removeprefix('torch.')}: the model's logits are not finite"
+                    + (": its numbers are too large for float16; take bfloat16" if dtype == torch.float16 else ""),
+                )
             log.info(
                 "verifier %s: linear layers: %s; rows %s; %d pages, %.1f kB per token, %.1f MB of states",
                 name,

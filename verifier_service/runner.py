@@ -171,6 +171,14 @@ class Runner:
         self._own_text = list(ids[:root])
         return self._text_rows(ids, NO_ROWS, tree)
 
+    def logits_are_finite(self, seed: int = 0) -> bool:
+        """Whether the logits of a few random tokens are numbers: float16 ends at 65504."""
+        rows = min(self.buckets[0], self.target.max_positions)
+        ids = np.random.default_rng(seed).integers(0, self.target.vocabulary, rows).tolist()
+        self._own_place = self.arrangement.own_place()
+        self._own_text = []
+        return bool(torch.isfinite(self._text_rows(ids, np.arange(rows), None)).all())
+
     def check_rows(self, seed: int = 0) -> list[str]:
         """Run the largest bucket, then every other one on rows of it in other places; names those that differ."""
         largest = min(self.buckets[-1], self.target.max_positions, len(self.own_pages) * PAGE)

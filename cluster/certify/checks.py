@@ -41,7 +41,9 @@ LAWS = tuple(
     Law(temperature, top_k, top_p) for temperature in (0.7, 1.0) for top_k, top_p in ((0, 1.0), (50, 1.0), (0, 0.9))
 )
 FP32_MARGIN = 1e-4
-BF16_MARGIN = 0.25
+MARGINS = {"float32": FP32_MARGIN, "float16": 0.25 / 8, "bfloat16": 0.25}
+"""How far apart the two best logits may be where a difference is excused, by dtype. A number of float16 has three bits
+more than one of bfloat16, so errors of rounding are an eighth."""
 MOST_EXCUSED = 2
 SHAPES_OF_ITS_OWN = (
     LevelShape((1, 1, 1, 1)),
@@ -129,12 +131,13 @@ async def identity_under_sampling(
     tokens: int,
     shapes: Sequence[str],
     margin_of: Callable[[Sequence[int]], float] | None,
+    excused_below: float,
     step: Step,
 ) -> Promise:
     """(b) Every shape, every policy, and 8 requests at once give the tokens of speculation off, for the same seeds.
 
     `margin_of` is None for an exact verifier, where nothing is excused; else a first difference is, where the two best
-    logits lie within the margin over the temperature.
+    logits lie within `excused_below` over the temperature.
     """
     promise = Promise("(b) sampled answers do not depend on speculation or load")
     seeds = [1000 + number for number in range(len(prompts))]
@@ -151,7 +154,7 @@ async def identity_under_sampling(
                 promise.tokens_compared += len(other) if place is None else place
                 if place is None:
                     continue
-                close = margin_of is not None and margin_of([*prompt, *other[:place]]) < BF16_MARGIN / law.temperature
+                close = margin_of is not None and margin_of([*prompt, *other[:place]]) < excused_below / law.temperature
                 if close:
                     promise.excused += 1
                 else:

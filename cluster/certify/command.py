@@ -32,7 +32,7 @@ from verifier_service.engine import VerifierEngine
 PROMPT_TOKENS = 128
 OF_EACH_KIND = (NodeShape((2, 1, 1)), BeamShape(3, 2), DynamicShape(2, 3, 5))
 """Kinds of trees that the default arms have none of."""
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,11 @@ async def run_certify(config: Config, address: str, local: bool, size: Size, pro
             chosen = prompts[: size.prompts]
             ways = 1 + len(shapes) + len(checks.ways_to_choose())
             step = bar("(b) identity under sampling", len(checks.LAWS) * ways * len(chosen))
-            found.append(await checks.identity_under_sampling(service, chosen, size.tokens, shapes, margin_of, step))
+            found.append(
+                await checks.identity_under_sampling(
+                    service, chosen, size.tokens, shapes, margin_of, checks.MARGINS[target.dtype], step
+                )
+            )
             found[-1].found.append(
                 f"the verifier, in {target.dtype}, says of itself: {'bitwise' if bitwise else 'margin'}"
             )

@@ -23,6 +23,7 @@ from dendro.text import Sampling
 from cluster.config import Drafter
 from cluster.policies.experience import ROW_BUCKET, row_bucket
 from cluster.policies.sequoia import forwarded_rows
+from drafter_service.engine import DTYPES
 from drafter_service.models import load_model
 from drafter_service.plan import EMPTY_TEXT, Chains, Plan
 from drafter_service.runner import Runner
@@ -85,7 +86,7 @@ class Ranker:
 
     def __init__(self, drafter: Drafter, device: str, width: int) -> None:
         """width: candidates that are told apart. Raises BadRequest for a checkpoint that cannot be used."""
-        dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[drafter.dtype]
+        dtype = DTYPES[drafter.dtype]
         place = torch.device(device)
         model, _ = load_model(drafter.checkpoint, dtype, place, drafter.tokenizer)
         if width > model.vocabulary:

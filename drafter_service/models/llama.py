@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from dendro.shapes import MAX_ROWS
 from dendro.shelf import Arrays
 from torch import Tensor
+from tree_layers.arrays import as_array, as_tensor, kind_of
 from tree_layers.checkpoint import MAMBA_CONFIG
 from tree_layers.errors import CheckpointError
 from tree_layers.states import as_slots
@@ -239,12 +240,11 @@ class KeyMemory:
         return numbers * self._model.dtype.itemsize
 
     def save(self, text: int, tokens: int) -> Arrays:
-        kept = self._texts[text][:, :tokens].cpu()
-        return {"keys": (kept.view(torch.uint16) if kept.dtype == torch.bfloat16 else kept).numpy().copy()}
+        return {"keys": as_array(self._texts[text][:, :tokens])}
 
     def check(self, arrays: Arrays, tokens: int) -> None:
         shape = (len(self._model.layers), tokens, *self._token)
-        kind = "uint16" if self._model.dtype == torch.bfloat16 else "float32"
+        kind = kind_of(self._model.dtype)
         found = {name: (array.shape, str(array.dtype)) for name, array in arrays.items()}
         if found != {"keys": (shape, kind)}:
             raise ValueError(f"the arrays are {found}, not keys {shape} of {kind}")
@@ -252,8 +252,7 @@ class KeyMemory:
             raise ValueError("a number is not finite")
 
     def load(self, text: int, arrays: Arrays) -> None:
-        bits = torch.from_numpy(arrays["keys"])
-        keys = bits.view(torch.bfloat16) if self._model.dtype == torch.bfloat16 else bits
+        keys = as_tensor(arrays["keys"], self._model.dtype)
         self._room(text, text, 0, keys.shape[1])[:, : keys.shape[1]] = keys
 
     def chain(self, rows: Chains) -> Tensor:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from tree_kernels.state_step.reference import Slots
 
+from tree_layers.arrays import as_array, as_tensor, kind_of
+
 ZERO_SLOT = 0
 """The memory before any text. Never written, never given out."""
 
@@ -95,17 +97,16 @@ class States:
             memory[target] = memory[source]
 
     def save(self, slot: int) -> dict[str, npt.NDArray[np.generic]]:
-        """A slot as plain arrays, `recurrent.N` and `conv.N`; bfloat16 as its bits."""
+        """A slot as plain arrays, `recurrent.N` and `conv.N`."""
         arrays: dict[str, npt.NDArray[np.generic]] = {}
         for layer, (recurrent, conv) in enumerate(zip(self.recurrent, self.conv, strict=True)):
             arrays[f"recurrent.{layer}"] = recurrent[slot].cpu().numpy().copy()
-            bits = conv[slot].cpu().to(self.dtype)
-            arrays[f"conv.{layer}"] = (bits.view(torch.uint16) if bits.dtype == torch.bfloat16 else bits).numpy().copy()
+            arrays[f"conv.{layer}"] = as_array(conv[slot].to(self.dtype))
         return arrays
 
     def check(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> None:
         """Raise ValueError unless these are what `save` returns: the same names, shapes and dtypes, finite numbers."""
-        kind = "uint16" if self.dtype == torch.bfloat16 else "float32"
+        kind = kind_of(self.dtype)
         wanted = {f"recurrent.{i}": (shape.recurrent, "float32") for i, shape in enumerate(self.shapes)}
         wanted |= {f"conv.{i}": (shape.conv, kind) for i, shape in enumerate(self.shapes)}
         found = {name: (array.shape, str(array.dtype)) for name, array in arrays.items()}
@@ -118,8 +119,7 @@ class States:
         """Write what `save` returned, of these shapes, into a slot."""
         for layer, (recurrent, conv) in enumerate(zip(self.recurrent, self.conv, strict=True)):
             recurrent[slot] = torch.from_numpy(arrays[f"recurrent.{layer}"])
-            bits = torch.from_numpy(arrays[f"conv.{layer}"])
-            conv[slot] = bits.view(torch.bfloat16) if self.dtype == torch.bfloat16 else bits
+            conv[slot] = as_tensor(arrays[f"conv.{layer}"], self.dtype)
 
 
 def as_slots(slots: npt.NDArray[np.int64], device: torch.device) -> Slots:

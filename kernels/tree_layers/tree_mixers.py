@@ -23,6 +23,8 @@ from tree_kernels.elementwise import elementwise
 from tree_kernels.tree_conv import tree_conv
 from tree_kernels.tree_scan import Inputs, Paths, fold, fold_in_order, tree_scan, tree_scan_in_order
 
+from tree_layers.arrays import as_array, as_tensor, kind_of
+
 Array = npt.NDArray[Any]
 
 softplus = elementwise(F.softplus)
@@ -96,14 +98,12 @@ class RecurrentMemory:
         return f"checkpoint-v1/{block}/{len(words)}/{','.join(sorted(set(words)))}"
 
     def save(self, tokens: Tensor, state: int) -> dict[str, Array]:
-        """A checkpoint and the inputs in these token slots as plain arrays; bfloat16 as its bits."""
+        """A checkpoint and the inputs in these token slots as plain arrays."""
         arrays: dict[str, Array] = {}
         for index, layer in enumerate(self.layers):
             arrays[f"state.{index}"] = layer.states[state].cpu().numpy().copy()
             for name, store in _named(layer):
-                bits = store.index_select(0, tokens).cpu()
-                bits = bits.view(torch.uint16) if bits.dtype == torch.bfloat16 else bits
-                arrays[f"{name}.{index}"] = bits.numpy().copy()
+                arrays[f"{name}.{index}"] = as_array(store.index_select(0, tokens))
         return arrays
 
     def check(self, arrays: Mapping[str, Array], most: int) -> None:
@@ -113,8 +113,7 @@ class RecurrentMemory:
         for index, layer in enumerate(self.layers):
             wanted[f"state.{index}"] = (tuple(layer.states.shape[1:]), "float32")
             for name, store in _named(layer):
-                kind = "uint16" if store.dtype == torch.bfloat16 else "float32"
-                wanted[f"{name}.{index}"] = ((count, *store.shape[1:]), kind)
+                wanted[f"{name}.{index}"] = ((count, *store.shape[1:]), kind_of(store.dtype))
         found = {name: (array.shape, str(array.dtype)) for name, array in arrays.items()}
         if found != wanted or not 1 <= count <= most:
             raise ValueError(f"the arrays are {found}, not {wanted} of 1 to {most} tokens")
@@ -127,8 +126,7 @@ class RecurrentMemory:
             if state:
                 layer.states[state] = torch.from_numpy(arrays[f"state.{index}"])
             for name, store in _named(layer):
-                bits = torch.from_numpy(arrays[f"{name}.{index}"])
-                values = bits.view(torch.bfloat16) if store.dtype == torch.bfloat16 else bits
+                values = as_tensor(arrays[f"{name}.{index}"], store.dtype)
                 store.index_copy_(0, tokens, values.to(store.device))
 
     def keep(self, source: Tensor, target: Tensor) -> None:

@@ -1,0 +1,63 @@
+"""A target in float16: what it announces holds, its numbers are near, and a model too large for it is refused."""
+
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+import pytest
+import tiny_hybrids
+import tiny_models
+import torch
+from dendro.errors import BadRequest
+from routers import LAWS, Router, alone, guessing
+from safetensors.torch import load_file, save_file
+from tiny_hybrids import paths_below, tree_below
+
+from verifier_service.engine import VerifierEngine
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = {}
+    for family, make in (("llama", tiny_models.make_checkpoint), ("mamba2", tiny_hybrids.make_checkpoint)):
+        folder = tmp_path_factory.mktemp(family)
+        made[family] = folder, make(folder, family)
+    return made
+
+
+def engine_of(folder):
+    return VerifierEngine.load(
+        folder, name="tiny", dtype=torch.float16, max_length=128, max_sessions=4, max_depth=8, prefill_chunk=128
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "mamba2"])
+async def test_trees_change_no_token_of_a_target_in_float16(folders, family):
+    folder, model = folders[family]
+    engine = engine_of(folder)
+    hello = await engine.hello()
+    assert hello.dtype == "float16" and hello.exactness in ("bitwise", "margin")
+    ids = [5, 9, 2, 40, 7, 7, 31]
+    with torch.no_grad():
+        truth = torch.stack([model(torch.tensor([path])).logits[0, -1] for path in paths_below(ids)])
+    found = engine.logits_of(ids, tree_below(ids[-1]))
+    assert (found - truth[:, : found.shape[1]]).abs().max() < 0.05
+    if hello.exactness == "bitwise":
+        await engine.start()
+        try:
+            rng = np.random.default_rng(0)
+            truths = await alone(engine, [ids], LAWS[:1], 16)
+            router = Router(engine, ids, LAWS[0], 16)
+            assert await router.finish(guessing(rng, truths[0], 90)) == truths[0]
+        finally:
+            await engine.stop()
+
+
+def test_a_model_whose_numbers_are_too_large_for_float16_is_refused_by_its_dtype(folders, tmp_path):
+    shutil.copytree(folders["llama"][0], tmp_path / "large")
+    tensors = load_file(tmp_path / "large" / "model.safetensors")
+    tensors["model.layers.0.mlp.down_proj.weight"] *= 1e5
+    save_file(tensors, tmp_path / "large" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(BadRequest, match="dtype: float16: the model's logits are not finite.*take bfloat16"):
+        engine_of(tmp_path / "large")
