@@ -7,23 +7,22 @@ unknown, foreign, forged or expired gets one and the same answer.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import hashlib
 import hmac
 import json
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import asdict, dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import redis.asyncio
 import redis.exceptions
 from dendro.errors import Conflict, NotFound, PeerLost
 
-from cluster.state_store import REDIS_FAULTS, CircuitBreaker
+from cluster.state_store import REDIS_FAULTS, CircuitBreaker, within
 
 PREFIX = "dendro:session:"
 SECRET_KEY = "dendro:session-secret"
@@ -154,7 +153,8 @@ class MemorySessions:
 
 
 class RedisSessions:
-    """Records in Redis, each with a time to live that every write renews. Of one event loop."""
+    """Records in Redis, each with a time to live that every write renews. No call takes longer than `budget_s`, its
+    round trips and retries together. Of one event loop."""
 
     def __init__(self, url: str, ttl_s: int, budget_s: float = CALL_BUDGET_S) -> None:
         self._redis = redis.asyncio.Redis.from_url(url, socket_connect_timeout=budget_s)
@@ -164,16 +164,29 @@ class RedisSessions:
         self._known_secret: bytes | None = None
 
     async def new_token(self, tenant: str) -> str:
-        return make_token(tenant, await self._secret())
+        return make_token(tenant, await self._in_time(self._secret()))
 
     async def read(self, token: str, tenant: str) -> Record:
+        return await self._in_time(self._read(token, tenant))
+
+    async def write(self, token: str, tenant: str, record: Record) -> None:
+        await self._in_time(self._write(token, tenant, record))
+
+    async def _in_time(self, work: Coroutine[Any, Any, Answer]) -> Answer:
+        try:
+            return await within(self.budget_s, work)
+        except TimeoutError:
+            self._breaker.failed()
+            raise PeerLost("session: the store does not answer in time") from None
+
+    async def _read(self, token: str, tenant: str) -> Record:
         key = self._key(tenant, check_token(token, tenant, await self._secret()))
         blob = await self._ask(lambda: self._redis.get(key))
         if blob is None:
             raise unknown_session()
         return unpack_record(_bytes(blob))
 
-    async def write(self, token: str, tenant: str, record: Record) -> None:
+    async def _write(self, token: str, tenant: str, record: Record) -> None:
         key = self._key(tenant, check_token(token, tenant, await self._secret()))
         await self._ask(lambda: self._compare_and_set(key, record))
 
@@ -211,8 +224,7 @@ class RedisSessions:
         if not self._breaker.allows():
             raise PeerLost("session: the store does not answer")
         try:
-            async with asyncio.timeout(self.budget_s):
-                answer = await call()
+            answer = await call()
         except REDIS_FAULTS as error:
             self._breaker.failed()
             raise PeerLost("session: the store does not answer") from error

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dendro.calls import OpenCall
-from dendro.state import BadState, StateHeader, StateStore, pack_state, unpack_state
+from dendro.state import StateHeader, StateStore, pack_state, unpack_state
 from dendro.text import Tokens, state_name
 
 log = logging.getLogger("dendro.states")
@@ -68,7 +68,7 @@ class Shelf:
             try:
                 arrays = await asyncio.to_thread(unpack_state, blob, self._header(length, digests[length]))
                 self._check(arrays, length)
-            except (BadState, ValueError, TypeError) as error:
+            except (ValueError, TypeError, LookupError) as error:
                 self.counters.states_refused += 1
                 log.warning("a saved state of %d tokens is refused: %s", length, error)
                 continue

@@ -11,7 +11,8 @@ import json
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from math import prod
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,8 @@ _PREFIX = struct.Struct("<4sHI")
 _CHECKSUM_BYTES = 32
 _DTYPES = {"float32": "<f4", "uint16": "<u2", "int64": "<i8", "uint8": "|u1"}  # bfloat16 travels as its bits, uint16
 MAX_BLOB_BYTES = 64 << 20
+MAX_HEADER_BYTES = 1 << 20
+MAX_DIMENSIONS = 8
 
 
 class StateStore(Protocol):
@@ -102,20 +105,32 @@ def unpack_state(blob: bytes, expected: StateHeader) -> dict[str, npt.NDArray[np
     body, checksum = memoryview(blob)[:-_CHECKSUM_BYTES], blob[-_CHECKSUM_BYTES:]
     if hashlib.blake2b(body, digest_size=_CHECKSUM_BYTES).digest() != checksum:
         raise BadState("checksum differs")
+    if length > MAX_HEADER_BYTES:
+        raise BadState(f"a header of {length} bytes; at most {MAX_HEADER_BYTES}")
     try:
         fields = json.loads(bytes(body[_PREFIX.size : _PREFIX.size + length]))
         table = fields.pop("tensors")
         header = StateHeader(**fields)
-    except (ValueError, KeyError, TypeError) as error:
-        raise BadState(f"header is unreadable: {error}") from error
-    if header != expected:
-        raise BadState(f"is {header}, expected {expected}")
-    offset, tensors = _PREFIX.size + length, {}
+        if header != expected:
+            raise BadState("is another state than the one of its name")
+        return _tensors(table, body, _PREFIX.size + length)
+    except BadState:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise BadState(f"header is unreadable: {type(error).__name__}") from error
+
+
+def _tensors(table: Any, body: memoryview, offset: int) -> dict[str, npt.NDArray[np.generic]]:
+    """The tensors that a header's table names, which fill the body to its last byte from `offset` on."""
+    tensors: dict[str, npt.NDArray[np.generic]] = {}
     for name, kind, shape in table:
-        count = int(np.prod(shape, dtype=np.int64))
-        dtype = np.dtype(_DTYPES[kind])
+        if not isinstance(name, str) or name in tensors or kind not in _DTYPES:
+            raise BadState("a tensor has no name of its own, or a dtype that is not kept")
+        if len(shape) > MAX_DIMENSIONS or not all(type(size) is int and 0 <= size <= len(body) for size in shape):
+            raise BadState(f"tensor {len(tensors)} has a shape that no tensor has")
+        dtype, count = np.dtype(_DTYPES[kind]), prod(shape)
         if offset + count * dtype.itemsize > len(body):
-            raise BadState(f"tensor {name} runs past the end")
+            raise BadState(f"tensor {len(tensors)} runs past the end")
         tensors[name] = np.frombuffer(body, dtype, count, offset).reshape(shape).copy()
         offset += count * dtype.itemsize
     if offset != len(body):

@@ -1,0 +1,83 @@
+"""A Redis that freezes in the middle of a call costs a request its budget, once. Behind a real server."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from urllib.parse import urlsplit
+
+import pytest
+from dendro.errors import PeerLost
+
+from cluster.redis_server import RedisServer
+from cluster.sessions import Record, RedisSessions
+from cluster.state_store import RedisStates
+
+BUDGET_S = 0.3
+SOON_S = 3.0
+"""Far more than the budget of one call, and less than redis-py waits for a server that does not answer (5 s)."""
+RECORD = Record((1, 2), 0, 0, (2,), 1, "m", "t", "r", 1, "length")
+
+
+@asynccontextmanager
+async def freezing(url: str, word: bytes):
+    """The server's address behind a proxy that passes nothing on once a command holds `word`."""
+    path = urlsplit(url).path  # of its socket
+    frozen = asyncio.Event()
+    writers: list[asyncio.StreamWriter] = []
+
+    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, asks: bool) -> None:
+        while data := await reader.read(1 << 16):
+            if asks and word in data:
+                frozen.set()
+                writer.write(data)  # the server answers, and nobody hears of it
+                continue
+            if not frozen.is_set():
+                writer.write(data)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_unix_connection(path)
+        writers.extend((writer, back))
+        await asyncio.gather(pass_on(reader, back, True), pass_on(there, writer, False), return_exceptions=True)
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0", frozen
+    finally:
+        server.close()
+        for writer in writers:
+            writer.close()
+
+
+@pytest.fixture(scope="module")
+def redis_url():
+    with RedisServer(memory_mb=16) as server:
+        yield server.url
+
+
+@pytest.mark.parametrize("word", [b"WATCH", b"MULTI", b"dendro:session:"], ids=["WATCH", "MULTI", "the record's key"])
+async def test_a_store_that_freezes_in_a_write_costs_its_budget_and_no_more(redis_url, word):
+    async with freezing(redis_url, word) as (url, frozen):
+        sessions = RedisSessions(url, ttl_s=60, budget_s=BUDGET_S)
+        token = await sessions.new_token("")
+        with pytest.raises(PeerLost):
+            async with asyncio.timeout(SOON_S):
+                await sessions.write(token, "", RECORD)
+        assert frozen.is_set()
+
+
+async def test_a_store_that_freezes_at_the_first_word_costs_one_budget_for_all_round_trips(redis_url):
+    async with freezing(redis_url, b"dendro:session-secret") as (url, frozen):
+        sessions = RedisSessions(url, ttl_s=60, budget_s=BUDGET_S)
+        with pytest.raises(PeerLost):
+            async with asyncio.timeout(SOON_S):
+                await sessions.new_token("")
+        assert frozen.is_set()
+
+
+async def test_a_state_that_is_asked_of_a_frozen_store_is_a_miss_in_time(redis_url):
+    async with freezing(redis_url, b"GET") as (url, frozen):
+        states = RedisStates(url, ttl_s=60, budget_s=BUDGET_S)
+        async with asyncio.timeout(SOON_S):
+            assert await states.load("name") is None
+        assert frozen.is_set() and states.counters.errors == 1
