@@ -7,10 +7,10 @@ PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
 TORCH := torch==2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev demo test check clean
+.PHONY: help setup dev demo test check clean gpu gpu-dry gpu-wheels
 
 help: ## say what there is
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(VENV)/.setup ## .venv with all that serving needs, an embedded Redis included
 
@@ -28,6 +28,24 @@ check: dev ## ruff, mypy, import contracts, generated stubs up to date
 	@$(BIN)/mypy protos/dendro kernels/tree_kernels kernels/tree_layers drafter_service verifier_service cluster
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/lint-imports
 	@$(BIN)/python protos/generate.py --check
+
+# A GPU machine has torch, triton, transformers and pytest of its own, no .venv and no network. What our code imports
+# beside them comes along in .wheels.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+GPU_OUT ?= gpu-results/$(shell date -u +%Y%m%d-%H%M%S)
+WHEELS := .wheels
+WHEEL_TARGET := --python-version 3.12 --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64
+
+gpu: ## all checks and measurements that need a GPU, in ten minutes; results in gpu-results/
+	@$(GPU_PYTHON) tests/gpu/run.py --wheels $(WHEELS) --out $(GPU_OUT)
+
+gpu-dry: ## the same here, in Triton's interpreter, with tiny sizes
+	@$(GPU_PYTHON) tests/gpu/run.py --wheels $(WHEELS) --out $(GPU_OUT) --dry
+
+gpu-wheels: $(BIN)/python ## what `make gpu` needs on a machine without a network, into .wheels
+	@rm -rf $(WHEELS)
+	@$(BIN)/python -m pip download -q --no-deps --only-binary=:all: $(WHEEL_TARGET) -d $(WHEELS) -r tests/gpu/wheels.txt
+	@du -sh $(WHEELS)
 
 clean: ## remove caches and build outputs; .venv and checkpoints stay
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

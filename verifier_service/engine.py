@@ -405,10 +405,11 @@ class VerifierEngine:
     # For checks: the target's own logits, without a session
 
     def logits_of(self, ids: Sequence[int], tree: DraftTree) -> torch.Tensor:
-        """Logits [rows, vocabulary] float32 of every row of a tree whose root is the last token of the text `ids`.
+        """Logits [rows, vocabulary] float32, on the host, of every row of a tree whose root is the last token of the
+        text `ids`.
 
         What a drafter made of the target itself needs. Costs a prefill of what the last call's text lacks: for certify
         and tests, not for serving. Blocks until the model's thread is free; may be called from any thread, and before
         `start`.
         """
-        return self._thread.submit(self.runner.tree_logits, ids, tree).result()
+        return self._thread.submit(self.runner.tree_logits, ids, tree).result().cpu()

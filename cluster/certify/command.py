@@ -19,6 +19,7 @@ from dendro.shapes import BeamShape, DynamicShape, NodeShape
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from cluster.app import device_of
 from cluster.bench.machine import describe_machine
 from cluster.certify import checks
 from cluster.certify.asking import Step
@@ -147,6 +148,7 @@ def _own_engine(name: str, target: Target) -> VerifierEngine:
         tokenizer=target.tokenizer,
         name=name,
         dtype=DTYPES[target.dtype],
+        device=device_of(target),
         threads=target.threads,
         max_length=target.max_length,
         max_sessions=4,

@@ -1,0 +1,46 @@
+"""What the device can do at most: bytes copied and products multiplied in a second."""
+
+from __future__ import annotations
+
+import torch
+from step import DEVICE, DRY, require_device, seconds, write_result
+
+COPY_BYTES = 1 << (20 if DRY else 32)
+PRODUCTS = (
+    ((64, 64, 64), (8, 64, 64))
+    if DRY
+    else ((8192, 8192, 8192), (8, 4096, 14336), (64, 4096, 14336), (256, 4096, 14336))
+)
+TIMES = 3 if DRY else 20
+
+
+def copied_gb_per_s() -> float:
+    """Bytes read and written."""
+    source = torch.ones(COPY_BYTES // 4, device=DEVICE)
+    target = torch.empty_like(source)
+    return 2 * COPY_BYTES / seconds(lambda: target.copy_(source), TIMES) / 1e9
+
+
+def product(rows: int, inner: int, outputs: int) -> dict[str, float]:
+    a, b = (torch.randn(*size, device=DEVICE).bfloat16() for size in ((rows, inner), (outputs, inner)))
+    took = seconds(lambda: torch.nn.functional.linear(a, b), TIMES)
+    return {
+        "rows": rows,
+        "inner": inner,
+        "outputs": outputs,
+        "us": round(1e6 * took, 2),
+        "tflops": round(2 * rows * inner * outputs / took / 1e12, 3),
+        "weight_gb_per_s": round(2 * inner * outputs / took / 1e9, 1),
+    }
+
+
+require_device()
+copied = copied_gb_per_s()
+print(f"copy of {COPY_BYTES} bytes: {copied:.1f} GB/s, read and written")
+products = []
+for sizes in PRODUCTS:
+    products.append(product(*sizes))
+    print(products[-1])
+best = max(each["tflops"] for each in products)
+line = f"copy {copied:.0f} GB/s, bf16 products {best:.1f} TFLOP/s"
+write_result(line, copy_gb_per_s=round(copied, 1), products=products)

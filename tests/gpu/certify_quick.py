@@ -1,0 +1,40 @@
+"""`dendro certify --local --quick` of the demo pair in bfloat16, the target on the device."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.progress import Progress
+from step import DEVICE, DRY, require_device, write_result
+
+from cluster.certify.command import QUICK, Size, run_certify
+from cluster.certify.promises import show
+from cluster.config import Config, demo_config
+
+TINY = Size(
+    greedy_prompts=1, greedy_tokens=8, prompts=1, tokens=4, draws=500, far_draws=20, own_prompts=1, own_tokens=8
+)
+
+
+def on_the_device(config: Config) -> Config:
+    """The same with its targets on the accelerator, where there is one."""
+    if DEVICE.type == "cpu":
+        return config
+    targets = {
+        name: target.model_copy(update={"resources": target.resources.model_copy(update={"gpu": 1.0})})
+        for name, target in config.targets.items()
+    }
+    return config.model_copy(update={"targets": targets})
+
+
+require_device()
+config = on_the_device(demo_config())
+with Progress(disable=True) as progress:
+    promises = asyncio.run(run_certify(config, "", True, TINY if DRY else QUICK, progress))
+show(Console(width=150, highlight=False), promises, "the bundled demo")
+kept = sum(promise.kept is True for promise in promises)
+write_result(f"{kept} of {len(promises)} promises kept", promises=[asdict(promise) for promise in promises])
+sys.exit(kept < len(promises))

@@ -1,0 +1,102 @@
+"""Where the time of a verifier's step and of a drafting level goes."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from dendro.calls import DraftCall, OpenCall, Terms, TextUpdate, new_opening
+from dendro.shapes import LevelShape
+from dendro.state import NoStates
+from dendro.text import Limits, Sampling, Tokens
+from dendro.tree import DraftTree
+from step import DEVICE, DRY, require_device, seconds, write_result
+from tiny_models import make_checkpoint
+from torch.profiler import ProfilerActivity, profile
+from tree_kernels.warp import Warp
+
+from cluster.config import DEMO_MODELS
+from drafter_service.engine import DrafterEngine
+from verifier_service.device import DeviceRunner
+from verifier_service.models import load_target
+from verifier_service.recurrent import Arrangement
+from verifier_service.rows import NO_ROWS, Plan, pack, text_rows
+from verifier_service.runner import buckets_up_to
+from verifier_service.shards import Bounds
+from verifier_service.walk import Draw
+
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+LARGE = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
+TIMES = 1 if DRY else 50
+OPERATIONS = 25
+
+
+def plan_of(runner: DeviceRunner, rows: int, warp: Warp) -> Plan:
+    """A round with a bushy tree of so many rows below a text of a few tokens."""
+    ids = list(range(3, 20))
+    tree = DraftTree.of([ids[-1], *range(20, 19 + rows)], [-1, *(row // 4 for row in range(rows - 1))])
+    part = text_rows(ids, NO_ROWS, tree, runner.own_pages, runner.pages.scratch, runner.near)
+    draw = Draw(1, 0, 0, len(ids), tree.tokens, tree.parents, tree.depths, warp, 7, 0)
+    return pack([part], np.arange(rows), [draw])
+
+
+def profiled(call: Callable[[], object]) -> str:
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if DEVICE.type == "cuda" else [])]
+    with profile(activities=kinds) as found:
+        call()
+    by = "self_cuda_time_total" if DEVICE.type == "cuda" else "self_cpu_time_total"
+    return found.key_averages().table(sort_by=by, row_limit=OPERATIONS, max_name_column_width=60)
+
+
+def verifier_steps() -> list[dict[str, object]]:
+    buckets = (8,) if DRY else buckets_up_to(256)
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        make_checkpoint(Path(folder), **(SMALL if DRY else LARGE))
+        target = load_target(Path(folder), torch.float32 if DRY else torch.bfloat16, DEVICE, buckets)
+        runner = DeviceRunner(target, Bounds(16, 64, 8, 8, 8, Arrangement.of(8, 16, 8, buckets[-1])), buckets)
+        runner.warm_up()
+        for name, warp in (("greedy", Warp()), ("sampled", Warp(1.0)), ("filtered", Warp(1.0, 50, 0.9))):
+            for rows in (4,) if DRY else (1, 8, 16, 32, 64):
+                plan = plan_of(runner, rows, warp)
+                found.append(
+                    {"drawing": name, "rows": rows, "us": round(1e6 * seconds(lambda p=plan: runner.run(p), TIMES), 1)}
+                )
+                print(found[-1], flush=True)
+        print(profiled(lambda: runner.run(plan_of(runner, 4 if DRY else 64, Warp(1.0)))))
+    return found
+
+
+async def drafting_levels() -> list[dict[str, object]]:
+    found = []
+    engine = DrafterEngine.load(DEMO_MODELS / "mamba2", name="mamba2", states=NoStates(), device=str(DEVICE))
+    engine.start()
+    text = Tokens()
+    text.extend(list(range(3, 40)))
+    opening, limits = new_opening(), Limits(len(text.ids) + 64, ignore_end=True)
+    update = TextUpdate(opening, len(text), text.digests[-1], 0, tuple(text.ids))
+    try:
+        await engine.open(OpenCall(update, Terms(Sampling(temperature=1.0, seed=1), limits, "", ())))
+        again = TextUpdate(opening, len(text), text.digests[-1], len(text), ())
+        for widths in ((1,), (1, 1, 1, 1), (4,), (4, 4)):
+            took = []
+            for _ in range(TIMES + 1):
+                tree = await engine.draft(DraftCall(again, LevelShape(widths)))
+                took.append(tree.draft_us)
+            found.append({"widths": widths, "draft_us": min(took[1:]), "levels": len(widths)})
+            print(found[-1], flush=True)
+    finally:
+        engine.stop()
+    return found
+
+
+require_device()
+steps = verifier_steps()
+levels = asyncio.run(drafting_levels())
+largest, chain = steps[-1], levels[1]
+line = f"step of {largest['rows']} rows, {largest['drawing']}: {largest['us']} us"
+write_result(f"{line}; a level: {chain['draft_us'] // chain['levels']} us", steps=steps, levels=levels)

@@ -1,0 +1,232 @@
+"""`make gpu`: everything that needs an accelerator, in one command of less than ten minutes.
+
+Each step is a process of its own with a time limit and a log of its own. Whatever fails, the others run, and a folder
+of results is written: `results.json`, `summary.txt`, `logs/STEP.txt`, and all of it in one archive beside the folder.
+The exit status is 1 where a step failed. This file needs nothing but Python's own library. The steps need torch, triton,
+transformers and pytest, which are the machine's. What the code imports beside them is installed from a folder of wheels
+into a temporary folder, without a network, where the machine lacks it or has an older one.
+
+With `--dry` the steps run on the CPU, the kernels in Triton's interpreter, with tiny sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+BUDGET_S = 570.0
+"""For all steps together. What is left of it when a step begins bounds that step too."""
+DRY_BUDGET_S = 3600.0
+DRY_LIMIT_S = 900.0
+TAIL_LINES = 15
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A script of this folder, or tests for pytest."""
+
+    name: str
+    limit_s: float
+    script: str = ""
+    tests: tuple[str, ...] = ()
+    dry: tuple[str, ...] = ()  # for pytest, beside the tests, in a dry run
+
+    def command(self, dry: bool, report: Path) -> list[str]:
+        if self.script:
+            return [sys.executable, str(HERE / self.script), *(["--dry"] if dry else [])]
+        pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "--import-mode=importlib"]
+        return [
+            sys.executable,
+            *pytest,
+            f"--junitxml={report}",
+            "--durations=5",
+            *self.tests,
+            *(self.dry if dry else ()),
+        ]
+
+
+STEPS = (
+    Step("versions", 60, script="versions.py"),
+    Step("ceilings", 60, script="ceilings.py"),
+    Step("kernels", 120, tests=("tests/kernels/test_accelerated.py",), dry=("-k", "noise or walks or accepted")),
+    Step("device", 180, tests=("tests/verifier_service/test_device.py",), dry=("-k", "recorded or host_arrays")),
+    Step("rows", 90, script="rows.py"),
+    Step("capture", 90, script="capture.py"),
+    Step("profile", 120, script="profile_steps.py"),
+    Step("certify", 240, script="certify_quick.py"),
+)
+
+
+@dataclass(slots=True)
+class Done:
+    """What came of a step."""
+
+    step: str
+    outcome: str  # passed, failed, timed out
+    seconds: float
+    status: int
+    result: dict[str, Any] = field(default_factory=dict)
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(each) for each in re.findall(r"\d+", text)[:4])
+
+
+def lacking(wheel: Path) -> bool:
+    """Whether the machine has not this wheel's package, or has an older one."""
+    name, wanted = wheel.name.split("-")[:2]
+    try:
+        return numbers(version(name)) < numbers(wanted)
+    except PackageNotFoundError:
+        return True
+
+
+def install(wheels: Path, site: Path) -> list[str]:
+    """Install what the machine lacks from a folder of wheels; returns their names."""
+    wanted = [wheel for wheel in sorted(wheels.glob("*.whl")) if lacking(wheel)]
+    if wanted:
+        pip = ["-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile", "--target", str(site)]
+        subprocess.run([sys.executable, *pip, *map(str, wanted)], check=True)
+    return [wheel.name for wheel in wanted]
+
+
+def environment(dry: bool, site: Path) -> dict[str, str]:
+    paths = [site, ROOT, ROOT / "protos", ROOT / "kernels", ROOT / "tests"]
+    given = {
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_WAIT_POLICY": "passive",
+        "MKL_CBWR": "AUTO,STRICT",
+    }
+    if dry:
+        given |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return os.environ | given
+
+
+def run(step: Step, dry: bool, left_s: float, env: dict[str, str], log: Path) -> Done:
+    """Run a step in a process group of its own, and end the group where its time is over."""
+    limit = min(DRY_LIMIT_S if dry else step.limit_s, left_s)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, log.open("w") as out:
+        found, report = Path(folder) / "result.json", Path(folder) / "report.xml"
+        if limit <= 0:
+            out.write("not started: no time is left\n")
+            return Done(step.name, "timed out", 0.0, 124)
+        process = subprocess.Popen(
+            step.command(dry, report),
+            cwd=ROOT,
+            env=env | {"GPU_RESULT": str(found)},
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            status = 124
+            out.write(f"\nended after {limit:.0f} s, its limit\n")
+        result = json.loads(found.read_text()) if found.is_file() else {}
+        result |= counts(report) if report.is_file() else {}
+    outcome = {0: "passed", 124: "timed out"}.get(status, "failed")
+    return Done(step.name, outcome, round(time.monotonic() - began, 1), status, result)
+
+
+def counts(report: Path) -> dict[str, Any]:
+    """Of a pytest report: how many tests there were, and the names of those that failed or were skipped."""
+    cases = list(ElementTree.parse(report).iter("testcase"))
+    named = {
+        kind: [case.get("name") for case in cases if any(case.find(tag) is not None for tag in tags)]
+        for kind, tags in (("failed", ("failure", "error")), ("skipped", ("skipped",)))
+    }
+    return {"tests": len(cases), **named}
+
+
+def commit() -> str:
+    asked = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True)
+    return asked.stdout.strip() or "unknown"
+
+
+def summary(found: Sequence[Done], facts: dict[str, Any], logs: Path) -> str:
+    lines = [f"{key}: {value}" for key, value in facts.items()]
+    lines += ["", f"{'step':<10} {'outcome':<10} {'seconds':>8}  what was found"]
+    for each in found:
+        lines.append(
+            f"{each.step:<10} {each.outcome:<10} {each.seconds:>8.1f}  {each.result.get('summary', '') or short(each)}"
+        )
+    for each in found:
+        if each.outcome != "passed":
+            tail = (logs / f"{each.step}.txt").read_text(errors="replace").splitlines()[-TAIL_LINES:]
+            lines += ["", f"--- {each.step}: {each.outcome}, the end of its log", *tail]
+    return "\n".join(lines) + "\n"
+
+
+def short(done: Done) -> str:
+    if "tests" not in done.result:
+        return f"exit status {done.status}"
+    failed, skipped = len(done.result["failed"]), len(done.result["skipped"])
+    return f"{done.result['tests']} tests, {failed} failed, {skipped} skipped"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dry", action="store_true", help="on the CPU, in Triton's interpreter, with tiny sizes")
+    parser.add_argument("--out", type=Path, required=True, help="the folder for results; it must not exist")
+    parser.add_argument("--wheels", type=Path, default=ROOT / ".wheels", help="a folder of wheels; it may be missing")
+    parser.add_argument("--only", action="append", choices=[step.name for step in STEPS], help="may be repeated")
+    given = parser.parse_args(arguments)
+    logs = given.out / "logs"
+    logs.mkdir(parents=True)
+    began = time.monotonic()
+    found: list[Done] = []
+    with tempfile.TemporaryDirectory() as site:
+        installed = install(given.wheels, Path(site))
+        facts = {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "commit": commit(),
+            "dry": given.dry,
+            "python": sys.version.split()[0],
+            "installed": ", ".join(installed) or "nothing",
+        }
+        env = environment(given.dry, Path(site))
+        for step in STEPS:
+            if given.only and step.name not in given.only:
+                continue
+            print(f"{step.name} ...", flush=True)
+            left_s = (DRY_BUDGET_S if given.dry else BUDGET_S) - (time.monotonic() - began)
+            found.append(run(step, given.dry, left_s, env, logs / f"{step.name}.txt"))
+            if step.name == "versions":
+                facts |= found[-1].result
+            text = summary(found, facts, logs)  # written after each step, for whoever ends this run
+            (given.out / "summary.txt").write_text(text)
+            (given.out / "results.json").write_text(
+                json.dumps(facts | {"steps": [asdict(each) for each in found]}, indent=1)
+            )
+    shutil.make_archive(str(given.out), "gztar", given.out.parent, given.out.name)
+    print(text)
+    return int(any(each.outcome != "passed" for each in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
