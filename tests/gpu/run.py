@@ -2,9 +2,9 @@
 
 Each step is a process of its own with a time limit and a log of its own. Whatever fails, the others run, and a folder
 of results is written: `results.json`, `summary.txt`, `logs/STEP.txt`, and all of it in one archive beside the folder.
-The exit status is 1 where a step failed. This file needs nothing but Python's own library. The steps need torch, triton,
-transformers and pytest, which are the machine's. What the code imports beside them is installed from a folder of wheels
-into a temporary folder, without a network, where the machine lacks it or has an older one.
+The exit status is 1 where a step failed. This file needs nothing but Python's own library. The steps need torch,
+triton, transformers and pytest, which are the machine's. What the code imports beside them is installed from a folder
+of wheels into a temporary folder, without a network, where the machine lacks it or has an older one.
 
 With `--dry` the steps run on the CPU, the kernels in Triton's interpreter, with tiny sizes.
 """

@@ -1,0 +1,101 @@
+"""`make gpu`: whatever a step does, the others run, and everything is written down."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def gpu():
+    """The script, as a module of its own: it is no package's."""
+    spec = importlib.util.spec_from_file_location("gpu_run", ROOT / "tests" / "gpu" / "run.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+GOOD = """
+import json, os
+with open(os.environ["GPU_RESULT"], "w") as file:
+    json.dump({"summary": "all is well", "speed": 7}, file)
+"""
+
+
+def test_a_step_that_fails_or_hangs_or_dies_takes_no_other_with_it(gpu, tmp_path, monkeypatch, capsys):
+    scripts = {
+        "fails": "raise SystemExit('no device')",
+        "hangs": "import subprocess, sys, time\nprint('begun', flush=True)\n"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\ntime.sleep(600)",
+        "dies": "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)",
+        "good": GOOD,
+    }
+    steps = []
+    for name, source in scripts.items():
+        (tmp_path / f"{name}.py").write_text(source)
+        steps.append(gpu.Step(name, 3.0 if name == "hangs" else 60.0, script=str(tmp_path / f"{name}.py")))
+    monkeypatch.setattr(gpu, "STEPS", tuple(steps))
+    out = tmp_path / "results"
+    assert gpu.main(["--out", str(out), "--wheels", str(tmp_path / "none")]) == 1
+    found = json.loads((out / "results.json").read_text())
+    assert [(each["step"], each["outcome"]) for each in found["steps"]] == [
+        ("fails", "failed"),
+        ("hangs", "timed out"),
+        ("dies", "failed"),
+        ("good", "passed"),
+    ]
+    assert found["steps"][3]["result"] == {"summary": "all is well", "speed": 7}
+    assert found["date"] and found["commit"] and found["python"]
+    text = (out / "summary.txt").read_text()
+    assert "all is well" in text and "no device" in text and "ended after 3 s" in text
+    assert text in capsys.readouterr().out
+    with tarfile.open(f"{out}.tar.gz") as archive:
+        assert {"results/results.json", "results/logs/hangs.txt"} <= set(archive.getnames())
+
+
+def test_no_step_begins_when_the_time_for_all_is_over(gpu, tmp_path, monkeypatch):
+    (tmp_path / "good.py").write_text(GOOD)
+    monkeypatch.setattr(gpu, "STEPS", (gpu.Step("good", 60.0, script=str(tmp_path / "good.py")),))
+    monkeypatch.setattr(gpu, "BUDGET_S", 0.0)
+    assert gpu.main(["--out", str(tmp_path / "results"), "--wheels", str(tmp_path / "none")]) == 1
+    assert "not started" in (tmp_path / "results" / "logs" / "good.txt").read_text()
+
+
+def test_failed_tests_are_named(gpu, tmp_path):
+    (tmp_path / "test_two.py").write_text("def test_right(): pass\ndef test_wrong(): assert 0\n")
+    step = gpu.Step("tests", 60.0, tests=(str(tmp_path / "test_two.py"),))
+    done = gpu.run(step, False, 60.0, dict(os.environ), tmp_path / "log.txt")
+    assert done.outcome == "failed"
+    assert done.result == {"tests": 2, "failed": ["test_wrong"], "skipped": []}
+
+
+@pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="there is an accelerator")
+def test_without_an_accelerator_nothing_is_reported_of_one(gpu, tmp_path):
+    step = next(step for step in gpu.STEPS if step.name == "ceilings")
+    done = gpu.run(step, False, 60.0, gpu.environment(False, tmp_path), tmp_path / "log.txt")
+    assert (done.outcome, done.result) == ("failed", {})
+    assert "no accelerator" in (tmp_path / "log.txt").read_text()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_the_dry_run_passes_every_step(tmp_path):
+    ran = subprocess.run(
+        [sys.executable, ROOT / "tests" / "gpu" / "run.py", "--dry", "--out", tmp_path / "dry"],
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-2000:]
+    steps = json.loads((tmp_path / "dry" / "results.json").read_text())["steps"]
+    assert len(steps) == 8 and all(each["outcome"] == "passed" and each["result"] for each in steps)
