@@ -57,8 +57,9 @@ def main() -> None:
     wanted = KINDS_OF_DRAWING * len(buckets) if DEVICE.type == "cuda" else 0
     recorded, failures = len(runner._recorded), sum(runner._failures.values())
     rows = f"differ: {', '.join(differ)}" if differ else "independent"
+    no_graphs = "no graphs on a CPU; " if DEVICE.type == "cpu" else ""
     write_result(
-        f"{recorded} of {wanted} recorded in {took_s:.1f} s, {failures} attempts failed; rows {rows}",
+        f"{no_graphs}{recorded} of {wanted} recorded in {took_s:.1f} s, {failures} attempts failed; rows {rows}",
         recorded=recorded,
         wanted=wanted,
         failures=failures,
