@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from dendro.errors import BadRequest
@@ -10,6 +13,9 @@ from tree_layers.errors import CheckpointError
 
 from cluster.config import Config, Drafter, Model, Target
 from cluster.hub import fetched_model
+from cluster.pairing import fit_of
+
+log = logging.getLogger("dendro.checkpoints")
 
 
 def check_checkpoints(config: Config) -> None:
@@ -17,12 +23,35 @@ def check_checkpoints(config: Config) -> None:
 
     Whether a model's kind is supported, and whether its weights fit its configuration, its engine says when it loads.
     """
+    facts = read_cluster(config)
     for name, target in config.targets.items():
-        target_facts(name, target)
         _check_weights(target, f"targets.{name}.checkpoint")
     for name, drafter in config.drafters.items():
-        drafter_facts(name, drafter)
         _check_weights(drafter, f"drafters.{name}.checkpoint")
+        for target_name in drafter.targets or config.targets:
+            fit = fit_of(facts.targets[target_name], facts.drafters[name])
+            if not fit.fits:
+                raise BadRequest(f"drafters.{name}.checkpoint", f"does not fit target {target_name}: {fit.refusal}")
+            if fit.warning:
+                log.warning("drafter %s for target %s: %s", name, target_name, fit.warning)
+            if fit.note:
+                log.info("drafter %s for target %s: %s", name, target_name, fit.note)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterFacts:
+    """Facts of all models of a configuration, by their names."""
+
+    targets: Mapping[str, Facts]
+    drafters: Mapping[str, Facts]
+
+
+def read_cluster(config: Config) -> ClusterFacts:
+    """Raises BadRequest, naming the field, for what is missing but weights."""
+    return ClusterFacts(
+        {name: target_facts(name, target) for name, target in config.targets.items()},
+        {name: drafter_facts(name, drafter) for name, drafter in config.drafters.items()},
+    )
 
 
 def target_facts(name: str, target: Target) -> Facts:

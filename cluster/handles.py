@@ -47,6 +47,7 @@ from dendro.serving import MAX_MESSAGE_BYTES, STREAM_OPTIONS
 from dendro.shapes import TreeShape
 from dendro.text import Finish, Text, Verdict
 from dendro.tree import DraftTree
+from tree_layers.checkpoint import Facts
 
 log = logging.getLogger("dendro.handles")
 EOF = cast(Any, grpc.aio).EOF  # its stubs do not know it
@@ -401,13 +402,14 @@ class Clock:
 class Seat(Generic[P]):
     """One opening of one text at one leased peer."""
 
-    def __init__(self, leased: Leased[P], text: Text) -> None:
+    def __init__(self, leased: Leased[P], text: Text, vocabulary: int = 0) -> None:
+        """`vocabulary` is the target's, where the peer is no verifier."""
         self.peer = leased.peer
         self.hello = leased.hello
         self.leased = leased
         self._opening = new_opening()
         self._held = 0  # tokens that the peer was told, and therefore holds or asks for
-        self._terms = Terms(text.sampling, text.limits, text.tenant, text.marks)
+        self._terms = Terms(text.sampling, text.limits, text.tenant, text.marks, vocabulary)
 
     async def open(self, text: Text) -> Opened:
         call = OpenCall(self.update(text), self._terms, self.leased.token)
@@ -459,8 +461,16 @@ class VerifierHandle:
     """A request's verifier. `verify` gives the target's tokens, wherever the text has to be opened for it."""
 
     def __init__(
-        self, text: Text, pool: Pool[VerifierPeer], pace: Pace, patience_s: float = PATIENCE_S, step_s: float = STEP_S
+        self,
+        text: Text,
+        pool: Pool[VerifierPeer],
+        pace: Pace,
+        patience_s: float = PATIENCE_S,
+        step_s: float = STEP_S,
+        facts: Facts | None = None,
     ) -> None:
+        """`facts` are what the router knows of the target's checkpoint; a replica of another one is not used."""
+        self._facts = facts
         self.clock = Clock()
         self.moves = 0  # times that the text was opened at another verifier
         self.reopened = 0  # times that it was opened again at the same
@@ -612,7 +622,10 @@ class VerifierHandle:
         return isinstance(error, EngineFailed) and self._faults > 1
 
     def _check_same(self, hello: Hello) -> None:
-        """Another model, dtype or exactness would give other tokens: a request that has begun does not go on there."""
+        """Another model, dtype or exactness would give other tokens: a request that has begun does not go on there, and
+        none begins with a replica of another checkpoint than the router's."""
+        if fault := unlike(hello, self._facts):
+            raise PeerLost(f"verifier: {fault}")
         if self._began_with is None:
             self._began_with = hello
         if hello.target != self._began_with.target:
@@ -669,9 +682,15 @@ class DrafterHandle:
         longest_s: float = 0.5,
         company: Company | None = None,
         adaptive: bool = True,
+        facts: Facts | None = None,
+        vocabulary: int = 0,
     ) -> None:
         """`longest_s` bounds every wait for a draft; a round that is not `adaptive` waits so long. The verifier's
-        limits are those that a tree must keep. Without `company` a tree that is asked for is wanted."""
+        limits are those that a tree must keep. Without `company` a tree that is asked for is wanted. `facts` are what
+        the router knows of the drafter's checkpoint; a replica of another one is not used. `vocabulary` is the target's
+        by the router's facts, until its verifier says it."""
+        self._facts = facts
+        self._vocabulary = vocabulary
         self.clock = Clock()
         self.fallbacks: Counter[str] = Counter()  # rounds without the tree that was asked for, by reason
         self.leases = 0
@@ -777,9 +796,6 @@ class DrafterHandle:
     def _unfit(self, text: Text, shape: TreeShape) -> str:
         """Why no tree of this shape can be asked for; empty where one can."""
         seat, target = self._seat, self._verifier.hello
-        if not self._given_up and seat is not None and target is not None and (fault := _mismatch(seat.hello, target)):
-            log.warning("drafter: does not fit its target: %s", fault)
-            self._given_up = "mismatch"
         if not self._given_up and self._strikes >= STRIKES:
             self._given_up = "struck"
         if self._given_up:
@@ -875,7 +891,12 @@ class DrafterHandle:
             else:
                 leased = await self._pool.lease()
                 self.leases += 1
-            seat = self._tried = Seat(leased, text)
+            if fault := unlike(leased.hello, self._facts):
+                log.warning("drafter: is not used: %s", fault)
+                self._given_up = "mismatch"
+                return
+            target = self._verifier.hello
+            seat = self._tried = Seat(leased, text, target.vocabulary if target is not None else self._vocabulary)
             opened = await seat.open(text)
         except (DendroError, TimeoutError) as error:
             log.info("drafter: %s; trying again later", error or "does not answer")
@@ -891,15 +912,18 @@ class DrafterHandle:
                 self._background.start(old.close(text))
 
 
-def _mismatch(drafter: Hello, target: Hello | None) -> str:
-    """Why a drafter's tokens would not be the target's; empty where they are."""
-    if target is None:
+def unlike(hello: Hello, facts: Facts | None) -> str:
+    """How a replica differs from the router's facts of its checkpoint; empty where it does not, or where the router has
+    none. Whether a drafter's tokens mean what its target's do was found by these facts, before anything started."""
+    if facts is None or hello.facts == facts.digest:
         return ""
-    if drafter.tokenizer != target.tokenizer:
-        return f"tokenizer {drafter.tokenizer[:12]}, not {target.tokenizer[:12]}"
-    if drafter.vocabulary != target.vocabulary:
-        return f"vocabulary of {drafter.vocabulary}, not {target.vocabulary}"
-    return ""
+    compared = (
+        ("tokenizer", hello.tokenizer, facts.tokenizer),
+        ("vocabulary", hello.vocabulary, facts.vocabulary),
+        ("end ids", hello.end_ids, tuple(sorted(facts.end_ids))),
+    )
+    parts = [f"its {name} is {theirs}, here {ours}" for name, theirs, ours in compared if theirs != ours]
+    return f"it was loaded from another checkpoint: {'; '.join(parts) or 'its configuration differs'}"
 
 
 class NoDrafter:

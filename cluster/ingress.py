@@ -31,9 +31,10 @@ from dendro.text import SEED_BITS, Finish, Limits, Sampling, Text, Verdict
 from dendro.tree import DraftTree
 from dendro.v1 import generation_pb2 as pb
 from dendro.v1 import generation_pb2_grpc
+from tree_layers.checkpoint import Facts
 
 from cluster.asked import Asked, what_is_asked
-from cluster.checkpoints import target_facts
+from cluster.checkpoints import ClusterFacts, read_cluster
 from cluster.config import Config, Target
 from cluster.hub import fetched_model
 from cluster.policies import Experience, Offer, Place
@@ -102,6 +103,10 @@ class Places(Protocol):
     ) -> DrafterHandle: ...
     def verifier(self, target: str, text: Text) -> VerifierHandle: ...
 
+    def expect(self, facts: ClusterFacts) -> None:
+        """From now on, use replicas of these checkpoints alone."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Served:
@@ -115,10 +120,9 @@ class Served:
     dtype: str
 
     @classmethod
-    def load(cls, name: str, target: Target) -> Served:
-        """Read a checkpoint's configuration and tokenizer; raises BadRequest naming what is missing."""
+    def of(cls, name: str, target: Target, facts: Facts) -> Served:
+        """Load a target's tokenizer; raises BadRequest naming what is missing."""
         target = fetched_model(f"targets.{name}", target, weights=False)
-        facts = target_facts(name, target)
         try:
             tokenizer = CheckpointTokenizer(target.tokenizer_folder, facts.tokenizer)
         except BadRequest as error:
@@ -244,12 +248,17 @@ class Ingress:
         served: Mapping[str, Served] | None = None,
         priors: PriorStore | None = None,
     ) -> None:
-        """`served` is what the checkpoints say; read from them unless given. Without a store of priors, this router
+        """`served` is what the checkpoints say; read from them unless given, and then replicas of others are not used.
+        Without a store of priors, this router
         knows what it learns itself."""
         self.config = config
         self._places = places
         self._sessions = sessions
-        self._served = served or {name: Served.load(name, target) for name, target in config.targets.items()}
+        if served is None:
+            facts = read_cluster(config)
+            places.expect(facts)
+            served = {name: Served.of(name, target, facts.targets[name]) for name, target in config.targets.items()}
+        self._served = served
         self._experience = {name: Experience() for name in config.targets}
         self._libraries = {
             name: Library(config.speculation.proposers, target.max_rows, target.max_depth)

@@ -18,6 +18,7 @@ from dendro.errors import Overloaded, PeerLost
 from dendro.state import StateStore
 from dendro.text import Text
 
+from cluster.checkpoints import ClusterFacts
 from cluster.config import Config
 from cluster.handles import (
     DRAFTER,
@@ -162,12 +163,18 @@ class Places:
         self._patience_s = patience_s
         self._targets = targets
         self._drafters = drafters
+        self._facts: ClusterFacts | None = None
         self._paces: dict[tuple[str, str], Pace] = {}
         self._verifiers: WeakKeyDictionary[Text, VerifierHandle] = WeakKeyDictionary()
 
+    def expect(self, facts: ClusterFacts) -> None:
+        """From now on, use replicas of these checkpoints alone."""
+        self._facts = facts
+
     def verifier(self, target: str, text: Text) -> VerifierHandle:
         """A verifier for a text. Its lease and its opening run in the background."""
-        handle = VerifierHandle(text, self._targets[target], self._pace(target), self._patience_s)
+        facts = self._facts.targets[target] if self._facts is not None else None
+        handle = VerifierHandle(text, self._targets[target], self._pace(target), self._patience_s, facts=facts)
         self._verifiers[text] = handle
         return handle
 
@@ -181,6 +188,7 @@ class Places:
         if not names:
             return NoDrafter()
         longest_s = min(self._config.router.draft_timeout_ms / 1e3, deadline_s)
+        facts = self._facts
         return DrafterHandle(
             self._drafters[names[0]],
             self._pace(target),
@@ -188,6 +196,8 @@ class Places:
             longest_s=longest_s,
             company=company,
             adaptive=adaptive,
+            facts=facts.drafters[names[0]] if facts is not None else None,
+            vocabulary=facts.targets[target].vocabulary if facts is not None else 0,
         )
 
     def _pace(self, target: str) -> Pace:

@@ -167,6 +167,8 @@ class DrafterEngine:
             dtype=dtype,
             exactness="",
             pid=os.getpid(),
+            facts=checkpoint.facts.digest,
+            ordinary_tokens=checkpoint.facts.ordinary_tokens,
         )
         runner = Runner(model, text_slots(max_sessions), node_slots(max_rows, max_depth), place)
         return cls(hello, runner, states, max_sessions, prefill_chunk, threads)
@@ -230,14 +232,18 @@ class DrafterEngine:
         """
         arrived_ns = time.perf_counter_ns()
         self._check(call.update)
+        vocabulary = call.terms.vocabulary or self._hello.vocabulary
+        least = min(MAX_ROWS, self._hello.vocabulary)
+        if vocabulary < least:
+            raise BadRequest("vocabulary", f"is {vocabulary}; this drafter's targets have at least {least} tokens")
         restored, arrays = await self._shelf.find(call)
         ticket = _Ticket()
 
         def work() -> None:
             nonlocal restored
-            session = self._scheduler.open(ticket, call, restored)
+            session = self._scheduler.open(ticket, call, restored, vocabulary)
             try:
-                self._runner.admit(session.number, call.terms.sampling)
+                self._runner.admit(session.number, call.terms.sampling, vocabulary)
             except ValueError as error:
                 field, _, reason = str(error).partition(": ")
                 self._scheduler.forget(session.number, BadRequest(field, reason))
@@ -308,8 +314,6 @@ class DrafterEngine:
         if update.base > self._hello.max_length:
             limit = self._hello.max_length
             raise BadRequest("update.base", f"is {update.base} tokens; a text of this drafter has at most {limit}")
-        if update.tokens and not 0 <= min(update.tokens) <= max(update.tokens) < self._hello.vocabulary:
-            raise BadRequest("update.tokens", f"a token lies outside the vocabulary of {self._hello.vocabulary}")
 
     # -- the engine's thread -------------------------------------------------------------------------------------
 

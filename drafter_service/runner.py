@@ -23,6 +23,7 @@ class Law:
     """How a session's guesses are ordered."""
 
     warp: Warp
+    vocabulary: int  # of its guesses: ids that both drafter and target have
     noise: NoiseRows | None  # none at temperature 0
 
 
@@ -36,11 +37,13 @@ class Runner:
         self.memory = model.memory(texts, nodes)
         self._laws: dict[int, Law] = {}
 
-    def admit(self, session: int, sampling: Sampling) -> None:
-        """Learn how to order a session's guesses. Raises ValueError where the warp refuses."""
+    def admit(self, session: int, sampling: Sampling, vocabulary: int) -> None:
+        """Learn how to order a session's guesses, which are below `vocabulary`. Raises ValueError where the warp
+        refuses."""
         warp = Warp(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-        rows = NoiseRows(sampling.seed, self.model.vocabulary, sampling.sample_index)
-        self._laws[session] = Law(warp, None if warp.greedy else rows)
+        guessed = min(vocabulary, self.model.vocabulary)
+        rows = NoiseRows(sampling.seed, guessed, sampling.sample_index)
+        self._laws[session] = Law(warp, guessed, None if warp.greedy else rows)
 
     def forget(self, session: int) -> None:
         """Forget a session's law. Harmless where it is not known."""
@@ -81,18 +84,20 @@ class Runner:
 
     def _order(self, logits: Tensor, plan: Plan) -> Outcome:
         """The candidates of each scored row under its own session's law. logits [scored, V]"""
-        width = min(plan.width, logits.shape[1])
         laws = [self._laws[session] for session in plan.sessions.tolist()]
-        groups: dict[Warp, list[int]] = {}
+        width = min(plan.width, *(law.vocabulary for law in laws))
+        groups: dict[tuple[Warp, int], list[int]] = {}
         for row, law in enumerate(laws):
-            groups.setdefault(law.warp, []).append(row)
+            groups.setdefault((law.warp, law.vocabulary), []).append(row)
         if len(groups) == 1:
-            ids, scores = _candidates(logits, laws[0].warp, self._noise(laws, range(len(laws)), plan), width)
+            warp, vocabulary = laws[0].warp, laws[0].vocabulary
+            noise = self._noise(laws, range(len(laws)), plan)
+            ids, scores = _candidates(logits[:, :vocabulary], warp, noise, width)
             return Outcome(ids.cpu().numpy(), scores.cpu().numpy())
         candidates = np.empty((len(laws), width), np.int64)
         found = np.empty((len(laws), width), np.float32)
-        for warp, rows in groups.items():
-            part = logits[torch.tensor(rows, device=self.device)]
+        for (warp, vocabulary), rows in groups.items():
+            part = logits[torch.tensor(rows, device=self.device), :vocabulary]
             ids, scores = _candidates(part, warp, self._noise(laws, rows, plan), width)
             candidates[rows], found[rows] = ids.cpu().numpy(), scores.cpu().numpy()
         return Outcome(candidates, found)

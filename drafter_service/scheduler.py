@@ -89,6 +89,7 @@ class Session:
     number: int
     opening: bytes
     terms: Terms
+    vocabulary: int  # ids of the text are below it; those that the model does not have, it feeds as another
     text: PeerText = field(default_factory=PeerText)
     slot: int = EMPTY_TEXT
     covers: int = 0
@@ -146,8 +147,9 @@ class Scheduler:
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
-    def open(self, ticket: Ticket, call: OpenCall, restored: int) -> Session:
-        """Take a text in; `restored` of its tokens are about to be loaded into the slot of the session returned.
+    def open(self, ticket: Ticket, call: OpenCall, restored: int, vocabulary: int) -> Session:
+        """Take a text in, whose ids are below `vocabulary`; `restored` of its tokens are about to be loaded into the
+        slot of the session returned.
 
         Raises Overloaded and BadRequest. An opening that is there already is opened afresh.
         """
@@ -158,7 +160,8 @@ class Scheduler:
         if len(self._sessions) >= self.max_sessions:
             raise Overloaded(f"{len(self._sessions)} texts are open at drafter {self.name}, the most it takes")
         self._numbers += 1
-        session = Session(self._numbers, call.update.opening, call.terms)
+        session = Session(self._numbers, call.update.opening, call.terms, vocabulary)
+        _check_tokens(session, call.update)
         session.text.follow(call.update)
         if restored:
             (session.slot,), session.covers = self.texts.take(1), restored
@@ -365,6 +368,7 @@ class Scheduler:
             raise NotFound("opening: is not open here")
         if session.closing is not None or session.ended:
             raise NotFound("opening: is being closed")
+        _check_tokens(session, update)
         stands = session.text.follow(update)
         self._sessions[update.opening] = self._sessions.pop(update.opening)
         for work in (session.kept, session.round):
@@ -541,3 +545,8 @@ class Scheduler:
             session.closing,
         ]
         return [ticket for ticket in tickets if ticket is not None]
+
+
+def _check_tokens(session: Session, update: TextUpdate) -> None:
+    if update.tokens and not 0 <= min(update.tokens) <= max(update.tokens) < session.vocabulary:
+        raise BadRequest("update.tokens", f"a token lies outside the vocabulary of {session.vocabulary}")

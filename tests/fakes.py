@@ -64,9 +64,17 @@ class _Fake:
     model = "toy"
     exactness = ""
 
-    def __init__(self, fingerprint: str = "toy-weights", tokenizer: str = "toy-tokens", pause_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        fingerprint: str = "toy-weights",
+        tokenizer: str = "toy-tokens",
+        pause_s: float = 0.0,
+        facts_digest: str = "toy-facts",
+    ) -> None:
         self.fingerprint = fingerprint
         self.tokenizer = tokenizer
+        self.facts_digest = facts_digest
+        self.vocabularies: set[int] = set()  # that texts were opened with
         self.pause_s = pause_s  # of every draft and verification
         self.open_pause_s = 0.0
         self.max_sessions = 1000
@@ -99,6 +107,7 @@ class _Fake:
             exactness=self.exactness,
             pid=os.getpid(),
             end_ids=(END,),
+            facts=self.facts_digest,
         )
 
     async def open(self, call: OpenCall) -> Opened:
@@ -111,6 +120,7 @@ class _Fake:
         await asyncio.sleep(self.open_pause_s)
         self.held[call.update.opening] = _Held(text, call.terms)
         self.opens += 1
+        self.vocabularies.add(call.terms.vocabulary)
         return Opened(restored=0, processed=call.update.base - 1, open_us=int(1e6 * self.open_pause_s))
 
     async def close(self, call: CloseCall) -> Closed:
@@ -174,8 +184,14 @@ class FakeVerifier(_Fake):
 class FakeDrafter(_Fake):
     """Knows the toy target and errs now and then, as the text has it."""
 
-    def __init__(self, fingerprint: str = "toy-drafter", tokenizer: str = "toy-tokens", pause_s: float = 0.0) -> None:
-        super().__init__(fingerprint, tokenizer, pause_s)
+    def __init__(
+        self,
+        fingerprint: str = "toy-drafter",
+        tokenizer: str = "toy-tokens",
+        pause_s: float = 0.0,
+        facts_digest: str = "toy-facts",
+    ) -> None:
+        super().__init__(fingerprint, tokenizer, pause_s, facts_digest)
         self.spoil: DraftTree | None = None  # handed out instead of a tree of ours
 
     async def draft(self, call: DraftCall) -> DraftTree:

@@ -14,7 +14,7 @@ Family = Literal["mamba", "mamba2", "llama"]
 FAMILIES: tuple[Family, ...] = ("mamba", "mamba2", "llama")
 POSITIONS = 2048
 
-__all__ = ["FAMILIES", "VOCABULARY", "Family", "make_drafter"]
+__all__ = ["FAMILIES", "PADDED", "VOCABULARY", "Family", "make_drafter"]
 
 
 def make_drafter(folder: Path, family: Family, **settings: Any) -> PreTrainedModel:

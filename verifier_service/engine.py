@@ -198,6 +198,8 @@ class VerifierEngine:
                 pid=os.getpid(),
                 end_ids=tuple(sorted(target.facts.end_ids)),
                 attends=bool(target.layouts),
+                facts=target.facts.digest,
+                ordinary_tokens=target.facts.ordinary_tokens,
             )
             undo.pop_all()
         shelf = None

@@ -98,7 +98,7 @@ class Ranker:
     def ranks(self, prompt: Sequence[int], answer: Sequence[int], sampling: Sampling) -> list[int]:
         """The place of every answer token among the candidates, given the true text before it; past them, `width`."""
         ids = np.array([*prompt, *answer], np.int64)
-        self._runner.admit(0, sampling)
+        self._runner.admit(0, sampling, self._runner.model.vocabulary)
         found: list[int] = []
         slot, last = EMPTY_TEXT, len(ids) - 1
         for start in range(0, last, CHUNK):

@@ -13,6 +13,9 @@ from tree_layers.mixers import unit_rms
 
 Mixer = TypeVar("Mixer")
 
+FOREIGN = 0
+"""What is fed for a token id that the model does not have."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ends:
@@ -36,6 +39,11 @@ class Ends:
     def device(self) -> torch.device:
         return self.embedding.device
 
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Rows of the embedding for any ids >= 0 [...]. A text may hold ids of its target that this model does not
+        have: they are all fed as one id in range."""
+        return F.embedding(torch.where(tokens < len(self.embedding), tokens, FOREIGN), self.embedding)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [rows, d] -> [rows, V] float32."""
         return torch.mm(self._norm(hidden, self.norm), self.head).float()
@@ -53,7 +61,7 @@ class Backbone(Ends, Generic[Mixer]):
 
     def through(self, tokens: Tensor, mix: Callable[[int, Mixer, Tensor], Tensor]) -> Tensor:
         """Hidden [..., d] of tokens [...]; `mix` runs a layer's mixer, which it is given with the layer's number."""
-        hidden = F.embedding(tokens, self.embedding)
+        hidden = self.embed(tokens)
         for layer, (norm, mixer) in enumerate(self.layers):
             hidden = hidden.to(self.residual) + mix(layer, mixer, self._norm(hidden, norm))
         return hidden

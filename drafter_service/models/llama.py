@@ -152,7 +152,7 @@ class LlamaModel(Ends):
 
     def through(self, tokens: Tensor, positions: Tensor, parts: Sequence[Rows], kept: Kept) -> Tensor:
         """Hidden [rows, d] of tokens [rows] at these positions; `kept` takes in their keys and values."""
-        hidden = F.embedding(tokens, self.embedding)
+        hidden = self.embed(tokens)
         cosine, sine = self.turns.index_select(0, positions)[:, :, None].unbind(1)  # [rows, 1, D] each
         turned = self.heads + self.kv_heads
         for number, layer in enumerate(self.layers):

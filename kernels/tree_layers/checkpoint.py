@@ -59,6 +59,11 @@ class Facts:
         return "" if self.tokens is None else self.tokens.fingerprint
 
     @property
+    def ordinary_tokens(self) -> str:
+        """The fingerprint of the token table without its added tokens; empty where there is none."""
+        return "" if self.tokens is None else self.tokens.ordinary_fingerprint
+
+    @property
     def known(self) -> int:
         """Token ids that the tokenizer knows, or that state-spaces' configuration says are in use."""
         if self.tokens is not None:

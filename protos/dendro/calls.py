@@ -33,6 +33,7 @@ class Terms:
     limits: Limits
     tenant: str
     marks: tuple[int, ...]  # lengths that earlier turns ended at, where a saved state may be found
+    vocabulary: int = 0  # the target's: ids of the text, and of guesses, are below it; 0: the peer's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +106,8 @@ class Hello:
     protocol: int
     model: str  # the name it is served under
     fingerprint: str  # hash of the weights and the configuration
-    tokenizer: str  # hash of the tokenizer
-    vocabulary: int
+    tokenizer: str  # hash of the token table, from id to text; empty: there is none
+    vocabulary: int  # token ids that mean something and that the model has
     max_length: int  # tokens of text it can hold
     max_rows: int  # rows of a tree, the root among them
     max_depth: int
@@ -115,6 +116,8 @@ class Hello:
     pid: int
     end_ids: tuple[int, ...] = ()  # end-of-text tokens of the target
     attends: bool = False  # verifier: the target has layers of attention, so that its steps are quadratic in their rows
+    facts: str = ""  # hash of what the checkpoint's folder says: configuration, end ids, token table
+    ordinary_tokens: str = ""  # hash of the token table without added tokens; decides nothing
 
     @property
     def target(self) -> str:
@@ -127,7 +130,7 @@ TARGET_FACTS = ("fingerprint", "dtype", "exactness", "tokenizer", "vocabulary", 
 """Fields of a verifier's Hello that its tokens, or their bits, depend on beside the text. The degree of sharding is
 part of the fingerprint. The limits (`max_*`) are not among them: they say which calls are refused."""
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class DrafterPeer(Protocol):

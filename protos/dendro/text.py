@@ -13,6 +13,8 @@ import numpy as np
 from dendro.errors import BadRequest
 
 SEED_BITS = 64
+SMALLEST_TEMPERATURE = 1e-6
+"""Below it, dividing logits by the temperature comes near to overflowing float32."""
 
 
 class Finish(StrEnum):
@@ -24,7 +26,10 @@ class Finish(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the target's law is warped and which noise draws from it. Zero temperature is greedy and draws nothing."""
+    """How the target's law is warped and which noise draws from it. Zero temperature is greedy and draws nothing.
+
+    The one check of these numbers: what a client asks for and what a peer is sent are both checked at birth here.
+    """
 
     temperature: float = 0.0
     top_k: int = 0  # 0: all
@@ -34,8 +39,11 @@ class Sampling:
     sample_index: int = 0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise BadRequest("temperature", f"must be a finite number, at least 0; got {self.temperature}")
+        if not (self.temperature == 0 or SMALLEST_TEMPERATURE <= self.temperature < math.inf):
+            raise BadRequest(
+                "temperature",
+                f"must be 0 (greedy), or a finite number of at least {SMALLEST_TEMPERATURE:g}; got {self.temperature}",
+            )
         if self.top_k < 0:
             raise BadRequest("top_k", f"must be at least 0 (0 keeps all); got {self.top_k}")
         if not 0 < self.top_p <= 1:

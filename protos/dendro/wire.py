@@ -152,6 +152,7 @@ def _open_message(call: OpenCall) -> calls_pb2.OpenCall:
         ignore_end=terms.limits.ignore_end,
         tenant=terms.tenant,
         marks=terms.marks,
+        vocabulary=terms.vocabulary,
     )
 
 
@@ -163,9 +164,12 @@ def _open_from(update: TextUpdate, message: calls_pb2.OpenCall) -> OpenCall:
         raise BadRequest("max_length", f"is {message.max_length} for a text of {update.base} tokens")
     if len(message.marks) > update.base or any(not 0 < mark <= update.base for mark in message.marks):
         raise BadRequest("marks", f"must lie in 1 to {update.base}")
+    if message.vocabulary > _MAX_COUNT:
+        raise BadRequest("vocabulary", f"is {message.vocabulary}; at most {_MAX_COUNT}")
     sampling = Sampling(said.temperature, said.top_k, said.top_p, said.min_p, said.seed, said.sample_index)
     limits = Limits(message.max_length, message.ignore_end)
-    return OpenCall(update, Terms(sampling, limits, message.tenant, tuple(message.marks)), message.lease)
+    terms = Terms(sampling, limits, message.tenant, tuple(message.marks), message.vocabulary)
+    return OpenCall(update, terms, message.lease)
 
 
 def drafter_call_message(number: int, call: DrafterCall) -> drafter_pb2.DrafterCall:
@@ -273,6 +277,8 @@ def hello_message(hello: Hello) -> calls_pb2.Hello:
         pid=hello.pid,
         end_ids=hello.end_ids,
         attends=hello.attends,
+        facts=hello.facts,
+        ordinary_tokens=hello.ordinary_tokens,
     )
 
 
@@ -301,6 +307,8 @@ def hello_from(message: calls_pb2.Hello) -> Hello:
         pid=message.pid,
         end_ids=tuple(message.end_ids),
         attends=message.attends,
+        facts=one_line(message.facts, MAX_NAME),
+        ordinary_tokens=one_line(message.ordinary_tokens, MAX_NAME),
     )
 
 

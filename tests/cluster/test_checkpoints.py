@@ -84,3 +84,16 @@ def test_a_configuration_that_is_none_is_refused(config: Config, tmp_path: Path,
     (tmp_path / "target" / "config.json").write_text(text)
     with pytest.raises(BadRequest, match=r"^targets\.target\.checkpoint: "):
         check_checkpoints(config)
+
+
+def test_a_drafter_of_another_tokenizer_is_refused_with_the_first_ids_and_both_texts(config: Config, tmp_path: Path):
+    (tmp_path / "mamba" / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "c": 1}}}')
+    with pytest.raises(BadRequest, match="1 is 'b' to the target and 'c' to the drafter") as refused:
+        check_checkpoints(config)
+    assert refused.value.field == "drafters.mamba.checkpoint"
+
+
+def test_a_drafter_that_differs_in_padding_and_bytes_alone_passes(config: Config, tmp_path: Path):
+    (tmp_path / "mamba" / "config.json").write_text('{"model_type": "mamba", "vocab_size": 72}')
+    (tmp_path / "mamba" / "tokenizer.json").write_text('{ "model": {"vocab": {"b": 1, "a": 0}, "merges": []}}')
+    check_checkpoints(config)

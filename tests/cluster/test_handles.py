@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import grpc.aio
 import numpy as np
@@ -20,6 +21,8 @@ from dendro.text import Sampling, Text
 from dendro.tree import DraftTree
 from fakes import END, VOCABULARY, FakeDrafter, FakeVerifier, FarPool, NearPool, new_text, plain
 from sockets import drafter_at, end, process, until, verifier_at
+from tree_layers.checkpoint import Facts
+from tree_layers.tokens import TokenTable
 
 from cluster import handles
 from cluster.handles import DrafterHandle, Pace, PeerStream, VerifierHandle
@@ -44,11 +47,13 @@ class Ran:
         return len(self.lengths) - self.drafter.fallbacks["opening"]
 
 
-async def run(text, drafters, verifiers, policy=None, pace=None, each=None, company=None, **options) -> Ran:
+async def run(
+    text, drafters, verifiers, policy=None, pace=None, each=None, company=None, drafter_facts=None, **options
+) -> Ran:
     """The loop over handles of our own; `each` is called after every round with its number."""
     pace = pace or Pace()
     verifier = VerifierHandle(text, verifiers, pace, **options)
-    drafter = DrafterHandle(drafters, pace, verifier, company=company)
+    drafter = DrafterHandle(drafters, pace, verifier, company=company, facts=drafter_facts)
     lengths: list[int] = []
     try:
         async for verdict in rounds(text, drafter, verifier, policy or Static(CHAIN)):
@@ -239,12 +244,45 @@ async def test_a_tree_that_the_verifier_refuses_is_a_strike_and_costs_no_token()
     assert ran.verifier.reopened == 0 and ran.verifier.moves == 0
 
 
-@pytest.mark.parametrize("drafter", [FakeDrafter(tokenizer="another")], ids=["tokenizer"])
-async def test_a_drafter_of_another_tokenizer_is_asked_for_nothing(drafter):
+FACTS = Facts(
+    folder=Path("toy"),
+    layout="transformers",
+    config={"model_type": "toy"},
+    rows=VOCABULARY,
+    positions=None,
+    end_ids=frozenset({END}),
+    tokens=TokenTable({token: str(token) for token in range(VOCABULARY)}, frozenset()),
+    unpadded=None,
+    digest="toy-facts",
+)
+
+
+async def test_a_drafter_of_another_tokenizer_than_its_target_is_used_where_its_facts_are_the_routers():
+    """Whether the two fit was decided by their facts, before anything started."""
+    drafter = FakeDrafter(tokenizer="another", facts_digest="toy-facts")
     async with pair(drafter, FakeVerifier()) as pools:
-        ran = await run(new_text(), *pools)
-    assert is_plain(ran) and drafter.calls == 0
+        ran = await run(new_text(), *pools, drafter_facts=FACTS)
+    assert is_plain(ran) and drafter.calls > 0 and not ran.drafter.fallbacks["mismatch"]
+    assert drafter.vocabularies == {VOCABULARY}  # of the target, sent with the opening
+
+
+async def test_a_drafter_that_was_loaded_from_another_checkpoint_is_asked_for_nothing(caplog):
+    drafter = FakeDrafter(tokenizer="another", facts_digest="other-facts")
+    async with pair(drafter, FakeVerifier()) as pools:
+        ran = await run(new_text(), *pools, drafter_facts=FACTS)
+    assert is_plain(ran) and drafter.calls == drafter.opens == 0
     assert ran.drafter.fallbacks["mismatch"] == ran.asked > 30
+    assert "loaded from another checkpoint: its tokenizer is another" in caplog.text
+
+
+async def test_a_verifier_that_was_loaded_from_another_checkpoint_gets_no_text(caplog):
+    caplog.set_level("INFO", "dendro.handles")
+    verifier = FakeVerifier(facts_digest="other-facts")
+    async with pair(FakeDrafter(), verifier) as pools:
+        with pytest.raises(PeerLost):
+            await run(new_text(), *pools, facts=FACTS, patience_s=0.2)
+    assert verifier.opens == 0
+    assert "loaded from another checkpoint: its tokenizer is toy-tokens" in caplog.text
 
 
 async def test_a_drafter_that_is_not_used_is_given_back_and_taken_again():

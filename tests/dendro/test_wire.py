@@ -48,7 +48,7 @@ def updates(draw: st.DrawFn, start: int | None = None) -> TextUpdate:
 def opens(draw: st.DrawFn) -> OpenCall:
     update = draw(updates(start=0))
     sampling = Sampling(
-        draw(st.floats(0, 10, allow_subnormal=False)),
+        draw(st.just(0.0) | st.floats(1e-6, 10)),
         draw(st.integers(0, 1000)),
         draw(st.floats(0.01, 1)),
         draw(st.floats(0, 0.99, allow_subnormal=False)),
@@ -57,7 +57,8 @@ def opens(draw: st.DrawFn) -> OpenCall:
     )
     marks = tuple(draw(st.lists(st.integers(1, update.base), max_size=3, unique=True)))
     limits = Limits(draw(st.integers(update.base, 2**31 - 1)), draw(st.booleans()))
-    return OpenCall(update, Terms(sampling, limits, draw(st.text(max_size=5)), marks), draw(st.text(max_size=5)))
+    terms = Terms(sampling, limits, draw(st.text(max_size=5)), marks, draw(st.integers(0, 2**31 - 1)))
+    return OpenCall(update, terms, draw(st.text(max_size=5)))
 
 
 @st.composite
@@ -142,7 +143,7 @@ def test_a_drafters_answer_comes_back_as_it_went(answer):
 
 
 def test_a_hello_comes_back_as_it_went():
-    hello = Hello(1, "m", "f", "t", 4096, 2048, 64, 16, "bfloat16", "bitwise", 77, (0, 2), True)
+    hello = Hello(1, "m", "f", "t", 4096, 2048, 64, 16, "bfloat16", "bitwise", 77, (0, 2), True, "facts", "words")
     assert wire.hello_from(calls_pb2.Hello.FromString(wire.hello_message(hello).SerializeToString())) == hello
 
 

@@ -22,7 +22,7 @@ from dendro.shapes import OFF, BeamShape, DynamicShape, LevelShape, NodeShape, T
 from dendro.state import MemoryStates, NoStates, StateStore
 from dendro.text import Limits, Sampling, Tokens
 from dendro.tree import DraftTree
-from tiny_drafters import FAMILIES, VOCABULARY, Family, make_drafter
+from tiny_drafters import FAMILIES, PADDED, VOCABULARY, Family, make_drafter
 from tree_kernels.noise import gumbel_noise
 from tree_kernels.warp import Warp, drafter_order
 
@@ -105,13 +105,15 @@ class Oracle:
     """Drafts by reading each node's whole path from nothing."""
 
     model: Model
+    vocabulary: int = VOCABULARY  # ids that it may guess are below
 
     @torch.inference_mode()
     def logits(self, texts: list[list[int]]) -> torch.Tensor:
-        """[texts, V] what follows each text. All of one length."""
+        """[texts, V] what follows each text. All of one length. Ids that the model does not have are fed as 0."""
+        texts = [[token if token < PADDED else 0 for token in text] for text in texts]
         zeros, own = np.zeros(len(texts), np.int64), np.arange(1, 1 + len(texts))
         rows = Chains(np.array(texts), np.full(len(texts), len(texts[0])), zeros, zeros, own, zeros[:0])
-        return self.model.logits(self.model.memory(1 + len(texts), 1).chain(rows)[:, -1])
+        return self.model.logits(self.model.memory(1 + len(texts), 1).chain(rows)[:, -1])[:, : self.vocabulary]
 
     def offers(self, texts: list[list[int]], sampling: Sampling, calibration: Calibration) -> list[list[Offer]]:
         """Each text's 16 ordered candidates. The texts are of one length, and so have one noise."""
@@ -189,6 +191,7 @@ class Client:
     sampling: Sampling = GREEDY
     tenant: str = ""
     marks: tuple[int, ...] = ()
+    vocabulary: int = 0  # of the target
     opening: bytes = field(default_factory=new_opening)
     text: Tokens = field(default_factory=Tokens)
     held: int = 0
@@ -204,7 +207,7 @@ class Client:
 
     async def open(self, prompt: list[int]) -> Opened:
         self.text.extend(prompt)
-        terms = Terms(self.sampling, Limits(10_000), self.tenant, self.marks)
+        terms = Terms(self.sampling, Limits(10_000), self.tenant, self.marks, self.vocabulary)
         return await self.engine.open(OpenCall(self.update(), terms))
 
     async def draft(self, shape: TreeShape) -> DraftTree:
@@ -268,6 +271,63 @@ async def test_drafting_by_levels_equals_a_fresh_prefill_of_every_path(path, ora
             assert (opened.restored, opened.processed) == (0, length - 1)
             oracle.check(await client.draft(shape), client.ids, shape, sampling)
             assert await client.close() == Closed(0)  # no store keeps it
+
+
+FEWER, MORE = 70, 500
+"""Tokens of targets that have fewer than the drafter, and more than its embedding has rows."""
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN, MASKED], ids=["greedy", "drawn", "masked"])
+@pytest.mark.parametrize("shape", [CHAIN, TREE, NODES, BEAM, DYNAMIC], ids=str)
+async def test_texts_of_targets_of_different_vocabularies_share_levels_and_each_is_drafted_for_as_if_alone(
+    path, oracle, shape, sampling
+):
+    """Guesses are below the smaller vocabulary; the chances are those of the tokens that are left. A text's ids that
+    the drafter's tokenizer lacks are fed as they are, those past its embedding as one fixed id."""
+    texts = {
+        FEWER: [token % FEWER for token in prompt_of(12)],
+        0: prompt_of(12),
+        MORE: [3, VOCABULARY, PADDED - 1, PADDED, 7, MORE - 1, 200, 1, 2, VOCABULARY - 1, 9, PADDED + 1],
+    }
+    async with serving(path) as engine:
+        clients = [Client(engine, sampling, vocabulary=vocabulary) for vocabulary in texts]
+        await asyncio.gather(*(client.open(text) for client, text in zip(clients, texts.values(), strict=True)))
+        for _ in range(2):
+            trees = await asyncio.gather(*(client.draft(shape) for client in clients))
+            for client, tree in zip(clients, trees, strict=True):
+                limit = min(client.vocabulary or VOCABULARY, VOCABULARY)
+                Oracle(oracle.model, limit).check(tree, client.ids, shape, sampling)
+                client.text.extend([int(tree.tokens[1]), (client.vocabulary or VOCABULARY) - 1])
+        assert max(tree.texts for tree in trees) == 3
+        for client in clients:
+            await client.close()
+
+
+async def test_the_first_id_past_the_targets_vocabulary_is_never_guessed(path, oracle):
+    async with serving(path) as engine:
+        client = Client(engine)
+        await client.open([1, 2, 3])
+        best = int(max((await client.draft(TREE)).tokens[1:]))
+        await client.close()
+        assert best >= 64
+        cut = Client(engine, vocabulary=best)
+        await cut.open([1, 2, 3])
+        tree = await cut.draft(TREE)
+        assert best not in tree.tokens and tree.tokens.max() < best
+        Oracle(oracle.model, best).check(tree, cut.ids, TREE, GREEDY)
+        await cut.close()
+
+
+async def test_a_state_saved_of_a_text_with_ids_that_the_drafter_lacks_is_found_and_drafts_the_same(path, oracle):
+    prompt = [3, MORE - 1, PADDED, 7, PADDED + 5, 2, 1, MORE - 2]
+    async with serving(path, MemoryStates()) as engine:
+        first = Client(engine, vocabulary=MORE)
+        await first.open(prompt)
+        assert await first.close() == Closed(len(prompt) - 1)
+        again = Client(engine, vocabulary=MORE)
+        assert (await again.open(prompt)).restored == len(prompt) - 1
+        oracle.check(await again.draft(TREE), prompt, TREE, GREEDY)
+        await again.close()
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -36,7 +36,7 @@ def opened(scheduler: Scheduler, name: int) -> Session:
     text = Tokens()
     text.extend(PROMPT)
     update = TextUpdate(bytes([name]) * 16, len(text), text.digests[-1], 0, PROMPT)
-    return scheduler.open(Waiting(), OpenCall(update, Terms(Sampling(), Limits(100), "", ())), 0)
+    return scheduler.open(Waiting(), OpenCall(update, Terms(Sampling(), Limits(100), "", ())), 0, 1 << 20)
 
 
 def draft(scheduler: Scheduler, session: Session, shape: TreeShape) -> None:

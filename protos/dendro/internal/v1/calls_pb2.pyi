@@ -59,6 +59,8 @@ class Hello(_message.Message):
     PID_FIELD_NUMBER: _builtins.int
     END_IDS_FIELD_NUMBER: _builtins.int
     ATTENDS_FIELD_NUMBER: _builtins.int
+    FACTS_FIELD_NUMBER: _builtins.int
+    ORDINARY_TOKENS_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """protocol is the version that the replica speaks."""
     model: _builtins.str
@@ -66,9 +68,9 @@ class Hello(_message.Message):
     fingerprint: _builtins.str
     """fingerprint is a hash of the weights and the configuration."""
     tokenizer: _builtins.str
-    """tokenizer is a hash of the tokenizer."""
+    """tokenizer is a hash of the token table, from id to text. Empty: the checkpoint has none."""
     vocabulary: _builtins.int
-    """vocabulary is the number of token ids."""
+    """vocabulary is the number of token ids that mean something and that the model has."""
     max_length: _builtins.int
     """max_length is the longest text, in tokens, that the replica can hold."""
     max_rows: _builtins.int
@@ -84,6 +86,12 @@ class Hello(_message.Message):
     attends: _builtins.bool
     """attends is whether a verifier's target has layers of attention: its steps then take a time quadratic in their rows,
     else a linear one. False: it has none, or this is a drafter.
+    """
+    facts: _builtins.str
+    """facts is a hash of what the checkpoint's folder says: configuration, end ids, token table. By meaning, not by bytes."""
+    ordinary_tokens: _builtins.str
+    """ordinary_tokens is a hash of the token table without its added tokens, for operators: it decides nothing.
+    Empty: the checkpoint has no tokenizer.
     """
     @_builtins.property
     def end_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -105,10 +113,12 @@ class Hello(_message.Message):
         pid: _builtins.int = ...,
         end_ids: _abc.Iterable[_builtins.int] | None = ...,
         attends: _builtins.bool = ...,
+        facts: _builtins.str = ...,
+        ordinary_tokens: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attends", b"attends", "dtype", b"dtype", "end_ids", b"end_ids", "exactness", b"exactness", "fingerprint", b"fingerprint", "max_depth", b"max_depth", "max_length", b"max_length", "max_rows", b"max_rows", "model", b"model", "pid", b"pid", "protocol", b"protocol", "tokenizer", b"tokenizer", "vocabulary", b"vocabulary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attends", b"attends", "dtype", b"dtype", "end_ids", b"end_ids", "exactness", b"exactness", "facts", b"facts", "fingerprint", b"fingerprint", "max_depth", b"max_depth", "max_length", b"max_length", "max_rows", b"max_rows", "model", b"model", "ordinary_tokens", b"ordinary_tokens", "pid", b"pid", "protocol", b"protocol", "tokenizer", b"tokenizer", "vocabulary", b"vocabulary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -164,6 +174,7 @@ class OpenCall(_message.Message):
     IGNORE_END_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     MARKS_FIELD_NUMBER: _builtins.int
+    VOCABULARY_FIELD_NUMBER: _builtins.int
     lease: _builtins.str
     """lease is the lease that the opening belongs to. Empty only at a replica that gives none."""
     max_length: _builtins.int
@@ -172,6 +183,10 @@ class OpenCall(_message.Message):
     """ignore_end goes on past the end-of-text token."""
     tenant: _builtins.str
     """tenant salts the names of saved states. Empty: the one tenant of a cluster without tenants."""
+    vocabulary: _builtins.int
+    """vocabulary is the target's: the text's token ids are below it, and so must be a drafter's guesses. Zero: it is the
+    peer's own.
+    """
     @_builtins.property
     def sampling(self) -> Global___Sampling:
         """sampling is how the target's law is warped, and with which noise."""
@@ -189,10 +204,11 @@ class OpenCall(_message.Message):
         ignore_end: _builtins.bool = ...,
         tenant: _builtins.str = ...,
         marks: _abc.Iterable[_builtins.int] | None = ...,
+        vocabulary: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ignore_end", b"ignore_end", "lease", b"lease", "marks", b"marks", "max_length", b"max_length", "sampling", b"sampling", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ignore_end", b"ignore_end", "lease", b"lease", "marks", b"marks", "max_length", b"max_length", "sampling", b"sampling", "tenant", b"tenant", "vocabulary", b"vocabulary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,90 @@
+"""Whether a drafter fits a target: by what their token ids mean, never by sizes or bytes of files.
+
+Never compared: configured vocabularies, merges, normalisers, pre-tokenisers, decoders, chat templates and the drafter's
+end ids. Only the target's tokenizer meets text, and verification is by id and exact: a token that means another thing
+to the drafter costs acceptance and changes no token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tree_layers.checkpoint import Facts
+from tree_layers.tokens import TokenTable
+
+ONE_IN = 100
+"""A drafter is refused above one different text in so many. Families differ by none or one token, strangers by
+thousands."""
+SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A token id with two texts."""
+
+    token: int
+    target: str
+    drafter: str
+
+    def __str__(self) -> str:
+        return f"{self.token} is {self.target!r} to the target and {self.drafter!r} to the drafter"
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How a drafter's tokens compare with a target's."""
+
+    refusal: str  # why the drafter cannot draft for the target; empty: it can
+    warning: str = ""  # what differs, and costs acceptance
+    note: str = ""  # what differs and costs nothing: added tokens, longer tails
+    shared: int = 0  # ordinary ids that both have
+    different: int = 0  # of these, ids with another text
+    first: tuple[Difference, ...] = ()  # the first three of these
+
+    @property
+    def fits(self) -> bool:
+        return not self.refusal
+
+
+def fit_of(target: Facts, drafter: Facts) -> Fit:
+    """Compare the token tables of a target, which has one, and of a drafter."""
+    assert target.tokens is not None, "a target is not served without a tokenizer"
+    if drafter.tokens is None:
+        return _without_tokenizer(target, drafter)
+    ours, theirs = target.tokens, drafter.tokens
+    ordinary = sorted((ours.texts.keys() & theirs.texts.keys()) - ours.added - theirs.added)
+    unlike = [token for token in ordinary if ours.texts[token] != theirs.texts[token]]
+    first = tuple(Difference(token, ours.texts[token], theirs.texts[token]) for token in unlike[:SHOWN])
+    counted = f"{len(unlike)} of {len(ordinary)} ordinary tokens mean something else"
+    if first:
+        counted += f": {'; '.join(map(str, first))}"
+    refusal = warning = ""
+    if not ordinary:
+        refusal = "the two tokenizers have no ordinary token id in common"
+    elif ONE_IN * len(unlike) > len(ordinary):
+        refusal = f"{counted}. It drafts for targets of its own tokenizer; name them in `targets`"
+    elif unlike:
+        warning = f"{counted}; drafts with them are not accepted"
+    return Fit(refusal, warning, _note(ours, theirs), len(ordinary), len(unlike), first)
+
+
+def _without_tokenizer(target: Facts, drafter: Facts) -> Fit:
+    """state-spaces publishes no tokenizer: its count of tokens stands for one."""
+    assert target.tokens is not None
+    if drafter.unpadded == target.tokens.size:
+        return Fit("", note=f"has no tokenizer; its {drafter.unpadded} tokens are taken to be the target's")
+    return Fit(
+        f"has no tokenizer, and {drafter.unpadded} tokens where the target has {target.tokens.size}; "
+        "name the folder of its tokenizer in `tokenizer`"
+    )
+
+
+def _note(ours: TokenTable, theirs: TokenTable) -> str:
+    """Added tokens that differ, and ids that one side alone has."""
+    both = ours.texts.keys() & theirs.texts.keys()
+    added = sum(ours.texts[token] != theirs.texts[token] for token in both & (ours.added | theirs.added))
+    alone = len(ours.texts) - len(both), len(theirs.texts) - len(both)
+    parts = [f"{added} added tokens differ"] if added else []
+    sides = zip(("target", "drafter"), alone, strict=True)
+    parts += [f"the {side} alone has {count} ids" for side, count in sides if count]
+    return ", ".join(parts)

@@ -1,0 +1,148 @@
+"""Router and verifier know one and the same of a checkpoint and of a request: each fact has one reader."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny_models
+from dendro.calls import OpenCall, Terms, TextUpdate, new_opening
+from dendro.errors import BadRequest
+from dendro.internal.v1 import verifier_pb2
+from dendro.text import SMALLEST_TEMPERATURE, Finish, Limits, Sampling, Tokens
+from dendro.v1 import generation_pb2 as pb
+from dendro.wire import verifier_call_from, verifier_call_message
+from edge import FakePlaces, ingress
+from tree_kernels import warp
+
+from cluster.config import Config
+from cluster.ingress import Ingress, LocalClient
+from cluster.placement import LocalPlaces
+from cluster.running import local_ingress
+from cluster.sessions import MemorySessions
+
+PROMPT = [5, 6, 7]
+NUMBERS = [0.0, 5e-324, 1e-300, 1e-9, 1e-7, 1e-6, 0.5, 1.0, 1.5, 1e38, 1e300, float("inf"), float("nan"), -1.0]
+
+
+def config_of(folder: Path) -> Config:
+    return Config.of({"targets": {"t": {"checkpoint": folder, "dtype": "float32", "max_length": 128}}}, folder)
+
+
+async def hello_and_router(folder: Path):
+    """What the verifier says of a checkpoint, and the router that read the same."""
+    config = config_of(folder)
+    places = LocalPlaces.load(config, None)
+    try:
+        router = Ingress(config, places, MemorySessions())
+        return await places.engines[0].hello(), router._served["t"]
+    finally:
+        await places.close()
+
+
+@pytest.mark.parametrize(
+    "config, generation",
+    [({"eos_token_id": None}, None), ({"eos_token_id": 2}, {"eos_token_id": [7, 9]}), ({}, {"eos_token_id": None})],
+    ids=["none", "generation", "config"],
+)
+async def test_router_and_verifier_read_the_same_end_ids_vocabulary_and_tokenizer(tmp_path: Path, config, generation):
+    """Where no file names an end id, the library's class has a default: 2, for a Llama. Neither side takes it."""
+    tiny_models.make_checkpoint(tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text()) | config
+    said = {key: value for key, value in said.items() if value is not None or key != "eos_token_id"}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    hello, served = await hello_and_router(tmp_path)
+    assert set(hello.end_ids) == served.end_ids
+    assert (hello.vocabulary, hello.tokenizer) == (served.vocabulary, served.tokenizer.fingerprint)
+    assert served.vocabulary == tiny_models.VOCABULARY < tiny_models.PADDED
+
+
+async def test_an_answer_that_ended_is_not_resumed_past_its_end(tmp_path: Path):
+    """The end is an id that the checkpoint's configuration does not name and its tokenizer does."""
+    tiny_models.make_checkpoint(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["eos_token_id"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    async with local_ingress(config_of(tmp_path)) as router:
+        free = await LocalClient(router).generate_text("abc", max_new_tokens=24)
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    end = free.token_ids[5]
+    text = next(text for text, token in tokenizer["model"]["vocab"].items() if token == end)
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": text})
+    )
+    async with local_ingress(config_of(tmp_path)) as router:
+        client = LocalClient(router)
+        ended = await client.generate_text("abc", max_new_tokens=24)
+        assert ended.token_ids == free.token_ids[: free.token_ids.index(end) + 1]
+        assert ended.complete.finish == Finish.END_OF_TEXT
+        request = pb.GenerateRequest(text="abc", max_new_tokens=24)
+        request.resume.token_ids.extend(ended.token_ids)
+        responses = [response async for response in router.generate(request)]
+    assert not any(response.HasField("chunk") for response in responses)
+    assert responses[-1].complete.finish_reason == pb.FINISH_REASON_END_OF_TEXT
+
+
+async def test_ids_in_the_padding_are_refused_at_admission(tmp_path: Path):
+    tiny_models.make_checkpoint(tmp_path)
+    async with local_ingress(config_of(tmp_path)) as router:
+        request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, tiny_models.VOCABULARY]), max_new_tokens=2)
+        with pytest.raises(BadRequest, match=r"prompt.token_ids\[1\]: 257 is outside the vocabulary of 257"):
+            _ = [response async for response in router.generate(request)]
+
+
+async def test_a_text_whose_tokens_the_model_does_not_have_is_refused_at_admission(tmp_path: Path):
+    """A tokenizer larger than the model: its ids past the model's rows are no tokens for router, verifier, drafter."""
+    tiny_models.make_checkpoint(tmp_path, vocab_size=200, bos_token_id=1, eos_token_id=1, pad_token_id=1)
+    hello, served = await hello_and_router(tmp_path)
+    assert hello.vocabulary == served.vocabulary == 200
+    async with local_ingress(config_of(tmp_path)) as router:
+        high = next(chr(code) for code in range(33, 1000) if max(served.tokenizer.encode(chr(code), True)) >= 200)
+        with pytest.raises(BadRequest, match=r"^prompt.text: has the token 2\d\d; the model has 200"):
+            _ = [response async for response in router.generate(pb.GenerateRequest(text=high, max_new_tokens=2))]
+
+
+def admitted(field: str, value: float) -> str:
+    """The field that client-facing sampling is refused by; empty where it is taken."""
+    try:
+        Sampling(**{"temperature": 0.7, field: value})
+    except BadRequest as error:
+        return error.field
+    return ""
+
+
+@pytest.mark.parametrize("value", NUMBERS, ids=str)
+@pytest.mark.parametrize("field", ["temperature", "top_p", "min_p"])
+def test_what_admission_takes_of_sampling_the_peers_take_and_what_it_refuses_they_refuse(field: str, value: float):
+    tokens = Tokens()
+    tokens.extend(PROMPT)
+    update = TextUpdate(new_opening(), len(PROMPT), tokens.digests[-1], 0, tuple(PROMPT))
+    message = verifier_call_message(1, OpenCall(update, Terms(Sampling(temperature=0.7), Limits(9), "", ())))
+    setattr(message.open.sampling, field, value)
+    refused = ""
+    try:
+        terms = verifier_call_from(verifier_pb2.VerifierCall.FromString(message.SerializeToString())).terms
+    except BadRequest as error:
+        refused = error.field
+    else:  # and the kernels take what the peers take
+        sampling = terms.sampling
+        warp.Warp(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+    assert refused == admitted(field, value)
+    assert refused in ("", field)
+
+
+async def test_a_temperature_too_small_to_divide_by_is_refused_before_any_model_sees_it():
+    places = FakePlaces()
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), sampling=pb.Sampling(temperature=1e-7))
+    with pytest.raises(BadRequest, match="temperature: must be 0"):
+        _ = [response async for response in ingress(places).generate(request)]
+    assert not places.texts
+
+
+def test_the_smallest_temperature_is_the_kernels():
+    assert SMALLEST_TEMPERATURE == warp.SMALLEST_TEMPERATURE
