@@ -497,6 +497,21 @@ class VerifierHandle:
         if self._seat is None and opening is not None:
             await asyncio.wait({opening})
 
+    async def meet(self) -> Hello:
+        """What the verifier says of itself that is leased first, as soon as it is. Raises PeerLost or Overloaded where
+        none is within the patience."""
+        if self.hello is None and (opening := self._opening) is not None:
+            greeted = asyncio.ensure_future(self.greeted.wait())
+            try:
+                await asyncio.wait({opening, greeted}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                greeted.cancel()
+            if self.hello is None:
+                await asyncio.shield(opening)  # raises what ended it
+        if self.hello is None:
+            raise PeerLost("verifier: the handle is closed")
+        return self.hello
+
     async def verify(self, text: Text, tree: DraftTree) -> Verdict:
         """The target's verdict. Raises BadRequest for a text that no verifier takes, PeerLost or Overloaded after
         the patience, EngineFailed when a second opening or round ends by a verifier's own fault, the same one's or

@@ -25,7 +25,7 @@ import grpc.aio
 import numpy as np
 from dendro.calls import Hello, Opened
 from dendro.client import CHANNEL_OPTIONS, REASON_KEY, TENANT_KEY, Answer, Asking, Event
-from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, Overloaded, PeerLost, one_line
+from dendro.errors import BadRequest, Conflict, DendroError, EngineFailed, NotFound, Overloaded, PeerLost, one_line
 from dendro.shapes import OFF, TreeShape
 from dendro.text import SEED_BITS, Finish, Limits, Sampling, Text, Verdict
 from dendro.tree import DraftTree
@@ -91,6 +91,10 @@ class VerifierHandle(Verifier, Handle, Protocol):
 
     moves: int
     hello: Hello | None
+
+    async def meet(self) -> Hello:
+        """What the first one that is leased says of itself. Raises PeerLost or Overloaded where there is none."""
+        ...
 
 
 class Places(Protocol):
@@ -228,8 +232,10 @@ class Job:
     asked: Asked
     kind: PriorKey
     session: str  # its token; empty: no session
+    resume: pb.Resume | None
     record: Record | None  # of the session so far; None: it begins with this request
     told: Record | None = None  # the record that has this answer already
+    target: str = ""  # what its tokens depend on beside the text (`Hello.target`); empty until a verifier is leased
     began_s: float = field(default_factory=time.monotonic)
 
     @property
@@ -294,23 +300,6 @@ class Ingress:
         began_s = time.monotonic()
         try:
             job = await self._admit(request, request_id, tenant)
-            outcome = "left"
-            yield pb.GenerateResponse(
-                started=pb.GenerateStarted(
-                    request_id=request_id,
-                    model=job.served.name,
-                    seed=job.sampling.seed,
-                    prompt_tokens=len(job.prompt),
-                    offset=len(job.held),
-                )
-            )
-            stream = TextStream(job.served.tokenizer)
-            stream.push(job.held)
-            if job.told is not None:
-                for event in self._tell(job, job.told, stream):
-                    yield event
-                outcome = "told"
-                return
             text = Text(
                 job.prompt + job.held,
                 job.sampling,
@@ -319,6 +308,16 @@ class Ingress:
                 job.tenant,
                 job.record.marks if job.record else (),
             )
+            _check_text_of_resume(job, text)
+            outcome = "left"
+            stream = TextStream(job.served.tokenizer)
+            stream.push(job.held)
+            if job.told is not None:
+                yield _started(job, text, job.told.last_target)
+                for event in self._tell(job, job.told, stream):
+                    yield event
+                outcome = "told"
+                return
             finish = self._finish_of_held(job)
             complete = pb.GenerateComplete()
             if finish is None:
@@ -327,13 +326,17 @@ class Ingress:
                     tally = Tally(job.asked, experience, place, job.sampling.temperature)
                     try:
                         run = self._run(job, text, tally, stream, complete)
-                        async with aclosing(_ahead(run, self._left_s(job))) as chunks:
-                            async for chunk in chunks:
-                                yield pb.GenerateResponse(chunk=chunk)
+                        async with aclosing(_ahead(run, self._left_s(job))) as events:
+                            async for event in events:
+                                yield event
                     finally:
                         self._priors.learn(job.kind, tally.notes, experience)
                 finish = text.finish
                 assert finish is not None
+            else:  # nothing is left to be made
+                assert job.resume is not None
+                job.target = job.resume.target
+                yield _started(job, text, job.target)
             complete.finish_reason = FINISH_REASONS[finish]
             complete.usage.prompt_tokens = len(job.prompt)
             complete.usage.completion_tokens = len(text) - len(job.prompt)
@@ -357,8 +360,9 @@ class Ingress:
 
     async def _run(
         self, job: Job, text: Text, tally: Tally, stream: TextStream, complete: pb.GenerateComplete
-    ) -> AsyncGenerator[pb.GenerateChunk, None]:
-        """The loop, between taking and giving back the leases. Fills in what `complete` says of it."""
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """`started`, once a verifier is leased, and the chunks of the loop, between taking and giving back the leases.
+        Fills in what `complete` says of it."""
         before = len(job.prompt)
         verifier = self._places.verifier(job.served.name, text)
         drafter = self._places.drafter(job.served.name, text, tally.place, job.asked.deadline_s, job.asked.adaptive)
@@ -368,17 +372,23 @@ class Ingress:
         if proposals is not None:
             drafter, tally.offer = proposals, partial(proposals.offer, text)
         try:
+            target = (await verifier.meet()).target
+            if job.resume is not None and job.held and job.resume.target != target:
+                raise Conflict("resume.target: the target was changed since the answer began; begin the turn again")
+            job.target = target
+            yield _started(job, text, target)
             loop = cast(AsyncGenerator[Verdict, None], rounds(text, drafter, verifier, tally))
             async with aclosing(loop) as verdicts:
                 async for verdict in verdicts:
                     tally.meet(verifier.hello)
                     added = stream.push(verdict.tokens)
-                    yield pb.GenerateChunk(
+                    chunk = pb.GenerateChunk(
                         offset=len(text) - len(verdict.tokens) - before,
                         token_ids=verdict.tokens,
                         text=added + stream.flush() if verdict.finished else added,
                         shape=str(tally.shape),
                     )
+                    yield pb.GenerateResponse(chunk=chunk)
         finally:
             await self._close(text, drafter, verifier)
         complete.speculation.CopyFrom(tally.account)
@@ -440,12 +450,28 @@ class Ingress:
             last_request=job.request_id,
             last_prompt=len(job.prompt),
             last_finish=finish.value,
+            last_target=job.target,
         )
         try:
-            await self._sessions.write(job.session, job.tenant, record)
+            return await self._write(job, record)
         except PeerLost as error:
             log.warning("request %s: its session was not kept: %s", job.request_id, error)
             return ""
+
+    async def _write(self, job: Job, record: Record) -> str:
+        """Write a record; the token under which it is kept. Raises Conflict where another request wrote the session
+        first, and PeerLost."""
+        try:
+            await self._sessions.write(job.session, job.tenant, record)
+        except NotFound:  # the store lost what made the token: the record is whole, and is kept under another
+            session = await self._sessions.new_token(job.tenant)
+            await self._sessions.write(session, job.tenant, record)
+            return session
+        except Conflict:
+            # An earlier attempt of this very request may have been orphaned by its client, and come to its end.
+            found = await self._sessions.read(job.session, job.tenant)
+            if (found.last_request, found.tokens) != (record.last_request, record.tokens):
+                raise
         return job.session
 
     async def _admit(self, request: pb.GenerateRequest, request_id: str, tenant: str) -> Job:
@@ -456,16 +482,22 @@ class Ingress:
         served = self._served_for(request, record)
         resume = request.resume if request.HasField("resume") else None
         held = _checked_ids("resume.token_ids", resume.token_ids, served) if resume else []
+        if resume is not None and not resume.prompt_tokens:
+            raise BadRequest("resume.prompt_tokens", "is missing: a resume names what `started` reported")
+        if resume is not None and not resume.target:
+            raise BadRequest("resume.target", "is missing: a resume names what `started` reported")
         sampling = _sampling(request, record)
         experience = self._experience[served.name]
         kind = PriorKey.of(served.name, self.config.drafters_of(served.name), sampling.temperature, tenant)
         prior = await self._priors.of(kind, experience)
         asked = what_is_asked(request.speculation, served.name, self.config, experience, sampling, prior)
         if record is not None and record.last_request == request_id:
+            prompt = list(record.tokens[: record.last_prompt])
+            if await self._prompt(request, served, list(record.tokens[: record.before_last])) != prompt:
+                raise BadRequest("request_id", "wrote this session's last turn, after another prompt than this one's")
             if tuple(held) != record.last_answer[: len(held)]:
                 raise BadRequest("resume.token_ids", "are not how this request's answer began")
             limits = Limits(len(record.tokens), request.ignore_end)
-            prompt = list(record.tokens[: record.last_prompt])
             return Job(
                 request_id,
                 tenant,
@@ -477,10 +509,11 @@ class Ingress:
                 asked,
                 kind,
                 request.session,
+                resume,
                 record,
                 record,
             )
-        prompt = await self._prompt(request, served, record)
+        prompt = await self._prompt(request, served, list(record.tokens) if record else [])
         room = served.max_length - len(prompt)
         if room < 1:
             raise BadRequest("prompt", f"makes a text of {len(prompt)} tokens; at most {served.max_length - 1}")
@@ -494,7 +527,7 @@ class Ingress:
             except PeerLost as error:
                 log.warning("request %s: no session can be kept: %s", request_id, error)
         limits = Limits(len(prompt) + count, request.ignore_end)
-        return Job(request_id, tenant, served, sampling, prompt, held, limits, asked, kind, session, record)
+        return Job(request_id, tenant, served, sampling, prompt, held, limits, asked, kind, session, resume, record)
 
     def _served_for(self, request: pb.GenerateRequest, record: Record | None) -> Served:
         if record is None:
@@ -506,10 +539,9 @@ class Ingress:
             raise BadRequest("session", f"was written with another tokenizer than {served.name!r} has now")
         return served
 
-    async def _prompt(self, request: pb.GenerateRequest, served: Served, record: Record | None) -> list[int]:
-        """The text before the answer: the session's, and what this request adds."""
+    async def _prompt(self, request: pb.GenerateRequest, served: Served, earlier: list[int]) -> list[int]:
+        """The text before the answer: the session's `earlier` one, and what this request adds."""
         kind = request.WhichOneof("prompt")
-        earlier = list(record.tokens) if record else []
         if kind == "token_ids":
             ids = _checked_ids("prompt.token_ids", request.token_ids.ids, served)
         elif kind == "text" and request.text:
@@ -575,6 +607,31 @@ async def _ahead(chunks: AsyncGenerator[T, None], limit_s: float = math.inf) -> 
     finally:
         driver.cancel()
         await asyncio.wait({driver})
+
+
+def _started(job: Job, text: Text, target: str) -> pb.GenerateResponse:
+    """The first event: what a resume of this answer has to name."""
+    return pb.GenerateResponse(
+        started=pb.GenerateStarted(
+            request_id=job.request_id,
+            model=job.served.name,
+            seed=job.sampling.seed,
+            prompt_tokens=len(job.prompt),
+            offset=len(job.held),
+            prompt_digest=text.digest(len(job.prompt)),
+            target=target,
+        )
+    )
+
+
+def _check_text_of_resume(job: Job, text: Text) -> None:
+    """Raise Conflict where the text before the answer is another than the one that the answer began after."""
+    resume, length = job.resume, len(job.prompt)
+    if resume is not None and (resume.prompt_tokens, resume.prompt_digest) != (length, text.digest(length)):
+        raise Conflict(
+            f"resume: the answer began after {resume.prompt_tokens} tokens, the text has {length} now or others; "
+            "begin the turn again"
+        )
 
 
 def _checked_ids(name: str, said: Sequence[int], served: Served) -> list[int]:

@@ -32,7 +32,7 @@ SECRET_BYTES = 32
 MAX_TOKEN = 64
 """Characters; a token of ours has 45."""
 CALL_BUDGET_S = 1.0
-RECORD_FORMAT = 1
+RECORD_FORMAT = 2
 
 Answer = TypeVar("Answer")
 
@@ -51,10 +51,16 @@ class Record:
     last_request: str  # the request that wrote this version, ...
     last_prompt: int  # ... the length of the text before its answer ...
     last_finish: str  # ... and why that ended
+    last_target: str  # digest of what that answer's tokens depend on beside the text (`Hello.target`)
 
     @property
     def last_answer(self) -> tuple[int, ...]:
         return self.tokens[self.last_prompt :]
+
+    @property
+    def before_last(self) -> int:
+        """Length of the text before the last turn: what that turn's prompt was added to."""
+        return self.marks[-2] if len(self.marks) > 1 else 0
 
 
 class Sessions(Protocol):
@@ -69,8 +75,9 @@ class Sessions(Protocol):
         ...
 
     async def write(self, token: str, tenant: str, record: Record) -> None:
-        """Write version `record.version` over the one before it. Raises Conflict where that is not what is there,
-        NotFound for a token that is not this tenant's, PeerLost where nobody answers."""
+        """Write version `record.version` over the one before it, or where none is there any more: a record is the
+        whole text. Raises Conflict where another version is there, NotFound for a token that is not this tenant's,
+        PeerLost where nobody answers."""
         ...
 
 
@@ -208,13 +215,17 @@ class RedisSessions:
                 raise Conflict("session: another request wrote it first; read it again") from None
 
     async def _secret(self) -> bytes:
-        """The cluster's secret: the first router makes it, all find it in Redis."""
-        if self._known_secret is None:
-            await self._ask(lambda: self._redis.set(SECRET_KEY, secrets.token_bytes(SECRET_BYTES), nx=True))
+        """The cluster's secret: the first router makes it, all find it in Redis. It is read with every call: where
+        Redis lost its data, the first router to come puts it there again, and the others, whatever they knew, take
+        that."""
+        secret = await self._ask(lambda: self._redis.get(SECRET_KEY))
+        if secret is None:
+            known = self._known_secret or secrets.token_bytes(SECRET_BYTES)
+            await self._ask(lambda: self._redis.set(SECRET_KEY, known, nx=True))
             secret = await self._ask(lambda: self._redis.get(SECRET_KEY))
-            if secret is None:
-                raise PeerLost("session: the store lost its secret")
-            self._known_secret = _bytes(secret)
+        if secret is None:
+            raise PeerLost("session: the store lost its secret")
+        self._known_secret = _bytes(secret)
         return self._known_secret
 
     def _key(self, tenant: str, name: str) -> str:
@@ -239,7 +250,10 @@ def _bytes(answer: bytes | str) -> bytes:
 
 
 def check_version(blob: bytes | None, record: Record) -> None:
-    """Raise Conflict unless `blob`, the record in the store, is the version before `record`'s."""
-    found = unpack_record(blob).version if blob else 0
+    """Raise Conflict where `blob`, the record in the store, is not the version before `record`'s. Where none is there
+    it expired or was lost, and nothing can be in conflict."""
+    if not blob:
+        return
+    found = unpack_record(blob).version
     if found != record.version - 1:
         raise Conflict(f"session: it is at version {found}, this turn began at {record.version - 1}")

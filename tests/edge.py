@@ -11,8 +11,9 @@ from dataclasses import replace
 from dendro.calls import Hello, Opened
 from dendro.errors import PeerLost
 from dendro.shapes import LevelShape, TreeShape
-from dendro.text import Sampling, Text, Verdict, cut_verdict
+from dendro.text import Sampling, Text, Tokens, Verdict, cut_verdict
 from dendro.tree import DraftTree, full_tree
+from dendro.v1 import generation_pb2 as pb
 
 from cluster.config import Config
 from cluster.ingress import Ingress, Served
@@ -54,6 +55,19 @@ def plain_answer(prompt: Sequence[int], sampling: Sampling, count: int) -> list[
     return ids[len(prompt) :]
 
 
+HELLO = Hello(3, "demo", "weights", "bytes", VOCABULARY, MAX_LENGTH, 64, 16, "float32", "bitwise", 1, (END,))
+"""What verifiers say of themselves where a test says nothing else."""
+
+
+def resume_of(prompt: Sequence[int], held: Sequence[int] = (), seed: int = 0, target: str = HELLO.target) -> pb.Resume:
+    """What a client sends that has these tokens of an answer to a prompt."""
+    text = Tokens()
+    text.extend(prompt)
+    return pb.Resume(
+        token_ids=held, seed=seed, prompt_tokens=len(prompt), prompt_digest=text.digests[-1], target=target
+    )
+
+
 class FakeVerifier:
     """Walks the tree with the hash for a target."""
 
@@ -62,6 +76,9 @@ class FakeVerifier:
         self.moves = 0
         self.hello = places.hello
         self.opened = Opened(0, len(text) - 1, 10)
+
+    async def meet(self) -> Hello:
+        return self.places.hello or HELLO
 
     async def verify(self, text: Text, tree: DraftTree) -> Verdict:
         self.places.rounds += 1

@@ -151,17 +151,20 @@ class Memory:
             text.names.append(name)
 
     def cut(self, text: TextMemory, length: int) -> None:
-        """Forget what was consumed past `length` tokens. Pages of its own are written over; published ones are left.
-        Where rows would see what was given back as out of sight, or states that were written over, all is forgotten."""
+        """Forget what was consumed past `length` tokens. Pages of its own are written over; published ones are left,
+        the one that `length` lies in too: its tokens are computed again. Where rows, and those tokens' rows too, would
+        see what was given back as out of sight, or states that were written over, all is forgotten."""
         if length >= len(text.consumed):
             return
+        published = length < len(text.names) * PAGE
+        if published:
+            length -= length % PAGE  # the first row that is computed again stands here, and sees further back
         if self._seen_from(length) < text.unseen or (text.place is not None and not text.place.can_cut(length)):
             self.release(text)
-        elif length < len(text.names) * PAGE:
+        elif published:
             keep = length // PAGE
             self.book.give(text.pages[keep:])
             del text.pages[keep:], text.names[keep:]
-            length = keep * PAGE
         del text.consumed[length:]
         if text.place is not None:
             text.place.cut(length)

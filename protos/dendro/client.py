@@ -27,7 +27,7 @@ from typing import Self, TypedDict, Unpack, cast
 import grpc
 import grpc.aio
 
-from dendro.errors import BadRequest, DendroError, EngineFailed, PeerLost, error_for
+from dendro.errors import BadRequest, Conflict, DendroError, EngineFailed, PeerLost, error_for
 from dendro.text import Finish
 from dendro.v1 import generation_pb2 as pb
 from dendro.v1 import generation_pb2_grpc
@@ -89,6 +89,8 @@ class Started:
     model: str
     seed: int
     prompt_tokens: int
+    prompt_digest: int  # of the tokens before the answer
+    target: str  # digest of what the tokens depend on beside the text; another after an update of the target
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,6 +332,9 @@ class Answer:
         request.resume.SetInParent()
         request.resume.token_ids.extend(self.token_ids)
         request.resume.seed = self.started.seed
+        request.resume.prompt_tokens = self.started.prompt_tokens
+        request.resume.prompt_digest = self.started.prompt_digest
+        request.resume.target = self.started.target
         return request
 
     def take(self, response: pb.GenerateResponse) -> Event | None:
@@ -340,7 +345,9 @@ class Answer:
             said = response.started
             if said.offset != len(self.token_ids):
                 raise EngineFailed(f"stream resumes at {said.offset}, not at {len(self.token_ids)}")
-            self.started = Started(said.request_id, said.model, said.seed, said.prompt_tokens)
+            begun = Started(said.request_id, said.model, said.seed, said.prompt_tokens, said.prompt_digest, said.target)
+            self._check_begun(begun)
+            self.started = begun
             return self.started if first else None
         if kind == "chunk":
             chunk = response.chunk
@@ -356,6 +363,16 @@ class Answer:
             self.finished = True
             return complete
         raise EngineFailed("stream holds an event that this client does not know")
+
+    def _check_begun(self, begun: Started) -> None:
+        """Raise Conflict where a resumed stream begins otherwise than the first one did: its tokens would be those of
+        another text, or of another target."""
+        if (first := self.started) is None:
+            return
+        names = ["model", "seed", "prompt_tokens", "prompt_digest", *(["target"] if self.token_ids else [])]
+        differ = [name for name in names if getattr(begun, name) != getattr(first, name)]
+        if differ:
+            raise Conflict(f"resume: the answer began with another {', '.join(differ)}; begin the turn again")
 
     def pause_after(self, error: grpc.RpcError | None) -> float:
         """Seconds to wait before the next call; raises, from the family, when there is to be none."""

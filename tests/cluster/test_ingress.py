@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import fakes
 import grpc
 import grpc.aio
 import pytest
+import redis.asyncio
 from dendro.client import REASON_KEY, AsyncClient, Mode, Round, Speculation, Started
 from dendro.errors import BadRequest, Conflict, EngineFailed, NotFound, PeerLost
 from dendro.text import Finish, Sampling
 from dendro.v1 import generation_pb2 as pb
 from dendro.v1 import generation_pb2_grpc
-from edge import END, MAX_LENGTH, SERVED, VOCABULARY, FakePlaces, config, ingress, plain_answer
+from edge import END, HELLO, MAX_LENGTH, SERVED, VOCABULARY, FakePlaces, config, ingress, plain_answer, resume_of
 
 from cluster.handles import Leased
 from cluster.ingress import AHEAD, Ingress, serve_plain
@@ -130,7 +132,7 @@ async def test_bad_input_is_refused_by_the_name_of_its_field_and_the_server_goes
 async def test_a_resume_that_cannot_be_is_refused(field: str):
     async with edge() as client:
         held = [VOCABULARY] if field.endswith("]") else [1] * 5
-        request = pb.GenerateRequest(text=PROMPT, max_new_tokens=4, resume=pb.Resume(token_ids=held))
+        request = pb.GenerateRequest(text=PROMPT, max_new_tokens=4, resume=resume_of(IDS, held))
         with pytest.raises(BadRequest) as refused:
             [event async for event in client.send(request)]
     assert refused.value.field == field
@@ -179,7 +181,7 @@ async def test_a_resumed_stream_goes_on_with_the_same_tokens_and_text(held: int)
             text=PROMPT,
             sampling=pb.Sampling(temperature=1.0),
             max_new_tokens=20,
-            resume=pb.Resume(token_ids=whole[:held], seed=3),
+            resume=resume_of(IDS, whole[:held], seed=3),
         )
         stub = client._stub()
         events = [event async for event in stub.Generate(request)]
@@ -488,7 +490,188 @@ async def test_redis_killed_in_the_middle_of_an_answer_fails_no_request():
 
 async def test_an_end_of_text_token_that_the_client_has_ends_a_resumed_answer():
     places = FakePlaces()
-    request = pb.GenerateRequest(text=PROMPT, max_new_tokens=9, resume=pb.Resume(token_ids=[65, END]))
+    request = pb.GenerateRequest(text=PROMPT, max_new_tokens=9, resume=resume_of(IDS, [65, END]))
     events = [event async for event in ingress(places).generate(request)]
     assert [event.WhichOneof("event") for event in events] == ["started", "complete"]
     assert events[-1].complete.finish_reason == pb.FINISH_REASON_END_OF_TEXT and places.rounds == 0
+
+
+# An answer that goes on is the answer that began, or none
+
+
+def token_ids_of(events: Sequence[pb.GenerateResponse]) -> list[int]:
+    return [token for event in events for token in event.chunk.token_ids]
+
+
+def resume_after(started: pb.GenerateStarted, held: Sequence[int]) -> pb.Resume:
+    """What a client sends that got this `started`, and these tokens after it."""
+    return pb.Resume(
+        token_ids=held,
+        seed=started.seed,
+        prompt_tokens=started.prompt_tokens,
+        prompt_digest=started.prompt_digest,
+        target=started.target,
+    )
+
+
+async def begin(router: Ingress, request: pb.GenerateRequest, tokens: int):
+    """The stream of a request, its `started`, and its first tokens."""
+    stream = router.generate(request)
+    started, held = (await anext(stream)).started, []
+    while len(held) < tokens:
+        held += (await anext(stream)).chunk.token_ids
+    return stream, started, held
+
+
+def turn_of(session: str, text: str, request_id: str, count: int = 9, **more: object) -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        text=text, session=session, request_id=request_id, max_new_tokens=count, speculation=OFF, **more
+    )
+
+
+async def first_turn(router: Ingress) -> str:
+    """The token of a new session."""
+    request = pb.GenerateRequest(text=PROMPT, keep_session=True, max_new_tokens=3, speculation=OFF)
+    return [event async for event in router.generate(request)][-1].complete.session
+
+
+async def test_a_turn_that_broke_does_not_go_on_after_another_turns_text(sessions: Sessions):
+    """Turn A breaks after 5 tokens, turn B completes: A's next tokens would answer another text than its first ones."""
+    router = ingress(FakePlaces(), sessions)
+    token = await first_turn(router)
+    stream, started, held = await begin(router, turn_of(token, " and", "A"), 5)
+    await stream.aclose()
+    [event async for event in router.generate(turn_of(token, " or", "B"))]
+    before = await sessions.read(token, "")
+    with pytest.raises(Conflict, match="begin the turn again"):
+        await anext(router.generate(turn_of(token, " and", "A", resume=resume_after(started, held))))
+    assert await sessions.read(token, "") == before
+    again = [event async for event in router.generate(turn_of(token, " and", "A2"))]
+    assert token_ids_of(again) == plain_answer([*before.tokens, *b" and"], Sampling(), 9)
+
+
+@pytest.mark.parametrize("changed", ["prompt_tokens", "prompt_digest"])
+async def test_a_resume_after_another_text_is_aborted(changed: str):
+    resume = resume_of(IDS, plain_answer(IDS, Sampling(), 3))
+    setattr(resume, changed, getattr(resume, changed) + 1)
+    with pytest.raises(Conflict, match="begin the turn again"):
+        await anext(ingress(FakePlaces()).generate(pb.GenerateRequest(text=PROMPT, resume=resume)))
+
+
+async def test_an_answer_does_not_go_on_at_a_target_whose_weights_were_changed():
+    places = FakePlaces()
+    router = ingress(places)
+    request = pb.GenerateRequest(text=PROMPT, max_new_tokens=9, speculation=OFF)
+    stream, started, held = await begin(router, request, 4)
+    await stream.aclose()
+    places.hello = replace(HELLO, fingerprint="updated weights")
+    request.resume.CopyFrom(resume_after(started, held))
+    rounds = places.rounds
+    with pytest.raises(Conflict, match="the target was changed"):
+        await anext(router.generate(request))
+    await asyncio.wait_for(places.all_closed.wait(), 10)
+    assert places.rounds == rounds and len(places.closed) == 4, "both handles were closed, without a round"
+    request.resume.CopyFrom(resume_after(started, []))  # nothing was said yet that could be glued to anything
+    events = [event async for event in router.generate(request)]
+    assert events[0].started.target == places.hello.target != started.target
+    assert token_ids_of(events) == plain_answer(IDS, Sampling(), 9)
+
+
+@pytest.mark.parametrize("field", ["prompt_tokens", "target"])
+async def test_a_resume_that_names_not_what_started_reported_is_refused_by_the_fields_name(field: str):
+    resume = resume_of(IDS, plain_answer(IDS, Sampling(), 3))
+    resume.ClearField(field)
+    with pytest.raises(BadRequest) as refused:
+        await anext(ingress(FakePlaces()).generate(pb.GenerateRequest(text=PROMPT, resume=resume)))
+    assert refused.value.field == f"resume.{field}"
+
+
+async def test_started_reports_all_that_a_resume_has_to_name_wherever_the_answer_comes_from(sessions: Sessions):
+    """From rounds, from what the client has, and from the record."""
+    router = ingress(FakePlaces(), sessions)
+    token = await first_turn(router)
+    stream, started, held = await begin(router, turn_of(token, " and", "A"), 9)
+    rest = [event async for event in stream]
+    assert rest[-1].complete.session == token
+    told = [event async for event in router.generate(turn_of(token, " and", "A"))]
+    resumed = [
+        event async for event in router.generate(turn_of(token, " and", "A", resume=resume_after(started, held)))
+    ]
+    whole = pb.GenerateRequest(text=PROMPT, max_new_tokens=2, resume=resume_of(IDS, plain_answer(IDS, Sampling(), 2)))
+    had = [event async for event in router.generate(whole)]
+    assert told[0].started == started and token_ids_of(told) == held
+    assert resumed[0].started.target == started.target and token_ids_of(resumed) == []
+    assert resume_after(had[0].started, whole.resume.token_ids) == whole.resume
+
+
+@pytest.mark.parametrize("orphan_first", [True, False], ids=["orphan ends first", "resume ends first"])
+async def test_an_orphaned_attempt_and_its_own_resume_write_one_turn_and_neither_gets_a_conflict(
+    sessions: Sessions, orphan_first: bool
+):
+    router = ingress(FakePlaces(), sessions)
+    token = await first_turn(router)
+    orphan, started, held = await begin(router, turn_of(token, " and", "A"), 3)
+    resumed, _, _ = await begin(router, turn_of(token, " and", "A", resume=resume_after(started, held)), 2)
+    for stream in (orphan, resumed) if orphan_first else (resumed, orphan):
+        *_, last = [event async for event in stream]
+        assert last.complete.session == token
+    record = await sessions.read(token, "")
+    before = [*IDS, *plain_answer(IDS, Sampling(), 3), *b" and"]
+    assert list(record.tokens) == [*before, *plain_answer(before, Sampling(), 9)] and record.version == 2
+
+
+async def test_a_request_id_that_wrote_the_last_turn_is_refused_with_another_prompt(sessions: Sessions):
+    places = FakePlaces()
+    router = ingress(places, sessions)
+    token = await first_turn(router)
+    [event async for event in router.generate(turn_of(token, " and", "A"))]
+    rounds, record = places.rounds, await sessions.read(token, "")
+    for other in (" or", " and more", " an"):
+        with pytest.raises(BadRequest) as refused:
+            await anext(router.generate(turn_of(token, other, "A")))
+        assert refused.value.field == "request_id"
+    same = pb.GenerateRequest(token_ids=pb.TokenIds(ids=b" and"), session=token, request_id="A", max_new_tokens=9)
+    assert token_ids_of([event async for event in router.generate(same)]) == list(record.last_answer)
+    assert places.rounds == rounds and await sessions.read(token, "") == record
+
+
+@pytest.mark.parametrize("other_first", [True, False], ids=["other router first", "this router first"])
+@pytest.mark.parametrize("turn", [1, 2])
+async def test_a_session_whose_store_loses_its_data_during_a_turn_is_kept_whole_and_known_to_all_routers(
+    turn: int, other_first: bool
+):
+    with RedisServer(memory_mb=16) as server:
+        stores = [RedisSessions(server.url, ttl_s=60) for _ in range(2)]
+        here, there = (ingress(FakePlaces(), store) for store in stores)
+        token = await first_turn(here) if turn == 2 else ""
+        request = turn_of(token, " and", "A", keep_session=True)
+        stream, started, _ = await begin(here, request, 3)
+        raw = redis.asyncio.Redis.from_url(server.url)
+        await raw.flushall()
+        if other_first:
+            await first_turn(there)
+        *_, last = [event async for event in stream]
+        if not other_first:
+            await first_turn(there)
+        for router in (there, here):
+            events = [event async for event in router.generate(turn_of(last.complete.session, " on", "", 2))]
+            assert events[0].started.prompt_tokens > started.prompt_tokens
+            last = events[-1]
+        await raw.aclose()
+        for store in stores:
+            await store.close()
+
+
+async def test_a_record_that_expires_during_a_turn_is_written_whole_again():
+    now = 0.0
+    sessions = MemorySessions(10, clock=lambda: now)
+    router = ingress(FakePlaces(), sessions)
+    token = await first_turn(router)
+    stream, _, _ = await begin(router, turn_of(token, " and", "A"), 3)
+    now = 11.0
+    *_, last = [event async for event in stream]
+    assert last.complete.session == token
+    assert len((await sessions.read(token, "")).tokens) == len(IDS) + 3 + len(b" and") + 9
+    now = 30.0
+    with pytest.raises(NotFound):
+        await anext(router.generate(turn_of(token, " on", "B")))

@@ -13,7 +13,7 @@ from dendro.errors import Conflict, NotFound, PeerLost
 from cluster.redis_server import RedisServer
 from cluster.sessions import MemorySessions, Record, RedisSessions, Sessions, pack_record, unpack_record
 
-RECORD = Record((1, 2, 4_000_000_000), 2**64 - 1, 3, (2, 3), 1, "demo", "bytes", "request", 1, "length")
+RECORD = Record((1, 2, 4_000_000_000), 2**64 - 1, 3, (2, 3), 1, "demo", "bytes", "request", 1, "length", "target")
 
 
 @pytest.fixture(scope="module")
@@ -142,10 +142,45 @@ async def test_a_dead_store_says_so_and_is_left_alone_for_a_while():
 
 @pytest.mark.parametrize(
     "blob",
-    [b"", b"{}", b"[]", b"\xff", pack_record(RECORD)[:-9], pack_record(RECORD).replace(b'"format": 1', b'"format": 2')],
+    [b"", b"{}", b"[]", b"\xff", pack_record(RECORD)[:-9], pack_record(RECORD).replace(b'"format": 2', b'"format": 3')],
     ids=["nothing", "no-field", "list", "bytes", "cut", "other-format"],
 )
 def test_a_record_that_cannot_be_read_is_not_there(blob: bytes):
     assert unpack_record(pack_record(RECORD)) == RECORD
     with pytest.raises(NotFound):
         unpack_record(blob)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["the first writes first", "the second writes first"])
+async def test_two_routers_know_each_others_tokens_after_the_store_lost_its_data(order: tuple[int, int]):
+    """As when redis-server is started again without what it kept: a third router, started since, knows them too."""
+    with RedisServer(memory_mb=16) as server:
+        routers = [RedisSessions(server.url, 60) for _ in range(2)]
+        for router in routers:
+            await router.new_token("a")  # both know the old secret
+        raw = redis.asyncio.Redis.from_url(server.url)
+        await raw.flushall()
+        fresh = RedisSessions(server.url, 60)
+        await fresh.new_token("a")  # and makes a new one
+        for index in order:
+            token = await routers[index].new_token("a")
+            await routers[index].write(token, "a", RECORD)
+            for reader in (*routers, fresh):
+                assert await reader.read(token, "a") == RECORD
+        await raw.aclose()
+        for router in (*routers, fresh):
+            await router.close()
+
+
+async def test_a_record_that_is_no_longer_there_is_written_whole(make):
+    store = make(60)
+    token = await store.new_token("")
+    await store.write(token, "", replace(RECORD, version=7))
+    assert (await store.read(token, "")).version == 7
+    with pytest.raises(Conflict):
+        await store.write(token, "", replace(RECORD, version=7))
+
+
+def test_a_record_says_where_its_last_turn_was_added():
+    assert RECORD.before_last == 2
+    assert replace(RECORD, marks=(3,)).before_last == 0

@@ -23,7 +23,15 @@ Script = Callable[[int, pb.GenerateRequest, grpc.aio.ServicerContext], AsyncIter
 
 def started(request: pb.GenerateRequest) -> pb.GenerateResponse:
     return pb.GenerateResponse(
-        started=pb.GenerateStarted(request_id="r", model="m", seed=9, offset=len(request.resume.token_ids))
+        started=pb.GenerateStarted(
+            request_id="r",
+            model="m",
+            seed=9,
+            prompt_tokens=3,
+            offset=len(request.resume.token_ids),
+            prompt_digest=2**63 + 1,
+            target="t",
+        )
     )
 
 
@@ -186,6 +194,35 @@ async def test_a_stream_that_does_not_add_up_is_an_error_and_never_an_answer(ask
     async with serving(script) as (_, address):
         with pytest.raises(EngineFailed):
             await ask(address)
+
+
+@pytest.mark.parametrize("changed", ["model", "seed", "prompt_tokens", "prompt_digest", "target"])
+@pytest.mark.parametrize("held", [0, 4])
+async def test_an_answer_whose_second_stream_begins_otherwise_is_a_conflict(ask, changed: str, held: int):
+    """Tokens of two texts, or of two targets, are no answer. Without a token there is nothing that a target changed."""
+
+    async def script(call, request, context):
+        event = started(request)
+        if call:
+            value = getattr(event.started, changed)
+            setattr(event.started, changed, "other" if isinstance(value, str) else value + 1)
+        yield event
+        if call:
+            yield chunk(held, *WHOLE[held:])
+            yield complete()
+        else:
+            if held:
+                yield chunk(0, *WHOLE[:held])
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "broken")
+
+    async with serving(script) as (servicer, address):
+        if changed == "target" and not held:
+            assert list((await ask(address)).token_ids) == WHOLE
+        else:
+            with pytest.raises(Conflict, match=changed):
+                await ask(address)
+    resume = servicer.requests[1].resume
+    assert (resume.prompt_tokens, resume.prompt_digest, resume.target) == (3, 2**63 + 1, "t")
 
 
 async def test_the_deadline_holds_over_all_attempts(ask):

@@ -12,7 +12,7 @@ from dendro.calls import OpenCall, VerifyCall
 from dendro.errors import BadRequest, NotFound, Overloaded
 from dendro.text import Tokens
 from dendro.tree import DraftTree
-from routers import LAWS, Router, alone, guessing
+from routers import LAWS, Router, alone, guessing, watch_logits
 from tiny_models import WINDOW, make_checkpoint
 from tree_kernels.tree_attention import PAGE
 from tree_kernels.tree_walk import Walk
@@ -548,6 +548,53 @@ async def test_a_text_cut_back_behind_what_was_dropped_is_computed_again(sliding
         assert await router.go_on() == truth
     finally:
         await engine.stop()
+
+
+async def test_a_text_cut_inside_a_shared_page_sees_all_that_its_rows_see(sliding):
+    """The page's tokens are computed again, from its first one on, which sees further back than the cut's row."""
+    engine = sliding_engine(sliding)
+    seen = watch_logits(engine)
+    await engine.start()
+    try:
+        straight = Router(engine, range(30), count=190)
+        await straight.finish()
+        router = Router(engine, range(30), count=190)
+        await router.open()
+        while len(router.text) < 3 * PAGE + 3:
+            await router.round()
+        router.back_to(3 * PAGE - 2)  # a verdict's length, but into a page that is full, and published
+        assert await router.go_on() == straight.answer
+        first, second = seen.values()
+        for position, logits in first.items():
+            assert torch.equal(second[position], logits), position
+    finally:
+        await engine.stop()
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize(("window", "slack"), [(70, 9), (1, 3), (64, 17), (129, 2), (300, 17)])
+def test_whatever_is_cut_every_page_that_the_next_rows_see_is_there(window, slack, share):
+    rng = np.random.default_rng(window)
+    memory = Memory(40, share, window, slack)
+    text = TextMemory(salt_of(""))
+    ids = rng.integers(0, 256, 2000).tolist()
+    for _ in range(400):
+        done = len(text.consumed)
+        if rng.random() < 0.3 and done:
+            back = int(rng.integers(0, slack + 1)) if rng.random() < 0.8 else int(rng.integers(0, done))
+            memory.cut(text, done - min(back, done))
+        elif done < 1900:
+            more = int(rng.integers(1, 90))
+            if not text.pages:
+                done = memory.adopt(text, ids[: done + more])
+            assert memory.grow(text, done + more)
+            memory.append(text, ids[done : done + more])
+        done = len(text.consumed)
+        first = max(done - window + 1, 0) // PAGE
+        assert all(text.pages[first : pages_for(done)]), (done, text.pages)
+        assert text.consumed == ids[:done]
+    memory.release(text)
+    assert memory.held == 0
 
 
 def test_pages_out_of_sight_are_free_and_those_in_sight_are_not():

@@ -79,7 +79,8 @@ class GenerateRequest(_message.Message):
     RESUME_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """request_id names the request over all its resumes; the client makes it: at most 128 printable ASCII characters without a
-    space. Empty: the server makes one.
+    space. Empty: the server makes one. One that already wrote this session's last turn is answered from the record, and
+    refused with another prompt than that turn's.
     """
     model: _builtins.str
     """model is the target's name. Empty: the first target of the configuration."""
@@ -280,12 +281,26 @@ Global___Speculation: _TypeAlias = Speculation  # noqa: Y015
 
 @_typing.final
 class Resume(_message.Message):
+    """Resume names the text that the answer began after and the target that it began at, as `started` reported them. The call
+    ends with ABORTED where the text is another now (another turn of the session was written since), or where tokens are
+    resumed from and the target is another: the answer cannot go on, and the turn is to be begun again.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_DIGEST_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
     seed: _builtins.int
     """seed is the one that `started` reported."""
+    prompt_tokens: _builtins.int
+    """prompt_tokens is the one that `started` reported. Required: zero is refused with INVALID_ARGUMENT."""
+    prompt_digest: _builtins.int
+    """prompt_digest is the one that `started` reported."""
+    target: _builtins.str
+    """target is the one that `started` reported. Required: empty is refused with INVALID_ARGUMENT."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """token_ids are the answer's tokens that the client has; the stream goes on after them. It may be empty."""
@@ -295,10 +310,13 @@ class Resume(_message.Message):
         *,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         seed: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        prompt_digest: _builtins.int = ...,
+        target: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["seed", b"seed", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt_digest", b"prompt_digest", "prompt_tokens", b"prompt_tokens", "seed", b"seed", "target", b"target", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -343,6 +361,8 @@ class GenerateStarted(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
+    PROMPT_DIGEST_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """request_id is the request's, or the one that the server made."""
     model: _builtins.str
@@ -353,6 +373,12 @@ class GenerateStarted(_message.Message):
     """prompt_tokens is the length of the text before the answer, a session's earlier turns included."""
     offset: _builtins.int
     """offset is the number of the answer's tokens that were resumed from."""
+    prompt_digest: _builtins.int
+    """prompt_digest is the chained 64-bit digest of the tokens before the answer; a resume names it."""
+    target: _builtins.str
+    """target is a digest of what the answer's tokens depend on beside the text: weights, dtype, exactness, tokenizer and
+    end-of-text ids. A resume names it.
+    """
     def __init__(
         self,
         *,
@@ -361,10 +387,12 @@ class GenerateStarted(_message.Message):
         seed: _builtins.int = ...,
         prompt_tokens: _builtins.int = ...,
         offset: _builtins.int = ...,
+        prompt_digest: _builtins.int = ...,
+        target: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "offset", b"offset", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "offset", b"offset", "prompt_digest", b"prompt_digest", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "seed", b"seed", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -416,7 +444,9 @@ class GenerateComplete(_message.Message):
     TARGET_FIELD_NUMBER: _builtins.int
     finish_reason: Global___FinishReason.ValueType
     session: _builtins.str
-    """session is the token to go on with. Empty where no session was asked for, or where the store could not keep it."""
+    """session is the token to go on with. Empty where no session was asked for, or where the store could not keep it.
+    Another than the request's where the store lost what it knew of that one while the answer was made.
+    """
     @_builtins.property
     def usage(self) -> Global___Usage: ...
     @_builtins.property
