@@ -73,6 +73,12 @@ class Facts:
         raise CheckpointError(f"{self.folder}: {NO_TOKENIZER}")
 
     @property
+    def numbers(self) -> int | None:
+        """Numbers in the weights; None where there are no weight files, as at a router."""
+        shapes = _shapes(self.folder)
+        return sum(math.prod(shape) for shape in shapes.values()) if shapes else None
+
+    @property
     def vocabulary(self) -> int:
         """Token ids that mean something and that the model has: all below."""
         return min(self.known, self.rows)
@@ -91,6 +97,7 @@ def read_facts(path: str | Path, tokenizer: str | Path | None = None) -> Facts:
     """
     folder = Path(path)
     raw = _read_raw(folder)
+    _refuse_quantised(folder, raw)
     shapes = _shapes(folder)
     layout, config = _normalised(folder, raw, shapes)
     tokens = read_tokens(folder if tokenizer is None else Path(tokenizer))
@@ -153,6 +160,21 @@ def _read_raw(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder")
     return read_object(folder, CONFIG)
+
+
+def _refuse_quantised(folder: Path, raw: Mapping[str, Any]) -> None:
+    """Quantised tensors have the names of plain ones, or others, and mean nothing without their scales."""
+    text = _of_text(raw)
+    for key in ("quantization_config", "compression_config"):
+        settings = text.get(key) or raw.get(key)
+        if settings:
+            method = (
+                settings.get("quant_method", "of a method without a name") if isinstance(settings, dict) else settings
+            )
+            raise CheckpointError(
+                f"{folder}: its weights are quantised ({method}), which is not supported; name the checkpoint in "
+                "bfloat16 or float16 that it was made of"
+            )
 
 
 def _shapes(folder: Path) -> Shapes:
