@@ -13,11 +13,13 @@ os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 import asyncio
 import importlib
 import logging
+import platform
 import signal
 import sys
 import threading
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -33,8 +35,6 @@ from cluster.showing import RoundsPrinter, account_lines, answer_line, as_json, 
 
 app = typer.Typer(
     name="dendro",
-    help="Lossless tree speculative decoding with Mamba drafters, served on Ray. Without a configuration every command "
-    "works on the bundled demo pair.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     add_completion=False,
@@ -46,6 +46,36 @@ app.add_typer(train, name="train")
 app.add_typer(bench, name="bench")
 
 errors = Console(stderr=True)
+
+PACKAGES = ("torch", "transformers", "ray")
+
+
+def _print_version(wanted: bool) -> None:
+    """Versions of the distribution, of Python and of what arithmetic depends on; none of them is imported."""
+    if not wanted:
+        return
+    found = {name: _version_of(name) for name in ("dendroaspis", *PACKAGES)}
+    own, others = found.pop("dendroaspis"), ", ".join(f"{name} {version}" for name, version in found.items())
+    print(f"dendroaspis {own} (Python {platform.python_version()}, {others})")
+    raise typer.Exit
+
+
+def _version_of(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print versions and exit.")
+    ] = False,
+) -> None:
+    """Lossless tree speculative decoding with Mamba drafters, served on Ray. Without a configuration every command
+    works on the bundled demo pair."""
+
 
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", help="A cluster's YAML file. Default: the bundled demo.", show_default=False)
@@ -145,6 +175,29 @@ def write_config(
         print(text, end="")
     else:
         output.write_text(text)
+
+
+@app.command()
+def check(
+    config: Annotated[
+        Path | None, typer.Argument(help="A cluster's YAML file. Default: the bundled demo.", show_default=False)
+    ] = None,
+    load: Annotated[
+        bool, typer.Option("--load/--no-load", help="Load every model, one after the other, and check its rows.")
+    ] = True,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report here.")] = None,
+) -> None:
+    """Say before anything is started whether a configuration can be served here: which drafter fits which target, what
+    memory it takes, which exactness this processor gives, which arms the targets hold. Exit status 2 where it cannot.
+    """
+    from cluster.checking import as_report, examine, show
+
+    report = examine(_config(config), load, lambda line: errors.print(line, style="dim", markup=False))
+    show(Console(highlight=False), report)
+    if json_file is not None:
+        json_file.write_text(as_report(report))
+    if report.problems:
+        raise typer.Exit(2)
 
 
 @app.command()

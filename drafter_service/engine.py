@@ -192,6 +192,15 @@ class DrafterEngine:
         free = {"free_slots": self.free_slots, "free_nodes": self.free_nodes}
         return asdict(self.counters) | kept | {"sessions": self.sessions} | free
 
+    def memory_bytes(self, longest: int) -> dict[str, int]:
+        """What `states` of all text and node slots take at most, where no text is longer than `longest` tokens."""
+        limits, memory = self._hello, self._runner.memory
+        text = memory.text_bytes
+        if text == limits.max_length * memory.node_bytes:  # it grows by tokens
+            text = min(longest, limits.max_length) * memory.node_bytes
+        nodes = node_slots(limits.max_rows, limits.max_depth)
+        return {"states": text_slots(self._max_sessions) * text + nodes * memory.node_bytes}
+
     @property
     def sessions(self) -> int:
         """Texts that are open."""

@@ -406,6 +406,17 @@ class VerifierEngine:
 
     # For checks: the target's own logits, without a session
 
+    def memory_bytes(self) -> dict[str, int]:
+        """What this process holds for texts, `pages` and `states`, and for the `head` beside the weights: a copy in
+        float32 of the rows that the tokenizer has."""
+        target, arrangement = self.runner.target, self.runner.arrangement
+        head = target.model.get_output_embeddings()
+        return {
+            "head": min(target.vocabulary, head.out_features) * head.in_features * torch.float32.itemsize,
+            "pages": self.runner.pages.nbytes,
+            "states": target.recurrent_bytes(arrangement.tokens, arrangement.states),
+        }
+
     def logits_of(self, ids: Sequence[int], tree: DraftTree) -> torch.Tensor:
         """Logits [rows, vocabulary] float32, on the host, of every row of a tree whose root is the last token of the
         text `ids`.

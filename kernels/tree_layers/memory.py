@@ -113,6 +113,11 @@ class Pages:
         return sum(layout.token_bytes for layout in self.layouts)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return sum(store.nbytes for store in self._stores.values())
+
+    @property
     def stores(self) -> tuple[Tensor, ...]:
         """All slots, [layers, slots, kv_heads, width] for each layout."""
         return tuple(self._stores.values())

@@ -1,0 +1,223 @@
+"""What `dendro check` finds out: whether a configuration can be served on this machine, before anything is started."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from dendro.errors import BadRequest, DendroError
+from dendro.state import MemoryStates
+from rich.console import Console
+from rich.table import Table
+from tree_layers.checkpoint import Facts, read_facts
+from tree_layers.errors import CheckpointError
+
+from cluster.checkpoints import read_cluster
+from cluster.config import Config, Model, Target
+from cluster.hub import fetched_model, pinned
+from cluster.pairing import fit_of
+
+BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
+NOT_LOADED = "-"
+
+
+@dataclass(slots=True)
+class ModelReport:
+    """One entry of `targets` or `drafters`. Bytes are of one replica; None where the model was not loaded."""
+
+    name: str
+    kind: str
+    dtype: str
+    replicas: int
+    commit: str  # of a name on the hub
+    weights: int | None
+    memory: dict[str, int] | None = None
+    exactness: str = ""  # of a loaded target: bitwise or margin
+    arms: list[str] = field(default_factory=list)  # of a target
+    left_out: dict[str, str] = field(default_factory=dict)  # arms of the configuration that it has not, and why
+
+    @property
+    def total(self) -> int | None:
+        """Bytes of a replica."""
+        if self.weights is None or self.memory is None:
+            return None
+        return self.weights + sum(self.memory.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A drafter and a target that it is configured for."""
+
+    drafter: str
+    target: str
+    fits: bool
+    why: str
+
+
+@dataclass(slots=True)
+class Report:
+    """What was found. `problems`: why the configuration cannot be served, each beginning with its field."""
+
+    targets: list[ModelReport] = field(default_factory=list)
+    drafters: list[ModelReport] = field(default_factory=list)
+    pairs: list[Pair] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def examine(config: Config, load: bool, tell: Callable[[str], None]) -> Report:
+    """Read all checkpoints' facts; then, where `load`, load each model alone, as a replica does, and let it go again.
+
+    tell: takes a line before each model that is loaded. Raises BadRequest for a checkpoint whose facts cannot be read.
+    """
+    config = pinned(config)
+    facts = read_cluster(config)
+    report = Report()
+    for name, target in config.targets.items():
+        positions = facts.targets[name].positions
+        if positions is not None and target.max_length > positions:
+            report.problems.append(
+                f"targets.{name}.max_length: {target.max_length}; the model has {positions} positions"
+            )
+        made = _describe(name, target, facts.targets[name])
+        made.arms = [str(shape) for shape in config.arms_of(name)]
+        made.left_out = _left_out(config, name, target)
+        report.targets.append(made)
+    for name, drafter in config.drafters.items():
+        report.drafters.append(_describe(name, drafter, facts.drafters[name]))
+        for of in drafter.targets or config.targets:
+            fit = fit_of(facts.targets[of], facts.drafters[name])
+            why = fit.refusal or "; ".join(part for part in (fit.warning, fit.note) if part) or "the same tokens"
+            report.pairs.append(Pair(name, of, fit.fits, why))
+            if not fit.fits:
+                report.problems.append(f"drafters.{name}.checkpoint: does not fit target {of}: {fit.refusal}")
+    if load:
+        _load_all(config, report, tell)
+    return report
+
+
+def _describe(name: str, model: Model, facts: Facts) -> ModelReport:
+    numbers = facts.numbers
+    return ModelReport(
+        name=name,
+        kind=facts.model_type,
+        dtype=model.dtype,
+        replicas=model.most_replicas,
+        commit=model.revision,
+        weights=None if numbers is None else numbers * BYTES_OF[model.dtype],
+    )
+
+
+def _left_out(config: Config, name: str, target: Target) -> dict[str, str]:
+    """Arms of the configuration that a target has not."""
+    reasons = {}
+    for shape in config.speculation.shapes:
+        if not target.holds(shape):
+            limits = f"max_rows is {target.max_rows}, max_depth {target.max_depth}"
+            reasons[str(shape)] = f"{shape.rows} rows and depth {shape.depth}; {limits}"
+        elif not config.makes(name, shape):
+            reasons[str(shape)] = "no drafter makes it" if shape.drafted else "no proposer makes it"
+    return reasons
+
+
+def _load_all(config: Config, report: Report, tell: Callable[[str], None]) -> None:
+    longest = max(target.max_length for target in config.targets.values())
+    entries = [*(("targets", made) for made in report.targets), *(("drafters", made) for made in report.drafters)]
+    for place, (section, made) in enumerate(entries, 1):
+        tell(f"loading {section}.{made.name}, {place} of {len(entries)} ...")
+        try:
+            if section == "targets":
+                _load_target(config, made)
+            else:
+                _load_drafter(config, made, longest)
+        except BadRequest as error:
+            given = error.field.startswith(section)
+            field_of = error.field if given else f"{section}.{made.name}.{error.field}"
+            report.problems.append(f"{field_of}: {error.reason}")
+        except (DendroError, CheckpointError, MemoryError) as error:
+            report.problems.append(f"{section}.{made.name}: {error or type(error).__name__}")
+        gc.collect()  # a model's memory, before the next one needs it
+
+
+def _load_target(config: Config, made: ModelReport) -> None:
+    from cluster.app import load_verifier
+
+    target = fetched_model(f"targets.{made.name}", config.targets[made.name])
+    engine: Any = load_verifier(made.name, target, MemoryStates())
+    try:
+        held = engine.memory_bytes()  # of this process, and of each other worker as much
+        made.memory = {part: count * target.tensor_parallel for part, count in held.items()}
+        made.weights = _weights(target) or made.weights
+        made.exactness = asyncio.run(engine.hello()).exactness
+    finally:
+        asyncio.run(engine.stop())
+
+
+def _load_drafter(config: Config, made: ModelReport, longest: int) -> None:
+    from cluster.app import load_drafter
+
+    drafter = fetched_model(f"drafters.{made.name}", config.drafters[made.name])
+    engine: Any = load_drafter(made.name, drafter, MemoryStates())
+    made.memory = engine.memory_bytes(longest)
+    made.weights = _weights(drafter) or made.weights
+    engine.stop()
+
+
+def _weights(model: Model) -> int | None:
+    """Bytes of a model's weights, whose files are here."""
+    numbers = read_facts(model.checkpoint, model.tokenizer).numbers
+    return None if numbers is None else numbers * BYTES_OF[model.dtype]
+
+
+def show(console: Console, report: Report) -> None:
+    """Print a report as tables."""
+    models = Table(title="memory of one replica, at most", title_justify="left")
+    for column in ("model", "kind", "dtype", "replicas", "weights", "head", "pages", "states", "in all", "exactness"):
+        models.add_column(column, justify="left" if column in ("model", "kind", "dtype", "exactness") else "right")
+    for section, entries in (("targets", report.targets), ("drafters", report.drafters)):
+        for made in entries:
+            memory = made.memory or {}
+            parts = [_size(memory.get(part)) for part in ("head", "pages", "states")]
+            sizes = (_size(made.weights), *parts, _size(made.total))
+            models.add_row(
+                f"{section}.{made.name}",
+                made.kind,
+                made.dtype,
+                str(made.replicas),
+                *sizes,
+                made.exactness or NOT_LOADED,
+            )
+    console.print(models)
+    if report.pairs:
+        pairs = Table(title="drafters", title_justify="left")
+        for column in ("drafter", "target", "fits", "why"):
+            pairs.add_column(column)
+        for pair in report.pairs:
+            pairs.add_row(pair.drafter, pair.target, "yes" if pair.fits else "no", pair.why)
+        console.print(pairs)
+    for made in report.targets:
+        console.print(f"arms of {made.name}: {', '.join(made.arms)}", markup=False, soft_wrap=True)
+        for arm, why in made.left_out.items():
+            console.print(f"  left out: {arm}: {why}", markup=False, soft_wrap=True)
+    for problem in report.problems:
+        console.print(f"cannot be served: {problem}", style="red", markup=False, soft_wrap=True)
+    if not report.problems:
+        console.print("can be served")
+
+
+def _size(count: int | None) -> str:
+    if count is None:
+        return NOT_LOADED
+    scaled, unit = float(count), "B"
+    for larger in ("kB", "MB", "GB"):
+        if scaled >= 1000:
+            scaled, unit = scaled / 1000, larger
+    return f"{scaled:.4g} {unit}"
+
+
+def as_report(report: Report) -> str:
+    """The report as JSON; bytes are numbers, and null where a model was not loaded."""
+    return json.dumps(asdict(report) | {"can_be_served": not report.problems}, indent=2) + "\n"

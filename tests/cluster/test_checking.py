@@ -1,0 +1,115 @@
+"""What `dendro check` says of a configuration before anything is started, and what `dendro --version` says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_drafters
+import tiny_models
+import torch
+import yaml
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from cluster import cli
+from verifier_service.engine import VerifierEngine
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A target, a drafter of its tokenizer, and one of another."""
+    folder = tmp_path_factory.mktemp("models")
+    tiny_models.make_checkpoint(folder / "target", "llama")
+    tiny_models.make_checkpoint(folder / "drafter", "llama", seed=1, num_hidden_layers=1)
+    tiny_drafters.make_drafter(folder / "stranger", "mamba2")
+    return folder
+
+
+def said(models: Path, drafter: str = "drafter", **target: object) -> dict:
+    own = {"checkpoint": str(models / "target"), "dtype": "float32", "max_length": 256, "max_sessions": 2, **target}
+    drafters = {"d": {"checkpoint": str(models / drafter), "dtype": "float32", "max_sessions": 2}}
+    return {"targets": {"t": own}, "drafters": drafters, "speculation": {"arms": ["off", "(1,1)", "(3,2,2,1,1)"]}}
+
+
+def run(tmp_path: Path, config: dict, *options: str):
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(config))
+    done = CliRunner().invoke(
+        cli.app, ["check", str(tmp_path / "c.yaml"), "--json", str(tmp_path / "r.json"), *options]
+    )
+    report = json.loads((tmp_path / "r.json").read_text()) if (tmp_path / "r.json").exists() else None
+    return done, report
+
+
+def test_a_pair_that_fits_is_loaded_and_its_memory_is_what_the_engines_hold(models, tmp_path):
+    done, report = run(tmp_path, said(models))
+    assert done.exit_code == 0 and report["can_be_served"], done.output
+    (target,), (drafter,) = report["targets"], report["drafters"]
+    assert "loading targets.t, 1 of 2 ..." in done.stderr and "loading drafters.d, 2 of 2 ..." in done.stderr
+    stored = load_file(models / "target" / "model.safetensors")
+    assert target["weights"] == sum(tensor.nbytes for tensor in stored.values())  # they are stored in float32
+    engine = VerifierEngine.load(models / "target", name="t", dtype=torch.float32, max_length=256, max_sessions=2)
+    assert target["memory"]["pages"] == sum(store.nbytes for store in engine.runner.pages.stores) > 0
+    assert target["memory"]["states"] == 0
+    assert target["exactness"] == engine._hello.exactness
+    per_token = 2 * 2 * 16 * 4  # of one layer: keys and values of two heads of 16 numbers of 4 bytes
+    assert drafter["memory"]["states"] > 2 * 2 * 256 * per_token
+    assert report["pairs"][0]["fits"] and "can be served" in done.stdout
+
+
+def test_arms_that_the_rows_do_not_hold_are_named_with_the_limit(models, tmp_path):
+    done, report = run(tmp_path, said(models, max_rows=8), "--no-load")
+    (target,) = report["targets"]
+    assert target["arms"] == ["off", "(1,1)"] and list(target["left_out"]) == ["(3,2,2,1,1)"]
+    assert "max_rows is 8" in target["left_out"]["(3,2,2,1,1)"] and "left out: (3,2,2,1,1)" in done.stdout
+
+
+def test_without_loading_weights_are_counted_and_nothing_is_loaded(models, tmp_path):
+    done, report = run(tmp_path, said(models, dtype="bfloat16"), "--no-load")
+    assert done.exit_code == 0 and "loading" not in done.stderr
+    (target,) = report["targets"]
+    stored = load_file(models / "target" / "model.safetensors")
+    assert target["weights"] == 2 * sum(tensor.numel() for tensor in stored.values())
+    assert target["memory"] is None and target["exactness"] == ""
+
+
+def test_a_drafter_that_does_not_fit_is_told_with_its_reason_and_status_2(models, tmp_path):
+    done, report = run(tmp_path, said(models, "stranger"), "--no-load")
+    assert done.exit_code == 2 and not report["can_be_served"]
+    assert not report["pairs"][0]["fits"]
+    assert report["problems"][0].startswith("drafters.d.checkpoint: does not fit target t: ")
+
+
+def test_every_problem_is_told_and_not_the_first_alone(models, tmp_path):
+    shutil.copytree(models / "target", tmp_path / "encoder")
+    config = json.loads((tmp_path / "encoder" / "config.json").read_text()) | {"is_encoder_decoder": True}
+    (tmp_path / "encoder" / "config.json").write_text(json.dumps(config))
+    wrong = said(models, "stranger", checkpoint=str(tmp_path / "encoder"), max_length=9999)
+    done, report = run(tmp_path, wrong)
+    assert done.exit_code == 2
+    starts = ["targets.t.max_length: 9999", "drafters.d.checkpoint: does not fit", "targets.t.checkpoint: "]
+    for problem, start in zip(report["problems"], starts, strict=True):
+        assert problem.startswith(start)
+
+
+def test_a_missing_file_ends_with_status_2_and_its_field(models, tmp_path):
+    wrong = said(models, checkpoint=str(tmp_path / "nowhere"))
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(wrong))
+    done = subprocess.run(
+        [sys.executable, "-m", "cluster.cli", "check", str(tmp_path / "c.yaml")], capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "targets.t.checkpoint: " in done.stderr
+
+
+def test_the_version_names_what_arithmetic_depends_on_and_imports_none_of_it():
+    code = "import sys; from cluster import cli; cli.app(['--version'], standalone_mode=False); "
+    code += "assert not {'torch', 'transformers', 'ray'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("dendroaspis ")
+    for part in (f"Python {sys.version_info.major}.{sys.version_info.minor}", f"torch {torch.__version__}", "ray 2."):
+        assert part in done.stdout
