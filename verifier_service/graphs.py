@@ -45,7 +45,14 @@ class CudaGraphs:
             step()
         current.wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
-        # A recording that fails leaves its own stream current: this puts ours back.
-        with torch.cuda.stream(current), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = step()
+        try:
+            # A recording that fails leaves its own stream current: the outer context puts ours back.
+            with (
+                torch.cuda.stream(current),
+                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+            ):
+                result = step()
+        except RuntimeError:
+            self._pool = torch.cuda.graph_pool_handle()  # torch still takes the old one for being recorded to
+            raise
         return graph, result

@@ -1,0 +1,80 @@
+"""CUDA's graphs, with a torch.cuda that remembers what it was asked: there is no device here."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+from verifier_service.graphs import CudaGraphs
+
+
+class Cuda:
+    """The parts of torch.cuda that a recording uses. As in torch, a recording that fails puts no stream back, and a
+    pool that one failed in takes no other."""
+
+    def __init__(self, failing):
+        self.current, self.pools, self.failing, self.modes, self.spoilt = "main", 0, failing, [], set()
+
+    def current_stream(self):
+        return Stream(self.current)
+
+    def graph_pool_handle(self):
+        self.pools += 1
+        return self.pools
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        before, self.current = self.current, stream.name
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextlib.contextmanager
+    def graph(self, graph, pool, capture_error_mode):
+        if pool in self.spoilt:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        self.modes.append(capture_error_mode)
+        before, self.current = self.current, "recording"
+        yield
+        if self.failing:
+            self.failing -= 1
+            self.spoilt.add(pool)
+            raise RuntimeError("operation failed due to a previous error during capture")
+        self.current = before
+
+
+class Stream:
+    def __init__(self, name="beside"):
+        self.name = name
+
+    def wait_stream(self, other):
+        pass
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    fake = Cuda(failing=1)
+    for name in ("current_stream", "graph_pool_handle", "stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    return fake
+
+
+def test_a_recording_that_fails_leaves_the_device_as_it_was_and_the_next_one_works(cuda):
+    graphs, ran = CudaGraphs(), []
+    with pytest.raises(RuntimeError, match="during capture"):
+        graphs.record(lambda: ran.append(cuda.current))
+    assert cuda.current == "main"
+    _, result = graphs.record(lambda: ran.append(cuda.current) or 7)
+    assert result == 7 and cuda.current == "main"
+    assert ran == ["beside", "recording"] * 2  # each step runs once before it is recorded
+
+
+def test_other_threads_may_allocate_while_a_step_is_recorded(cuda):
+    cuda.failing = 0
+    CudaGraphs().record(lambda: None)
+    assert cuda.modes == ["thread_local"]
