@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from dendro.errors import BadRequest
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed import DistError
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
@@ -27,6 +26,16 @@ from tree_layers.tree_mixers import MixerLayout
 from verifier_service.collectives import Collectives
 from verifier_service.models.activations import make_activations_safe
 from verifier_service.models.experts import seat_experts
+from verifier_service.models.families import (
+    FamilyError,
+    Property,
+    check_config,
+    check_logits,
+    probe_layers,
+    why_fewer,
+    why_not_loaded,
+    why_not_read,
+)
 from verifier_service.models.head import HEAD_ROWS, Head, Product
 from verifier_service.models.heads import deal_out
 from verifier_service.models.mamba_in_llama import PURE_MAMBAS, MambaInLlamaConfig, library_config
@@ -36,11 +45,8 @@ from verifier_service.models.seats import ATTENTION, Run, Seat, seat_attention
 from verifier_service.models.sharded import check_divisible, take_off_wrappers
 
 PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
-ATTENDING_LAYERS = PACKABLE_LAYERS | {"hybrid"}
-UNPACKABLE_ROPE = {"dynamic", "longrope"}
-"""Rotary embeddings whose factor depends on the longest text of the batch."""
-
-PROBE_ROWS = 8
+NOT_ATTENDING = {"mamba", "linear_attention", "moe", "mlp"}
+"""Layer types of the families with mixers in which nothing attends."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,7 +97,8 @@ class Target:
             return self.head.logits(hidden)
 
     def _forward(self, tokens: Tensor, positions: Tensor, wanted: Tensor) -> Any:
-        return self.model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=wanted)
+        with self.head.of_rows(wanted):
+            return self.model(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
 
     def _one_thread(self) -> AbstractContextManager[None]:
         """Large products, and the attention and scans of many rows, take as many threads as the run has; all else runs
@@ -131,12 +138,18 @@ def _load(
     group: Collectives | None,
 ) -> Target:
     facts = read_facts(folder, tokenizer_folder)
-    _check_kind(folder, facts.config)
+    check_config(folder, facts.config)
     vocabulary, fingerprint = facts.vocabulary, weights_fingerprint(folder)
     files = weight_files(folder)
     logging.disable_progress_bar()  # a replica's log is no terminal
     try:
         config = library_config(folder)
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever a family's configuration leads to
+        raise why_not_read(folder, facts.config["model_type"], error) from error
+    check_config(folder, config.to_dict())  # with what the file leaves to the family's defaults
+    try:
         settings: dict[str, Any] = {"config": config, "dtype": dtype, "attn_implementation": ATTENTION}
         settings |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # that they are told of by name
         loaded: Any
@@ -161,10 +174,8 @@ def _load(
         raise
     except UnpicklingError as error:
         raise CheckpointError(f"{files[0]} is not a file of plain weights: {error}") from error
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{folder}: {files[0].name} cannot be loaded as a decoder-only Transformer: {error}"
-        ) from error
+    except Exception as error:  # whatever a broken checkpoint or a family's constructor leads to
+        raise why_not_loaded(folder, files[0].name, config, error) from error
     model, info = loaded
     if lacking := sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}):
         raise CheckpointError(f"{folder}: {len(lacking)} tensors are missing or misshapen, among them {lacking[0]}")
@@ -173,6 +184,8 @@ def _load(
             f"{folder}: {len(extra)} tensors belong to no layer that {MAMBA_CONFIG} tells of, among them {extra[0]}"
         )
     head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise FamilyError(folder, config.model_type, Property.NO_HEAD)
     outputs = head.out_features
     join = take_off_wrappers(folder, model) if group is not None else None
     model = model.to(device).eval().requires_grad_(False)
@@ -191,47 +204,21 @@ def _load(
     make_rows_independent(model, forms)
     if group is not None and join is not None:
         join(group)
-    layouts = _take_seats(folder, model, run)
     text = model.config.get_text_config()
+    positions = facts.positions or getattr(text, "max_position_embeddings", None) or 1 << 31
+    layouts = _take_seats(folder, model, seated, run, vocabulary, positions, bool(mixers))
     return Target(
         model=model,
         run=run,
         layouts=layouts,
         mixers=mixers,
         facts=facts,
-        max_positions=facts.positions or getattr(text, "max_position_embeddings", None) or 1 << 31,
+        max_positions=positions,
         window=_window(run),
         fingerprint=fingerprint,
         linear=forms.report().beside(head_forms.report(), "the head's"),
         head=seated,
     )
-
-
-def _check_kind(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for a configuration that this verifier cannot serve."""
-    kind = config["model_type"]
-    if config.get("is_encoder_decoder"):
-        raise CheckpointError(f"{folder}: {kind} is an encoder-decoder; a target is decoder-only")
-    layers = set(config.get("layer_types") or ())
-    recurrent = "mamba" in kind or any(key.startswith(("mamba_", "ssm_")) for key in config)
-    if (recurrent or "linear_attention" in layers) and kind not in MIXER_FAMILIES:
-        raise CheckpointError(f"{folder}: {kind}, a state-space or hybrid model of a family that is not supported yet")
-    if layers - PACKABLE_LAYERS and kind not in MIXER_FAMILIES:  # theirs are counted once they are loaded
-        raise CheckpointError(f"{folder}: {kind} has layers of type {sorted(layers - PACKABLE_LAYERS)}: not supported")
-    for rope in _ropes(config):
-        if rope in UNPACKABLE_ROPE:
-            raise CheckpointError(
-                f"{folder}: rotary embeddings of type {rope} depend on the longest text of a batch: not supported"
-            )
-
-
-def _ropes(config: Mapping[str, Any]) -> Iterator[str]:
-    """The types of rotary embeddings that a configuration names, wherever it does."""
-    for key in ("rope_parameters", "rope_scaling"):
-        settings = config.get(key)
-        for each in (settings, *(settings.values() if isinstance(settings, dict) else ())):
-            if isinstance(each, dict):
-                yield str(each.get("rope_type", each.get("type", "default")))
 
 
 def _float_head(head: nn.Linear, vocabulary: int, forms: RowForms) -> Product:
@@ -250,22 +237,24 @@ def _gathering_head(head: nn.Linear, outputs: int, vocabulary: int, forms: RowFo
     return forward
 
 
-def _take_seats(folder: Path, model: PreTrainedModel, run: Run) -> tuple[Layout, ...]:
-    """Seat our attention in the model and find out, by a forward, what its layers are like."""
+def _take_seats(
+    folder: Path, model: PreTrainedModel, head: Head, run: Run, vocabulary: int, positions: int, mixers: bool
+) -> tuple[Layout, ...]:
+    """Seat our attention in the model and find out, by forwards, what its layers are like. Raises FamilyError for a
+    model whose logits are not the library's then; of one with mixers, whose own forms are gone, the layers alone."""
     for module in model.modules():
-        if "Attention" in type(module).__name__:
-            module.dendro_seat = Seat(run)  # type: ignore[assignment]
-    rows = torch.arange(PROBE_ROWS, device=model.device)
-    with torch.inference_mode():
-        model(input_ids=torch.zeros_like(rows)[None], position_ids=rows[None], use_cache=False)
+        module.dendro_seat = Seat(run)  # type: ignore[assignment]
+    probe_layers(folder, model, run)
     config = model.config.get_text_config()
     layers = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    attending = sum(layer in ATTENDING_LAYERS for layer in layers)
+    attending = sum(layer not in NOT_ATTENDING for layer in layers)
     if len(run.probed) != attending:
-        raise CheckpointError(f"{folder}: {len(run.probed)} layers call the attention interface, not {attending}")
-    windowed = "sliding_attention" in layers
-    if windowed and not any(layer.window for layer in run.probed):
-        raise CheckpointError(f"{folder}: its sliding window is not handed to the attention: not supported")
+        seen = f"{len(run.probed)} layers call the attention interface, not {attending}"
+        raise FamilyError(folder, model.config.model_type, why_fewer(model, run), seen)
+    if not mixers:
+        check_logits(folder, model, head, run, vocabulary, positions)
+        if unknown := sorted(set(layers) - PACKABLE_LAYERS):  # whose difference a short text may not show
+            raise FamilyError(folder, model.config.model_type, Property.OTHER_LAYERS, f"of types {unknown}")
     return tuple(layer.layout for layer in run.probed)
 
 

@@ -33,14 +33,28 @@ class Head:
         self.together = together
         self._model: Any = model
         self._product = product
-        self._kind: Any = None  # of what the model's layers answer with
+        self._layers: Any = None  # the module that the model calls for its hidden rows
+        self._kind: Any = None  # of what it answers with
+        self._width = 0  # of the rows that it answers with
+        self._wanted: Tensor | None = None
         self._taking = False
         self._taken: Tensor | None = None
         self._given: Tensor | None = None
         head = model.get_output_embeddings()
         assert isinstance(head, nn.Module)
         head.forward = self._forward
-        model.base_model.register_forward_hook(self._note)
+        for module in model.modules():
+            if module is not model and isinstance(module, PreTrainedModel):
+                module.register_forward_hook(self._note)
+
+    @contextmanager
+    def of_rows(self, wanted: Tensor) -> Iterator[None]:
+        """Meanwhile the head makes logits of these rows [k] of a step alone. Not every family can be asked for that."""
+        self._wanted = wanted
+        try:
+            yield
+        finally:
+            self._wanted = None
 
     def take(self, run: Callable[[], object]) -> Tensor:
         """The hidden rows [k, D] that a run of the model hands to its head; nothing is made of them."""
@@ -57,32 +71,37 @@ class Head:
         """[k, vocabulary] float32 of taken rows [k, D]."""
         self._given = hidden[None]
         try:
-            with self._without_layers(self._given):
+            with self._without_layers(self._given.new_zeros(1, len(hidden), self._width)):
                 rows = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
                 return self._model(input_ids=rows, use_cache=False).logits[0]
         finally:
             self._given = None
 
     def _forward(self, hidden: Tensor) -> Tensor:
+        if self._given is not None:
+            return self._product(self._given)
+        if self._wanted is not None:
+            hidden = hidden[:, self._wanted]
         if self._taking:
             self._taken = hidden
             return hidden.new_empty(*hidden.shape[:-1], 0)
-        return self._product(hidden if self._given is None else self._given)
+        return self._product(hidden)
 
     def _note(self, layers: nn.Module, given: Any, answer: Any) -> None:
-        self._kind = type(answer)
+        """The last to end in a forward is the one that the model itself calls: OPT calls its decoder, and no base."""
+        self._layers, self._kind, self._width = layers, type(answer), answer[0].shape[-1]
 
     @contextmanager
     def _without_layers(self, answer: Tensor) -> Iterator[None]:
         """The model's layers answer with this at once."""
-        base, kind = self._model.base_model, self._kind
+        layers, kind = self._layers, self._kind
         assert kind is not None, "the model has run once, when its seats were taken"
-        kept = base.forward
-        base.forward = lambda *_, **__: kind(last_hidden_state=answer)
+        kept = layers.forward
+        layers.forward = lambda *_, **__: kind(last_hidden_state=answer)
         try:
             yield
         finally:
-            base.forward = kept
+            layers.forward = kept
 
 
 class Logits:

@@ -11,7 +11,6 @@ from transformers import AttentionInterface
 from tree_kernels.elementwise import threads_of
 from tree_kernels.tree_attention import Layout, TreeRows, attend, prepare, write
 from tree_kernels.tree_attention.reference import Prepared
-from tree_layers.errors import CheckpointError
 from tree_layers.memory import Pages
 from tree_layers.tree_mixers import RecurrentMemory, RecurrentStep
 
@@ -29,7 +28,7 @@ check at start compares such steps with larger ones."""
 
 @dataclass(frozen=True, slots=True)
 class ProbedLayer:
-    """What a layer's first call told of it."""
+    """What the probe saw of a layer."""
 
     layout: Layout
     window: int | None
@@ -40,7 +39,7 @@ class Run:
     """What all seats of a model share: its pages, and the rows of the forward that runs now."""
 
     threads: int = 1  # of large products, and of the attention and scans of many rows, on a CPU
-    pages: Pages | None = None  # None: the forward is a probe
+    pages: Pages | None = None
     step: TreeRows | TableRows | None = None
     probed: list[ProbedLayer] = field(default_factory=list)
     recurrent: RecurrentMemory | None = None  # of a target with states
@@ -65,7 +64,7 @@ class Run:
 
 
 class Seat:
-    """The place of one attention module: which layer it is, learned at its first call, and whose rows it sees."""
+    """The place of one attention module: which layer it is, which the probe finds, and whose rows it sees."""
 
     __slots__ = ("index", "run")
 
@@ -92,13 +91,7 @@ def seat_attention(
     """
     seat: Seat = module.dendro_seat  # type: ignore[assignment]
     run = seat.run
-    if run.pages is None:
-        if seat.index >= 0:
-            raise CheckpointError(f"{type(module).__name__}: called by two layers, which is not supported")
-        seat.index = len(run.probed)
-        layout = Layout(key.shape[1], key.shape[3], value.shape[3])
-        run.probed.append(ProbedLayer(layout, sliding_window))
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+    assert run.pages is not None
     layout = run.pages.layouts[seat.index]
     pool = run.pages.layers[seat.index]
     scale = layout.key_dim**-0.5 if scaling is None else scaling

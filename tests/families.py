@@ -1,0 +1,211 @@
+"""What becomes of a causal family: it is served, and then certified here, or it is refused for a property.
+
+python tests/families.py                write docs/families.md from tests/families.json
+python tests/families.py --check        fail where the page is not what that would write
+python tests/families.py --record NAME  find out what becomes of a family, or of `all`, and note it in the file
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from dendro.errors import BadRequest
+from dendro.tree import DraftTree
+from tiny_families import FAMILIES, VOCABULARY, WINDOW, make_checkpoint
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from verifier_service.engine import VerifierEngine
+from verifier_service.models.families import FamilyError, Property
+
+DATA = Path(__file__).parent / "families.json"
+PAGE = Path(__file__).parent.parent / "docs" / "families.md"
+
+LENGTHS = (1, 7, 101)
+"""Of texts: the last is longer than a page and than every window."""
+GREEDY = 6
+"""Tokens of a greedy answer."""
+TOLERANCE = 1e-3
+"""Of a row's float32 logits against the library's, as a share of their spread."""
+
+
+HOW_TO_RECORD = "python tests/families.py --record {family}"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What became of a family."""
+
+    refused: Property | None
+    said: str = ""  # of a refused one, what the one who named the checkpoint reads
+    exactness: tuple[str, ...] = ()  # of a served one, in float32 and bfloat16, on this machine
+
+
+def find_out(family: str, folder: Path) -> Found:
+    """Make a tiny checkpoint in the folder and try to serve it. Raises AssertionError where it is served wrongly."""
+    logging.set_verbosity_error()
+    made = make_checkpoint(folder, family)
+    try:
+        engine = _engine(folder, torch.float32)
+    except BadRequest as error:
+        assert isinstance(error.__cause__, FamilyError), f"refused for no property: {error}"
+        return Found(error.__cause__.property, str(error).replace(str(folder), "").removeprefix("checkpoint: : "))
+    assert made, "transformers makes no model of it, and yet it is served"
+    _has_the_librarys_logits(engine, folder)
+    engines = (engine, _engine(folder, torch.bfloat16))
+    return Found(None, exactness=tuple(_certify_trees(each) for each in engines))
+
+
+def _engine(folder: Path, dtype: torch.dtype) -> VerifierEngine:
+    limits = {"max_length": 192, "max_sessions": 1, "max_waiting": 0, "max_depth": 8, "prefill_chunk": 128}
+    return VerifierEngine.load(folder, name="tiny", dtype=dtype, **limits)
+
+
+def _text(length: int) -> list[int]:
+    ids: list[int] = np.random.default_rng(length).integers(0, VOCABULARY, length).tolist()
+    return ids
+
+
+def _tree(root: int) -> DraftTree:
+    return DraftTree.of([root, 3, 4, 5, 6, 7], [-1, 0, 0, 1, 3, 2])
+
+
+def _paths(ids: list[int]) -> list[list[int]]:
+    """The texts that the rows of `_tree` end."""
+    return [ids, [*ids, 3], [*ids, 4], [*ids, 3, 5], [*ids, 3, 5, 6], [*ids, 4, 7]]
+
+
+def _has_the_librarys_logits(engine: VerifierEngine, folder: Path) -> None:
+    """Greedy answers are the library's token for token, and logits of trees the library's up to rounding."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+    def oracle(ids: list[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            return model(torch.tensor([ids]), use_cache=False).logits[0, -1, :VOCABULARY].float()
+
+    for length in LENGTHS:
+        ids = _text(length)
+        found = engine.logits_of(ids, _tree(ids[-1]))
+        truth = torch.stack([oracle(path) for path in _paths(ids)])
+        spread = (truth - truth.mean(-1, keepdim=True)).norm(dim=-1)
+        off = float(((found - truth).norm(dim=-1) / spread).max())
+        assert off < TOLERANCE, f"off by {off:.3g} of the logits' spread after {length} tokens"
+        for _ in range(GREEDY):
+            plain = engine.logits_of(ids, DraftTree.root_only(ids[-1]))[0]
+            token = int(oracle(ids).argmax())
+            assert int(plain.argmax()) == token, f"another token than the library's after {len(ids)}"
+            ids.append(token)
+
+
+def _certify_trees(engine: VerifierEngine) -> str:
+    """A row of a tree has the bits of plain decoding, where the engine says so; returns what it says."""
+    exactness = engine._hello.exactness
+    for length in LENGTHS:
+        ids = _text(length)
+        found = engine.logits_of(ids, _tree(ids[-1]))
+        for row, path in zip(found, _paths(ids), strict=True):
+            plain = engine.logits_of(path, DraftTree.root_only(path[-1]))[0]
+            assert torch.isfinite(plain).all()
+            if exactness == "bitwise":
+                assert torch.equal(row, plain), f"a row of a tree has other bits after {len(path)} tokens"
+    return exactness
+
+
+def read() -> dict[str, Any]:
+    """What is known of families: `served`, their names; `refused`, the name of the property of each."""
+    data: dict[str, Any] = json.loads(DATA.read_text())
+    return data
+
+
+def record(families: Sequence[str]) -> None:
+    """Find out what becomes of these and note it in the file."""
+    data = read() if DATA.is_file() else {"served": [], "refused": {}}
+    for family in families:
+        with tempfile.TemporaryDirectory() as folder:
+            found = find_out(family, Path(folder))
+        served = {*data["served"]} - {family}
+        data["refused"].pop(family, None)
+        if found.refused is None:
+            served.add(family)
+        else:
+            data["refused"][family] = found.refused.name
+        data |= {"served": sorted(served), "refused": dict(sorted(data["refused"].items()))}
+        DATA.write_text(json.dumps({"transformers": transformers.__version__} | data, indent=1) + "\n")
+
+
+def written(data: dict[str, Any]) -> str:
+    """The page of what is known."""
+    served, refused = data["served"], data["refused"]
+    by_property = {why: [family for family, found in refused.items() if found == why.name] for why in Property}
+    lines = [
+        "# Families that can be targets",
+        "",
+        "Written by `python tests/families.py` from `tests/families.json`. A family is a `model_type` of transformers;",
+        f"version {data['transformers']} was tried. A target of a family that is not served is refused when it is",
+        "loaded, with the property that is the reason. Properties are found by looking at the loaded model, so a",
+        "checkpoint whose settings give it one of them is refused in a served family too (rotary embeddings of type",
+        "`dynamic` or `longrope`, for example), and a family that no table has is tried.",
+        "",
+        f"## Served: {len(served)}",
+        "",
+        "For each of these a tiny checkpoint of random weights, with the family's default settings and every kind of",
+        "its layers, is loaded by `tests/verifier_service/test_families.py`. What the test holds it to:",
+        "",
+        f"- float32 logits after texts of {', '.join(map(str, LENGTHS[:-1]))} and {LENGTHS[-1]} tokens, where windows",
+        f"  are of {WINDOW} tokens, are those of transformers' forward of the whole text, off by less than {TOLERANCE}",
+        f"  of their spread; {GREEDY} greedy tokens after each are the same;",
+        "- where the verifier announces `bitwise`, rows of a tree have the bits of plain decoding, in float32 and",
+        "  in bfloat16.",
+        "",
+        "Whether a verifier announces `bitwise` or `margin` depends on the processor, and is found when it is loaded.",
+        "",
+        *_columns(served, 4),
+        "",
+        f"## Refused: {len(refused)}",
+        "",
+        "| property | families | why |",
+        "|---|---|---|",
+        *(f"| `{why.name}` | {', '.join(found)} | {why} |" for why, found in by_property.items() if found),
+        "",
+        "Properties that no family has by default, and a checkpoint may have:",
+        "",
+        *(f"- `{why.name}`: {why}" for why, found in by_property.items() if not found),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _columns(names: Sequence[str], count: int) -> list[str]:
+    """A table of names, to be read down its columns."""
+    rows = -(-len(names) // count)
+    cells = [
+        [names[place] if place < len(names) else "" for place in range(row, rows * count, rows)] for row in range(rows)
+    ]
+    return ["| " * count + "|", "|---" * count + "|", *("| " + " | ".join(row) + " |" for row in cells)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--record", nargs="+", metavar="NAME", default=[])
+    wanted = parser.parse_args()
+    if wanted.record:
+        record(FAMILIES if wanted.record == ["all"] else wanted.record)
+    page = written(read())
+    if wanted.check:
+        return 0 if PAGE.is_file() and PAGE.read_text() == page else 1
+    PAGE.write_text(page)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""Every causal family of the installed transformers: served and certified, or refused for a property of a list."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from dendro.errors import BadRequest
+from families import HOW_TO_RECORD, PAGE, find_out, read, written
+from tiny_families import FAMILIES, WINDOW, make_checkpoint
+from transformers import AutoConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.mistral import modeling_mistral
+
+from verifier_service import models
+from verifier_service.models import load_target
+from verifier_service.models.families import FamilyError, Property
+from verifier_service.models.seats import ATTENTION
+
+KNOWN = read()
+BUCKETS = (8, 40)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", sorted({*FAMILIES, *KNOWN["served"], *KNOWN["refused"]}))
+def test_every_causal_family_is_served_and_certified_or_refused_for_a_property(family, tmp_path):
+    """`-k` with a name tries one family alone. The list of served families only grows."""
+    if family not in FAMILIES:
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    found = find_out(family, tmp_path)
+    command = HOW_TO_RECORD.format(family=family)
+    if family in KNOWN["served"]:
+        assert found.refused is None, f"{family} was served, and is refused now: {found.said}"
+    elif transformers.__version__ == KNOWN["transformers"]:  # another version may have changed or brought it
+        assert found.refused is not None, f"{family} is served now: note it with `{command}`"
+        assert KNOWN["refused"].get(family) == found.refused.name, f"refused otherwise: note it with `{command}`"
+
+
+def test_the_page_of_families_says_what_is_known_of_them():
+    assert PAGE.read_text() == written(KNOWN), "write it with `python tests/families.py`"
+
+
+def test_what_is_known_is_known_by_properties_of_the_closed_list():
+    assert {*KNOWN["refused"].values()} <= set(Property.__members__)
+    assert not {*KNOWN["served"]} & KNOWN["refused"].keys()
+
+
+def load(folder, dtype=torch.float32):
+    return load_target(folder, dtype, torch.device("cpu"), BUCKETS)
+
+
+def refused(folder, dtype=torch.float32):
+    """The property for which a checkpoint is refused."""
+    with pytest.raises(BadRequest) as caught:
+        load(folder, dtype)
+    assert isinstance(caught.value.__cause__, FamilyError), caught.value
+    assert caught.value.__cause__.property in str(caught.value)
+    return caught.value.__cause__.property
+
+
+@pytest.mark.parametrize(
+    ("family", "why"),
+    [
+        ("falcon", Property.OUTSIDE_INTERFACE),  # its constructor knows no such attention
+        ("gptj", Property.OUTSIDE_INTERFACE),
+        ("bloom", Property.OUTSIDE_INTERFACE),  # it never asks for one
+        ("bart", Property.POSITIONS),
+        ("lfm2", Property.CONVOLUTION),
+        ("recurrent_gemma", Property.CONVOLUTION),
+        ("llama4_text", Property.CHUNKED),
+        ("diffllama", Property.CALLED_TWICE),
+        ("doge", Property.OWN_MASK),
+        ("mllama", Property.NO_CAUSAL_CLASS),
+    ],
+)
+def test_a_family_that_cannot_be_served_is_refused_with_the_property_that_is_the_reason(family, why, tmp_path):
+    assert make_checkpoint(tmp_path, family)
+    assert refused(tmp_path) == why
+
+
+def test_opt_is_served_with_the_librarys_answers(tmp_path):
+    """Its model calls the decoder and no base, so that the head's rows came from nowhere."""
+    assert find_out("opt", tmp_path).refused is None
+
+
+def test_an_encoder_in_a_decoders_place_is_refused_as_it_attends_to_later_tokens(tmp_path):
+    make_checkpoint(tmp_path, "bert")
+    config = AutoConfig.from_pretrained(tmp_path)
+    config.is_decoder = False
+    config.save_pretrained(tmp_path)
+    assert refused(tmp_path) == Property.BIDIRECTIONAL
+
+
+class Changed:
+    """Transformers' table of attentions, with a fault planted in the calls of one family."""
+
+    def __init__(self, change):
+        self.change = change
+
+    def get_interface(self, name, default):
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(name, default)
+
+        def call(module, query, key, value, mask, **others):
+            query, mask = self.change(name, query, mask, others)
+            return attention(module, query, key, value, mask, **others)
+
+        return call
+
+
+def no_window(name, query, mask, others):
+    others["sliding_window"] = None
+    return query, mask
+
+
+def own_bias(name, query, mask, others):
+    return query, mask + torch.zeros(1)
+
+
+def no_mask(name, query, mask, others):
+    return query, None
+
+
+def more_arguments(name, query, mask, others):
+    others["position_bias"] = query
+    return query, mask
+
+
+def other_scale(name, query, mask, others):
+    if name == ATTENTION:
+        others["scaling"] *= 0.5
+    return query, mask
+
+
+def rows_joined(name, query, mask, others):
+    return query + query.roll(1, 2), mask
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (no_window, Property.WINDOW_NOT_HANDED),
+        (own_bias, Property.OWN_MASK),
+        (no_mask, Property.BIDIRECTIONAL),
+        (more_arguments, Property.UNKNOWN_ARGUMENT),
+        (other_scale, Property.OTHER_LOGITS),
+        (rows_joined, Property.ROWS_MIX),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_what_a_model_does_past_our_attention_is_seen_when_it_is_loaded(monkeypatch, tmp_path, change, why, dtype):
+    make_checkpoint(tmp_path, "mistral")
+    assert load(tmp_path, dtype).window == WINDOW
+    monkeypatch.setattr(modeling_mistral, "ALL_ATTENTION_FUNCTIONS", Changed(change))
+    assert refused(tmp_path, dtype) == why
+
+
+def test_a_layer_of_an_unknown_type_is_refused_though_a_short_text_shows_no_difference(tmp_path, monkeypatch):
+    make_checkpoint(tmp_path, "mistral")
+    monkeypatch.setattr(models, "PACKABLE_LAYERS", set())
+    assert refused(tmp_path) == Property.OTHER_LAYERS

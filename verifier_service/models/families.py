@@ -1,0 +1,405 @@
+"""Which models can be targets: the properties for which one is refused, and how each is found.
+
+What a configuration says is read before weights are loaded. The rest is found by running the loaded model: once with a
+probe in place of its attention, which sees what each layer hands over, and three times on a short text, whose logits
+must be those of the library's own attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import DistError
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from tree_kernels.tree_attention import FarRows, Layout, TreeRows, near_window
+from tree_layers.checkpoint import CONFIG
+from tree_layers.errors import CheckpointError
+from tree_layers.memory import Pages, pages_for
+
+from verifier_service.models.head import Head
+from verifier_service.models.mixers import MIXER_FAMILIES
+from verifier_service.models.seats import ATTENTION, ProbedLayer, Run, Seat
+from verifier_service.rows import Ints, text_rows
+
+
+class Property(StrEnum):
+    """Why a family is refused. The list is closed: every refusal of a family gives one of these."""
+
+    ENCODER_DECODER = "is an encoder-decoder; a target is decoder-only"
+    NO_CAUSAL_CLASS = "has no causal language model in the installed transformers"
+    NOT_BUILT = "is configured so that the installed transformers makes no causal language model of it"
+    PACKAGE = "needs a package that is not installed"
+    NO_HEAD = "has no single linear head that makes its logits"
+    OUTSIDE_INTERFACE = "attends outside transformers' attention interface"
+    STATES = "has linear attention, a recurrence or a state-space mixer of a kind that is not supported"
+    CONVOLUTION = "has convolutions over neighbouring tokens outside its attention"
+    CHOSEN_KEYS = "attends to keys that it chooses or compresses by their content"
+    CHUNKED = "attends within chunks of the text"
+    CALLED_TWICE = "calls one attention module several times for a token"
+    OTHER_LAYERS = "has layers of a kind that is not supported"
+    ROPE_BY_LENGTH = "has rotary embeddings that depend on the longest text of a batch"
+    BIDIRECTIONAL = "attends to later tokens too"
+    WINDOW_NOT_HANDED = "has a sliding window that it does not hand to the attention"
+    OWN_MASK = "hands its attention a mask or a bias of its own (ALiBi, relative positions)"
+    UNKNOWN_ARGUMENT = "hands its attention an argument that is not known here"
+    POSITIONS = "takes positions otherwise than from position_ids that begin at 0"
+    ROWS_MIX = "lets the rows of a step change one another outside its attention"
+    UNCALLABLE = "cannot be called with tokens and positions alone"
+    OTHER_LOGITS = "has other logits here than with the library's own attention"
+
+
+class FamilyError(CheckpointError):
+    """A target is refused for what its family is; `property` says why."""
+
+    def __init__(self, folder: Path, kind: str, why: Property, detail: str = "") -> None:
+        """kind: the configuration's model_type   detail: what was seen, for the one who named the checkpoint"""
+        super().__init__(f"{folder}: {kind} {why}" + (f" ({detail})" if detail else ""))
+        self.property = why
+
+
+# Layer types of transformers that no mask and no window can describe, and what they are.
+LAYER_PROPERTIES = {
+    "linear_attention": Property.STATES,
+    "mamba": Property.STATES,
+    "conv": Property.CONVOLUTION,
+    "chunked_attention": Property.CHUNKED,
+    "indexed_attention": Property.CHOSEN_KEYS,
+    "compressed_sparse_attention": Property.CHOSEN_KEYS,
+    "heavily_compressed_attention": Property.CHOSEN_KEYS,
+}
+UNPACKABLE_ROPE = {"dynamic", "longrope"}
+"""Rotary embeddings whose factor depends on the longest text of the batch."""
+
+
+def check_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raise FamilyError for what a configuration says before anything is loaded."""
+    kind = config["model_type"]
+    if config.get("is_encoder_decoder"):
+        raise FamilyError(folder, kind, Property.ENCODER_DECODER)
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, dict) else {}):
+        layers = set(part.get("layer_types") or ())
+        recurrent = "mamba" in kind or any(key.startswith(("mamba_", "ssm_")) for key in part)
+        if kind not in MIXER_FAMILIES:
+            if recurrent:
+                raise FamilyError(folder, kind, Property.STATES)
+            for layer in sorted(layers & LAYER_PROPERTIES.keys()):
+                raise FamilyError(folder, kind, LAYER_PROPERTIES[layer], f"layers of type {layer}")
+        for rope in _ropes(part):
+            if rope in UNPACKABLE_ROPE:
+                raise FamilyError(folder, kind, Property.ROPE_BY_LENGTH, f"type {rope}")
+
+
+def _ropes(config: Mapping[str, Any]) -> Iterator[str]:
+    """The types of rotary embeddings that a configuration names, wherever it does."""
+    for key in ("rope_parameters", "rope_scaling"):
+        settings = config.get(key)
+        for each in (settings, *(settings.values() if isinstance(settings, dict) else ())):
+            if isinstance(each, dict):
+                yield str(each.get("rope_type", each.get("type", "default")))
+
+
+def why_not_read(folder: Path, kind: str, error: Exception) -> CheckpointError:
+    """What to raise for a configuration that transformers did not read."""
+    if isinstance(error, ImportError):
+        return FamilyError(folder, kind, Property.PACKAGE, str(error).strip())
+    if kind not in CONFIG_MAPPING:
+        return FamilyError(folder, kind, Property.NO_CAUSAL_CLASS)
+    return CheckpointError(f"{folder}: {CONFIG} cannot be read as one of {kind}: {error}")
+
+
+def why_not_loaded(folder: Path, file: str, config: PretrainedConfig, error: Exception) -> CheckpointError:
+    """What to raise for a checkpoint that transformers did not load: the family's property, where that is the cause.
+
+    file: the first of the weights'
+    """
+    kind, said = config.model_type, f"{type(error).__name__}: {error}".strip()
+    if isinstance(error, ImportError):
+        return FamilyError(folder, kind, Property.PACKAGE, said)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return FamilyError(folder, kind, Property.NO_CAUSAL_CLASS)
+    if (built := _cannot_be_built(config, ATTENTION)) is None:
+        return CheckpointError(f"{folder}: {file} cannot be loaded as a decoder-only Transformer: {error}")
+    if _cannot_be_built(config, "eager") is None:
+        return FamilyError(folder, kind, Property.OUTSIDE_INTERFACE)
+    return FamilyError(folder, kind, Property.NOT_BUILT, f"{type(built).__name__}: {built}")
+
+
+def _cannot_be_built(config: PretrainedConfig, attention: str) -> Exception | None:
+    """What comes of making the model without weights."""
+    try:
+        with torch.device("meta"):
+            AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    except Exception as error:  # whatever a family's constructor leads to
+        return error
+    return None
+
+
+PROBE = "dendro_probe"
+"""The attention that looks and computes nothing. Masks are registered for it, so that models hand theirs over."""
+
+PROBED_ROWS = 40
+"""Rows of the short texts: more than a page's near window, and a multiple of 8."""
+
+FAR = 1 << 20
+"""A distance between two tokens that no window reaches."""
+
+TOLERANCE, ROUGH_TOLERANCE = 1e-3, 0.1
+"""How far off a row's logits may be, as a share of their spread: in float32, and in types of fewer bits, which round
+otherwise than the library in every layer."""
+AGREEING, ROUGHLY_AGREEING = 0.75, 0.25
+"""The share of rows that must be as near. Where two experts are as good, rounding decides between them, and changes all
+rows that see such a one. What a mask, a bias or a position that is missing changes, it changes in nearly all rows."""
+
+HARMLESS = {
+    *("dropout", "position_ids", "use_cache", "is_causal", "output_attentions", "output_router_logits", "layer_idx"),
+    *("cache_position", "return_dict", "output_hidden_states", "past_key_values", "logits_to_keep"),
+}
+"""Arguments that models hand on to their attention and that change nothing in a forward without cache."""
+
+
+class _Probing:
+    """What the probe sees of a model's layers."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.masks: dict[int, Callable[..., Any]] = {}  # by where the mask's numbers are
+        self.kept: list[Tensor] = []  # so that no other tensor comes to be there
+        self.faults: list[tuple[Property, str]] = []
+        self.seen: set[int] = set()
+
+    def mask(self, q_length: int, kv_length: int, mask_function: Callable[..., Any], device: Any) -> Tensor:
+        made = torch.zeros(1, 1, q_length, kv_length, dtype=torch.bool, device=device)
+        self.masks[made.data_ptr()] = mask_function
+        self.kept.append(made)
+        return made
+
+    def attention(
+        self, module: nn.Module, key: Tensor, value: Tensor, mask: Tensor | None, window: int | None, others: Any
+    ) -> None:
+        name = type(module).__name__
+        if id(module) in self.seen:
+            self.faults.append((Property.CALLED_TWICE, name))
+            return
+        self.seen.add(id(module))
+        layout = Layout(key.shape[1], key.shape[3], value.shape[3])
+        seat: Seat = module.dendro_seat  # type: ignore[assignment]
+        seat.index = len(self.run.probed)
+        self.run.probed.append(ProbedLayer(layout, window))
+        if unknown := sorted(each for each, what in others.items() if what is not None and each not in HARMLESS):
+            self.faults.append((Property.UNKNOWN_ARGUMENT, f"{name}: {', '.join(unknown)}"))
+        if mask is None:
+            self.faults.append((Property.BIDIRECTIONAL, f"{name} is handed no mask"))
+        elif mask.data_ptr() not in self.masks:
+            self.faults.append((Property.OWN_MASK, name))
+        elif fault := _unlike_a_window(self.masks[mask.data_ptr()], window, mask.device):
+            self.faults.append((fault, f"{name}, window {window}"))
+
+
+def _unlike_a_window(sees: Callable[..., Any], window: int | None, device: torch.device) -> Property | None:
+    """What a mask has that a causal window of so many tokens has not; None where both are one."""
+    first = torch.zeros((), dtype=torch.int64, device=device)
+
+    def seen(query: Tensor, key: Tensor) -> Tensor:
+        return torch.as_tensor(sees(first, first, query, key), device=device).expand(query.shape)
+
+    def of(*numbers: int) -> Tensor:
+        return torch.tensor(numbers, device=device)
+
+    try:
+        if bool(seen(of(0, 5, 5, FAR), of(1, 6, 7, FAR + 1)).any()):
+            return Property.BIDIRECTIONAL
+        queries = torch.arange(1, FAR, device=device)
+        if not bool(seen(queries, queries - 1).all()) and window != 1:
+            return Property.CHUNKED
+        if window is None:
+            near_enough, too_far = of(FAR), of(0)
+            return None if bool(seen(near_enough, too_far).all()) else Property.WINDOW_NOT_HANDED
+        ends = of(window, FAR)
+        inside, outside = seen(ends, ends - window + 1), seen(ends, ends - window)
+        return None if bool(inside.all()) and not bool(outside.any()) else Property.WINDOW_NOT_HANDED
+    except IndexError:  # the mask reads what it knows of each row of this step
+        return Property.OWN_MASK
+
+
+_probing: list[_Probing] = []  # the one that runs now
+
+
+def _probe_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    _probing[-1].attention(module, key, value, attention_mask, sliding_window, others)
+    return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def _probe_mask(
+    *, q_length: int, kv_length: int, mask_function: Callable[..., Any], device: Any = "cpu", **_: Any
+) -> Tensor:
+    return _probing[-1].mask(q_length, kv_length, mask_function, device)
+
+
+AttentionInterface.register(PROBE, _probe_attention)
+AttentionMaskInterface.register(PROBE, _probe_mask)
+
+
+@contextmanager
+def attending_by(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """All layers of the model attend by this implementation, which is looked up at every call."""
+    configs = {id(found): found for module in model.modules() if (found := getattr(module, "config", None)) is not None}
+    before = {key: config._attn_implementation_internal for key, config in configs.items() if _has_one(config)}
+    try:
+        for key in before:
+            configs[key]._attn_implementation_internal = name
+        yield
+    finally:
+        for key, kept in before.items():
+            configs[key]._attn_implementation_internal = kept
+
+
+def _has_one(config: Any) -> bool:
+    return isinstance(config, PretrainedConfig) and hasattr(config, "_attn_implementation_internal")
+
+
+def probe_layers(folder: Path, model: PreTrainedModel, run: Run) -> None:
+    """Find out, by a forward, what the model's layers are like (`run.probed`). Raises FamilyError."""
+    kind = model.config.model_type
+    probing = _Probing(run)
+    _probing.append(probing)
+    rows = torch.arange(8, device=model.device)
+    try:
+        with attending_by(model, PROBE), torch.inference_mode():
+            model(input_ids=torch.zeros_like(rows)[None], position_ids=rows[None], use_cache=False)
+    except (CheckpointError, DistError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever a family's forward leads to
+        if probing.faults:
+            raise FamilyError(folder, kind, *probing.faults[0]) from error
+        raise FamilyError(folder, kind, Property.UNCALLABLE, f"{type(error).__name__}: {error}") from error
+    finally:
+        _probing.pop()
+    if probing.faults:
+        raise FamilyError(folder, kind, *probing.faults[0])
+
+
+def why_fewer(model: PreTrainedModel, run: Run) -> Property:
+    """Why other layers attend, or more or fewer, than the configuration counts."""
+    if not run.probed:
+        return Property.OUTSIDE_INTERFACE
+    if any(isinstance(module, nn.Conv1d) for module in model.modules()):
+        return Property.CONVOLUTION
+    return Property.OTHER_LAYERS
+
+
+def check_logits(folder: Path, model: PreTrainedModel, head: Head, run: Run, vocabulary: int, positions: int) -> None:
+    """Compare the model with the library's own attention on a short text, its rows in order and in another.
+
+    vocabulary: of the tokens   positions: that the model has. Raises FamilyError.
+    """
+    kind, dtype = model.config.model_type, model.dtype
+    count = min(PROBED_ROWS, positions // 8 * 8)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, vocabulary, (count,), generator=generator)
+    in_order, mixed = torch.arange(count), torch.randperm(count, generator=generator)
+    try:
+        with torch.inference_mode():
+            truth = _by_the_library(model, tokens, None)
+            ordered = _by_our_seats(model, run, tokens, in_order)
+            shuffled = _by_our_seats(model, run, tokens, mixed)
+            if not torch.equal(_by_our_seats(model, run, tokens, in_order, head), ordered):
+                raise FamilyError(folder, kind, Property.NO_HEAD)
+            if not _agree(ordered, truth, dtype):
+                told = _by_the_library(model, tokens, in_order)
+                why = Property.OTHER_LOGITS if _agree(told, truth, dtype) else Property.POSITIONS
+                raise FamilyError(folder, kind, why, _difference(ordered, truth))
+            if _agree(shuffled, ordered, dtype):
+                return
+            if any(isinstance(module, nn.Conv1d) for module in model.modules()):
+                raise FamilyError(folder, kind, Property.CONVOLUTION)
+            moved = _by_the_library(model, tokens, in_order + 3)
+            why = Property.POSITIONS if torch.equal(moved, truth) else Property.ROWS_MIX
+            raise FamilyError(folder, kind, why, _difference(shuffled, ordered))
+    except (CheckpointError, DistError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever a family's forward leads to
+        raise FamilyError(folder, kind, Property.UNCALLABLE, f"{type(error).__name__}: {error}") from error
+
+
+def _by_the_library(model: PreTrainedModel, tokens: Tensor, positions: Tensor | None) -> Tensor:
+    """The library's logits [rows, vocabulary] of a text without a cache, by its plainest attention; without positions,
+    at those that the model itself gives the text."""
+    with attending_by(model, "eager"):
+        return _logits(model, tokens, positions)
+
+
+def _by_our_seats(model: PreTrainedModel, run: Run, tokens: Tensor, order: Tensor, apart: Head | None = None) -> Tensor:
+    """Ours, in the order of the text, where the step has the rows in this order; apart: the head runs after a forward
+    of the layers alone."""
+    near = near_window(0)
+    layouts = [layer.layout for layer in run.probed]
+    pages = Pages(layouts, pages_for(len(tokens)), len(tokens), model.device)
+    committed: Ints = order.numpy()
+    part = text_rows(tokens.tolist(), committed, None, range(1, 1 + pages_for(len(tokens))), pages.scratch, near)
+    run.pages = pages
+    try:
+        run.begin(
+            TreeRows(
+                positions=order.to(model.device),
+                slots=torch.from_numpy(part.slots).to(model.device),
+                near=torch.from_numpy(part.near).to(model.device),
+                far=[FarRows(0, len(tokens), part.pages, part.first_page)] if part.pages else [],
+                padded=len(tokens),
+            )
+        )
+        if apart is None:
+            found = _logits(model, tokens[order], order)
+        else:
+            found = apart.logits(apart.take(lambda: _logits(model, tokens[order], order)))
+    finally:
+        run.pages, run.step = None, None
+    return found[torch.argsort(order).to(found.device)]
+
+
+def _logits(model: PreTrainedModel, tokens: Tensor, positions: Tensor | None) -> Tensor:
+    on = model.device
+    told = {} if positions is None else {"position_ids": positions[None].to(on)}
+    answer = model(input_ids=tokens[None].to(on), use_cache=False, **told)
+    logits: Tensor = answer.logits[0].float()
+    return logits
+
+
+def _errors(found: Tensor, truth: Tensor) -> Tensor:
+    """[rows] how far off each row is, as a share of its logits' spread."""
+    return (found - truth).norm(dim=-1) / (truth - truth.mean(-1, keepdim=True)).norm(dim=-1)
+
+
+def _agree(found: Tensor, truth: Tensor, dtype: torch.dtype) -> bool:
+    exact = dtype == torch.float32
+    share, tolerance = (AGREEING, TOLERANCE) if exact else (ROUGHLY_AGREEING, ROUGH_TOLERANCE)
+    return bool(_errors(found, truth).quantile(share) <= tolerance)
+
+
+def _difference(found: Tensor, truth: Tensor) -> str:
+    return f"rows are off by {float(_errors(found, truth).median()):.3g} of their spread"
