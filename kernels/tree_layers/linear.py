@@ -220,7 +220,8 @@ class RowForms:
             if rows in known and x.numel() == rows * x.shape[-1]:
                 made = form(x)
             else:
-                made = self._in_pieces(form, x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+                made = self._in_pieces(form, x.reshape(-1, x.shape[-1]))
+                made = made.view(*x.shape[:-1], made.shape[-1])  # of no rows, too: an expert may get none
             return narrow(made) if leaves_tails else made
 
         return run
