@@ -66,7 +66,7 @@ def refused(folder, dtype=torch.float32):
         ("bloom", Property.OUTSIDE_INTERFACE),  # it never asks for one
         ("bart", Property.POSITIONS),
         ("lfm2", Property.CONVOLUTION),
-        ("recurrent_gemma", Property.CONVOLUTION),
+        ("recurrent_gemma", Property.STATES),
         ("llama4_text", Property.CHUNKED),
         ("diffllama", Property.CALLED_TWICE),
         ("doge", Property.OWN_MASK),

@@ -46,7 +46,7 @@ class Property(StrEnum):
     NO_HEAD = "has no single linear head that makes its logits"
     OUTSIDE_INTERFACE = "attends outside transformers' attention interface"
     STATES = "has linear attention, a recurrence or a state-space mixer of a kind that is not supported"
-    CONVOLUTION = "has convolutions over neighbouring tokens outside its attention"
+    CONVOLUTION = "has convolutions over neighbouring tokens"
     CHOSEN_KEYS = "attends to keys that it chooses or compresses by their content"
     CHUNKED = "attends within chunks of the text"
     CALLED_TWICE = "calls one attention module several times for a token"
@@ -322,11 +322,16 @@ def probe_layers(folder: Path, model: PreTrainedModel, run: Run) -> None:
 
 def why_fewer(model: PreTrainedModel, run: Run) -> Property:
     """Why other layers attend, or more or fewer, than the configuration counts."""
-    if not run.probed:
-        return Property.OUTSIDE_INTERFACE
+    return _beside_attention(model) or (Property.OTHER_LAYERS if run.probed else Property.OUTSIDE_INTERFACE)
+
+
+def _beside_attention(model: PreTrainedModel) -> Property | None:
+    """What besides attention joins a text's tokens, by what the model is made of."""
+    if getattr(model, "_is_stateful", False):
+        return Property.STATES
     if any(isinstance(module, nn.Conv1d) for module in model.modules()):
         return Property.CONVOLUTION
-    return Property.OTHER_LAYERS
+    return None
 
 
 def check_logits(folder: Path, model: PreTrainedModel, head: Head, run: Run, vocabulary: int, positions: int) -> None:
@@ -357,11 +362,9 @@ def check_logits(folder: Path, model: PreTrainedModel, head: Head, run: Run, voc
                 raise FamilyError(folder, kind, why, _difference(ordered, truth))
             if _agree(shuffled, ordered, dtype):
                 return
-            if any(isinstance(module, nn.Conv1d) for module in model.modules()):
-                raise FamilyError(folder, kind, Property.CONVOLUTION)
             moved = _by_the_library(model, tokens, in_order + 3)
-            why = Property.POSITIONS if torch.equal(moved, truth) else Property.ROWS_MIX
-            raise FamilyError(folder, kind, why, _difference(shuffled, ordered))
+            unread = Property.POSITIONS if torch.equal(moved, truth) else Property.ROWS_MIX
+            raise FamilyError(folder, kind, _beside_attention(model) or unread, _difference(shuffled, ordered))
     except (CheckpointError, DistError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever a family's forward leads to
