@@ -36,7 +36,7 @@ def _at_most(bound: int) -> Callable[[int], int]:
 
 # The first rule whose pattern is the whole key; each gets a positive default and gives what takes its place.
 RULES: tuple[tuple[str, Callable[[int], int]], ...] = (
-    (r".*vocab_size.*|.*ngram_vocab.*", _at_most(VOCABULARY)),
+    (r".*vocab_size.*|.*_vocab", _at_most(VOCABULARY)),
     (r".*_token_id|.*_token_index", _at_most(1)),
     (r"type_vocab_size|entity_emb_size", _at_most(2)),
     (r"qk_head_dim", _at_most(24)),
@@ -64,7 +64,7 @@ RULES: tuple[tuple[str, Callable[[int], int]], ...] = (
     (r"max_position_embeddings|n_positions|max_seq_len|n_ctx|max_sequence_length|model_max_length", _at_most(512)),
     (r"attention_hidden_size", _at_most(128)),
     (
-        r"(.*_)?hidden_size|n_embd|d_model|dim_model|embedding_size|word_embed_proj_dim|.*embed_dim|d_embed|lru_width|embedding_dim",
+        r"(.*_)?hidden_size(_global)?|n_embd|d_model|dim_model|embedding_size|word_embed_proj_dim|.*embed_dim|d_embed|lru_width|embedding_dim",
         _at_most(64),
     ),
 )
