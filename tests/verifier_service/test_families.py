@@ -14,7 +14,7 @@ from transformers.models.mistral import modeling_mistral
 
 from verifier_service import models
 from verifier_service.models import load_target
-from verifier_service.models.families import FamilyError, Property
+from verifier_service.models.families import NOISY, FamilyError, Property
 from verifier_service.models.seats import ATTENTION
 
 KNOWN = read()
@@ -126,7 +126,7 @@ def more_arguments(name, query, mask, others):
 
 
 def other_scale(name, query, mask, others):
-    if name == ATTENTION:
+    if name in (ATTENTION, NOISY):
         others["scaling"] *= 0.5
     return query, mask
 
