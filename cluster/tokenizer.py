@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from dendro.errors import BadRequest
 from tree_layers.tokens import TOKENIZER, TOKENIZER_CONFIG
 
 WINDOW_TOKENS = 64
 CONTEXT_TOKENS = 8
+START_TRIES = 4
+"""Beginnings of a shorter window that are tried: a character has at most four bytes, each at most one token."""
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+MAX_HELD = 3
+"""Replacement characters at a text's end that may stand for the bytes of one incomplete character; those before them
+are final."""
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer(Protocol):
@@ -25,6 +34,10 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, special tokens left out."""
+        ...
+
+    def visible(self, ids: Sequence[int]) -> list[int]:
+        """The ids without special tokens: those that `decode` makes text of."""
         ...
 
 
@@ -46,12 +59,41 @@ class CheckpointTokenizer:
                 self._tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(checkpoint / TOKENIZER))
         except Exception as error:  # the tokenizers library raises nothing narrower for a file that is none
             raise BadRequest("checkpoint", f"{checkpoint}: its tokenizer cannot be loaded: {error}") from error
+        added = self._tokenizer.added_tokens_decoder
+        self._special = {token for token, what in added.items() if what.special} | set(self._tokenizer.all_special_ids)
+        self._backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)  # None: a tokenizer in Python
+        self._bytes = _byte_tokens(self._backend)
 
     def encode(self, text: str, begins: bool) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=begins))
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        """Text of token ids, special tokens left out.
+
+        Where the decoder falls back to bytes, a run of byte tokens is read as UTF-8, and only the bytes that are none
+        become replacement characters. (The library's decoder makes one of every byte of a run with a fault anywhere,
+        so that a later byte would change characters that are out already.)
+        """
+        if not self._bytes:
+            return str(self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        tokens: list[str] = []
+        for is_byte, run in groupby(self.visible(ids), self._bytes.__contains__):
+            if is_byte:  # one token a character: a text that spells a byte token is none
+                tokens += bytes(map(self._bytes.__getitem__, run)).decode(errors="replace")
+            else:
+                tokens += filter(None, map(self._backend.id_to_token, run))
+        return str(self._backend.decoder.decode(tokens))
+
+    def visible(self, ids: Sequence[int]) -> list[int]:
+        return [token for token in ids if token not in self._special]
+
+
+def _byte_tokens(backend: Any) -> dict[int, int]:
+    """The byte that each byte token stands for, by id; empty where the decoder does not fall back to bytes."""
+    if backend is None or '"ByteFallback"' not in json.dumps(json.loads(backend.to_str())["decoder"]):
+        return {}
+    found = ((token, BYTE_TOKEN.fullmatch(word)) for word, token in backend.get_vocab().items())
+    return {token: int(match[1], 16) for token, match in found if match}
 
 
 class TextStream:
@@ -59,25 +101,37 @@ class TextStream:
 
     What has been handed out depends on the tokens alone and not on how they were cut into rounds, so a resumed answer
     goes on at the right character. A character whose bytes are not all there waits.
+
+    (`tokenizers.decoders.DecodeStream` raises an error for a byte run that is valid UTF-8 first and then not, gives no
+    text that it held back when no token comes any more, and takes no tokenizer in Python.)
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._window: list[int] = []  # the last tokens: decoding looks no further back
+        self._window: list[int] = []  # the last tokens, special ones left out: decoding looks no further back
         self._given = 0  # characters of the window's text that are out
 
     def push(self, ids: Sequence[int]) -> str:
         """What these tokens add."""
-        self._window += ids
+        self._window += self._tokenizer.visible(ids)
         whole = self._tokenizer.decode(self._window)
-        stable = whole.rstrip(INCOMPLETE)
-        text = stable[self._given :]
-        self._given = max(self._given, len(stable))
-        if stable == whole and len(self._window) > WINDOW_TOKENS:
-            # Some tokens stay: a decoder may treat the first token it sees in its own way.
-            self._window = self._window[-CONTEXT_TOKENS:]
-            self._given = len(self._tokenizer.decode(self._window))
+        stable = len(whole) - min(len(whole) - len(whole.rstrip(INCOMPLETE)), MAX_HELD)
+        text = whole[self._given : stable]
+        self._given = max(self._given, stable)
+        if len(self._window) > WINDOW_TOKENS:
+            self._shorten(whole)
         return text
+
+    def _shorten(self, whole: str) -> None:
+        """Let the window begin later, at a token from which on its text is the end of the `whole` one: neither inside a
+        character, nor where nothing is left of a token that a decoder treats in its own way as the first."""
+        last = len(self._window) - CONTEXT_TOKENS
+        for start in range(last, last - START_TRIES, -1):
+            rest = self._tokenizer.decode(self._window[start:])
+            dropped = len(whole) - len(rest)
+            if rest and whole.endswith(rest) and self._given >= dropped:
+                self._window, self._given = self._window[start:], self._given - dropped
+                return
 
     def flush(self) -> str:
         """What was held back, when no token comes any more."""

@@ -36,7 +36,10 @@ class ByteTokenizer:
         return list(text.encode())
 
     def decode(self, ids: Sequence[int]) -> str:
-        return bytes(token for token in ids if token < 256).decode(errors="replace")
+        return bytes(self.visible(ids)).decode(errors="replace")
+
+    def visible(self, ids: Sequence[int]) -> list[int]:
+        return [token for token in ids if token < 256]
 
 
 def next_token(ids: Sequence[int], sampling: Sampling) -> int:
