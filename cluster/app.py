@@ -88,6 +88,7 @@ def load_drafter(name: str, drafter: Drafter, states: StateStore) -> DrafterEngi
         device=device_of(drafter),
         threads=drafter.threads,
         max_sessions=drafter.max_sessions,
+        longest_step_s=drafter.longest_step_s,
     )
 
 
@@ -117,6 +118,7 @@ def load_verifier(name: str, target: Target, states: StateStore, **workers: Any)
         max_rows=target.max_rows,
         max_depth=target.max_depth,
         tensor_parallel=target.tensor_parallel,
+        longest_step_s=target.longest_step_s,
         **workers,
     )
 
@@ -191,6 +193,11 @@ class _Shell:
         """The replica's counters, and its engine's."""
         return self._engine.stats() | self._replica.stats()
 
+    async def check_health(self) -> None:
+        """Serve asks it, and replaces a replica that raises three times in a row."""
+        if fault := self._engine.fault():
+            raise RuntimeError(fault)
+
     async def __del__(self) -> None:  # Serve awaits it when the replica was drained
         await self._replica.stop()
         await stop_engine(self._engine)
@@ -212,7 +219,9 @@ class DrafterShell(_Shell):
         _log_beside_serve()
         self._engine = load(name, drafter, states())
         await start_engine(self._engine)
-        self._replica = await serve_drafter(self._engine, Leases(cap_s=longest_s), _node_address())
+        self._replica = await serve_drafter(
+            self._engine, Leases(cap_s=longest_s), _node_address(), fault=self._engine.fault
+        )
 
 
 class VerifierShell(_Shell):
@@ -231,7 +240,9 @@ class VerifierShell(_Shell):
         _log_beside_serve()
         self._engine = load(name, target, states())
         await start_engine(self._engine)
-        self._replica = await serve_verifier(self._engine, Leases(cap_s=longest_s), _node_address())
+        self._replica = await serve_verifier(
+            self._engine, Leases(cap_s=longest_s), _node_address(), fault=self._engine.fault
+        )
         if target.tensor_parallel > 1:
             self._watch = asyncio.create_task(self._end_with_engine())
 

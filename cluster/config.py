@@ -22,6 +22,7 @@ from urllib.parse import quote
 
 import yaml
 from dendro.errors import BadRequest
+from dendro.health import LONGEST_STEP_S
 from dendro.shapes import MAX_ROWS, OFF, TreeShape
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -114,6 +115,9 @@ class Model(Section):
     resources: Resources = Resources()
     max_sessions: int = Field(default=16, ge=1)
     """Texts that a replica holds at once."""
+    longest_step_s: float = Field(default=LONGEST_STEP_S, gt=0)
+    """How long one step of the engine may take, a first compilation included, before the replica counts as hung: its
+    texts go on elsewhere, and Serve replaces it. A long prompt is many steps."""
 
     @property
     def checkpoint_name(self) -> str:

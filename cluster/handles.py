@@ -60,6 +60,8 @@ STEP_S = 30.0
 """How long a verifier may take with a round, its queue included, before it counts as frozen."""
 PATIENCE_S = 60.0
 """How long a request looks for a verifier that can go on with it."""
+SLOW_OPENING = 1 / 3
+"""The share of the patience after which a text whose opening is not answered is opened at another replica besides."""
 CLOSE_S = 5.0
 """How long a peer may take to save a state and let go."""
 FIRST_BACKOFF_S = 0.1
@@ -602,8 +604,8 @@ class VerifierHandle:
                 self._check_same(leased.hello)
                 self.hello = leased.hello
                 self.greeted.set()
-                seat = self._tried = Seat(leased, text)
-                opened = await seat.open(text)
+                self._tried = Seat(leased, text)
+                seat, opened = await self._first_open(self._tried, text)
             except (DendroError, TimeoutError) as error:
                 self._drop_tried(text)
                 if self._is_last_fault(error) or (isinstance(error, BadRequest) and self.opened is None):
@@ -618,12 +620,52 @@ class VerifierHandle:
                 pause_s = min(2 * pause_s, LONGEST_BACKOFF_S)
             else:
                 self.opened = self.opened or opened
+                if seat is not self._tried:
+                    self._drop_tried(text)
                 self._seat, self._tried = seat, None
                 return
             finally:
                 if old is not None:
                     self._background.start(old.close(text))
                     old = None
+
+    async def _first_open(self, seat: Seat[VerifierPeer], text: Text) -> tuple[Seat[VerifierPeer], Opened]:
+        """Open the text at a seat and, where that takes long, at another replica besides: whichever is open first.
+
+        The first goes on meanwhile: a long prompt or a waiting line is no fault. Raises what the last of them raised;
+        `seat` itself is the caller's to close where it is not returned.
+        """
+        tasks = {asyncio.ensure_future(seat.open(text)): seat}
+        taken: Seat[VerifierPeer] | None = None
+        try:
+            await asyncio.wait(tasks, timeout=SLOW_OPENING * self._patience_s)
+            if not any(task.done() for task in tasks) and (other := await self._another(text)) is not None:
+                log.info("verifier: the text is not open yet; it is opened at another replica besides")
+                tasks[asyncio.ensure_future(other.open(text))] = other
+            pending = set(tasks)
+            while True:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    if task.exception() is None:
+                        taken = tasks[task]
+                        return taken, task.result()
+                if not pending:
+                    return taken or seat, done.pop().result()  # raises
+        finally:
+            for task, tried in tasks.items():
+                if tried is not taken:
+                    task.cancel()
+                    if tried is not seat:
+                        self._background.start(tried.close(text))
+
+    async def _another(self, text: Text) -> Seat[VerifierPeer] | None:
+        """A seat at a second lease; None where none is to be had now."""
+        try:
+            leased = await self._pool.lease()
+            self._check_same(leased.hello)
+        except DendroError:
+            return None
+        return Seat(leased, text)
 
     def _drop_tried(self, text: Text) -> None:
         """Where an opening failed and its peer lives, it must not keep memory for it."""

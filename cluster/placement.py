@@ -61,6 +61,10 @@ class Engine(Peer, Protocol):
         """Counters and gauges by name."""
         ...
 
+    def fault(self) -> str:
+        """Why it can serve nothing now, such as a step that does not come back; empty where it is well."""
+        ...
+
 
 class DrafterEngine(DrafterPeer, Engine, Protocol):
     """A drafter of this process."""

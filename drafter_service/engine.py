@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from dendro.calls import PROTOCOL_VERSION, CloseCall, Closed, DraftCall, Hello, OpenCall, Opened, TextUpdate
 from dendro.errors import BadRequest, DendroError, EngineFailed, PeerLost
+from dendro.health import LONGEST_STEP_S, StepWatch
 from dendro.shapes import MAX_ROWS
 from dendro.shelf import Arrays, Shelf
 from dendro.state import StateStore
@@ -100,8 +101,11 @@ class DrafterEngine:
         max_sessions: int,
         prefill_chunk: int,
         threads: int,
+        longest_step_s: float = LONGEST_STEP_S,
     ) -> None:
-        """`runner` has `text_slots` and `node_slots` of these limits."""
+        """`runner` has `text_slots` and `node_slots` of these limits. After `longest_step_s` in one piece of work the
+        engine counts as hung."""
+        self._watch = StepWatch(longest_step_s)
         self._hello = hello
         self._runner = runner
         memory = runner.memory
@@ -129,6 +133,7 @@ class DrafterEngine:
         max_rows: int = MAX_ROWS,
         max_depth: int = 16,
         prefill_chunk: int = 64,
+        longest_step_s: float = LONGEST_STEP_S,
     ) -> DrafterEngine:
         """Load a checkpoint. Raises BadRequest, naming the argument, for one that cannot be used.
 
@@ -171,7 +176,7 @@ class DrafterEngine:
             ordinary_tokens=checkpoint.facts.ordinary_tokens,
         )
         runner = Runner(model, text_slots(max_sessions), node_slots(max_rows, max_depth), place)
-        return cls(hello, runner, states, max_sessions, prefill_chunk, threads)
+        return cls(hello, runner, states, max_sessions, prefill_chunk, threads, longest_step_s)
 
     def start(self) -> None:
         """Start the engine's thread. Calls that came before are served now."""
@@ -200,6 +205,12 @@ class DrafterEngine:
             text = min(longest, limits.max_length) * memory.node_bytes
         nodes = node_slots(limits.max_rows, limits.max_depth)
         return {"states": text_slots(self._max_sessions) * text + nodes * memory.node_bytes}
+
+    def fault(self) -> str:
+        """Why this engine can serve nothing now; empty where it is well."""
+        if self._thread is not None and not self._thread.is_alive():
+            return "its thread has ended"
+        return self._watch.fault()
 
     @property
     def sessions(self) -> int:
@@ -332,12 +343,13 @@ class DrafterEngine:
             idle = True
             while self._take_in(wait=idle):
                 try:
-                    plan = self._scheduler.next()
-                    self._fold()
-                    if plan is not None:
-                        self._forward(plan)
-                    self._give_out()
-                    idle = plan is None and not self._prepare_noise()
+                    with self._watch.busy():
+                        plan = self._scheduler.next()
+                        self._fold()
+                        if plan is not None:
+                            self._forward(plan)
+                        self._give_out()
+                        idle = plan is None and not self._prepare_noise()
                 except Exception as error:
                     log.exception("the drafter's scheduler broke; all its texts are given up")
                     self._begin_anew(EngineFailed(f"drafter: {error}"))
@@ -362,7 +374,8 @@ class DrafterEngine:
             wait = False
             ticket, work = item
             try:
-                work()
+                with self._watch.busy():
+                    work()
             except DendroError as error:
                 ticket.settle(error)
             except Exception as error:

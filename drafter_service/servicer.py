@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc.aio
@@ -40,9 +40,16 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
 
 
 async def serve_drafter(
-    engine: DrafterPeer, leases: Leases | None = None, host: str = "127.0.0.1", port: int = 0
+    engine: DrafterPeer,
+    leases: Leases | None = None,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    fault: Callable[[], str] | None = None,
 ) -> Replica:
-    """Serve an engine that has started; the replica is the caller's to stop. Without `leases`, none is asked for."""
+    """Serve an engine that has started; the replica is the caller's to stop. Without `leases`, none is asked for.
+
+    fault: why the engine can serve nothing now, empty where it is well; asked once a second.
+    """
 
     async def draft(call: DraftCall) -> Any:
         return await engine.draft(call)
@@ -51,5 +58,9 @@ async def serve_drafter(
     streams = StreamServer(engine, draft, DIALECT, hello, leases)
     servicer = DrafterServicer(streams)
     return await serve(
-        streams, lambda server: drafter_pb2_grpc.add_DrafterServiceServicer_to_server(servicer, server), host, port
+        streams,
+        lambda server: drafter_pb2_grpc.add_DrafterServiceServicer_to_server(servicer, server),
+        host,
+        port,
+        fault,
     )

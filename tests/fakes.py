@@ -93,6 +93,9 @@ class _Fake:
     def stats(self) -> dict[str, int]:
         return {}
 
+    def fault(self) -> str:
+        return ""
+
     async def hello(self) -> Hello:
         return Hello(
             protocol=PROTOCOL_VERSION,

@@ -18,6 +18,7 @@ from typing import Any, Self
 import torch
 from dendro.calls import PROTOCOL_VERSION, CloseCall, Closed, Hello, OpenCall, Opened, VerifyCall
 from dendro.errors import BadRequest, EngineFailed, PeerLost
+from dendro.health import LONGEST_STEP_S, StepWatch
 from dendro.shapes import MAX_ROWS
 from dendro.shelf import Arrays, Shelf
 from dendro.state import NoStates, StateStore
@@ -43,8 +44,17 @@ NOISE_AHEAD = 6
 class VerifierEngine:
     """Implements `dendro.calls.VerifierPeer` for one target. Of one event loop, from `start` to `stop`."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, hello: Hello, shelf: Shelf | None = None) -> None:
-        """shelf: for the states of texts, where the scheduler `saves` them."""
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        hello: Hello,
+        shelf: Shelf | None = None,
+        longest_step_s: float = LONGEST_STEP_S,
+    ) -> None:
+        """shelf: for the states of texts, where the scheduler `saves` them. longest_step_s: after so long in one step
+        the engine counts as hung."""
+        self._watch = StepWatch(longest_step_s)
         self.scheduler = scheduler
         self.runner = runner
         self._hello = hello
@@ -80,6 +90,7 @@ class VerifierEngine:
         tensor_parallel: int = 1,
         start_workers: Starter = start_processes,
         host: str = "127.0.0.1",
+        longest_step_s: float = LONGEST_STEP_S,
     ) -> Self:
         """Load a checkpoint and check the engine's rows; takes seconds. Raises BadRequest, naming the field.
 
@@ -210,7 +221,7 @@ class VerifierEngine:
                 memory.check(arrays, 2 * block)
 
             shelf = Shelf(states or NoStates(), hello.fingerprint, hello.tokenizer, memory.layout(block), check)
-        return cls(Scheduler(capacity), runner, hello, shelf)
+        return cls(Scheduler(capacity), runner, hello, shelf, longest_step_s)
 
     # The peer
 
@@ -280,6 +291,10 @@ class VerifierEngine:
         if self.runner.crew is not None:
             await asyncio.to_thread(self.runner.crew.stop)
 
+    def fault(self) -> str:
+        """Why this engine can serve nothing now; empty where it is well."""
+        return self._lost or self._watch.fault()
+
     async def lost(self) -> str:
         """Wait until a worker of a sharded target is lost, and with it the engine; says what happened."""
         await self._ended.wait()
@@ -311,7 +326,8 @@ class VerifierEngine:
                 continue
             if plan is not None:
                 try:
-                    outcome = await loop.run_in_executor(self._thread, self.runner.run, plan)
+                    with self._watch.busy():
+                        outcome = await loop.run_in_executor(self._thread, self.runner.run, plan)
                 except Exception as error:
                     log.exception("verifier: a step of %d rows failed", len(plan.tokens))
                     if self.runner.crew is not None:  # its workers no longer stand at one place
@@ -335,7 +351,8 @@ class VerifierEngine:
                 continue
             if ahead:
                 try:
-                    await loop.run_in_executor(self._thread, self.runner.prepare, *ahead.pop(0))
+                    with self._watch.busy():
+                        await loop.run_in_executor(self._thread, self.runner.prepare, *ahead.pop(0))
                 except Exception:  # the round that needs this noise computes it, or fails alone
                     log.exception("verifier: noise could not be computed ahead")
             else:
@@ -349,9 +366,10 @@ class VerifierEngine:
         if place is None:  # all texts were given up meanwhile
             return False
         try:
-            await loop.run_in_executor(
-                self._thread, self.runner.restore, place, saved.length, saved.tokens, saved.arrays
-            )
+            with self._watch.busy():
+                await loop.run_in_executor(
+                    self._thread, self.runner.restore, place, saved.length, saved.tokens, saved.arrays
+                )
         except Exception:
             log.exception("verifier: a saved memory of %d tokens could not be put in place", saved.length)
             return False
@@ -366,7 +384,8 @@ class VerifierEngine:
         if (place := session.memory.place) is not None and ids:
             copied = asyncio.get_running_loop().run_in_executor(self._thread, self.runner.save, place, len(ids))
             try:
-                arrays = await copied
+                with self._watch.busy():
+                    arrays = await copied
             except Exception:
                 log.exception("verifier: the memory of a closed text could not be copied")
             except asyncio.CancelledError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc.aio
@@ -40,9 +40,16 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
 
 
 async def serve_verifier(
-    engine: VerifierPeer, leases: Leases | None = None, host: str = "127.0.0.1", port: int = 0
+    engine: VerifierPeer,
+    leases: Leases | None = None,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    fault: Callable[[], str] | None = None,
 ) -> Replica:
-    """Serve an engine that has started; the replica is the caller's to stop. Without `leases`, none is asked for."""
+    """Serve an engine that has started; the replica is the caller's to stop. Without `leases`, none is asked for.
+
+    fault: why the engine can serve nothing now, empty where it is well; asked once a second.
+    """
 
     async def verify(call: VerifyCall) -> Any:
         return await engine.verify(call)
@@ -51,5 +58,9 @@ async def serve_verifier(
     streams = StreamServer(engine, verify, DIALECT, hello, leases)
     servicer = VerifierServicer(streams)
     return await serve(
-        streams, lambda server: verifier_pb2_grpc.add_VerifierServiceServicer_to_server(servicer, server), host, port
+        streams,
+        lambda server: verifier_pb2_grpc.add_VerifierServiceServicer_to_server(servicer, server),
+        host,
+        port,
+        fault,
     )

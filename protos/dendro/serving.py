@@ -19,7 +19,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from dendro.calls import PROTOCOL_VERSION, CloseCall, Closed, Hello, OpenCall, Opened, TextUpdate
-from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound
+from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, PeerLost
 from dendro.internal.v1 import calls_pb2
 from dendro.wire import hello_message
 
@@ -47,6 +47,8 @@ ATTACH_S = 5.0
 """A lease to which no opening is attached within this time ends: its router died, or thought better of it."""
 CAP_S = 3600.0
 """The longest a lease lives, whatever happens."""
+FAULT_POLL_S = 1.0
+"""How often a replica's engine is asked whether it is well."""
 DRAIN_S = 2.0
 """How long a stopping server waits for its streams to end by themselves."""
 
@@ -190,6 +192,9 @@ class StreamServer(Generic[FrameIn, FrameOut, Work]):
         self._stats = Stats(hello.pid)
         self.leases = leases
         self._open: dict[bytes, _Opening] = {}
+        self._answering: set[asyncio.Task[None]] = set()
+        self._fault = ""  # why the engine can serve nothing now; empty: it is well
+        self._owed: list[TextUpdate] = []  # texts to be closed when the engine is well again
         if leases is not None:
             leases.on_cap = self._expire
 
@@ -203,6 +208,30 @@ class StreamServer(Generic[FrameIn, FrameOut, Work]):
             open_openings=len(self._open),
         )
 
+    @property
+    def fault(self) -> str:
+        """Why nothing is served now; empty where the engine is well."""
+        return self._fault
+
+    def lose(self, fault: str) -> None:
+        """The engine hangs: who waits for it is answered PeerLost, and every lease ends. Texts go on elsewhere."""
+        self._fault = fault
+        for task in tuple(self._answering):
+            task.cancel()
+        for opening, held in tuple(self._open.items()):
+            held.opening.cancel()
+            self._owed.append(held.last)
+            self._forget(opening)
+
+    async def recover(self) -> None:
+        """The engine came back: what was open when it was lost is closed, and new calls are answered."""
+        self._fault, owed, self._owed = "", self._owed, []
+        for last in owed:
+            try:
+                await self._engine.close(CloseCall(last))
+            except DendroError as error:
+                log.info("a text of before the fault was gone: %s", error)
+
     async def run(self, frames: AsyncIterator[FrameIn], context: Any) -> None:
         """One stream, from its greeting to its end."""
         await self._greet(frames, context)
@@ -215,6 +244,10 @@ class StreamServer(Generic[FrameIn, FrameOut, Work]):
         async def answer(message: Any) -> None:
             try:
                 outcome: Any = await self._answer(message, mine)
+            except asyncio.CancelledError:
+                if not self._fault:
+                    raise
+                outcome = PeerLost(f"replica: {self._fault}")
             except DendroError as error:
                 self._stats.refused += 1
                 outcome = error
@@ -241,7 +274,9 @@ class StreamServer(Generic[FrameIn, FrameOut, Work]):
                     self._stats.calls += 1
                     task = asyncio.create_task(answer(message))
                     tasks.add(task)
+                    self._answering.add(task)
                     task.add_done_callback(tasks.discard)
+                    task.add_done_callback(self._answering.discard)
         finally:
             writer.cancel()
             for task in tasks:
@@ -259,6 +294,8 @@ class StreamServer(Generic[FrameIn, FrameOut, Work]):
         await context.write(self._dialect.frame(self._hello, []))
 
     async def _answer(self, message: Any, mine: set[bytes]) -> Any:
+        if self._fault:
+            raise PeerLost(f"replica: {self._fault}")
         call: Any = self._dialect.call_from(message)
         opening = call.update.opening
         if isinstance(call, OpenCall):
@@ -288,6 +325,8 @@ class StreamServer(Generic[FrameIn, FrameOut, Work]):
         try:
             return await task
         except asyncio.CancelledError:
+            if self._fault:
+                raise PeerLost(f"replica: {self._fault}") from None
             raise NotFound("opening: was closed before it was ready") from None
         except BaseException:
             self._forget(opening, mine)
@@ -340,12 +379,32 @@ class Replica:
         self._server = server
         self._health = status
         self.address = address
+        self._watching: asyncio.Task[None] | None = None
+
+    def watch(self, fault: Callable[[], str]) -> None:
+        """Ask an engine every FAULT_POLL_S whether it is well, and serve nothing while it is not."""
+        self._watching = asyncio.create_task(self._watch(fault))
+
+    async def _watch(self, fault: Callable[[], str]) -> None:
+        while True:
+            await asyncio.sleep(FAULT_POLL_S)
+            found = fault()
+            if found and not self._streams.fault:
+                log.error("this replica serves nothing: %s", found)
+                self._streams.lose(found)
+                await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+            elif self._streams.fault and not found:
+                log.warning("this replica serves again")
+                await self._streams.recover()
+                await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
 
     async def lease(self) -> AsyncGenerator[dict[str, str], None]:
         """Where to find the replica and under which lease, once; then nothing, for as long as the lease lives."""
         leases = self._streams.leases
         if leases is None:
             raise EngineFailed("lease: this replica gives none")
+        if self._streams.fault:
+            raise PeerLost(f"lease: {self._streams.fault}")
         async with leases.take() as lease:
             yield {"address": self.address, "lease": lease.token}
             await leases.wait(lease)
@@ -360,6 +419,8 @@ class Replica:
 
     async def stop(self) -> None:
         """End all streams; those that end by themselves within DRAIN_S are not cut."""
+        if self._watching is not None:
+            self._watching.cancel()
         await self.drain()
         await self._server.stop(DRAIN_S)
 
@@ -369,8 +430,10 @@ async def serve(
     register: Callable[[grpc.aio.Server], None],
     host: str,
     port: int,
+    fault: Callable[[], str] | None = None,
 ) -> Replica:
-    """A gRPC server with `streams` on it, and its health. Port 0 takes a free one."""
+    """A gRPC server with `streams` on it, and its health: NOT_SERVING while `fault` says why. Port 0 takes a free
+    one."""
     server = grpc.aio.server(options=SERVER_OPTIONS)
     status = health.aio.HealthServicer()  # type: ignore[attr-defined]  # its stubs do not know it
     register(server)
@@ -378,4 +441,7 @@ async def serve(
     bound = server.add_insecure_port(f"{host}:{port}")
     await server.start()
     await status.set("", health_pb2.HealthCheckResponse.SERVING)
-    return Replica(streams, server, status, f"{host}:{bound}")
+    replica = Replica(streams, server, status, f"{host}:{bound}")
+    if fault is not None:
+        replica.watch(fault)
+    return replica

@@ -63,6 +63,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 - {name: RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S, value: "1"}
 - {name: RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S, value: "3"}
 - {name: RAY_SERVE_GRPC_MAX_MESSAGE_SIZE, value: "8388608"}
+- {name: RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS, value: "1"}
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
 - {name: RAY_worker_niceness, value: "0"}
 - {name: RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO, value: "0"}

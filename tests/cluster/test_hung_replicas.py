@@ -1,0 +1,214 @@
+"""A replica whose model does not come back is found out: its texts go on at another one, and its leases end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import grpc.aio
+import pytest
+import torch
+from dendro import serving
+from dendro.errors import PeerLost
+from dendro.serving import Leases
+from dendro.shapes import OFF
+from dendro.state import NoStates
+from dendro.text import Limits, Sampling, Text
+from fakes import FakeVerifier, FarPool, new_text, plain
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from sockets import until, verifier_at
+from tiny_drafters import make_drafter
+from tiny_models import make_checkpoint
+
+from cluster.app import VerifierShell
+from cluster.handles import NoDrafter, Pace, Seat, VerifierHandle
+from cluster.policies import Static
+from cluster.rounds import rounds
+from drafter_service.engine import DrafterEngine
+from drafter_service.servicer import serve_drafter
+from verifier_service.engine import VerifierEngine
+from verifier_service.servicer import serve_verifier
+
+PROMPT = [(7 * at * at + 3 * at) % 256 for at in range(20)]
+COUNT = 12
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class Blocked:
+    """Stands before a function that runs in an engine's thread; `hang` makes its next call wait for `go_on`."""
+
+    def __init__(self, function) -> None:
+        self._function = function
+        self.hanging, self.hung, self._released = False, threading.Event(), threading.Event()
+
+    def __call__(self, *arguments):
+        if self.hanging:
+            self.hung.set()
+            self._released.wait()
+        return self._function(*arguments)
+
+    def go_on(self) -> None:
+        self.hanging = False
+        self._released.set()
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("target")
+    make_checkpoint(folder, "llama", 1)
+    return folder
+
+
+def load(folder) -> VerifierEngine:
+    return VerifierEngine.load(
+        folder, name="tiny", dtype=torch.float32, max_length=128, max_sessions=4, longest_step_s=0.3
+    )
+
+
+@asynccontextmanager
+async def replicas(stack: AsyncExitStack, *engines: VerifierEngine):
+    """The engines behind sockets, each with leases; and a pool that takes the last of them first."""
+    served = []
+    for engine in engines:
+        await engine.start()
+        stack.push_async_callback(engine.stop)
+        replica = await serve_verifier(engine, Leases(), fault=engine.fault)
+        stack.push_async_callback(replica.stop)
+        served.append(replica)
+    held = []
+
+    async def lease_at(address: str) -> str:
+        replica = next(each for each in served if each.address == address)
+        answers = replica.lease()
+        said = await anext(answers)
+
+        async def hold() -> None:
+            async for _ in answers:
+                pass
+
+        held.append(asyncio.create_task(hold()))
+        return said["lease"]
+
+    pool = FarPool("verifier", [replica.address for replica in served], lease_at)
+    try:
+        yield served, pool
+    finally:
+        await pool.streams.close()
+        await asyncio.wait(held)
+
+
+async def answered(pool, each=None) -> tuple[list[int], VerifierHandle]:
+    text = Text(PROMPT, Sampling(), Limits(len(PROMPT) + COUNT, ignore_end=True))
+    handle = VerifierHandle(text, pool, Pace())
+    try:
+        async for _ in rounds(text, NoDrafter(), handle, Static(OFF)):
+            if each is not None:
+                each()
+    finally:
+        await handle.close(text)
+    return text.answer, handle
+
+
+async def test_a_text_whose_verifier_hangs_in_a_step_goes_on_at_another_one_and_the_hung_one_is_given_back(
+    monkeypatch, target
+):
+    monkeypatch.setattr(serving, "FAULT_POLL_S", 0.05)
+    well, hung = load(target), load(target)
+    run = hung.runner.run = Blocked(hung.runner.run)
+    async with AsyncExitStack() as stack:
+        stack.callback(run.go_on)
+        async with replicas(stack, well, hung) as ((_, replica), pool):
+            alone, _ = await answered(FarPool("verifier", [pool.addresses[0]], pool.lease_at))
+            assert hung.fault() == "" and replica.stats()["calls"] == 0
+
+            def hang() -> None:
+                run.hanging = replica.stats()["calls"] >= 4
+
+            tokens, handle = await answered(pool, hang)
+            assert run.hung.is_set() and handle.moves == 1 and tokens == alone
+            assert "has not come back" in hung.fault()
+            assert replica.stats()["open_leases"] == replica.stats()["open_openings"] == 0
+            with pytest.raises(PeerLost):
+                await anext(replica.lease())
+            async with grpc.aio.insecure_channel(replica.address) as channel:
+                check = health_pb2_grpc.HealthStub(channel).Check
+                assert (await check(health_pb2.HealthCheckRequest())).status == NOT_SERVING
+                run.go_on()
+                await until(lambda: not hung.fault() and not hung.scheduler.sessions)
+                await until(lambda: not replica._streams.fault)
+            assert hung.scheduler.memory.held == 0, "what was open when it hung was closed"
+
+
+async def test_serve_is_told_of_a_hung_engine(target):
+    engine = load(target)
+    run = engine.runner.run = Blocked(engine.runner.run)
+    run.hanging = True
+    shell = VerifierShell.__new__(VerifierShell)
+    shell._engine = engine
+    await engine.start()
+    replica = shell._replica = await serve_verifier(engine)
+    pool = FarPool("verifier", [replica.address])
+    text = Text(PROMPT, Sampling(), Limits(len(PROMPT) + COUNT))
+    handle = VerifierHandle(text, pool, Pace())
+    try:
+        await shell.check_health()
+        await until(engine.fault)
+        with pytest.raises(RuntimeError, match="has not come back"):
+            await shell.check_health()
+    finally:
+        run.go_on()
+        await handle.close(text)
+        await pool.streams.close()
+        await replica.stop()
+        await engine.stop()
+
+
+async def test_a_drafter_that_hangs_in_a_forward_is_unhealthy_and_its_callers_are_told(monkeypatch, tmp_path):
+    monkeypatch.setattr(serving, "FAULT_POLL_S", 0.05)
+    make_drafter(tmp_path, "mamba2")
+    engine = DrafterEngine.load(tmp_path, name="tiny", states=NoStates(), longest_step_s=0.3)
+    run = engine._runner.run = Blocked(engine._runner.run)
+    run.hanging = True
+    engine.start()
+    replica = await serve_drafter(engine, fault=engine.fault)
+    pool = FarPool("drafter", [replica.address])
+    try:
+        text = Text([token % 90 for token in PROMPT], Sampling(), Limits(len(PROMPT) + COUNT))
+        with pytest.raises(PeerLost, match="has not come back"):
+            await Seat(await pool.lease(), text).open(text)
+    finally:
+        run.go_on()
+        await pool.streams.close()
+        await replica.stop()
+        await asyncio.to_thread(engine.stop)
+
+
+async def test_a_text_whose_opening_takes_long_is_opened_at_a_second_replica_within_the_patience():
+    slow, well = FakeVerifier(), FakeVerifier()
+    slow.open_pause_s = 1000.0
+    async with verifier_at(slow) as (first, pool), verifier_at(well) as (second, _):
+        pool.addresses = [second.address, first.address]  # the first lease is of the second address
+        text = new_text(count=10)
+        handle = VerifierHandle(text, pool, Pace(), patience_s=0.9)
+        async for _ in rounds(text, NoDrafter(), handle, Static(OFF)):
+            pass
+        await handle.close(text)
+        assert text.answer == plain(text.ids[: text.prompt_length], 10)
+        assert well.opens == 1 and handle.moves == 0 and pool.leases == 2
+        await until(lambda: not slow.held and not well.held and first.stats()["open_openings"] == 0)
+
+
+async def test_a_slow_opening_that_is_answered_first_is_taken_and_the_second_one_closed():
+    slow, slower = FakeVerifier(), FakeVerifier()
+    slow.open_pause_s, slower.open_pause_s = 0.6, 1000.0
+    async with verifier_at(slow) as (first, pool), verifier_at(slower) as (second, _):
+        pool.addresses = [second.address, first.address]
+        text = new_text(count=10)
+        handle = VerifierHandle(text, pool, Pace(), patience_s=0.9)
+        async for _ in rounds(text, NoDrafter(), handle, Static(OFF)):
+            pass
+        await handle.close(text)
+        assert text.answer == plain(text.ids[: text.prompt_length], 10)
+        assert slow.opens == 1 and slower.opens == 0 and pool.leases == 2
+        await until(lambda: second.stats()["open_openings"] == 0)
