@@ -35,6 +35,7 @@ from cluster.checkpoints import check_library_has
 from cluster.policies import POLICIES
 from drafter_service.engine import DrafterEngine
 from verifier_service.engine import VerifierEngine
+from verifier_service.models.reading import load_library_model
 
 Prompt = tuple[int, ...]
 LAWS = tuple(
@@ -64,10 +65,8 @@ class Library:
     """The target as transformers runs it."""
 
     def __init__(self, checkpoint: Path, dtype: torch.dtype) -> None:
-        from transformers import AutoModelForCausalLM
-
         check_library_has(checkpoint)
-        self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).eval()
+        self.model = load_library_model(checkpoint, dtype=dtype).eval()
 
     @torch.inference_mode()
     def greedy(self, prompt: Sequence[int], tokens: int) -> list[int]:

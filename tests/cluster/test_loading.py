@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import tiny_mamba
 import tiny_models
+import torch
 from dendro.client import Speculation
 from dendro.errors import BadRequest
 
+from cluster.certify.checks import Library
 from cluster.checkpoints import check_checkpoints
 from cluster.config import Config, pair_config
 from cluster.running import local_client
@@ -30,6 +33,17 @@ async def test_a_model_without_tokenizer_files_is_served_with_the_tokenizer_that
         done = await client.generate_text("abc", max_new_tokens=8, speculation=Speculation.parse("2,1"))
     assert done.complete.completion_tokens == 8
     assert done.complete.speculation.drafted_tokens > 0
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2"])
+def test_certify_compares_a_target_in_state_spaces_own_layout_with_the_librarys_model(tmp_path: Path, family):
+    model = tiny_mamba.make_checkpoint(tmp_path / "made", family)
+    tiny_mamba.make_state_spaces(tmp_path / "own", model)
+    ids = [3, 1, 4, 1, 5, 9, 2, 6]
+    with torch.no_grad():
+        wanted = model(torch.tensor([ids])).logits[0, -1]
+    torch.testing.assert_close(Library(tmp_path / "own", torch.float32).logits(ids), wanted)
+    assert len(Library(tmp_path / "own", torch.float32).greedy(ids, 4)) == 4
 
 
 def test_a_missing_tokenizer_is_refused_with_the_field_that_can_name_another(tmp_path: Path):

@@ -13,7 +13,7 @@ import torch
 from dendro.errors import BadRequest
 from torch import Tensor, nn
 from torch.distributed import DistError
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 from tree_kernels.elementwise import threads_of
@@ -38,9 +38,9 @@ from verifier_service.models.families import (
 )
 from verifier_service.models.head import HEAD_ROWS, Head, Product
 from verifier_service.models.heads import deal_out
-from verifier_service.models.mamba_in_llama import PURE_MAMBAS, MambaInLlamaConfig, library_config
+from verifier_service.models.mamba_in_llama import MambaInLlamaConfig, library_config
 from verifier_service.models.mixers import MIXER_FAMILIES, seat_mixers
-from verifier_service.models.reading import open_tensors
+from verifier_service.models.reading import load_library_model
 from verifier_service.models.seats import ATTENTION, Run, Seat, seat_attention
 from verifier_service.models.sharded import check_divisible, take_off_wrappers
 
@@ -158,18 +158,11 @@ def _load(
             spread = DistributedConfig(tp_size=group.size, tp_plan=deal.plan)
             with deal.tensors(folder) as tensors:
                 loaded = deal.kind.from_pretrained(None, state_dict=tensors, distributed_config=spread, **settings)
-        elif config.model_type in PURE_MAMBAS:
-            kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-            with open_tensors(folder) as tensors:
-                loaded = kind.from_pretrained(None, state_dict=tensors, **settings)
         else:
             if group is not None:
                 check_divisible(folder, config.get_text_config(), group.size)
                 settings["distributed_config"] = DistributedConfig(tp_size=group.size)
-            safe = files[0].suffix == ".safetensors"
-            loaded = AutoModelForCausalLM.from_pretrained(
-                folder, use_safetensors=safe, local_files_only=True, trust_remote_code=False, **settings
-            )
+            loaded = load_library_model(folder, **settings)
     except (DistError, CheckpointError):  # another worker gave up, and knows why; or what is wrong is said already
         raise
     except UnpicklingError as error:

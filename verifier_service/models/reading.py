@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint's weight files, read when they are wanted."""
+"""The library's model of a checkpoint, and tensors of its weight files, read when they are wanted."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from tree_layers.checkpoint import weight_files
 from tree_layers.weights import library_names, read_torch_file
+
+from verifier_service.models.mamba_in_llama import PURE_MAMBAS, library_config
 
 
 @contextmanager
@@ -25,3 +28,19 @@ def open_tensors(folder: Path) -> Iterator[dict[str, Any]]:
             else:
                 found |= read_torch_file(file)
         yield library_names(found)
+
+
+def load_library_model(folder: Path, config: PreTrainedConfig | None = None, **settings: Any) -> Any:
+    """What `from_pretrained` of these settings returns for a checkpoint of any layout, in any form of weight files.
+
+    config: the checkpoint's own by default. Raises what the library does, and CheckpointError.
+    """
+    config = library_config(folder) if config is None else config
+    if config.model_type in PURE_MAMBAS:
+        kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        with open_tensors(folder) as tensors:
+            return kind.from_pretrained(None, config=config, state_dict=tensors, **settings)
+    safe = weight_files(folder)[0].suffix == ".safetensors"
+    return AutoModelForCausalLM.from_pretrained(
+        folder, config=config, use_safetensors=safe, local_files_only=True, trust_remote_code=False, **settings
+    )
