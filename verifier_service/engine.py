@@ -51,14 +51,17 @@ class VerifierEngine:
         hello: Hello,
         shelf: Shelf | None = None,
         longest_step_s: float = LONGEST_STEP_S,
+        dependent: Sequence[str] = (),
     ) -> None:
         """shelf: for the states of texts, where the scheduler `saves` them. longest_step_s: after so long in one step
-        the engine counts as hung."""
+        the engine counts as hung. dependent: where a row's bits depend on the rows beside it, found when the target was
+        loaded; nowhere where the exactness is `bitwise`."""
         self._watch = StepWatch(longest_step_s)
         self.scheduler = scheduler
         self.runner = runner
         self._hello = hello
         self._shelf = shelf
+        self.dependent = tuple(dependent)
         self._saving: set[asyncio.Task[None]] = set()
         # A thread's number of threads is its own, taken from whoever set one last in this process.
         self._thread = ThreadPoolExecutor(1, "verifier", torch.set_num_threads, (runner.target.run.threads,))
@@ -221,7 +224,7 @@ class VerifierEngine:
                 memory.check(arrays, 2 * block)
 
             shelf = Shelf(states or NoStates(), hello.fingerprint, hello.tokenizer, memory.layout(block), check)
-        return cls(Scheduler(capacity), runner, hello, shelf, longest_step_s)
+        return cls(Scheduler(capacity), runner, hello, shelf, longest_step_s, differ)
 
     # The peer
 

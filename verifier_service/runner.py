@@ -20,6 +20,7 @@ from tree_layers.tree_mixers import Array, RecurrentMemory, RecurrentStep
 from verifier_service.models import Target
 from verifier_service.models.head import HEAD_ROWS, Logits
 from verifier_service.recurrent import Place, RecurrentRows, last_writers, recurrent_rows
+from verifier_service.row_check import Trace
 from verifier_service.rows import NO_ROWS, Ints, Outcome, Plan, pack, text_rows
 from verifier_service.shards import Bounds, Crew, Kept
 from verifier_service.walk import Walker
@@ -180,22 +181,42 @@ class Runner:
         return bool(torch.isfinite(self._text_rows(ids, np.arange(rows), None)).all())
 
     def check_rows(self, seed: int = 0) -> list[str]:
-        """Run the largest bucket, then every other one on rows of it in other places; names those that differ."""
+        """Run the largest bucket, then every other one on rows of it in other places. Names those that differ, each
+        with the first module that gives other bits."""
         largest = min(self.buckets[-1], self.target.max_positions, len(self.own_pages) * PAGE)
         generator = np.random.default_rng(seed)
         ids = generator.integers(0, self.target.vocabulary, largest).tolist()
-        self._own_place = self.arrangement.own_place()
         order = generator.permutation(largest)
-        truth = self._text_rows(ids, np.arange(largest), None)
-        self._own_text = []
-        differ = []
+        truth = self._whole_text(ids)
+        differ = {}
         for bucket in self.buckets:
             for start in range(0, min(largest, CHECKED_ROWS), bucket):  # a small bucket shows a difference less often
                 rows = order[start : start + bucket]
                 if not torch.equal(self._text_rows(ids, rows, None), truth[self._tensor(rows)]):
-                    differ.append(f"{bucket} rows")
+                    differ[bucket] = rows
                     break
-        return differ
+        return [f"{bucket} rows, first in {place}" for bucket, place in self._first_in(ids, differ).items()]
+
+    def _whole_text(self, ids: Sequence[int]) -> Tensor:
+        """Logits of all rows of a text in one step."""
+        self._own_place = self.arrangement.own_place()
+        logits = self._text_rows(ids, np.arange(len(ids)), None)
+        self._own_text = []
+        return logits
+
+    def _first_in(self, ids: Sequence[int], differ: Mapping[int, Ints]) -> dict[int, str]:
+        """Where rows [bucket] of a text first get other bits than in a step of the whole text, by bucket."""
+        if not differ:
+            return {}
+        whole, places = Trace(), {}
+        with whole.of(self.target.model, self._bucket(len(ids))):
+            self._whole_text(ids)
+        for bucket, rows in differ.items():
+            part = Trace()
+            with part.of(self.target.model, self._bucket(len(rows))):
+                self._text_rows(ids, rows, None)
+            places[bucket] = whole.first_difference(part, self._tensor(rows))
+        return places
 
     def _text_rows(self, ids: Sequence[int], committed: Ints, tree: DraftTree | None) -> Tensor:
         """Logits of these rows of a text that lies on the runner's own pages, in one step."""

@@ -123,9 +123,7 @@ async def run_certify(config: Config, address: str, local: bool, size: Size, pro
                     service, chosen, size.tokens, shapes, margin_of, checks.MARGINS[target.dtype], step
                 )
             )
-            found[-1].found.append(
-                f"the verifier, in {target.dtype}, says of itself: {'bitwise' if bitwise else 'margin'}"
-            )
+            found[-1].found.append(f"the verifier, in {target.dtype}, says of itself: {_exactness(engine)}")
             step = bar("(c) the law", size.far_draws)
             found.append(
                 await checks.law_of_the_sampler(service, engine.logits_of, prompts[0], size.draws, size.far_draws, step)
@@ -140,6 +138,11 @@ async def run_certify(config: Config, address: str, local: bool, size: Size, pro
     finally:
         await engine.stop()
     return sorted(found, key=lambda promise: promise.promise)
+
+
+def _exactness(engine: VerifierEngine) -> str:
+    """What it announces and, where rows depend on their neighbours, which."""
+    return f"margin, as rows depend on others ({'; '.join(engine.dependent)})" if engine.dependent else "bitwise"
 
 
 def _own_engine(name: str, target: Target) -> VerifierEngine:

@@ -1,0 +1,121 @@
+"""The check at start: a module whose rows depend on their neighbours is named, wherever it is."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from tiny_experts import make_checkpoint as make_experts
+from tiny_hybrids import make_checkpoint as make_hybrid
+from tiny_models import make_checkpoint
+from torch import nn
+
+import verifier_service.models as models
+from cluster.certify.command import _exactness
+from verifier_service.engine import VerifierEngine
+from verifier_service.row_check import Trace
+
+MAKERS = {"llama": make_checkpoint, "mixtral": make_experts, "mamba2": make_hybrid}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = {}
+
+    def make(family):
+        if family not in made:
+            made[family] = tmp_path_factory.mktemp(family)
+            MAKERS[family](made[family], family)
+        return made[family]
+
+    return make
+
+
+def engine_of(folder):
+    return VerifierEngine.load(folder, name="tiny", max_length=256, max_sessions=2, prefill_chunk=128)
+
+
+def spoil(module, rows=8):
+    """Give a module a result that is another where a step has so many rows: the least that bits can differ by."""
+    forward = module.forward
+
+    def run(x, *args, **kwargs):
+        made = forward(x, *args, **kwargs)
+        if x.shape[-2] != rows:
+            return made
+        return torch.nextafter(made, made.new_full((), torch.inf))
+
+    module.forward = run
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("llama", "model.layers.1.mlp.act_fn"),
+        ("llama", "model.layers.0.input_layernorm"),
+        ("llama", "model.layers.2.self_attn.o_proj"),
+        ("mixtral", "model.layers.1.mlp.experts"),
+        ("mamba2", "backbone.layers.1.mixer.in_proj"),
+    ],
+)
+def test_the_module_whose_rows_differ_is_named_with_their_number(folders, family, name):
+    runner = engine_of(folders(family)).runner
+    assert runner.check_rows() == []
+    spoil(runner.target.model.get_submodule(name))
+    assert runner.check_rows() == [f"8 rows, first in {name}"]
+
+
+def test_what_a_parent_makes_of_its_modules_is_named_as_the_next_ones_input(folders):
+    runner = engine_of(folders("llama")).runner
+    mlp = runner.target.model.model.layers[1].mlp
+
+    def forward(x):
+        gated = mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x)
+        return mlp.down_proj(gated * 1.01 if x.shape[1] == 16 else gated)
+
+    mlp.forward = forward
+    assert runner.check_rows() == ["16 rows, first in model.layers.1.mlp.down_proj's input"]
+
+
+def test_the_head_is_checked_too(folders):
+    runner = engine_of(folders("llama")).runner
+    product = runner.target.head._product
+    runner.target.head._product = lambda x: product(x) * (1.0001 if x.shape[-2] == 24 else 1)
+    assert runner.check_rows() == [f"{bucket} rows, first in the head" for bucket in (24, 56)]  # 56 are 32 and 24
+
+
+def test_the_engine_its_log_and_certify_name_what_differs(folders, monkeypatch, caplog):
+    def spoiled(model):
+        spoil(model.get_submodule("model.layers.1.mlp.act_fn"))
+
+    monkeypatch.setattr(models, "make_activations_safe", spoiled)
+    with caplog.at_level(logging.INFO, logger="dendro.verifier"):
+        engine = engine_of(folders("llama"))
+    line = "8 rows, first in model.layers.1.mlp.act_fn"
+    assert engine._hello.exactness == "margin" and engine.dependent == (line,)
+    assert line in caplog.text
+    assert _exactness(engine) == f"margin, as rows depend on others ({line})"
+    monkeypatch.undo()
+    assert _exactness(engine_of(folders("llama"))) == "bitwise"
+
+
+def test_a_trace_compares_every_dtype_bit_by_bit():
+    class Casts(nn.Module):
+        def forward(self, x):
+            return x, x.bfloat16(), x > 0, x.argsort(-1)
+
+    model = nn.Sequential(Casts())
+    rows = torch.randn(8, 5)
+    whole, same, other = Trace(), Trace(), Trace()
+    with whole.of(model, 8):
+        model(rows)
+    with same.of(model, 4):
+        model(rows[[3, 1, 2, 0]])
+    changed = rows[[3, 1, 2, 0]].clone()
+    changed[2, 4] = torch.nextafter(changed[2, 4], torch.tensor(9.0))
+    with other.of(model, 4):
+        model(changed)
+    order = torch.tensor([3, 1, 2, 0])
+    assert whole.first_difference(same, order) == "the head"
+    assert whole.first_difference(other, order) == "0's input"
