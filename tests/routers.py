@@ -6,6 +6,7 @@ import numpy as np
 from dendro.calls import CloseCall, OpenCall, Terms, TextUpdate, VerifyCall, new_opening
 from dendro.text import Limits, Sampling, Tokens
 from dendro.tree import DraftTree
+from exactness import bitwise_or_skip
 
 LAWS = (Sampling(), Sampling(temperature=1.0, seed=5), Sampling(temperature=0.7, top_k=20, top_p=0.9, seed=6))
 
@@ -94,7 +95,8 @@ def guessing(rng, truth, vocabulary=256):
 
 
 def watch_logits(engine):
-    """{session: {position: logits}} of every row that is visited from now on."""
+    """{session: {position: logits}} of every row that is visited from now on, for tests that compare their bits."""
+    bitwise_or_skip(engine)
     seen, walk = {}, engine.runner.walker.walk
 
     def watched(draw, logits):
@@ -108,5 +110,6 @@ def watch_logits(engine):
 
 
 async def alone(engine, prompts, laws, count):
-    """What each text is answered when no other is there."""
+    """What each text is answered when no other is there, for tests that compare other answers with it."""
+    bitwise_or_skip(engine)
     return [await Router(engine, prompt, law, count).finish() for prompt, law in zip(prompts, laws, strict=True)]

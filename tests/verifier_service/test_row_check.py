@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from exactness import announces_what_it_must, bitwise_or_skip
 from tiny_experts import make_checkpoint as make_experts
 from tiny_hybrids import make_checkpoint as make_hybrid
 from tiny_models import make_checkpoint
@@ -98,6 +99,20 @@ def test_the_engine_its_log_and_certify_name_what_differs(folders, monkeypatch, 
     assert _exactness(engine) == f"margin, as rows depend on others ({line})"
     monkeypatch.undo()
     assert _exactness(engine_of(folders("llama"))) == "bitwise"
+
+
+def test_tests_of_bits_are_not_run_where_no_form_keeps_them_and_fail_where_the_fault_is_ours(folders, monkeypatch):
+    bitwise_or_skip(engine_of(folders("llama")))
+    with monkeypatch.context() as patch:
+        patch.setattr("tree_layers.linear._first_independent", lambda *_: None)
+        engine = engine_of(folders("llama"))
+        assert not announces_what_it_must(engine)
+        assert "64 x 64 torch.bfloat16" in engine.dependent
+        with pytest.raises(pytest.skip.Exception, match="NOT RUN: .*64 x 64"):
+            bitwise_or_skip(engine)
+    monkeypatch.setattr(models, "make_activations_safe", lambda model: spoil(model.model.layers[1].mlp.act_fn))
+    with pytest.raises(AssertionError, match=r"8 rows, first in model.layers.1.mlp.act_fn"):
+        bitwise_or_skip(engine_of(folders("llama")))
 
 
 def test_a_trace_compares_every_dtype_bit_by_bit():
