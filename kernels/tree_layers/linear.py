@@ -149,6 +149,13 @@ class _Kind(NamedTuple):
     may_pack: bool
 
 
+UNITS = (1, 4)
+"""Numbers of which an expert's rows may be a multiple, where its products pass the check for these, too: else they are
+padded as steps are."""
+UNIT_ROWS = 64
+"""Rows that are looked at for this."""
+
+
 class RowForms:
     """The forms of a model's weights, chosen once for each kind of weight."""
 
@@ -159,7 +166,8 @@ class RowForms:
         self._chosen: dict[_Kind, _Choice | None] = {}
         self._counts: Counter[str] = Counter()
         self._failed: dict[str, None] = {}  # in order
-        self._pieces: dict[int, tuple[tuple[int, int, int], ...]] = {}
+        self._units: dict[_Kind, int] = {}
+        self._pieces: dict[tuple[int, int], tuple[tuple[int, int, int], ...]] = {}
 
     def report(self) -> RowsReport:
         """What was chosen until now."""
@@ -170,14 +178,26 @@ class RowForms:
         choice = self._choice(weight, bias, may_pack=True)
         return choice is not None and choice.name.startswith("packed")
 
-    def of(self, weight: Tensor, bias: Tensor | None = None, may_pack: bool = False) -> Form:
+    def of(self, weight: Tensor, bias: Tensor | None = None, may_pack: bool = False, unit: int = 0) -> Form:
         """The product with a weight [outputs, inputs], for any number of rows.
 
-        may_pack: the form may have a packed copy of the weight, and the caller gives the weight itself up.
+        may_pack: the form may have a packed copy of the weight, and the caller gives the weight itself up. unit: what
+        `unit` says of such weights, where the rows are a multiple of that.
         """
-        form = self._form(weight, bias, may_pack)
+        form = self._form(weight, bias, may_pack, unit)
         self._counts[self._name(self._choice(weight, bias, may_pack))] += 1
         return form
+
+    def unit(self, weight: Tensor, bias: Tensor | None = None, may_pack: bool = False) -> int:
+        """The smallest number such that its multiples up to a tile have the bits of a step's rows."""
+        choice = self._choice(weight, bias, may_pack)
+        kind = self._kind(weight, bias, may_pack)
+        if kind not in self._units:
+            found = self.buckets[0]
+            if choice is not None:
+                found = _smallest_unit(choice, weight, bias, self.buckets, self._threads(weight))
+            self._units[kind] = found
+        return self._units[kind]
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., rows, inputs] times a weight [outputs, inputs] that is no layer's own."""
@@ -187,10 +207,10 @@ class RowForms:
             self._counts[self._name(self._choice(weight, bias, may_pack=False))] += 1
         return form(x)
 
-    def _form(self, weight: Tensor, bias: Tensor | None, may_pack: bool) -> Form:
+    def _form(self, weight: Tensor, bias: Tensor | None, may_pack: bool, unit: int = 0) -> Form:
         choice = self._choice(weight, bias, may_pack)
         form = (choice.make if choice else _plain)(weight, bias)
-        return self._for_any_rows(in_threads(form, self._threads(weight)), weight)
+        return self._for_any_rows(in_threads(form, self._threads(weight)), weight, unit or self.buckets[0])
 
     def _threads(self, weight: Tensor) -> int:
         return self.threads if weight.numel() >= ALONE else 1
@@ -200,19 +220,26 @@ class RowForms:
         return choice.name if choice else "plain"
 
     def _choice(self, weight: Tensor, bias: Tensor | None, may_pack: bool) -> _Choice | None:
-        outputs, inputs = weight.shape
-        turned = weight.stride(0) == 1 and inputs > 1 and outputs > 1
-        kind = _Kind(inputs, outputs, bias is not None, weight.dtype, turned, may_pack)
+        kind = self._kind(weight, bias, may_pack)
         if kind not in self._chosen:
             found = _first_independent(weight, bias, self.buckets, self._threads(weight), may_pack)
             self._chosen[kind] = found
             if found is None:
-                self._failed[f"{inputs} x {outputs} {weight.dtype}"] = None
+                self._failed[f"{kind.inputs} x {kind.outputs} {weight.dtype}"] = None
         return self._chosen[kind]
 
-    def _for_any_rows(self, form: Form, weight: Tensor) -> Form:
-        """The form for numbers of rows that are no bucket, too."""
-        known = frozenset(self.buckets)
+    @staticmethod
+    def _kind(weight: Tensor, bias: Tensor | None, may_pack: bool) -> _Kind:
+        outputs, inputs = weight.shape
+        turned = weight.stride(0) == 1 and inputs > 1 and outputs > 1
+        return _Kind(inputs, outputs, bias is not None, weight.dtype, turned, may_pack)
+
+    def _for_any_rows(self, form: Form, weight: Tensor, unit: int) -> Form:
+        """The form for numbers of rows that are no bucket, too; those up to a tile are padded to multiples of unit."""
+        buckets = (
+            tuple(sorted({*self.buckets, *range(unit, TILE + 1, unit)})) if unit < self.buckets[0] else self.buckets
+        )
+        known = frozenset(buckets)
         leaves_tails = weight.device.type == "cpu" and is_narrow(len(weight))
 
         def run(x: Tensor) -> Tensor:
@@ -220,18 +247,19 @@ class RowForms:
             if rows in known and x.numel() == rows * x.shape[-1]:
                 made = form(x)
             else:
-                made = self._in_pieces(form, x.reshape(-1, x.shape[-1]))
+                made = self._in_pieces(form, x.reshape(-1, x.shape[-1]), buckets)
                 made = made.view(*x.shape[:-1], made.shape[-1])  # of no rows, too: an expert may get none
             return narrow(made) if leaves_tails else made
 
         return run
 
-    def _in_pieces(self, form: Form, x: Tensor) -> Tensor:
+    def _in_pieces(self, form: Form, x: Tensor, buckets: Sequence[int]) -> Tensor:
         """The form of x [rows, inputs] in pieces of numbers of rows that it was checked for."""
-        if len(x) not in self._pieces:
-            self._pieces[len(x)] = tuple(_pieces(len(x), self.buckets))
+        key = (len(x), buckets[0])
+        if key not in self._pieces:
+            self._pieces[key] = tuple(_pieces(len(x), buckets))
         made = []
-        for start, stop, bucket in self._pieces[len(x)]:
+        for start, stop, bucket in self._pieces[key]:
             piece = x[start:stop]
             missing = bucket - (stop - start)
             made.append(form(F.pad(piece, (0, 0, 0, missing)) if missing else piece)[: stop - start])
@@ -340,7 +368,29 @@ _KEEPING = {
 def _first_independent(
     weight: Tensor, bias: Tensor | None, buckets: Sequence[int], threads: int = 1, may_pack: bool = True
 ) -> _Choice | None:
-    """The first form of weights like this one that passes, on numbers whose products cancel.
+    """The first form of weights like this one that passes, on numbers whose products cancel."""
+    rows, like, bias = _cancelling(weight, bias, max(buckets))
+    with torch.inference_mode():
+        for choice in _choices(like, may_pack):
+            if rows_are_independent(in_threads(choice.make(like, bias), threads), rows, buckets):
+                return choice
+    return None
+
+
+def _smallest_unit(choice: _Choice, weight: Tensor, bias: Tensor | None, buckets: Sequence[int], threads: int) -> int:
+    """The first of UNITS whose multiples up to a tile have the bits of a bucket; the smallest bucket where none has."""
+    most = max((bucket for bucket in buckets if bucket <= UNIT_ROWS), default=buckets[0])
+    rows, like, bias = _cancelling(weight, bias, most)
+    with torch.inference_mode():
+        form = in_threads(choice.make(like, bias), threads)
+        for unit in UNITS:
+            if rows_are_independent(form, rows, range(unit, min(TILE, most) + 1, unit)):
+                return unit
+    return buckets[0]
+
+
+def _cancelling(weight: Tensor, bias: Tensor | None, count: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Rows [count, inputs], and a weight and bias of the kind of these, whose products cancel.
 
     The second half of each sum takes away what the first half gave, in a random order of inputs, so that nothing is
     left but the rounding on the way. On ordinary numbers another order of adding shows in one result of thousands: the
@@ -348,12 +398,11 @@ def _first_independent(
     """
     inputs = weight.shape[1]
     outputs = min(len(weight), max(TILE, MOST_CHECKED // inputs))
-    bias = None if bias is None else bias[:outputs]
     generator = torch.Generator().manual_seed(0)
     half = inputs // 2
     order = torch.randperm(inputs, generator=generator)
-    rows = torch.zeros(max(buckets), inputs)
-    rows[:, :half] = torch.randn(len(rows), half, generator=generator)
+    rows = torch.zeros(count, inputs)
+    rows[:, :half] = torch.randn(count, half, generator=generator)
     rows[:, half : 2 * half] = -rows[:, :half]
     like = torch.zeros(outputs, inputs)
     like[:, :half] = torch.randn(outputs, half, generator=generator)
@@ -361,8 +410,4 @@ def _first_independent(
     rows, like = rows[:, order].to(weight), like[:, order].to(weight)
     if weight.stride(0) == 1:
         like = like.t().contiguous().t()
-    with torch.inference_mode():
-        for choice in _choices(like, may_pack):
-            if rows_are_independent(in_threads(choice.make(like, bias), threads), rows, buckets):
-                return choice
-    return None
+    return rows, like, None if bias is None else bias[:outputs]

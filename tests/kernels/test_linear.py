@@ -210,3 +210,26 @@ def test_a_kind_of_weight_that_no_form_fits_is_named_though_it_is_no_layers(monk
     make_rows_independent(module, forms)
     F.linear(torch.randn(8, 640).bfloat16(), module.weight)
     assert forms.report().failed == ("640 x 40 torch.bfloat16",)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_few_rows_are_padded_no_further_than_the_check_asks_for(dtype):
+    torch.manual_seed(0)
+    weight = torch.randn(72, 1000).to(dtype)
+    forms = RowForms(BUCKETS)
+    unit = forms.unit(weight)
+    assert unit in (1, 4, 8)
+    form, padded = forms.of(weight, unit=unit), forms.of(weight)
+    x = torch.randn(64, 1000).to(dtype)
+    for count in range(unit, 65, unit):
+        assert torch.equal(form(x[:count]), padded(x)[:count]), count
+
+
+def test_a_unit_whose_multiples_have_other_bits_is_not_taken(monkeypatch):
+    """Three rows or fewer have other bits, so nothing below four is a unit."""
+
+    def few_otherwise(weight, bias):
+        return lambda x: F.linear(x, weight, bias) * (1 if x.shape[-2] > 3 else 1 + 2**-20)
+
+    monkeypatch.setattr("tree_layers.linear._plain", few_otherwise)
+    assert RowForms(BUCKETS).unit(torch.randn(24, 320)) in (4, 8)

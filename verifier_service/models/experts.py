@@ -2,8 +2,8 @@
 
 The library multiplies the rows that chose an expert at once, be it one row or hundreds, and libraries of products round
 few rows otherwise than many. Here each expert's rows are padded to numbers of rows that its products' form was checked
-for, and a row's experts are added up in the order of their ranks, in float32, rounded once: what the library's own
-`grouped_mm` does.
+for, multiples of 1, 4 or 8, and a row's experts are added up in the order of their ranks, in float32, rounded once:
+what the library's own `grouped_mm` does.
 
 Seated are the classes that transformers decorates with `use_experts_implementation`, which describe themselves: gated
 or not, with biases or without, turned or not. Other experts keep the library's forward; their products take forms as
@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from tree_kernels.elementwise import ROW_MULTIPLE
 from tree_layers.linear import Form, RowForms
 
 SAFE_ROWS = 64
@@ -34,7 +33,9 @@ def seat_experts(model: nn.Module, forms: RowForms) -> None:
     for module in model.modules():
         if is_experts(module) and module.down_proj.device.type == "cpu":
             first = "gate_up_proj" if module.has_gate else "up_proj"
-            module.dendro_experts = _Experts(_forms_of(module, first, forms), _forms_of(module, "down_proj", forms))
+            unit = max(_unit_of(module, name, forms) for name in (first, "down_proj"))
+            products, down = (_forms_of(module, name, forms, unit) for name in (first, "down_proj"))
+            module.dendro_experts = _Experts(products, down, unit)
             module.forward = types.MethodType(_forward, module)
 
 
@@ -49,16 +50,25 @@ class _Experts:
 
     first: tuple[Form, ...]
     down: tuple[Form, ...]
+    unit: int  # each expert's rows are padded to a multiple of it
 
 
-def _forms_of(module: Any, name: str, forms: RowForms) -> tuple[Form, ...]:
-    weights = getattr(module, name).detach()
-    biases = getattr(module, f"{name}_bias").detach() if module.has_bias else None
-    if module.is_transposed:
-        weights = weights.transpose(1, 2)
-    bias = [None] * len(weights) if biases is None else biases.unbind(0)
-    found = tuple(forms.of(each, own, may_pack=True) for each, own in zip(weights, bias, strict=True))
-    if forms.packs(weights[0], bias[0]):
+def _weights_of(module: Any, name: str) -> tuple[Tensor, list[Tensor | None]]:
+    """[experts, outputs, inputs], and each expert's bias, if any."""
+    weights: Tensor = getattr(module, name).detach()
+    biases = [*getattr(module, f"{name}_bias").detach()] if module.has_bias else [None] * len(weights)
+    return weights.transpose(1, 2) if module.is_transposed else weights, biases
+
+
+def _unit_of(module: Any, name: str, forms: RowForms) -> int:
+    weights, biases = _weights_of(module, name)
+    return forms.unit(weights[0], biases[0], may_pack=True)
+
+
+def _forms_of(module: Any, name: str, forms: RowForms, unit: int) -> tuple[Form, ...]:
+    weights, biases = _weights_of(module, name)
+    found = tuple(forms.of(each, own, may_pack=True, unit=unit) for each, own in zip(weights, biases, strict=True))
+    if forms.packs(weights[0], biases[0]):
         setattr(module, name, nn.Parameter(weights.to("meta"), requires_grad=False))
     return found
 
@@ -69,7 +79,7 @@ def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
     rows, ranks = top_k_index.shape
     chosen = top_k_index.reshape(-1).numpy()
     counts = np.bincount(chosen, minlength=len(experts.down))
-    room = -(-counts // ROW_MULTIPLE) * ROW_MULTIPLE
+    room = -(-counts // experts.unit) * experts.unit
     ends = np.cumsum(room)
     begins = ends - room
     order = np.argsort(chosen, kind="stable")  # pairs of row and rank, by expert
