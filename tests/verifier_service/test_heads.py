@@ -12,13 +12,12 @@ from exactness import announces_what_it_must
 from routers import LAWS, Router, alone, guessing, watch_logits
 from tiny_hybrids import FAMILIES, VOCABULARY, make_checkpoint, oracle, paths_below, tree_below
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
-from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from tree_kernels.tree_attention import PAGE
 from tree_layers.errors import CheckpointError
 
 from verifier_service.engine import VerifierEngine
 from verifier_service.models.heads import SpreadNorm, deal_out, is_mixer
-from verifier_service.models.mamba_in_llama import library_config
+from verifier_service.models.mamba_in_llama import GroupedNorm, library_config
 
 EXPERTS = {
     "layers_block_type": ["mamba", "moe", "attention", "mamba"],
@@ -252,7 +251,7 @@ def test_a_norm_spread_over_workers_is_the_whole_norm(kind, groups, workers):
     torch.manual_seed(0)
     channels = 48
     if kind == "mamba2":
-        norm = MambaRMSNormGated(channels, channels // groups)
+        norm = GroupedNorm(channels, channels // groups)
     else:
         norm = FalconH1RMSNormGated(channels, n_groups=groups, norm_before_gate=kind == "before the gate")
     norm.weight.data.normal_()

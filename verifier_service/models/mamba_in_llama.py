@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
-from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from tree_layers.checkpoint import MAMBA_CONFIG, read_config
 from tree_layers.errors import CheckpointError
+from tree_layers.tree_mixers import silu
 
 GATED_EPS = 1e-5
 """Of the norm after the gate; no checkpoint says another."""
@@ -88,8 +88,25 @@ class MambaInLlamaMixer(nn.Module):
         self.dt_bias = nn.Parameter(torch.empty(self.num_heads))
         self.A_log = nn.Parameter(torch.empty(self.num_heads))
         self.D = nn.Parameter(torch.empty(self.num_heads))
-        self.norm = MambaRMSNormGated(self.intermediate_size, self.ssm_state_size, eps=GATED_EPS)
+        self.norm = GroupedNorm(self.intermediate_size, self.ssm_state_size)
         self.out_proj = nn.Linear(self.intermediate_size, config.hidden_size, bias=False)
+
+
+class GroupedNorm(nn.Module):
+    """Gate, then an RMS norm of each group of channels. The library's Mamba-2 norm has no groups before 5.23."""
+
+    def __init__(self, channels: int, group_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(channels))
+        self.group_size = group_size
+        self.variance_epsilon = GATED_EPS
+
+    def forward(self, y: Tensor, gate: Tensor) -> Tensor:
+        """y, gate [..., channels]; returns the same in y's dtype, computed in float32."""
+        gated = y.float() * silu(gate.float())
+        groups = gated.unflatten(-1, (-1, self.group_size))
+        normed = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * normed.flatten(-2).to(y.dtype)
 
 
 class MambaInLlamaLayer(nn.Module):
