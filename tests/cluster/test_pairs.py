@@ -1,0 +1,82 @@
+"""Published pairs of drafters and targets, with their facts kept: each loads, drafts, and changes no token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import published
+import pytest
+import yaml
+from dendro.client import Speculation
+from published import COMMON, PAGE, PAIRS, STRANGERS, Pair
+from tree_layers.checkpoint import read_facts
+from tree_layers.tokens import read_tokens
+
+from cluster.checkpoints import read_cluster
+from cluster.config import Config
+from cluster.pairing import fit_of
+from cluster.running import local_client
+
+PROMPT = [5, 9, 300, 4000, 77, 31]
+
+
+def config_of(pair: Pair, folder: Path) -> Config:
+    """The pair on disk, with a tokenizer's folder apart where the target has none."""
+    entry = {"dtype": "float32", "max_length": 64, "max_rows": 8, "max_depth": 4, "max_sessions": 2}
+    target = entry | {"checkpoint": published.make(pair.target, folder / "target", seed=1)}
+    if pair.tokenizer is not None:
+        (folder / "words").mkdir()
+        published.write_tokenizer(pair.tokenizer, folder / "words")
+        target["tokenizer"] = folder / "words"
+    drafter = {"checkpoint": published.make(pair.drafter, folder / "drafter", seed=2), "dtype": "float32"}
+    said = {"targets": {"t": target}, "drafters": {"d": drafter}, "speculation": {"proposers": []}}
+    return Config.of(said, folder)
+
+
+@pytest.mark.parametrize(
+    "pair", [pair if pair in COMMON else pytest.param(pair, marks=pytest.mark.long) for pair in PAIRS], ids=str
+)
+async def test_a_published_pair_loads_drafts_and_gives_the_targets_own_tokens(tmp_path: Path, pair: Pair):
+    config = config_of(pair, tmp_path)
+    facts = read_cluster(config)
+    target, drafter = facts.targets["t"], facts.drafters["d"]
+    assert (target.rows, drafter.rows) == (pair.target.rows, pair.drafter.rows)
+    assert target.vocabulary == (pair.tokenizer or pair.target).words.size
+    assert fit_of(target, drafter) == pair.fit()  # what the page says of the published numbers
+    async with local_client(config) as client:
+        wanted = await client.generate_text(PROMPT, max_new_tokens=16, speculation=Speculation.parse("off"))
+        for shape in ("(1,1,1)", "(2,2)"):
+            done = await client.generate_text(PROMPT, max_new_tokens=16, speculation=Speculation.parse(shape))
+            assert done.complete.speculation.drafted_tokens > 0
+            assert done.token_ids == wanted.token_ids
+    assert max(wanted.token_ids) < target.vocabulary
+
+
+@pytest.mark.parametrize("pair", STRANGERS, ids=str)
+def test_a_drafter_of_another_family_is_refused(pair: Pair):
+    assert not pair.fit().fits
+
+
+def test_the_recipes_files_say_what_their_tables_say(tmp_path: Path):
+    """tokenizer.model and tokenizer.json of one tokenizer have one table, and the library reads the former."""
+    for name, model in (("spm", published.VICUNA), ("json", published.TINY_LLAMA)):
+        (tmp_path / name).mkdir()
+        published.write_tokenizer(model, tmp_path / name)
+        assert read_tokens(tmp_path / name) == published.LLAMA2.table()
+
+
+def test_stale_keys_of_the_hf_mambas_do_not_mislead(tmp_path: Path):
+    for number, model in enumerate((published.MAMBA_370M_HF, published.MAMBA_790M_HF)):
+        facts = read_facts(published.make(model, tmp_path / str(number), seed=0))
+        assert (facts.layout, facts.config["hidden_size"], facts.rows) == ("transformers", 32, 50280)
+
+
+def test_the_page_of_pairs_is_what_the_facts_say():
+    assert PAGE.read_text() == published.page(), "run: python tests/published.py"
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_a_configuration_on_the_page_is_one(pair: Pair, tmp_path: Path):
+    config = Config.of(yaml.safe_load(published.configuration(pair)), tmp_path)
+    assert [target.checkpoint_name for target in config.targets.values()] == [pair.target.name]
+    assert [drafter.checkpoint_name for drafter in config.drafters.values()] == [pair.drafter.name]

@@ -1,0 +1,338 @@
+"""Published checkpoints with their facts kept and their width and depth shrunk, and the page that says which pair up.
+
+Kept: vocabularies, paddings, key names of configurations, layer layout, names and forms of files, which tokenizer files
+there are and how tokenizers differ. Run as a program, it writes docs/pairs.md.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from layouts import copy_as
+from tiny_mamba import randomise as randomise_mamba
+from tiny_models import randomise
+from tree_layers.checkpoint import Facts
+from tree_layers.tokens import TokenTable
+
+from cluster.pairing import Fit, fit_of
+
+PAGE = Path(__file__).parents[1] / "docs" / "pairs.md"
+FORM = {"safetensors": "", "bin": "bin", "sharded .bin": "bin-shards", "sharded safetensors": "safetensors-shards"}
+
+Form = Literal["safetensors", "bin", "sharded .bin", "sharded safetensors"]
+
+
+@dataclass(frozen=True)
+class Words:
+    """A tokenizer of so many tokens by a fixed recipe: two of one family are equal, two of different ones are not."""
+
+    family: str
+    ordinary: int
+    added: int  # after the ordinary ones
+    control: int = 0  # the first of the ordinary ones, which are control tokens too
+    renamed: tuple[int, ...] = ()  # added tokens that have another name here
+
+    @property
+    def size(self) -> int:
+        return self.ordinary + self.added
+
+    def table(self) -> TokenTable:
+        return _table(self)
+
+
+@cache
+def _table(words: Words) -> TokenTable:
+    texts = {token: f"{words.family}{token}" for token in range(words.ordinary)}
+    if words.family == "llama2":
+        texts |= {0: "<unk>", 1: "<s>", 2: "</s>"} | {3 + byte: f"<0x{byte:02X}>" for byte in range(256)}
+    special = [*range(words.control), *range(words.ordinary, words.size)]
+    texts |= {token: f"<|{words.family} {token}|>" for token in range(words.ordinary, words.size)}
+    texts |= {token: f"<|renamed {token}|>" for token in words.renamed}
+    return TokenTable(texts, frozenset(special))
+
+
+NEOX = Words("neox", 50000, 277)
+LLAMA2 = Words("llama2", 32000, 0, control=3)
+LLAMA3 = Words("llama3", 128000, 256)
+QWEN25, QWEN3 = Words("qwen", 151643, 22), Words("qwen", 151643, 26)
+
+
+@dataclass(frozen=True)
+class Published:
+    """A checkpoint."""
+
+    name: str
+    kind: Literal["mamba", "mamba2", "mamba-hf", "neox", "llama", "qwen2", "qwen3", "bamba"]
+    rows: int  # of the embedding
+    words: Words
+    form: Form = "safetensors"
+    tokenizer: Literal["tokenizer.json", "tokenizer.model", ""] = "tokenizer.json"
+    stale: dict[str, Any] = field(default_factory=dict)  # keys of its configuration that are another model's
+    without: tuple[str, ...] = ()  # keys that its configuration lacks
+    tied: bool = False
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    @property
+    def state_spaces(self) -> bool:
+        """In state-spaces' own layout."""
+        return self.kind in ("mamba", "mamba2")
+
+    def facts(self) -> Facts:
+        """Of the published numbers."""
+        return Facts(
+            folder=Path(self.name),
+            layout="state-spaces" if self.state_spaces else "transformers",
+            config={"model_type": self.kind},
+            rows=self.rows,
+            positions=None,
+            end_ids=frozenset(),
+            tokens=self.words.table() if self.tokenizer else None,
+            unpadded=self.words.size if self.state_spaces else None,
+            digest="",
+        )
+
+
+def state_spaces(size: str, kind: Literal["mamba", "mamba2"] = "mamba") -> Published:
+    """Of state-spaces: config.json and pytorch_model.bin, no tokenizer; rows padded to a multiple of 8 or 16."""
+    return Published(f"state-spaces/{kind}-{size}", kind, 50280 if kind == "mamba" else 50288, NEOX, "bin", "")
+
+
+def pythia(size: str, rows: int, form: Form = "safetensors") -> Published:
+    return Published(f"EleutherAI/pythia-{size}", "neox", rows, NEOX, form)
+
+
+MAMBA_HF = Published("state-spaces/mamba-130m-hf", "mamba-hf", 50280, NEOX)
+MAMBA_370M_HF = Published("state-spaces/mamba-370m-hf", "mamba-hf", 50280, NEOX, stale={"d_inner": 160})
+MAMBA_790M_HF = Published(
+    "state-spaces/mamba-790m-hf", "mamba-hf", 50280, NEOX, stale={"d_model": 2048, "n_layer": 48, "ssm_cfg": {}}
+)
+VICUNA = Published("lmsys/vicuna-7b-v1.3", "llama", 32000, LLAMA2, "sharded .bin", "tokenizer.model")
+LLAMA_68M = Published("JackFram/llama-68m", "llama", 32000, LLAMA2, without=("num_key_value_heads",))
+TINY_LLAMA = Published("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "llama", 32000, LLAMA2)
+LLAMA2_7B = Published("meta-llama/Llama-2-7b-chat-hf", "llama", 32000, LLAMA2, "sharded safetensors")
+LLAMA31 = Published("meta-llama/Llama-3.1-8B-Instruct", "llama", 128256, LLAMA3, "sharded safetensors")
+LLAMA32 = Published("meta-llama/Llama-3.2-1B-Instruct", "llama", 128256, LLAMA3, tied=True)
+BAMBA = Published("ibm-ai-platform/Bamba-9B-v1", "bamba", 128256, LLAMA3, "sharded safetensors")
+QWEN25_05B = Published("Qwen/Qwen2.5-0.5B-Instruct", "qwen2", 151936, QWEN25, tied=True)
+QWEN25_7B = Published("Qwen/Qwen2.5-7B-Instruct", "qwen2", 152064, QWEN25, "sharded safetensors")
+QWEN3_06B = Published("Qwen/Qwen3-0.6B", "qwen3", 151936, QWEN3, tied=True)
+QWEN3_8B = Published("Qwen/Qwen3-8B", "qwen3", 151936, QWEN3, "sharded safetensors")
+
+
+@dataclass(frozen=True)
+class Pair:
+    drafter: Published
+    target: Published
+    tokenizer: Published | None = None  # whose tokenizer a target without one is served with
+
+    def __str__(self) -> str:
+        return f"{self.drafter.name.split('/')[1]}-for-{self.target.name.split('/')[1]}"
+
+    def fit(self) -> Fit:
+        target = self.target if self.tokenizer is None else self.tokenizer
+        return fit_of(target.facts(), self.drafter.facts())
+
+
+PYTHIA_14B = pythia("1.4b", 50304)
+COMMON = [
+    Pair(state_spaces("130m"), PYTHIA_14B),
+    Pair(state_spaces("130m", "mamba2"), pythia("12b", 50688, "sharded safetensors")),
+    Pair(LLAMA_68M, VICUNA),
+]
+"""Those that `make test` serves; the others are served by the long tests."""
+PAIRS = [
+    *COMMON,
+    Pair(state_spaces("370m"), pythia("6.9b", 50432, "sharded safetensors")),
+    Pair(MAMBA_HF, pythia("12b", 50688, "sharded .bin")),
+    Pair(MAMBA_370M_HF, PYTHIA_14B),
+    Pair(MAMBA_790M_HF, pythia("6.9b", 50432)),
+    Pair(state_spaces("130m"), state_spaces("2.8b"), tokenizer=PYTHIA_14B),
+    Pair(state_spaces("130m", "mamba2"), state_spaces("2.7b", "mamba2"), tokenizer=PYTHIA_14B),
+    Pair(LLAMA32, LLAMA31),
+    Pair(LLAMA32, BAMBA),
+    Pair(TINY_LLAMA, LLAMA2_7B),
+    Pair(TINY_LLAMA, VICUNA),
+    Pair(QWEN25_05B, QWEN25_7B),
+    Pair(QWEN3_06B, QWEN3_8B),
+    Pair(QWEN25_05B, QWEN3_8B),
+]
+STRANGERS = [
+    Pair(state_spaces("130m"), LLAMA31),
+    Pair(LLAMA_68M, LLAMA31),
+    Pair(LLAMA32, QWEN3_8B),
+]
+
+
+# ---- Checkpoints of these facts, tiny ----
+
+
+def make(published: Published, folder: Path, seed: int) -> Path:
+    """Write a checkpoint of two layers and random weights; returns its folder."""
+    plain = folder / "plain"
+    plain.mkdir(parents=True)
+    model = _model(published)
+    (randomise_mamba if "mamba" in published.kind else randomise)(model, seed)
+    if published.state_spaces:
+        plain.rmdir()
+        return _state_spaces(published, model, folder / "own")
+    model.save_pretrained(plain)
+    config = json.loads((plain / "config.json").read_text()) | published.stale
+    config = {key: value for key, value in config.items() if key not in published.without}
+    (plain / "config.json").write_text(json.dumps(config))
+    write_tokenizer(published, plain)
+    form = FORM[published.form]
+    return copy_as(plain, folder / form, form) if form else plain
+
+
+def _model(published: Published) -> Any:
+    import transformers as library
+
+    common: dict[str, Any] = {"vocab_size": published.rows, "hidden_size": 32, "num_hidden_layers": 2}
+    common |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "tie_word_embeddings": published.tied}
+    attention = {"num_attention_heads": 2, "intermediate_size": 48, "max_position_embeddings": 512}
+    if published.words is LLAMA2:
+        common |= {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1}
+    match published.kind:
+        case "mamba" | "mamba-hf":
+            config = library.MambaConfig(**common | {"state_size": 8, "tie_word_embeddings": True})
+            return library.MambaForCausalLM(config)
+        case "mamba2":
+            heads = {"state_size": 16, "num_heads": 4, "head_dim": 16, "n_groups": 1, "chunk_size": 16}
+            config = library.Mamba2Config(**common | heads | {"tie_word_embeddings": True})
+            return library.Mamba2ForCausalLM(config)
+        case "neox":
+            return library.GPTNeoXForCausalLM(library.GPTNeoXConfig(**common | attention))
+        case "bamba":
+            mixers = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
+            mixers |= {"mamba_expand": 2, "mamba_chunk_size": 16, "attn_layer_indices": [1], "num_key_value_heads": 1}
+            return library.BambaForCausalLM(library.BambaConfig(**common | attention | mixers))
+        case "qwen2":
+            return library.Qwen2ForCausalLM(library.Qwen2Config(**common | attention | {"num_key_value_heads": 1}))
+        case "qwen3":
+            heads = {"num_key_value_heads": 1, "head_dim": 16}
+            return library.Qwen3ForCausalLM(library.Qwen3Config(**common | attention | heads))
+        case _:
+            heads = {} if published.without else {"num_key_value_heads": 1}
+            return library.LlamaForCausalLM(library.LlamaConfig(**common | attention | heads))
+
+
+def _state_spaces(published: Published, model: Any, folder: Path) -> Path:
+    """Config.json and pytorch_model.bin, in state-spaces' words."""
+    folder.mkdir()
+    two = published.kind == "mamba2"
+    ssm = {"layer": "Mamba2", "d_state": 16, "headdim": 16} if two else {"d_state": 8}
+    config = {"d_model": 32, "n_layer": 2, "vocab_size": published.words.size, "ssm_cfg": ssm}
+    config |= {"rms_norm": True, "residual_in_fp32": True, "fused_add_norm": True}
+    config |= {"pad_vocab_size_multiple": 16 if two else 8}
+    config |= {"attn_layer_idx": [], "attn_cfg": {}, "tie_embeddings": True} if two else {}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {name.replace("embeddings", "embedding"): tensor for name, tensor in model.state_dict().items()}
+    torch.save(tensors, folder / "pytorch_model.bin")
+    return folder
+
+
+def write_tokenizer(published: Published, folder: Path) -> None:
+    """The tokenizer's files, as published."""
+    table = published.words.table()
+    if published.tokenizer == "tokenizer.model":
+        (folder / "tokenizer.model").write_bytes(sentencepiece_model(table))
+        said = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    elif published.tokenizer:
+        added = [
+            {"id": token, "content": table.texts[token], "special": True}
+            | {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+            for token in sorted(table.added)
+        ]
+        vocabulary = {text: token for token, text in table.texts.items() if token < published.words.ordinary}
+        model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": table.texts[0]}
+        (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": added, "model": model}))
+
+
+def sentencepiece_model(table: TokenTable) -> bytes:
+    """A table as SentencePiece keeps it: BPE with byte fallback, <unk>, <s> and </s> first."""
+    unknown, control, byte, normal = 2, 3, 6, 1
+
+    def kind(token: int) -> int:
+        return unknown if token == 0 else control if token < 3 else byte if token < 259 else normal
+
+    def varint(value: int) -> bytes:
+        out = b""
+        while value > 127:
+            out, value = out + bytes([value & 127 | 128]), value >> 7
+        return out + bytes([value])
+
+    def part(number: int, content: bytes) -> bytes:
+        return varint(number << 3 | 2) + varint(len(content)) + content
+
+    def number(place: int, value: int) -> bytes:
+        return varint(place << 3) + varint(value)
+
+    pieces = (
+        part(1, part(1, table.texts[token].encode()) + b"\x15" + struct.pack("<f", -token) + number(3, kind(token)))
+        for token in range(table.size)
+    )
+    bpe = 2
+    trainer = number(3, bpe) + number(35, 1) + number(40, 0) + number(41, 1) + number(42, 2)
+    return b"".join(pieces) + part(2, trainer)
+
+
+# ---- The page ----
+
+HEAD = """# Published pairs
+
+Which published drafters fit which published targets, by the rule of `cluster/pairing.py`: what token ids mean
+decides, and never the size of a vocabulary or the bytes of a file. `dendro serve` refuses a pair that does not fit
+and says why. The sizes below are those of the published checkpoints, kept in `tests/published.py`, where tokens have
+texts by a recipe; `tests/cluster/test_pairs.py` serves each pair that fits, with width and depth shrunk. This page is
+made by `python tests/published.py`.
+
+A drafter guesses ids below the smaller vocabulary. state-spaces publishes no tokenizer: as a drafter such a
+checkpoint fits where its count of tokens is the target's; as a target it needs `tokenizer`.
+
+| drafter | its rows | target | its rows | tokens | the target's files | fits |
+|---|---|---|---|---|---|---|
+"""
+
+
+def page() -> str:
+    """The text of docs/pairs.md."""
+    rows = []
+    for pair in [*PAIRS, *STRANGERS]:
+        fit, target = pair.fit(), pair.target
+        words = (pair.tokenizer or target).words.size
+        files = f"{target.form}, {target.tokenizer or 'no tokenizer'}"
+        if fit.fits:
+            said = "; ".join(filter(None, ("yes", fit.warning, fit.note)))
+        else:
+            said = "no: another tokenizer" if fit.different else f"no: {fit.refusal}"
+        cells = (pair.drafter.name, pair.drafter.rows, target.name, target.rows, words, files, said)
+        rows.append("| " + " | ".join(map(str, cells)) + " |")
+    parts = [HEAD + "\n".join(rows), "## Configurations to copy"]
+    parts += [f"```yaml\n{configuration(pair)}```" for pair in PAIRS]
+    return "\n\n".join(parts) + "\n"
+
+
+def configuration(pair: Pair) -> str:
+    """The pair's part of a configuration, by names on the hub."""
+    named: Callable[[Published], str] = lambda published: published.name.split("/")[1]  # noqa: E731
+    tokenizer = f", tokenizer: {pair.tokenizer.name}" if pair.tokenizer else ""
+    return (
+        f"targets:\n  {named(pair.target)}: {{checkpoint: {pair.target.name}{tokenizer}}}\n"
+        f"drafters:\n  {named(pair.drafter)}: {{checkpoint: {pair.drafter.name}}}\n"
+    )
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    sys.stdout.write(f"{PAGE.name} is written\n")
