@@ -52,7 +52,7 @@ class Words:
 def _table(words: Words) -> TokenTable:
     texts = {token: f"{words.family}{token}" for token in range(words.ordinary)}
     if words.family == "llama2":
-        texts |= {0: "<unk>", 1: "<s>", 2: "</s>"} | {3 + byte: f"<0x{byte:02X}>" for byte in range(256)}
+        texts |= {0: "<unk>", 1: "<s>", 2: "</s>"} | {3 + byte: f"<0x{byte:02X}>" for byte in range(256)} | {259: "▁"}
     special = [*range(words.control), *range(words.ordinary, words.size)]
     texts |= {token: f"<|{words.family} {token}|>" for token in range(words.ordinary, words.size)}
     texts |= {token: f"<|renamed {token}|>" for token in words.renamed}

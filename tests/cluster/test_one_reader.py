@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import edge
 import pytest
 import tiny_models
 from dendro.calls import OpenCall, Terms, TextUpdate, new_opening
@@ -15,12 +16,14 @@ from dendro.v1 import generation_pb2 as pb
 from dendro.wire import verifier_call_from, verifier_call_message
 from edge import FakePlaces, ingress
 from tree_kernels import warp
+from tree_layers.checkpoint import read_facts
 
 from cluster.config import Config
-from cluster.ingress import Ingress, LocalClient
+from cluster.ingress import Ingress, LocalClient, Served
 from cluster.placement import LocalPlaces
 from cluster.running import local_ingress
 from cluster.sessions import MemorySessions
+from cluster.tokenizer import CheckpointTokenizer
 
 PROMPT = [5, 6, 7]
 NUMBERS = [0.0, 5e-324, 1e-300, 1e-9, 1e-7, 1e-6, 0.5, 1.0, 1.5, 1e38, 1e300, float("inf"), float("nan"), -1.0]
@@ -105,6 +108,30 @@ async def test_a_text_whose_tokens_the_model_does_not_have_is_refused_at_admissi
         high = next(chr(code) for code in range(33, 1000) if max(served.tokenizer.encode(chr(code), True)) >= 200)
         with pytest.raises(BadRequest, match=r"^prompt.text: has the token 2\d\d; the model has 200"):
             _ = [response async for response in router.generate(pb.GenerateRequest(text=high, max_new_tokens=2))]
+
+
+async def test_a_session_goes_on_with_a_tokenizer_of_other_bytes_and_not_with_one_of_another_meaning(tmp_path: Path):
+    """A record is ids: their meaning is all that it needs. How new text is cut may change under a session."""
+    tiny_models.make_checkpoint(tmp_path)
+    file, sessions = tmp_path / "tokenizer.json", MemorySessions()
+
+    def router() -> LocalClient:
+        tokenizer = CheckpointTokenizer(tmp_path, read_facts(tmp_path).tokenizer)
+        served = Served("demo", tokenizer, 60, 256, frozenset(), "float32")
+        return LocalClient(Ingress(edge.config(), FakePlaces(), sessions, {"demo": served}))
+
+    first = await router().generate_text(PROMPT, max_new_tokens=4, keep_session=True, speculation="off")
+    said = json.loads(file.read_text())
+    file.write_text(json.dumps(said | {"normalizer": {"type": "NFC"}}, indent=4))
+    session = first.complete.session
+    done = await router().generate_text(PROMPT, max_new_tokens=4, session=session, speculation="off")
+    assert done.complete.prompt_tokens == 2 * len(PROMPT) + 4
+    vocabulary = said["model"]["vocab"]
+    one, other = list(vocabulary)[:2]
+    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    file.write_text(json.dumps(said))
+    with pytest.raises(BadRequest, match="session: was written with another tokenizer"):
+        await router().generate_text(PROMPT, max_new_tokens=4, session=session, speculation="off")
 
 
 def admitted(field: str, value: float) -> str:

@@ -16,6 +16,7 @@ from cluster.checkpoints import read_cluster
 from cluster.config import Config
 from cluster.pairing import fit_of
 from cluster.running import local_client
+from cluster.tokenizer import CheckpointTokenizer
 
 PROMPT = [5, 9, 300, 4000, 77, 31]
 
@@ -63,6 +64,8 @@ def test_the_recipes_files_say_what_their_tables_say(tmp_path: Path):
         (tmp_path / name).mkdir()
         published.write_tokenizer(model, tmp_path / name)
         assert read_tokens(tmp_path / name) == published.LLAMA2.table()
+    tokenizer = CheckpointTokenizer(tmp_path / "spm", "")
+    assert tokenizer.decode(tokenizer.encode("h\u00e9, Llama", True)) == "h\u00e9, Llama"
 
 
 def test_stale_keys_of_the_hf_mambas_do_not_mislead(tmp_path: Path):
