@@ -155,6 +155,7 @@ class Tally:
         self.notes = Prior()
         self._temperature = temperature
         self._policy = asked.policy
+        self._chosen = asked.adaptive  # shapes are a policy's choice, of arms that the configuration bounds
         self._experience = experience
         self.place = place
         self._clock = clock  # seconds
@@ -174,7 +175,8 @@ class Tally:
         now_s = self._clock()
         first = self.account.rounds == 0
         self._policy.learn(shape, tree, verdict)
-        self.notes.learn(shape, tree, verdict, self._experience.worth(shape, tree, verdict, self._temperature))
+        worth = self._experience.worth(shape, tree, verdict, self._temperature) if self._chosen else None
+        self.notes.learn(shape, tree, verdict, worth)
         self.place.begun()
         took_us = 1e6 * (now_s - self._began_s)
         if not first:  # which waits for its text to be opened

@@ -29,6 +29,8 @@ PRIOR_ROUNDS = 8.0
 """What all earlier requests together weigh in a new one, in rounds."""
 COST_STEP = 0.1
 ROW_BUCKET = 8
+LEAST_US = 1.0
+"""No round is predicted to take less: rates divide by it, and costs may come from a store or a peer."""
 LEARNING_ROUNDS = 16.0
 """Rounds in which a house's texts get to know the arms under a new load, before what they reach is measured."""
 SETTLING_ROUNDS = 4.0
@@ -415,11 +417,11 @@ class Experience:
         if costs.tried[row_bucket(round(rows))] < TRIED:
             return None
         if not shape.drafted:
-            return self._verify_us(rows) + costs.hop.us
+            return max(self._verify_us(rows) + costs.hop.us, LEAST_US)
         draft = costs.draft.get(shape)
         if draft is None or not draft.known:
             return None
-        return draft.us + self._verify_us(rows) + self._hops(shape) * costs.hop.us
+        return max(draft.us + self._verify_us(rows) + self._hops(shape) * costs.hop.us, LEAST_US)
 
     @property
     def degree(self) -> int:
@@ -445,11 +447,11 @@ class Experience:
             return None
         rows = self._rows(shape) if rows is None else rows
         if not shape.drafted:
-            return self._verify_us(rows) + costs.hop.us
+            return max(self._verify_us(rows) + costs.hop.us, LEAST_US)
         draft_us = costs.draft_us(shape)
         if draft_us is None:
             return None
-        return draft_us + self._verify_us(rows) + self._hops(shape) * costs.hop.us
+        return max(draft_us + self._verify_us(rows) + self._hops(shape) * costs.hop.us, LEAST_US)
 
     def hints(self) -> dict[int, Costs]:
         """What costs are known, by load class, for a router that knows none: see `take`."""

@@ -32,6 +32,8 @@ FORMAT = 2
 """Counts up when a prior says something else; one of another format counts as missing."""
 STEP_MEANS = tuple(each.name for each in fields(StepTime) if each.init)
 MAX_PRIOR_BYTES = 1 << 16
+MAX_ARMS, MAX_LOADS = 256, 32
+"""Arms and load classes of a prior: more than a router's policies and requests come to."""
 MOST = 1e15
 """No number of a prior is greater. The greatest is a step's squared rows times its microseconds: of the largest step
 that a peer may report, 6e14."""
@@ -74,13 +76,14 @@ class Prior:
     costs: dict[int, Costs] = field(default_factory=dict)  # by load class
     _trace: RankTrace = field(default_factory=RankTrace)
 
-    def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict, worth: float) -> None:
+    def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict, worth: float | None) -> None:
         """Take in one round of the request whose notes these are, and what it was worth (`Experience.worth`). One whose
-        tree did not come says nothing."""
+        tree did not come says nothing. None: the client fixed the shape, of which nothing is remembered; there may be
+        any number of these."""
         told = self._trace.learn(tree, verdict)
         for rank, depth in zip(told.ranks, told.depths, strict=True):
             self.ranks[min(depth, DEPTHS) - 1, rank] += 1
-        if tree.guesses and not tree.missed:
+        if worth is not None and tree.guesses and not tree.missed:
             self.lengths.setdefault(shape, Length()).learn(worth)
 
     def add(self, other: Prior) -> None:
@@ -185,6 +188,8 @@ def unpack_prior(blob: bytes) -> Prior | None:
         said = json.loads(blob)
         if said["format"] != FORMAT:
             return None
+        if len(said["lengths"]) > MAX_ARMS or len(said["costs"]) > MAX_LOADS:
+            return None
         ranks = np.array(said["ranks"], np.float64)
         if ranks.shape != (DEPTHS, RANKED + 1) or not (np.isfinite(ranks) & (ranks >= 0) & (ranks <= MOST)).all():
             return None
@@ -212,8 +217,10 @@ def _cost(us: Any, count: Any) -> Cost:
 
 def _costs(said: Mapping[str, Any]) -> Costs:
     step = {name: _number(said["step"][name]) for name in STEP_MEANS}
-    if step["weight"] and not step["n"]:
-        raise ValueError("a step without rows")
+    if step["weight"] and not min(step["n"], step["n2"], step["n3"], step["n4"], step["us"], step["n_us"]):
+        raise ValueError("a step without rows, or one that took no time")
+    if len(said["draft"]) > MAX_ARMS or len(said["tried"]) > MAX_ROWS:
+        raise ValueError("costs of more arms than there are")
     return Costs(
         hop=_cost(*said["hop"]),
         draft={TreeShape.parse(text): _cost(*cost) for text, cost in said["draft"].items()},

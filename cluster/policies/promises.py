@@ -57,7 +57,9 @@ class Promises:
         promised = _promised(shape, tree, verdict)
         if promised is None:
             return verdict.length
-        share = self._trust[kind, shape].share(self._trust[kind, None].share(1.0))
+        nothing = Trust()  # asking makes no entry: a shape that a client fixed is judged and not remembered
+        together = self._trust.get((kind, None), nothing).share(1.0)
+        share = self._trust.get((kind, shape), nothing).share(together)
         return 1 + min(promised * share, float(tree.depths.max()))
 
     def learn(self, kind: str, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:

@@ -1,0 +1,139 @@
+"""What clients choose freely is not remembered, and no number in the store ends a request."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from dendro.shapes import LevelShape, NodeShape
+from dendro.text import Sampling, Verdict
+from dendro.tree import DraftTree
+from dendro.v1 import generation_pb2 as pb
+from edge import FakePlaces, ingress, plain_answer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.policies import Experience, make_policy, with_chain_and_off
+from cluster.policies.prior import MAX_PRIOR_BYTES, Prior, PriorKey, pack_prior, unpack_prior
+from cluster.policies.step_time import StepTime
+
+ARMS = with_chain_and_off([LevelShape((1, 1, 1)), LevelShape((2, 1))])
+WALK = list(b"walk")
+
+
+async def test_shapes_that_clients_fix_leave_nothing_in_what_a_router_remembers():
+    edge = ingress(FakePlaces())
+    for one in range(1, 8):
+        for two in range(1, 8):
+            fixed = pb.Speculation(mode=pb.Speculation.MODE_FIXED, shape=f"({one},{two})")
+            request = pb.GenerateRequest(text="walk", max_new_tokens=4, speculation=fixed)
+            assert [event async for event in edge.generate(request)]
+    experience = edge._experience["demo"]
+    assert not experience.promises._trust
+    assert all(not prior.lengths for prior in edge._priors._known.values())
+    assert all(not costs.draft and not costs.lengths and not costs.rows for costs in experience._by_load.values())
+
+
+async def test_what_a_policy_chose_is_remembered():
+    edge = ingress(FakePlaces())
+    request = pb.GenerateRequest(text="walk", max_new_tokens=60)
+    assert [event async for event in edge.generate(request)]
+    (prior,) = edge._priors._known.values()
+    assert prior.lengths and set(prior.lengths) <= set(edge.config.arms_of("demo")) | set(ARMS)
+
+
+def learned() -> bytes:
+    """A prior with costs of one load, as a router writes it."""
+    notes, experience = Prior(), Experience()
+    for _ in range(20):
+        for arm in ARMS:
+            plain = DraftTree.of(range(arm.rows), range(-1, arm.rows - 1))
+            tree = replace(plain, draft_us=0 if arm.off else 100 + 300 * arm.depth)
+            emitted = min(2, arm.rows)
+            came = Verdict((1,) * emitted, tuple(range(emitted)), (0,) * (emitted - 1), None, emitted, 10_000)
+            came = replace(came, step_rows=arm.rows)
+            notes.learn(arm, tree, came, experience.learn(arm, tree, came, 0.0))
+            experience.learn_time(arm, tree, came, 15_000)
+    return pack_prior(Prior(notes.lengths, notes.ranks, experience.hints()))
+
+
+class Store:
+    """Has one blob for every kind of requests."""
+
+    def __init__(self, blob: bytes) -> None:
+        self.blob = blob
+
+    async def load(self, key: PriorKey) -> Prior | None:
+        return unpack_prior(self.blob)
+
+    async def save(self, key: PriorKey, prior: Prior) -> bool:
+        return True
+
+
+def numbers_of(said: object, path: tuple = ()) -> list[tuple]:
+    """The paths of every number in a JSON value."""
+    parts = said.items() if isinstance(said, dict) else enumerate(said) if isinstance(said, list) else ()
+    found = [place for key, part in parts for place in numbers_of(part, (*path, key))]
+    return found if parts else [path] if isinstance(said, int | float) else []
+
+
+SAID = json.loads(learned())
+COSTS = [path for path in numbers_of(SAID) if path[0] == "costs"]
+
+
+def changed(paths: list[tuple], number: object) -> bytes:
+    said = json.loads(json.dumps(SAID))
+    for path in paths:
+        part = said
+        for key in path[:-1]:
+            part = part[key]
+        part[path[-1]] = number
+    return json.dumps(said).encode()
+
+
+async def answered(blob: bytes, policy: str) -> None:
+    edge = ingress(FakePlaces(), priors=Store(blob))
+    request = pb.GenerateRequest(text="walk", max_new_tokens=20, speculation=pb.Speculation(policy=policy))
+    tokens = [token async for event in edge.generate(request) for token in event.chunk.token_ids]
+    assert tokens == plain_answer(WALK, Sampling(), 20)
+
+
+@pytest.mark.parametrize("policy", ["ratio_ucb", "fullinfo", "thompson", "discounted_ucb", "ucbspec", "paper_ucb"])
+@pytest.mark.parametrize("number", [0, 1e15, 1e-300])
+async def test_costs_that_are_all_one_number_end_no_request(policy, number):
+    await answered(changed(COSTS, number), policy)
+    await answered(changed([path for path in COSTS if "tried" not in path and "texts" not in path], number), policy)
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(st.lists(st.sampled_from(numbers_of(SAID)), min_size=1, max_size=4), st.data())
+def test_a_prior_of_any_numbers_is_missing_or_predicts_times_above_zero(paths, data):
+    number = data.draw(
+        st.sampled_from([0, -1, 1e-300, 1e15, 1e16, 1e308, 2**70, True, None, "x", [], float("nan"), float("inf")])
+        | st.floats()
+    )
+    prior = unpack_prior(changed(paths, number))
+    if prior is None:
+        return
+    experience = Experience()
+    experience.take(prior.costs)
+    for arm in ARMS:
+        for us in (experience.round_us(arm), experience.predicted_us(arm)):
+            assert us is None or (np.isfinite(us) and us > 0)
+    policy = make_policy("ratio_ucb", ARMS, experience, 0.0, 0, prior)
+    assert policy.choose() in ARMS
+
+
+def test_a_prior_of_more_arms_than_a_router_has_is_missing():
+    shapes = {str(NodeShape((one, two))): [1.0, 1.0, 0.0] for one in range(2, 30) for two in range(1, 30)}
+    blob = json.dumps({**SAID, "lengths": shapes}).encode()
+    assert len(blob) <= MAX_PRIOR_BYTES and len(shapes) > 256
+    assert unpack_prior(blob) is None
+
+
+def test_a_step_that_took_no_time_is_missing():
+    (load,) = SAID["costs"]
+    assert unpack_prior(changed([("costs", load, "step", "us")], 0)) is None
+    assert StepTime().at(8, 1) == 0, "none was measured"
