@@ -14,7 +14,7 @@ from dendro.shapes import OFF, LevelShape, TreeShape
 from dendro.text import Finish, Sampling, Verdict
 from dendro.tree import DraftTree
 from dendro.v1 import generation_pb2 as pb
-from edge import END, SERVED, FakePlaces, config, ingress, plain_answer
+from edge import END, SERVED, FakePlaces, config, ingress, plain_answer, resume_of
 
 from cluster.asked import Asked, what_is_asked
 from cluster.ingress import Ingress, LocalClient, Tally
@@ -253,7 +253,7 @@ async def test_an_answer_without_trees_is_accounted_for_with_zeros_where_nothing
 async def test_a_resumed_answer_accounts_for_the_rounds_of_its_own_stream():
     held = plain_answer(IDS, Sampling(), 3)
     request = build_request(PROMPT, speculation="(1,1,1)", max_new_tokens=9)
-    request.resume.token_ids.extend(held)
+    request.resume.CopyFrom(resume_of(IDS, held))
     events = [event async for event in ingress(FakePlaces()).generate(request)]
     account = events[-1].complete.speculation
     assert (account.rounds, dict(account.emitted), account.emitted_tokens) == (2, {4: 1, 2: 1}, 6)
