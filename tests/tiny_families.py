@@ -55,7 +55,7 @@ RULES: tuple[tuple[str, Callable[[int], int]], ...] = (
         r"moe_.*intermediate_size|.*expert.*intermediate_size|expert_ffn_hidden_size|shared_intermediate_size",
         _at_most(32),
     ),
-    (r".*intermediate_size.*|.*ffn_(hidden_)?(dim|size)|n_inner|d_ff|d_inner|inner_dim|.*ffn_dim", _at_most(96)),
+    (r".*intermediate_size.*|.*ffn_(hidden_)?(dim|size)|n_inner|d_?ff|d_inner|inner_dim|.*ffn_dim", _at_most(96)),
     (r"time_step_rank|mamba_dt_rank", _at_most(4)),
     (r".*lora_rank|.*_rank|adapter_rank", _at_most(16)),
     (r"(mamba_)?d_state|state_size|ssm_state_size", _at_most(8)),
@@ -175,7 +175,7 @@ def shrink(config: dict[str, Any]) -> dict[str, Any]:
         elif isinstance(value, dict):
             small[key] = value if "rope" in key else shrink(value)
         elif isinstance(value, (list, tuple)) and len(value) == count and value:
-            small[key] = [value[layer] for layer in layers]
+            small[key] = [_smaller(key, value[layer]) for layer in layers]
         elif isinstance(value, (list, tuple)) and re.fullmatch(r".*(layers|layer_ids|indices)", key):
             small[key] = [each for each in value if not isinstance(each, int) or each < len(layers)]
         elif isinstance(value, (list, tuple)) and key.endswith("_token_id"):

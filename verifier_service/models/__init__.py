@@ -18,7 +18,7 @@ from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 from tree_kernels.elementwise import threads_of
 from tree_kernels.tree_attention import Layout
-from tree_layers.checkpoint import MAMBA_CONFIG, Facts, read_facts, weight_files, weights_fingerprint
+from tree_layers.checkpoint import MAMBA_CONFIG, Facts, read_config, read_facts, weight_files, weights_fingerprint
 from tree_layers.errors import CheckpointError
 from tree_layers.linear import RowForms, RowsReport, make_rows_independent
 from tree_layers.tree_mixers import MixerLayout
@@ -137,8 +137,8 @@ def _load(
     threads: int,
     group: Collectives | None,
 ) -> Target:
+    check_config(folder, read_config(folder))
     facts = read_facts(folder, tokenizer_folder)
-    check_config(folder, facts.config)
     vocabulary, fingerprint = facts.vocabulary, weights_fingerprint(folder)
     files = weight_files(folder)
     logging.disable_progress_bar()  # a replica's log is no terminal
