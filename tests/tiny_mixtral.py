@@ -1,6 +1,6 @@
 """A tiny Mixtral of random weights, a Mamba with its tokenizer as its drafter, and a configuration that serves them.
 
-    python tests/tiny_mixtral.py FOLDER     then: dendro certify FOLDER/cluster.yaml --quick
+python tests/tiny_mixtral.py FOLDER     then: dendro certify FOLDER/cluster.yaml --quick
 """
 
 from __future__ import annotations
