@@ -19,7 +19,7 @@ VALUES = [
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("name", "value"), VALUES, ids=["=".join(each) for each in VALUES])
 def test_no_row_depends_on_another_and_every_promise_is_kept_under(name, value, tmp_path):
     done = subprocess.run(
