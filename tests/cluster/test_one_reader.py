@@ -11,7 +11,7 @@ import tiny_models
 from dendro.calls import OpenCall, Terms, TextUpdate, new_opening
 from dendro.errors import BadRequest
 from dendro.internal.v1 import verifier_pb2
-from dendro.text import SMALLEST_TEMPERATURE, Finish, Limits, Sampling, Tokens
+from dendro.text import SMALLEST_TEMPERATURE, Limits, Sampling, Tokens
 from dendro.v1 import generation_pb2 as pb
 from dendro.wire import verifier_call_from, verifier_call_message
 from edge import FakePlaces, ingress
@@ -80,12 +80,14 @@ async def test_an_answer_that_ended_is_not_resumed_past_its_end(tmp_path: Path):
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": text})
     )
     async with local_ingress(config_of(tmp_path)) as router:
-        client = LocalClient(router)
-        ended = await client.generate_text("abc", max_new_tokens=24)
-        assert ended.token_ids == free.token_ids[: free.token_ids.index(end) + 1]
-        assert ended.complete.finish == Finish.END_OF_TEXT
         request = pb.GenerateRequest(text="abc", max_new_tokens=24)
-        request.resume.token_ids.extend(ended.token_ids)
+        answer = [response async for response in router.generate(request)]
+        started, ended = answer[0].started, [token for each in answer for token in each.chunk.token_ids]
+        assert tuple(ended) == tuple(free.token_ids[: free.token_ids.index(end) + 1])
+        assert answer[-1].complete.finish_reason == pb.FINISH_REASON_END_OF_TEXT
+        request.resume.token_ids.extend(ended)
+        for name in ("seed", "prompt_tokens", "prompt_digest", "target"):
+            setattr(request.resume, name, getattr(started, name))
         responses = [response async for response in router.generate(request)]
     assert not any(response.HasField("chunk") for response in responses)
     assert responses[-1].complete.finish_reason == pb.FINISH_REASON_END_OF_TEXT
