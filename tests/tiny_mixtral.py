@@ -10,6 +10,7 @@ from pathlib import Path
 
 import tiny_mamba
 import tiny_models
+import torch
 from transformers import MambaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 CLUSTER = """\
@@ -38,6 +39,8 @@ def make_target(folder: Path, seed: int = 0) -> MixtralForCausalLM:
     )
     model = MixtralForCausalLM(config)
     tiny_models.randomise(model, seed)
+    with torch.no_grad():  # as training leaves it: transformers' generate never takes a token of the padding
+        model.lm_head.weight[tiny_models.VOCABULARY :] = 0
     model.save_pretrained(folder)
     tiny_models.write_tokenizer(folder)
     return model.eval()
