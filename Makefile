@@ -19,8 +19,8 @@ dev: $(VENV)/.dev ## the same, and what tests and checks need
 demo: setup ## the main job, end to end, and nothing left behind
 	@$(BIN)/dendro demo
 
-test: dev ## all tests but the longest, which CI runs too
-	@$(BIN)/python -m pytest -m "not long"
+test: dev ## all tests but the longest, which CI runs too; in two processes, a file in one of them
+	@$(BIN)/python -m pytest -m "not long" -n 2 --dist loadfile
 
 check: dev ## ruff, mypy, import contracts, generated stubs up to date
 	@$(BIN)/ruff check

@@ -64,6 +64,13 @@ class CheckpointTokenizer:
         self._backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)  # None: a tokenizer in Python
         self._bytes = _byte_tokens(self._backend)
 
+    @property
+    def backend(self) -> Any:
+        """The `tokenizers.Tokenizer` inside. Raises BadRequest where the tokenizer is written in Python."""
+        if self._backend is None:
+            raise BadRequest("checkpoint", "its tokenizer is in Python; one of the tokenizers library is needed")
+        return self._backend
+
     def encode(self, text: str, begins: bool) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=begins))
 

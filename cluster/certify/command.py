@@ -28,6 +28,7 @@ from cluster.config import Config, Target, demo_config
 from cluster.demo.prompts import held_out_prompts
 from cluster.hub import fetched, pinned
 from cluster.running import local_client, running_cluster
+from cluster.tokenizer import CheckpointTokenizer
 from verifier_service.engine import VerifierEngine
 
 PROMPT_TOKENS = 128
@@ -71,9 +72,7 @@ def _with_dtype(config: Config, dtype: str) -> Config:
 
 
 def _prompts(count: int, folder: Path) -> list[checks.Prompt]:
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer = CheckpointTokenizer(folder, "").backend
     return [prompt.token_ids for prompt in held_out_prompts(count, PROMPT_TOKENS, tokenizer)]
 
 

@@ -25,6 +25,7 @@ from cluster.demo.measure import ANSWER_TOKENS, PROMPT_TOKENS
 from cluster.demo.prompts import held_out_prompts
 from cluster.hub import fetched, pinned
 from cluster.running import running
+from cluster.tokenizer import CheckpointTokenizer
 from cluster.tune.measuring import Ranker
 from cluster.tune.tuning import (
     PROBES,
@@ -84,10 +85,10 @@ QUICK = Size(6, 1, 2, 24)
 
 
 def _tokenizer(target: Target, name: str) -> Tokenizer:
-    path = target.tokenizer_folder / "tokenizer.json"
-    if not path.exists():
-        raise BadRequest(f"targets.{name}.{target.tokenizer_field}", f"there is no {path}, to read the prompts with")
-    return Tokenizer.from_file(str(path))
+    try:
+        return CheckpointTokenizer(target.tokenizer_folder, "").backend
+    except BadRequest as error:
+        raise BadRequest(f"targets.{name}.{target.tokenizer_field}", error.reason) from error
 
 
 def _prompts(size: Size, tokenizer: Tokenizer) -> Prompts:

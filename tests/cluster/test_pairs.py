@@ -12,11 +12,13 @@ from published import COMMON, PAGE, PAIRS, STRANGERS, Pair
 from tree_layers.checkpoint import read_facts
 from tree_layers.tokens import read_tokens
 
+from cluster.certify import command as certify_command
 from cluster.checkpoints import read_cluster
-from cluster.config import Config
+from cluster.config import Config, Target
 from cluster.pairing import fit_of
 from cluster.running import local_client
 from cluster.tokenizer import CheckpointTokenizer
+from cluster.tune import command as tune_command
 
 PROMPT = [5, 9, 300, 4000, 77, 31]
 
@@ -66,6 +68,16 @@ def test_the_recipes_files_say_what_their_tables_say(tmp_path: Path):
         assert read_tokens(tmp_path / name) == published.LLAMA2.table()
     tokenizer = CheckpointTokenizer(tmp_path / "spm", "")
     assert tokenizer.decode(tokenizer.encode("h\u00e9, Llama", True)) == "h\u00e9, Llama"
+
+
+def test_certify_and_tune_read_their_prompts_with_any_tokenizer_that_is_served(tmp_path: Path):
+    published.write_tokenizer(published.VICUNA, tmp_path)  # tokenizer.model alone
+    text = "def area(radius):"
+    ids = CheckpointTokenizer(tmp_path, "").encode(text, True)
+    target = Target(checkpoint=tmp_path)
+    assert tune_command._tokenizer(target, "t").encode(text).ids == ids
+    prompts = certify_command._prompts(2, tmp_path)
+    assert len(prompts) == 2 and all(max(prompt) < 32000 for prompt in prompts)
 
 
 def test_stale_keys_of_the_hf_mambas_do_not_mislead(tmp_path: Path):
