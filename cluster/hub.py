@@ -102,13 +102,16 @@ def _snapshot(name: str, revision: str, files: Sequence[str], bars: bool = False
     bars: whether their progress is shown, where standard error is a terminal.
     """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.utils import tqdm
+    from huggingface_hub.constants import HF_HUB_DISABLE_PROGRESS_BARS
+    from huggingface_hub.utils import enable_progress_bars, tqdm
 
     class Silent(tqdm):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **{**options, "disable": True})
 
     shown = tqdm if bars and sys.stderr.isatty() else Silent
+    if shown is tqdm and not HF_HUB_DISABLE_PROGRESS_BARS:
+        enable_progress_bars()  # loading a model switches them off, with transformers' own
     return Path(snapshot_download(name, revision=revision or None, allow_patterns=list(files), tqdm_class=shown))
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import tiny_models
 from dendro.errors import BadRequest
+from huggingface_hub.utils import disable_progress_bars
 from small_hub import TOKEN, SmallHub, small_hub, use
 
 from cluster.config import Config
@@ -63,6 +64,7 @@ def test_only_the_files_that_are_needed_are_asked_for(hub: SmallHub, tmp_path: P
 def test_progress_is_shown_on_a_terminal_and_of_weights_alone(hub, tmp_path, monkeypatch, capsys, terminal):
     hub.commit(NAME, SMALL | {"model.safetensors": b"w"})
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+    disable_progress_bars()  # as loading a model does
     fetched(config_of(tmp_path), weights=False)
     assert "Fetching" not in capsys.readouterr().err
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)

@@ -104,7 +104,7 @@ def test_a_state_with_any_bit_flipped_is_refused():
 
 @pytest.mark.parametrize("other", [("x", "tokenizer", "layout", 7, 99), ("model", "tokenizer", "layout", 8, 99)])
 def test_another_state_than_the_expected_one_is_refused(other):
-    with pytest.raises(BadState, match="expected"):
+    with pytest.raises(BadState, match="another state"):
         unpack_state(pack_state(StateHeader(*other), TENSORS), HEADER)
 
 

@@ -43,6 +43,8 @@ def folder(tmp_path_factory):
 def engine(folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("verifier_service.engine.runner_for", DeviceRunner)
+        if DEVICE == "cpu":  # a forward in the interpreter takes seconds, and the check runs one for each number
+            patch.setattr("verifier_service.engine.buckets_up_to", lambda step_rows: (8, 32, step_rows))
         return VerifierEngine.load(
             folder, name="tiny", dtype=torch.float32, device=DEVICE, max_length=96, max_sessions=3, max_depth=6,
             prefill_chunk=128,
@@ -60,6 +62,7 @@ async def running(engine):
         await again.stop()
 
 
+@pytest.mark.timeout(300)  # the first has the fixture's time, and all run in an interpreter where there is no device
 def test_rows_are_independent_and_logits_the_references(engine, folder):
     assert engine._hello.exactness == "bitwise"
     reference = VerifierEngine.load(folder, name="tiny", dtype=torch.float32, max_length=96, max_sessions=3)
@@ -70,6 +73,7 @@ def test_rows_are_independent_and_logits_the_references(engine, folder):
     assert torch.equal(ours.argmax(1), theirs.argmax(1))
 
 
+@pytest.mark.timeout(300)
 async def test_trees_and_company_change_no_token(engine, folder):
     rng = np.random.default_rng(0)
     async with running(engine) as ours:
