@@ -173,7 +173,9 @@ def speculative(
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("warp", WARPS, ids=str)
-@pytest.mark.parametrize("drafter", ["close", "weak", "foreign"])
+@pytest.mark.parametrize(
+    "drafter", ["close", *(pytest.param(name, marks=pytest.mark.long) for name in ("weak", "foreign"))]
+)
 def test_speculative_decoding_equals_plain_decoding_token_for_token(drafter, warp, shape):
     answer, counts = speculative(7, warp, lambda text: grown(DRAFTERS[drafter], shape, 7, warp, text))
     assert answer == plain(7, warp)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -25,6 +26,11 @@ from verifier_service.recurrent import Arrangement, Extent, Places, last_writers
 
 MIXED = ("mamba", "mamba2", "bamba", "mamba_in_llama")
 """One of each kind: Mamba-1, Mamba-2, with attention, and with heads that share x and B."""
+
+
+def one_of(families: Sequence[str], usual: str) -> list[object]:
+    """The families as parameters, all but the usual one marked `long`."""
+    return [each if each == usual else pytest.param(each, marks=pytest.mark.long) for each in families]
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +92,7 @@ async def test_greedy_answers_are_those_of_the_full_forward(models, family):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("family", MIXED)
+@pytest.mark.parametrize("family", one_of(MIXED, "bamba"))
 async def test_random_arrivals_and_departures_change_no_token(models, family, dtype):
     """Pages for about four of the texts: they wait, are set back and computed again."""
     rng = np.random.default_rng(2)
@@ -121,7 +127,7 @@ async def test_random_arrivals_and_departures_change_no_token(models, family, dt
         await engine.stop()
 
 
-@pytest.mark.parametrize("family", MIXED)
+@pytest.mark.parametrize("family", one_of(MIXED, "mamba"))
 async def test_a_thousand_random_rounds_leave_the_state_and_the_logits_of_straight_decoding(models, family):
     """Rounds that accept nothing, something, all; rounds without a tree; verdicts that are dropped. What the memory
     holds then, and the logits of every visited row, are bitwise those of one token after another."""
@@ -195,7 +201,7 @@ def same_memory(engine, first, second):
             assert torch.equal(layer.states[one.state_slot(block)], layer.states[other.state_slot(block)]), block
 
 
-@pytest.mark.parametrize("family", MIXED)
+@pytest.mark.parametrize("family", one_of(MIXED, "mamba2"))
 async def test_a_text_cut_back_behind_its_ring_is_computed_again(models, family):
     engine = engine_of(models(family)[0])
     await engine.start()
