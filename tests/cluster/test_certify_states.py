@@ -15,6 +15,7 @@ SMALL = Size(
 
 
 @pytest.mark.long
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("family", ["mamba2", "bamba"])
 async def test_every_promise_is_kept_of_a_target_with_states(family, tmp_path):
     if family == "mamba2":
