@@ -236,7 +236,7 @@ def _take_seats(
     """Seat our attention in the model and find out, by forwards, what its layers are like. Raises FamilyError for a
     model whose logits are not the library's then; of one with mixers, whose own forms are gone, the layers alone."""
     for module in model.modules():
-        module.dendro_seat = Seat(run)  # type: ignore[assignment]
+        module.dendro_seat = Seat(run)
     probe_layers(folder, model, run)
     config = model.config.get_text_config()
     layers = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers

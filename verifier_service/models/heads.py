@@ -104,7 +104,7 @@ class ByHeads(TensorParallelLayer):
         return module
 
 
-ALL_PARALLEL_STYLES.register(BY_HEADS, ByHeads())  # type: ignore[arg-type]
+ALL_PARALLEL_STYLES.register(BY_HEADS, ByHeads())
 
 
 def parts_of(mixer: Any, rank: int, size: int) -> dict[str, Part]:
