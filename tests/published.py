@@ -1,11 +1,15 @@
 """Published checkpoints with their facts kept and their width and depth shrunk, and the page that says which pair up.
 
 Kept: vocabularies, paddings, key names of configurations, layer layout, names and forms of files, which tokenizer files
-there are and how tokenizers differ. Run as a program, it writes docs/pairs.md.
+there are and how tokenizers differ.
+
+python tests/published.py                   writes docs/pairs.md
+python tests/published.py PAIR FOLDER       writes the shrunk pair; then: dendro generate FOLDER/cluster.yaml --local
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import struct
 import sys
@@ -16,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import yaml
 from layouts import copy_as
 from tiny_mamba import randomise as randomise_mamba
 from tiny_models import randomise
@@ -333,6 +338,35 @@ def configuration(pair: Pair) -> str:
     )
 
 
+def write_pair(pair: Pair, folder: Path) -> Path:
+    """Write both checkpoints and the target's tokenizer, where that is another checkpoint's; returns cluster.yaml."""
+    entry = {"dtype": "float32", "max_length": 64, "max_rows": 8, "max_depth": 4, "max_sessions": 2}
+    target = entry | {"checkpoint": str(make(pair.target, folder / "target", seed=1))}
+    if pair.tokenizer is not None:
+        (folder / "words").mkdir()
+        write_tokenizer(pair.tokenizer, folder / "words")
+        target["tokenizer"] = str(folder / "words")
+    drafter = {"checkpoint": str(make(pair.drafter, folder / "drafter", seed=2)), "dtype": "float32"}
+    cluster = {"targets": {"t": target}, "drafters": {"d": drafter}, "speculation": {"proposers": []}}
+    path = folder / "cluster.yaml"
+    path.write_text(yaml.safe_dump(cluster))
+    return path
+
+
+def main() -> None:
+    pairs = {str(pair): pair for pair in PAIRS}
+    parser = argparse.ArgumentParser(description="Without arguments: write docs/pairs.md.")
+    parser.add_argument("pair", nargs="?", choices=pairs, metavar="PAIR", help=", ".join(pairs))
+    parser.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help="where the shrunk pair goes")
+    given = parser.parse_args()
+    if given.pair is None:
+        PAGE.write_text(page())
+        sys.stdout.write(f"{PAGE} is written\n")
+    elif given.folder is None:
+        parser.error("PAIR needs a FOLDER")
+    else:
+        sys.stdout.write(f"{write_pair(pairs[given.pair], given.folder.absolute())} is written\n")
+
+
 if __name__ == "__main__":
-    PAGE.write_text(page())
-    sys.stdout.write(f"{PAGE.name} is written\n")
+    main()

@@ -23,24 +23,11 @@ from cluster.tune import command as tune_command
 PROMPT = [5, 9, 300, 4000, 77, 31]
 
 
-def config_of(pair: Pair, folder: Path) -> Config:
-    """The pair on disk, with a tokenizer's folder apart where the target has none."""
-    entry = {"dtype": "float32", "max_length": 64, "max_rows": 8, "max_depth": 4, "max_sessions": 2}
-    target = entry | {"checkpoint": published.make(pair.target, folder / "target", seed=1)}
-    if pair.tokenizer is not None:
-        (folder / "words").mkdir()
-        published.write_tokenizer(pair.tokenizer, folder / "words")
-        target["tokenizer"] = folder / "words"
-    drafter = {"checkpoint": published.make(pair.drafter, folder / "drafter", seed=2), "dtype": "float32"}
-    said = {"targets": {"t": target}, "drafters": {"d": drafter}, "speculation": {"proposers": []}}
-    return Config.of(said, folder)
-
-
 @pytest.mark.parametrize(
     "pair", [pair if pair in COMMON else pytest.param(pair, marks=pytest.mark.long) for pair in PAIRS], ids=str
 )
 async def test_a_published_pair_loads_drafts_and_gives_the_targets_own_tokens(tmp_path: Path, pair: Pair):
-    config = config_of(pair, tmp_path)
+    config = Config.load(published.write_pair(pair, tmp_path))
     facts = read_cluster(config)
     target, drafter = facts.targets["t"], facts.drafters["d"]
     assert (target.rows, drafter.rows) == (pair.target.rows, pair.drafter.rows)
