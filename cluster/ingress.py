@@ -16,7 +16,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol, TypeVar, cast
 
@@ -42,7 +42,7 @@ from cluster.policies.prior import NoPriors, Prior, PriorKey, PriorStore
 from cluster.priors import Priors
 from cluster.proposers.proposals import Library
 from cluster.rounds import Drafter, Verifier, rounds
-from cluster.sessions import Record, Sessions
+from cluster.sessions import KEPT_TURNS, Record, Sessions, Turn
 from cluster.tokenizer import CheckpointTokenizer, TextStream, Tokenizer
 
 log = logging.getLogger("dendro.ingress")
@@ -59,6 +59,8 @@ ABORT_S = 1.0
 MAX_REQUEST_ID = 128
 _REQUEST_ID = re.compile(f"[!-~]{{1,{MAX_REQUEST_ID}}}")  # what a log line, a key and a header may hold
 LONG_PROMPT_BYTES = 1 << 14
+
+BEGIN_AGAIN = "begin the turn again, with the same request_id"
 
 FINISH_REASONS = {
     Finish.END_OF_TEXT: pb.FINISH_REASON_END_OF_TEXT,
@@ -236,7 +238,7 @@ class Job:
     session: str  # its token; empty: no session
     resume: pb.Resume | None
     record: Record | None  # of the session so far; None: it begins with this request
-    told: Record | None = None  # the record that has this answer already
+    told: Turn | None = None  # the turn of the record that is this request's own: it was answered before
     target: str = ""  # what its tokens depend on beside the text (`Hello.target`); empty until a verifier is leased
     began_s: float = field(default_factory=time.monotonic)
 
@@ -315,7 +317,7 @@ class Ingress:
             stream = TextStream(job.served.tokenizer)
             stream.push(job.held)
             if job.told is not None:
-                yield _started(job, text, job.told.last_target)
+                yield _started(job, text, job.told.target)
                 for event in self._tell(job, job.told, stream):
                     yield event
                 outcome = "told"
@@ -376,7 +378,7 @@ class Ingress:
         try:
             target = (await verifier.meet()).target
             if job.resume is not None and job.held and job.resume.target != target:
-                raise Conflict("resume.target: the target was changed since the answer began; begin the turn again")
+                raise Conflict(f"resume.target: the target was changed since the answer began; {BEGIN_AGAIN}")
             job.target = target
             yield _started(job, text, target)
             loop = cast(AsyncGenerator[Verdict, None], rounds(text, drafter, verifier, tally))
@@ -422,16 +424,17 @@ class Ingress:
             return Finish.END_OF_TEXT
         return Finish.LENGTH if len(job.held) >= job.answer_length else None
 
-    def _tell(self, job: Job, record: Record, stream: TextStream) -> list[pb.GenerateResponse]:
-        """The rest of an answer that was finished and written, but whose `complete` was lost."""
-        answer, events = record.last_answer, []
+    def _tell(self, job: Job, turn: Turn, stream: TextStream) -> list[pb.GenerateResponse]:
+        """The rest of an answer that was finished and written before: its `complete` was lost, or its client left."""
+        assert job.record is not None
+        answer, events = job.record.tokens[turn.prompt : turn.end], []
         rest = answer[len(job.held) :]
         if rest:
             chunk = pb.GenerateChunk(offset=len(job.held), token_ids=rest, text=stream.push(rest) + stream.flush())
             events.append(pb.GenerateResponse(chunk=chunk))
         complete = pb.GenerateComplete(
-            finish_reason=FINISH_REASONS[Finish(record.last_finish)],
-            usage=pb.Usage(prompt_tokens=record.last_prompt, completion_tokens=len(answer)),
+            finish_reason=FINISH_REASONS[Finish(turn.finish)],
+            usage=pb.Usage(prompt_tokens=turn.prompt, completion_tokens=len(answer)),
             session=job.session,
         )
         return [*events, pb.GenerateResponse(complete=complete)]
@@ -441,6 +444,15 @@ class Ingress:
         if not job.session:
             return ""
         earlier = job.record
+        turn = Turn(
+            request=job.request_id,
+            start=len(earlier.tokens) if earlier else 0,
+            prompt=len(job.prompt),
+            end=len(text),
+            seed=job.sampling.seed,
+            finish=finish.value,
+            target=job.target,
+        )
         record = Record(
             tokens=tuple(text.ids),
             seed=job.sampling.seed,
@@ -449,10 +461,7 @@ class Ingress:
             version=earlier.version + 1 if earlier else 1,
             model=job.served.name,
             tokenizer=job.served.tokenizer.fingerprint,
-            last_request=job.request_id,
-            last_prompt=len(job.prompt),
-            last_finish=finish.value,
-            last_target=job.target,
+            turns=(*(earlier.turns if earlier else ()), turn)[-KEPT_TURNS:],
         )
         try:
             return await self._write(job, record)
@@ -470,9 +479,10 @@ class Ingress:
             await self._sessions.write(session, job.tenant, record)
             return session
         except Conflict:
-            # An earlier attempt of this very request may have been orphaned by its client, and come to its end.
+            # Another attempt of this request may have written its turn meanwhile, and other turns may have followed.
             found = await self._sessions.read(job.session, job.tenant)
-            if (found.last_request, found.tokens) != (record.last_request, record.tokens):
+            turn = found.turn_of(job.request_id)
+            if turn is None or found.tokens[: turn.end] != record.tokens:
                 raise
         return job.session
 
@@ -493,43 +503,35 @@ class Ingress:
         kind = PriorKey.of(served.name, self.config.drafters_of(served.name), sampling.temperature, tenant)
         prior = await self._priors.of(kind, experience)
         asked = what_is_asked(request.speculation, served.name, self.config, experience, sampling, prior)
-        if record is not None and record.last_request == request_id:
-            prompt = list(record.tokens[: record.last_prompt])
-            if await self._prompt(request, served, list(record.tokens[: record.before_last])) != prompt:
-                raise BadRequest("request_id", "wrote this session's last turn, after another prompt than this one's")
-            if tuple(held) != record.last_answer[: len(held)]:
-                raise BadRequest("resume.token_ids", "are not how this request's answer began")
-            limits = Limits(len(record.tokens), request.ignore_end)
-            return Job(
-                request_id,
-                tenant,
-                served,
-                sampling,
-                prompt,
-                held,
-                limits,
-                asked,
-                kind,
-                request.session,
-                resume,
-                record,
-                record,
-            )
-        prompt = await self._prompt(request, served, list(record.tokens) if record else [])
-        room = served.max_length - len(prompt)
-        if room < 1:
-            raise BadRequest("prompt", f"makes a text of {len(prompt)} tokens; at most {served.max_length - 1}")
-        count = self._new_tokens(request, room)
-        if len(held) > count:
-            raise BadRequest("resume.token_ids", f"are {len(held)} of an answer of at most {count}")
+        told = record.turn_of(request_id) if record is not None else None
+        earlier = record.tokens if record is not None else ()
+        prompt = await self._prompt(request, served, list(earlier[: told.start] if told is not None else earlier))
+        if told is not None:
+            _check_told(told, earlier, prompt, held)
+            sampling, end = replace(sampling, seed=told.seed), told.end
+        else:
+            end = len(prompt) + self._new_tokens(request, served, prompt, held)
         session = request.session
         if request.keep_session and not session:
             try:
                 session = await self._sessions.new_token(tenant)
             except PeerLost as error:
                 log.warning("request %s: no session can be kept: %s", request_id, error)
-        limits = Limits(len(prompt) + count, request.ignore_end)
-        return Job(request_id, tenant, served, sampling, prompt, held, limits, asked, kind, session, resume, record)
+        return Job(
+            request_id=request_id,
+            tenant=tenant,
+            served=served,
+            sampling=sampling,
+            prompt=prompt,
+            held=held,
+            limits=Limits(end, request.ignore_end),
+            asked=asked,
+            kind=kind,
+            session=session,
+            resume=resume,
+            record=record,
+            told=told,
+        )
 
     def _served_for(self, request: pb.GenerateRequest, record: Record | None) -> Served:
         if record is None:
@@ -563,15 +565,20 @@ class Ingress:
             raise BadRequest("prompt", "is empty: there is nothing to go on from")
         return earlier + ids
 
-    def _new_tokens(self, request: pb.GenerateRequest, room: int) -> int:
+    def _new_tokens(self, request: pb.GenerateRequest, served: Served, prompt: list[int], held: list[int]) -> int:
         """The answer's greatest length. A default fits itself into the room; a number that was asked for must fit."""
-        if not request.HasField("max_new_tokens"):
-            return min(self.config.router.default_new_tokens, room)
-        count, limit = request.max_new_tokens, self.config.router.max_new_tokens
-        if not 1 <= count <= limit:
-            raise BadRequest("max_new_tokens", f"must lie in 1 to {limit}; got {count}")
-        if count > room:
-            raise BadRequest("max_new_tokens", f"is {count}, but the model's text has room for {room} more")
+        room = served.max_length - len(prompt)
+        if room < 1:
+            raise BadRequest("prompt", f"makes a text of {len(prompt)} tokens; at most {served.max_length - 1}")
+        count, limit = min(self.config.router.default_new_tokens, room), self.config.router.max_new_tokens
+        if request.HasField("max_new_tokens"):
+            count = request.max_new_tokens
+            if not 1 <= count <= limit:
+                raise BadRequest("max_new_tokens", f"must lie in 1 to {limit}; got {count}")
+            if count > room:
+                raise BadRequest("max_new_tokens", f"is {count}, but the model's text has room for {room} more")
+        if len(held) > count:
+            raise BadRequest("resume.token_ids", f"are {len(held)} of an answer of at most {count}")
         return count
 
 
@@ -626,13 +633,21 @@ def _started(job: Job, text: Text, target: str) -> pb.GenerateResponse:
     )
 
 
+def _check_told(turn: Turn, tokens: Sequence[int], prompt: list[int], held: list[int]) -> None:
+    """Raise BadRequest where a request that names a written turn's request id is another one. tokens: the session's."""
+    if prompt != list(tokens[: turn.prompt]):
+        raise BadRequest("request_id", "wrote a turn of this session after another prompt; a new turn needs a new id")
+    if held != list(tokens[turn.prompt : turn.end][: len(held)]):
+        raise BadRequest("resume.token_ids", "are not how this request's answer began")
+
+
 def _check_text_of_resume(job: Job, text: Text) -> None:
     """Raise Conflict where the text before the answer is another than the one that the answer began after."""
     resume, length = job.resume, len(job.prompt)
     if resume is not None and (resume.prompt_tokens, resume.prompt_digest) != (length, text.digest(length)):
         raise Conflict(
             f"resume: the answer began after {resume.prompt_tokens} tokens, the text has {length} now or others; "
-            "begin the turn again"
+            f"{BEGIN_AGAIN}"
         )
 
 

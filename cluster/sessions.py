@@ -32,9 +32,25 @@ SECRET_BYTES = 32
 MAX_TOKEN = 64
 """Characters; a token of ours has 45."""
 CALL_BUDGET_S = 1.0
-RECORD_FORMAT = 2
+RECORD_FORMAT = 3
+KEPT_TURNS = 8
+"""Turns whose requests are answered from the record when they come again. An attempt that its client left ends within
+`router.request_timeout_s`, so this bounds the turns that may be written between it and the next attempt."""
 
 Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of a session: the request that wrote it, and which part of the text is its prompt and its answer."""
+
+    request: str
+    start: int  # length of the text that the turn's prompt was added to, ...
+    prompt: int  # ... of that with the prompt, ...
+    end: int  # ... and with the answer
+    seed: int
+    finish: str  # why the answer ended
+    target: str  # digest of what the answer's tokens depend on beside the text (`Hello.target`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +64,11 @@ class Record:
     version: int
     model: str  # the target's name ...
     tokenizer: str  # ... and the fingerprint of its tokenizer, without which the tokens mean nothing
-    last_request: str  # the request that wrote this version, ...
-    last_prompt: int  # ... the length of the text before its answer ...
-    last_finish: str  # ... and why that ended
-    last_target: str  # digest of what that answer's tokens depend on beside the text (`Hello.target`)
+    turns: tuple[Turn, ...]  # the last KEPT_TURNS, in order
 
-    @property
-    def last_answer(self) -> tuple[int, ...]:
-        return self.tokens[self.last_prompt :]
-
-    @property
-    def before_last(self) -> int:
-        """Length of the text before the last turn: what that turn's prompt was added to."""
-        return self.marks[-2] if len(self.marks) > 1 else 0
+    def turn_of(self, request: str) -> Turn | None:
+        """The kept turn that a request wrote."""
+        return next((turn for turn in self.turns if turn.request == request), None)
 
 
 class Sessions(Protocol):
@@ -129,7 +137,8 @@ def unpack_record(blob: bytes) -> Record:
             raise unknown_session()
         tokens = np.frombuffer(base64.b64decode(fields.pop("tokens"), validate=True), "<u4")
         marks = tuple(int(mark) for mark in fields.pop("marks"))
-        return Record(tokens=tuple(tokens.tolist()), marks=marks, **fields)
+        turns = tuple(Turn(**turn) for turn in fields.pop("turns"))
+        return Record(tokens=tuple(tokens.tolist()), marks=marks, turns=turns, **fields)
     except (ValueError, KeyError, TypeError, AttributeError):
         raise unknown_session() from None
 

@@ -16,7 +16,7 @@ from cluster.state_store import RedisStates
 BUDGET_S = 0.3
 SOON_S = 3.0
 """Far more than the budget of one call, and less than redis-py waits for a server that does not answer (5 s)."""
-RECORD = Record((1, 2), 0, 0, (2,), 1, "m", "t", "r", 1, "length", "target")
+RECORD = Record((1, 2), 0, 0, (2,), 1, "m", "t", ())
 
 
 @asynccontextmanager

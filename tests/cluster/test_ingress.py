@@ -23,7 +23,7 @@ from cluster.handles import Leased
 from cluster.ingress import AHEAD, Ingress, serve_plain
 from cluster.placement import Places
 from cluster.redis_server import RedisServer
-from cluster.sessions import MemorySessions, RedisSessions, Sessions
+from cluster.sessions import KEPT_TURNS, MemorySessions, RedisSessions, Sessions
 
 PROMPT = "walk the "
 IDS = list(PROMPT.encode())
@@ -419,7 +419,9 @@ async def test_the_record_is_written_before_complete_is_sent(sessions: Sessions)
         if event.WhichOneof("event") == "complete":
             record = await sessions.read(event.complete.session, "")
             assert list(record.tokens) == IDS + plain_answer(IDS, Sampling(), 3)
-            assert (record.last_request, record.last_prompt, record.version) == ("r", len(IDS), 1)
+            (turn,) = record.turns
+            assert (turn.request, turn.start, turn.prompt, turn.end) == ("r", 0, len(IDS), len(record.tokens))
+            assert record.version == 1
 
 
 async def test_of_two_turns_at_once_one_is_aborted(sessions: Sessions):
@@ -620,18 +622,56 @@ async def test_an_orphaned_attempt_and_its_own_resume_write_one_turn_and_neither
     assert list(record.tokens) == [*before, *plain_answer(before, Sampling(), 9)] and record.version == 2
 
 
-async def test_a_request_id_that_wrote_the_last_turn_is_refused_with_another_prompt(sessions: Sessions):
+@pytest.mark.parametrize("later", [0, 1, KEPT_TURNS - 1], ids=["last", "last but one", "oldest that is kept"])
+async def test_an_orphans_turn_is_told_to_its_client_that_begins_again_whatever_turns_followed(
+    sessions: Sessions, later: int
+):
+    """The client left after 3 tokens, the attempt went on and wrote its turn, other turns followed, with other seeds.
+    Begun again at another router, from the start or from its tokens, the request adds no second turn."""
+    here, places = ingress(FakePlaces(), sessions), FakePlaces()
+    there = ingress(places, sessions)
+    token = await first_turn(here)
+    request = turn_of(token, " and", "A", sampling=pb.Sampling(temperature=1.0, seed=5))
+    orphan, started, held = await begin(here, request, 3)
+    whole = held + token_ids_of([event async for event in orphan])
+    for number in range(later):
+        sampling = pb.Sampling(temperature=1.0, seed=100 + number)
+        [event async for event in here.generate(turn_of(token, f" {number}", f"B{number}", 2, sampling=sampling))]
+    record = await sessions.read(token, "")
+    again = [event async for event in there.generate(request)]
+    assert again[0].started == started and token_ids_of(again) == whole and again[-1].complete.session == token
+    request.resume.CopyFrom(resume_after(started, held))
+    assert token_ids_of([event async for event in there.generate(request)]) == whole[3:]
+    assert places.rounds == 0 and await sessions.read(token, "") == record
+
+
+async def test_an_attempt_that_ends_after_its_orphan_and_another_turn_gets_no_conflict(sessions: Sessions):
+    router = ingress(FakePlaces(), sessions)
+    token = await first_turn(router)
+    orphan, started, held = await begin(router, turn_of(token, " and", "A"), 3)
+    resumed, _, _ = await begin(router, turn_of(token, " and", "A", resume=resume_after(started, held)), 2)
+    assert [event async for event in orphan][-1].complete.session == token
+    [event async for event in router.generate(turn_of(token, " or", "B"))]
+    record = await sessions.read(token, "")
+    assert [event async for event in resumed][-1].complete.session == token
+    assert await sessions.read(token, "") == record
+
+
+@pytest.mark.parametrize("later", [0, 1], ids=["last", "last but one"])
+async def test_a_request_id_that_wrote_a_turn_is_refused_with_another_prompt(sessions: Sessions, later: int):
     places = FakePlaces()
     router = ingress(places, sessions)
     token = await first_turn(router)
-    [event async for event in router.generate(turn_of(token, " and", "A"))]
+    answer = token_ids_of([event async for event in router.generate(turn_of(token, " and", "A"))])
+    for number in range(later):
+        [event async for event in router.generate(turn_of(token, " on", f"B{number}", 2))]
     rounds, record = places.rounds, await sessions.read(token, "")
     for other in (" or", " and more", " an"):
         with pytest.raises(BadRequest) as refused:
             await anext(router.generate(turn_of(token, other, "A")))
         assert refused.value.field == "request_id"
     same = pb.GenerateRequest(token_ids=pb.TokenIds(ids=b" and"), session=token, request_id="A", max_new_tokens=9)
-    assert token_ids_of([event async for event in router.generate(same)]) == list(record.last_answer)
+    assert token_ids_of([event async for event in router.generate(same)]) == answer
     assert places.rounds == rounds and await sessions.read(token, "") == record
 
 

@@ -11,9 +11,10 @@ import redis.asyncio
 from dendro.errors import Conflict, NotFound, PeerLost
 
 from cluster.redis_server import RedisServer
-from cluster.sessions import MemorySessions, Record, RedisSessions, Sessions, pack_record, unpack_record
+from cluster.sessions import MemorySessions, Record, RedisSessions, Sessions, Turn, pack_record, unpack_record
 
-RECORD = Record((1, 2, 4_000_000_000), 2**64 - 1, 3, (2, 3), 1, "demo", "bytes", "request", 1, "length", "target")
+TURN = Turn("request", start=0, prompt=1, end=3, seed=2**64 - 1, finish="length", target="target")
+RECORD = Record((1, 2, 4_000_000_000), 2**64 - 1, 3, (3,), 1, "demo", "bytes", (TURN,))
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,6 @@ async def test_what_was_written_is_read(make):
     token = await store.new_token("a")
     await store.write(token, "a", RECORD)
     assert await store.read(token, "a") == RECORD
-    assert RECORD.last_answer == (2, 4_000_000_000)
 
 
 async def test_tokens_differ_and_carry_128_random_bits(make):
@@ -142,7 +142,7 @@ async def test_a_dead_store_says_so_and_is_left_alone_for_a_while():
 
 @pytest.mark.parametrize(
     "blob",
-    [b"", b"{}", b"[]", b"\xff", pack_record(RECORD)[:-9], pack_record(RECORD).replace(b'"format": 2', b'"format": 3')],
+    [b"", b"{}", b"[]", b"\xff", pack_record(RECORD)[:-9], pack_record(RECORD).replace(b'"format": 3', b'"format": 2')],
     ids=["nothing", "no-field", "list", "bytes", "cut", "other-format"],
 )
 def test_a_record_that_cannot_be_read_is_not_there(blob: bytes):
@@ -181,6 +181,8 @@ async def test_a_record_that_is_no_longer_there_is_written_whole(make):
         await store.write(token, "", replace(RECORD, version=7))
 
 
-def test_a_record_says_where_its_last_turn_was_added():
-    assert RECORD.before_last == 2
-    assert replace(RECORD, marks=(3,)).before_last == 0
+def test_a_record_knows_which_turn_a_request_wrote():
+    other = replace(TURN, request="other", start=3, prompt=4, end=6)
+    record = replace(RECORD, turns=(TURN, other))
+    assert unpack_record(pack_record(record)) == record
+    assert (record.turn_of("request"), record.turn_of("other"), record.turn_of("third")) == (TURN, other, None)

@@ -79,8 +79,8 @@ class GenerateRequest(_message.Message):
     RESUME_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """request_id names the request over all its resumes; the client makes it: at most 128 printable ASCII characters without a
-    space. Empty: the server makes one. One that already wrote this session's last turn is answered from the record, and
-    refused with another prompt than that turn's.
+    space. Empty: the server makes one. One that wrote one of this session's last 8 turns is answered from the record, and
+    refused with another prompt than that turn's; so a turn that is begun again is not written twice.
     """
     model: _builtins.str
     """model is the target's name. Empty: the first target of the configuration."""
@@ -283,7 +283,7 @@ Global___Speculation: _TypeAlias = Speculation  # noqa: Y015
 class Resume(_message.Message):
     """Resume names the text that the answer began after and the target that it began at, as `started` reported them. The call
     ends with ABORTED where the text is another now (another turn of the session was written since), or where tokens are
-    resumed from and the target is another: the answer cannot go on, and the turn is to be begun again.
+    resumed from and the target is another: the answer cannot go on; begin the turn again, with the same request_id.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -734,7 +734,7 @@ class ModelInfo(_message.Message):
     max_length: _builtins.int
     """max_length is the longest text, prompt and answer together."""
     dtype: _builtins.str
-    """dtype is that of the weights: "bfloat16" or "float32"."""
+    """dtype is that of the weights: "bfloat16", "float16" or "float32"."""
     @_builtins.property
     def drafters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """drafters are the drafters that may serve it."""

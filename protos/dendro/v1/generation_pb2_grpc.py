@@ -55,7 +55,8 @@ class GenerationServiceServicer:
 
         INVALID_ARGUMENT: a field is wrong; the details begin with its name.
         NOT_FOUND with trailing metadata `dendro-reason`: there is no such session (or it is another tenant's).
-        ABORTED: another request wrote the session first, or a resumed answer cannot go on (see Resume); begin the turn again.
+        ABORTED: another request wrote the session first, or a resumed answer cannot go on (see Resume); begin the turn again,
+        with the same request_id.
         RESOURCE_EXHAUSTED: no room now; try later. UNAVAILABLE: a part is gone; call again.
         INTERNAL: our fault; nothing of the inside is told.
         """

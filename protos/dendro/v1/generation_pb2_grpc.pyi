@@ -37,7 +37,8 @@ class GenerationServiceStub:
 
     INVALID_ARGUMENT: a field is wrong; the details begin with its name.
     NOT_FOUND with trailing metadata `dendro-reason`: there is no such session (or it is another tenant's).
-    ABORTED: another request wrote the session first, or a resumed answer cannot go on (see Resume); begin the turn again.
+    ABORTED: another request wrote the session first, or a resumed answer cannot go on (see Resume); begin the turn again,
+    with the same request_id.
     RESOURCE_EXHAUSTED: no room now; try later. UNAVAILABLE: a part is gone; call again.
     INTERNAL: our fault; nothing of the inside is told.
     """
@@ -53,7 +54,8 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
 
     INVALID_ARGUMENT: a field is wrong; the details begin with its name.
     NOT_FOUND with trailing metadata `dendro-reason`: there is no such session (or it is another tenant's).
-    ABORTED: another request wrote the session first, or a resumed answer cannot go on (see Resume); begin the turn again.
+    ABORTED: another request wrote the session first, or a resumed answer cannot go on (see Resume); begin the turn again,
+    with the same request_id.
     RESOURCE_EXHAUSTED: no room now; try later. UNAVAILABLE: a part is gone; call again.
     INTERNAL: our fault; nothing of the inside is told.
     """
@@ -72,7 +74,8 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
 
         INVALID_ARGUMENT: a field is wrong; the details begin with its name.
         NOT_FOUND with trailing metadata `dendro-reason`: there is no such session (or it is another tenant's).
-        ABORTED: another request wrote the session first, or a resumed answer cannot go on (see Resume); begin the turn again.
+        ABORTED: another request wrote the session first, or a resumed answer cannot go on (see Resume); begin the turn again,
+        with the same request_id.
         RESOURCE_EXHAUSTED: no room now; try later. UNAVAILABLE: a part is gone; call again.
         INTERNAL: our fault; nothing of the inside is told.
         """

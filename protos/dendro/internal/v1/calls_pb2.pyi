@@ -78,7 +78,7 @@ class Hello(_message.Message):
     max_depth: _builtins.int
     """max_depth bounds the depth of a tree; the root's is 0."""
     dtype: _builtins.str
-    """dtype is that of the weights: "bfloat16" or "float32"."""
+    """dtype is that of the weights: "bfloat16", "float16" or "float32"."""
     exactness: _builtins.str
     """exactness is a verifier's "bitwise" or "margin". Empty: a drafter."""
     pid: _builtins.int
