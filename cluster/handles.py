@@ -343,6 +343,7 @@ class Leased(Generic[P_co]):
     peer: P_co
     hello: Hello
     token: str  # empty: the peer gives none
+    address: str = ""  # of the replica; empty: it is in this process
 
 
 class Pool(Protocol[P_co]):
@@ -632,40 +633,51 @@ class VerifierHandle:
     async def _first_open(self, seat: Seat[VerifierPeer], text: Text) -> tuple[Seat[VerifierPeer], Opened]:
         """Open the text at a seat and, where that takes long, at another replica besides: whichever is open first.
 
-        The first goes on meanwhile: a long prompt or a waiting line is no fault. Raises what the last of them raised;
-        `seat` itself is the caller's to close where it is not returned.
+        The first opening goes on meanwhile: a long prompt or a queue is no fault. Where there is no other replica now,
+        one is looked for again after as long a time. Raises the first opening's error when both have failed; `seat`
+        itself is the caller's to close where it is not returned.
         """
-        tasks = {asyncio.ensure_future(seat.open(text)): seat}
-        taken: Seat[VerifierPeer] | None = None
+        first = asyncio.ensure_future(seat.open(text))
+        second: asyncio.Task[tuple[Seat[VerifierPeer], Opened]] | None = None
         try:
-            await asyncio.wait(tasks, timeout=SLOW_OPENING * self._patience_s)
-            if not any(task.done() for task in tasks) and (other := await self._another(text)) is not None:
-                log.info("verifier: the text is not open yet; it is opened at another replica besides")
-                tasks[asyncio.ensure_future(other.open(text))] = other
-            pending = set(tasks)
             while True:
-                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    if task.exception() is None:
-                        taken = tasks[task]
-                        return taken, task.result()
-                if not pending:
-                    return taken or seat, done.pop().result()  # raises
+                running = [task for task in (first, second) if task is not None and not task.done()]
+                if not running:
+                    return seat, first.result()  # raises
+                done, _ = await asyncio.wait(
+                    running, timeout=SLOW_OPENING * self._patience_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                if first in done and first.exception() is None:
+                    return seat, first.result()
+                if second is not None and second in done and second.exception() is None:
+                    answer, second = second.result(), None
+                    return answer
+                if not done and running == [first]:
+                    log.info("verifier: the text is not open yet; another replica is looked for")
+                    second = asyncio.create_task(self._open_elsewhere(seat.leased.address, text))
         finally:
-            for task, tried in tasks.items():
-                if tried is not taken:
-                    task.cancel()
-                    if tried is not seat:
-                        self._background.start(tried.close(text))
+            first.cancel()
+            if second is not None:
+                self._background.start(self._drop_second(second, text))
 
-    async def _another(self, text: Text) -> Seat[VerifierPeer] | None:
-        """A seat at a second lease; None where none is to be had now."""
+    async def _open_elsewhere(self, address: str, text: Text) -> tuple[Seat[VerifierPeer], Opened]:
+        """Open the text at a replica of another address. Raises PeerLost or Overloaded where none is to be had now."""
+        leased = await self._pool.lease()
+        self._check_same(leased.hello)
+        if leased.address == address:
+            raise PeerLost("verifier: there is no other replica")
+        seat = Seat(leased, text)
         try:
-            leased = await self._pool.lease()
-            self._check_same(leased.hello)
-        except DendroError:
-            return None
-        return Seat(leased, text)
+            return seat, await seat.open(text)
+        except BaseException:
+            self._background.start(seat.close(text))
+            raise
+
+    async def _drop_second(self, second: asyncio.Task[tuple[Seat[VerifierPeer], Opened]], text: Text) -> None:
+        """End an opening that is not wanted any more, and close it where it was answered just now."""
+        await _end(second)
+        if not second.cancelled() and second.exception() is None:
+            await second.result()[0].close(text)
 
     def _drop_tried(self, text: Text) -> None:
         """Where an opening failed and its peer lives, it must not keep memory for it."""
@@ -995,7 +1007,7 @@ class NoDrafter:
         return
 
 
-async def _end(task: asyncio.Task[None] | None) -> None:
+async def _end(task: asyncio.Task[Any] | None) -> None:
     """End a task that may have ended, and wait for it."""
     if task is not None and not task.done():
         task.cancel()

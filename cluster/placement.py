@@ -138,7 +138,7 @@ class ServePool(Generic[P]):
         task = asyncio.create_task(self._hold(answers))
         self._held.add(task)
         task.add_done_callback(self._held.discard)
-        return Leased(self._far(stream), stream.said, said["lease"])
+        return Leased(self._far(stream), stream.said, said["lease"], said["address"])
 
     async def _hold(self, answers: Any) -> None:
         """Keep the call until the replica ends it: Serve cancels one that nobody holds."""

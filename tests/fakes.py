@@ -121,10 +121,14 @@ class _Fake:
         text = PeerText()
         text.follow(call.update)
         await asyncio.sleep(self.open_pause_s)
+        await self.before_opened()
         self.held[call.update.opening] = _Held(text, call.terms)
         self.opens += 1
         self.vocabularies.add(call.terms.vocabulary)
         return Opened(restored=0, processed=call.update.base - 1, open_us=int(1e6 * self.open_pause_s))
+
+    async def before_opened(self) -> None:
+        """What every opening waits for; a test may put its own in the place of it."""
 
     async def close(self, call: CloseCall) -> Closed:
         held = self.held.pop(call.update.opening, None)
@@ -246,5 +250,5 @@ class FarPool:
                 error = lost
                 continue
             token = await self.lease_at(address) if self.lease_at else ""
-            return Leased(self.far(stream), stream.said, token)
+            return Leased(self.far(stream), stream.said, token, address)
         raise error or PeerLost("no addresses")

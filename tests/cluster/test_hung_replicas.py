@@ -36,7 +36,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class Blocked:
-    """Stands before a function that runs in an engine's thread; `hang` makes its next call wait for `go_on`."""
+    """Wraps a function that runs in an engine's thread; while `hanging`, a call of it waits for `go_on`."""
 
     def __init__(self, function) -> None:
         self._function = function
@@ -140,7 +140,7 @@ async def test_a_text_whose_verifier_hangs_in_a_step_goes_on_at_another_one_and_
             assert hung.scheduler.memory.held == 0, "what was open when it hung was closed"
 
 
-async def test_serve_is_told_of_a_hung_engine(target):
+async def test_serves_health_check_fails_of_a_hung_engine(target):
     engine = load(target)
     run = engine.runner.run = Blocked(engine.runner.run)
     run.hanging = True
@@ -164,7 +164,7 @@ async def test_serve_is_told_of_a_hung_engine(target):
         await engine.stop()
 
 
-async def test_a_drafter_that_hangs_in_a_forward_is_unhealthy_and_its_callers_are_told(monkeypatch, tmp_path):
+async def test_a_drafter_that_hangs_in_a_forward_is_unhealthy_and_its_callers_get_peer_lost(monkeypatch, tmp_path):
     monkeypatch.setattr(serving, "FAULT_POLL_S", 0.05)
     make_drafter(tmp_path, "mamba2")
     engine = DrafterEngine.load(tmp_path, name="tiny", states=NoStates(), longest_step_s=0.3)
@@ -184,31 +184,45 @@ async def test_a_drafter_that_hangs_in_a_forward_is_unhealthy_and_its_callers_ar
         await asyncio.to_thread(engine.stop)
 
 
-async def test_a_text_whose_opening_takes_long_is_opened_at_a_second_replica_within_the_patience():
-    slow, well = FakeVerifier(), FakeVerifier()
-    slow.open_pause_s = 1000.0
-    async with verifier_at(slow) as (first, pool), verifier_at(well) as (second, _):
-        pool.addresses = [second.address, first.address]  # the first lease is of the second address
+@asynccontextmanager
+async def answered_by_two(first: FakeVerifier, second: FakeVerifier):
+    """A text whose first lease is of the first, answered within 0.9 s of patience; its handle, and both replicas."""
+    async with verifier_at(first) as (replica, pool), verifier_at(second) as (other, _):
+        pool.addresses = [other.address, replica.address]  # the pool's first lease is of its second address
         text = new_text(count=10)
         handle = VerifierHandle(text, pool, Pace(), patience_s=0.9)
         async for _ in rounds(text, NoDrafter(), handle, Static(OFF)):
             pass
         await handle.close(text)
         assert text.answer == plain(text.ids[: text.prompt_length], 10)
-        assert well.opens == 1 and handle.moves == 0 and pool.leases == 2
-        await until(lambda: not slow.held and not well.held and first.stats()["open_openings"] == 0)
+        assert handle.moves == 0 and pool.leases == 2
+        yield replica, other
+
+
+async def test_a_text_whose_opening_takes_long_is_opened_at_a_second_replica_within_the_patience():
+    slow, well = FakeVerifier(), FakeVerifier()
+    slow.open_pause_s = 1000.0
+    async with answered_by_two(slow, well) as (replica, _):
+        assert well.opens == 1
+        await until(lambda: not slow.held and not well.held and replica.stats()["open_openings"] == 0)
 
 
 async def test_a_slow_opening_that_is_answered_first_is_taken_and_the_second_one_closed():
     slow, slower = FakeVerifier(), FakeVerifier()
     slow.open_pause_s, slower.open_pause_s = 0.6, 1000.0
-    async with verifier_at(slow) as (first, pool), verifier_at(slower) as (second, _):
-        pool.addresses = [second.address, first.address]
+    async with answered_by_two(slow, slower) as (_, other):
+        assert slow.opens == 1 and slower.opens == 0
+        await until(lambda: other.stats()["open_openings"] == 0)
+
+
+async def test_a_slow_opening_is_not_begun_again_at_the_same_replica():
+    """Two openings of one text at one replica take its places and its time from each other."""
+    slow = FakeVerifier()
+    slow.open_pause_s = 0.7
+    async with verifier_at(slow) as (replica, pool):
         text = new_text(count=10)
         handle = VerifierHandle(text, pool, Pace(), patience_s=0.9)
         async for _ in rounds(text, NoDrafter(), handle, Static(OFF)):
             pass
         await handle.close(text)
-        assert text.answer == plain(text.ids[: text.prompt_length], 10)
-        assert slow.opens == 1 and slower.opens == 0 and pool.leases == 2
-        await until(lambda: second.stats()["open_openings"] == 0)
+        assert pool.leases > 1 and replica.stats()["openings"] == 1
