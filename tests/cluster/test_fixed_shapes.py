@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from edge import FakePlaces, ingress
 from fakes import FakeDrafter, FakeVerifier, plain
+from sockets import until
 from toy_edge import COUNT, PROMPT, asking, edge
 
 SLOW_S = 0.1
@@ -17,18 +18,18 @@ async def account(server, request):
 
 
 async def test_a_fixed_shape_waits_for_a_slow_drafter_and_its_trees_are_used():
-    verifier = FakeVerifier()
-    verifier.open_pause_s = 0.5  # in which the drafter is opened
-    async with edge(FakeDrafter(pause_s=SLOW_S), verifier) as (server, _):
+    drafter, verifier = FakeDrafter(pause_s=SLOW_S), FakeVerifier()
+    async with edge(drafter, verifier, router={"draft_timeout_ms": 60_000}) as (server, _):
+        experience = server._experience["toy"]
+        # The first round finds the drafter ready: the verifier's own opening is the only one that is left.
+        verifier.before_opened = lambda: until(lambda: drafter.opens and experience.opening == 1)
         stats = await account(server, asking("(2,1,1)"))
     assert stats.late_drafts == 0 and stats.accepted_tokens > 0
     assert stats.drafted_tokens == 6 * stats.rounds, "every round has its whole tree"
 
 
 async def test_the_requests_own_deadline_shortens_the_wait_of_a_fixed_shape():
-    verifier = FakeVerifier()
-    verifier.open_pause_s = 0.5
-    async with edge(FakeDrafter(pause_s=60.0), verifier) as (server, _):
+    async with edge(FakeDrafter(pause_s=60.0), FakeVerifier()) as (server, _):
         request = asking("(2,1,1)")
         request.speculation.deadline_ms = 1
         stats = await account(server, request)

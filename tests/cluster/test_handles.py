@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import grpc.aio
@@ -48,12 +49,13 @@ class Ran:
 
 
 async def run(
-    text, drafters, verifiers, policy=None, pace=None, each=None, company=None, drafter_facts=None, **options
+    text, drafters, verifiers, policy=None, pace=None, each=None, company=None, drafting=None, **options
 ) -> Ran:
-    """The loop over handles of our own; `each` is called after every round with its number."""
+    """The loop over handles of our own; `each` is called after every round with its number. `drafting` are options of
+    the drafter's handle, `options` of the verifier's."""
     pace = pace or Pace()
     verifier = VerifierHandle(text, verifiers, pace, **options)
-    drafter = DrafterHandle(drafters, pace, verifier, company=company, facts=drafter_facts)
+    drafter = DrafterHandle(drafters, pace, verifier, company=company, **(drafting or {}))
     lengths: list[int] = []
     try:
         async for verdict in rounds(text, drafter, verifier, policy or Static(CHAIN)):
@@ -79,37 +81,6 @@ def is_plain(ran: Ran) -> bool:
     return text.answer == plain(text.ids[: text.prompt_length], len(text.answer), text.sampling)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=2**63 + 5)], ids=["greedy", "warm"])
-@pytest.mark.parametrize("shape", ["off", "(1,1,1)", "(3,2,1)"])
-async def test_near_and_far_give_the_plain_answer(sampling, shape):
-    for near in (True, False):
-        drafter, verifier = FakeDrafter(), FakeVerifier()
-        verifier.open_pause_s = 0.05  # in which a drafter is leased and opened, as it is leased second
-        text = new_text(sampling=sampling)
-        policy = Static(TreeShape.parse(shape))
-        if near:
-            ran = await run(text, NearPool(drafter), NearPool(verifier), policy)
-        else:
-            async with pair(drafter, verifier) as pools:
-                ran = await run(text, *pools, policy)
-        assert is_plain(ran) and len(text.answer) == 40
-        assert drafter.held == {} and verifier.held == {}
-        assert ran.verifier.saved == len(text) - 1 == verifier.closed_with[0] - 1
-        assert shape == "off" or (ran.drafter.saved == len(text) - 1 and max(ran.lengths) > 1)
-        assert ran.drafter.fallbacks.total() <= 1, "none but a first round that began before the drafter was ready"
-
-
-async def test_a_frame_carries_the_calls_of_many_requests():
-    verifier = FakeVerifier(pause_s=0.01)
-    async with pair(FakeDrafter(), verifier) as (drafters, verifiers):
-        texts = [new_text((token, 2, 3)) for token in range(16)]
-        ran = await asyncio.gather(*(run(text, drafters, verifiers) for text in texts))
-        stream = await verifiers.streams.to(verifiers.addresses[0])
-        assert all(map(is_plain, ran))
-        assert len({id(await verifiers.streams.to(verifiers.addresses[0]))}) == 1
-        assert stream.calls > 2 * stream.frames
-
-
 @dataclass
 class Crowd:
     """Who runs beside a request."""
@@ -123,6 +94,42 @@ class Crowd:
         self.openings, self.open = self.openings + 1, True
         yield
         self.open = False
+
+
+PATIENT = {"adaptive": False, "longest_s": 60.0}
+"""Options of a drafter's handle whose rounds wait for their drafts, however busy the machine is."""
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=2**63 + 5)], ids=["greedy", "warm"])
+@pytest.mark.parametrize("shape", ["off", "(1,1,1)", "(3,2,1)"])
+async def test_near_and_far_give_the_plain_answer(sampling, shape):
+    for near in (True, False):
+        drafter, verifier, company = FakeDrafter(), FakeVerifier(), Crowd()
+        if shape != "off":  # the first round finds the drafter ready
+            verifier.before_opened = partial(until, lambda c=company: c.openings and not c.open)
+        text = new_text(sampling=sampling)
+        options = {"policy": Static(TreeShape.parse(shape)), "company": company, "drafting": PATIENT}
+        if near:
+            ran = await run(text, NearPool(drafter), NearPool(verifier), **options)
+        else:
+            async with pair(drafter, verifier) as pools:
+                ran = await run(text, *pools, **options)
+        assert is_plain(ran) and len(text.answer) == 40
+        assert drafter.held == {} and verifier.held == {}
+        assert ran.verifier.saved == len(text) - 1 == verifier.closed_with[0] - 1
+        assert shape == "off" or (ran.drafter.saved == len(text) - 1 and max(ran.lengths) > 1)
+        assert ran.drafter.fallbacks.total() == 0
+
+
+async def test_a_frame_carries_the_calls_of_many_requests():
+    verifier = FakeVerifier(pause_s=0.01)
+    async with pair(FakeDrafter(), verifier) as (drafters, verifiers):
+        texts = [new_text((token, 2, 3)) for token in range(16)]
+        ran = await asyncio.gather(*(run(text, drafters, verifiers) for text in texts))
+        stream = await verifiers.streams.to(verifiers.addresses[0])
+        assert all(map(is_plain, ran))
+        assert len({id(await verifiers.streams.to(verifiers.addresses[0]))}) == 1
+        assert stream.calls > 2 * stream.frames
 
 
 async def test_a_text_whose_trees_are_no_longer_wanted_when_a_verifier_is_leased_opens_no_drafter():
@@ -261,7 +268,7 @@ async def test_a_drafter_of_another_tokenizer_than_its_target_is_used_where_its_
     """Whether the two fit was decided by their facts, before anything started."""
     drafter = FakeDrafter(tokenizer="another", facts_digest="toy-facts")
     async with pair(drafter, FakeVerifier()) as pools:
-        ran = await run(new_text(), *pools, drafter_facts=FACTS)
+        ran = await run(new_text(), *pools, drafting={"facts": FACTS})
     assert is_plain(ran) and drafter.calls > 0 and not ran.drafter.fallbacks["mismatch"]
     assert drafter.vocabularies == {VOCABULARY}  # of the target, sent with the opening
 
@@ -269,7 +276,7 @@ async def test_a_drafter_of_another_tokenizer_than_its_target_is_used_where_its_
 async def test_a_drafter_that_was_loaded_from_another_checkpoint_is_asked_for_nothing(caplog):
     drafter = FakeDrafter(tokenizer="another", facts_digest="other-facts")
     async with pair(drafter, FakeVerifier()) as pools:
-        ran = await run(new_text(), *pools, drafter_facts=FACTS)
+        ran = await run(new_text(), *pools, drafting={"facts": FACTS})
     assert is_plain(ran) and drafter.calls == drafter.opens == 0
     assert ran.drafter.fallbacks["mismatch"] == ran.asked > 30
     assert "loaded from another checkpoint: its tokenizer is another" in caplog.text
