@@ -55,9 +55,10 @@ not read stops the work."""
 READ_GRACE_S = 5.0
 """How long after its limit a request's call stays open for a client that does not read: its peers are free by then."""
 ABORT_S = 1.0
-"""How long such a client is given to take the reason."""
+"""How long sending the status of a call may take whose client does not read."""
 MAX_REQUEST_ID = 128
 _REQUEST_ID = re.compile(f"[!-~]{{1,{MAX_REQUEST_ID}}}")  # what a log line, a key and a header may hold
+_TARGET = re.compile("[0-9a-f]{32}")  # `Hello.target`, which a record keeps
 LONG_PROMPT_BYTES = 1 << 14
 
 BEGIN_AGAIN = "begin the turn again, with the same request_id"
@@ -258,9 +259,8 @@ class Ingress:
         served: Mapping[str, Served] | None = None,
         priors: PriorStore | None = None,
     ) -> None:
-        """`served` is what the checkpoints say; read from them unless given, and then replicas of others are not used.
-        Without a store of priors, this router
-        knows what it learns itself."""
+        """`served` is what the checkpoints say. Where it is not given it is read from them, and replicas loaded from
+        other checkpoints are not used. Without a store of priors, this router knows what it learns itself."""
         self.config = config
         self._places = places
         self._sessions = sessions
@@ -299,7 +299,7 @@ class Ingress:
 
         Leaving the iteration, or cancelling the task, ends the work within a round and gives the leases back.
         """
-        outcome, tally, text = "refused", None, None
+        outcome, tally = "refused", None
         request_id = request.request_id or secrets.token_hex(16)
         began_s = time.monotonic()
         try:
@@ -496,8 +496,8 @@ class Ingress:
         held = _checked_ids("resume.token_ids", resume.token_ids, served) if resume else []
         if resume is not None and not resume.prompt_tokens:
             raise BadRequest("resume.prompt_tokens", "is missing: a resume names what `started` reported")
-        if resume is not None and not resume.target:
-            raise BadRequest("resume.target", "is missing: a resume names what `started` reported")
+        if resume is not None and not _TARGET.fullmatch(resume.target):
+            raise BadRequest("resume.target", "must be what `started` reported, 32 hexadecimal digits")
         sampling = _sampling(request, record)
         experience = self._experience[served.name]
         kind = PriorKey.of(served.name, self.config.drafters_of(served.name), sampling.temperature, tenant)
@@ -585,8 +585,8 @@ class Ingress:
 async def _ahead(chunks: AsyncGenerator[T, None], limit_s: float = math.inf) -> AsyncGenerator[T, None]:
     """The same chunks; the next rounds run while one is sent, AHEAD of them at most.
 
-    After `limit_s` seconds `chunks` is closed, whether or not anybody reads, and Overloaded is raised behind those that
-    were ready. (A generator that nobody resumes sees no time pass; the task that drives `chunks` does.)
+    After `limit_s` seconds `chunks` is closed, whether or not anybody reads, and Overloaded is raised after those that
+    were ready. (A generator notices no timeout while nobody resumes it, so a task drives `chunks`.)
     """
     queue: asyncio.Queue[T | None] = asyncio.Queue(AHEAD)
 
@@ -599,7 +599,9 @@ async def _ahead(chunks: AsyncGenerator[T, None], limit_s: float = math.inf) -> 
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise Overloaded("request: not done within the server's limit of time") from None
+            raise Overloaded(
+                "request: not done within the server's limit of time; ask for fewer tokens, or try again later"
+            ) from None
         finally:
             with contextlib.suppress(asyncio.QueueFull):  # then the reader sees the task's end when it has read on
                 queue.put_nowait(None)
@@ -732,14 +734,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 async for event in events:
                     await context.write(event)
         except Exception as raised:  # the border: nothing of the inside passes it
-            error = Overloaded("request: its answer is not read") if unread.expired() else raised
+            error = Overloaded("request: its answer was not read in time") if unread.expired() else raised
             code, details, reason = status_of(error)
             if code is grpc.StatusCode.INTERNAL:
                 log.exception("request %s failed", one_line(request.request_id, MAX_REQUEST_ID))
             abort = context.abort(code, details, ((REASON_KEY, reason),))
             if not unread.expired():
                 await abort
-            with contextlib.suppress(TimeoutError):  # the reason is behind what the client does not read
+            with contextlib.suppress(TimeoutError):  # the status is sent after the events that the client does not read
                 async with asyncio.timeout(ABORT_S):
                     await abort
             raise asyncio.CancelledError from None  # which ends the call without a status

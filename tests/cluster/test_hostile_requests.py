@@ -11,7 +11,7 @@ import pytest
 from dendro.errors import BadRequest, DendroError, NotFound
 from dendro.shapes import MAX_ROWS, BeamShape, DynamicShape, LevelShape, NodeShape, ProposedShape, TreeShape
 from dendro.v1 import generation_pb2 as pb
-from edge import MAX_LENGTH, VOCABULARY, FakePlaces, ingress
+from edge import MAX_LENGTH, VOCABULARY, FakePlaces, ingress, resume_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -150,6 +150,7 @@ HUGE_FIELDS = {
     "prompt.token_ids": lambda: pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * HUGE)),
     "prompt.token_ids of no vocabulary": lambda: pb.GenerateRequest(token_ids=pb.TokenIds(ids=[2**32 - 1] * HUGE)),
     "resume.token_ids": lambda: _with(resume=pb.Resume(token_ids=[1] * HUGE)),
+    "resume.target": lambda: _with(resume=resume_of(b"walk", target="0" * HUGE)),
     "prompt": lambda: _with(text="\u4e2d" * HUGE * 10),
     "speculation.shape": lambda: _fixed("1," * HUGE),
     "speculation.policy": lambda: _with(speculation=pb.Speculation(policy="p" * HUGE)),
@@ -204,7 +205,7 @@ requests = st.tuples(
         ignore_end=st.booleans(),
         session=texts,
         keep_session=st.booleans(),
-        resume=st.builds(pb.Resume, token_ids=ids, seed=wide),
+        resume=st.builds(pb.Resume, token_ids=ids, seed=wide, prompt_tokens=wide, prompt_digest=wide, target=texts),
         sampling=_maybe(
             temperature=doubles, top_k=numbers, top_p=doubles, min_p=doubles, seed=wide, sample_index=numbers
         ).map(lambda fields: pb.Sampling(**fields)),
