@@ -224,9 +224,8 @@ class RedisSessions:
                 raise Conflict("session: another request wrote it first; read it again") from None
 
     async def _secret(self) -> bytes:
-        """The cluster's secret: the first router makes it, all find it in Redis. It is read with every call: where
-        Redis lost its data, the first router to come puts it there again, and the others, whatever they knew, take
-        that."""
+        """The cluster's secret: the first router makes it, all find it in Redis. It is read with every call: after a
+        loss of data the first router that calls writes the one that it knew, or a new one, and all take that."""
         secret = await self._ask(lambda: self._redis.get(SECRET_KEY))
         if secret is None:
             known = self._known_secret or secrets.token_bytes(SECRET_BYTES)
@@ -259,8 +258,8 @@ def _bytes(answer: bytes | str) -> bytes:
 
 
 def check_version(blob: bytes | None, record: Record) -> None:
-    """Raise Conflict where `blob`, the record in the store, is not the version before `record`'s. Where none is there
-    it expired or was lost, and nothing can be in conflict."""
+    """Raise Conflict where `blob`, the record in the store, is not the version before `record`'s. No blob is no
+    conflict: the record expired or was lost."""
     if not blob:
         return
     found = unpack_record(blob).version

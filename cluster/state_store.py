@@ -28,8 +28,8 @@ REDIS_FAULTS = (redis.exceptions.RedisError, OSError, TimeoutError)
 async def within(budget_s: float, call: Coroutine[Any, Any, Answer]) -> Answer:
     """The call's answer, or TimeoutError when the time is over.
 
-    Does not wait for a cancelled call: redis-py asks the server to take a WATCH back before it lets go, and waits
-    seconds for the answer of one that is frozen.
+    Does not wait for a cancelled call to end: redis-py sends UNWATCH before it releases the connection, and waits
+    seconds for the answer of a frozen server.
     """
     task = asyncio.create_task(call)
     try:
@@ -39,18 +39,19 @@ async def within(budget_s: float, call: Coroutine[Any, Any, Answer]) -> Answer:
     finally:
         if not task.done():
             task.cancel()
-            _LETTING_GO.add(task)
-            task.add_done_callback(_let_go)
+            _CANCELLED.add(task)
+            task.add_done_callback(_ended)
     raise TimeoutError
 
 
-_LETTING_GO: set[asyncio.Task[Any]] = set()
+_CANCELLED: set[asyncio.Task[Any]] = set()
+"""Calls that have not ended yet: the loop itself keeps no task alive."""
 
 
-def _let_go(task: asyncio.Task[Any]) -> None:
-    _LETTING_GO.discard(task)
+def _ended(task: asyncio.Task[Any]) -> None:
+    _CANCELLED.discard(task)
     if not task.cancelled():
-        task.exception()  # nobody is left to be told of it
+        task.exception()  # else asyncio logs that nobody retrieved it
 
 
 class CircuitBreaker:
