@@ -6,7 +6,6 @@ then fetches that commit into a cache of its own. Only the files that a model ne
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -15,29 +14,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dendro.errors import BadRequest, PeerLost
+from tree_layers.checkpoint import CONFIG, GENERATION, MAMBA_CONFIG, WEIGHT_FILES, shards_of, weight_files
+from tree_layers.errors import CheckpointError
+from tree_layers.tokens import TOKENIZER_FILES
 
 from cluster.config import Config, Model
 
-SMALL_FILES = (
-    "config.json",
-    "generation_config.json",
-    "mamba_config.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-)
+READ_FOR_TOKENIZER = (*TOKENIZER_FILES, "special_tokens_map.json", "chat_template.jinja")
+"""What we and transformers read of a tokenizer; fetched where these names are there."""
+SMALL_FILES = (CONFIG, GENERATION, MAMBA_CONFIG, *READ_FOR_TOKENIZER)
 """What describes a model and its tokenizer; fetched where these names are there."""
-TOKENIZER_FILES = SMALL_FILES[3:]
-WEIGHT_FILES = (
-    ("model.safetensors", "model.safetensors.index.json"),
-    ("pytorch_model.bin", "pytorch_model.bin.index.json"),
-)
-"""Pairs of a single file and an index of shards, in the order of preference: that of `weight_files`."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 AnyModel = TypeVar("AnyModel", bound=Model)
@@ -68,7 +54,7 @@ def fetched_model(where: str, model: AnyModel, weights: bool = True) -> AnyModel
     if model.tokenizer_name:
         field = f"{where}.tokenizer"
         with _explained(field, model.tokenizer_name, model.tokenizer_revision):
-            folders["tokenizer"] = _snapshot(model.tokenizer_name, model.tokenizer_revision, TOKENIZER_FILES)
+            folders["tokenizer"] = _snapshot(model.tokenizer_name, model.tokenizer_revision, READ_FOR_TOKENIZER)
         folders["tokenizer_revision"] = ""
     return model.model_copy(update=folders)
 
@@ -92,7 +78,7 @@ def _pin(where: str, model: AnyModel) -> AnyModel:
         if name and not COMMIT.fullmatch(revision):
             with _explained(f"{where}.{field}", name, revision):
                 # The folder of a snapshot is named by its commit, with and without a network.
-                commits[key] = _snapshot(name, revision, SMALL_FILES[:1]).name
+                commits[key] = _snapshot(name, revision, [CONFIG]).name
     return model.model_copy(update=commits)
 
 
@@ -126,7 +112,7 @@ def _fetch(field: str, name: str, revision: str, weights: bool) -> Path:
         if single in there:
             return _snapshot(name, revision, [single], bars=True)
         if index in there:
-            return _snapshot(name, revision, _shards(_snapshot(name, revision, [index]) / index), bars=True)
+            return _snapshot(name, revision, shards_of(_snapshot(name, revision, [index]), index), bars=True)
     endings = sorted({Path(file).suffix for file in there} & {".gguf", ".onnx", ".pth", ".h5", ".msgpack"})
     others = f"; what it has ends in {', '.join(endings)}" if endings else ""
     raise BadRequest(field, f"{name} has no weights in model.safetensors or pytorch_model.bin{others}")
@@ -134,26 +120,15 @@ def _fetch(field: str, name: str, revision: str, weights: bool) -> Path:
 
 def _has_weights(folder: Path) -> bool:
     """Whether a folder of the cache has a model's whole weights."""
-    for single, index in WEIGHT_FILES:
-        if (folder / single).exists():
-            return True
-        if (folder / index).exists():
-            return all((folder / shard).exists() for shard in _shards(folder / index))
-    return False
-
-
-def _shards(index: Path) -> list[str]:
-    """Names of the files of an index. A path out of the folder is no name."""
-    shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    if not all(isinstance(shard, str) and re.fullmatch(r"[\w.-]+", shard) for shard in shards):
-        raise ValueError(f"{index.name} names files that are none of its folder: {shards[:3]}")
-    return shards
+    try:
+        return bool(weight_files(folder))
+    except CheckpointError:
+        return False
 
 
 @contextmanager
 def _explained(field: str, name: str, revision: str) -> Iterator[None]:
     """Errors of the hub as ours: what the operator can do about it."""
-    import httpx2
     from huggingface_hub import constants, errors
 
     hub = constants.ENDPOINT
@@ -183,9 +158,9 @@ def _explained(field: str, name: str, revision: str) -> Iterator[None]:
         raise BadRequest(field, f"{here} it is not a valid one: {_first_line(error)}") from error
     except errors.HfHubHTTPError as error:
         raise BadRequest(field, f"the hub {hub} refuses {name}: {_first_line(error)}") from error
-    except httpx2.HTTPError as error:
+    except errors.HTTPError as error:  # of the HTTP library that this version of huggingface_hub uses
         raise PeerLost(f"{field}: the hub {hub} failed while {name} was fetched: {_first_line(error)}") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, CheckpointError) as error:
         raise BadRequest(field, f"{name} cannot be fetched: {_first_line(error)}") from error
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from tree_layers.tokens import MAX_ID, TOKENIZER_CONFIG, TokenTable, read_object
 CONFIG, GENERATION = "config.json", "generation_config.json"
 SAFE, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
 TORCH, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+WEIGHT_FILES = ((SAFE, SAFE_INDEX), (TORCH, TORCH_INDEX))
+"""A single file, or an index of shards; the first that is there, as transformers prefers them."""
 MAMBA_CONFIG = "mamba_config.json"
 """Of Mamba-in-Llama, beside a Llama's configuration: which layers have mixers, and what these are like."""
 
@@ -33,6 +36,7 @@ _HEADS = {"lm_head", "embed_out"}
 """What families call the modules at their ends."""
 _MAMBAS = ("mamba", "mamba2")
 _HASH_CHUNK = 1 << 20
+_FILE_NAME = re.compile(r"[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,21 +131,27 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold a checkpoint's weights: a single file before an index, safetensors before torch's own, as
-    transformers prefers them. Raises CheckpointError where some are missing."""
-    for single, index in ((SAFE, SAFE_INDEX), (TORCH, TORCH_INDEX)):
+    """The files that hold a checkpoint's weights. Raises CheckpointError where some are missing."""
+    for single, index in WEIGHT_FILES:
         if (folder / single).is_file():
             return [folder / single]
         if (folder / index).is_file():
-            shards = read_object(folder, index).get("weight_map")
-            if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
-                raise CheckpointError(f"{folder}: {index} has no weight_map from tensors to files")
-            names = sorted(set(shards.values()))
-            missing = [name for name in names if not (folder / name).is_file()]
-            if missing or not names:
+            names = shards_of(folder, index)
+            if missing := [name for name in names if not (folder / name).is_file()]:
                 raise CheckpointError(f"{folder}: {index} names files that are missing: {missing}")
             return [folder / name for name in names]
     raise CheckpointError(f"{folder}: there are no weights, neither {SAFE} nor {TORCH}")
+
+
+def shards_of(folder: Path, index: str) -> list[str]:
+    """The files that an index names. Raises CheckpointError for an index that names none, or a file elsewhere."""
+    shards = read_object(folder, index).get("weight_map")
+    if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
+        raise CheckpointError(f"{folder}: {index} has no weight_map from tensors to files")
+    names = sorted(set(shards.values()))
+    if elsewhere := [name for name in names if not _FILE_NAME.fullmatch(name)]:
+        raise CheckpointError(f"{folder}: {index} names files that are not in its folder: {elsewhere[:3]}")
+    return names
 
 
 def weights_fingerprint(folder: Path) -> str:
@@ -178,10 +188,12 @@ def _refuse_quantised(folder: Path, raw: Mapping[str, Any]) -> None:
 
 
 def _shapes(folder: Path) -> Shapes:
-    """Of all tensors; none where there are no weight files, as at a router that has the small files alone."""
-    if not any((folder / name).is_file() for name in (SAFE, SAFE_INDEX, TORCH, TORCH_INDEX)):
+    """Of all tensors; none where the weight files are not all there, as at a router, or while they are downloaded."""
+    try:
+        files = weight_files(folder)
+    except CheckpointError:  # raised again by whoever loads the weights
         return {}
-    return tensor_shapes(weight_files(folder))
+    return tensor_shapes(files)
 
 
 def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 import tiny_models
-from dendro.errors import BadRequest
+from dendro.errors import BadRequest, PeerLost
+from huggingface_hub import errors
 from huggingface_hub.utils import disable_progress_bars
 from small_hub import TOKEN, SmallHub, small_hub, use
 
+from cluster.checkpoints import check_checkpoints
 from cluster.config import Config
-from cluster.hub import fetched, pinned
+from cluster.hub import _explained, fetched, pinned
 from cluster.serve_config import serve_config
 
 NAME = "people/model"
@@ -109,14 +111,20 @@ def test_a_second_start_downloads_nothing_and_a_warm_cache_needs_no_network(hub:
     assert hub.requests == []
 
 
-def test_an_interrupted_download_is_completed(hub: SmallHub, tmp_path: Path):
-    hub.commit(NAME, SMALL | INDEX | SHARDS)
-    folder = fetched(config_of(tmp_path)).targets["t"].checkpoint
+def test_an_interrupted_download_is_completed_by_the_next_start(hub: SmallHub, tmp_path: Path):
+    """Facts are read first: a router reads them also while another process of its node downloads the weights."""
+    model = {"config.json": b'{"model_type": "llama", "vocab_size": 8}'}
+    model |= {"tokenizer.json": b'{"model": {"vocab": {"a": 0}}}'}
+    hub.commit(NAME, model | INDEX | SHARDS)
+    config = pinned(config_of(tmp_path))
+    folder = fetched(config).targets["t"].checkpoint
     lost = folder / sorted(SHARDS)[1]
     lost.resolve().unlink()
     lost.unlink()
     hub.requests.clear()
-    fetched(config_of(tmp_path))
+    check_checkpoints(config)
+    assert hub.asked_for() == set()
+    fetched(config)
     assert hub.asked_for() == {lost.name} and lost.read_bytes() == SHARDS[lost.name]
 
 
@@ -163,10 +171,20 @@ def test_a_model_without_weights_that_we_read_says_what_it_has(hub: SmallHub, tm
     assert refused.value.field == "targets.t.checkpoint"
 
 
+@pytest.mark.parametrize("library", ["httpx", "httpx2"])
+def test_errors_are_explained_whichever_http_library_the_installed_huggingface_hub_uses(monkeypatch, library: str):
+    """Versions 1 of it use httpx, versions 2 httpx2, and neither is a dependency of ours."""
+    assert errors.HTTPError.__module__.partition(".")[0] in ("httpx", "httpx2")
+    monkeypatch.setitem(sys.modules, library, None)  # as where it is not installed
+    said = "targets.t.checkpoint: the hub .* failed while people/model was fetched: cut"
+    with pytest.raises(PeerLost, match=said), _explained("targets.t.checkpoint", NAME, "main"):
+        raise errors.HTTPError("cut")
+
+
 def test_an_index_cannot_name_files_outside_its_folder(hub: SmallHub, tmp_path: Path):
     index = {"model.safetensors.index.json": b'{"weight_map": {"a": "../../escape.safetensors"}}'}
     hub.commit(NAME, SMALL | index)
-    with pytest.raises(BadRequest, match="names files that are none of its folder"):
+    with pytest.raises(BadRequest, match="names files that are not in its folder"):
         fetched(config_of(tmp_path))
 
 
