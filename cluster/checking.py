@@ -16,10 +16,9 @@ from rich.table import Table
 from tree_layers.checkpoint import Facts, read_facts
 from tree_layers.errors import CheckpointError
 
-from cluster.checkpoints import read_cluster
+from cluster.checkpoints import check_weights, misfit, pairs_of, read_cluster
 from cluster.config import Config, Model, Target
 from cluster.hub import fetched_model, pinned
-from cluster.pairing import fit_of
 
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 NOT_LOADED = "-"
@@ -67,11 +66,17 @@ class Report:
     pairs: list[Pair] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
+    def add_problem(self, problem: BadRequest | str) -> None:
+        """Facts and a load may show the same one."""
+        if str(problem) not in self.problems:
+            self.problems.append(str(problem))
 
-def examine(config: Config, load: bool, tell: Callable[[str], None]) -> Report:
-    """Read all checkpoints' facts; then, where `load`, load each model alone, as a replica does, and let it go again.
 
-    tell: takes a line before each model that is loaded. Raises BadRequest for a checkpoint whose facts cannot be read.
+def examine(config: Config, load: bool, show_line: Callable[[str], None]) -> Report:
+    """Read all checkpoints' facts; then, where `load`, load each model alone, as a replica does, and free it again.
+
+    show_line: called with a line of progress before each load. Raises BadRequest for a checkpoint whose facts cannot be
+    read.
     """
     config = pinned(config)
     facts = read_cluster(config)
@@ -79,27 +84,28 @@ def examine(config: Config, load: bool, tell: Callable[[str], None]) -> Report:
     for name, target in config.targets.items():
         positions = facts.targets[name].positions
         if positions is not None and target.max_length > positions:
-            report.problems.append(
-                f"targets.{name}.max_length: {target.max_length}; the model has {positions} positions"
-            )
-        made = _describe(name, target, facts.targets[name])
+            report.add_problem(f"targets.{name}.max_length: {target.max_length}; the model has {positions} positions")
+        made = _describe(report, "targets", name, target, facts.targets[name])
         made.arms = [str(shape) for shape in config.arms_of(name)]
         made.left_out = _left_out(config, name, target)
         report.targets.append(made)
     for name, drafter in config.drafters.items():
-        report.drafters.append(_describe(name, drafter, facts.drafters[name]))
-        for of in drafter.targets or config.targets:
-            fit = fit_of(facts.targets[of], facts.drafters[name])
-            why = fit.refusal or "; ".join(part for part in (fit.warning, fit.note) if part) or "the same tokens"
-            report.pairs.append(Pair(name, of, fit.fits, why))
-            if not fit.fits:
-                report.problems.append(f"drafters.{name}.checkpoint: does not fit target {of}: {fit.refusal}")
+        report.drafters.append(_describe(report, "drafters", name, drafter, facts.drafters[name]))
+    for name, of, fit in pairs_of(config, facts):
+        why = fit.refusal or "; ".join(part for part in (fit.warning, fit.note) if part) or "the same tokens"
+        report.pairs.append(Pair(name, of, fit.fits, why))
+        if not fit.fits:
+            report.add_problem(misfit(name, of, fit))
     if load:
-        _load_all(config, report, tell)
+        _load_all(config, report, show_line)
     return report
 
 
-def _describe(name: str, model: Model, facts: Facts) -> ModelReport:
+def _describe(report: Report, section: str, name: str, model: Model, facts: Facts) -> ModelReport:
+    try:
+        check_weights(model, f"{section}.{name}.checkpoint")
+    except BadRequest as error:
+        report.add_problem(error)
     numbers = facts.numbers
     return ModelReport(
         name=name,
@@ -123,11 +129,11 @@ def _left_out(config: Config, name: str, target: Target) -> dict[str, str]:
     return reasons
 
 
-def _load_all(config: Config, report: Report, tell: Callable[[str], None]) -> None:
+def _load_all(config: Config, report: Report, show_line: Callable[[str], None]) -> None:
     longest = max(target.max_length for target in config.targets.values())
     entries = [*(("targets", made) for made in report.targets), *(("drafters", made) for made in report.drafters)]
     for place, (section, made) in enumerate(entries, 1):
-        tell(f"loading {section}.{made.name}, {place} of {len(entries)} ...")
+        show_line(f"loading {section}.{made.name}, {place} of {len(entries)} ...")
         try:
             if section == "targets":
                 _load_target(config, made)
@@ -136,9 +142,9 @@ def _load_all(config: Config, report: Report, tell: Callable[[str], None]) -> No
         except BadRequest as error:
             given = error.field.startswith(section)
             field_of = error.field if given else f"{section}.{made.name}.{error.field}"
-            report.problems.append(f"{field_of}: {error.reason}")
+            report.add_problem(f"{field_of}: {error.reason}")
         except (DendroError, CheckpointError, MemoryError) as error:
-            report.problems.append(f"{section}.{made.name}: {error or type(error).__name__}")
+            report.add_problem(f"{section}.{made.name}: {error or type(error).__name__}")
         gc.collect()  # a model's memory, before the next one needs it
 
 

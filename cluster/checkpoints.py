@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from tree_layers.errors import CheckpointError
 
 from cluster.config import Config, Drafter, Model, Target
 from cluster.hub import fetched_model
-from cluster.pairing import fit_of
+from cluster.pairing import Fit, fit_of
 
 log = logging.getLogger("dendro.checkpoints")
 
@@ -24,18 +24,10 @@ def check_checkpoints(config: Config) -> None:
     Whether a model's kind is supported, and whether its weights fit its configuration, its engine says when it loads.
     """
     facts = read_cluster(config)
-    for name, target in config.targets.items():
-        _check_weights(target, f"targets.{name}.checkpoint")
-    for name, drafter in config.drafters.items():
-        _check_weights(drafter, f"drafters.{name}.checkpoint")
-        for target_name in drafter.targets or config.targets:
-            fit = fit_of(facts.targets[target_name], facts.drafters[name])
-            if not fit.fits:
-                raise BadRequest(f"drafters.{name}.checkpoint", f"does not fit target {target_name}: {fit.refusal}")
-            if fit.warning:
-                log.warning("drafter %s for target %s: %s", name, target_name, fit.warning)
-            if fit.note:
-                log.info("drafter %s for target %s: %s", name, target_name, fit.note)
+    for section, models in (("targets", config.targets), ("drafters", config.drafters)):
+        for name, model in models.items():
+            check_weights(model, f"{section}.{name}.checkpoint")
+    check_pairs(config, facts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +44,29 @@ def read_cluster(config: Config) -> ClusterFacts:
         {name: target_facts(name, target) for name, target in config.targets.items()},
         {name: drafter_facts(name, drafter) for name, drafter in config.drafters.items()},
     )
+
+
+def pairs_of(config: Config, facts: ClusterFacts) -> Iterator[tuple[str, str, Fit]]:
+    """Every drafter, each target that it is configured for, and how their tokens compare."""
+    for name, drafter in config.drafters.items():
+        for target in drafter.targets or config.targets:
+            yield name, target, fit_of(facts.targets[target], facts.drafters[name])
+
+
+def check_pairs(config: Config, facts: ClusterFacts) -> None:
+    """Raises BadRequest, naming the field, for a drafter that does not fit a target of its own."""
+    for drafter, target, fit in pairs_of(config, facts):
+        if not fit.fits:
+            raise misfit(drafter, target, fit)
+        if fit.warning:
+            log.warning("drafter %s for target %s: %s", drafter, target, fit.warning)
+        if fit.note:
+            log.info("drafter %s for target %s: %s", drafter, target, fit.note)
+
+
+def misfit(drafter: str, target: str, fit: Fit) -> BadRequest:
+    """The refusal of a pair."""
+    return BadRequest(f"drafters.{drafter}.checkpoint", f"does not fit target {target}: {fit.refusal}")
 
 
 def target_facts(name: str, target: Target) -> Facts:
@@ -80,7 +95,8 @@ def _facts(model: Model, where: str) -> Facts:
         raise BadRequest(f"{where}.{'tokenizer' if at_tokenizer else 'checkpoint'}", str(error)) from error
 
 
-def _check_weights(model: Model, where: str) -> None:
+def check_weights(model: Model, where: str) -> None:
+    """Raises BadRequest, naming the field `where`, for a folder without whole weights."""
     if model.checkpoint_name:  # each node fetches them for itself, and says what is missing
         return
     try:

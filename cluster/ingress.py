@@ -34,7 +34,7 @@ from dendro.v1 import generation_pb2_grpc
 from tree_layers.checkpoint import Facts
 
 from cluster.asked import Asked, what_is_asked
-from cluster.checkpoints import ClusterFacts, read_cluster
+from cluster.checkpoints import ClusterFacts, check_pairs, read_cluster
 from cluster.config import Config, Target
 from cluster.hub import fetched_model
 from cluster.policies import Experience, Offer, Place
@@ -266,6 +266,7 @@ class Ingress:
         self._sessions = sessions
         if served is None:
             facts = read_cluster(config)
+            check_pairs(config, facts)
             places.expect(facts)
             served = {name: Served.of(name, target, facts.targets[name]) for name, target in config.targets.items()}
         self._served = served

@@ -22,11 +22,11 @@ from verifier_service.engine import VerifierEngine
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """A target, a drafter of its tokenizer, and one of another."""
+    """A target, a drafter of the same tokenizer, and one of another tokenizer."""
     folder = tmp_path_factory.mktemp("models")
     tiny_models.make_checkpoint(folder / "target", "llama")
     tiny_models.make_checkpoint(folder / "drafter", "llama", seed=1, num_hidden_layers=1)
-    tiny_drafters.make_drafter(folder / "stranger", "mamba2")
+    tiny_drafters.make_drafter(folder / "other", "mamba2")
     return folder
 
 
@@ -77,23 +77,38 @@ def test_without_loading_weights_are_counted_and_nothing_is_loaded(models, tmp_p
     assert target["memory"] is None and target["exactness"] == ""
 
 
-def test_a_drafter_that_does_not_fit_is_told_with_its_reason_and_status_2(models, tmp_path):
-    done, report = run(tmp_path, said(models, "stranger"), "--no-load")
+def test_a_drafter_that_does_not_fit_is_reported_with_its_reason_and_status_2(models, tmp_path):
+    done, report = run(tmp_path, said(models, "other"), "--no-load")
     assert done.exit_code == 2 and not report["can_be_served"]
     assert not report["pairs"][0]["fits"]
     assert report["problems"][0].startswith("drafters.d.checkpoint: does not fit target t: ")
 
 
-def test_every_problem_is_told_and_not_the_first_alone(models, tmp_path):
+def test_every_problem_is_reported_and_not_the_first_alone(models, tmp_path):
     shutil.copytree(models / "target", tmp_path / "encoder")
     config = json.loads((tmp_path / "encoder" / "config.json").read_text()) | {"is_encoder_decoder": True}
     (tmp_path / "encoder" / "config.json").write_text(json.dumps(config))
-    wrong = said(models, "stranger", checkpoint=str(tmp_path / "encoder"), max_length=9999)
+    wrong = said(models, "other", checkpoint=str(tmp_path / "encoder"), max_length=9999)
     done, report = run(tmp_path, wrong)
     assert done.exit_code == 2
     starts = ["targets.t.max_length: 9999", "drafters.d.checkpoint: does not fit", "targets.t.checkpoint: "]
     for problem, start in zip(report["problems"], starts, strict=True):
         assert problem.startswith(start)
+
+
+def test_a_problem_that_facts_and_loading_show_is_reported_once(models, tmp_path):
+    done, report = run(tmp_path, said(models, max_length=9999))
+    assert done.exit_code == 2
+    assert [problem.split(";")[0] for problem in report["problems"]] == ["targets.t.max_length: 9999"]
+
+
+def test_missing_weights_are_a_problem_without_loading_too(models, tmp_path):
+    shutil.copytree(models / "target", tmp_path / "empty")
+    (tmp_path / "empty" / "model.safetensors").unlink()
+    done, report = run(tmp_path, said(models, checkpoint=str(tmp_path / "empty")), "--no-load")
+    assert done.exit_code == 2 and not report["can_be_served"]
+    (problem,) = report["problems"]
+    assert problem.startswith("targets.t.checkpoint: ") and "no weights" in problem
 
 
 def test_a_missing_file_ends_with_status_2_and_its_field(models, tmp_path):

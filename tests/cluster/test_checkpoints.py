@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from dendro.errors import BadRequest
+from edge import FakePlaces
 from safetensors.torch import save_file
 
 from cluster.bench.baselines import Baselines
@@ -16,6 +17,8 @@ from cluster.bench.costly import costly_checkpoint
 from cluster.certify.checks import Library
 from cluster.checkpoints import check_checkpoints
 from cluster.config import Config, pair_config
+from cluster.ingress import Ingress
+from cluster.sessions import MemorySessions
 
 
 @pytest.fixture
@@ -91,6 +94,15 @@ def test_a_drafter_of_another_tokenizer_is_refused_with_the_first_ids_and_both_t
     with pytest.raises(BadRequest, match="1 is 'b' to the target and 'c' to the drafter") as refused:
         check_checkpoints(config)
     assert refused.value.field == "drafters.mamba.checkpoint"
+
+
+def test_a_router_refuses_such_a_drafter_itself_as_serves_own_deployment_checks_nothing_before(
+    config: Config, tmp_path: Path
+):
+    """`serve deploy` and KubeRay start routers without `dendro serve`, which checks a configuration first."""
+    (tmp_path / "mamba" / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "c": 1}}}')
+    with pytest.raises(BadRequest, match="does not fit target target: .*1 is 'b' to the target"):
+        Ingress(config, FakePlaces(), MemorySessions())
 
 
 def test_a_drafter_that_differs_in_padding_and_bytes_alone_passes(config: Config, tmp_path: Path):
