@@ -370,7 +370,7 @@ def _hub_name(path: Path) -> str:
 def _settled(where: str, model: SettledModel, folder: Path) -> SettledModel:
     """With absolute folders; what is no folder and may be a name on the hub stays as it is."""
     paths = {"checkpoint": model.checkpoint, **({} if model.tokenizer is None else {"tokenizer": model.tokenizer})}
-    settled = model.model_copy(update={field: _settled_path(path, folder) for field, path in paths.items()})
+    settled = model.model_copy(update={field: settled_path(path, folder) for field, path in paths.items()})
     for field, name, of in (
         ("revision", settled.checkpoint_name, "checkpoint"),
         ("tokenizer_revision", settled.tokenizer_name, "tokenizer"),
@@ -380,7 +380,8 @@ def _settled(where: str, model: SettledModel, folder: Path) -> SettledModel:
     return settled
 
 
-def _settled_path(path: Path, folder: Path) -> Path:
+def settled_path(path: Path, folder: Path) -> Path:
+    """An absolute folder, where a relative one starts at `folder`; or a name on the hub, as it was written."""
     here = (folder / path.expanduser()).resolve()
     return path if HUB_NAME.fullmatch(path.as_posix()) and not here.is_dir() else here
 

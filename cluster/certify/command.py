@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from dendro.client import Asking, AsyncClient
 from dendro.errors import BadRequest
@@ -24,17 +23,17 @@ from cluster.bench.machine import describe_machine
 from cluster.certify import checks
 from cluster.certify.asking import Step
 from cluster.certify.promises import Promise, report, show
-from cluster.config import Config, Target, demo_config
+from cluster.config import Config, Target, demo_config, settled_path
 from cluster.demo.prompts import held_out_prompts
 from cluster.hub import fetched, pinned
 from cluster.running import local_client, running_cluster
 from cluster.tokenizer import CheckpointTokenizer
+from drafter_service.engine import DTYPES
 from verifier_service.engine import VerifierEngine
 
 PROMPT_TOKENS = 128
 OF_EACH_KIND = (NodeShape((2, 1, 1)), BeamShape(3, 2), DynamicShape(2, 3, 5))
 """Kinds of trees that the default arms have none of."""
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +161,7 @@ def _own_engine(name: str, target: Target) -> VerifierEngine:
 def certify(
     config: Annotated[Path | None, typer.Argument(help="A configuration; default: the bundled demo.")] = None,
     address: Annotated[str, typer.Option(help="A cluster that is running; needs --target.")] = "",
-    target: Annotated[Path | None, typer.Option(help="The checkpoint that the cluster at --address serves.")] = None,
+    target: Annotated[Path | None, typer.Option(help="What that cluster serves: a folder, or a name on a hub.")] = None,
     local: Annotated[bool, typer.Option("--local", help="Engines in this process: no Ray, gRPC or Redis.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="A few prompts: minutes, and weaker.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report here.")] = None,
@@ -173,10 +172,12 @@ def certify(
     """
     if bool(address) != (target is not None) or (address and (config or local)):
         raise BadRequest("address", "goes with --target, and with neither a configuration nor --local")
-    checked = fetched(pinned(Config.load(config))) if config else demo_config()
+    checked = Config.load(config) if config else demo_config()
     if target is not None:
         name, served = next(iter(checked.targets.items()))
-        checked = checked.model_copy(update={"targets": {name: served.model_copy(update={"checkpoint": target})}})
+        served = served.model_copy(update={"checkpoint": settled_path(target, Path.cwd())})
+        checked = checked.model_copy(update={"targets": {name: served}})
+    checked = fetched(pinned(checked))
     subject = address or (str(config) if config else "the bundled demo")
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

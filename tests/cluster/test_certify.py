@@ -1,9 +1,12 @@
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from dendro.shapes import OFF, LevelShape
 from dendro.text import Sampling
 
+from cluster.certify import command
 from cluster.certify.checks import lossy_rule_is_noticed, planted_faults_are_noticed
 from cluster.certify.law import LARGEST_DRAWS, draws_to_notice, expected_law, fit, fit_counts
 from cluster.certify.promises import Promise, first_difference, report
@@ -152,3 +155,19 @@ def test_one_broken_finding_breaks_the_promise_for_good():
         promise.check(holds, "line")
     assert promise.kept is False
     assert report([promise], {}, "s")["promises"][0]["broken"] == ["line"]
+
+
+def test_a_relative_target_of_a_running_cluster_is_a_folder_and_no_name_on_a_hub(monkeypatch, tmp_path):
+    seen = []
+
+    async def run_certify(config, *_):
+        seen.extend(config.targets.values())
+        return []
+
+    monkeypatch.setattr(command, "run_certify", run_certify)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "big").mkdir(parents=True)
+    command.certify(address="127.0.0.1:1", target=Path("models/big"))
+    (target,) = seen
+    assert target.checkpoint == tmp_path / "models" / "big" and not target.checkpoint_name

@@ -35,7 +35,9 @@ async def address():
     await server.stop(0)
 
 
-@pytest.mark.parametrize("command", ["serve", "generate", "demo", "certify", "tune", "train", "bench"])
+@pytest.mark.parametrize(
+    "command", ["serve", "config", "check", "generate", "demo", "certify", "tune", "train", "bench"]
+)
 def test_help_names_every_command(command: str):
     assert command in CliRunner().invoke(cli.app, ["--help"]).stdout
 
