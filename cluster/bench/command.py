@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -18,6 +19,8 @@ from dendro.shapes import OFF as OFF_SHAPE
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers.utils import logging
+from tree_layers.checkpoint import weight_files
+from tree_layers.headers import tensor_shapes
 
 from cluster.app import engine_environment
 from cluster.bench import report as reports
@@ -114,16 +117,8 @@ def target_config(models: Path, name: str) -> Config:
 
 
 def parameter_count(checkpoint: Path) -> int:
-    """Parameters of a checkpoint, read from its tensors' shapes; tied ones are stored and counted once."""
-    from math import prod
-
-    from safetensors import safe_open
-
-    total = 0
-    for file in checkpoint.glob("*.safetensors"):
-        with safe_open(file, "pt") as tensors:
-            total += sum(prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
-    return total
+    """Parameters of a checkpoint, by the heads of its weight files; tied ones are stored and counted once."""
+    return sum(map(math.prod, tensor_shapes(weight_files(checkpoint)).values()))
 
 
 @asynccontextmanager

@@ -16,6 +16,7 @@ import typer
 from dendro.client import AsyncClient, SpeculationStats
 from dendro.errors import BadRequest, EngineFailed
 from dendro.text import Sampling
+from layouts import FORMS, copy_as
 from rich.console import Console
 from tiny_hybrids import make_checkpoint as make_hybrid
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -86,6 +87,11 @@ def test_the_costly_target_has_the_function_of_the_small_one_at_a_larger_size(sm
     assert greedy[0] == greedy[1]
     assert wide.config.intermediate_size % WIDTH_STEP == 0
     assert sum(parameter.numel() for parameter in wide.parameters()) >= 200_000
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_parameters_are_counted_in_every_form_of_weight_files(small, tmp_path, form):
+    assert parameter_count(copy_as(small, tmp_path / "copy", form)) == parameter_count(small) > 0
 
 
 def test_the_added_hidden_units_are_computed_and_read_but_never_heard(costly):
