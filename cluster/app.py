@@ -159,7 +159,7 @@ def _start_actors(name: str, target: Target, summons: Sequence[Summons]) -> None
         options = _actor_options(target.resources, engine_environment(target.threads))
         workers.append(ray.remote(Worker).options(scheduling_strategy=place, max_restarts=0, **options).remote())
     _workers.extend(workers)
-    if target.checkpoint_name:  # before they are waited for: fetching may take longer than they have to come
+    if target.checkpoint_name:  # fetched before they join: a download may take longer than joining may
         here = fetched_model(f"targets.{name}", target).checkpoint
         for folder in ray.get([worker.fetch.remote(name, target) for worker in workers]):
             if folder != here:
@@ -194,7 +194,7 @@ class _Shell:
         return self._engine.stats() | self._replica.stats()
 
     async def check_health(self) -> None:
-        """Serve asks it, and replaces a replica that raises three times in a row."""
+        """Called by Serve, which replaces a replica whose check raises three times in a row."""
         if fault := self._engine.fault():
             raise RuntimeError(fault)
 

@@ -35,7 +35,7 @@ class Asked:
     free: bool = False  # nothing was asked: the texts of such requests may be tried together
     proposed_rows: int = 1  # of a tree that proposers may add to; a client who names a shape gets that shape
     deadline_s: float = math.inf  # how long a round waits for its draft at most, whatever the server would wait
-    adaptive: bool = True  # whether rounds go on without a slow drafter sooner; a client who names a shape gets it
+    adaptive: bool = True  # whether a round may end its wait for a slow draft sooner; not where the shape is fixed
 
 
 def what_is_asked(

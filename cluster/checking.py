@@ -145,7 +145,7 @@ def _load_all(config: Config, report: Report, show_line: Callable[[str], None]) 
             report.add_problem(f"{field_of}: {error.reason}")
         except (DendroError, CheckpointError, MemoryError) as error:
             report.add_problem(f"{section}.{made.name}: {error or type(error).__name__}")
-        gc.collect()  # a model's memory, before the next one needs it
+        gc.collect()  # the model is freed before the next one is loaded
 
 
 def _load_target(config: Config, made: ModelReport) -> None:

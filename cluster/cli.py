@@ -164,8 +164,7 @@ def write_config(
     """Write Ray Serve's own configuration of a cluster, for `serve deploy` and KubeRay.
 
     Relative folders become absolute: they must lie at the same place on every node. Revisions of names on the hub
-    become commits, which every node fetches for itself. The file must name a Redis and
-    a port for gRPC.
+    become commits, which every node fetches for itself. The file must name a Redis and a port for gRPC.
     """
     from cluster.hub import pinned
     from cluster.serve_config import as_yaml

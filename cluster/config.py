@@ -363,7 +363,7 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def _hub_name(path: Path) -> str:
-    """Of a settled path: folders are absolute."""
+    """The name on the hub that a settled path is; empty where it is a folder: those are absolute."""
     return "" if path.is_absolute() else path.as_posix()
 
 

@@ -202,7 +202,7 @@ class PeerStream:
         with self._losing():
             while (frame := await call.read()) is not EOF:
                 if frame is None:  # gRPC's word for bytes that are no message
-                    raise PeerLost(f"{self.address}: sends what is no frame")
+                    raise PeerLost(f"{self.address}: sends bytes that are no frame")
                 for answer in frame.answers:
                     future = self._waiting.get(answer.call)
                     if future is not None and not future.done():
@@ -487,7 +487,7 @@ class VerifierHandle:
         self._patience_s = patience_s
         self._step_s = step_s
         self._faults = 0  # openings and rounds since the last verdict that ended by a verifier's own fault
-        self._began_with: Hello | None = None  # the verifier that the text was first leased
+        self._began_with: Hello | None = None  # of the first verifier that was leased
         self._seat: Seat[VerifierPeer] | None = None
         self._tried: Seat[VerifierPeer] | None = None  # the seat whose opening runs
         self._closed = False
@@ -501,8 +501,8 @@ class VerifierHandle:
             await asyncio.wait({opening})
 
     async def meet(self) -> Hello:
-        """What the verifier says of itself that is leased first, as soon as it is. Raises PeerLost or Overloaded where
-        none is within the patience."""
+        """The hello of the first verifier that is leased. Raises PeerLost or Overloaded where none is leased within the
+        patience."""
         if self.hello is None and (opening := self._opening) is not None:
             greeted = asyncio.ensure_future(self.greeted.wait())
             try:
@@ -610,7 +610,7 @@ class VerifierHandle:
             except (DendroError, TimeoutError) as error:
                 self._drop_tried(text)
                 if self._is_last_fault(error) or (isinstance(error, BadRequest) and self.opened is None):
-                    raise  # a text that another verifier took is refused by this one's limits: it is tried elsewhere
+                    raise  # where `opened`, another verifier took the text: this one's limits are tighter
                 if time.monotonic() + pause_s > give_up_s:
                     if isinstance(error, Overloaded):
                         raise

@@ -44,7 +44,8 @@ def fetched(config: Config, weights: bool = True) -> Config:
 
 
 def fetched_model(where: str, model: AnyModel, weights: bool = True) -> AnyModel:
-    """The same of one entry, whose path in the configuration is `where`."""
+    """One entry, whose path in the configuration is `where`, with this machine's folders instead of names on the hub.
+    Raises as `pinned` does."""
     folders: dict[str, Path | str] = {}
     if model.checkpoint_name:
         field = f"{where}.checkpoint"

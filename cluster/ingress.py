@@ -96,7 +96,7 @@ class VerifierHandle(Verifier, Handle, Protocol):
     hello: Hello | None
 
     async def meet(self) -> Hello:
-        """What the first one that is leased says of itself. Raises PeerLost or Overloaded where there is none."""
+        """The hello of the first verifier that is leased. Raises PeerLost or Overloaded where there is none."""
         ...
 
 
@@ -655,7 +655,7 @@ def _check_text_of_resume(job: Job, text: Text) -> None:
 
 
 def _checked_ids(name: str, said: Sequence[int], served: Served) -> list[int]:
-    """The ids as a list, which is made only of as many as a text may have."""
+    """The ids as a list. More than a text may have are refused before the list is made."""
     if len(said) > served.max_length:
         raise BadRequest(name, f"has {len(said)} ids; a text has at most {served.max_length}")
     ids = np.fromiter(said, np.int64, len(said))

@@ -13,8 +13,8 @@ from tree_layers.checkpoint import Facts
 from tree_layers.tokens import TokenTable
 
 ONE_IN = 100
-"""A drafter is refused above one different text in so many. Families differ by none or one token, strangers by
-thousands."""
+"""A drafter is refused above one different text in so many. Tokenizers of one family differ in no token or in one,
+those of two families in thousands."""
 SHOWN = 3
 
 

@@ -24,7 +24,7 @@ ENVIRONMENT = {
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",  # a killed proxy is back in 4 s instead of 30
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "3",
     "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(8 << 20),
-    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",  # one that hangs would be waited for as long as a request may last
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",  # else a hung one may go on for as long as a request
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",  # Ray makes its workers nice (15): any other process would starve the engines
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",

@@ -46,7 +46,7 @@ class CheckpointTokenizer:
 
     def __init__(self, checkpoint: Path, fingerprint: str) -> None:
         """fingerprint: of its token table (`Facts.tokenizer`). That says what ids mean, which is all that a text of
-        ids depends on; how the same tokenizer cuts new text may change under a session."""
+        ids depends on; how the tokenizer splits new text may change during a session."""
         self.fingerprint = fingerprint
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -78,8 +78,8 @@ class CheckpointTokenizer:
         """Text of token ids, special tokens left out.
 
         Where the decoder falls back to bytes, a run of byte tokens is read as UTF-8, and only the bytes that are none
-        become replacement characters. (The library's decoder makes one of every byte of a run with a fault anywhere,
-        so that a later byte would change characters that are out already.)
+        become replacement characters. (The library's decoder makes one of every byte of a run that is not UTF-8 as a
+        whole, so that a later byte would change characters that were sent already.)
         """
         if not self._bytes:
             return str(self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))

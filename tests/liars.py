@@ -1,4 +1,4 @@
-"""Peers whose answers have any number in any field: honest ones, and a hand that changes their messages on the way."""
+"""Peers whose answers have any number in any field: a field of an honest engine's message is changed as it is sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Row independence and a small certify on other processors, as far as the libraries' switches make one of this one."""
+"""Row independence and a small certify with the instructions of other processors, as far as libraries can be told to
+use them by environment variables."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ async def freezing(url: str, word: bytes):
         while data := await reader.read(1 << 16):
             if asks and word in data:
                 frozen.set()
-                writer.write(data)  # the server answers, and nobody hears of it
+                writer.write(data)  # the server executes it, and its answer is dropped
                 continue
             if not frozen.is_set():
                 writer.write(data)

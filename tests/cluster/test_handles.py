@@ -425,7 +425,7 @@ OTHER_FACTS = {
 
 
 class Saying(FakeVerifier):
-    """Says other things of itself."""
+    """Has other facts in its hello."""
 
     def __init__(self, **facts: object) -> None:
         super().__init__()

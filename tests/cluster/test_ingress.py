@@ -498,7 +498,7 @@ async def test_an_end_of_text_token_that_the_client_has_ends_a_resumed_answer():
     assert events[-1].complete.finish_reason == pb.FINISH_REASON_END_OF_TEXT and places.rounds == 0
 
 
-# An answer that goes on is the answer that began, or none
+# A resumed answer has the tokens of the answer that began, or is an error
 
 
 def token_ids_of(events: Sequence[pb.GenerateResponse]) -> list[int]:

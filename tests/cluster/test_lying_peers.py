@@ -52,7 +52,7 @@ async def learned_is_sound(ingress: Ingress, priors: RecordedPriors) -> bool:
 
 
 def about_said(message):
-    """The part of an answer that is the peer's word, its error included."""
+    """The part of an answer message that holds its value or its error."""
     return getattr(message, message.WhichOneof("said"))
 
 
@@ -131,8 +131,8 @@ async def test_a_peer_that_says_it_took_584_thousand_years_is_accounted_what_its
     assert getattr(account, field) <= account.rounds_us < 100e6
 
 
-async def test_bytes_that_are_no_frame_end_the_stream_and_who_waits_on_it_is_told():
-    """gRPC gives None for a message that it cannot read; whoever waited for the answer would wait for ever."""
+async def test_bytes_that_are_no_frame_end_the_stream_and_its_callers_get_peer_lost():
+    """gRPC gives None for a message that it cannot read; a call whose answer it was would wait for ever."""
     hello = wire.hello_message(await FakeVerifier().hello())
 
     async def noise(frames, context):
