@@ -134,9 +134,10 @@ def load_replica(name: str, target: Target, states: StateStore) -> VerifierEngin
 class Worker:
     """The actor of a shard."""
 
-    def fetch(self, name: str, target: Target) -> Path:
-        """The target's folder on this node, where it may have to be fetched first."""
-        return fetched_model(f"targets.{name}", target).checkpoint
+    def fetch(self, name: str, target: Target) -> tuple[Path, Path]:
+        """The folders of the target and of its tokenizer on this node; names on a hub are fetched."""
+        here = fetched_model(f"targets.{name}", target)
+        return here.checkpoint, here.tokenizer_folder
 
     def work(self, summons: Summons) -> None:
         from verifier_service.worker import work
@@ -159,14 +160,14 @@ def _start_actors(name: str, target: Target, summons: Sequence[Summons]) -> None
         options = _actor_options(target.resources, engine_environment(target.threads))
         workers.append(ray.remote(Worker).options(scheduling_strategy=place, max_restarts=0, **options).remote())
     _workers.extend(workers)
-    if target.checkpoint_name:  # fetched before they join: a download may take longer than joining may
-        here = fetched_model(f"targets.{name}", target).checkpoint
-        for folder in ray.get([worker.fetch.remote(name, target) for worker in workers]):
-            if folder != here:
+    if target.on_hub:  # fetched before they join: a download may take longer than joining may
+        here = Worker().fetch(name, target)
+        for there in ray.get([worker.fetch.remote(name, target) for worker in workers]):
+            if there != here:
                 raise BadRequest(
                     f"targets.{name}.tensor_parallel",
-                    f"{target.checkpoint_name} is at {here} on one node and at {folder} on another: HF_HOME must be "
-                    "the same on all of them",
+                    f"checkpoint and tokenizer are at {', '.join(map(str, here))} on one node and at "
+                    f"{', '.join(map(str, there))} on another: HF_HOME must be the same on all of them",
                 )
     for worker, each in zip(workers, summons, strict=True):
         worker.work.remote(each)

@@ -130,6 +130,11 @@ class Model(Section):
         return "" if self.tokenizer is None else _hub_name(self.tokenizer)
 
     @property
+    def on_hub(self) -> bool:
+        """Whether checkpoint or tokenizer is a name on the hub, which each node fetches for itself."""
+        return bool(self.checkpoint_name or self.tokenizer_name)
+
+    @property
     def tokenizer_folder(self) -> Path:
         """Where the tokenizer's files are."""
         return self.checkpoint if self.tokenizer is None else self.tokenizer

@@ -15,6 +15,7 @@ from huggingface_hub import errors
 from huggingface_hub.utils import disable_progress_bars
 from small_hub import TOKEN, SmallHub, small_hub, use
 
+from cluster.app import Worker
 from cluster.checkpoints import check_checkpoints
 from cluster.config import Config
 from cluster.hub import _explained, fetched, pinned
@@ -210,6 +211,17 @@ def test_a_tokenizer_on_the_hub_is_pinned_and_fetched_without_its_model(hub: Sma
     target = fetched(config).targets["t"]
     assert (target.tokenizer_folder / "tokenizer.json").read_bytes() == b"{}"
     assert "model.safetensors" not in hub.asked_for()
+
+
+def test_a_worker_of_a_sharded_target_fetches_a_tokenizer_on_the_hub_for_a_checkpoint_in_a_folder(hub, tmp_path):
+    commit = hub.commit("people/words", SMALL)
+    (tmp_path / "model").mkdir()
+    said = {"checkpoint": "model", "tokenizer": "people/words", "tensor_parallel": 2}
+    target = pinned(Config.of({"targets": {"t": said}}, tmp_path)).targets["t"]
+    assert target.on_hub
+    checkpoint, tokenizer = Worker().fetch("t", target)
+    assert (checkpoint, tokenizer.name) == (tmp_path / "model", commit)
+    assert (tokenizer / "tokenizer.json").is_file()
 
 
 @pytest.mark.slow
