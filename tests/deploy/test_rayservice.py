@@ -175,6 +175,18 @@ def test_a_password_is_a_name_of_a_secret_and_never_a_value():
     assert (redis.url, redis.password_variable) == ("rediss://cache:6379", "REDIS_PASSWORD")
 
 
+def test_every_pod_may_fetch_from_the_hub_with_a_token_that_is_a_name_of_a_secret():
+    """Routers and the head too: they read configurations and tokenizers, and resolve revisions."""
+    said = merged(SMALL, {"hub": {"endpoint": "https://hub.example", "existingSecret": "mine", "secretKey": "word"}})
+    secret = {"secretKeyRef": {"name": "mine", "key": "word"}}
+    for template in pods(service(said)):
+        environment = template["spec"]["containers"][0]["env"]
+        assert {"name": "HF_TOKEN", "valueFrom": secret} in environment
+        assert {"name": "HF_ENDPOINT", "value": "https://hub.example"} in environment
+    for template in pods(service()):
+        assert not [each for each in template["spec"]["containers"][0]["env"] if each["name"].startswith("HF_")]
+
+
 def test_checkpoints_are_mounted_where_the_configuration_looks_for_them():
     said = values_of("values-production.yaml")
     config = cluster_of(serve_config(said))

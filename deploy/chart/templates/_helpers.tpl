@@ -72,6 +72,14 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
   valueFrom:
     secretKeyRef: {name: {{ .Values.redis.existingSecret }}, key: {{ .Values.redis.secretKey }}}
 {{- end }}
+{{- if .Values.hub.endpoint }}
+- {name: HF_ENDPOINT, value: {{ .Values.hub.endpoint | quote }}}
+{{- end }}
+{{- if .Values.hub.existingSecret }}
+- name: HF_TOKEN
+  valueFrom:
+    secretKeyRef: {name: {{ .Values.hub.existingSecret }}, key: {{ .Values.hub.secretKey }}}
+{{- end }}
 {{- end }}
 
 {{- define "dendro.containerSecurity" -}}
