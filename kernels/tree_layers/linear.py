@@ -72,7 +72,10 @@ def _plain(weight: Tensor, bias: Tensor | None) -> Form:
 
 
 def _packed(weight: Tensor, bias: Tensor | None) -> Form:
-    """oneDNN's own layout of a weight: as fast as memory gives it, with 8 rows as with 1 (half the time, here)."""
+    """oneDNN's own layout of a weight: as fast as memory gives it, with 8 rows as with 1 (half the time, here).
+
+    In float32 its rows are independent from one row on, where MKL's need four (torch 2.13, AVX2).
+    """
     blocks = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, blocks, bias, "none", [], "")
 
@@ -107,6 +110,8 @@ def in_threads(form: Form, threads: int) -> Form:
     """The form in so many threads, whatever the caller runs in."""
 
     def run(x: Tensor) -> Tensor:
+        if torch.get_num_threads() == threads:  # most often: without the cost of a context for every small product
+            return form(x)
         with threads_of(threads):
             return form(x)
 
@@ -116,11 +121,18 @@ def in_threads(form: Form, threads: int) -> Form:
 def _choices(weight: Tensor, may_pack: bool = True) -> list[_Choice]:
     """The forms to try for a weight, in order."""
     products = {"packed": _packed, "plain": _plain}
-    half = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    if weight.device.type != "cpu" or not half or not may_pack:
+    if not (may_pack and _can_be_packed(weight)):
         del products["packed"]
     rows = {"": _at_once, ", in tiles": _in_tiles, ", in full tiles": _in_full_tiles}
     return [_Choice(name + ways, products[name], rows[ways]) for name in products for ways in rows]
+
+
+def _can_be_packed(weight: Tensor) -> bool:
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32
 
 
 def rows_are_independent(run: Form, rows: Tensor, buckets: Sequence[int]) -> bool:

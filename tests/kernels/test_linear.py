@@ -35,7 +35,7 @@ class Threads(TorchDispatchMode):
         self.seen = seen
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if "mm" in function.__name__:
+        if "mm" in function.__name__ or "linear" in function.__name__:
             self.seen.append(torch.get_num_threads())
         return function(*args, **(kwargs or {}))
 
@@ -98,12 +98,17 @@ def test_a_form_that_splits_by_the_number_of_rows_is_noticed(monkeypatch):
     assert "640 x 40" in str(report)
 
 
-@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN packs no bfloat16 here")
-def test_a_packed_weight_takes_the_place_of_the_layers_own_but_not_of_an_embedding():
+PACKED_BFLOAT16 = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN packs no bfloat16 here"
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=PACKED_BFLOAT16)])
+def test_a_packed_weight_takes_the_place_of_the_layers_own_but_not_of_an_embedding(dtype):
     torch.manual_seed(0)
-    layer, embedding = nn.Linear(64, 48, dtype=torch.bfloat16), nn.Embedding(48, 64, dtype=torch.bfloat16)
+    layer, embedding = nn.Linear(64, 48, dtype=dtype), nn.Embedding(48, 64, dtype=dtype)
     embedding.weight = layer.weight
-    x = torch.randn(8, 64).bfloat16()
+    x = torch.randn(8, 64).to(dtype)
     expected = _packed(layer.weight, layer.bias)(x)
     report = give_forms(nn.Sequential(layer))
     assert report.forms == {"packed": 1}
@@ -212,14 +217,15 @@ def test_a_kind_of_weight_that_no_form_fits_is_named_though_it_is_no_layers(monk
     assert forms.report().failed == ("640 x 40 torch.bfloat16",)
 
 
+@pytest.mark.parametrize("may_pack", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_few_rows_are_padded_no_further_than_the_check_asks_for(dtype):
+def test_few_rows_are_padded_no_further_than_the_check_asks_for(dtype, may_pack):
     torch.manual_seed(0)
     weight = torch.randn(72, 1000).to(dtype)
     forms = RowForms(BUCKETS)
-    unit = forms.unit(weight)
+    unit = forms.unit(weight, may_pack=may_pack)
     assert unit in (1, 4, 8)
-    form, padded = forms.of(weight, unit=unit), forms.of(weight)
+    form, padded = forms.of(weight, may_pack=may_pack, unit=unit), forms.of(weight, may_pack=may_pack)
     x = torch.randn(64, 1000).to(dtype)
     for count in range(unit, 65, unit):
         assert torch.equal(form(x[:count]), padded(x)[:count]), count

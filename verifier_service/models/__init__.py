@@ -20,7 +20,7 @@ from tree_kernels.elementwise import threads_of
 from tree_kernels.tree_attention import Layout
 from tree_layers.checkpoint import MAMBA_CONFIG, Facts, read_config, read_facts, weight_files, weights_fingerprint
 from tree_layers.errors import CheckpointError
-from tree_layers.linear import RowForms, RowsReport, make_rows_independent
+from tree_layers.linear import Form, RowForms, RowsReport, make_rows_independent
 from tree_layers.tree_mixers import MixerLayout
 
 from verifier_service.collectives import Collectives
@@ -216,13 +216,19 @@ def _load(
 
 def _float_head(head: nn.Linear, vocabulary: int, forms: RowForms) -> Product:
     """The head's float32 logits of the tokenizer's tokens: in bfloat16 they would be rounded to steps of 1/8."""
-    form = forms.of(head.weight[:vocabulary].float(), None if head.bias is None else head.bias[:vocabulary].float())
+    form = _float_form(head.weight[:vocabulary], None if head.bias is None else head.bias[:vocabulary], forms)
     return lambda hidden: form(hidden.float())
+
+
+def _float_form(weight: Tensor, bias: Tensor | None, forms: RowForms) -> Form:
+    """In float32. A step of plain decoding needs the logits of one row: no more rows are added than bits need."""
+    weight, bias = weight.float(), None if bias is None else bias.float()
+    return forms.of(weight, bias, may_pack=True, unit=forms.unit(weight, bias, may_pack=True))
 
 
 def _gathering_head(head: nn.Linear, outputs: int, vocabulary: int, forms: RowForms, group: Collectives) -> Product:
     """The same where each worker has some of the head's `outputs` rows: every worker gets all of the logits."""
-    form = forms.of(head.weight.float(), None if head.bias is None else head.bias.float())
+    form = _float_form(head.weight, head.bias, forms)
 
     def forward(hidden: Tensor) -> Tensor:
         return group.gather(form(hidden.float()), outputs)[..., :vocabulary]
