@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import tiny_mamba
 import torch
+from cases import few_of
 from dendro.errors import BadRequest
 from dendro.shapes import (
     OFF,
@@ -182,7 +183,7 @@ def test_more_prompts_than_there_are_and_kinds_that_are_none_are_refused():
 # Traces
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", few_of([0.0, 1.0], 1.0))
 async def test_replayed_rounds_emit_what_rounds_with_the_verifier_do(temperature, tmp_path):
     """For static shapes by ranks alone, for the others by the trees that were grown at every place."""
     shapes: list[TreeShape] = [OFF, CHAIN, TREE, NodeShape((3, 1, 0, 0, 2)), BeamShape(3, 2), DynamicShape(3, 3, 8)]

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 
 import psutil
 import pytest
+from cases import few_of
 from dendro.client import SpeculationStats
 from dendro.text import Sampling
 from edge import FakePlaces, ingress, plain_answer
@@ -175,7 +176,7 @@ async def test_demo_fails_where_a_process_is_left_behind(orphan: int, monkeypatc
 
 @pytest.mark.cluster
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", few_of([signal.SIGTERM, signal.SIGINT], signal.SIGTERM))
 def test_a_signal_ends_serve_in_order(number, tmp_path):
     """With status 0, and nothing that it started left behind; Ray would end the process itself on a SIGTERM."""
     config = tmp_path / "cluster.yaml"

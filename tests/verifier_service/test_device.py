@@ -62,6 +62,10 @@ async def running(engine):
         await again.stop()
 
 
+IN_INTERPRETER = pytest.mark.long if DEVICE == "cpu" else pytest.mark.slow  # a minute there
+
+
+@IN_INTERPRETER
 @pytest.mark.timeout(300)  # the first has the fixture's time, and all run in an interpreter where there is no device
 def test_rows_are_independent_and_logits_the_references(engine, folder):
     assert engine._hello.exactness == "bitwise"
@@ -73,6 +77,7 @@ def test_rows_are_independent_and_logits_the_references(engine, folder):
     assert torch.equal(ours.argmax(1), theirs.argmax(1))
 
 
+@IN_INTERPRETER
 @pytest.mark.timeout(300)
 async def test_trees_and_company_change_no_token(engine, folder):
     rng = np.random.default_rng(0)

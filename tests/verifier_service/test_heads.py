@@ -7,6 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 import torch
+from cases import few_of
 from dendro.errors import BadRequest
 from exactness import announces_what_it_must
 from routers import LAWS, Router, alone, guessing, watch_logits
@@ -25,29 +26,34 @@ EXPERTS = {
     "moe_intermediate_size": 48,
     "moe_shared_expert_intermediate_size": 48,
 }
-CASES = [  # (family, what is changed of it, workers)
-    *((family, {}, 2) for family in FAMILIES),
-    pytest.param("mamba", {}, 4, marks=pytest.mark.long),
+FEW = [  # (family, what is changed of it, workers)
+    ("mamba2", {}, 2),
+    ("bamba", {}, 2),
+    ("nemotron_h", EXPERTS, 2),
+]
+MORE = [
+    *((family, {}, 2) for family in FAMILIES if family not in ("mamba2", "bamba")),
+    ("mamba", {}, 4),
     ("mamba2", {}, 4),  # two workers to a group
-    pytest.param("mamba_in_llama", {}, 4, marks=pytest.mark.long),  # two workers to an x and a B
+    ("mamba_in_llama", {}, 4),  # two workers to an x and a B
     ("mamba_in_llama", {"num_attention_heads": 8, "num_key_value_heads": 4}, 2),  # two x and two B to a worker
     ("mamba_in_llama", {"attn_layers": (), "tie_word_embeddings": True}, 2),
-    pytest.param("bamba", {}, 4, marks=pytest.mark.long),
+    ("bamba", {}, 4),
     ("mamba2", {"n_groups": 1}, 2),
     ("mamba2", {"n_groups": 4, "use_bias": False}, 2),  # two groups to a worker
     ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": True}, 2),
     ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_n_groups": 1}, 2),
     ("zamba2", {"use_shared_attention_adapter": True}, 2),
-    ("nemotron_h", EXPERTS, 2),
 ]
+CASES = [*FEW, *(pytest.param(*each, marks=pytest.mark.long) for each in MORE)]
 BITWISE = [
     ("mamba2", torch.bfloat16, 2),
-    ("bamba", torch.float32, 2),
     *(
         pytest.param(family, dtype, degree, marks=pytest.mark.long)
         for family, dtype, degree in (
             ("mamba", torch.float32, 2),
             ("mamba", torch.bfloat16, 2),
+            ("bamba", torch.float32, 2),
             ("mamba2", torch.float32, 2),
             ("mamba2", torch.bfloat16, 4),
             ("bamba", torch.bfloat16, 2),
@@ -104,7 +110,7 @@ def test_trees_of_several_workers_have_the_librarys_logits(models, family, chang
         engine.runner.crew.stop()
 
 
-@pytest.mark.parametrize("family", ["mamba", "mamba2", "bamba"])
+@pytest.mark.parametrize("family", few_of(["mamba", "mamba2", "bamba"], "mamba2"))
 def test_two_workers_round_in_bfloat16_about_as_one_does(models, family):
     """Parts of sums are rounded once more: from the float32 logits they are at most half as far again as one worker. A
     choice then differs from the library's only where its lead is less than twice that."""
@@ -295,6 +301,7 @@ def test_mixers_that_cannot_be_dealt_out_are_refused_with_the_numbers(models, fa
         deal_out(folder, library_config(folder), 0, degree)
 
 
+@pytest.mark.long
 def test_an_engine_refuses_what_cannot_be_dealt_out(models):
     with pytest.raises(BadRequest, match="its 4 heads of a mixer cannot be dealt out to 3 workers evenly"):
         engine_of(models("mamba2")[0], 3)

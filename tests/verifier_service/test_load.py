@@ -8,6 +8,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 import torch
+from cases import few_of
 from dendro.calls import OpenCall, VerifyCall
 from dendro.errors import BadRequest, NotFound, Overloaded
 from dendro.text import Tokens
@@ -496,7 +497,7 @@ def sliding_engine(folder, dtype=torch.float32, **limits):
 MOST = most_pages(512, WINDOW, slack=9, rows=128 + 8)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", few_of([torch.float32, torch.bfloat16], torch.float32), ids=["fp32", "bf16"])
 async def test_texts_longer_than_the_pool_keep_their_tokens_where_windows_slide(sliding, dtype):
     """Texts of up to 300 tokens, seven pages of 64: they drop what they no longer see, share, wait and give way."""
     rng = np.random.default_rng(8)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from cases import few_of
 from dendro.errors import BadRequest, PeerLost
 from dendro.state import MemoryStates, NoStates
 from dendro.tree import DraftTree
@@ -26,11 +26,6 @@ from verifier_service.recurrent import Arrangement, Extent, Places, last_writers
 
 MIXED = ("mamba", "mamba2", "bamba", "mamba_in_llama")
 """One of each kind: Mamba-1, Mamba-2, with attention, and with heads that share x and B."""
-
-
-def one_of(families: Sequence[str], usual: str) -> list[object]:
-    """The families as parameters, all but the usual one marked `long`."""
-    return [each if each == usual else pytest.param(each, marks=pytest.mark.long) for each in families]
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +87,7 @@ async def test_greedy_answers_are_those_of_the_full_forward(models, family):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("family", one_of(MIXED, "bamba"))
+@pytest.mark.parametrize("family", few_of(MIXED, "bamba"))
 async def test_random_arrivals_and_departures_change_no_token(models, family, dtype):
     """Pages for about four of the texts: they wait, are set back and computed again."""
     rng = np.random.default_rng(2)
@@ -127,7 +122,7 @@ async def test_random_arrivals_and_departures_change_no_token(models, family, dt
         await engine.stop()
 
 
-@pytest.mark.parametrize("family", one_of(MIXED, "mamba"))
+@pytest.mark.parametrize("family", few_of(MIXED, "mamba2"))
 async def test_a_thousand_random_rounds_leave_the_state_and_the_logits_of_straight_decoding(models, family):
     """Rounds that accept nothing, something, all; rounds without a tree; verdicts that are dropped. What the memory
     holds then, and the logits of every visited row, are bitwise those of one token after another."""
@@ -201,7 +196,7 @@ def same_memory(engine, first, second):
             assert torch.equal(layer.states[one.state_slot(block)], layer.states[other.state_slot(block)]), block
 
 
-@pytest.mark.parametrize("family", one_of(MIXED, "mamba2"))
+@pytest.mark.parametrize("family", few_of(MIXED, "mamba2"))
 async def test_a_text_cut_back_behind_its_ring_is_computed_again(models, family):
     engine = engine_of(models(family)[0])
     await engine.start()
@@ -394,7 +389,7 @@ async def test_a_session_goes_on_at_another_replica_from_what_was_put_by(models,
             await engine.stop()
 
 
-@pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33, 47, 48, 63, 64])
+@pytest.mark.parametrize("length", few_of([1, 15, 16, 17, 31, 32, 33, 47, 48, 63, 64], 15, 16, 17))
 async def test_a_text_of_any_length_is_restored_bit_for_bit(models, length):
     """Also where its last block is just full, and the next checkpoint not folded yet."""
     store = MemoryStates()
