@@ -37,7 +37,7 @@ from cluster.asked import Asked, what_is_asked
 from cluster.checkpoints import ClusterFacts, check_pairs, read_cluster
 from cluster.config import Config, Target
 from cluster.hub import fetched_model
-from cluster.policies import Experience, Offer, Place
+from cluster.policies import Experience, Experiences, Offer, Place
 from cluster.policies.prior import NoPriors, Prior, PriorKey, PriorStore
 from cluster.priors import Priors
 from cluster.proposers.proposals import Library
@@ -145,7 +145,7 @@ class Served:
 
 
 class Tally:
-    """Wraps a policy, keeps the account of its rounds, and times them for the router's experience."""
+    """Wraps a policy, keeps the account of its rounds, and times them for its tenant's experience."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class Tally:
     def choose(self) -> TreeShape:
         self._began_s = self._clock()
         self.shape = self._policy.choose(self.offer)
-        self._disturbed = self._experience.opening > 0
+        self._disturbed = self._experience.shared.opening > 0
         return self.shape
 
     def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:
@@ -183,7 +183,7 @@ class Tally:
         self.place.begun()
         took_us = 1e6 * (now_s - self._began_s)
         if not first:  # which waits for its text to be opened
-            disturbed = self._disturbed or self._experience.opening > 0
+            disturbed = self._disturbed or self._experience.shared.opening > 0
             self._experience.learn_time(shape, tree, verdict, took_us, disturbed)
         self._count(shape, tree, verdict)
         self._time(tree, verdict, int(took_us), now_s, first)
@@ -191,7 +191,7 @@ class Tally:
     def meet(self, hello: Hello | None) -> None:
         """What the verifier says of itself: how its target's steps grow with their rows."""
         if hello is not None:
-            self._experience.attends = hello.attends
+            self._experience.shared.attends = hello.attends
 
     def _count(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:
         account, tokens, accepted = self.account, len(verdict.tokens), len(verdict.ranks)
@@ -236,6 +236,7 @@ class Job:
     limits: Limits
     asked: Asked
     kind: PriorKey
+    experience: Experience  # its tenant's
     session: str  # its token; empty: no session
     resume: pb.Resume | None
     record: Record | None  # of the session so far; None: it begins with this request
@@ -270,7 +271,7 @@ class Ingress:
             places.expect(facts)
             served = {name: Served.of(name, target, facts.targets[name]) for name, target in config.targets.items()}
         self._served = served
-        self._experience = {name: Experience() for name in config.targets}
+        self._experience = {name: Experiences() for name in config.targets}
         self._libraries = {
             name: Library(config.speculation.proposers, target.max_rows, target.max_depth)
             for name, target in config.targets.items()
@@ -326,8 +327,8 @@ class Ingress:
             finish = self._finish_of_held(job)
             complete = pb.GenerateComplete()
             if finish is None:
-                experience = self._experience[job.served.name]
-                with experience.running(fixed=not job.asked.free) as place:
+                experience = job.experience
+                with experience.shared.running(fixed=not job.asked.free) as place:
                     tally = Tally(job.asked, experience, place, job.sampling.temperature)
                     try:
                         run = self._run(job, text, tally, stream, complete)
@@ -500,7 +501,7 @@ class Ingress:
         if resume is not None and not _TARGET.fullmatch(resume.target):
             raise BadRequest("resume.target", "must be what `started` reported, 32 hexadecimal digits")
         sampling = _sampling(request, record)
-        experience = self._experience[served.name]
+        experience = self._experience[served.name].of(tenant)
         kind = PriorKey.of(served.name, self.config.drafters_of(served.name), sampling.temperature, tenant)
         prior = await self._priors.of(kind, experience)
         asked = what_is_asked(request.speculation, served.name, self.config, experience, sampling, prior)
@@ -528,6 +529,7 @@ class Ingress:
             limits=Limits(end, request.ignore_end),
             asked=asked,
             kind=kind,
+            experience=experience,
             session=session,
             resume=resume,
             record=record,

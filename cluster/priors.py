@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from dataclasses import replace
 from functools import partial
 
 from cluster.policies.experience import Experience
@@ -26,23 +25,28 @@ class Priors:
         self._known: OrderedDict[PriorKey, Prior] = OrderedDict()
         self._reading: dict[PriorKey, asyncio.Task[None]] = {}
         self._writing: dict[PriorKey, asyncio.Task[bool]] = {}
-        self._unwritten: dict[PriorKey, Experience] = {}  # kinds that are known better than the store knows them
+        self._unwritten: dict[PriorKey, None] = {}  # kinds that are known better than the store knows them, in order
 
     async def of(self, key: PriorKey, experience: Experience) -> Prior:
-        """What is known of a kind; not to be changed. Reads it where this router never met the kind, its costs into
-        `experience`."""
+        """What is known of a kind; not to be changed. Reads it where this router never met the kind. Its costs begin
+        the `experience` of its tenant where that has none."""
         if key not in self._known:
             self._remember(key)
             self._reading[key] = asyncio.create_task(self._read(key, experience))
         task = self._reading.get(key)
         if task is not None:
             await asyncio.wait({task}, timeout=WAIT_S)
-        return self._remember(key)
+        prior = self._remember(key)
+        experience.take(prior.costs)
+        return prior
 
     def learn(self, key: PriorKey, notes: Prior, experience: Experience) -> None:
-        """Make a request's notes part of its kind's prior, and write it in the background."""
-        self._remember(key).add(notes)
-        self._unwritten[key] = experience
+        """Make a request's notes, and what its tenant's rounds cost, part of its kind's prior; write it in the
+        background."""
+        prior = self._remember(key)
+        prior.add(notes)
+        prior.costs = experience.hints()
+        self._unwritten[key] = None
         self._write()
 
     async def settled(self) -> None:
@@ -58,6 +62,7 @@ class Priors:
                 found.add(prior)  # what ended here meanwhile is the newer
                 prior.lengths, prior.ranks = found.lengths, found.ranks
                 experience.take(found.costs)
+                prior.costs = experience.hints()
         finally:
             del self._reading[key]
             self._write()
@@ -68,9 +73,8 @@ class Priors:
                 return
             if key in self._reading or key in self._writing:
                 continue
-            experience = self._unwritten.pop(key)
-            told = replace(self._known[key], costs=experience.hints())
-            self._writing[key] = task = asyncio.create_task(self._store.save(key, told))
+            del self._unwritten[key]
+            self._writing[key] = task = asyncio.create_task(self._store.save(key, self._known[key]))
             task.add_done_callback(partial(self._written, key))
 
     def _written(self, key: PriorKey, task: asyncio.Task[bool]) -> None:

@@ -19,6 +19,7 @@ from dendro.tree import DraftTree
 from cluster.bench.costs import Costs
 from cluster.bench.traces import Trace
 from cluster.policies import Experience, InformedPolicy, make_policy
+from cluster.policies.experience import Shared
 from cluster.proposers.chances import Chances
 from cluster.proposers.lookup import Lookup
 
@@ -77,7 +78,7 @@ def run_policy(
     answer = trace.answer
     rounds: list[Played] = []
     base = traced = answer.begin
-    with experience.running() as place:
+    with experience.shared.running() as place:
         while base < answer.end:
             proposal = trace.proposals[base - answer.begin] if chances and trace.proposals else None
             offer = partial(chances.tree, Lookup.name, proposal) if chances and proposal else None
@@ -114,7 +115,7 @@ def run_stream(
 
     Begins with an experience that knows nothing; every answer gets a policy of its own.
     """
-    experience, chances = Experience(attends=True), Chances()  # the target of these traces is a Transformer
+    experience, chances = Experience(Shared(attends=True)), Chances()  # the target of these traces is a Transformer
     for _ in range(passes):
         yield [
             run_policy(make_policy(name, arms, experience, trace.answer.temperature), experience, trace, costs, chances)

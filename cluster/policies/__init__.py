@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dendro.errors import BadRequest
 from dendro.shapes import OFF, LevelShape, TreeShape
 
-from cluster.policies.experience import Experience, Place
+from cluster.policies.experience import Experience, Experiences, Place
 from cluster.policies.full_info import FullInfo
 from cluster.policies.offers import InformedPolicy, Offer
 from cluster.policies.paper_ucb import PaperUCB
@@ -24,6 +24,7 @@ __all__ = [
     "POLICIES",
     "DiscountedUCB",
     "Experience",
+    "Experiences",
     "FullInfo",
     "InformedPolicy",
     "Offer",
@@ -46,7 +47,7 @@ def make_policy(
     seed: int = 0,
     prior: Prior = NO_PRIOR,
 ) -> InformedPolicy:
-    """The policy of one request. `experience` is the router's, shared by the requests of a (target, drafter) pair;
+    """The policy of one request. `experience` is shared by a tenant's requests of a (target, drafter) pair;
     `prior` is what is known of the request's kind; `seed` is the request's. A chain and `off` are added to the arms."""
     if not arms:
         raise BadRequest("speculation.arms", "is empty: name at least one shape")

@@ -1,7 +1,8 @@
 """What a router has learned of one (target, drafter) pair: what rounds cost, and how many tokens each arm emits.
 
-A hint, shared by its requests and never a matter of correctness. Costs are of the machine and its load, and carry over
-whole; emitted lengths are of the text and weigh in a new request as a few rounds at most.
+A hint, shared by one tenant's requests and never a matter of correctness. Costs are of the machine, its load and the
+length of texts, and carry over whole; emitted lengths are of the text and weigh in a new request as a few rounds at
+most. Both depend on what clients choose, so no tenant's requests learn from another's (`Experiences`).
 
 Which tree suits a text is predicted, and is the text's own business. Whether those that run together should guess at
 all is theirs together (`House`): what one of them guesses the others wait for, and a drafter that shares a machine with
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median
@@ -52,6 +53,8 @@ GUESSING_MARGIN = 1.1
 """How much faster rounds must be with guesses: drafters are opened and closed besides, and prompts wait for larger
 steps."""
 
+TENANTS = 512
+"""Tenants of a target whose experience a router keeps; the one that asked longest ago goes."""
 TRIED = 2
 """Measurements before a cost is believed. The first of a kind pays for memory and code that nobody touched before; an
 arm that is judged by it is never tried again."""
@@ -259,7 +262,6 @@ class Costs:
     tried: Counter[int] = field(default_factory=Counter)  # rounds by row bucket
     rows: dict[TreeShape, float] = field(default_factory=dict)  # of a tree, usually
     lengths: dict[tuple[str, TreeShape], Length] = field(default_factory=dict)
-    house: House = field(default_factory=House)
     _plane: DraftPlane = field(default_factory=DraftPlane)
 
     def learn_draft(self, shape: TreeShape, us: float) -> None:
@@ -291,7 +293,7 @@ class Costs:
         )
 
     def begin(self, hint: Costs) -> None:
-        """Take costs over whole; what is known of lengths and of the house stays."""
+        """Take costs over whole; what is known of lengths stays."""
         self.hop, self.draft, self.step = hint.hop, hint.draft, hint.step
         self.texts, self.tried = hint.texts, hint.tried
         self._plane = DraftPlane(_fresh=REFIT)
@@ -300,58 +302,62 @@ class Costs:
 class Place:
     """One of the requests that run: its text is being opened until `begun`, and at a drafter while `opening`."""
 
-    def __init__(self, experience: Experience, fixed: bool) -> None:
-        self._experience = experience
+    def __init__(self, shared: Shared, fixed: bool) -> None:
+        self._shared = shared
         self._fixed = fixed
         self._opening = True
-        experience.opening += 1
+        shared.opening += 1
 
     @property
     def guesses(self) -> bool:
         """Whether this request may want trees, with as many beside it as there are: always where its client fixed the
         shape."""
-        house = self._experience.house
+        house = self._shared.house
         return self._fixed or house is None or house.guessing
 
     @contextlib.contextmanager
     def opening(self) -> Iterator[None]:
         """While a drafter processes its text, which takes from the rounds of all."""
-        self._experience.opening += 1
+        self._shared.opening += 1
         try:
             yield
         finally:
-            self._experience.opening -= 1
+            self._shared.opening -= 1
 
     def begun(self) -> None:
         """Its text is open. May be said again."""
-        self._experience.opening -= self._opening
+        self._shared.opening -= self._opening
         self._opening = False
 
 
 @dataclass(slots=True)
-class Experience:
-    """Costs and lengths so far, for each load by itself: an arm that a full house gave up is tried again when the house
-    is empty."""
+class Shared:
+    """What all tenants of a target have in common at a router: the requests that run, whether these guess, and a
+    property of the target."""
 
     requests: int = 0  # that run now
     company: float = 0.0  # how many may be expected to: those that ran of late, where there are fewer now
     fixed: int = 0  # of them, those whose shape the client chose
     opening: int = 0  # texts that a peer processes before their rounds
     attends: bool = False  # whether the target has layers of attention: as its replica says, when it is met
-    promises: Promises = field(default_factory=Promises)
-    _by_load: defaultdict[int, Costs] = field(default_factory=lambda: defaultdict(Costs))
+    houses: defaultdict[int, House] = field(default_factory=lambda: defaultdict(House))  # by load class
 
     @property
-    def costs(self) -> Costs:
-        """Those of the load that a text may expect. Where many are answered at once, as many often come at once, and
-        the first of them is not alone for long."""
-        return self._by_load[load_class(round(self.company))]
+    def load(self) -> int:
+        """The class of the load that there is."""
+        return load_class(self.requests)
+
+    @property
+    def expected_load(self) -> int:
+        """The class of the load that a text may expect. Where many are answered at once, as many often come at once,
+        and the first of them is not alone for long."""
+        return load_class(round(self.company))
 
     @property
     def house(self) -> House | None:
         """Those that run now; None where each decides for itself: a text that is alone, and one in company whose shapes
         clients have fixed, until this load is known otherwise."""
-        house = self.costs.house
+        house = self.houses[self.expected_load]
         return house if round(self.company) > 1 and (not self.fixed or house.gain is not None) else None
 
     @contextlib.contextmanager
@@ -368,6 +374,27 @@ class Experience:
             self.requests -= 1
             self.fixed -= fixed
 
+    def learn(self, tokens: int, took_us: float, disturbed: bool) -> None:
+        """Take in one round, all told, of any request."""
+        if self.requests > 1 and not self.fixed and self.load == self.expected_load:
+            self.houses[self.load].learn(tokens, took_us, self.requests, disturbed)
+        self.company += (self.requests - self.company) * min(took_us / max(self.requests, 1) / COMPANY_US, 1.0)
+
+
+@dataclass(slots=True)
+class Experience:
+    """Costs and lengths so far of one tenant's requests, for each load by itself: an arm that a full house gave up is
+    tried again when the house is empty."""
+
+    shared: Shared = field(default_factory=Shared)
+    promises: Promises = field(default_factory=Promises)
+    _by_load: defaultdict[int, Costs] = field(default_factory=lambda: defaultdict(Costs))
+
+    @property
+    def costs(self) -> Costs:
+        """Those of the load that a text may expect."""
+        return self._by_load[self.shared.expected_load]
+
     def worth(self, shape: TreeShape, tree: DraftTree, verdict: Verdict, temperature: float) -> float:
         """Tokens by which a round speaks for its arm: see `Promises`."""
         return self.promises.worth(temperature_class(temperature), shape, tree, verdict)
@@ -379,7 +406,7 @@ class Experience:
         A round costs its share of a draft that it had in common with other texts. Of steps, only how long they take
         with so many rows is learned: what others guess in them is not this arm's doing.
         """
-        costs = self._by_load[load_class(self.requests)]
+        costs = self._by_load[self.shared.load]
         if shape.drafted:
             costs.learn_draft(shape, tree.draft_us / tree.texts)
         if costs.tried.total() and not verdict.cold:  # the very first pays for cold memory
@@ -398,13 +425,10 @@ class Experience:
     ) -> None:
         """Take in how long a round took, all told. What its peers were not busy with it, and had it not queued, was on
         its way: its share of that is its hops'."""
-        costs = self._by_load[load_class(self.requests)]
         busy_us = tree.draft_us + verdict.verify_us + verdict.queue_us
         hops_us = max(took_us - busy_us, 0.0) / verdict.texts
-        costs.hop.learn(hops_us / self._hops(shape))
-        if self.requests > 1 and not self.fixed and costs is self.costs:
-            costs.house.learn(verdict.length, took_us, self.requests, disturbed or verdict.cold)
-        self.company += (self.requests - self.company) * min(took_us / max(self.requests, 1) / COMPANY_US, 1.0)
+        self._by_load[self.shared.load].hop.learn(hops_us / self._hops(shape))
+        self.shared.learn(verdict.length, took_us, disturbed or verdict.cold)
 
     def round_us(self, shape: TreeShape, rows: float | None = None) -> float | None:
         """The predicted time of a round with this shape, its share of what it has in common with others; None until
@@ -426,7 +450,7 @@ class Experience:
     @property
     def degree(self) -> int:
         """Of the polynomial through the target's steps."""
-        return degree_of(self.attends)
+        return degree_of(self.shared.attends)
 
     def _verify_us(self, rows: float) -> float:
         return self.costs.verify_us(rows, self.degree)
@@ -475,3 +499,20 @@ class Experience:
         if not plain_us or not levels:
             return 0.1
         return min(levels) / plain_us
+
+
+@dataclass(slots=True)
+class Experiences:
+    """A router's experience of one target, each tenant's by itself: its clients choose how long texts are, which shapes
+    are drawn and how long a draft may take, so what it measures must not change what others are predicted."""
+
+    shared: Shared = field(default_factory=Shared)
+    _by_tenant: OrderedDict[str, Experience] = field(default_factory=OrderedDict)
+
+    def of(self, tenant: str) -> Experience:
+        """That of TENANTS at most; one that was dropped begins anew."""
+        experience = self._by_tenant.setdefault(tenant, Experience(self.shared))
+        self._by_tenant.move_to_end(tenant)
+        if len(self._by_tenant) > TENANTS:
+            self._by_tenant.popitem(last=False)
+        return experience

@@ -71,7 +71,7 @@ class FullInfo(RatioUCB):
             self._rested = 0
             return shape
         self._rested += 1
-        house = self.experience.house
+        house = self.experience.shared.house
         if self._rested <= PROBE_EVERY or not (house is None or house.guessing):
             return shape
         self._rested = 0

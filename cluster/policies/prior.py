@@ -1,7 +1,7 @@
 """What earlier requests of one kind came to, for a request that begins: a hint, never a matter of correctness.
 
 A kind is a target, its drafters, a temperature class and a tenant. A prior has emitted lengths by shape; counts of the
-ranks that the drafter gave to the text's tokens, which tell of shapes never played; and a router's costs.
+ranks that the drafter gave to the text's tokens, which tell of shapes never played; and the tenant's costs.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class RatePolicy(ABC):
         return math.inf if round_us is None else self.tokens(arm) / round_us
 
     def choose(self, offer: Offer | None = None) -> TreeShape:
-        house = self.experience.house
+        house = self.experience.shared.house
         trees = [arm for arm in self.arms if not arm.off]
         if house is not None and OFF in self.arms and not (trees and house.guessing):
             return OFF

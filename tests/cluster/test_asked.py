@@ -184,7 +184,7 @@ async def test_only_what_asks_for_nothing_is_not_counted_as_fixed():
     for said in (Speculation(), Speculation(max_nodes=3), Speculation(Mode.OFF)):
         async for event in LocalClient(router).generate(PROMPT, speculation=said, max_new_tokens=3):
             del event
-            seen.append((said.mode, said.max_nodes, router._experience["demo"].fixed))
+            seen.append((said.mode, said.max_nodes, router._experience["demo"].shared.fixed))
     assert {each for each in seen if each[2]} == {(Mode.AUTO, 3, 1), (Mode.OFF, None, 1)}
 
 
@@ -291,7 +291,7 @@ def test_a_tally_on_paper():
         (OFF, drafted(0, 0), verdict(1, 1, 4001, 0), 4.0),  # a peer that counts more than was there: a rounding
         (CHAIN, drafted(3, 2000), verdict(2, 4, 5000, 0), 8.0),  # cut: two accepted, one more and the target's not
     ]
-    with experience.running() as place:
+    with experience.shared.running() as place:
         tally = Tally(Asked("fixed", Scripted([shape for shape, *_ in rounds])), experience, place, 0.0, clock)
         for shape, tree, found, wall_ms in rounds:
             clock.now_s += 0.25  # between rounds: the client is slow

@@ -380,7 +380,7 @@ async def test_a_replayed_policy_does_what_it_does_live(name, tmp_path):
             peers = Charged(drafter, verifier, answer, costs)
             await peers.peer.open(verifier, 3 * SPARE + TOKENS)
             await peers.peer.open(drafter, 3 * SPARE + TOKENS)
-            with live_with.running() as place:
+            with live_with.shared.running() as place:
                 told = Told(make_policy(name, arms, live_with, answer.temperature), live_with, place, costs)
                 async for _ in rounds(text, peers, peers, told):
                     if len(text) >= answer.end:

@@ -1,4 +1,4 @@
-"""What clients choose freely is not remembered, and no number in the store ends a request."""
+"""What clients choose freely is not remembered, or by their tenant alone, and no number in the store ends a request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from edge import FakePlaces, ingress, plain_answer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.policies import Experience, make_policy, with_chain_and_off
+from cluster.policies import Experience, Experiences, make_policy, with_chain_and_off
+from cluster.policies.experience import TENANTS
 from cluster.policies.prior import MAX_PRIOR_BYTES, Prior, PriorKey, pack_prior, unpack_prior
 from cluster.policies.step_time import StepTime
 
@@ -30,7 +31,7 @@ async def test_shapes_that_clients_fix_leave_nothing_in_what_a_router_remembers(
             fixed = pb.Speculation(mode=pb.Speculation.MODE_FIXED, shape=f"({one},{two})")
             request = pb.GenerateRequest(text="walk", max_new_tokens=4, speculation=fixed)
             assert [event async for event in edge.generate(request)]
-    experience = edge._experience["demo"]
+    experience = edge._experience["demo"].of("")
     assert not experience.promises._trust
     assert all(not prior.lengths for prior in edge._priors._known.values())
     assert all(not costs.draft and not costs.lengths and not costs.rows for costs in experience._by_load.values())
@@ -42,6 +43,60 @@ async def test_what_a_policy_chose_is_remembered():
     assert [event async for event in edge.generate(request)]
     (prior,) = edge._priors._known.values()
     assert prior.lengths and set(prior.lengths) <= set(edge.config.arms_of("demo")) | set(ARMS)
+
+
+class PricedPlaces(FakePlaces):
+    """Whose steps and drafts take longer, the longer the text is."""
+
+    def verifier(self, target, text):
+        verifier = super().verifier(target, text)
+        verify = verifier.verify
+
+        async def priced(text, tree):
+            return replace(await verify(text, tree), verify_us=1_000_000 * len(text), step_rows=tree.rows)
+
+        verifier.verify = priced
+        return verifier
+
+    def drafter(self, target, text, *terms):
+        drafter = super().drafter(target, text, *terms)
+        draft = drafter.draft
+
+        async def priced(text, shape):
+            tree = await draft(text, shape)
+            return replace(tree, draft_us=1_000_000 * len(text)) if tree.guesses else tree
+
+        drafter.draft = priced
+        return drafter
+
+
+async def shapes_of(edge, tenant: str, prompt: str) -> list[str]:
+    """The shapes that a policy chose for a request, round by round."""
+    request = pb.GenerateRequest(text=prompt, max_new_tokens=60)
+    return [event.chunk.shape async for event in edge.generate(request, tenant) if event.HasField("chunk")]
+
+
+@pytest.mark.parametrize("prompt", ["walk " * 80, "walk"], ids=["longer", "the-same"])
+async def test_what_one_tenants_requests_cost_changes_no_choice_for_another(prompt: str):
+    alone, beside = ingress(PricedPlaces()), ingress(PricedPlaces())
+    for _ in range(5):
+        await shapes_of(beside, "other", prompt)
+    assert await shapes_of(beside, "acme", "walk") == await shapes_of(alone, "acme", "walk")
+
+
+async def test_a_tenants_own_requests_go_on_from_what_its_earlier_ones_cost():
+    edge = ingress(PricedPlaces())
+    first = await shapes_of(edge, "acme", "walk")
+    assert await shapes_of(edge, "acme", "walk") != first
+
+
+def test_a_router_keeps_the_experience_of_a_bounded_number_of_tenants():
+    experiences = Experiences()
+    kept = [experiences.of(str(number)) for number in range(TENANTS)]
+    assert experiences.of("0") is kept[0]
+    experiences.of("another")
+    assert len(experiences._by_tenant) == TENANTS
+    assert experiences.of("0") is kept[0] and experiences.of("1") is not kept[1], "the one that asked longest ago went"
 
 
 def learned() -> bytes:

@@ -179,11 +179,11 @@ def test_an_arm_that_a_full_house_gave_up_is_tried_again_when_the_house_is_empty
     experience, pulls = Experience(), {1: Counter(), 16: Counter()}
     with contextlib.ExitStack() as house:
         for _ in range(16):
-            house.enter_context(experience.running())
+            house.enter_context(experience.shared.running())
         for requests in (16, 1):
             if requests == 1:
                 house.close()
-            with experience.running():
+            with experience.shared.running():
                 policy = RatioUCB([OFF, BUSHY], experience, temperature=0.0)
                 for _ in range(200 if requests > 1 else 400):  # half a second is reckoned with the house that was
                     arm = policy.choose()
@@ -195,7 +195,7 @@ def test_an_arm_that_a_full_house_gave_up_is_tried_again_when_the_house_is_empty
                         experience.learn_time(arm, guesses, came, 10_000 + guesses.draft_us)
     assert pulls[16][OFF] > 120
     assert pulls[1][BUSHY] > 250
-    assert experience.requests == 0
+    assert experience.shared.requests == 0
 
 
 def test_one_slow_round_does_not_condemn_an_arm():
@@ -234,7 +234,7 @@ class Crowd:
         """All of them at once: a round of all takes as long as that of the slowest."""
         with contextlib.ExitStack() as house:
             for _ in range(texts):
-                house.enter_context(self.experience.running(self.fixed))
+                house.enter_context(self.experience.shared.running(self.fixed))
             policies = [RatioUCB([OFF, CHAIN, BUSHY], self.experience, temperature=0.0) for _ in range(texts)]
             for _ in range(rounds):
                 shapes = [policy.choose() for policy in policies]
@@ -286,12 +286,12 @@ def test_what_a_house_gave_up_under_load_leaves_a_lone_text_its_own_choice():
 def test_the_first_of_a_crowd_that_comes_back_is_not_taken_for_alone_but_one_that_stays_alone_is():
     experience = Experience()
     Crowd(experience, off_us=30_000, tree_us=70_000).answer(100)
-    with experience.running() as place:
-        assert experience.house is not None and not place.guesses
+    with experience.shared.running() as place:
+        assert experience.shared.house is not None and not place.guesses
         for _ in range(60):  # of 30 ms
             experience.learn_time(OFF, tree(1), verdict(1), 30_000)
-        assert experience.house is None and place.guesses
-        with experience.running(fixed=True) as other:
+        assert experience.shared.house is None and place.guesses
+        with experience.shared.running(fixed=True) as other:
             assert other.guesses, "as its client asked for"
 
 
@@ -375,15 +375,15 @@ def test_a_house_that_always_takes_in_a_prompt_is_not_caught_in_a_trial():
 
 def test_a_request_disturbs_the_others_until_its_text_is_open_or_it_is_gone():
     experience = Experience()
-    with experience.running() as first:
+    with experience.shared.running() as first:
         first.begun()
         first.begun()
-        with experience.running():
-            assert experience.opening == 1
-        assert experience.opening == 0
+        with experience.shared.running():
+            assert experience.shared.opening == 1
+        assert experience.shared.opening == 0
         with first.opening():
-            assert experience.opening == 1, "a drafter's work on a text is felt by all"
-        assert experience.opening == 0
+            assert experience.shared.opening == 1, "a drafter's work on a text is felt by all"
+        assert experience.shared.opening == 0
 
 
 def test_requests_whose_shape_is_the_clients_do_not_speak_for_the_house():
@@ -391,10 +391,10 @@ def test_requests_whose_shape_is_the_clients_do_not_speak_for_the_house():
     Crowd(experience, off_us=30_000, tree_us=70_000, fixed=True).answer(100)
     with contextlib.ExitStack() as house:
         for _ in range(16):
-            house.enter_context(experience.running())
-        assert experience.house is not None and experience.house.gain is None
-        house.enter_context(experience.running(fixed=True))
-        assert experience.house is None, "unknown, and not to be found out: each text predicts for itself"
+            house.enter_context(experience.shared.running())
+        assert experience.shared.house is not None and experience.shared.house.gain is None
+        house.enter_context(experience.shared.running(fixed=True))
+        assert experience.shared.house is None, "unknown, and not to be found out: each text predicts for itself"
 
 
 def test_a_text_that_draws_too_little_from_its_guesses_refrains_in_a_house_that_guesses():
@@ -536,8 +536,8 @@ def test_a_house_that_does_not_guess_is_offered_nothing():
     asked = []
     with contextlib.ExitStack() as crowd:
         for _ in range(8):
-            crowd.enter_context(experience.running())
-        experience.house.guessing = False
+            crowd.enter_context(experience.shared.running())
+        experience.shared.house.guessing = False
         assert policy.choose(lambda: asked.append(1)) == OFF
     assert not asked
 

@@ -16,7 +16,7 @@ from dendro.tree import DraftTree
 
 from cluster.handles import IDLE_ROUNDS
 from cluster.policies import DiscountedUCB, Experience, FullInfo, RatioUCB, Static, Thompson, UCBSpec
-from cluster.policies.experience import House, Length
+from cluster.policies.experience import House, Length, Shared
 from cluster.policies.full_info import LEAST_RANKED, PROBE_EVERY
 from cluster.policies.prior import Prior
 from cluster.policies.replay import LONGEST_TRACE, RANKED, WINDOW, RankTrace, Replay, replayed
@@ -388,8 +388,8 @@ async def test_full_information_leaves_a_text_of_wrong_guesses_and_comes_back_wh
 
 
 async def test_no_probe_is_made_where_the_house_forbids_guessing():
-    experience = Experience(requests=2, company=2.0)
-    experience.costs.house = House(guessing=False, gain=0.5, turns=0, settled=False, rounds=0.0, until=1e9)
+    experience = Experience(Shared(requests=2, company=2.0))
+    experience.shared.houses[1] = House(guessing=False, gain=0.5, turns=0, settled=False, rounds=0.0, until=1e9)
     toy = Toy(ranks_of("right"))
     await run(FullInfo([OFF, PAIR], experience, temperature=0.0), toy, 200)
     assert set(toy.asked) == {OFF}

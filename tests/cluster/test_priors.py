@@ -20,7 +20,7 @@ from edge import FakePlaces, ingress
 from cluster.ingress import LocalClient
 from cluster.policies import Experience, FullInfo, RatioUCB, make_policy, with_chain_and_off
 from cluster.policies.experience import DraftPlane, Length
-from cluster.policies.prior import Prior, PriorKey, pack_prior, tenant_tag, unpack_prior
+from cluster.policies.prior import NoPriors, Prior, PriorKey, pack_prior, tenant_tag, unpack_prior
 from cluster.policies.replay import RANKED
 from cluster.priors import KINDS, WAIT_S, WRITES, Priors
 from cluster.redis_server import RedisServer
@@ -319,6 +319,16 @@ async def test_a_new_router_begins_where_another_ended(store: RedisPriors):
     assert policy.choose() == CHAIN, "from its first round on"
 
 
+async def test_costs_of_a_tenant_whose_experience_was_dropped_are_those_of_its_prior():
+    priors = Priors(NoPriors())
+    await priors.of(KEY, Experience())
+    priors.learn(KEY, *answer(2, 20))
+    dropped = Experience()
+    await priors.of(KEY, dropped)
+    assert dropped.costs.tried.total() == 8
+    await priors.settled()
+
+
 async def test_notes_taken_before_the_prior_was_read_are_kept():
     class Slow:
         def __init__(self) -> None:
@@ -413,9 +423,9 @@ async def test_an_answer_leaves_a_prior_under_its_tenants_tag_from_which_another
     assert left.lengths and left.costs
     assert await store.load(PriorKey.of("demo", ("mamba",), 0.0, "other")) is None
     other = ingress(FakePlaces(), priors=store)
-    await other._priors.of(key, other._experience["demo"])
+    await other._priors.of(key, other._experience["demo"].of("acme"))
     await other._priors.settled()
-    assert other._experience["demo"].costs.tried.total() == 8
+    assert other._experience["demo"].of("acme").costs.tried.total() == 8
 
 
 # -- arms -------------------------------------------------------------------------------------------------------------
