@@ -41,7 +41,7 @@ class Count:
 
 @dataclass(slots=True)
 class Chances:
-    """The counts of one target, shared by its requests: numbers alone, nothing of a text."""
+    """The counts of one tenant's requests at a target: numbers alone, nothing of a text."""
 
     counts: dict[Kind, Count] = field(default_factory=dict)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dendro.calls import Opened
@@ -32,7 +33,7 @@ OFFERED = 32
 OUTPUT_TOKENS = 8192
 """Tokens of past answers that are held for a tenant at a target."""
 TENANTS = 64
-"""Tenants of a target whose past answers are held; the one that asked longest ago goes."""
+"""Tenants of a target whose past answers and counts of proposals are held; the one that asked longest ago goes."""
 
 
 class Proposals:
@@ -102,17 +103,24 @@ class Proposals:
         return min(row_bucket(shape.rows) if shape.drafted else shape.rows, self._max_rows)
 
 
+@dataclass(slots=True)
+class Past:
+    """What a router keeps of one tenant's requests at a target: their answers, and what came of proposals."""
+
+    outputs: Outputs = field(default_factory=lambda: Outputs(OUTPUT_TOKENS))
+    chances: defaultdict[str, Chances] = field(default_factory=lambda: defaultdict(Chances))  # by temperature class
+
+
 class Library:
-    """What a router keeps of one target for its proposers: what came of proposals, and each tenant's past answers. No
-    tenant's proposer ever sees another's text."""
+    """What a router keeps of one target for its proposers, each tenant's by itself: no tenant's proposer sees another's
+    text, and no tenant's texts change what another's proposals are taken to be worth."""
 
     def __init__(self, names: Sequence[str], max_rows: int, max_depth: int) -> None:
         """`names` are proposers, in the order in which they win ties; the limits are the target's."""
         self._names = names
         self._max_rows = max_rows
         self._max_depth = max_depth
-        self._chances: defaultdict[str, Chances] = defaultdict(Chances)  # by temperature class
-        self._outputs: OrderedDict[str, Outputs] = OrderedDict()
+        self._pasts: OrderedDict[str, Past] = OrderedDict()  # by tenant
 
     def around(self, drafter: DrafterHandle, tenant: str, max_rows: int, temperature: float) -> Proposals | None:
         """A request's drafter with its proposers; None where there are none for it. `max_rows` is what the request lets
@@ -120,19 +128,20 @@ class Library:
         """
         if not self._names or max_rows == 1:
             return None
-        proposers = [self._proposer(name, tenant) for name in self._names]
-        chances = self._chances[temperature_class(temperature)]
+        past = self._past(tenant)
+        proposers = [self._proposer(name, past) for name in self._names]
+        chances = past.chances[temperature_class(temperature)]
         return Proposals(drafter, proposers, chances, min(max_rows, self._max_rows), self._max_depth)
 
-    def _proposer(self, name: str, tenant: str) -> Proposer:
+    def _proposer(self, name: str, past: Past) -> Proposer:
         if name == Lookup.name:
             return Lookup()
         assert name == Suffix.name, "the configuration knows the names"
-        return Suffix(self._of(tenant), TEXT_TOKENS)
+        return Suffix(past.outputs, TEXT_TOKENS)
 
-    def _of(self, tenant: str) -> Outputs:
-        outputs = self._outputs.setdefault(tenant, Outputs(OUTPUT_TOKENS))
-        self._outputs.move_to_end(tenant)
-        if len(self._outputs) > TENANTS:
-            self._outputs.popitem(last=False)
-        return outputs
+    def _past(self, tenant: str) -> Past:
+        past = self._pasts.setdefault(tenant, Past())
+        self._pasts.move_to_end(tenant)
+        if len(self._pasts) > TENANTS:
+            self._pasts.popitem(last=False)
+        return past

@@ -388,6 +388,19 @@ async def test_chances_are_counted_apart_for_each_class_of_temperatures():
     assert greedy.values[1] == pytest.approx(math.log(2 / 3)) and not (doubted.values[1:] > math.log(0.1)).any()
 
 
+async def test_what_never_comes_true_for_one_tenant_says_nothing_of_anothers_proposals():
+    library = Library(("lookup",), 64, 16)
+    one, text = library.around(NoDrafter(), "one", MAX_ROWS, 0.0), a_text([1, 2, 3, 1, 2], "one")
+    for number in range(100, 140):
+        one.offer(text)
+        append(text, [number, 1, 2])
+    values = {}
+    for tenant in ("one", "two"):
+        offered = library.around(NoDrafter(), tenant, MAX_ROWS, 0.0).offer(a_text([1, 2, 3, 1, 2], tenant))
+        values[tenant] = offered.values[1:]
+    assert values["two"][0] == pytest.approx(math.log(2 / 3)) and not (values["one"] > math.log(0.1)).any()
+
+
 async def test_what_is_offered_is_what_a_round_of_proposals_has():
     """And it is made once: neither the offer nor the tree is held twice against what came."""
     ids = [5, 6, 7, 8] * 4
@@ -398,7 +411,7 @@ async def test_what_is_offered_is_what_a_round_of_proposals_has():
     assert tree.rows == 4 and tree.values.tolist() == sorted(offer.values.tolist(), reverse=True)[:4]
     append(text, [5, 6])
     handle.offer(text)
-    before = {kind: count.of for kind, count in library._chances["greedy"].counts.items()}
+    before = {kind: count.of for kind, count in library._pasts[""].chances["greedy"].counts.items()}
     await handle.draft(text, LevelShape((1, 1)))
     handle.offer(text)
-    assert {kind: count.of for kind, count in library._chances["greedy"].counts.items()} == before
+    assert {kind: count.of for kind, count in library._pasts[""].chances["greedy"].counts.items()} == before
