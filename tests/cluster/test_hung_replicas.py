@@ -33,6 +33,8 @@ from verifier_service.servicer import serve_verifier
 PROMPT = [(7 * at * at + 3 * at) % 256 for at in range(20)]
 COUNT = 12
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+DEADLINE_S = 20.0
+"""A test that waits longer has failed. Less than a round waits for its verdict (30 s) and an opening for its peer."""
 
 
 class Blocked:
@@ -53,6 +55,16 @@ class Blocked:
         self._released.set()
 
 
+@asynccontextmanager
+async def in_time(run: Blocked):
+    """Fail after DEADLINE_S. The function goes on then, too: an engine that is stopped waits for its thread."""
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            yield
+    finally:
+        run.go_on()
+
+
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
     folder = tmp_path_factory.mktemp("target")
@@ -67,35 +79,39 @@ def load(folder) -> VerifierEngine:
 
 
 @asynccontextmanager
-async def replicas(stack: AsyncExitStack, *engines: VerifierEngine):
+async def replicas(*engines: VerifierEngine):
     """The engines behind sockets, each with leases; and a pool that takes the last of them first."""
-    served = []
-    for engine in engines:
-        await engine.start()
-        stack.push_async_callback(engine.stop)
-        replica = await serve_verifier(engine, Leases(), fault=engine.fault)
-        stack.push_async_callback(replica.stop)
-        served.append(replica)
-    held = []
+    async with AsyncExitStack() as stack:
+        served = []
+        for engine in engines:
+            await engine.start()
+            stack.push_async_callback(engine.stop)
+            replica = await serve_verifier(engine, Leases(), fault=engine.fault)
+            stack.push_async_callback(replica.stop)
+            served.append(replica)
+        held = []
 
-    async def lease_at(address: str) -> str:
-        replica = next(each for each in served if each.address == address)
-        answers = replica.lease()
-        said = await anext(answers)
+        async def lease_at(address: str) -> str:
+            replica = next(each for each in served if each.address == address)
+            answers = replica.lease()
+            said = await anext(answers)
 
-        async def hold() -> None:
-            async for _ in answers:
-                pass
+            async def hold() -> None:
+                async for _ in answers:
+                    pass
 
-        held.append(asyncio.create_task(hold()))
-        return said["lease"]
+            held.append(asyncio.create_task(hold()))
+            return said["lease"]
 
-    pool = FarPool("verifier", [replica.address for replica in served], lease_at)
-    try:
-        yield served, pool
-    finally:
-        await pool.streams.close()
-        await asyncio.wait(held)
+        pool = FarPool("verifier", [replica.address for replica in served], lease_at)
+        try:
+            yield served, pool
+        finally:
+            await pool.streams.close()
+            _, leased = await asyncio.wait(held, timeout=DEADLINE_S)
+            for lease in leased:
+                lease.cancel()
+            assert not leased, "a lease ends when the streams of its holder end"
 
 
 async def answered(pool, each=None) -> tuple[list[int], VerifierHandle]:
@@ -116,28 +132,26 @@ async def test_a_text_whose_verifier_hangs_in_a_step_goes_on_at_another_one_and_
     monkeypatch.setattr(serving, "FAULT_POLL_S", 0.05)
     well, hung = load(target), load(target)
     run = hung.runner.run = Blocked(hung.runner.run)
-    async with AsyncExitStack() as stack:
-        stack.callback(run.go_on)
-        async with replicas(stack, well, hung) as ((_, replica), pool):
-            alone, _ = await answered(FarPool("verifier", [pool.addresses[0]], pool.lease_at))
-            assert hung.fault() == "" and replica.stats()["calls"] == 0
+    async with replicas(well, hung) as ((_, replica), pool), in_time(run):
+        alone, _ = await answered(FarPool("verifier", [pool.addresses[0]], pool.lease_at))
+        assert hung.fault() == "" and replica.stats()["calls"] == 0
 
-            def hang() -> None:
-                run.hanging = replica.stats()["calls"] >= 4
+        def hang() -> None:
+            run.hanging = replica.stats()["calls"] >= 4
 
-            tokens, handle = await answered(pool, hang)
-            assert run.hung.is_set() and handle.moves == 1 and tokens == alone
-            assert "has not come back" in hung.fault()
-            assert replica.stats()["open_leases"] == replica.stats()["open_openings"] == 0
-            with pytest.raises(PeerLost):
-                await anext(replica.lease())
-            async with grpc.aio.insecure_channel(replica.address) as channel:
-                check = health_pb2_grpc.HealthStub(channel).Check
-                assert (await check(health_pb2.HealthCheckRequest())).status == NOT_SERVING
-                run.go_on()
-                await until(lambda: not hung.fault() and not hung.scheduler.sessions)
-                await until(lambda: not replica._streams.fault)
-            assert hung.scheduler.memory.held == 0, "what was open when it hung was closed"
+        tokens, handle = await answered(pool, hang)
+        assert run.hung.is_set() and handle.moves == 1 and tokens == alone
+        assert "has not come back" in hung.fault()
+        assert replica.stats()["open_leases"] == replica.stats()["open_openings"] == 0
+        with pytest.raises(PeerLost):
+            await anext(replica.lease())
+        async with grpc.aio.insecure_channel(replica.address) as channel:
+            check = health_pb2_grpc.HealthStub(channel).Check
+            assert (await check(health_pb2.HealthCheckRequest())).status == NOT_SERVING
+            run.go_on()
+            await until(lambda: not hung.fault() and not hung.scheduler.sessions)
+            await until(lambda: not replica._streams.fault)
+        assert hung.scheduler.memory.held == 0, "what was open when it hung was closed"
 
 
 async def test_serves_health_check_fails_of_a_hung_engine(target):
@@ -175,10 +189,10 @@ async def test_a_drafter_that_hangs_in_a_forward_is_unhealthy_and_its_callers_ge
     pool = FarPool("drafter", [replica.address])
     try:
         text = Text([token % 90 for token in PROMPT], Sampling(), Limits(len(PROMPT) + COUNT))
-        with pytest.raises(PeerLost, match="has not come back"):
-            await Seat(await pool.lease(), text).open(text)
+        async with in_time(run):
+            with pytest.raises(PeerLost, match="has not come back"):
+                await Seat(await pool.lease(), text).open(text)
     finally:
-        run.go_on()
         await pool.streams.close()
         await replica.stop()
         await asyncio.to_thread(engine.stop)
@@ -191,8 +205,9 @@ async def answered_by_two(first: FakeVerifier, second: FakeVerifier):
         pool.addresses = [other.address, replica.address]  # the pool's first lease is of its second address
         text = new_text(count=10)
         handle = VerifierHandle(text, pool, Pace(), patience_s=0.9)
-        async for _ in rounds(text, NoDrafter(), handle, Static(OFF)):
-            pass
+        async with asyncio.timeout(DEADLINE_S):
+            async for _ in rounds(text, NoDrafter(), handle, Static(OFF)):
+                pass
         await handle.close(text)
         assert text.answer == plain(text.ids[: text.prompt_length], 10)
         assert handle.moves == 0 and pool.leases == 2
@@ -222,7 +237,8 @@ async def test_a_slow_opening_is_not_begun_again_at_the_same_replica():
     async with verifier_at(slow) as (replica, pool):
         text = new_text(count=10)
         handle = VerifierHandle(text, pool, Pace(), patience_s=0.9)
-        async for _ in rounds(text, NoDrafter(), handle, Static(OFF)):
-            pass
+        async with asyncio.timeout(DEADLINE_S):
+            async for _ in rounds(text, NoDrafter(), handle, Static(OFF)):
+                pass
         await handle.close(text)
         assert pool.leases > 1 and replica.stats()["openings"] == 1
