@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import threading
+
 from edge import ByteTokenizer, Served
 from fakes import END, VOCABULARY, FakeDrafter, FakeVerifier
 
+from cluster.app import load_replica
 from cluster.config import Config
 from cluster.ingress import Ingress
 
@@ -45,3 +50,20 @@ def toy_ingress(config, places, sessions, *, priors) -> Ingress:
 
 
 LOADERS = {"drafter": toy_drafter, "verifier": toy_verifier, "ingress": toy_ingress}
+
+
+def load_until_hung(name, target, states):
+    """The verifier of a checkpoint. Its step does not come back once there is a file `hang` beside the checkpoint's
+    folder; it makes it a file `hung` with the replica's process id, so that no other replica hangs."""
+    engine = load_replica(name, target, states)
+    run, hang = engine.runner.run, target.checkpoint.with_name("hang")
+
+    def run_or_hang(plan):
+        with contextlib.suppress(FileNotFoundError):
+            hung = hang.rename(hang.with_name("hung"))
+            hung.write_text(str(os.getpid()))
+            threading.Event().wait()
+        return run(plan)
+
+    engine.runner.run = run_or_hang
+    return engine

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import threading
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import grpc.aio
+import psutil
 import pytest
 import torch
 from dendro import serving
+from dendro.client import AsyncClient, Round
 from dendro.errors import PeerLost
 from dendro.serving import Leases
 from dendro.shapes import OFF
@@ -20,10 +24,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from sockets import until, verifier_at
 from tiny_drafters import make_drafter
 from tiny_models import make_checkpoint
+from toy_cluster import load_until_hung
 
+from cluster import app
 from cluster.app import VerifierShell
+from cluster.config import Config
 from cluster.handles import NoDrafter, Pace, Seat, VerifierHandle
 from cluster.policies import Static
+from cluster.redis_server import RedisServer
 from cluster.rounds import rounds
 from drafter_service.engine import DrafterEngine
 from drafter_service.servicer import serve_drafter
@@ -242,3 +250,37 @@ async def test_a_slow_opening_is_not_begun_again_at_the_same_replica():
                 pass
         await handle.close(text)
         assert pool.leases > 1 and replica.stats()["openings"] == 1
+
+
+@pytest.mark.cluster
+@pytest.mark.long
+@pytest.mark.timeout(200)  # one start of Ray's processes and two of torch's, on two cores
+def test_serve_replaces_a_replica_whose_model_hangs_and_its_text_goes_on_at_the_new_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    folder, share, asked = tmp_path / "target", {"cpu": 0.1}, {"max_new_tokens": 300, "ignore_end": True}
+    make_checkpoint(folder, "llama", 1)
+    config = Config.model_validate(
+        {
+            "targets": {"tiny": {"checkpoint": folder, "longest_step_s": 3.0, "resources": share}},
+            "router": {"resources": share},
+        }
+    )
+
+    async def use(address: str) -> None:
+        async with AsyncClient(address) as client:
+            expected, ids = (await client.generate_text(PROMPT, **asked)).token_ids, []
+            async for event in client.generate(PROMPT, **asked):
+                if isinstance(event, Round):
+                    if len(ids) <= 10 < len(ids) + len(event.token_ids):
+                        (tmp_path / "hang").touch()
+                    ids += event.token_ids
+            assert ids == list(expected)
+            hung = int((tmp_path / "hung").read_text())
+            await until(lambda: not psutil.pid_exists(hung))
+
+    with RedisServer() as server:
+        address = app.start(config, server.url, verifier=load_until_hung)
+        try:
+            asyncio.run(use(address))
+        finally:
+            app.stop()

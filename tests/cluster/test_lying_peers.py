@@ -6,6 +6,7 @@ learned of them stays finite.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 from dataclasses import fields, is_dataclass
@@ -152,8 +153,9 @@ async def test_bytes_that_are_no_frame_end_the_stream_and_its_callers_get_peer_l
     pool = FarPool("verifier", [address])
     try:
         leased, text = await pool.lease(), new_text()
-        with pytest.raises(PeerLost, match="no frame"):
-            await handles.Seat(leased, text).open(text)
+        async with asyncio.timeout(20):  # an opening waits 120 s for its peer
+            with pytest.raises(PeerLost, match="no frame"):
+                await handles.Seat(leased, text).open(text)
     finally:
         await pool.streams.close()
         await server.stop(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import asynccontextmanager
 
 import grpc
@@ -51,9 +52,10 @@ async def test_a_client_that_stops_reading_keeps_no_peer_and_no_call_past_the_re
 async def test_a_request_whose_verifier_never_answers_ends_at_its_limit():
     verifier = FakeVerifier(pause_s=1000.0)
     async with edge(FakeDrafter(), verifier, router={"request_timeout_s": 0.3}) as (server, _):
-        with pytest.raises(Overloaded, match="not done within"):
-            async for _event in server.generate(asking("(1,1,1)")):
-                pass
+        async with asyncio.timeout(20):  # a round waits 30 s for its verdict
+            with pytest.raises(Overloaded, match="not done within"):
+                async for _event in server.generate(asking("(1,1,1)")):
+                    pass
         await until(lambda: not verifier.held)
 
 
