@@ -478,11 +478,11 @@ class Experience:
         return max(draft_us + self._verify_us(rows) + self._hops(shape) * costs.hop.us, LEAST_US)
 
     def hints(self) -> dict[int, Costs]:
-        """What costs are known, by load class, for a router that knows none: see `take`."""
+        """What costs are known, by load class, for an experience that has none: see `take`."""
         return {load: costs.hint() for load, costs in self._by_load.items() if costs.tried.total()}
 
     def take(self, hints: Mapping[int, Costs]) -> None:
-        """Begin with another router's costs, where there are none of ours; they weigh PRIOR_ROUNDS at most."""
+        """Begin with a prior's costs under each load of which there are none; they weigh PRIOR_ROUNDS at most."""
         for load, costs in hints.items():
             if not self._by_load[load].tried.total():
                 self._by_load[load].begin(costs.hint())

@@ -34,10 +34,10 @@ arm, one that never comes does."""
 
 
 class RatePolicy(ABC):
-    """The policy of one request on the router's experience. `off` emits one token a round, which needs no exploring.
+    """The policy of one request on its tenant's experience. `off` emits one token a round, which needs no exploring.
 
     `lengths` are what this request's own rounds were worth (`Experience.worth`), on top of the prior: that of the
-    request's kind where it knows the arm, else the router's own of its temperature.
+    request's kind where it knows the arm, else that of the tenant's requests of its temperature.
     """
 
     def __init__(
