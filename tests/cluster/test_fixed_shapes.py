@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from edge import FakePlaces, ingress
 from fakes import FakeDrafter, FakeVerifier, plain
 from sockets import until
@@ -29,7 +31,9 @@ async def test_a_fixed_shape_waits_for_a_slow_drafter_and_its_trees_are_used():
 
 
 async def test_the_requests_own_deadline_shortens_the_wait_of_a_fixed_shape():
-    async with edge(FakeDrafter(pause_s=60.0), FakeVerifier()) as (server, _):
+    """A draft takes ten minutes, and the server would wait as long: a round that waited for it would not end."""
+    patient = {"draft_timeout_ms": 600_000}
+    async with edge(FakeDrafter(pause_s=600.0), FakeVerifier(), router=patient) as (server, _), asyncio.timeout(20):
         request = asking("(2,1,1)")
         request.speculation.deadline_ms = 1
         stats = await account(server, request)
