@@ -22,9 +22,9 @@ async def account(server, request):
 async def test_a_fixed_shape_waits_for_a_slow_drafter_and_its_trees_are_used():
     drafter, verifier = FakeDrafter(pause_s=SLOW_S), FakeVerifier()
     async with edge(drafter, verifier, router={"draft_timeout_ms": 60_000}) as (server, _):
-        experience = server._experience["toy"]
+        requests = server._experience["toy"].shared
         # The first round finds the drafter ready: the verifier's own opening is the only one that is left.
-        verifier.before_opened = lambda: until(lambda: drafter.opens and experience.opening == 1)
+        verifier.before_opened = lambda: until(lambda: drafter.opens and requests.opening == 1)
         stats = await account(server, asking("(2,1,1)"))
     assert stats.late_drafts == 0 and stats.accepted_tokens > 0
     assert stats.drafted_tokens == 6 * stats.rounds, "every round has its whole tree"

@@ -18,7 +18,7 @@ from dendro.calls import PROTOCOL_VERSION, TARGET_FACTS, OpenCall, VerifyCall, n
 from dendro.errors import BadRequest, EngineFailed, NotFound, PeerLost
 from dendro.internal.v1 import calls_pb2, verifier_pb2
 from dendro.shapes import OFF, TreeShape
-from dendro.text import Sampling, Text
+from dendro.text import Finish, Sampling, Text
 from dendro.tree import DraftTree
 from fakes import END, VOCABULARY, FakeDrafter, FakeVerifier, FarPool, NearPool, new_text, plain
 from sockets import drafter_at, end, process, until, verifier_at
@@ -558,6 +558,26 @@ async def test_a_verdict_whose_figures_are_of_no_tree_is_the_verifiers_fault(lie
 
     with pytest.raises(EngineFailed, match="its verdict has"):
         await run(new_text(), NearPool(FakeDrafter()), NearPool(Boasting()))
+
+
+@pytest.mark.parametrize(
+    ("lie", "fault"),
+    [
+        (lambda verdict: {"tokens": (*verdict.tokens[:-1], VOCABULARY)}, f"emits {VOCABULARY}"),
+        (lambda verdict: {"finish": Finish.END_OF_TEXT}, "finish end_of_text"),
+        (lambda verdict: {"finish": Finish.LENGTH}, "finish length"),
+        (lambda verdict: {"finish": None}, "finish None"),
+    ],
+    ids=["a token past the vocabulary", "an end that is none", "a limit that is not reached", "no end at the limit"],
+)
+async def test_a_verdict_with_a_token_or_an_end_that_cannot_be_is_the_verifiers_fault(lie, fault):
+    class Lying(FakeVerifier):
+        async def verify(self, call: VerifyCall):
+            verdict = await super().verify(call)
+            return replace(verdict, **lie(verdict))
+
+    with pytest.raises(EngineFailed, match=fault):
+        await run(new_text(), NearPool(FakeDrafter()), NearPool(Lying()))
 
 
 async def test_a_client_that_leaves_frees_both_peers():
