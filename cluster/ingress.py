@@ -379,8 +379,7 @@ class Ingress:
             drafter, tally.offer = proposals, partial(proposals.offer, text)
         try:
             target = (await verifier.meet()).target
-            if job.resume is not None and job.held and job.resume.target != target:
-                raise Conflict(f"resume.target: the target was changed since the answer began; {BEGIN_AGAIN}")
+            _check_target_of_resume(job.resume, job.held, target)
             job.target = target
             yield _started(job, text, target)
             loop = cast(AsyncGenerator[Verdict, None], rounds(text, drafter, verifier, tally))
@@ -509,6 +508,7 @@ class Ingress:
         earlier = record.tokens if record is not None else ()
         prompt = await self._prompt(request, served, list(earlier[: told.start] if told is not None else earlier))
         if told is not None:
+            _check_target_of_resume(resume, held, told.target)
             _check_told(told, earlier, prompt, held)
             sampling, end = replace(sampling, seed=told.seed), told.end
         else:
@@ -644,6 +644,12 @@ def _check_told(turn: Turn, tokens: Sequence[int], prompt: list[int], held: list
         raise BadRequest("request_id", "wrote a turn of this session after another prompt; a new turn needs a new id")
     if held != list(tokens[turn.prompt : turn.end][: len(held)]):
         raise BadRequest("resume.token_ids", "are not how this request's answer began")
+
+
+def _check_target_of_resume(resume: pb.Resume | None, held: list[int], target: str) -> None:
+    """Raise Conflict where the client's tokens are of another target than `target`, whose tokens would follow them."""
+    if resume is not None and held and resume.target != target:
+        raise Conflict(f"resume.target: the target was changed since the answer began; {BEGIN_AGAIN}")
 
 
 def _check_text_of_resume(job: Job, text: Text) -> None:

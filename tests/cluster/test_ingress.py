@@ -579,6 +579,27 @@ async def test_an_answer_does_not_go_on_at_a_target_whose_weights_were_changed()
     assert token_ids_of(events) == plain_answer(IDS, Sampling(), 9)
 
 
+async def test_an_answer_of_an_updated_target_does_not_go_on_from_the_record_of_an_attempt_at_the_old_one(
+    sessions: Sessions,
+):
+    """The orphan began before the update and wrote the turn; the second attempt began after it, and broke."""
+    places = FakePlaces()
+    router = ingress(places, sessions)
+    token = await first_turn(router)
+    request = turn_of(token, " and", "A")
+    orphan, _, _ = await begin(router, request, 3)
+    places.hello = replace(HELLO, fingerprint="updated weights")
+    second, started, held = await begin(router, request, 4)
+    await second.aclose()
+    written = [event async for event in orphan]
+    assert written[-1].complete.session == token
+    resumed = turn_of(token, " and", "A", resume=resume_after(started, held))
+    with pytest.raises(Conflict, match="the target was changed"):
+        await anext(router.generate(resumed))
+    again = [event async for event in router.generate(request)]
+    assert again[0].started.target == HELLO.target and token_ids_of(again)[3:] == token_ids_of(written)
+
+
 @pytest.mark.parametrize("field", ["prompt_tokens", "target"])
 async def test_a_resume_that_names_not_what_started_reported_is_refused_by_the_fields_name(field: str):
     resume = resume_of(IDS, plain_answer(IDS, Sampling(), 3))
