@@ -201,7 +201,7 @@ class PeerStream:
     async def _read(self, call: Any) -> None:
         with self._losing():
             while (frame := await call.read()) is not EOF:
-                if frame is None:  # gRPC's word for bytes that are no message
+                if frame is None:  # what gRPC gives for bytes that are no message
                     raise PeerLost(f"{self.address}: sends bytes that are no frame")
                 for answer in frame.answers:
                     future = self._waiting.get(answer.call)
@@ -266,7 +266,7 @@ class FarDrafter(_FarPeer):
     """A drafter at the other end of a stream."""
 
     async def draft(self, call: DraftCall) -> DraftTree:
-        """The tree. What the drafter says of its time is no more than the call took."""
+        """The tree. Its `draft_us` is no more than the call took."""
         began_s = time.monotonic()
         tree = cast(DraftTree, _expect(DraftTree, await self.stream.call(call)))
         took_us = _us_since(began_s)
@@ -277,7 +277,7 @@ class FarVerifier(_FarPeer):
     """A verifier at the other end of a stream."""
 
     async def verify(self, call: VerifyCall) -> Verdict:
-        """The verdict. What the verifier says of its time is no more than the call took."""
+        """The verdict. Its `verify_us` and `queue_us` together are no more than the call took."""
         began_s = time.monotonic()
         verdict = cast(Verdict, _expect(Verdict, await self.stream.call(call)))
         took_us = _us_since(began_s)

@@ -59,7 +59,7 @@ def plain_answer(prompt: Sequence[int], sampling: Sampling, count: int) -> list[
 
 
 HELLO = Hello(3, "demo", "weights", "bytes", VOCABULARY, MAX_LENGTH, 64, 16, "float32", "bitwise", 1, (END,))
-"""What verifiers say of themselves where a test says nothing else."""
+"""The hello of verifiers where a test sets no other."""
 
 
 def resume_of(prompt: Sequence[int], held: Sequence[int] = (), seed: int = 0, target: str = HELLO.target) -> pb.Resume:

@@ -128,7 +128,7 @@ class _Fake:
         return Opened(restored=0, processed=call.update.base - 1, open_us=int(1e6 * self.open_pause_s))
 
     async def before_opened(self) -> None:
-        """What every opening waits for; a test may put its own in the place of it."""
+        """What every opening waits for; a test may set another."""
 
     async def close(self, call: CloseCall) -> Closed:
         held = self.held.pop(call.update.opening, None)

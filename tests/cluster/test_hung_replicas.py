@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from contextlib import AsyncExitStack, asynccontextmanager
+from types import SimpleNamespace
 
 import grpc.aio
 import psutil
@@ -166,18 +167,17 @@ async def test_serves_health_check_fails_of_a_hung_engine(target):
     engine = load(target)
     run = engine.runner.run = Blocked(engine.runner.run)
     run.hanging = True
-    shell = VerifierShell.__new__(VerifierShell)
-    shell._engine = engine
+    shell = SimpleNamespace(_engine=engine)
     await engine.start()
-    replica = shell._replica = await serve_verifier(engine)
+    replica = await serve_verifier(engine)
     pool = FarPool("verifier", [replica.address])
     text = Text(PROMPT, Sampling(), Limits(len(PROMPT) + COUNT))
     handle = VerifierHandle(text, pool, Pace())
     try:
-        await shell.check_health()
+        await VerifierShell.check_health(shell)
         await until(engine.fault)
         with pytest.raises(RuntimeError, match="has not come back"):
-            await shell.check_health()
+            await VerifierShell.check_health(shell)
     finally:
         run.go_on()
         await handle.close(text)

@@ -573,7 +573,7 @@ async def test_an_answer_does_not_go_on_at_a_target_whose_weights_were_changed()
         await anext(router.generate(request))
     await asyncio.wait_for(places.all_closed.wait(), 10)
     assert places.rounds == rounds and len(places.closed) == 4, "both handles were closed, without a round"
-    request.resume.CopyFrom(resume_after(started, []))  # nothing was said yet that could be glued to anything
+    request.resume.CopyFrom(resume_after(started, []))  # no token was sent yet
     events = [event async for event in router.generate(request)]
     assert events[0].started.target == places.hello.target != started.target
     assert token_ids_of(events) == plain_answer(IDS, Sampling(), 9)
