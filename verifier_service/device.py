@@ -287,7 +287,7 @@ class DeviceRunner(Runner):
 
     def _replayed(self, shape: Shape, inputs: tuple[Inputs, Inputs]) -> Drawn:
         """A step by its graph, which is recorded where it is not yet; or as it is, where it cannot be recorded."""
-        if shape.alone and self._graphs is not None and shape not in self._recorded:
+        if shape.alone and self._graphs is not None and not self._settled(shape):
             self._record(self._graphs, shape, inputs)
         self._ran.add(shape)
         if shape not in self._recorded:
@@ -296,19 +296,23 @@ class DeviceRunner(Runner):
         recorded.replay()
         return drawn
 
+    def _settled(self, shape: Shape) -> bool:
+        """Whether a shape's step is recorded, or all attempts to record it failed."""
+        return shape in self._recorded or self._failures[shape] >= ATTEMPTS
+
     def _record(self, graphs: Graphs, shape: Shape, inputs: tuple[Inputs, Inputs]) -> None:
-        """Record one shape's step. Others are recorded whether or not this one can be.
+        """Record one shape's step; after ATTEMPTS failures it is never tried again. Other shapes are not affected.
 
         A step may be run again on the same inputs: it writes the same keys to the same places.
         """
-        while self._failures[shape] < ATTEMPTS:
+        while not self._settled(shape):
             try:
                 self._recorded[shape] = graphs.record(lambda: self._step(shape, inputs))
-                return
             except RuntimeError as error:
                 self._failures[shape] += 1
                 log.warning("verifier: a step of %d rows was not recorded: %s", shape.rows, error)
-        log.warning("verifier: steps of %d rows run as they are", shape.rows)
+        if shape not in self._recorded:
+            log.warning("verifier: steps of %d rows run without a graph", shape.rows)
 
 
 def _walk(draw: Draw, said: Ints, width: int) -> Walk:

@@ -180,13 +180,16 @@ def test_a_disturbed_recording_is_tried_again(folder):
     assert len(runner._recorded) == 6 and graphs.attempts == 7
 
 
-def test_a_step_that_cannot_be_recorded_runs_as_it_is_and_takes_no_other_with_it(folder):
+def test_a_step_that_cannot_be_recorded_runs_without_a_graph_and_others_keep_theirs(folder, caplog):
     graphs = FakeGraphs(fails=range(3, 9))  # those of 8 rows, both attempts at each
     runner = without_a_model(runner_of(folder, graphs))
     runner.warm_up()
     assert [shape.rows for shape in runner._recorded] == [16, 16, 16] and graphs.attempts == 9
+    assert caplog.text.count("steps of 8 rows run without a graph") == 3
+    caplog.clear()
     runner.run(plan_of(runner))
     assert graphs.attempts == 9, "it is not tried again while serving"
+    assert not caplog.text, "nor reported with every step"
 
 
 def test_a_replayed_step_gives_the_walks_of_one_that_runs_as_it_is(folder):
