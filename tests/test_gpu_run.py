@@ -72,6 +72,31 @@ def test_no_step_begins_when_the_time_for_all_is_over(gpu, tmp_path, monkeypatch
     assert "not started" in (tmp_path / "results" / "logs" / "good.txt").read_text()
 
 
+def test_steps_run_where_pip_fails_and_git_is_missing(gpu, tmp_path, monkeypatch):
+    """pip refuses the wheel, which is no archive; no program of the machine can be found by its name."""
+    (tmp_path / "wheels").mkdir()
+    (tmp_path / "wheels" / "no_such_package-1.0-py3-none-any.whl").write_text("no archive")
+    (tmp_path / "good.py").write_text(GOOD)
+    monkeypatch.setattr(gpu, "STEPS", (gpu.Step("good", 60.0, script=str(tmp_path / "good.py")),))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    out = tmp_path / "results"
+    assert gpu.main(["--out", str(out), "--wheels", str(tmp_path / "wheels")]) == 0
+    found = json.loads((out / "results.json").read_text())
+    assert found["commit"] == "unknown" and "pip failed" in found["installed"]
+    assert found["steps"][0]["result"]["speed"] == 7
+
+
+@pytest.mark.parametrize("name", ["result.json", "report.xml"])
+def test_half_a_file_of_a_killed_step_ends_no_run(gpu, tmp_path, name):
+    (tmp_path / "result.json").write_text('{"speed": 7}')
+    (tmp_path / "report.xml").write_text("<testsuites><testcase name='one'/></testsuites>")
+    (tmp_path / name).write_text('{"spe' if name == "result.json" else "<testsui")
+    found = gpu.left_by_step(tmp_path / "result.json", tmp_path / "report.xml")
+    assert found["unreadable"].startswith(name)
+    assert found.get("speed") == (None if name == "result.json" else 7)
+    assert found.get("tests") == (None if name == "report.xml" else 1)
+
+
 def test_failed_tests_are_named(gpu, tmp_path):
     (tmp_path / "test_two.py").write_text("def test_right(): pass\ndef test_wrong(): assert 0\n")
     step = gpu.Step("tests", 60.0, tests=(str(tmp_path / "test_two.py"),))

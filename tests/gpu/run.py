@@ -90,7 +90,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def lacking(wheel: Path) -> bool:
-    """Whether the machine has not this wheel's package, or has an older one."""
+    """Whether this wheel's package is missing on the machine, or older there."""
     name, wanted = wheel.name.split("-")[:2]
     try:
         return numbers(version(name)) < numbers(wanted)
@@ -98,13 +98,16 @@ def lacking(wheel: Path) -> bool:
         return True
 
 
-def install(wheels: Path, site: Path) -> list[str]:
-    """Install what the machine lacks from a folder of wheels; returns their names."""
+def install(wheels: Path, site: Path) -> str:
+    """Install what the machine lacks from a folder of wheels; returns their names, or pip's error."""
     wanted = [wheel for wheel in sorted(wheels.glob("*.whl")) if lacking(wheel)]
-    if wanted:
-        pip = ["-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile", "--target", str(site)]
-        subprocess.run([sys.executable, *pip, *map(str, wanted)], check=True)
-    return [wheel.name for wheel in wanted]
+    if not wanted:
+        return "nothing"
+    pip = ["-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile", "--target", str(site)]
+    ran = subprocess.run([sys.executable, *pip, *map(str, wanted)], capture_output=True, text=True)
+    if ran.returncode:
+        return f"nothing, as pip failed: {ran.stderr.strip()}"
+    return ", ".join(wheel.name for wheel in wanted)
 
 
 def environment(dry: bool, site: Path) -> dict[str, str]:
@@ -147,10 +150,20 @@ def run(step: Step, dry: bool, left_s: float, env: dict[str, str], log: Path) ->
             process.wait()
             status = 124
             out.write(f"\nended after {limit:.0f} s, its limit\n")
-        result = json.loads(found.read_text()) if found.is_file() else {}
-        result |= counts(report) if report.is_file() else {}
+        result = left_by_step(found, report)
     outcome = {0: "passed", 124: "timed out"}.get(status, "failed")
     return Done(step.name, outcome, round(time.monotonic() - began, 1), status, result)
+
+
+def left_by_step(found: Path, report: Path) -> dict[str, Any]:
+    """What a step wrote before it ended; a process that is killed may leave half a file."""
+    result: dict[str, Any] = {}
+    for file, read in ((found, lambda file: json.loads(file.read_text())), (report, counts)):
+        try:
+            result |= read(file) if file.is_file() else {}
+        except (ValueError, ElementTree.ParseError) as error:
+            result["unreadable"] = f"{file.name}: {error}"
+    return result
 
 
 def counts(report: Path) -> dict[str, Any]:
@@ -164,8 +177,11 @@ def counts(report: Path) -> dict[str, Any]:
 
 
 def commit() -> str:
-    asked = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True)
-    return asked.stdout.strip() or "unknown"
+    try:
+        head = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    except OSError:  # the machine may have no git
+        head = ""
+    return head or "unknown"
 
 
 def summary(found: Sequence[Done], facts: dict[str, Any], logs: Path) -> str:
@@ -207,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "commit": commit(),
             "dry": given.dry,
             "python": sys.version.split()[0],
-            "installed": ", ".join(installed) or "nothing",
+            "installed": installed,
         }
         env = environment(given.dry, Path(site))
         for step in STEPS:
