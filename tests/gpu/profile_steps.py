@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
-import torch
 from dendro.calls import DraftCall, OpenCall, Terms, TextUpdate, new_opening
 from dendro.shapes import LevelShape
 from dendro.state import NoStates
 from dendro.text import Limits, Sampling, Tokens
 from dendro.tree import DraftTree
+from random_target import runner_of
 from step import DEVICE, DRY, require_device, seconds, write_result
-from tiny_models import make_checkpoint
 from torch.profiler import ProfilerActivity, profile
 from tree_kernels.warp import Warp
 
 from cluster.config import DEMO_MODELS
 from drafter_service.engine import DrafterEngine
 from verifier_service.device import DeviceRunner
-from verifier_service.models import load_target
-from verifier_service.recurrent import Arrangement
 from verifier_service.rows import NO_ROWS, Plan, pack, text_rows
-from verifier_service.runner import buckets_up_to
-from verifier_service.shards import Bounds
 from verifier_service.walk import Draw
 
-SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-LARGE = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
 TIMES = 1 if DRY else 50
 OPERATIONS = 25
 
@@ -53,21 +44,16 @@ def profiled(call: Callable[[], object]) -> str:
 
 
 def verifier_steps() -> list[dict[str, object]]:
-    buckets = (8,) if DRY else buckets_up_to(256)
     found = []
-    with tempfile.TemporaryDirectory() as folder:
-        make_checkpoint(Path(folder), **(SMALL if DRY else LARGE))
-        target = load_target(Path(folder), torch.float32 if DRY else torch.bfloat16, DEVICE, buckets)
-        runner = DeviceRunner(target, Bounds(16, 64, 8, 8, 8, Arrangement.of(8, 16, 8, buckets[-1])), buckets)
-        runner.warm_up()
-        for name, warp in (("greedy", Warp()), ("sampled", Warp(1.0)), ("filtered", Warp(1.0, 50, 0.9))):
-            for rows in (4,) if DRY else (1, 8, 16, 32, 64):
-                plan = plan_of(runner, rows, warp)
-                found.append(
-                    {"drawing": name, "rows": rows, "us": round(1e6 * seconds(lambda p=plan: runner.run(p), TIMES), 1)}
-                )
-                print(found[-1], flush=True)
-        print(profiled(lambda: runner.run(plan_of(runner, 4 if DRY else 64, Warp(1.0)))))
+    runner = runner_of(width=2048, layers=16)
+    runner.warm_up()
+    for name, warp in (("greedy", Warp()), ("sampled", Warp(1.0)), ("filtered", Warp(1.0, 50, 0.9))):
+        for rows in (4,) if DRY else (1, 8, 16, 32, 64):
+            plan = plan_of(runner, rows, warp)
+            took_s = seconds(lambda plan=plan: runner.run(plan), TIMES)
+            found.append({"drawing": name, "rows": rows, "us": round(1e6 * took_s, 1)})
+            print(found[-1], flush=True)
+    print(profiled(lambda: runner.run(plan_of(runner, 4 if DRY else 64, Warp(1.0)))))
     return found
 
 
