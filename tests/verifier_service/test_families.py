@@ -12,8 +12,7 @@ from transformers import AutoConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.mistral import modeling_mistral
 
-from verifier_service import models
-from verifier_service.models import load_target
+from verifier_service.models import families, load_target
 from verifier_service.models.families import NOISY, FamilyError, Property
 from verifier_service.models.seats import ATTENTION
 
@@ -156,5 +155,5 @@ def test_what_a_model_does_past_our_attention_is_seen_when_it_is_loaded(monkeypa
 
 def test_a_layer_of_an_unknown_type_is_refused_though_a_short_text_shows_no_difference(tmp_path, monkeypatch):
     make_checkpoint(tmp_path, "mistral")
-    monkeypatch.setattr(models, "PACKABLE_LAYERS", set())
+    monkeypatch.setattr(families, "PACKABLE_LAYERS", set())
     assert refused(tmp_path) == Property.OTHER_LAYERS

@@ -30,9 +30,9 @@ from verifier_service.models.families import (
     FamilyError,
     Property,
     check_config,
+    check_layer_types,
     check_logits,
     probe_layers,
-    why_fewer,
     why_not_loaded,
     why_not_read,
 )
@@ -43,10 +43,6 @@ from verifier_service.models.mixers import MIXER_FAMILIES, seat_mixers
 from verifier_service.models.reading import load_library_model
 from verifier_service.models.seats import ATTENTION, Run, Seat, seat_attention
 from verifier_service.models.sharded import check_divisible, take_off_wrappers
-
-PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
-NOT_ATTENDING = {"mamba", "linear_attention", "moe", "mlp"}
-"""Layer types of the families with mixers in which nothing attends."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,9 +97,11 @@ class Target:
             return self.model(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
 
     def _one_thread(self) -> AbstractContextManager[None]:
-        """Large products, and the attention and scans of many rows, take as many threads as the run has; all else runs
-        in one. Its operations are small, and where threads share them, their parts end anywhere, which functions with a
-        tail would show (`tree_kernels.elementwise`)."""
+        """A forward runs in one thread; large products, attention and scans of many rows take more themselves.
+
+        Other operations are small, and threads would share their buffers in parts of any length, so that functions
+        which round the end of a part otherwise give other bits (`tree_kernels.elementwise`).
+        """
         return threads_of(1) if self.run.threads > 1 else nullcontext()
 
 
@@ -239,21 +237,16 @@ def _gathering_head(head: nn.Linear, outputs: int, vocabulary: int, forms: RowFo
 def _take_seats(
     folder: Path, model: PreTrainedModel, head: Head, run: Run, vocabulary: int, positions: int, mixers: bool
 ) -> tuple[Layout, ...]:
-    """Seat our attention in the model and find out, by forwards, what its layers are like. Raises FamilyError for a
-    model whose logits are not the library's then; of one with mixers, whose own forms are gone, the layers alone."""
+    """Seat our attention in the model and find out by forwards what its layers attend. Raises FamilyError.
+
+    mixers: whether some layers are mixers, whose library forwards are replaced: there are no logits to compare with
+    """
     for module in model.modules():
         module.dendro_seat = Seat(run)
     probe_layers(folder, model, run)
-    config = model.config.get_text_config()
-    layers = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    attending = sum(layer not in NOT_ATTENDING for layer in layers)
-    if len(run.probed) != attending:
-        seen = f"{len(run.probed)} layers call the attention interface, not {attending}"
-        raise FamilyError(folder, model.config.model_type, why_fewer(model, run), seen)
     if not mixers:
         check_logits(folder, model, head, run, vocabulary, positions)
-        if unknown := sorted(set(layers) - PACKABLE_LAYERS):  # whose difference a short text may not show
-            raise FamilyError(folder, model.config.model_type, Property.OTHER_LAYERS, f"of types {unknown}")
+        check_layer_types(folder, model)
     return tuple(layer.layout for layer in run.probed)
 
 

@@ -1,7 +1,7 @@
 """Which models can be targets: the properties for which one is refused, and how each is found.
 
-What a configuration says is read before weights are loaded. The rest is found by running the loaded model: once with a
-probe in place of its attention, which sees what each layer hands over, and three times on a short text, whose logits
+The configuration is checked before weights are loaded. Everything else is found by running the loaded model: once with
+a probe in place of its attention, which records what each layer passes to it, and then on a short text, whose logits
 must be those of the library's own attention.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,9 @@ class Property(StrEnum):
     OTHER_LAYERS = "has layers of a kind that is not supported"
     ROPE_BY_LENGTH = "has rotary embeddings that depend on the longest text of a batch"
     BIDIRECTIONAL = "attends to later tokens too"
-    WINDOW_NOT_HANDED = "has a sliding window that it does not hand to the attention"
-    OWN_MASK = "hands its attention a mask or a bias of its own (ALiBi, relative positions)"
-    UNKNOWN_ARGUMENT = "hands its attention an argument that is not known here"
+    WINDOW_NOT_HANDED = "has a sliding window that it does not pass to the attention"
+    OWN_MASK = "passes its attention a mask or a bias of its own (ALiBi, relative positions)"
+    UNKNOWN_ARGUMENT = "passes its attention an argument that is not known here"
     POSITIONS = "takes positions otherwise than from position_ids that begin at 0"
     ROWS_MIX = "lets the rows of a step change one another outside its attention"
     UNCALLABLE = "cannot be called with tokens and positions alone"
@@ -66,12 +67,16 @@ class FamilyError(CheckpointError):
     """A target is refused for what its family is; `property` says why."""
 
     def __init__(self, folder: Path, kind: str, why: Property, detail: str = "") -> None:
-        """kind: the configuration's model_type   detail: what was seen, for the one who named the checkpoint"""
+        """kind: the configuration's model_type   detail: what was found in this checkpoint"""
         super().__init__(f"{folder}: {kind} {why}" + (f" ({detail})" if detail else ""))
         self.property = why
 
 
-# Layer types of transformers that no mask and no window can describe, and what they are.
+PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
+"""Layer types whose attention a causal window describes."""
+NOT_ATTENDING = {"mamba", "linear_attention", "moe", "mlp"}
+"""Layer types, of the families with mixers, that call no attention."""
+# Layer types that no mask and no window can describe, and why a model with one of them is refused.
 LAYER_PROPERTIES = {
     "linear_attention": Property.STATES,
     "mamba": Property.STATES,
@@ -86,7 +91,7 @@ UNPACKABLE_ROPE = {"dynamic", "longrope"}
 
 
 def check_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise FamilyError for what a configuration says before anything is loaded."""
+    """Raise FamilyError for a configuration of a model that cannot be a target; nothing is loaded."""
     kind = config["model_type"]
     if config.get("is_encoder_decoder"):
         raise FamilyError(folder, kind, Property.ENCODER_DECODER)
@@ -105,7 +110,7 @@ def check_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _ropes(config: Mapping[str, Any]) -> Iterator[str]:
-    """The types of rotary embeddings that a configuration names, wherever it does."""
+    """The types of rotary embeddings that a configuration names, under any of its keys for them."""
     for key in ("rope_parameters", "rope_scaling"):
         settings = config.get(key)
         for each in (settings, *(settings.values() if isinstance(settings, dict) else ())):
@@ -125,11 +130,11 @@ def why_not_read(folder: Path, kind: str, error: Exception) -> CheckpointError:
 def why_not_loaded(folder: Path, file: str, config: PretrainedConfig, error: Exception) -> CheckpointError:
     """What to raise for a checkpoint that transformers did not load: the family's property, where that is the cause.
 
-    file: the first of the weights'
+    file: the name of the first weight file
     """
-    kind, said = config.model_type, f"{type(error).__name__}: {error}".strip()
+    kind = config.model_type
     if isinstance(error, ImportError):
-        return FamilyError(folder, kind, Property.PACKAGE, said)
+        return FamilyError(folder, kind, Property.PACKAGE, str(error).strip())
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return FamilyError(folder, kind, Property.NO_CAUSAL_CLASS)
     if (built := _cannot_be_built(config, ATTENTION)) is None:
@@ -140,7 +145,7 @@ def why_not_loaded(folder: Path, file: str, config: PretrainedConfig, error: Exc
 
 
 def _cannot_be_built(config: PretrainedConfig, attention: str) -> Exception | None:
-    """What comes of making the model without weights."""
+    """The error of making the model without weights; None where it can be made."""
     try:
         with torch.device("meta"):
             AutoModelForCausalLM.from_config(config, attn_implementation=attention)
@@ -150,39 +155,43 @@ def _cannot_be_built(config: PretrainedConfig, attention: str) -> Exception | No
 
 
 PROBE = "dendro_probe"
-"""The attention that looks and computes nothing. Masks are registered for it, so that models hand theirs over."""
+"""The attention that records its arguments and computes nothing. A mask function is registered for it, so that models
+pass a mask."""
 
 PROBED_ROWS = 40
-"""Rows of the short texts: more than a page's near window, and a multiple of 8."""
+"""Rows of the short text: more than a page's near window, and a multiple of 8."""
 
 FAR = 1 << 20
 """A distance between two tokens that no window reaches."""
 
 TOLERANCE, ROUGH_TOLERANCE = 1e-3, 0.02
-"""How far off a row's logits may be, as a share of their spread: in float32, and in types of fewer bits, which round
-otherwise than the library in every layer."""
+"""How far a row's logits may be from the library's, as a share of their spread: in float32, and in bfloat16 and
+float16, where our attention and the library's round in different places."""
 ROUNDING = 2.0**-8
-"""Of what a layer attends, where bfloat16 is rounded in other places."""
+"""The relative noise that is put on each layer's attention to see how sensitive the logits are: bfloat16's rounding."""
 SENSITIVITY = 3.0
-"""How many times further off than by such a rounding of our own the logits of a model of few bits may be."""
+"""In bfloat16 and float16 logits may also be this many times as far from the library's as that noise moves them."""
 AGREEING, ROUGHLY_AGREEING = 0.75, 0.25
-"""The share of rows that must be as near. Where two experts are as good, rounding decides between them, and changes all
-rows that see such a one. What a mask, a bias or a position that is missing changes, it changes in nearly all rows."""
+"""The share of rows that must be as near, in float32 and in the others. Rounding may choose another of two experts of
+nearly equal weight, which changes every row that sees such a row; a missing mask, bias or position changes nearly all
+rows."""
 
-HARMLESS = {
+KNOWN_ARGUMENTS = {
+    *signature(seat_attention).parameters,
     *("dropout", "position_ids", "use_cache", "is_causal", "output_attentions", "output_router_logits", "layer_idx"),
     *("cache_position", "return_dict", "output_hidden_states", "past_key_values", "logits_to_keep"),
 }
-"""Arguments that models hand on to their attention and that change nothing in a forward without cache."""
+"""Arguments that our attention takes, and those that models pass on and that change nothing in a forward without
+cache."""
 
 
 class _Probing:
-    """What the probe sees of a model's layers."""
+    """What the probe records of a model's layers."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.masks: dict[int, Callable[..., Any]] = {}  # by where the mask's numbers are
-        self.kept: list[Tensor] = []  # so that no other tensor comes to be there
+        self.masks: dict[int, Callable[..., Any]] = {}  # mask functions, by the address of the mask made of each
+        self.kept: list[Tensor] = []  # the masks, so that their addresses are not used again
         self.faults: list[tuple[Property, str]] = []
         self.seen: set[int] = set()
 
@@ -204,10 +213,10 @@ class _Probing:
         seat: Seat = module.dendro_seat  # type: ignore[assignment]
         seat.index = len(self.run.probed)
         self.run.probed.append(ProbedLayer(layout, window))
-        if unknown := sorted(each for each, what in others.items() if what is not None and each not in HARMLESS):
+        if unknown := sorted(each for each, what in others.items() if what is not None and each not in KNOWN_ARGUMENTS):
             self.faults.append((Property.UNKNOWN_ARGUMENT, f"{name}: {', '.join(unknown)}"))
         if mask is None:
-            self.faults.append((Property.BIDIRECTIONAL, f"{name} is handed no mask"))
+            self.faults.append((Property.BIDIRECTIONAL, f"{name} gets no mask"))
         elif mask.data_ptr() not in self.masks:
             self.faults.append((Property.OWN_MASK, name))
         elif fault := _unlike_a_window(self.masks[mask.data_ptr()], window, mask.device):
@@ -215,7 +224,7 @@ class _Probing:
 
 
 def _unlike_a_window(sees: Callable[..., Any], window: int | None, device: torch.device) -> Property | None:
-    """What a mask has that a causal window of so many tokens has not; None where both are one."""
+    """How a mask differs from a causal window of so many tokens; None where it does not."""
     first = torch.zeros((), dtype=torch.int64, device=device)
 
     def seen(query: Tensor, key: Tensor) -> Tensor:
@@ -236,7 +245,7 @@ def _unlike_a_window(sees: Callable[..., Any], window: int | None, device: torch
         ends = of(window, FAR)
         inside, outside = seen(ends, ends - window + 1), seen(ends, ends - window)
         return None if bool(inside.all()) and not bool(outside.any()) else Property.WINDOW_NOT_HANDED
-    except IndexError:  # the mask reads what it knows of each row of this step
+    except IndexError:  # the mask looks its rows up in a tensor of this step's
         return Property.OWN_MASK
 
 
@@ -251,8 +260,6 @@ def _probe_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     _probing[-1].attention(module, key, value, attention_mask, sliding_window, others)
@@ -266,7 +273,7 @@ def _probe_mask(
 
 
 NOISY = "dendro_noisy"
-"""Our attention with noise on what it gives, as large as rounding in another place."""
+"""Our attention with noise of ROUNDING on its results."""
 
 
 def _noisy_attention(module: nn.Module, *args: Any, **others: Any) -> tuple[Tensor, None]:
@@ -283,7 +290,7 @@ AttentionMaskInterface.register(PROBE, _probe_mask)
 
 @contextmanager
 def attending_by(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """All layers of the model attend by this implementation, which is looked up at every call."""
+    """All layers of the model attend by this implementation inside the context."""
     configs = {id(found): found for module in model.modules() if (found := getattr(module, "config", None)) is not None}
     before = {key: config._attn_implementation_internal for key, config in configs.items() if _has_one(config)}
     try:
@@ -300,7 +307,7 @@ def _has_one(config: Any) -> bool:
 
 
 def probe_layers(folder: Path, model: PreTrainedModel, run: Run) -> None:
-    """Find out, by a forward, what the model's layers are like (`run.probed`). Raises FamilyError."""
+    """Fill `run.probed` by a forward with the probe: one entry for each layer that attends. Raises FamilyError."""
     kind = model.config.model_type
     probing = _Probing(run)
     _probing.append(probing)
@@ -318,15 +325,26 @@ def probe_layers(folder: Path, model: PreTrainedModel, run: Run) -> None:
         _probing.pop()
     if probing.faults:
         raise FamilyError(folder, kind, *probing.faults[0])
+    attending = sum(layer not in NOT_ATTENDING for layer in _layer_types(model))
+    if len(run.probed) != attending:
+        why = _beside_attention(model) or (Property.OTHER_LAYERS if run.probed else Property.OUTSIDE_INTERFACE)
+        seen = f"{len(run.probed)} layers call the attention interface, not {attending}"
+        raise FamilyError(folder, kind, why, seen)
 
 
-def why_fewer(model: PreTrainedModel, run: Run) -> Property:
-    """Why other layers attend, or more or fewer, than the configuration counts."""
-    return _beside_attention(model) or (Property.OTHER_LAYERS if run.probed else Property.OUTSIDE_INTERFACE)
+def _layer_types(model: PreTrainedModel) -> list[str]:
+    config = model.config.get_text_config()
+    return getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+
+
+def check_layer_types(folder: Path, model: PreTrainedModel) -> None:
+    """Raise FamilyError for a layer type that is not known here: a short text may not show how it differs."""
+    if unknown := sorted(set(_layer_types(model)) - PACKABLE_LAYERS):
+        raise FamilyError(folder, model.config.model_type, Property.OTHER_LAYERS, f"of types {unknown}")
 
 
 def _beside_attention(model: PreTrainedModel) -> Property | None:
-    """What besides attention joins a text's tokens, by what the model is made of."""
+    """What besides attention mixes a text's tokens, by the model's class and its modules."""
     if getattr(model, "_is_stateful", False):
         return Property.STATES
     if any(isinstance(module, nn.Conv1d) for module in model.modules()):
@@ -335,9 +353,10 @@ def _beside_attention(model: PreTrainedModel) -> Property | None:
 
 
 def check_logits(folder: Path, model: PreTrainedModel, head: Head, run: Run, vocabulary: int, positions: int) -> None:
-    """Compare the model with the library's own attention on a short text, its rows in order and in another.
+    """Compare our attention's logits of a short text with those of the library's own; the text's rows are in order in
+    one step and shuffled in another. Raises FamilyError.
 
-    vocabulary: of the tokens   positions: that the model has. Raises FamilyError.
+    vocabulary: of the tokens   positions: that the model has
     """
     kind, dtype = model.config.model_type, model.dtype
     count = min(PROBED_ROWS, positions // 8 * 8)
@@ -359,8 +378,8 @@ def check_logits(folder: Path, model: PreTrainedModel, head: Head, run: Run, voc
                     noisy = _by_our_seats(model, run, tokens, in_order)
                 near = _off(ordered, truth, dtype) <= SENSITIVITY * _off(noisy, ordered, dtype)
             if not near:
-                told = _by_the_library(model, tokens, in_order)
-                why = Property.OTHER_LOGITS if _agree(told, truth, dtype) else Property.POSITIONS
+                placed = _by_the_library(model, tokens, in_order)
+                why = Property.OTHER_LOGITS if _agree(placed, truth, dtype) else Property.POSITIONS
                 raise FamilyError(folder, kind, why, _difference(ordered, truth))
             if _agree(shuffled, ordered, dtype):
                 return
@@ -374,15 +393,17 @@ def check_logits(folder: Path, model: PreTrainedModel, head: Head, run: Run, voc
 
 
 def _by_the_library(model: PreTrainedModel, tokens: Tensor, positions: Tensor | None) -> Tensor:
-    """The library's logits [rows, vocabulary] of a text without a cache, by its plainest attention; without positions,
-    at those that the model itself gives the text."""
+    """Logits [rows, vocabulary] of a text by transformers' eager attention, without a cache. positions: by default
+    those that the model makes itself."""
     with attending_by(model, "eager"):
         return _logits(model, tokens, positions)
 
 
 def _by_our_seats(model: PreTrainedModel, run: Run, tokens: Tensor, order: Tensor, apart: Head | None = None) -> Tensor:
-    """Ours, in the order of the text, where the step has the rows in this order; apart: the head runs after a forward
-    of the layers alone."""
+    """Logits [rows, vocabulary] of a text, in its order, by our attention in a step that has the rows in another.
+
+    apart: this head makes them, after a forward of the layers alone
+    """
     near = near_window(0)
     layouts = [layer.layout for layer in run.probed]
     pages = Pages(layouts, pages_for(len(tokens)), len(tokens), model.device)
@@ -410,19 +431,19 @@ def _by_our_seats(model: PreTrainedModel, run: Run, tokens: Tensor, order: Tenso
 
 def _logits(model: PreTrainedModel, tokens: Tensor, positions: Tensor | None) -> Tensor:
     on = model.device
-    told = {} if positions is None else {"position_ids": positions[None].to(on)}
-    answer = model(input_ids=tokens[None].to(on), use_cache=False, **told)
+    placed = {} if positions is None else {"position_ids": positions[None].to(on)}
+    answer = model(input_ids=tokens[None].to(on), use_cache=False, **placed)
     logits: Tensor = answer.logits[0].float()
     return logits
 
 
 def _errors(found: Tensor, truth: Tensor) -> Tensor:
-    """[rows] how far off each row is, as a share of its logits' spread."""
+    """[rows] the distance of each row's logits, as a share of their spread."""
     return (found - truth).norm(dim=-1) / (truth - truth.mean(-1, keepdim=True)).norm(dim=-1)
 
 
 def _off(found: Tensor, truth: Tensor, dtype: torch.dtype) -> float:
-    """How far off the farthest of the rows is that must be near."""
+    """The largest error of the rows that must be near, when the others are left out."""
     return float(_errors(found, truth).quantile(AGREEING if dtype == torch.float32 else ROUGHLY_AGREEING))
 
 
