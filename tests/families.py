@@ -1,8 +1,8 @@
-"""What becomes of a causal family: it is served, and then certified here, or it is refused for a property.
+"""Tries a causal family of transformers as a target: it is served and certified here, or refused for a property.
 
 python tests/families.py                write docs/families.md from tests/families.json
-python tests/families.py --check        fail where the page is not what that would write
-python tests/families.py --record NAME  find out what becomes of a family, or of `all`, and note it in the file
+python tests/families.py --check        exit with 1 where docs/families.md is out of date
+python tests/families.py --record NAME  try a family, or `all`, and write the result into tests/families.json
 """
 
 from __future__ import annotations
@@ -32,26 +32,24 @@ DATA = Path(__file__).parent / "families.json"
 PAGE = Path(__file__).parent.parent / "docs" / "families.md"
 
 LENGTHS = (1, 7, 101)
-"""Of texts: the last is longer than a page and than every window."""
+"""Tokens of the texts: the last is longer than a page and than every window."""
 GREEDY = 6
 """Tokens of a greedy answer."""
 TOLERANCE = 1e-3
-"""Of a row's float32 logits against the library's, as a share of their spread."""
-
+"""How far a row's float32 logits may be from the library's, as a share of their spread."""
 
 HOW_TO_RECORD = "python tests/families.py --record {family}"
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What became of a family."""
+class Tried:
+    """The result for a family."""
 
     refused: Property | None
-    said: str = ""  # of a refused one, what the one who named the checkpoint reads
-    exactness: tuple[str, ...] = ()  # of a served one, in float32 and bfloat16, on this machine
+    message: str = ""  # of the refusal
 
 
-def find_out(family: str, folder: Path) -> Found:
+def try_family(family: str, folder: Path) -> Tried:
     """Make a tiny checkpoint in the folder and try to serve it. Raises AssertionError where it is served wrongly."""
     logging.set_verbosity_error()
     made = make_checkpoint(folder, family)
@@ -59,11 +57,12 @@ def find_out(family: str, folder: Path) -> Found:
         engine = _engine(folder, torch.float32)
     except BadRequest as error:
         assert isinstance(error.__cause__, FamilyError), f"refused for no property: {error}"
-        return Found(error.__cause__.property, str(error).replace(str(folder), "").removeprefix("checkpoint: : "))
-    assert made, "transformers makes no model of it, and yet it is served"
+        return Tried(error.__cause__.property, str(error))
+    assert made, "it is served, though transformers makes no model of it"
     _has_the_librarys_logits(engine, folder)
-    engines = (engine, _engine(folder, torch.bfloat16))
-    return Found(None, exactness=tuple(_certify_trees(each) for each in engines))
+    for each in (engine, _engine(folder, torch.bfloat16)):
+        _certify_trees(each)
+    return Tried(None)
 
 
 def _engine(folder: Path, dtype: torch.dtype) -> VerifierEngine:
@@ -107,32 +106,30 @@ def _has_the_librarys_logits(engine: VerifierEngine, folder: Path) -> None:
             ids.append(token)
 
 
-def _certify_trees(engine: VerifierEngine) -> str:
-    """A row of a tree has the bits of plain decoding, where the engine says so; returns what it says."""
-    exactness = engine._hello.exactness
+def _certify_trees(engine: VerifierEngine) -> None:
+    """Where the engine announces `bitwise`, a row of a tree has the bits of plain decoding."""
     for length in LENGTHS:
         ids = _text(length)
         found = engine.logits_of(ids, _tree(ids[-1]))
         for row, path in zip(found, _paths(ids), strict=True):
             plain = engine.logits_of(path, DraftTree.root_only(path[-1]))[0]
             assert torch.isfinite(plain).all()
-            if exactness == "bitwise":
+            if engine._hello.exactness == "bitwise":
                 assert torch.equal(row, plain), f"a row of a tree has other bits after {len(path)} tokens"
-    return exactness
 
 
 def read() -> dict[str, Any]:
-    """What is known of families: `served`, their names; `refused`, the name of the property of each."""
+    """The recorded results: `served`, names of families; `refused`, the property's name by family."""
     data: dict[str, Any] = json.loads(DATA.read_text())
     return data
 
 
 def record(families: Sequence[str]) -> None:
-    """Find out what becomes of these and note it in the file."""
+    """Try these families and write the results into the file."""
     data = read() if DATA.is_file() else {"served": [], "refused": {}}
     for family in families:
         with tempfile.TemporaryDirectory() as folder:
-            found = find_out(family, Path(folder))
+            found = try_family(family, Path(folder))
         served = {*data["served"]} - {family}
         data["refused"].pop(family, None)
         if found.refused is None:
@@ -144,7 +141,7 @@ def record(families: Sequence[str]) -> None:
 
 
 def written(data: dict[str, Any]) -> str:
-    """The page of what is known."""
+    """The page of the recorded results."""
     served, refused = data["served"], data["refused"]
     by_property = {why: [family for family, found in refused.items() if found == why.name] for why in Property}
     lines = [
@@ -152,14 +149,15 @@ def written(data: dict[str, Any]) -> str:
         "",
         "Written by `python tests/families.py` from `tests/families.json`. A family is a `model_type` of transformers;",
         f"version {data['transformers']} was tried. A target of a family that is not served is refused when it is",
-        "loaded, with the property that is the reason. Properties are found by looking at the loaded model, so a",
-        "checkpoint whose settings give it one of them is refused in a served family too (rotary embeddings of type",
-        "`dynamic` or `longrope`, for example), and a family that no table has is tried.",
+        "loaded; the error names the property that is the reason. The check is of the checkpoint itself, not of its",
+        "family's name: a checkpoint of a served family is refused where its settings give it such a property (rotary",
+        "embeddings of type `dynamic` or `longrope`, for example), and one of a family in neither table is loaded if",
+        "it passes.",
         "",
         f"## Served: {len(served)}",
         "",
         "For each of these a tiny checkpoint of random weights, with the family's default settings and every kind of",
-        "its layers, is loaded by `tests/verifier_service/test_families.py`. What the test holds it to:",
+        "its layers, is loaded by `tests/verifier_service/test_families.py`, which checks:",
         "",
         f"- float32 logits after texts of {', '.join(map(str, LENGTHS[:-1]))} and {LENGTHS[-1]} tokens, where windows",
         f"  are of {WINDOW} tokens, are those of transformers' forward of the whole text, off by less than {TOLERANCE}",
@@ -177,7 +175,7 @@ def written(data: dict[str, Any]) -> str:
         "|---|---|---|",
         *(f"| `{why.name}` | {', '.join(found)} | {why} |" for why, found in by_property.items() if found),
         "",
-        "Properties that no family has by default, and a checkpoint may have:",
+        "Properties that no family has by default; a checkpoint's settings may give it one:",
         "",
         *(f"- `{why.name}`: {why}" for why, found in by_property.items() if not found),
     ]
@@ -185,7 +183,7 @@ def written(data: dict[str, Any]) -> str:
 
 
 def _columns(names: Sequence[str], count: int) -> list[str]:
-    """A table of names, to be read down its columns."""
+    """A table of names, sorted down its columns."""
     rows = -(-len(names) // count)
     cells = [
         [names[place] if place < len(names) else "" for place in range(row, rows * count, rows)] for row in range(rows)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from dendro.errors import BadRequest
-from families import HOW_TO_RECORD, PAGE, find_out, read, written
+from families import HOW_TO_RECORD, PAGE, read, try_family, written
 from tiny_families import FAMILIES, WINDOW, make_checkpoint
 from transformers import AutoConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -23,23 +23,23 @@ BUCKETS = (8, 40)
 @pytest.mark.long
 @pytest.mark.parametrize("family", sorted({*FAMILIES, *KNOWN["served"], *KNOWN["refused"]}))
 def test_every_causal_family_is_served_and_certified_or_refused_for_a_property(family, tmp_path):
-    """`-k` with a name tries one family alone. The list of served families only grows."""
+    """`-k` with a name tries that family alone. A family that is served must stay so."""
     if family not in FAMILIES:
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
-    found = find_out(family, tmp_path)
+    found = try_family(family, tmp_path)
     command = HOW_TO_RECORD.format(family=family)
     if family in KNOWN["served"]:
-        assert found.refused is None, f"{family} was served, and is refused now: {found.said}"
-    elif transformers.__version__ == KNOWN["transformers"]:  # another version may have changed or brought it
-        assert found.refused is not None, f"{family} is served now: note it with `{command}`"
-        assert KNOWN["refused"].get(family) == found.refused.name, f"refused otherwise: note it with `{command}`"
+        assert found.refused is None, f"{family} was served, and is refused now: {found.message}"
+    elif transformers.__version__ == KNOWN["transformers"]:  # another version may have changed or added it
+        assert found.refused is not None, f"{family} is served now: record it with `{command}`"
+        assert KNOWN["refused"].get(family) == found.refused.name, f"another property: record it with `{command}`"
 
 
-def test_the_page_of_families_says_what_is_known_of_them():
+def test_the_page_of_families_is_up_to_date():
     assert PAGE.read_text() == written(KNOWN), "write it with `python tests/families.py`"
 
 
-def test_what_is_known_is_known_by_properties_of_the_closed_list():
+def test_every_recorded_refusal_gives_a_property_of_the_closed_list():
     assert {*KNOWN["refused"].values()} <= set(Property.__members__)
     assert not {*KNOWN["served"]} & KNOWN["refused"].keys()
 
@@ -72,17 +72,17 @@ def refused(folder, dtype=torch.float32):
         ("mllama", Property.NO_CAUSAL_CLASS),
     ],
 )
-def test_a_family_that_cannot_be_served_is_refused_with_the_property_that_is_the_reason(family, why, tmp_path):
+def test_a_family_that_cannot_be_served_is_refused_for_its_property(family, why, tmp_path):
     assert make_checkpoint(tmp_path, family)
     assert refused(tmp_path) == why
 
 
 def test_opt_is_served_with_the_librarys_answers(tmp_path):
-    """Its model calls the decoder and no base, so that the head's rows came from nowhere."""
-    assert find_out("opt", tmp_path).refused is None
+    """OPT's model calls its decoder, not its base model, from which the head once expected its rows."""
+    assert try_family("opt", tmp_path).refused is None
 
 
-def test_an_encoder_in_a_decoders_place_is_refused_as_it_attends_to_later_tokens(tmp_path):
+def test_an_encoder_is_refused_as_it_attends_to_later_tokens(tmp_path):
     make_checkpoint(tmp_path, "bert")
     config = AutoConfig.from_pretrained(tmp_path)
     config.is_decoder = False
@@ -91,7 +91,7 @@ def test_an_encoder_in_a_decoders_place_is_refused_as_it_attends_to_later_tokens
 
 
 class Changed:
-    """Transformers' table of attentions, with a fault planted in the calls of one family."""
+    """transformers' table of attention functions, which changes the arguments of every call."""
 
     def __init__(self, change):
         self.change = change
@@ -146,7 +146,9 @@ def rows_joined(name, query, mask, others):
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_what_a_model_does_past_our_attention_is_seen_when_it_is_loaded(monkeypatch, tmp_path, change, why, dtype):
+def test_a_model_that_does_what_our_attention_cannot_is_refused_when_it_is_loaded(
+    monkeypatch, tmp_path, change, why, dtype
+):
     make_checkpoint(tmp_path, "mistral")
     assert load(tmp_path, dtype).window == WINDOW
     monkeypatch.setattr(modeling_mistral, "ALL_ATTENTION_FUNCTIONS", Changed(change))
