@@ -39,9 +39,9 @@ from tiny_models import make_checkpoint as make_target
 from tiny_hybrids import make_checkpoint as make_hybrid
 folder = Path(sys.argv[2])
 make_target(folder / "llama", hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
-for family in ("bamba", "mamba_in_llama"):
+for family in ("mamba2", "bamba", "mamba_in_llama"):
     make_hybrid(folder / family, family)
-for family in ("llama", "bamba", "mamba_in_llama"):
+for family in ("llama", "mamba2", "bamba", "mamba_in_llama"):
     engine = VerifierEngine.load(folder / family, name="tiny", dtype=torch.float32, max_length=64, max_sessions=1)
     assert engine.logits_of([5, 6, 7], DraftTree.of([7, 8, 9], [-1, 0, 0])).isfinite().all()
 print("loaded")

@@ -35,6 +35,7 @@ from cluster.checkpoints import check_library_has
 from cluster.policies import POLICIES
 from drafter_service.engine import DrafterEngine
 from verifier_service.engine import VerifierEngine
+from verifier_service.models.norms import group_norms
 from verifier_service.models.reading import load_library_model
 
 Prompt = tuple[int, ...]
@@ -67,6 +68,7 @@ class Library:
     def __init__(self, checkpoint: Path, dtype: torch.dtype) -> None:
         check_library_has(checkpoint)
         self.model = load_library_model(checkpoint, dtype=dtype).eval()
+        group_norms(self.model)
 
     @torch.inference_mode()
     def greedy(self, prompt: Sequence[int], tokens: int) -> list[int]:

@@ -18,7 +18,8 @@ from tree_layers.errors import CheckpointError
 
 from verifier_service.engine import VerifierEngine
 from verifier_service.models.heads import SpreadNorm, deal_out, is_mixer
-from verifier_service.models.mamba_in_llama import GroupedNorm, library_config
+from verifier_service.models.mamba_in_llama import library_config
+from verifier_service.models.norms import GroupedNorm
 
 EXPERTS = {
     "layers_block_type": ["mamba", "moe", "attention", "mamba"],
@@ -257,7 +258,7 @@ def test_a_norm_spread_over_workers_is_the_whole_norm(kind, groups, workers):
     torch.manual_seed(0)
     channels = 48
     if kind == "mamba2":
-        norm = GroupedNorm(channels, channels // groups)
+        norm = GroupedNorm(torch.nn.Parameter(torch.ones(channels)), channels // groups, 1e-6)
     else:
         norm = FalconH1RMSNormGated(channels, n_groups=groups, norm_before_gate=kind == "before the gate")
     norm.weight.data.normal_()

@@ -13,7 +13,10 @@ from dendro.errors import BadRequest
 from layouts import FORMS, copy_as
 from tiny_hybrids import oracle, paths_below, tree_below
 from tiny_mamba import make_state_spaces
+from torch import nn
+from transformers.models.mamba2 import modeling_mamba2
 
+from cluster.certify.checks import Library
 from verifier_service.engine import VerifierEngine
 from verifier_service.models import load_target
 
@@ -76,6 +79,34 @@ def test_a_target_in_state_spaces_own_layout_has_the_librarys_logits(folders, tm
     make_state_spaces(tmp_path / "own", model)
     truth = torch.stack([oracle(model, path) for path in paths_below(IDS)])
     assert (logits_in(tmp_path / "own") - truth).abs().max() < 1e-4
+
+
+class OldNorm(nn.Module):
+    """Mamba-2's gated norm in transformers before 5.23: all channels are one group."""
+
+    def __init__(self, hidden_size, group_size, eps):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states, gate):
+        gated = hidden_states.float() * nn.functional.silu(gate.float())
+        normed = gated * torch.rsqrt(gated.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * normed.to(hidden_states.dtype)
+
+
+def test_mixers_of_several_groups_have_norms_by_groups_whatever_transformers_makes(folders, tmp_path, monkeypatch):
+    """In both layouts, as the target and as what `dendro certify` compares it with."""
+    folder, model = folders("mamba2")
+    assert model.config.n_groups > 1
+    make_state_spaces(tmp_path / "own", model)
+    paths = paths_below(IDS)
+    truth = torch.stack([oracle(model, path) for path in paths])
+    monkeypatch.setattr(modeling_mamba2, "MambaRMSNormGated", OldNorm)
+    for checkpoint in (folder, tmp_path / "own"):
+        library = Library(checkpoint, torch.float32).model
+        assert (torch.stack([oracle(library, path) for path in paths]) - truth).abs().max() < 1e-4
+        assert (logits_in(checkpoint) - truth).abs().max() < 1e-4
 
 
 @pytest.mark.long

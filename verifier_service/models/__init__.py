@@ -40,6 +40,7 @@ from verifier_service.models.head import HEAD_ROWS, Head, Product
 from verifier_service.models.heads import deal_out
 from verifier_service.models.mamba_in_llama import MambaInLlamaConfig, library_config
 from verifier_service.models.mixers import MIXER_FAMILIES, seat_mixers
+from verifier_service.models.norms import group_norms
 from verifier_service.models.reading import load_library_model
 from verifier_service.models.seats import ATTENTION, Run, Seat, seat_attention
 from verifier_service.models.sharded import check_divisible, take_off_wrappers
@@ -188,6 +189,7 @@ def _load(
         seated = Head(model, _gathering_head(head, outputs, vocabulary, head_forms, group), together=True)
     else:
         seated = Head(model, _float_head(head, vocabulary, head_forms), together=False)
+    group_norms(model)
     mixers = seat_mixers(folder, model, run, group)
     make_activations_safe(model)
     forms = RowForms(buckets, run.threads)

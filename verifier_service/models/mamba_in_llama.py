@@ -19,7 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from tree_layers.checkpoint import MAMBA_CONFIG, read_config
 from tree_layers.errors import CheckpointError
-from tree_layers.tree_mixers import silu
+
+from verifier_service.models.norms import GroupedNorm
 
 GATED_EPS = 1e-5
 """Of the norm after the gate; no checkpoint says another."""
@@ -88,25 +89,9 @@ class MambaInLlamaMixer(nn.Module):
         self.dt_bias = nn.Parameter(torch.empty(self.num_heads))
         self.A_log = nn.Parameter(torch.empty(self.num_heads))
         self.D = nn.Parameter(torch.empty(self.num_heads))
-        self.norm = GroupedNorm(self.intermediate_size, self.ssm_state_size)
+        weight = nn.Parameter(torch.ones(self.intermediate_size))
+        self.norm = GroupedNorm(weight, self.ssm_state_size, GATED_EPS)
         self.out_proj = nn.Linear(self.intermediate_size, config.hidden_size, bias=False)
-
-
-class GroupedNorm(nn.Module):
-    """Gate, then an RMS norm of each group of channels. The library's Mamba-2 norm has no groups before 5.23."""
-
-    def __init__(self, channels: int, group_size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(channels))
-        self.group_size = group_size
-        self.variance_epsilon = GATED_EPS
-
-    def forward(self, y: Tensor, gate: Tensor) -> Tensor:
-        """y, gate [..., channels]; returns the same in y's dtype, computed in float32."""
-        gated = y.float() * silu(gate.float())
-        groups = gated.unflatten(-1, (-1, self.group_size))
-        normed = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.variance_epsilon)
-        return self.weight * normed.flatten(-2).to(y.dtype)
 
 
 class MambaInLlamaLayer(nn.Module):
