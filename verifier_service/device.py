@@ -40,11 +40,11 @@ GREEDY, SAMPLED, FILTERED = range(3)
 """What drawing needs: no noise where all texts are greedy, no sorting where none has a filter."""
 
 ATTEMPTS = 2
-"""Recordings of a step that may fail before it is run as it is: another thread may have disturbed the first."""
+"""How often the recording of a step is tried: another thread may have disturbed the first attempt."""
 
 
 class Copied(Protocol):
-    """Tells when the last upload has been read; a torch.cuda.Event."""
+    """The part of torch.cuda.Event that tells when the last upload has been read."""
 
     def record(self) -> None: ...
     def synchronize(self) -> None: ...
@@ -63,7 +63,7 @@ class Inputs:
         device: torch.device,
         copied: Copied | None = None,
     ) -> None:
-        """copied: by default an event where the device is a GPU, and nothing where copies are done when they return."""
+        """copied: by default an event on a GPU, and None elsewhere, where a copy is done when it returns."""
         sizes = [int(np.prod(shape)) for shape in shapes.values()]
         self._host = torch.zeros(sum(sizes), dtype=dtype, pin_memory=device.type == "cuda")
         self._device = torch.zeros(sum(sizes), dtype=dtype, device=device)
@@ -115,7 +115,7 @@ class DeviceRunner(Runner):
         crew: Crew | None = None,
         graphs: Graphs | None = None,
     ) -> None:
-        """graphs: by default CUDA's where one GPU has the whole target; where there are none, steps run as they are."""
+        """graphs: by default CUDA's where one GPU has the whole target; without any, steps run unrecorded."""
         super().__init__(target, bounds, buckets, crew)
         self._bounds = bounds
         self._inputs: dict[Shape, tuple[Inputs, Inputs]] = {}
@@ -127,13 +127,14 @@ class DeviceRunner(Runner):
         self._ran: set[Shape] = set()  # their kernels are compiled
 
     def warm_up(self) -> None:
-        """Run, and record where there are graphs, every step that can be: the largest first, as they share memory.
+        """Run a step of each number of rows and each kind of drawing, and record those that can be recorded. The
+        largest come first, as graphs share memory.
 
-        The rows only pad: what is written goes to the zero page, which nobody reads. Steps with prompt rows are run
-        once for each number of rows; those whose wanted rows are fewer meet nothing new but their sizes.
+        All rows are padding, so they write to the zero page alone. Of steps with prompt rows one is run for each number
+        of rows: with another number of wanted rows it runs the same kernels.
         """
         if self.crew is not None or (self.device.type == "cpu" and self._graphs is None):
-            return  # workers have run every number of rows for the checks; an interpreter compiles nothing
+            return  # the checks have run every number of rows on workers; an interpreter compiles nothing
         began = time.perf_counter()
         with torch.inference_mode():
             for rows in sorted(self.buckets, reverse=True):
@@ -184,7 +185,7 @@ class DeviceRunner(Runner):
         return Shape(rows, wanted, drawing, len(plan.wanted) == len(plan.tokens))
 
     def _inputs_of(self, shape: Shape) -> tuple[Inputs, Inputs]:
-        """A shape's arrays, cleared: as of a step whose rows only pad."""
+        """A shape's arrays, cleared: every row is padding."""
         if shape not in self._inputs:
             rows, drawn, texts = (shape.rows,), (shape.drawn,), (self._bounds.max_texts,)
             whole = {
@@ -254,7 +255,7 @@ class DeviceRunner(Runner):
         return self._seen(inputs.device)
 
     def _logits(self, inputs: tuple[Tensor, Tensor, Tensor]) -> Logits:
-        """Of all wanted rows at once, as steps make them: checks must multiply as many rows as steps do."""
+        """Logits of all wanted rows at once: the checks must multiply as many rows as steps do."""
         return Logits.made(self.target.logits(*inputs))
 
     def _seen(self, given: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -279,14 +280,14 @@ class DeviceRunner(Runner):
         )
         below = paths[:, 1:]
         accepted = torch.arange(1, self._bounds.max_depth + 1, device=self.device)[None] < lengths[:, None]
-        source = torch.where(accepted, given["from_slots"][below], 0)  # what is not accepted: slot 0, which is skipped
+        source = torch.where(accepted, given["from_slots"][below], 0)  # 0 where a guess was not accepted: skipped
         target = torch.where(accepted, given["to_slots"][below], 0)
         for store in self.pages.stores:
             commit_rows(store, source.view(-1), target.view(-1))
         return Drawn(paths, picked[paths], lengths)
 
     def _replayed(self, shape: Shape, inputs: tuple[Inputs, Inputs]) -> Drawn:
-        """A step by its graph, which is recorded where it is not yet; or as it is, where it cannot be recorded."""
+        """Replay a step's graph, which is recorded first where there is none; run the step where it cannot be."""
         if shape.alone and self._graphs is not None and not self._settled(shape):
             self._record(self._graphs, shape, inputs)
         self._ran.add(shape)

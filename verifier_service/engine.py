@@ -54,8 +54,8 @@ class VerifierEngine:
         dependent: Sequence[str] = (),
     ) -> None:
         """shelf: for the states of texts, where the scheduler `saves` them. longest_step_s: after so long in one step
-        the engine counts as hung. dependent: where a row's bits depend on the rows beside it, found when the target was
-        loaded; nowhere where the exactness is `bitwise`."""
+        the engine counts as hung. dependent: products, and numbers of rows, with which a row's bits depend on other
+        rows; empty where the exactness is `bitwise`."""
         self._watch = StepWatch(longest_step_s)
         self.scheduler = scheduler
         self.runner = runner
@@ -356,7 +356,7 @@ class VerifierEngine:
                 try:
                     with self._watch.busy():
                         await loop.run_in_executor(self._thread, self.runner.prepare, *ahead.pop(0))
-                except Exception:  # the round that needs this noise computes it, or fails alone
+                except Exception:  # the round that needs this noise computes it then, or fails by itself
                     log.exception("verifier: noise could not be computed ahead")
             else:
                 with contextlib.suppress(TimeoutError):
@@ -364,7 +364,7 @@ class VerifierEngine:
                         await self._work.wait()
 
     async def _restore(self, session: Session, saved: Saved) -> bool:
-        """Put a saved memory in place; false, and logged, where that fails: the text is computed instead."""
+        """Put a saved memory in place; false where that fails, which is logged: the text is then computed."""
         place, loop = session.memory.place, asyncio.get_running_loop()
         if place is None:  # all texts were given up meanwhile
             return False
@@ -400,7 +400,7 @@ class VerifierEngine:
             covered = 0
             try:
                 covered = await shelf.put(session.terms.tenant, ids, digest, arrays) if arrays else 0
-            except Exception:  # a state is worth only time
+            except Exception:  # a state that is not saved costs time, and no token
                 log.exception("verifier: the memory of a closed text could not be saved")
             ask.answer(Closed(covered))
 
@@ -429,12 +429,13 @@ class VerifierEngine:
     # For checks: the target's own logits, without a session
 
     def memory_bytes(self) -> dict[str, int]:
-        """What this process holds for texts, `pages` and `states`, and for the `head` beside the weights: a copy in
-        float32 of the rows that the tokenizer has."""
+        """Bytes that this process holds beside the weights: `pages` and `states` of texts, and the `head`'s copy in
+        float32 of its rows for the tokenizer's tokens (none where the weights are float32)."""
         target, arrangement = self.runner.target, self.runner.arrangement
         head = target.model.get_output_embeddings()
+        copied = min(target.vocabulary, head.out_features) if head.weight.dtype != torch.float32 else 0
         return {
-            "head": min(target.vocabulary, head.out_features) * head.in_features * torch.float32.itemsize,
+            "head": copied * head.in_features * torch.float32.itemsize,
             "pages": self.runner.pages.nbytes,
             "states": target.recurrent_bytes(arrangement.tokens, arrangement.states),
         }

@@ -112,7 +112,8 @@ class Memory:
 
     def restore(self, text: TextMemory, ids: Sequence[int], tokens: int) -> bool:
         """Let a text that holds nothing have consumed these tokens, the last `tokens` of them as inputs after a
-        checkpoint; false, and nothing changed, where that cannot be, or where the next row starts from an older one."""
+        checkpoint. False, and nothing changed, where there is no room, or where the next row would start from an older
+        checkpoint."""
         assert self.places is not None and not text.consumed
         block, rest = divmod(len(ids) - tokens, self.places.extent.block)
         if rest or not 0 <= block <= self.places.extent.oldest(len(ids)) or not self.grow(text, len(ids)):
@@ -151,9 +152,12 @@ class Memory:
             text.names.append(name)
 
     def cut(self, text: TextMemory, length: int) -> None:
-        """Forget what was consumed past `length` tokens. Pages of its own are written over; published ones are left,
-        the one that `length` lies in too: its tokens are computed again. Where rows, and those tokens' rows too, would
-        see what was given back as out of sight, or states that were written over, all is forgotten."""
+        """Forget what was consumed past `length` tokens.
+
+        The text's own pages are written over later. Published pages are given back, also the one that `length` lies in,
+        whose first tokens are then computed again. Everything is forgotten where the next rows would see a page that
+        was given back as out of sight, or a state that was written over.
+        """
         if length >= len(text.consumed):
             return
         published = length < len(text.names) * PAGE

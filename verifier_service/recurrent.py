@@ -44,7 +44,8 @@ class Extent:
         return cls(block, -(-tokens // block) * block + block, (tokens + depth) // block + 1)
 
     def oldest(self, length: int) -> int:
-        """The oldest checkpoint, in blocks, that rows after so many tokens start from: the first row's."""
+        """The checkpoint, as a number of blocks, that the next row after so many tokens starts from; later rows start
+        from the same or newer ones."""
         return max(length // self.block - 1, 0)
 
 

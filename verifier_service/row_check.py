@@ -1,4 +1,4 @@
-"""Which module's rows depend on their neighbours: the same rows, traced through a model twice."""
+"""Finds the module whose rows depend on their neighbours, by tracing the same rows through a model twice."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class _Seen(NamedTuple):
 
 
 class Trace:
-    """What went in and out of every module in one forward, in order of time; of each row a digest."""
+    """A digest of each row of every module's inputs and outputs in one forward, in the order of the calls."""
 
     def __init__(self) -> None:
         self._seen: list[_Seen] = []
 
     @contextmanager
     def of(self, model: nn.Module, rows: int) -> Iterator[None]:
-        """Trace the forwards inside; their matrices have so many rows."""
+        """Trace the forwards inside the context, whose steps have so many rows."""
 
         def note(place: str, found: Any) -> None:
             for each in found if isinstance(found, tuple | list) else (found,):
@@ -51,8 +51,11 @@ class Trace:
             yield
 
     def first_difference(self, other: Trace, rows: Tensor) -> str:
-        """The first place where this trace's rows [k] are not the other's first k rows. A module's input is named where
-        it differs although all modules before it gave the same: then it is what its parent made of their results."""
+        """The first place where this trace's rows [k] differ from the other's first k rows.
+
+        It is a module's input where all modules before it gave equal results: the difference is then in what their
+        parent computed itself.
+        """
         for mine, its in zip(self._seen, other._seen, strict=False):
             if mine.place != its.place:
                 break
@@ -64,7 +67,7 @@ class Trace:
 
 
 def _traced(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All modules but the model itself and the parts of experts, whose rows are in another order."""
+    """All modules but the model itself and the parts of experts, whose rows are sorted by expert."""
     apart = {
         id(part) for module in model.modules() if is_experts(module) for part in module.modules() if part is not module
     }

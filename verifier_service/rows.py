@@ -56,7 +56,7 @@ class Outcome:
     walks: tuple[Walk, ...]  # one per draw
     forward_us: int  # of the model, attention included
     run_us: int  # of all of the step's work in the model's thread
-    cold: bool = False  # kernels were compiled or captured in it: its times tell nothing of later steps
+    cold: bool = False  # kernels were compiled or recorded in it: later steps of its shape take less time
 
 
 @dataclass(frozen=True, slots=True, eq=False)

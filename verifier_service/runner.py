@@ -131,14 +131,14 @@ class Runner:
 
     def restore(self, place: Place, length: int, tokens: int, arrays: Mapping[str, Array]) -> None:
         """Put what `save` returned into the place of a text of that length: a checkpoint, and the inputs of the
-        `tokens` after it. Which checkpoint that is follows from the arrays alone: the place may be further by now."""
+        `tokens` after it. The checkpoint's number follows from these: `place.folded` may be past it by now."""
         assert self.target.run.recurrent is not None
         slots = place.token_slots(np.arange(length - tokens, length))
         block = (length - tokens) // place.extent.block
         self.target.run.recurrent.load(arrays, self._tensor(slots), place.state_slot(block))
 
     def warm_up(self) -> None:
-        """Run what would be compiled or recorded by the first step of its kind. Called once, before any text."""
+        """Compile and record ahead what the first step of a kind would. Called once, before any text."""
 
     def prepare(self, session: int, position: int) -> None:
         """Compute noise ahead, in idle time."""
@@ -173,16 +173,14 @@ class Runner:
         return self._text_rows(ids, NO_ROWS, tree)
 
     def logits_are_finite(self, seed: int = 0) -> bool:
-        """Whether the logits of a few random tokens are numbers: float16 ends at 65504."""
+        """Whether the logits of a few random tokens are finite: float16 ends at 65504."""
         rows = min(self.buckets[0], self.target.max_positions)
         ids = np.random.default_rng(seed).integers(0, self.target.vocabulary, rows).tolist()
-        self._own_place = self.arrangement.own_place()
-        self._own_text = []
-        return bool(torch.isfinite(self._text_rows(ids, np.arange(rows), None)).all())
+        return bool(torch.isfinite(self._whole_text(ids)).all())
 
     def check_rows(self, seed: int = 0) -> list[str]:
-        """Run the largest bucket, then every other one on rows of it in other places. Names those that differ, each
-        with the first module that gives other bits."""
+        """Run the largest bucket, then every bucket on rows of it in other places. Returns the buckets whose logits
+        have other bits, each with the first module whose results have."""
         largest = min(self.buckets[-1], self.target.max_positions, len(self.own_pages) * PAGE)
         generator = np.random.default_rng(seed)
         ids = generator.integers(0, self.target.vocabulary, largest).tolist()

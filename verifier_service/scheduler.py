@@ -210,7 +210,7 @@ class Scheduler:
             if session.opening is not None and session.opening.given_up:
                 self._free(opening)
         self._admit()
-        if self._restoring:  # a step that is packed now would read checkpoints that are not there yet
+        if self._restoring:  # a step that is packed now would read checkpoints that are not in place yet
             self.linger_s, self._running = 0.0, []
             return None
         self.linger_s = self._worth_waiting()
@@ -356,7 +356,7 @@ class Scheduler:
 
     def _leave(self, session: Session, ask: Ask, call: CloseCall) -> bool:
         """Let a closed text's memory be put by first; false where it does not cover the text."""
-        if call.update.base > self.capacity.max_length:  # no text of ours; its tokens are not worth a digest
+        if call.update.base > self.capacity.max_length:  # no text here is so long: spare the digest of its tokens
             return False
         try:
             self._follow_text(session, call.update)
@@ -383,7 +383,7 @@ class Scheduler:
         return restoring
 
     def restored(self, session: Session, stands: bool) -> None:
-        """A saved memory was put in place; where that failed (`stands` is false), its text is computed instead."""
+        """A saved memory was put in place; where that failed (`stands` is false), its text will be computed."""
         if session not in self.sessions.values():  # all texts were given up meanwhile
             return
         if not stands:

@@ -48,7 +48,7 @@ async def serve_verifier(
 ) -> Replica:
     """Serve an engine that has started; the replica is the caller's to stop. Without `leases`, none is asked for.
 
-    fault: why the engine can serve nothing now, empty where it is well; asked once a second.
+    fault: called once a second; returns why the engine can serve nothing now, and "" where it is well.
     """
 
     async def verify(call: VerifyCall) -> Any:

@@ -66,7 +66,7 @@ IN_INTERPRETER = pytest.mark.long if DEVICE == "cpu" else pytest.mark.slow  # a 
 
 
 @IN_INTERPRETER
-@pytest.mark.timeout(300)  # the first has the fixture's time, and all run in an interpreter where there is no device
+@pytest.mark.timeout(300)  # it loads the fixture, and without a device the kernels run in an interpreter
 def test_rows_are_independent_and_logits_the_references(engine, folder):
     assert engine._hello.exactness == "bitwise"
     reference = VerifierEngine.load(folder, name="tiny", dtype=torch.float32, max_length=96, max_sessions=3)
@@ -107,7 +107,7 @@ async def test_steps_without_prompt_rows_are_replayed_from_graphs(engine):
 
 
 class Replays:
-    """A recording: the step is run again, into the tensors that it gave first."""
+    """A recording: `replay` runs the step again and writes its results into the first ones."""
 
     def __init__(self, step, drawn):
         self.step, self.drawn, self.count = step, drawn, 0
@@ -122,7 +122,7 @@ class Replays:
 
 
 class FakeGraphs:
-    """Records what it is told to; `fails` numbers of attempts break, as when another thread disturbs a recording."""
+    """Records steps; the attempts whose numbers are in `fails` raise, as when another thread disturbs a recording."""
 
     def __init__(self, fails=()):
         self.fails, self.attempts, self.recordings = set(fails), 0, []
@@ -151,7 +151,7 @@ def plan_of(runner, ids=(5, 6, 7, 8)):
 
 
 def without_a_model(runner):
-    """Steps that compute nothing: for the order of things."""
+    """Let the runner's steps compute nothing."""
     nothing = torch.zeros(2, 4, dtype=torch.int64)
     runner._step = lambda shape, inputs: Drawn(nothing, nothing, nothing[:, 0])
     return runner
@@ -192,7 +192,7 @@ def test_a_step_that_cannot_be_recorded_runs_without_a_graph_and_others_keep_the
     assert not caplog.text, "nor reported with every step"
 
 
-def test_a_replayed_step_gives_the_walks_of_one_that_runs_as_it_is(folder):
+def test_a_replayed_step_gives_the_walks_of_an_unrecorded_one(folder):
     graphs = FakeGraphs()
     runner = runner_of(folder, graphs)
     plain = runner_of(folder, None).run(plan_of(runner)).walks
@@ -209,7 +209,8 @@ def test_rows_that_only_pad_write_to_the_zero_page_alone(folder):
 
 
 def test_checks_multiply_as_many_rows_by_the_head_as_steps_do(folder, monkeypatch):
-    """Blocks of the head's rows are for CPUs; here a step's rows are multiplied at once, and so must a check's be."""
+    """On a CPU the head's rows are multiplied in blocks. A DeviceRunner's steps multiply them at once, and so do its
+    checks."""
     runner = runner_of(folder, None)
     monkeypatch.setattr("verifier_service.runner.HEAD_ROWS", 8)
     asked = []
@@ -220,7 +221,7 @@ def test_checks_multiply_as_many_rows_by_the_head_as_steps_do(folder, monkeypatc
 
 
 class Copying:
-    """An upload that is still being read until somebody waits for it."""
+    """An event: the upload is being read until `synchronize` is called."""
 
     def __init__(self):
         self.inputs, self.waited, self.reading = None, [], None

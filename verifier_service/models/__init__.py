@@ -42,7 +42,7 @@ from verifier_service.models.mamba_in_llama import MambaInLlamaConfig, library_c
 from verifier_service.models.mixers import MIXER_FAMILIES, seat_mixers
 from verifier_service.models.norms import group_norms
 from verifier_service.models.reading import load_library_model
-from verifier_service.models.seats import ATTENTION, Run, Seat, seat_attention
+from verifier_service.models.seats import ATTENTION, Run, Seat
 from verifier_service.models.sharded import check_divisible, take_off_wrappers
 
 
@@ -145,9 +145,9 @@ def _load(
         config = library_config(folder)
     except CheckpointError:
         raise
-    except Exception as error:  # whatever a family's configuration leads to
+    except Exception as error:  # a family's configuration class may raise anything
         raise why_not_read(folder, facts.config["model_type"], error) from error
-    check_config(folder, config.to_dict())  # with what the file leaves to the family's defaults
+    check_config(folder, config.to_dict())  # again, with the family's defaults for what the file leaves out
     try:
         settings: dict[str, Any] = {"config": config, "dtype": dtype, "attn_implementation": ATTENTION}
         settings |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # that they are told of by name
@@ -166,7 +166,7 @@ def _load(
         raise
     except UnpicklingError as error:
         raise CheckpointError(f"{files[0]} is not a file of plain weights: {error}") from error
-    except Exception as error:  # whatever a broken checkpoint or a family's constructor leads to
+    except Exception as error:  # a broken checkpoint or a family's constructor may raise anything
         raise why_not_loaded(folder, files[0].name, config, error) from error
     model, info = loaded
     if lacking := sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}):
@@ -256,6 +256,3 @@ def _window(run: Run) -> int | None:
     """The widest sliding window of the layers; None where one has none."""
     windows = [layer.window for layer in run.probed]
     return None if None in windows or not windows else max(window for window in windows if window is not None)
-
-
-__all__ = ["ATTENTION", "Run", "Target", "load_target", "seat_attention"]

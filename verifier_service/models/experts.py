@@ -1,13 +1,13 @@
 """Experts whose rows do not depend on how many rows each of them gets.
 
-The library multiplies the rows that chose an expert at once, be it one row or hundreds, and libraries of products round
-few rows otherwise than many. Here each expert's rows are padded to numbers of rows that its products' form was checked
-for, multiples of 1, 4 or 8, and a row's experts are added up in the order of their ranks, in float32, rounded once:
-what the library's own `grouped_mm` does.
+transformers multiplies all rows that chose an expert at once, one row or hundreds, and matrix libraries round products
+of few rows otherwise than of many. Here each expert's rows are padded to a number of rows that its product was checked
+for, a multiple of 1, 4 or 8. A row's experts are added up in the order of their ranks, in float32, and rounded once, as
+in transformers' `grouped_mm`.
 
-Seated are the classes that transformers decorates with `use_experts_implementation`, which describe themselves: gated
-or not, with biases or without, turned or not. Other experts keep the library's forward; their products take forms as
-every weight's do (`tree_layers.linear.RowWeight`).
+This is for the classes that transformers decorates with `use_experts_implementation`. Their attributes say whether they
+have gates and biases, and whether their weights are transposed. Other experts keep the library's forward; their
+products take forms as all weights' do (`tree_layers.linear.RowWeight`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from tree_layers.linear import Form, RowForms
 
 SAFE_ROWS = 64
-"""The rows of all experts together are padded to a multiple of this: whatever their width, no function that is applied
-to them leaves a tail (`tree_kernels.elementwise`)."""
+"""The rows of all experts together are padded to a multiple of this. Then their buffer has no tail, whatever its width
+(`tree_kernels.elementwise`)."""
 
 
 def seat_experts(model: nn.Module, forms: RowForms) -> None:
-    """Give all experts on a CPU our forward. An accelerator keeps the library's: ours asks which experts were chosen,
-    and there that would wait for the device."""
+    """Replace the forward of all experts on a CPU. On an accelerator they keep the library's: ours reads which experts
+    were chosen, and would have to wait for the device."""
     module: Any
     for module in model.modules():
         if is_experts(module) and module.down_proj.device.type == "cpu":
@@ -40,7 +40,7 @@ def seat_experts(model: nn.Module, forms: RowForms) -> None:
 
 
 def is_experts(module: Any) -> bool:
-    """Whether a module is one of the library's described experts."""
+    """Whether transformers decorates the module's class with `use_experts_implementation`."""
     return hasattr(module, "has_gate") and hasattr(module, "is_transposed") and hasattr(module, "down_proj")
 
 
@@ -86,7 +86,7 @@ def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
     own = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
     places = np.empty(len(order), np.int64)
     places[order] = begins[chosen[order]] + own
-    source = np.zeros(-(-int(ends[-1]) // SAFE_ROWS) * SAFE_ROWS, np.int64)  # a row that only pads is the first again
+    source = np.zeros(-(-int(ends[-1]) // SAFE_ROWS) * SAFE_ROWS, np.int64)  # padding copies the first row
     source[places] = np.arange(len(order)) // ranks
 
     given = hidden_states.index_select(0, torch.from_numpy(source))
@@ -104,7 +104,7 @@ def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
 
 
 def _applied(forms: tuple[Form, ...], rows: Tensor, active: list[tuple[int, int, int]]) -> Tensor:
-    """Each expert's product of its range of rows; zeros for the rows of none."""
+    """Each expert's product with its range of rows; zeros for the rows after the last range."""
     made = [forms[expert](rows[start:stop]).as_subclass(Tensor) for expert, start, stop in active]
     missing = len(rows) - active[-1][2]
     if missing:

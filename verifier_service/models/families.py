@@ -149,7 +149,7 @@ def _cannot_be_built(config: PretrainedConfig, attention: str) -> Exception | No
     try:
         with torch.device("meta"):
             AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    except Exception as error:  # whatever a family's constructor leads to
+    except Exception as error:  # a family's constructor may raise anything
         return error
     return None
 
@@ -317,7 +317,7 @@ def probe_layers(folder: Path, model: PreTrainedModel, run: Run) -> None:
             model(input_ids=torch.zeros_like(rows)[None], position_ids=rows[None], use_cache=False)
     except (CheckpointError, DistError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # whatever a family's forward leads to
+    except Exception as error:  # a family's forward may raise anything
         if probing.faults:
             raise FamilyError(folder, kind, *probing.faults[0]) from error
         raise FamilyError(folder, kind, Property.UNCALLABLE, f"{type(error).__name__}: {error}") from error
@@ -388,7 +388,7 @@ def check_logits(folder: Path, model: PreTrainedModel, head: Head, run: Run, voc
             raise FamilyError(folder, kind, _beside_attention(model) or unread, _difference(shuffled, ordered))
     except (CheckpointError, DistError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # whatever a family's forward leads to
+    except Exception as error:  # a family's forward may raise anything
         raise FamilyError(folder, kind, Property.UNCALLABLE, f"{type(error).__name__}: {error}") from error
 
 

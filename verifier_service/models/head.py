@@ -34,8 +34,8 @@ class Head:
         self._model: Any = model
         self._product = product
         self._layers: Any = None  # the module that the model calls for its hidden rows
-        self._kind: Any = None  # of what it answers with
-        self._width = 0  # of the rows that it answers with
+        self._kind: Any = None  # the class of its output
+        self._width = 0  # of its output's rows
         self._wanted: Tensor | None = None
         self._taking = False
         self._taken: Tensor | None = None
@@ -49,7 +49,7 @@ class Head:
 
     @contextmanager
     def of_rows(self, wanted: Tensor) -> Iterator[None]:
-        """Meanwhile the head makes logits of these rows [k] of a step alone. Not every family can be asked for that."""
+        """Inside, the head makes logits of these rows [k] of a step alone. Not every family has `logits_to_keep`."""
         self._wanted = wanted
         try:
             yield
@@ -88,7 +88,8 @@ class Head:
         return self._product(hidden)
 
     def _note(self, layers: nn.Module, given: Any, answer: Any) -> None:
-        """The last to end in a forward is the one that the model itself calls: OPT calls its decoder, and no base."""
+        """Keep the last inner model to end in a forward: it is the one that the model itself calls. It need not be
+        `base_model`: OPT calls its decoder."""
         self._layers, self._kind, self._width = layers, type(answer), answer[0].shape[-1]
 
     @contextmanager

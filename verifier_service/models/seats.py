@@ -22,13 +22,13 @@ ATTENTION = "dendro_tree"
 
 
 SMALL_STEP = 64
-"""Rows up to which attention and scans run in one thread: waking others takes longer than such small operations. The
+"""Rows up to which attention and scans run in one thread: waking other threads takes longer than so little work. The
 check at start compares such steps with larger ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProbedLayer:
-    """What the probe saw of a layer."""
+    """What the probe recorded of a layer."""
 
     layout: Layout
     window: int | None
@@ -52,7 +52,7 @@ class Run:
         self._prepared.clear()
 
     def threads_for(self, rows: int) -> AbstractContextManager[None]:
-        """The threads of so many rows' attention and scans."""
+        """Inside, attention and scans of so many rows take all of the run's threads, unless the rows are few."""
         return threads_of(self.threads) if self.threads > 1 and rows > SMALL_STEP else nullcontext()
 
     def prepared(self, kv_heads: int, window: int | None) -> Prepared:
@@ -64,7 +64,7 @@ class Run:
 
 
 class Seat:
-    """The place of one attention module: which layer it is, which the probe finds, and whose rows it sees."""
+    """One attention module's layer number, which the probe sets, and the run whose rows it sees."""
 
     __slots__ = ("index", "run")
 
