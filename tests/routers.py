@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 from dendro.calls import CloseCall, OpenCall, Terms, TextUpdate, VerifyCall, new_opening
 from dendro.text import Limits, Sampling, Tokens
@@ -113,3 +115,26 @@ async def alone(engine, prompts, laws, count):
     """What each text is answered when no other is there, for tests that compare other answers with it."""
     bitwise_or_skip(engine)
     return [await Router(engine, prompt, law, count).finish() for prompt, law in zip(prompts, laws, strict=True)]
+
+
+async def arrive_at_random(engine, prompts, laws, count, rng, vocabulary=256, leaving=False):
+    """Send texts at random times, with random trees, and check that each is answered as when it is alone.
+
+    leaving: every fifth text is closed after five rounds
+    """
+    truths = await alone(engine, prompts, laws, count)
+
+    async def request(prompt, law, truth, leaves):
+        await asyncio.sleep(float(rng.random()) * 0.05)
+        router, trees = Router(engine, prompt, law, count), guessing(rng, truth, vocabulary)
+        if not leaves:
+            assert await router.finish(trees) == truth
+            return
+        await router.open()
+        for _ in range(5):
+            await router.round(trees(router))
+        await router.close()
+        assert truth[: len(router.answer)] == router.answer
+
+    leaves = [leaving and place % 5 == 4 for place in range(len(prompts))]
+    await asyncio.gather(*map(request, prompts, laws, truths, leaves))

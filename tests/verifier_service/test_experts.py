@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from exactness import announces_what_it_must, bitwise_or_skip
-from routers import LAWS, Router, alone, guessing
+from made_once import made_once
+from routers import LAWS, arrive_at_random
 from tiny_experts import FAMILIES, make_checkpoint
 from tiny_hybrids import paths_below, tree_below
 from torch import nn
@@ -115,15 +114,7 @@ def test_every_kind_of_experts_has_the_librarys_sums_and_no_row_depends_on_its_c
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    made = {}
-
-    def make(family):
-        if family not in made:
-            folder = tmp_path_factory.mktemp(family)
-            made[family] = (folder, make_checkpoint(folder, family))
-        return made[family]
-
-    return make
+    return made_once(tmp_path_factory, make_checkpoint)
 
 
 def oracle(model, ids):
@@ -165,14 +156,7 @@ async def test_random_arrivals_and_departures_change_no_token(models, family):
     try:
         prompts = [rng.integers(0, 256, int(rng.integers(1, 90))).tolist() for _ in range(6)]
         laws = [LAWS[place % len(LAWS)] for place in range(len(prompts))]
-        truths = await alone(engine, prompts, laws, 30)
-
-        async def request(place):
-            await asyncio.sleep(float(rng.random()) * 0.05)
-            router = Router(engine, prompts[place], laws[place], 30)
-            return await router.finish(guessing(rng, truths[place]))
-
-        assert await asyncio.gather(*(request(place) for place in range(len(prompts)))) == truths
+        await arrive_at_random(engine, prompts, laws, 30, rng)
     finally:
         await engine.stop()
 

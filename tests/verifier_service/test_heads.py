@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import numpy as np
 import pytest
 import torch
 from cases import few_of
 from dendro.errors import BadRequest
 from exactness import announces_what_it_must
-from routers import LAWS, Router, alone, guessing, watch_logits
+from made_once import made_once
+from routers import LAWS, Router, arrive_at_random, guessing, watch_logits
 from tiny_hybrids import FAMILIES, VOCABULARY, make_checkpoint, oracle, paths_below, tree_below
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
 from tree_kernels.tree_attention import PAGE
@@ -67,16 +66,7 @@ BITWISE = [
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    made = {}
-
-    def make(family, **changes):
-        key = (family, repr(changes))
-        if key not in made:
-            folder = tmp_path_factory.mktemp(family)
-            made[key] = (folder, make_checkpoint(folder, family, **changes))
-        return made[key]
-
-    return make
+    return made_once(tmp_path_factory, make_checkpoint)
 
 
 def engine_of(folder, degree, dtype=torch.float32, **limits):
@@ -141,14 +131,7 @@ async def test_random_arrivals_at_one_degree_change_no_token(models, family, dty
         lengths = [PAGE * int(rng.integers(1, 3)) - int(rng.integers(9, 30)) for _ in range(8)]
         prompts = [rng.integers(0, VOCABULARY, length).tolist() for length in lengths]
         laws = [LAWS[place % len(LAWS)] for place in range(len(prompts))]
-        truths = await alone(engine, prompts, laws, 40)
-
-        async def request(place):
-            await asyncio.sleep(float(rng.random()) * 0.05)
-            router = Router(engine, prompts[place], laws[place], 40)
-            return await router.finish(guessing(rng, truths[place], VOCABULARY))
-
-        assert await asyncio.gather(*(request(place) for place in range(len(prompts)))) == truths
+        await arrive_at_random(engine, prompts, laws, 40, rng, VOCABULARY)
         stats = engine.stats()
         assert stats["guesses"] > 0 and stats["set_back"] > 0
         assert stats["pages_held"] == stats["sessions"] == 0

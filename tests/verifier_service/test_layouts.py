@@ -11,6 +11,7 @@ import tiny_models
 import torch
 from dendro.errors import BadRequest
 from layouts import FORMS, copy_as
+from made_once import made_once
 from tiny_hybrids import oracle, paths_below, tree_below
 from tiny_mamba import make_state_spaces
 from torch import nn
@@ -26,17 +27,12 @@ FAMILIES = ("llama", "mamba2", "mamba_in_llama")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Checkpoints in transformers' layout, with one file of safetensors; made when first wanted."""
-    made = {}
+    """Checkpoints in transformers' layout, with one file of safetensors."""
 
-    def get(family):
-        if family not in made:
-            folder = tmp_path_factory.mktemp(family)
-            make = tiny_models.make_checkpoint if family == "llama" else tiny_hybrids.make_checkpoint
-            made[family] = folder, make(folder, family)
-        return made[family]
+    def make(folder, family):
+        return (tiny_models if family == "llama" else tiny_hybrids).make_checkpoint(folder, family)
 
-    return get
+    return made_once(tmp_path_factory, make)
 
 
 def target_in(folder):

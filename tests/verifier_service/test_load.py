@@ -13,7 +13,7 @@ from dendro.calls import OpenCall, VerifyCall
 from dendro.errors import BadRequest, NotFound, Overloaded
 from dendro.text import Tokens
 from dendro.tree import DraftTree
-from routers import LAWS, Router, alone, guessing, watch_logits
+from routers import LAWS, Router, alone, arrive_at_random, guessing, watch_logits
 from tiny_models import WINDOW, make_checkpoint
 from tree_kernels.tree_attention import PAGE
 from tree_kernels.tree_walk import Walk
@@ -51,22 +51,7 @@ async def test_random_arrivals_and_departures_in_little_memory_change_no_token(f
         begins = [rng.integers(0, 256, 70).tolist(), []]
         prompts = [begins[k % 2] + rng.integers(0, 256, int(rng.integers(1, 90))).tolist() for k in range(14)]
         laws = [LAWS[int(rng.integers(0, len(LAWS)))] for _ in prompts]
-        count = 40
-        truths = await alone(engine, prompts, laws, count)
-
-        async def request(place):
-            await asyncio.sleep(float(rng.random()) * 0.05)
-            router = Router(engine, prompts[place], laws[place], count)
-            if place % 5 == 4:  # leaves in the middle
-                await router.open()
-                for _ in range(5):
-                    await router.round()
-                await router.close()
-                assert truths[place][: len(router.answer)] == router.answer
-                return
-            assert await router.finish(guessing(rng, truths[place])) == truths[place]
-
-        await asyncio.gather(*(request(place) for place in range(len(prompts))))
+        await arrive_at_random(engine, prompts, laws, 40, rng, leaving=True)
         stats = engine.stats()
         assert stats["set_back"] > 0 and stats["shared_tokens"] > 0
         assert stats["pages_held"] == stats["sessions"] == 0

@@ -7,6 +7,7 @@ import logging
 import pytest
 import torch
 from exactness import announces_what_it_must, bitwise_or_skip
+from made_once import made_once
 from tiny_experts import make_checkpoint as make_experts
 from tiny_hybrids import make_checkpoint as make_hybrid
 from tiny_models import make_checkpoint
@@ -22,15 +23,8 @@ MAKERS = {"llama": make_checkpoint, "mixtral": make_experts, "mamba2": make_hybr
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    made = {}
-
-    def make(family):
-        if family not in made:
-            made[family] = tmp_path_factory.mktemp(family)
-            MAKERS[family](made[family], family)
-        return made[family]
-
-    return make
+    made = made_once(tmp_path_factory, lambda folder, family: MAKERS[family](folder, family))
+    return lambda family: made(family)[0]
 
 
 def engine_of(folder):

@@ -18,7 +18,7 @@ from cases import few_of
 from dendro.errors import BadRequest, PeerLost
 from dendro.text import Sampling
 from dendro.tree import DraftTree
-from routers import LAWS, Router, alone, guessing
+from routers import LAWS, Router, arrive_at_random
 from tiny_models import END, PADDED, VOCABULARY, make_checkpoint, randomise, write_tokenizer
 from tree_kernels.tree_attention import PAGE
 
@@ -85,14 +85,7 @@ async def test_random_arrivals_at_one_degree_change_no_token(folder, dtype, degr
         await engine.start()
         prompts = [rng.integers(0, 256, int(rng.integers(50, 150))).tolist() for _ in range(8)]
         laws = [LAWS[place % len(LAWS)] for place in range(len(prompts))]
-        truths = await alone(engine, prompts, laws, 30)
-
-        async def request(place):
-            await asyncio.sleep(float(rng.random()) * 0.05)
-            router = Router(engine, prompts[place], laws[place], 30)
-            return await router.finish(guessing(rng, truths[place]))
-
-        assert await asyncio.gather(*(request(place) for place in range(len(prompts)))) == truths
+        await arrive_at_random(engine, prompts, laws, 30, rng)
         stats = engine.stats()
         assert stats["guesses"] > 0 and stats["set_back"] > 0
         assert stats["pages_held"] == stats["sessions"] == 0

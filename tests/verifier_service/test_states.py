@@ -15,7 +15,8 @@ from dendro.errors import BadRequest, PeerLost
 from dendro.state import MemoryStates, NoStates
 from dendro.tree import DraftTree
 from exactness import bitwise_or_skip
-from routers import LAWS, Router, alone, guessing, watch_logits
+from made_once import made_once
+from routers import LAWS, Router, alone, arrive_at_random, guessing, watch_logits
 from tiny_hybrids import FAMILIES, VOCABULARY, make_checkpoint, oracle, paths_below, tree_below
 from transformers.models.bamba.modeling_bamba import BambaAttention
 from tree_kernels.tree_attention import PAGE
@@ -30,15 +31,12 @@ MIXED = ("mamba", "mamba2", "bamba", "mamba_in_llama")
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    made = {}
+    return made_once(tmp_path_factory, make_checkpoint)
 
-    def make(family):
-        if family not in made:
-            folder = tmp_path_factory.mktemp(family)
-            made[family] = (folder, make_checkpoint(folder, family))
-        return made[family]
 
-    return make
+def broken(*_):
+    """In the place of a runner's method."""
+    raise RuntimeError("broken by a test")
 
 
 def engine_of(folder, dtype=torch.float32, **limits):
@@ -98,22 +96,7 @@ async def test_random_arrivals_and_departures_change_no_token(models, family, dt
         lengths = [PAGE * int(rng.integers(1, 3)) - int(rng.integers(9, 30)) for _ in range(12)]
         prompts = [rng.integers(0, VOCABULARY, length).tolist() for length in lengths]
         laws = [LAWS[int(rng.integers(0, len(LAWS)))] for _ in prompts]
-        truths = await alone(engine, prompts, laws, 40)
-
-        async def request(place):
-            await asyncio.sleep(float(rng.random()) * 0.05)
-            router = Router(engine, prompts[place], laws[place], 40)
-            trees = guessing(rng, truths[place], VOCABULARY)
-            if place % 5 == 4:  # leaves in the middle
-                await router.open()
-                for _ in range(5):
-                    await router.round(trees(router))
-                await router.close()
-                assert truths[place][: len(router.answer)] == router.answer
-                return
-            assert await router.finish(trees) == truths[place]
-
-        await asyncio.gather(*(request(place) for place in range(len(prompts))))
+        await arrive_at_random(engine, prompts, laws, 40, rng, VOCABULARY, leaving=True)
         stats = engine.stats()
         assert stats["set_back"] > 0
         assert stats["pages_held"] == stats["sessions"] == 0
@@ -307,9 +290,6 @@ async def test_a_memory_that_cannot_be_copied_is_not_kept_and_the_engine_goes_on
     store = MemoryStates()
     engine = engine_of(models("mamba2")[0], states=store)
 
-    def broken(place, length):
-        raise RuntimeError("no such memory")
-
     monkeypatch.setattr(engine.runner, "save", broken)
     await engine.start()
     try:
@@ -461,9 +441,6 @@ async def test_a_saved_memory_that_cannot_be_put_in_place_costs_its_text_time_an
     store = MemoryStates()
     engine = engine_of(models("mamba2")[0], states=store)
 
-    def broken(*_):
-        raise RuntimeError("no such slots")
-
     await engine.start()
     try:
         first = Router(engine, range(40), LAWS[1], 20)
@@ -492,9 +469,6 @@ async def test_faults_in_idle_time_and_while_saving_end_no_text(models, monkeypa
             raise RuntimeError("no such store")
 
     engine = engine_of(models("mamba2")[0], states=Raising())
-
-    def broken(*_):
-        raise RuntimeError("no noise")
 
     monkeypatch.setattr(engine.runner, "prepare", broken)
     await engine.start()
