@@ -19,7 +19,7 @@ dev: $(VENV)/.dev ## the same, and what tests and checks need
 demo: setup ## the main job, end to end, and nothing left behind
 	@$(BIN)/dendro demo
 
-test: dev ## all tests but the longest, which CI runs too; in two processes, a file in one of them
+test: dev ## all tests but the longest, which CI runs too; in two processes
 	@$(BIN)/python -m pytest -m "not long" -n 2 --dist loadfile
 
 check: dev ## ruff, mypy, import contracts, generated stubs up to date
@@ -29,8 +29,8 @@ check: dev ## ruff, mypy, import contracts, generated stubs up to date
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/lint-imports
 	@$(BIN)/python protos/generate.py --check
 
-# A GPU machine has torch, triton, transformers and pytest of its own, no .venv and no network. What our code imports
-# beside them comes along in .wheels.
+# A GPU machine has torch, triton, transformers and pytest, but no .venv and no network. Our other dependencies are
+# taken there as wheels, in .wheels.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 GPU_OUT ?= gpu-results/$(shell date -u +%Y%m%d-%H%M%S)
 WHEELS := .wheels

@@ -1,8 +1,9 @@
-"""A process in which a library is told to use other instructions: `python capabilities.py NAME VALUE FOLDER`.
+"""Tests row independence where a library uses other instructions: `python capabilities.py NAME VALUE FOLDER`.
 
-NAME is ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA or MKL_CBWR. Says first what the library reports of itself. Where that
-is not the value, the process prints NOT RUN and ends with status NOT_RUN. Else it runs the tests of row independence
-and a small local certify of a target with experts, in FOLDER, and ends with status 0 where all of it holds.
+NAME is an environment variable that this process was started with: ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA or MKL_CBWR.
+The process first prints what the library reports that it uses. Where that is not VALUE, it prints NOT RUN and exits
+with NOT_RUN. Else it runs the tests, and a small local certify of a target with experts, made in FOLDER; it exits with
+0 if all pass.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ CHECKS = (
     "kernels/test_elementwise.py",
     "kernels/test_linear.py",
     "kernels/test_tree_scan.py::test_a_tree_scan_in_order_is_each_path_by_itself_bit_for_bit",
-    "verifier_service/test_experts.py::test_every_kind_of_experts_has_the_librarys_sums_and_no_row_depends_on_its_company",
+    "verifier_service/test_experts.py::test_every_kind_of_experts_has_the_librarys_sums_and_independent_rows",
     "verifier_service/test_experts.py::test_every_familys_rows_are_independent",
     "verifier_service/test_states.py::test_every_familys_rows_are_independent",
 )
-ISA_NAMES = {  # as oneDNN reports them, by the value that asks for them
+ISA_NAMES = {  # oneDNN's reports, by the value of the variable
     "AVX2": "Intel AVX2",
     "AVX512_CORE": "Intel AVX-512 with AVX512BW, AVX512VL, and AVX512DQ extensions",
     "AVX512_CORE_BF16": "Intel AVX-512 with Intel DL Boost and bfloat16 support",
     "AVX512_CORE_AMX": "Intel AVX-512 with float16, Intel DL Boost and bfloat16 support and Intel AMX",
 }
 PROBES = {
-    # torch reports what it was asked for; on a processor without these instructions its first loop is the last.
+    # torch reports the value of the variable; on a processor without these instructions its first loop crashes.
     "ATEN_CPU_CAPABILITY": "import torch; torch.sigmoid(torch.zeros(4096)); "
     "print('reports', torch.backends.cpu.get_cpu_capability())",
     "ONEDNN_MAX_CPU_ISA": "import torch; torch.nn.functional.gelu(torch.randn(64, 64))",
@@ -42,7 +43,7 @@ PROBES = {
 
 
 def reported(name: str) -> str:
-    """What the library says that it uses, in a process of this one's environment; empty where it says nothing."""
+    """What the library reports that it uses, in a new process with this one's environment; empty without a report."""
     loud = {"ONEDNN_VERBOSE": "1", "MKL_VERBOSE": "1"}
     probe = subprocess.run([sys.executable, "-c", PROBES[name]], env=os.environ | loud, capture_output=True, text=True)
     pattern = {
@@ -55,13 +56,13 @@ def reported(name: str) -> str:
 
 
 def honoured(name: str, value: str, report: str) -> bool:
-    """Whether a report says that the value is followed."""
+    """Whether the library reports that it uses what the value asks for."""
     wanted = ISA_NAMES[value] if name == "ONEDNN_MAX_CPU_ISA" else value
     return report.casefold() == wanted.casefold()
 
 
 def certified(folder: Path) -> bool:
-    """Whether every promise is kept of a small local cluster whose target has experts, in float32."""
+    """Whether a local cluster keeps every promise of `dendro certify`; its target has experts, in float32."""
     from rich.console import Console
     from rich.progress import Progress
     from tiny_experts import make_checkpoint
@@ -93,7 +94,7 @@ def certified(folder: Path) -> bool:
 def main(name: str, value: str, folder: Path) -> int:
     report = reported(name)
     if not honoured(name, value, report):
-        print(f"NOT RUN: {name}={value} is not followed here; the library reports {report or 'nothing'}")
+        print(f"NOT RUN: {name}={value} is not honoured here; the library reports {report or 'nothing'}")
         return NOT_RUN
     print(f"RUN: {name}={value}; the library reports {report}", flush=True)
     import pytest

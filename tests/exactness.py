@@ -1,4 +1,4 @@
-"""What exactness an engine must announce on this processor."""
+"""The exactness that an engine must announce on this processor."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from verifier_service.engine import VerifierEngine
 
 
 def announces_what_it_must(engine: VerifierEngine) -> bool:
-    """Whether the engine announces `bitwise`. It must wherever each of its products has a form that passes its check;
-    a processor on which one has none gives `margin`."""
+    """Whether the engine announces `bitwise`. Asserts that it does if each of its products has a form that passes its
+    check, and announces `margin` otherwise."""
     lacking = _products_without_form(engine)
     assert engine._hello.exactness == ("margin" if lacking else "bitwise"), engine.dependent
     return not lacking
 
 
 def bitwise_or_skip(engine: VerifierEngine) -> None:
-    """For tests that compare bits: skip, naming the products, on a processor that cannot give them."""
+    """For tests that compare bits: skip, with the products' names, where no form of a product keeps bits."""
     if not announces_what_it_must(engine):
         lacking = ", ".join(_products_without_form(engine))
         pytest.skip(f"NOT RUN: on this processor no form of these products keeps bits: {lacking}")

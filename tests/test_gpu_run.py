@@ -1,4 +1,4 @@
-"""`make gpu`: whatever a step does, the others run, and everything is written down."""
+"""`make gpu`: whatever happens to a step, the others run and all results are written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture
 def gpu():
-    """The script, as a module of its own: it is no package's."""
+    """`tests/gpu/run.py` as a module; its folder is no package."""
     spec = importlib.util.spec_from_file_location("gpu_run", ROOT / "tests" / "gpu" / "run.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -33,7 +33,7 @@ with open(os.environ["GPU_RESULT"], "w") as file:
 """
 
 
-def test_a_step_that_fails_or_hangs_or_dies_takes_no_other_with_it(gpu, tmp_path, monkeypatch, capsys):
+def test_other_steps_run_when_a_step_fails_hangs_or_dies(gpu, tmp_path, monkeypatch, capsys):
     scripts = {
         "fails": "raise SystemExit('no device')",
         "hangs": "import subprocess, sys, time\nprint('begun', flush=True)\n"

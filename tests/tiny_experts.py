@@ -52,7 +52,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_moe": ("Qwen3Moe", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}),
     "granitemoe": ("GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "gpt_oss": (  # biases, turned weights, interleaved gates, sinks, sliding windows
+    "gpt_oss": (  # biases, transposed weights, interleaved gates, sinks, sliding windows
         "GptOss",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 70, "rope_parameters": None},
     ),

@@ -56,7 +56,7 @@ def test_a_value_counts_as_run_only_where_the_library_reports_it(name, value, re
 def test_a_value_that_is_not_followed_is_printed_as_not_run(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(capabilities, "reported", lambda name: "AUTO")
     assert capabilities.main("MKL_CBWR", "AVX512", tmp_path) == capabilities.NOT_RUN
-    assert capsys.readouterr().out == "NOT RUN: MKL_CBWR=AVX512 is not followed here; the library reports AUTO\n"
+    assert capsys.readouterr().out == "NOT RUN: MKL_CBWR=AVX512 is not honoured here; the library reports AUTO\n"
 
 
 def test_instructions_that_the_processor_lacks_are_not_reported(monkeypatch):

@@ -1,4 +1,4 @@
-"""What the device can do at most: bytes copied and products multiplied in a second."""
+"""The device's ceilings: the speed of a copy and of bfloat16 products."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TIMES = 3 if DRY else 20
 
 
 def copied_gb_per_s() -> float:
-    """Bytes read and written."""
+    """Gigabytes read and written in a second."""
     source = torch.ones(COPY_BYTES // 4, device=DEVICE)
     target = torch.empty_like(source)
     return 2 * COPY_BYTES / seconds(lambda: target.copy_(source), TIMES) / 1e9

@@ -20,7 +20,7 @@ TINY = Size(
 
 
 def on_the_device(config: Config) -> Config:
-    """The same with its targets on the accelerator, where there is one."""
+    """The configuration with its targets on the accelerator, if there is one."""
     if DEVICE.type == "cpu":
         return config
     targets = {

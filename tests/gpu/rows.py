@@ -1,4 +1,4 @@
-"""Do a row's bits depend on how many rows there are? By the library's settings, operations, shapes and rows."""
+"""Do a row's bits depend on how many rows there are? For settings of the library, operations, shapes and row counts."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ if DEVICE.type == "cpu":
 
 
 def cancelling(rows: int, outputs: int, inner: int) -> tuple[Tensor, Tensor]:
-    """Rows [rows, inner] and a weight [outputs, inner] whose products cancel: nothing is left but rounding."""
+    """Rows [rows, inner] and a weight [outputs, inner] whose products are 0 but for rounding."""
     generator = torch.Generator().manual_seed(0)
     row, column = (torch.randn(count, inner // 2, generator=generator) for count in (rows, outputs))
     return torch.cat([row, -row], 1), torch.cat([column, column], 1)
 
 
 def differing(run: Callable[[Tensor], Tensor], rows: Tensor) -> list[int]:
-    """The numbers of rows with which some row has other bits than among all."""
+    """The numbers of rows with which some row has other bits than among all rows."""
     truth = run(rows)
     found = []
     for count in ROWS:

@@ -1,10 +1,10 @@
 """`make gpu`: everything that needs an accelerator, in one command of less than ten minutes.
 
-Each step is a process of its own with a time limit and a log of its own. Whatever fails, the others run, and a folder
-of results is written: `results.json`, `summary.txt`, `logs/STEP.txt`, and all of it in one archive beside the folder.
-The exit status is 1 where a step failed. This file needs nothing but Python's own library. The steps need torch,
-triton, transformers and pytest, which are the machine's. What the code imports beside them is installed from a folder
-of wheels into a temporary folder, without a network, where the machine lacks it or has an older one.
+Each step is a process of its own with a time limit and a log of its own. If one fails, the others run all the same. A
+folder of results is written: `results.json`, `summary.txt`, `logs/STEP.txt`, and beside it an archive of the folder.
+The exit status is 1 where a step failed. This file imports Python's standard library alone. The steps need torch,
+triton, transformers and pytest, which the machine must have. Other packages are installed from a folder of wheels into
+a temporary folder, without a network, where the machine has none or an older one.
 
 With `--dry` the steps run on the CPU, the kernels in Triton's interpreter, with tiny sizes.
 """
@@ -32,7 +32,7 @@ from xml.etree import ElementTree
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 BUDGET_S = 570.0
-"""For all steps together. What is left of it when a step begins bounds that step too."""
+"""The limit of all steps together."""
 DRY_BUDGET_S = 3600.0
 DRY_LIMIT_S = 900.0
 TAIL_LINES = 15
@@ -46,7 +46,7 @@ class Step:
     limit_s: float
     script: str = ""
     tests: tuple[str, ...] = ()
-    dry: tuple[str, ...] = ()  # for pytest, beside the tests, in a dry run
+    dry: tuple[str, ...] = ()  # more arguments for pytest in a dry run
 
     def command(self, dry: bool, report: Path) -> list[str]:
         if self.script:
@@ -76,7 +76,7 @@ STEPS = (
 
 @dataclass(slots=True)
 class Done:
-    """What came of a step."""
+    """A step that ended."""
 
     step: str
     outcome: str  # passed, failed, timed out
@@ -127,7 +127,7 @@ def environment(dry: bool, site: Path) -> dict[str, str]:
 
 
 def run(step: Step, dry: bool, left_s: float, env: dict[str, str], log: Path) -> Done:
-    """Run a step in a process group of its own, and end the group where its time is over."""
+    """Run a step in a process group of its own; kill the group when its time is over."""
     limit = min(DRY_LIMIT_S if dry else step.limit_s, left_s)
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, log.open("w") as out:
@@ -167,7 +167,7 @@ def left_by_step(found: Path, report: Path) -> dict[str, Any]:
 
 
 def counts(report: Path) -> dict[str, Any]:
-    """Of a pytest report: how many tests there were, and the names of those that failed or were skipped."""
+    """The number of tests in a pytest report, and the names of those that failed or were skipped."""
     cases = list(ElementTree.parse(report).iter("testcase"))
     named = {
         kind: [case.get("name") for case in cases if any(case.find(tag) is not None for tag in tags)]
@@ -186,7 +186,7 @@ def commit() -> str:
 
 def summary(found: Sequence[Done], facts: dict[str, Any], logs: Path) -> str:
     lines = [f"{key}: {value}" for key, value in facts.items()]
-    lines += ["", f"{'step':<10} {'outcome':<10} {'seconds':>8}  what was found"]
+    lines += ["", f"{'step':<10} {'outcome':<10} {'seconds':>8}  result"]
     for each in found:
         lines.append(
             f"{each.step:<10} {each.outcome:<10} {each.seconds:>8.1f}  {each.result.get('summary', '') or short(each)}"
@@ -234,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found.append(run(step, given.dry, left_s, env, logs / f"{step.name}.txt"))
             if step.name == "versions":
                 facts |= found[-1].result
-            text = summary(found, facts, logs)  # written after each step, for whoever ends this run
+            text = summary(found, facts, logs)  # written after each step: this run may be killed
             (given.out / "summary.txt").write_text(text)
             (given.out / "results.json").write_text(
                 json.dumps(facts | {"steps": [asdict(each) for each in found]}, indent=1)

@@ -18,13 +18,13 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def require_device() -> None:
-    """End a step that is not dry where there is no accelerator: nothing may be reported of one."""
+    """Exit where there is no accelerator and the run is not dry: a result of the CPU is not one of an accelerator."""
     if DEVICE.type == "cpu" and not DRY:
         sys.exit("there is no accelerator here; --dry runs on the CPU")
 
 
 def write_result(summary: str, **found: Any) -> None:
-    """Leave the step's result for `run.py`: a line for the table, and what was found."""
+    """Write the step's result for `run.py`: a line for its table, and values by name."""
     Path(os.environ["GPU_RESULT"]).write_text(json.dumps({"summary": summary, **found}))
     print(summary)
 

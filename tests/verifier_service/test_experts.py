@@ -1,4 +1,4 @@
-"""Experts: the library's results, and the same bits however many rows chose each of them."""
+"""Experts have the library's results, and a row's bits do not depend on how many rows chose the same experts."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Norm(nn.Module):
         return x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6).to(x.dtype)
 
 
-def experts_of(dtype, turned=False, biased=False, gated=True, normed=False):
-    """Experts as the library's classes have them, with its own loop over experts as their forward."""
+def experts_of(dtype, transposed=False, biased=False, gated=True, normed=False):
+    """A module described as the library's experts are. Its forward is a plain loop over experts."""
 
     class Experts(nn.Module):
         def __init__(self, config):
@@ -39,7 +39,7 @@ def experts_of(dtype, turned=False, biased=False, gated=True, normed=False):
             self.num_experts = COUNT
             self.first = "gate_up_proj" if gated else "up_proj"
             for name, outputs, inputs in ((self.first, (1 + gated) * INNER, WIDTH), ("down_proj", WIDTH, INNER)):
-                shape = (COUNT, inputs, outputs) if turned else (COUNT, outputs, inputs)
+                shape = (COUNT, inputs, outputs) if transposed else (COUNT, outputs, inputs)
                 self.register_parameter(name, nn.Parameter(torch.randn(shape) / inputs**0.5))
                 if biased:
                     self.register_parameter(f"{name}_bias", nn.Parameter(torch.randn(COUNT, outputs)))
@@ -50,7 +50,7 @@ def experts_of(dtype, turned=False, biased=False, gated=True, normed=False):
         def product(self, name, expert, x):
             weight = getattr(self, name)[expert]
             bias = getattr(self, f"{name}_bias")[expert] if biased else None
-            return F.linear(x, weight.T if turned else weight, bias)
+            return F.linear(x, weight.T if transposed else weight, bias)
 
         def forward(self, hidden, index, weights):
             total = torch.zeros_like(hidden)
@@ -65,14 +65,14 @@ def experts_of(dtype, turned=False, biased=False, gated=True, normed=False):
 
     torch.manual_seed(0)
     describe = use_experts_implementation(
-        is_transposed=turned, has_bias=biased, has_gate=gated, has_post_expert_norm=normed
+        is_transposed=transposed, has_bias=biased, has_gate=gated, has_post_expert_norm=normed
     )
     config = type("Config", (), {"_experts_implementation": "eager"})()
     return describe(Experts)(config).to(dtype).requires_grad_(False)
 
 
 def chosen(dtype, ranks=2):
-    """Rows, and which experts each of them has: most have the first, few the last."""
+    """Rows, their experts and the experts' weights: most rows choose the first expert, few the last."""
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(ROWS, WIDTH, generator=generator).to(dtype)
     likely = torch.tensor([40.0, 20, 4, 2, 1, 0.5]).expand(ROWS, -1)
@@ -82,9 +82,9 @@ def chosen(dtype, ranks=2):
 
 KINDS = {
     "plain": {},
-    "turned": {"turned": True},
+    "transposed": {"transposed": True},
     "biased": {"biased": True},
-    "turned and biased": {"turned": True, "biased": True},
+    "transposed and biased": {"transposed": True, "biased": True},
     "ungated": {"gated": False},
     "normed": {"normed": True},
 }
@@ -92,7 +92,7 @@ KINDS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_experts_has_the_librarys_sums_and_no_row_depends_on_its_company(kind, dtype):
+def test_every_kind_of_experts_has_the_librarys_sums_and_independent_rows(kind, dtype):
     experts = experts_of(dtype, **KINDS[kind])
     hidden, index, weights = chosen(dtype)
     with torch.inference_mode():
