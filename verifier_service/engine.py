@@ -296,7 +296,8 @@ class VerifierEngine:
 
     def fault(self) -> str:
         """Why this engine can serve nothing now; empty where it is well."""
-        return self._lost or self._watch.fault()
+        ended = self._loop is not None and self._loop.done()
+        return self._lost or ("its loop has ended" if ended else self._watch.fault())
 
     async def lost(self) -> str:
         """Wait until a worker of a sharded target is lost, and with it the engine; says what happened."""

@@ -455,6 +455,20 @@ async def test_a_fault_of_the_scheduler_ends_its_texts_and_not_the_replica(loade
         await later.close()
 
 
+async def test_an_engine_whose_loop_has_ended_reports_a_fault(loaded, monkeypatch):
+    """Its replica is then replaced: those who wait would wait for ever."""
+    async with running(loaded()) as engine:
+
+        def broken():
+            raise RuntimeError("a fault of ours")
+
+        assert engine.fault() == ""
+        monkeypatch.setattr(engine.scheduler, "next_leaving", broken)
+        await Teller(engine).open()
+        await asyncio.wait({engine._loop}, timeout=5)
+        assert engine.fault() == "its loop has ended"
+
+
 async def test_what_waits_at_the_end_is_told_so(loaded):
     async with running(loaded()) as engine:
         teller = Teller(engine)
