@@ -1,4 +1,4 @@
-"""CUDA's graphs, with a torch.cuda that remembers what it was asked: there is no device here."""
+"""CudaGraphs, with a fake torch.cuda that records its calls: there is no device here."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from verifier_service.graphs import CudaGraphs
 
 
 class Cuda:
-    """The parts of torch.cuda that a recording uses. As in torch, a recording that fails puts no stream back, and a
-    pool that one failed in takes no other."""
+    """The parts of torch.cuda that a recording uses. As in torch, a recording that fails does not restore the stream,
+    and its pool can be used for no other recording."""
 
     def __init__(self, failing):
         self.current, self.pools, self.failing, self.modes, self.spoilt = "main", 0, failing, [], set()

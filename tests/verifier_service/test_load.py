@@ -537,7 +537,7 @@ async def test_a_text_cut_back_behind_what_was_dropped_is_computed_again(sliding
 
 
 async def test_a_text_cut_inside_a_shared_page_sees_all_that_its_rows_see(sliding):
-    """The page's tokens are computed again, from its first one on, which sees further back than the cut's row."""
+    """All tokens of that page are computed again; the first of them sees further back than the row at the cut."""
     engine = sliding_engine(sliding)
     seen = watch_logits(engine)
     await engine.start()

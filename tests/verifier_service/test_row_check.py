@@ -1,4 +1,4 @@
-"""The check at start: a module whose rows depend on their neighbours is named, wherever it is."""
+"""The check at start names the module whose rows depend on their neighbours."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def engine_of(folder):
 
 
 def spoil(module, rows=8):
-    """Give a module a result that is another where a step has so many rows: the least that bits can differ by."""
+    """Change a module's results by one unit in the last place in steps of so many rows."""
     forward = module.forward
 
     def run(x, *args, **kwargs):

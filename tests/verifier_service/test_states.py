@@ -392,7 +392,7 @@ async def test_a_text_of_any_length_is_restored_bit_for_bit(models, length):
 
 
 ADDED = (1, 15, 16, 17, 64, 200)
-"""Tokens that a turn adds: less than a block of inputs, one, a token more, and more than a step takes."""
+"""Tokens that a turn adds: fewer than a block of inputs has, a block, a token more, and more than a step takes."""
 
 
 @pytest.mark.parametrize(
@@ -405,8 +405,8 @@ ADDED = (1, 15, 16, 17, 64, 200)
     ids=["mamba2-bf16", "mamba2-fp32", "mamba-fp32"],
 )
 async def test_a_session_takes_turn_after_turn_of_any_length_beside_other_texts(models, family, dtype, turns):
-    """Each turn adds tokens to what was put by. The answers are those of an engine that keeps no states, and so are
-    those of the texts beside it."""
+    """Each turn goes on from the saved state. Its answer, and that of another text beside it, are those of an engine
+    that saves no states."""
     folder = models(family)[0]
     keeps, plain = (engine_of(folder, dtype, states=states, max_length=768) for states in (MemoryStates(), NoStates()))
 
@@ -485,7 +485,7 @@ async def test_faults_in_idle_time_and_while_saving_end_no_text(models, monkeypa
 
 
 def test_a_saved_memory_newer_than_the_next_row_needs_is_not_taken():
-    """A checkpoint past the one that the row after the text starts from: that row would read another's."""
+    """The next row would start from an older checkpoint than the saved one: what lies there is another text's."""
     extent = Extent.of(16, 9, 8)
     for length, tokens, stands in ((33, 17, True), (33, 1, False), (33, 33, True), (15, 15, True), (40, 8, False)):
         memory = Memory(8, places=Places(1, extent))

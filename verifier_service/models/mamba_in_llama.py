@@ -26,7 +26,7 @@ GATED_EPS = 1e-5
 """Of the norm after the gate; no checkpoint says another."""
 
 PURE_MAMBAS = ("mamba", "mamba2")
-"""Families that have a layout of their own, state-spaces', beside the library's."""
+"""Families whose checkpoints may have state-spaces' layout."""
 
 KEYS = {"d_model", "ssm_cfg", "rms_norm_eps", "vocab_size", "d_inner", "d_xb", "intermediate_size", "hidden_act"}
 KEYS |= {"n_layer", "attn_layers"}

@@ -1,6 +1,7 @@
 """Our tree-aware mixers in the seats of a state-space or hybrid model's own.
 
-Only `forward` of a mixer is replaced; its linear layers and norms, and everything around it, stay the library's.
+Only `forward` of a mixer is replaced; its linear layers and norms, and everything around it, stay the library's. (A
+norm without groups in a mixer of several is replaced before: `norms.py`.)
 """
 
 from __future__ import annotations

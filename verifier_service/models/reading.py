@@ -31,9 +31,9 @@ def open_tensors(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def load_library_model(folder: Path, config: PreTrainedConfig | None = None, **settings: Any) -> Any:
-    """What `from_pretrained` of these settings returns for a checkpoint of any layout, in any form of weight files.
+    """Load a checkpoint of any layout, in any form of weight files; returns what `from_pretrained` does.
 
-    config: the checkpoint's own by default. Raises what the library does, and CheckpointError.
+    config: by default the checkpoint's own. settings: of `from_pretrained`. Raises what that does, and CheckpointError.
     """
     config = library_config(folder) if config is None else config
     if config.model_type in PURE_MAMBAS:
