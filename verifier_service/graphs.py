@@ -20,7 +20,8 @@ class Graphs(Protocol):
     """What records steps."""
 
     def record(self, step: Callable[[], Result]) -> tuple[Recorded, Result]:
-        """Run a step once as it is and record it. Returns the recording and the tensors that each replay fills anew.
+        """Run a step once without recording, then record it. Returns the recording, and the tensors that each replay
+        writes.
 
         Raises RuntimeError where the step cannot be recorded; the device is then as before.
         """
