@@ -50,7 +50,7 @@ HYBRIDS = ("mamba2", "bamba", "mamba_in_llama")
 def logits_of(folder):
     """A target's logits of a small tree."""
     engine = VerifierEngine.load(folder, name="tiny", dtype=torch.float32, max_length=64, max_sessions=1)
-    return engine.logits_of([5, 6, 7], DraftTree.of([7, 8, 9], [-1, 0, 0]))
+    return engine.logits_of([5, 6, 7], DraftTree.of([7, 8, 9], [-1, 0, 0])).as_subclass(torch.Tensor)
 
 
 def oldest_release() -> str:
