@@ -430,13 +430,12 @@ class VerifierEngine:
     # For checks: the target's own logits, without a session
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes that this process holds beside the weights: `pages` and `states` of texts, and the `head`'s copy in
-        float32 of its rows for the tokenizer's tokens (none where the weights are float32)."""
+        """Bytes that this process holds beside the weights: `pages` and `states` of texts, and the `head`'s copy of its
+        rows for the tokenizer's tokens in float32, packed or not."""
         target, arrangement = self.runner.target, self.runner.arrangement
         head = target.model.get_output_embeddings()
-        copied = min(target.vocabulary, head.out_features) if head.weight.dtype != torch.float32 else 0
         return {
-            "head": copied * head.in_features * torch.float32.itemsize,
+            "head": min(target.vocabulary, head.out_features) * head.in_features * torch.float32.itemsize,
             "pages": self.runner.pages.nbytes,
             "states": target.recurrent_bytes(arrangement.tokens, arrangement.states),
         }

@@ -81,14 +81,6 @@ def big_tree(root: int, without: int) -> DraftTree:
     return DraftTree.of([root, *tokens], [-1] + [0] * 63)
 
 
-@pytest.mark.parametrize(("dtype", "copied"), [(torch.bfloat16, tiny_models.VOCABULARY), (torch.float32, 0)])
-def test_the_heads_copy_in_float32_is_counted_where_there_is_one(dtype, copied, tmp_path):
-    tiny_models.make_checkpoint(tmp_path, "llama")
-    engine = VerifierEngine.load(tmp_path, name="tiny", dtype=dtype, max_length=64)
-    width = engine.runner.target.model.config.hidden_size
-    assert engine.memory_bytes()["head"] == 4 * width * copied
-
-
 SCALED = {"falcon_h1": {"lm_head_multiplier": 0.25}, "granitemoehybrid": {"logits_scaling": 4.0}}
 
 

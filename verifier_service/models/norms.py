@@ -28,11 +28,11 @@ class GroupedNorm(nn.Module):
 
 
 def group_norms(model: nn.Module) -> None:
-    """Give each mixer of several groups a norm by groups, where the library's has none: transformers before 5.23 takes
-    all of Mamba-2's channels as one group."""
+    """Give each mixer of several groups a norm by groups, where the library's takes all channels as one group, as those
+    of mamba2, bamba and granitemoehybrid do in transformers 5.17."""
     mixer: Any
     for mixer in model.modules():
-        norm = getattr(mixer, "norm", None)
+        norm: Any = getattr(mixer, "norm", None)
         groups = getattr(mixer, "n_groups", 1)
         if groups > 1 and hasattr(norm, "variance_epsilon") and not vars(norm).keys() & {"group_size", "n_groups"}:
             mixer.norm = GroupedNorm(norm.weight, mixer.intermediate_size // groups, norm.variance_epsilon)
