@@ -1,7 +1,7 @@
 """A small Llama, Qwen2 or Qwen3 as a drafter: its memory of a text is every token's keys and values.
 
-Qwen2 (and Qwen2.5) is a Llama whose queries, keys and values have biases; in Qwen3 every head's queries and keys are
-normed, and heads have a width of their own.
+Qwen2 and Qwen2.5 are Llamas with biases of queries, keys and values. Qwen3 norms the queries and keys of each head, and
+its configuration names the heads' width.
 """
 
 from __future__ import annotations
@@ -17,24 +17,23 @@ from dendro.shapes import MAX_ROWS
 from dendro.shelf import Arrays
 from torch import Tensor
 from tree_layers.arrays import as_array, as_tensor, kind_of
-from tree_layers.checkpoint import MAMBA_CONFIG
+from tree_layers.checkpoint import MAMBA_CONFIG, whole
 from tree_layers.errors import CheckpointError
 from tree_layers.states import as_slots
 from tree_layers.weights import Checkpoint
 
 from drafter_service.models.backbone import Ends
-from drafter_service.models.checked import whole
 from drafter_service.plan import NO_NODE, Chains, Fold, Level
 
 LEAST_ROOM = 64
 """Tokens of the smallest text buffer; a text that outgrows its own gets one twice as large."""
 ROPES = ("default", "linear", "llama3", "yarn")
-"""Types of rotary embeddings whose turns depend on the position alone."""
+"""Types of rotary embeddings whose angles depend on the position alone."""
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Rotary embeddings that change as a text grows: keys that are kept would have to be turned again."""
 
 PLAIN = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-"""What of a configuration changes the function and is not supported otherwise."""
+"""The values that are supported, of keys that change the model's function."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,10 +74,10 @@ class LlamaModel(Ends):
     @classmethod
     def of(cls, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> LlamaModel:
         """Raises CheckpointError for what is missing, not supported, or of another shape than configured."""
-        config = _with_defaults(checkpoint)
-        kind = config["model_type"]
+        library = _library_config(checkpoint)
+        config, kind = library.to_dict(), checkpoint.facts.model_type
         d, count, vocabulary, hidden, heads, kv_heads, positions = (
-            whole(config, key)
+            whole(checkpoint.path, config, key)
             for key in (
                 "hidden_size",
                 "num_hidden_layers",
@@ -143,7 +142,8 @@ class LlamaModel(Ends):
             heads=heads,
             kv_heads=kv_heads,
             width=width,
-            turns=_turns(checkpoint, config, positions + MAX_ROWS).to(device),  # a tree may reach past the longest text
+            # A tree may reach past the longest text.
+            turns=_turns(checkpoint, library, positions + MAX_ROWS).to(device),
             max_length=positions,
         )
 
@@ -309,8 +309,16 @@ class KeyMemory:
         return room
 
 
+def _room_of(tokens: int) -> int:
+    """Tokens of the buffer that holds so many: LEAST_ROOM, doubled as often as it takes."""
+    room = LEAST_ROOM
+    while room < tokens:
+        room *= 2
+    return room
+
+
 def _library(kind: str) -> tuple[Any, Any]:
-    """The library's configuration of a kind, and its rotary embedding."""
+    """The library's classes for a model type: configuration and rotary embedding."""
     from transformers import LlamaConfig, Qwen2Config, Qwen3Config
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
     from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
@@ -323,23 +331,22 @@ def _library(kind: str) -> tuple[Any, Any]:
     }[kind]
 
 
-def _with_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The configuration with the library's defaults for what it leaves out, in the library's newest words."""
+def _library_config(checkpoint: Checkpoint) -> Any:
+    """The library's configuration, with its defaults where the checkpoint has no value. Raises CheckpointError."""
     try:
         config = _library(checkpoint.facts.model_type)[0](**checkpoint.config)
     except Exception as error:  # the library checks fields in ways of its own
         raise CheckpointError(f"{checkpoint.path}: config.json: {error}") from error
-    found: dict[str, Any] = config.to_dict()
-    if checkpoint.config.get("sliding_window") and found.get("use_sliding_window"):
+    if checkpoint.config.get("sliding_window") and getattr(config, "use_sliding_window", False):
         raise CheckpointError(f"{checkpoint.path}: use_sliding_window True is not supported in a drafter")
-    if others := sorted(set(found.get("layer_types") or ()) - {"full_attention"}):
+    if others := sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"}):
         raise CheckpointError(f"{checkpoint.path}: layers of type {', '.join(others)} are not supported in a drafter")
-    return found
+    return config
 
 
-def _turns(checkpoint: Checkpoint, config: dict[str, Any], positions: int) -> Tensor:
+def _turns(checkpoint: Checkpoint, config: Any, positions: int) -> Tensor:
     """[positions, 2, D] cosine and sine, by the library's own rules for the configuration's rope parameters."""
-    parameters = config.get("rope_parameters") or {}
+    parameters = config.rope_parameters or {}
     kind = parameters.get("rope_type", "default")
     if kind in LENGTH_DEPENDENT:
         raise CheckpointError(f"{checkpoint.path}: rotary embeddings of type {kind} depend on the text's length")
@@ -347,6 +354,5 @@ def _turns(checkpoint: Checkpoint, config: dict[str, Any], positions: int) -> Te
         raise CheckpointError(
             f"{checkpoint.path}: rope_parameters {parameters} are not supported in a drafter; types: {', '.join(ROPES)}"
         )
-    of_kind, rotary = _library(checkpoint.facts.model_type)
-    cosine, sine = rotary(of_kind(**checkpoint.config))(torch.zeros(1), torch.arange(positions)[None])
+    cosine, sine = _library(checkpoint.facts.model_type)[1](config)(torch.zeros(1), torch.arange(positions)[None])
     return torch.stack((cosine[0], sine[0]), 1).float()

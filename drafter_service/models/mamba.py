@@ -8,20 +8,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tree_layers.checkpoint import whole
 from tree_layers.errors import CheckpointError
 from tree_layers.mixers import Mamba1Mixer, Mamba2Mixer
 from tree_layers.weights import Checkpoint
 
 from drafter_service.models.backbone import Backbone
-from drafter_service.models.checked import whole
 from drafter_service.models.inputs import InputMemory
 from drafter_service.models.states import StateMemory
 
 NO_END = 2**31 - 1
 """A recurrent memory has none; this is what a token count may be."""
 
-MAMBA1_DEFAULTS = {"state_size": 16, "layer_norm_epsilon": 1e-5, "expand": 2, "conv_kernel": 4}
-MAMBA2_DEFAULTS = {"state_size": 128, "layer_norm_epsilon": 1e-5, "expand": 2, "conv_kernel": 4, "n_groups": 8}
+MAMBA1_DEFAULTS = {"state_size": 16, "layer_norm_epsilon": 1e-5, "conv_kernel": 4, "time_step_rank": "auto"}
+MAMBA2_DEFAULTS = {"state_size": 128, "layer_norm_epsilon": 1e-5, "conv_kernel": 4, "n_groups": 8}
 
 
 class Mamba1Model(Backbone[Mamba1Mixer]):
@@ -53,11 +53,11 @@ class Mamba2Model(Backbone[Mamba2Mixer]):
 
 
 def _parts(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, make: Callable[[Mapping[str, Any], int], Any]
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, make: Callable[[Checkpoint, int], Any]
 ) -> dict[str, Any]:
     """A backbone's fields."""
-    config = checkpoint.config
-    width, count, vocabulary = (whole(config, k) for k in ("hidden_size", "num_hidden_layers", "vocab_size"))
+    config, keys = checkpoint.config, ("hidden_size", "num_hidden_layers", "vocab_size")
+    width, count, vocabulary = (whole(checkpoint.path, config, key) for key in keys)
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         raise CheckpointError(f"{checkpoint.path}: hidden_act {config['hidden_act']!r} is not supported")
 
@@ -70,7 +70,7 @@ def _parts(
     layers = []
     for layer in range(count):
         prefix = f"backbone.layers.{layer}"
-        shapes, build = make(config, width)
+        shapes, build = make(checkpoint, width)
         tensors = {name: take(f"{prefix}.mixer.{name}", *shape) for name, shape in shapes.items()}
         layers.append((take(f"{prefix}.norm.weight", width).to(dtype), build(tensors, dtype)))
     return {
@@ -83,12 +83,13 @@ def _parts(
     }
 
 
-def _mamba1(config: Mapping[str, Any], width: int) -> tuple[dict[str, tuple[int, ...]], Any]:
+def _mamba1(checkpoint: Checkpoint, width: int) -> tuple[dict[str, tuple[int, ...]], Any]:
     """What a layer's tensors must be, and what makes a mixer of them."""
-    get = {**MAMBA1_DEFAULTS, **config}
-    channels, size, taps = _channels(get, width), whole(get, "state_size"), whole(get, "conv_kernel")
-    rank = get.get("time_step_rank", "auto")
-    rank = math.ceil(width / 16) if rank == "auto" else int(rank)
+    get = {**MAMBA1_DEFAULTS, **checkpoint.config}
+    if get["time_step_rank"] == "auto":
+        get["time_step_rank"] = math.ceil(width / 16)
+    keys = ("intermediate_size", "state_size", "conv_kernel", "time_step_rank")
+    channels, size, taps, rank = (whole(checkpoint.path, get, key) for key in keys)
     shapes: dict[str, tuple[int, ...]] = {
         "in_proj.weight": (2 * channels, width),
         "conv1d.weight": (channels, 1, taps),
@@ -103,13 +104,15 @@ def _mamba1(config: Mapping[str, Any], width: int) -> tuple[dict[str, tuple[int,
     return shapes, Mamba1Mixer.of
 
 
-def _mamba2(config: Mapping[str, Any], width: int) -> tuple[dict[str, tuple[int, ...]], Any]:
+def _mamba2(checkpoint: Checkpoint, width: int) -> tuple[dict[str, tuple[int, ...]], Any]:
     """What a layer's tensors must be, and what makes a mixer of them."""
-    get = {**MAMBA2_DEFAULTS, **config}
-    channels, size, taps = _channels(get, width), whole(get, "state_size"), whole(get, "conv_kernel")
-    heads, groups = whole(get, "num_heads"), whole(get, "n_groups")
-    if heads * whole(get, "head_dim") != channels or heads % groups:
-        raise CheckpointError(f"{heads} heads of {get['head_dim']} in {groups} groups do not make {channels} channels")
+    get = {**MAMBA2_DEFAULTS, **checkpoint.config}
+    keys = ("intermediate_size", "state_size", "conv_kernel", "num_heads", "head_dim", "n_groups")
+    channels, size, taps, heads, head, groups = (whole(checkpoint.path, get, key) for key in keys)
+    if heads * head != channels or heads % groups:
+        raise CheckpointError(
+            f"{checkpoint.path}: {heads} heads of {head} in {groups} groups do not make {channels} channels"
+        )
     mixed = channels + 2 * groups * size
     shapes: dict[str, tuple[int, ...]] = {
         "in_proj.weight": (channels + mixed + heads, width),
@@ -128,12 +131,6 @@ def _mamba2(config: Mapping[str, Any], width: int) -> tuple[dict[str, tuple[int,
         return Mamba2Mixer.of(tensors, dtype, groups, size, eps, (low, high))
 
     return shapes, build
-
-
-def _channels(config: Mapping[str, Any], width: int) -> int:
-    """Of a mixer. `expand` may be stale where the number itself is given."""
-    given = config.get("intermediate_size")
-    return int(config["expand"] * width) if given is None else whole(config, "intermediate_size")
 
 
 def _biases(config: Mapping[str, Any], conv: int, inner: int, outer: int) -> dict[str, tuple[int, ...]]:

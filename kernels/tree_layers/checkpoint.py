@@ -1,7 +1,8 @@
-"""Facts of a checkpoint's folder, of Hugging Face's layout or state-spaces' own: the one reader of them.
+"""Reads what a checkpoint's folder says of a model before its weights are loaded, in Hugging Face's layout or in
+state-spaces' own.
 
-Routers, commands and engines all read through this module, so that they cannot differ. Standard library alone, and no
-weights are loaded: it is imported where torch is not. `weights.py` loads tensors.
+It is the only reader of these files, so routers, commands and engines cannot differ. It imports the standard library
+alone: routers have no torch. `weights.py` loads tensors.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 SAFE, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
 TORCH, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 WEIGHT_FILES = ((SAFE, SAFE_INDEX), (TORCH, TORCH_INDEX))
-"""A single file, or an index of shards; the first that is there, as transformers prefers them."""
+"""Pairs of a single file and an index of shards. As in transformers, the first file that exists is read."""
 MAMBA_CONFIG = "mamba_config.json"
-"""Of Mamba-in-Llama, beside a Llama's configuration: which layers have mixers, and what these are like."""
+"""Mamba-in-Llama's second configuration, beside a Llama's: which layers have mixers, and the mixers' sizes."""
 
 Layout = Literal["transformers", "state-spaces"]
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
-"""What families call the most positions of a text."""
+"""Keys under which families give the longest text, in tokens."""
 _EMBEDDINGS = {"embed_tokens", "embeddings", "embedding", "embed_in", "wte", "word_embeddings", "tok_embeddings"}
 _HEADS = {"lm_head", "embed_out"}
-"""What families call the modules at their ends."""
+"""Names of the modules with the token embedding and with the head, over all families."""
 _MAMBAS = ("mamba", "mamba2")
 _HASH_CHUNK = 1 << 20
 _FILE_NAME = re.compile(r"[\w.-]+")
@@ -46,12 +47,13 @@ class Facts:
     folder: Path
     layout: Layout
     config: Mapping[str, Any]  # with the library's keys
-    rows: int  # token ids that the embedding and the head have: the configured vocabulary, or its padded size
-    positions: int | None  # the most of a text; None where the checkpoint names no bound
+    rows: int  # of the embedding or the head, whichever has fewer; padding included
+    positions: int | None  # the longest text, in tokens; None where the checkpoint gives no limit
     end_ids: frozenset[int]  # end-of-text tokens
     tokens: TokenTable | None  # None where the folder has no tokenizer
-    unpadded: int | None  # tokens in use by state-spaces' configuration; None in the other layout
-    digest: str  # SHA-256 of configuration, end ids and token table, by meaning
+    unpadded: int | None  # the vocabulary before padding, of state-spaces' layout; None in the other
+    digest: str  # SHA-256 of configuration, end ids and token table, by meaning and not by bytes
+    numbers: int | None = None  # how many the weights are; None where there are no weight files, as on a router
 
     @property
     def model_type(self) -> str:
@@ -69,7 +71,7 @@ class Facts:
 
     @property
     def known(self) -> int:
-        """Token ids that the tokenizer knows, or that state-spaces' configuration says are in use."""
+        """One more than the tokenizer's greatest id; without a tokenizer, the vocabulary before padding."""
         if self.tokens is not None:
             return self.tokens.size
         if self.unpadded is not None:
@@ -77,14 +79,8 @@ class Facts:
         raise CheckpointError(f"{self.folder}: {NO_TOKENIZER}")
 
     @property
-    def numbers(self) -> int | None:
-        """Numbers in the weights; None where there are no weight files, as at a router."""
-        shapes = _shapes(self.folder)
-        return sum(math.prod(shape) for shape in shapes.values()) if shapes else None
-
-    @property
     def vocabulary(self) -> int:
-        """Token ids that mean something and that the model has: all below."""
+        """The number of token ids that mean something and have a row in the model: they begin at 0."""
         return min(self.known, self.rows)
 
 
@@ -95,9 +91,9 @@ NO_TOKENIZER = (
 
 
 def read_facts(path: str | Path, tokenizer: str | Path | None = None) -> Facts:
-    """Read a folder's facts; of the weights the heads of their files alone, where these are there.
+    """Read a folder's facts. Of weight files, where there are any, only the headers are read.
 
-    tokenizer: the folder of the tokenizer, where the checkpoint has none of its own. Raises CheckpointError.
+    tokenizer: the folder with the tokenizer, where that is not the checkpoint. Raises CheckpointError.
     """
     folder = Path(path)
     raw = _read_raw(folder)
@@ -121,6 +117,7 @@ def read_facts(path: str | Path, tokenizer: str | Path | None = None) -> Facts:
         tokens=tokens,
         unpadded=unpadded,
         digest=hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).hexdigest(),
+        numbers=sum(map(math.prod, shapes.values())) if shapes else None,
     )
 
 
@@ -128,6 +125,16 @@ def read_config(path: str | Path) -> dict[str, Any]:
     """The configuration with the library's keys. Raises CheckpointError."""
     folder = Path(path)
     return _normalised(folder, _read_raw(folder), _shapes(folder))[1]
+
+
+def whole(folder: Path, config: Mapping[str, Any], key: str) -> int:
+    """A configuration's whole number, from 1 to MAX_ID. Raises CheckpointError for anything else."""
+    value = config.get(key)
+    if type(value) is not int or not 1 <= value <= MAX_ID:
+        raise CheckpointError(
+            f"{folder}: {CONFIG}: {key} must be a whole number from 1 to {MAX_ID}; got {value!r:.100}"
+        )
+    return value
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -173,22 +180,20 @@ def _read_raw(folder: Path) -> dict[str, Any]:
 
 
 def _refuse_quantised(folder: Path, raw: Mapping[str, Any]) -> None:
-    """Quantised tensors have the names of plain ones, or others, and mean nothing without their scales."""
+    """Raise CheckpointError for quantised weights: read as plain ones, they would give wrong numbers."""
     text = _of_text(raw)
     for key in ("quantization_config", "compression_config"):
         settings = text.get(key) or raw.get(key)
         if settings:
-            method = (
-                settings.get("quant_method", "of a method without a name") if isinstance(settings, dict) else settings
-            )
+            method = settings.get("quant_method", "quant_method missing") if isinstance(settings, dict) else settings
             raise CheckpointError(
-                f"{folder}: its weights are quantised ({method}), which is not supported; name the checkpoint in "
-                "bfloat16 or float16 that it was made of"
+                f"{folder}: its weights are quantised ({method}), which is not supported; name the bfloat16 or float16 "
+                "checkpoint that it was made from"
             )
 
 
 def _shapes(folder: Path) -> Shapes:
-    """Of all tensors; none where the weight files are not all there, as at a router, or while they are downloaded."""
+    """Shapes of all tensors; none where weight files are missing, as on a router, or while they are downloaded."""
     try:
         files = weight_files(folder)
     except CheckpointError:  # raised again by whoever loads the weights
@@ -197,7 +202,7 @@ def _shapes(folder: Path) -> Shapes:
 
 
 def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a configuration that is about the language model."""
+    """The configuration of the language model, which multimodal families keep under `text_config`."""
     text = config.get("text_config")
     return {**config, **text} if isinstance(text, dict) else config
 
@@ -205,85 +210,76 @@ def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _normalised(folder: Path, raw: dict[str, Any], shapes: Shapes) -> tuple[Layout, dict[str, Any]]:
     """The layout, and the configuration with the library's keys.
 
-    Fine-tunes carry keys of both layouts, some of them of another model: where two keys differ, the tensors decide.
+    Fine-tuned checkpoints carry keys of both layouts, some of them another model's. Where keys contradict each other,
+    the tensors decide.
     """
     ours, theirs = ({"hidden_size", "num_hidden_layers"} <= raw.keys(), {"d_model", "n_layer"} <= raw.keys())
     if not ours and not theirs and "model_type" not in raw:
         raise CheckpointError(f"{folder}: {CONFIG} names no model_type")
     mamba = raw.get("model_type", "mamba") in _MAMBAS
-    if theirs and mamba and not (ours and _width(shapes) in (None, raw["hidden_size"])):
-        config = _from_state_spaces(folder, raw, _kind(shapes))
-        return "state-spaces", config
+    if theirs and mamba and not (ours and _last_size(shapes, ".norm_f.weight") in (None, raw["hidden_size"])):
+        return "state-spaces", _from_state_spaces(folder, raw, _kind(shapes))
     if "model_type" not in raw:
         raise CheckpointError(f"{folder}: {CONFIG} names no model_type")
     config = dict(raw)
     if mamba:
         config["model_type"] = _kind(shapes) or raw["model_type"]
-        expanded = _expanded(config)
-        if expanded != config.get("intermediate_size", expanded) and expanded == _channels(shapes):
-            config["intermediate_size"] = expanded
+        channels = _last_size(shapes, ".mixer.out_proj.weight")
+        if channels is not None:
+            config["intermediate_size"] = channels
     return "transformers", config
 
 
 def _kind(shapes: Shapes) -> str | None:
-    """Which Mamba the tensors are of; None where they do not say."""
+    """`mamba` or `mamba2`, by the tensors' names; None where they are of neither."""
     if any(name.endswith(".mixer.x_proj.weight") for name in shapes):
         return "mamba"
     return "mamba2" if any(name.endswith(".mixer.dt_bias") for name in shapes) else None
 
 
-def _width(shapes: Shapes) -> int | None:
-    return next((shape[0] for name, shape in shapes.items() if name.endswith(".norm_f.weight")), None)
-
-
-def _channels(shapes: Shapes) -> int | None:
-    return next((shape[-1] for name, shape in shapes.items() if name.endswith(".mixer.out_proj.weight")), None)
-
-
-def _expanded(config: Mapping[str, Any]) -> int | None:
-    width, expand = config.get("hidden_size"), config.get("expand", 2)
-    return int(expand * width) if isinstance(width, int) and isinstance(expand, (int, float)) else None
+def _last_size(shapes: Shapes, suffix: str) -> int | None:
+    """The last size of the first tensor whose name ends so."""
+    return next((shape[-1] for name, shape in shapes.items() if name.endswith(suffix) and shape), None)
 
 
 def _rows(folder: Path, config: Mapping[str, Any], shapes: Shapes) -> int:
-    ends = [
-        shape[0]
-        for name, shape in shapes.items()
-        if len(shape) == 2 and name.endswith(".weight") and name.split(".")[-2] in _EMBEDDINGS | _HEADS
-    ]
-    if ends:
-        return min(ends)
-    vocabulary = config.get("vocab_size")
-    if type(vocabulary) is not int or not 1 <= vocabulary <= MAX_ID:
-        raise CheckpointError(f"{folder}: {CONFIG} names no vocab_size")
-    return vocabulary
+    """Ids past the rows of the embedding or of the head are no tokens of the model. Where several matrices have such a
+    name, the text's is the greatest: gemma3n also embeds images, by 128 rows."""
+
+    def most(modules: set[str]) -> int:
+        matrices = ((f".{name}".split(".")[-2:], shape[0]) for name, shape in shapes.items() if len(shape) == 2)
+        return max((rows for (module, name), rows in matrices if name == "weight" and module in modules), default=0)
+
+    found = [rows for rows in (most(_EMBEDDINGS), most(_HEADS)) if rows]
+    return min(found) if found else whole(folder, config, "vocab_size")
 
 
 def _positions(folder: Path, config: Mapping[str, Any]) -> int | None:
-    found = next((config[key] for key in _POSITIONS if config.get(key) is not None), None)
-    if found is not None and (type(found) is not int or found < 1):
-        raise CheckpointError(f"{folder}: {CONFIG}: the most positions are {found!r}, not a number of 1 or more")
-    return found
+    key = next((key for key in _POSITIONS if config.get(key) is not None), None)
+    return None if key is None else whole(folder, config, key)
 
 
 def _end_ids(folder: Path, config: Mapping[str, Any], tokens: TokenTable | None, tokenizer: Path) -> frozenset[int]:
-    """The first that is named of: the generation configuration's, the configuration's, the tokenizer's end of text.
-    None at all where none of them names one: such answers end by length alone."""
+    """End ids by the first of these files that names any: the generation configuration, the configuration, the
+    tokenizer's. Empty where none does: answers then end by length alone."""
     generation = read_object(folder, GENERATION) if (folder / GENERATION).is_file() else {}
-    for name, said in ((GENERATION, generation), (CONFIG, _of_text(config))):
-        if (end := said.get("eos_token_id")) is not None:
+    for name, settings in ((GENERATION, generation), (CONFIG, _of_text(config))):
+        if (end := settings.get("eos_token_id")) is not None:
             ids = end if isinstance(end, list) else [end]
             if not all(type(token) is int and 0 <= token <= MAX_ID for token in ids):
-                raise CheckpointError(f"{folder}: {name}: eos_token_id is {end!r}, not a token's id or a list of them")
+                raise CheckpointError(
+                    f"{folder}: {name}: eos_token_id must be a token's id or a list of ids; got {end!r:.100}"
+                )
             return frozenset(ids)
     if tokens is None or not (tokenizer / TOKENIZER_CONFIG).is_file():
         return frozenset()
     text = read_object(tokenizer, TOKENIZER_CONFIG).get("eos_token")
-    found = tokens.id_of(str(text.get("content") if isinstance(text, dict) else text))
+    text = text.get("content") if isinstance(text, dict) else text
+    found = tokens.id_of(text) if isinstance(text, str) else None
     return frozenset() if found is None else frozenset({found})
 
 
-# What `ssm_cfg` may say, and the library's word for it. Anything else changes the model's function and is refused.
+# Keys of `ssm_cfg` and the library's names for them. Any other key changes the model's function and is refused.
 _SSM_KEYS = {
     "mamba": {
         "d_state": "state_size",
@@ -306,52 +302,62 @@ _SSM_KEYS = {
     },
 }
 _LAYERS = {"Mamba1": "mamba", "Mamba2": "mamba2"}
+_WHOLE = {"d_state", "d_conv", "headdim", "ngroups", "chunk_size"}
 _ONLY_FOR_TRAINING = {"dt_min", "dt_max", "dt_init", "dt_scale", "dt_init_floor", "A_init_range", "use_fast_path"}
 _STATE_SPACES_KEYS = {"d_model", "n_layer", "vocab_size", "ssm_cfg", "rms_norm", "residual_in_fp32", "fused_add_norm"}
 _STATE_SPACES_KEYS |= {"pad_vocab_size_multiple", "tie_embeddings", "d_intermediate", "attn_layer_idx", "attn_cfg"}
 
 
 def _from_state_spaces(folder: Path, config: dict[str, Any], kind: str | None) -> dict[str, Any]:
-    """The library's form of a configuration of state-spaces' `MambaConfig`. `kind` is what the tensors are of."""
+    """A configuration of state-spaces' `MambaConfig` with the library's keys.
+
+    kind: by the tensors; None without them."""
 
     def refuse(reason: str) -> CheckpointError:
         return CheckpointError(f"{folder}: {CONFIG}: {reason}")
 
     if "model_type" not in config and (unknown := sorted(set(config) - _STATE_SPACES_KEYS)):
-        raise refuse(f"unknown keys {unknown}")  # beside a model_type they are the library's
+        raise refuse(f"unknown keys {unknown}")  # with a model_type, other keys are the library's
     if config.get("attn_layer_idx") or config.get("d_intermediate"):
         raise refuse("a hybrid with attention or MLP layers is not supported")
     if not config.get("rms_norm", True):
         raise refuse("rms_norm: false is not supported")
-    ssm = dict(config.get("ssm_cfg") or {})
+    ssm = config.get("ssm_cfg") or {}
+    if not isinstance(ssm, dict):
+        raise refuse(f"ssm_cfg must be an object; got {ssm!r:.100}")
+    ssm = dict(ssm)
     layer = ssm.pop("layer", "Mamba1")
-    if layer not in _LAYERS:
+    if layer not in list(_LAYERS):
         raise refuse(f"ssm_cfg.layer {layer!r} is not supported")
     kind = kind or _LAYERS[layer]
     keys = _SSM_KEYS[kind]
     if unknown := sorted(set(ssm) - set(keys) - _ONLY_FOR_TRAINING):
         raise refuse(f"ssm_cfg {unknown} is not supported")
-    counted = {"pad_vocab_size_multiple": 8, **config}
-    for key in ("d_model", "n_layer", "vocab_size", "pad_vocab_size_multiple"):
-        if type(counted.get(key)) is not int or not 1 <= counted[key] <= MAX_ID:
-            raise refuse(f"{key} is {counted.get(key)!r}, not a number of 1 or more")
-    width, vocabulary, multiple = counted["d_model"], counted["vocab_size"], counted["pad_vocab_size_multiple"]
+    padded = {"pad_vocab_size_multiple": 8, **config}
+    width, layers, vocabulary, multiple = (
+        whole(folder, padded, key) for key in ("d_model", "n_layer", "vocab_size", "pad_vocab_size_multiple")
+    )
+    for key in sorted(_WHOLE & ssm.keys()):
+        whole(folder, ssm, key)
+    expand = ssm.get("expand", 2)
+    if type(expand) not in (int, float) or not 1 <= expand * width <= MAX_ID:
+        raise refuse(f"ssm_cfg.expand must be a number that d_model is multiplied by; got {expand!r:.100}")
     made: dict[str, Any] = {
         "model_type": kind,
         "hidden_size": width,
-        "num_hidden_layers": config["n_layer"],
+        "num_hidden_layers": layers,
         "vocab_size": math.ceil(vocabulary / multiple) * multiple,
         "tie_word_embeddings": bool(config.get("tie_embeddings", True)),
         "residual_in_fp32": bool(config.get("residual_in_fp32", True)),
         "layer_norm_epsilon": 1e-5,
         "state_size": 16,
-        "expand": 2,
+        "expand": expand,
+        "intermediate_size": int(expand * width),
     }
     if kind == "mamba2":
         made |= {"state_size": 128, "head_dim": 64, "n_groups": 1}
     made |= {keys[key]: value for key, value in ssm.items() if key in keys}
     made |= {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
-    made["intermediate_size"] = int(made["expand"] * width)
     if kind == "mamba2":
-        made["num_heads"] = made["intermediate_size"] // int(made["head_dim"])
+        made["num_heads"] = made["intermediate_size"] // made["head_dim"]
     return made

@@ -1,6 +1,6 @@
-"""Names and shapes of a checkpoint's tensors, read from the heads of its files: no weights are loaded.
+"""Names and shapes of a checkpoint's tensors, read from the headers of its files. No weights are loaded.
 
-Standard library alone, as torch is not imported where facts of checkpoints are read.
+Imports the standard library alone: routers read checkpoints' facts without torch.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ import json
 import pickle
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tree_layers.errors import CheckpointError
 
-MAX_HEAD_BYTES = 100_000_000
-"""The longest head of a file that is read; safetensors has the same limit."""
+MAX_HEADER_BYTES = 100_000_000
+"""A longer header is refused; safetensors has the same limit."""
 LEGACY_PREAMBLE = 3
-"""Objects before the tensors in torch's format from before 1.6: a magic number, a version, sizes of C types."""
+"""Objects before the tensors in the format of torch before 1.6: a magic number, a version, sizes of C types."""
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -32,26 +33,19 @@ def tensor_shapes(files: Sequence[Path]) -> Shapes:
 
 
 def _safetensors(file: Path) -> Shapes:
-    try:
-        with file.open("rb") as stream:
-            size = int.from_bytes(stream.read(8), "little")
-            if not 0 < size <= MAX_HEAD_BYTES:
-                raise CheckpointError(f"{file} cannot be read: its head has {size} bytes")
-            head = json.loads(stream.read(size))
-        return {name: tuple(map(int, entry["shape"])) for name, entry in head.items() if name != "__metadata__"}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{file} cannot be read: {error!r}") from error
+    with _explained(file, "cannot be read"), file.open("rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        _check_size(file, size)
+        header = json.loads(stream.read(size))
+        return {name: _shape(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
 
 
 def _pickled(file: Path) -> Shapes:
-    try:
+    with _explained(file, "is not a file of plain weights"):
         if zipfile.is_zipfile(file):
             with zipfile.ZipFile(file) as archive:
                 entry = next(e for e in archive.infolist() if e.filename.split("/")[-1] == "data.pkl")
-                if entry.file_size > MAX_HEAD_BYTES:
-                    raise CheckpointError(f"{file} cannot be read: its head has {entry.file_size} bytes")
+                _check_size(file, entry.file_size)
                 with archive.open(entry) as stream:
                     tensors = _ShapeUnpickler(stream).load()
         else:
@@ -60,16 +54,34 @@ def _pickled(file: Path) -> Shapes:
                     _ShapeUnpickler(stream).load()
                 tensors = _ShapeUnpickler(stream).load()
         return {str(name): shape for name, shape in tensors.items() if isinstance(shape, tuple)}
+
+
+@contextmanager
+def _explained(file: Path, fault: str) -> Iterator[None]:
+    """Raise CheckpointError for whatever a broken file leads a parser to raise."""
+    try:
+        yield
     except CheckpointError:
         raise
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
-    except Exception as error:  # the unpickler raises whatever a broken file leads to
-        raise CheckpointError(f"{file} is not a file of plain weights: {error!r}") from error
+    except Exception as error:
+        raise CheckpointError(f"{file} {fault}: {error!r}") from error
+
+
+def _check_size(file: Path, size: int) -> None:
+    if not 0 < size <= MAX_HEADER_BYTES:
+        raise CheckpointError(f"{file} cannot be read: its header has {size} bytes; at most {MAX_HEADER_BYTES}")
+
+
+def _shape(sizes: Sequence[object]) -> tuple[int, ...]:
+    if not all(type(size) is int and size >= 0 for size in sizes):
+        raise ValueError(f"a tensor has the shape {sizes!r:.100}")
+    return tuple(sizes)  # type: ignore[arg-type]
 
 
 class _Inert:
-    """Stands for whatever torch class a pickle names. Takes anything and does nothing."""
+    """Stands in for every other torch class that a pickle names. Takes any arguments and does nothing."""
 
     def __init__(self, *args: object) -> None:
         pass
@@ -79,7 +91,7 @@ class _Inert:
 
 
 def _shape_of(storage: object, offset: object, size: Sequence[int], *rest: object) -> tuple[int, ...]:
-    return tuple(map(int, size))
+    return _shape(size)
 
 
 def _parameter(data: Any, *rest: object) -> Any:
@@ -101,7 +113,7 @@ _REBUILDERS: dict[tuple[str, str], Any] = {
 
 
 class _ShapeUnpickler(pickle.Unpickler):
-    """Makes a shape of every tensor. Nothing that a pickle names is imported or called but what is listed above."""
+    """Gives the shape of every tensor in its place. Of what a pickle names, only `_REBUILDERS` are called."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _REBUILDERS:
@@ -111,4 +123,4 @@ class _ShapeUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
     def persistent_load(self, pid: object) -> None:
-        """A storage, whose numbers are elsewhere in the file."""
+        """Takes the place of a storage, whose numbers are elsewhere in the file and are not read."""

@@ -1,20 +1,20 @@
-"""What a checkpoint's token ids mean: its table from id to text, read from the tokenizer's files.
+"""Reads from a tokenizer's files which text each token id stands for.
 
-Standard library alone. Files that are read, the first that is there:
+Imports the standard library alone. The first of these files that exists is read:
 
   tokenizer.json              model.vocab (a map, or Unigram's list of pairs), overlaid with added_tokens
   tokenizer.model             the pieces of a SentencePiece model
   vocab.json with merges.txt  a map
 
-The last two are overlaid with added_tokens.json and the added_tokens_decoder of tokenizer_config.json, as the library
-does.
+As in transformers, added_tokens.json and the added_tokens_decoder of tokenizer_config.json then replace or add tokens
+of the last two.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,17 +25,17 @@ TOKENIZER, SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
 VOCAB, MERGES, ADDED = "vocab.json", "merges.txt", "added_tokens.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TOKENIZER_FILES = (TOKENIZER, SENTENCEPIECE, VOCAB, MERGES, ADDED, TOKENIZER_CONFIG)
-"""All files of a tokenizer that are read here."""
+"""All files that are read here."""
 
 MAX_ID = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class TokenTable:
-    """The text of every token id. Two tables that are equal mean the same, whatever bytes their files have."""
+    """The text of every token id. Tokenizers whose files differ in bytes alone have equal tables."""
 
     texts: Mapping[int, str]  # by id, added tokens among them
-    added: frozenset[int]  # ids of added tokens: control tokens, and what was added after the training
+    added: frozenset[int]  # ids of control tokens, and of tokens added after the tokenizer's training
     size: int = field(init=False)  # one more than the greatest id
 
     def __post_init__(self) -> None:
@@ -57,8 +57,8 @@ class TokenTable:
 
 
 def read_tokens(folder: Path) -> TokenTable | None:
-    """The table of a folder's tokenizer; None where there are no files of one that can be read. Raises CheckpointError
-    for files that hold none."""
+    """The table of a folder's tokenizer; None where none of its files exists. Raises CheckpointError for files that
+    cannot be read."""
     if (folder / TOKENIZER).is_file():
         return _from_tokenizer_json(folder)
     if (folder / SENTENCEPIECE).is_file():
@@ -74,18 +74,19 @@ def read_tokens(folder: Path) -> TokenTable | None:
 
 
 def _from_tokenizer_json(folder: Path) -> TokenTable:
-    said = read_object(folder, TOKENIZER)
-    model = said.get("model")
+    parsed = read_object(folder, TOKENIZER)
+    model = parsed.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(vocabulary, list):  # Unigram's pairs of text and score
         texts = {token: _text(folder, TOKENIZER, pair) for token, pair in enumerate(vocabulary)}
     else:
         texts = _by_id(folder, TOKENIZER, vocabulary)
-    added: dict[int, str] = {}
-    for entry in said.get("added_tokens") or ():
-        if not isinstance(entry, dict):
-            raise CheckpointError(f"{folder}: {TOKENIZER} is unreadable: an added token is {entry!r}")
-        added |= _by_id(folder, TOKENIZER, {entry.get("content"): entry.get("id")})
+    try:
+        added = _checked_ids(
+            folder, TOKENIZER, [(each["content"], each["id"]) for each in parsed.get("added_tokens") or ()]
+        )
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder}: {TOKENIZER} is unreadable: added_tokens: {error!r}") from error
     return _checked(folder, texts | added, set(added))
 
 
@@ -98,12 +99,12 @@ def _from_sentencepiece(folder: Path) -> tuple[dict[int, str], set[int]]:
         for number, piece in _fields((folder / SENTENCEPIECE).read_bytes()):
             if number != 1 or not isinstance(piece, bytes):
                 continue
-            said = dict(_fields(piece))
-            token, text = len(texts), said.get(1, b"")
+            parts = dict(_fields(piece))
+            token, text = len(texts), parts.get(1, b"")
             if not isinstance(text, bytes):
                 raise ValueError("a piece has no text")
             texts[token] = text.decode()
-            if said.get(3, 1) not in normal_kinds:
+            if parts.get(3, 1) not in normal_kinds:
                 added.add(token)
     except (OSError, ValueError, IndexError) as error:
         raise CheckpointError(f"{folder}: {SENTENCEPIECE} is unreadable: {error!r}") from error
@@ -111,7 +112,7 @@ def _from_sentencepiece(folder: Path) -> tuple[dict[int, str], set[int]]:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """The fields of a protobuf message: number, and a whole number or bytes. Raises ValueError or IndexError."""
+    """The fields of a protobuf message: their numbers and values. Raises ValueError or IndexError."""
     at = 0
 
     def varint() -> int:
@@ -144,31 +145,38 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 def _more_tokens(folder: Path) -> Iterator[dict[int, str]]:
-    """What is added to a tokenizer beside its own file."""
+    """The tokens that files beside a tokenizer's own add to it, or replace."""
     if (folder / ADDED).is_file():
         yield _by_id(folder, ADDED, read_object(folder, ADDED))
     if (folder / TOKENIZER_CONFIG).is_file():
         decoder = read_object(folder, TOKENIZER_CONFIG).get("added_tokens_decoder") or {}
         try:
-            by_text = {entry["content"]: int(token) for token, entry in decoder.items()}
+            found = [(entry["content"], int(token)) for token, entry in decoder.items()]
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{folder}: {TOKENIZER_CONFIG}: added_tokens_decoder: {error!r}") from error
-        yield _by_id(folder, TOKENIZER_CONFIG, by_text)
+        yield _checked_ids(folder, TOKENIZER_CONFIG, found)
 
 
 def _by_id(folder: Path, name: str, vocabulary: Any) -> dict[int, str]:
-    """A map from text to id, turned round."""
+    """Texts by id, of a map from text to id."""
     if not isinstance(vocabulary, dict):
         raise CheckpointError(f"{folder}: {name} is unreadable: it has no map of tokens")
-    for text, token in vocabulary.items():
+    return _checked_ids(folder, name, vocabulary.items())
+
+
+def _checked_ids(folder: Path, name: str, tokens: Iterable[tuple[Any, Any]]) -> dict[int, str]:
+    """Texts by id, of pairs of text and id."""
+    found = {}
+    for text, token in tokens:
         if not isinstance(text, str) or type(token) is not int or not 0 <= token <= MAX_ID:
-            raise CheckpointError(f"{folder}: {name} is unreadable: token {text!r} has the id {token!r}")
-    return {token: text for text, token in vocabulary.items()}
+            raise CheckpointError(f"{folder}: {name} is unreadable: token {text!r:.100} has the id {token!r:.100}")
+        found[token] = text
+    return found
 
 
 def _text(folder: Path, name: str, pair: Any) -> str:
     if not isinstance(pair, list) or not pair or not isinstance(pair[0], str):
-        raise CheckpointError(f"{folder}: {name} is unreadable: a token is {pair!r}")
+        raise CheckpointError(f"{folder}: {name} is unreadable: a token is {pair!r:.100}")
     return pair[0]
 
 
@@ -178,7 +186,7 @@ def _checked(folder: Path, texts: dict[int, str], added: set[int]) -> TokenTable
     return TokenTable(texts, frozenset(added))
 
 
-def _hash_of(texts: Mapping[int, str], ids: Any) -> str:
+def _hash_of(texts: Mapping[int, str], ids: Iterable[int]) -> str:
     digest = hashlib.sha256()
     for token in sorted(ids):
         text = texts[token].encode(errors="surrogatepass")

@@ -124,6 +124,7 @@ def drop_tensor(folder: Path) -> None:
         (configure(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
         (configure(hidden_size=31), "has shape"),
         (configure(state_size="many"), "state_size must be a whole number"),
+        (configure(time_step_rank="many"), "time_step_rank must be a whole number"),
         (drop_tensor, "there is no tensor backbone.layers.1.mixer.A_log"),
         (lambda folder: shutil.rmtree(folder), "is not a folder"),
     ],

@@ -1,4 +1,4 @@
-"""Facts of checkpoints, of each layout and form of tokenizer, with stale keys beside true ones. No torch needed."""
+"""Facts of checkpoints, of each layout and form of tokenizer, with stale keys beside true ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tree_layers.tokens import read_tokens
 LLAMA = {"model_type": "llama", "vocab_size": 12, "hidden_size": 4, "num_hidden_layers": 1}
 MAMBA = {"model_type": "mamba", "vocab_size": 12, "hidden_size": 4, "num_hidden_layers": 1}
 STATE_SPACES = {"d_model": 4, "n_layer": 1, "vocab_size": 10, "ssm_cfg": {}, "pad_vocab_size_multiple": 8}
-TEXTS = ["a", "b", "c", "d", "e", "f", "g", "h", "i", "</s>"]
+TEXTS = ["a", "b", "c", "d", "e", "f", "g", "h", "None", "</s>"]
 
 
 def write(folder: Path, name: str, value: Any) -> None:
@@ -47,6 +47,11 @@ def ends(rows: int, name: str = "model.embed_tokens.weight", width: int = 4) -> 
     return {name: torch.zeros(rows, width)}
 
 
+def header(json_text: bytes) -> bytes:
+    """The beginning of a safetensors file."""
+    return struct.pack("<Q", len(json_text)) + json_text
+
+
 def sentencepiece(pieces: list[tuple[str, int]]) -> bytes:
     """A ModelProto: pieces of text, score and type, and a trainer's specification that is passed over."""
     out = b""
@@ -68,6 +73,23 @@ def test_the_embeddings_rows_are_read_from_the_tensors_and_not_from_the_configur
     write(tmp_path, "config.json", LLAMA | {"vocab_size": None})
     save_file(ends(16) | {"model.norm.weight": torch.zeros(4)}, tmp_path / "model.safetensors")
     assert read_facts(tmp_path).rows == 16
+
+
+def test_a_matrix_that_embeds_images_is_not_taken_for_the_vocabulary(tmp_path: Path):
+    """gemma3n has `embed_vision.embedding.weight` of 128 rows beside the text's embedding."""
+    write(tmp_path, "config.json", LLAMA)
+    save_file(ends(16) | ends(8, "model.embed_vision.embedding.weight"), tmp_path / "model.safetensors")
+    assert read_facts(tmp_path).rows == 16
+
+
+def test_tensors_of_unusual_names_and_shapes_are_passed_over(tmp_path: Path):
+    write(tmp_path, "config.json", MAMBA | {"d_model": 4, "n_layer": 1})
+    odd = ("weight", "backbone.norm_f.weight", "backbone.layers.0.mixer.out_proj.weight", "lm_head.weight")
+    save_file(
+        {name: torch.tensor(1.0) for name in odd} | {".weight": torch.zeros(3, 4)}, tmp_path / "model.safetensors"
+    )
+    facts = read_facts(tmp_path)
+    assert (facts.layout, facts.rows, facts.numbers) == ("transformers", 12, 16)
 
 
 @pytest.mark.parametrize("old_format", [False, True], ids=["zip", "before-1.6"])
@@ -93,9 +115,20 @@ def test_reading_the_head_of_a_pickled_checkpoint_runs_no_code(tmp_path: Path):
         read_facts(tmp_path)
 
 
-@pytest.mark.parametrize("head", [b"", b"\xff" * 8, b"\x02" + b"\0" * 7 + b"[]", b"\x09" + b"\0" * 7 + b'{"a": 1}}'])
-def test_a_safetensors_file_with_a_broken_head_is_refused_by_name(tmp_path: Path, head: bytes):
-    (tmp_path / "model.safetensors").write_bytes(head)
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff" * 8,
+        header(b"[]"),
+        header(b'{"a": 1}}'),
+        header(b"[" * 100_000),
+        *(header(b'{"a": {"shape": [%s]}}' % size) for size in (b"Infinity", b"-1", b"1.5", b"null")),
+    ],
+    ids=["empty", "huge", "list", "cut", "nested", "infinity", "negative", "fraction", "null"],
+)
+def test_a_safetensors_file_with_a_broken_header_is_refused_by_name(tmp_path: Path, content: bytes):
+    (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
         tensor_shapes([tmp_path / "model.safetensors"])
 
@@ -143,7 +176,9 @@ def test_safetensors_are_preferred_to_pickles_and_shards_are_all_read(tmp_path: 
     ],
     ids=["own", "own-2", "fine-tune", "fine-tune-without-layer", "stale-d_model", "stale-hidden_size", "no-weights"],
 )
-def test_of_keys_of_two_layouts_the_tensors_decide(tmp_path: Path, changed, tensors, layout, kind, width):
+def test_where_keys_of_two_layouts_contradict_each_other_the_tensors_decide(
+    tmp_path: Path, changed, tensors, layout, kind, width
+):
     write(tmp_path, "config.json", STATE_SPACES | changed)
     if tensors:
         torch.save(tensors, tmp_path / "pytorch_model.bin")
@@ -162,6 +197,25 @@ def test_stale_keys_of_a_mixers_channels_do_not_mislead(tmp_path: Path, changed:
     save_file(mixer("mamba"), tmp_path / "model.safetensors")
     config = read_facts(tmp_path).config
     assert config.get("intermediate_size", config.get("expand", 2) * config["hidden_size"]) == channels
+
+
+@pytest.mark.parametrize(
+    "changed, field",
+    [
+        ({"d_model": 0}, "d_model"),
+        ({"ssm_cfg": "Mamba2"}, "ssm_cfg"),
+        ({"ssm_cfg": {"layer": ["Mamba2"]}}, "ssm_cfg.layer"),
+        ({"ssm_cfg": {"layer": "Mamba2", "headdim": 0}}, "headdim"),
+        ({"ssm_cfg": {"d_state": "16"}}, "d_state"),
+        ({"ssm_cfg": {"expand": "2"}}, "ssm_cfg.expand"),
+        ({"ssm_cfg": {"expand": float("inf")}}, "ssm_cfg.expand"),
+    ],
+    ids=str,
+)
+def test_a_state_spaces_configuration_with_an_impossible_number_is_refused_by_its_key(tmp_path: Path, changed, field):
+    write(tmp_path, "config.json", STATE_SPACES | changed)
+    with pytest.raises(CheckpointError, match=rf"config\.json: {field} "):
+        read_facts(tmp_path)
 
 
 def test_state_spaces_vocabulary_is_padded_for_the_rows_and_kept_unpadded_for_what_is_known(tmp_path: Path):
@@ -197,6 +251,8 @@ def test_the_vocabulary_is_the_smaller_of_tokenizer_and_rows(tmp_path: Path, row
         (None, {"eos_token_id": 6, "text_config": {"eos_token_id": None}}, None, set()),
         (None, {}, {"eos_token": {"content": "</s>"}}, {9}),
         (None, {}, {"eos_token": "nothing of ours"}, set()),
+        (None, {}, {"eos_token": None}, set()),
+        (None, {}, {"bos_token": "a"}, set()),
         ({}, {}, None, set()),
     ],
 )
@@ -211,7 +267,7 @@ def test_end_ids_are_those_of_the_first_file_that_names_any(tmp_path: Path, gene
 
 
 @pytest.mark.parametrize("end", ["</s>", [1, None], -1, 1 << 40, True])
-def test_an_end_id_that_is_none_is_refused_by_file(tmp_path: Path, end: object):
+def test_an_end_id_that_is_no_token_id_is_refused_by_the_files_name(tmp_path: Path, end: object):
     write(tmp_path, "config.json", LLAMA)
     write(tmp_path, "generation_config.json", {"eos_token_id": end})
     with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id"):
@@ -276,6 +332,8 @@ def test_a_map_with_merges_is_a_tokenizer_too(tmp_path: Path):
         ("tokenizer.json", b'{"model": {"vocab": {"a": 99999999999}}}'),
         ("tokenizer.json", b'{"model": {"vocab": [["a", 0.0], 3]}}'),
         ("tokenizer.json", b'{"model": {"vocab": {"a": 0}}, "added_tokens": [{"content": 3, "id": 1}]}'),
+        ("tokenizer.json", b'{"model": {"vocab": {"a": 0}}, "added_tokens": [{"content": ["b"], "id": 1}]}'),
+        ("tokenizer.json", b'{"model": {"vocab": {"a": 0}}, "added_tokens": 7}'),
         ("tokenizer.json", b"\xff\xfe"),
         ("tokenizer.json", b"[" * 100_000),
         ("tokenizer.model", b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff"),
@@ -284,7 +342,7 @@ def test_a_map_with_merges_is_a_tokenizer_too(tmp_path: Path):
         ("tokenizer.model", b""),
     ],
 )
-def test_a_tokenizer_that_is_none_is_refused_by_name(tmp_path: Path, name: str, content: bytes):
+def test_a_file_that_holds_no_tokenizer_is_refused_by_name(tmp_path: Path, name: str, content: bytes):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(CheckpointError, match="unreadable"):
         read_tokens(tmp_path)
