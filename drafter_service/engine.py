@@ -103,8 +103,8 @@ class DrafterEngine:
         threads: int,
         longest_step_s: float = LONGEST_STEP_S,
     ) -> None:
-        """`runner` has `text_slots` and `node_slots` of these limits. After `longest_step_s` in one piece of work the
-        engine counts as hung."""
+        """`runner` has `text_slots` and `node_slots` of these limits. An engine with a step that takes longer than
+        `longest_step_s` counts as hung."""
         self._watch = StepWatch(longest_step_s)
         self._hello = hello
         self._runner = runner
@@ -198,16 +198,13 @@ class DrafterEngine:
         return asdict(self.counters) | kept | {"sessions": self.sessions} | free
 
     def memory_bytes(self, longest: int) -> dict[str, int]:
-        """What `states` of all text and node slots take at most, where no text is longer than `longest` tokens."""
+        """Bytes of all text and node slots at most, as `states`, where no text is longer than `longest` tokens."""
         limits, memory = self._hello, self._runner.memory
-        text = memory.text_bytes
-        if text == limits.max_length * memory.node_bytes:  # it grows by tokens
-            text = min(longest, limits.max_length) * memory.node_bytes
-        nodes = node_slots(limits.max_rows, limits.max_depth)
-        return {"states": text_slots(self._max_sessions) * text + nodes * memory.node_bytes}
+        texts, nodes = text_slots(self._max_sessions), node_slots(limits.max_rows, limits.max_depth)
+        return {"states": texts * memory.text_bytes(longest) + nodes * memory.node_bytes}
 
     def fault(self) -> str:
-        """Why this engine can serve nothing now; empty where it is well."""
+        """Why this engine cannot serve; empty while it can."""
         if self._thread is not None and not self._thread.is_alive():
             return "its thread has ended"
         return self._watch.fault()
@@ -233,7 +230,7 @@ class DrafterEngine:
         limits, memory = self._hello, self._runner.memory
         texts = text_slots(self._max_sessions) - 1 - self.free_slots
         nodes = node_slots(limits.max_rows, limits.max_depth) - 1 - self.free_nodes
-        return texts * memory.text_bytes + nodes * memory.node_bytes
+        return texts * memory.text_bytes(limits.max_length) + nodes * memory.node_bytes
 
     def _fresh(self) -> Scheduler:
         limits = self._hello
@@ -255,7 +252,7 @@ class DrafterEngine:
         vocabulary = call.terms.vocabulary or self._hello.vocabulary
         least = min(MAX_ROWS, self._hello.vocabulary)
         if vocabulary < least:
-            raise BadRequest("vocabulary", f"is {vocabulary}; this drafter's targets have at least {least} tokens")
+            raise BadRequest("vocabulary", f"is {vocabulary}; must be at least {least} for this drafter")
         restored, arrays = await self._shelf.find(call)
         ticket = _Ticket()
 
@@ -271,7 +268,7 @@ class DrafterEngine:
             if arrays is not None:
                 try:
                     self._runner.memory.load(session.slot, arrays)
-                except Exception:  # a state is worth only time
+                except Exception:  # a text without its state costs time alone
                     log.exception("a saved state of %d tokens could not be loaded", restored)
                     self._scheduler.not_restored(session)
                     restored = 0

@@ -30,8 +30,7 @@ class InputMemory:
     def layout(self) -> str:
         return self._memory.texts.layout
 
-    @property
-    def text_bytes(self) -> int:
+    def text_bytes(self, longest: int) -> int:
         return len(self._model.layers) * self._memory.shape.state.bytes_of(torch.float32)
 
     @property

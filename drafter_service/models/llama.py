@@ -230,9 +230,8 @@ class KeyMemory:
         kind = str(self._model.dtype).split(".")[-1]
         return f"keys-v1/{len(self._model.layers)}/{self._model.kv_heads}x{self._model.width}/{kind}"
 
-    @property
-    def text_bytes(self) -> int:
-        return self._model.max_length * self.node_bytes
+    def text_bytes(self, longest: int) -> int:
+        return _room_of(min(longest, self._model.max_length)) * self.node_bytes
 
     @property
     def node_bytes(self) -> int:
@@ -298,10 +297,7 @@ class KeyMemory:
         """The target's buffer, with the first `start` tokens of the source in it and room for `more`."""
         room, before = self._texts[target], self._texts[source]
         if room.shape[1] < start + more:
-            size = LEAST_ROOM
-            while size < start + more:
-                size *= 2
-            room = before.new_empty(len(before), size, *self._token)
+            room = before.new_empty(len(before), _room_of(start + more), *self._token)
         elif source == target:
             return room
         room[:, :start] = before[:, :start]

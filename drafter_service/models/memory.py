@@ -22,9 +22,8 @@ class Memory(Protocol):
         """What `save` returns as one word; part of a saved state's name."""
         ...
 
-    @property
-    def text_bytes(self) -> int:
-        """Bytes of a text slot, with the longest text where that matters."""
+    def text_bytes(self, longest: int) -> int:
+        """Bytes of a text slot at most, where no text is longer than so many tokens."""
         ...
 
     @property

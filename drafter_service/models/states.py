@@ -27,13 +27,12 @@ class StateMemory:
     def layout(self) -> str:
         return self._states.layout
 
-    @property
-    def text_bytes(self) -> int:
-        return sum(shape.bytes_of(self._states.dtype) for shape in self._states.shapes)
+    def text_bytes(self, longest: int) -> int:
+        return self.node_bytes
 
     @property
     def node_bytes(self) -> int:
-        return self.text_bytes
+        return sum(shape.bytes_of(self._states.dtype) for shape in self._states.shapes)
 
     def save(self, text: int, tokens: int) -> Arrays:
         return self._states.save(text)

@@ -13,7 +13,7 @@ from dendro.errors import BadRequest
 from dendro.shapes import LevelShape
 from dendro.state import MemoryStates, NoStates
 from dendro.text import Limits, Sampling, Tokens
-from tiny_drafters import VOCABULARY, make_drafter
+from tiny_drafters import POSITIONS, VOCABULARY, make_drafter
 
 from drafter_service.engine import DrafterEngine
 from drafter_service.models import load_model
@@ -139,4 +139,6 @@ def test_buffers_grow_by_doubling_and_hold_no_copy_of_nodes(tmp_path: Path):
         for start in range(0, 160, 40):
             chained(memory, list(range(40)), start, 1 if start else EMPTY_TEXT, 1)
     assert memory._texts[1].shape[1] == 256
+    assert memory.text_bytes(160) == memory._texts[1].nbytes == memory.text_bytes(256)
+    assert memory.text_bytes(1 << 30) == POSITIONS * memory.node_bytes
     assert memory.node_bytes == 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads with them, channels
