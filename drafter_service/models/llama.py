@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from dendro.shapes import MAX_ROWS
 from dendro.shelf import Arrays
 from torch import Tensor
-from tree_layers.arrays import as_array, as_tensor, kind_of
+from tree_layers.arrays import as_array, as_tensor, check_arrays
 from tree_layers.checkpoint import MAMBA_CONFIG, whole
 from tree_layers.errors import CheckpointError
 from tree_layers.states import as_slots
@@ -242,13 +242,7 @@ class KeyMemory:
         return {"keys": as_array(self._texts[text][:, :tokens])}
 
     def check(self, arrays: Arrays, tokens: int) -> None:
-        shape = (len(self._model.layers), tokens, *self._token)
-        kind = kind_of(self._model.dtype)
-        found = {name: (array.shape, str(array.dtype)) for name, array in arrays.items()}
-        if found != {"keys": (shape, kind)}:
-            raise ValueError(f"the arrays are {found}, not keys {shape} of {kind}")
-        if kind == "float32" and not np.isfinite(arrays["keys"]).all():
-            raise ValueError("a number is not finite")
+        check_arrays(arrays, {"keys": ((len(self._model.layers), tokens, *self._token), self._model.dtype)})
 
     def load(self, text: int, arrays: Arrays) -> None:
         keys = as_tensor(arrays["keys"], self._model.dtype)

@@ -1,7 +1,8 @@
-"""Tensors as numpy arrays, for states that are kept outside the process: numbers of two bytes travel as their bits."""
+"""Tensors as numpy arrays, for states that are kept outside the process. Two-byte floats are kept as uint16 bits."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,26 @@ def kind_of(dtype: torch.dtype) -> str:
 
 
 def as_array(tensor: Tensor) -> npt.NDArray[np.generic]:
-    """A copy of a tensor as an array."""
+    """A copy of a tensor; of bfloat16, which numpy does not have, and float16 a copy of the bits."""
     bits = tensor.cpu()
     array: npt.NDArray[Any] = (bits.view(torch.uint16) if bits.dtype.itemsize == 2 else bits).numpy().copy()
     return array
 
 
 def as_tensor(array: npt.NDArray[np.generic], dtype: torch.dtype) -> Tensor:
-    """The tensor of this dtype that `as_array` made the array of; shares its memory."""
+    """The inverse of `as_array`; shares the array's memory."""
     bits = torch.from_numpy(array)
     return bits.view(dtype) if dtype.itemsize == 2 else bits
+
+
+def check_arrays(
+    arrays: Mapping[str, npt.NDArray[np.generic]], wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+) -> None:
+    """Raise ValueError unless these are arrays of tensors of these names, shapes and dtypes, with finite numbers."""
+    found = {name: (array.shape, str(array.dtype)) for name, array in arrays.items()}
+    expected = {name: (shape, kind_of(dtype)) for name, (shape, dtype) in wanted.items()}
+    if found != expected:
+        raise ValueError(f"the arrays are {found}, not {expected}")
+    for name, (_, dtype) in wanted.items():
+        if not as_tensor(arrays[name], dtype).isfinite().all():
+            raise ValueError(f"{name} has a number that is not finite")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from tree_kernels.state_step.reference import Slots
 
-from tree_layers.arrays import as_array, as_tensor, kind_of
+from tree_layers.arrays import as_array, as_tensor, check_arrays
 
 ZERO_SLOT = 0
 """The memory before any text. Never written, never given out."""
@@ -106,14 +106,11 @@ class States:
 
     def check(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> None:
         """Raise ValueError unless these are what `save` returns: the same names, shapes and dtypes, finite numbers."""
-        kind = kind_of(self.dtype)
-        wanted = {f"recurrent.{i}": (shape.recurrent, "float32") for i, shape in enumerate(self.shapes)}
-        wanted |= {f"conv.{i}": (shape.conv, kind) for i, shape in enumerate(self.shapes)}
-        found = {name: (array.shape, str(array.dtype)) for name, array in arrays.items()}
-        if found != wanted:
-            raise ValueError(f"the arrays are {found}, not {wanted}")
-        if not all(np.isfinite(array).all() for array in arrays.values() if array.dtype == np.float32):
-            raise ValueError("a number is not finite")
+        wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for layer, shape in enumerate(self.shapes):
+            wanted[f"recurrent.{layer}"] = (shape.recurrent, torch.float32)
+            wanted[f"conv.{layer}"] = (shape.conv, self.dtype)
+        check_arrays(arrays, wanted)
 
     def load(self, slot: int, arrays: Mapping[str, npt.NDArray[np.generic]]) -> None:
         """Write what `save` returned, of these shapes, into a slot."""

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
@@ -23,7 +22,7 @@ from tree_kernels.elementwise import elementwise
 from tree_kernels.tree_conv import tree_conv
 from tree_kernels.tree_scan import Inputs, Paths, fold, fold_in_order, tree_scan, tree_scan_in_order
 
-from tree_layers.arrays import as_array, as_tensor, kind_of
+from tree_layers.arrays import as_array, as_tensor, check_arrays
 
 Array = npt.NDArray[Any]
 
@@ -108,17 +107,15 @@ class RecurrentMemory:
 
     def check(self, arrays: Mapping[str, Array], most: int) -> None:
         """Raise ValueError unless these are what `save` returns for at most so many tokens, finite numbers."""
-        wanted: dict[str, tuple[tuple[int, ...], str]] = {}
+        wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         count = len(arrays["dt.0"]) if "dt.0" in arrays and arrays["dt.0"].ndim else 0
+        if not 1 <= count <= most:
+            raise ValueError(f"the arrays are of {count} tokens, not of 1 to {most}")
         for index, layer in enumerate(self.layers):
-            wanted[f"state.{index}"] = (tuple(layer.states.shape[1:]), "float32")
+            wanted[f"state.{index}"] = (tuple(layer.states.shape[1:]), torch.float32)
             for name, store in _named(layer):
-                wanted[f"{name}.{index}"] = ((count, *store.shape[1:]), kind_of(store.dtype))
-        found = {name: (array.shape, str(array.dtype)) for name, array in arrays.items()}
-        if found != wanted or not 1 <= count <= most:
-            raise ValueError(f"the arrays are {found}, not {wanted} of 1 to {most} tokens")
-        if not all(np.isfinite(array).all() for array in arrays.values() if array.dtype == np.float32):
-            raise ValueError("a number is not finite")
+                wanted[f"{name}.{index}"] = ((count, *store.shape[1:]), store.dtype)
+        check_arrays(arrays, wanted)
 
     def load(self, arrays: Mapping[str, Array], tokens: Tensor, state: int) -> None:
         """Write what `save` returned into these slots; state 0, which stays zero, is passed over."""

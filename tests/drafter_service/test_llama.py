@@ -125,7 +125,7 @@ async def test_keys_of_another_number_of_tokens_are_not_taken(tmp_path):
         chained(memory, [1, 2, 3], 0, EMPTY_TEXT, 1)
     saved = memory.save(1, 3)
     memory.check(saved, 3)
-    with pytest.raises(ValueError, match="not keys"):
+    with pytest.raises(ValueError, match="the arrays are .*, not "):
         memory.check(saved, 4)
     with pytest.raises(ValueError, match="finite"):
         memory.check({"keys": np.full_like(saved["keys"], np.nan)}, 3)
