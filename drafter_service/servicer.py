@@ -48,7 +48,7 @@ async def serve_drafter(
 ) -> Replica:
     """Serve an engine that has started; the replica is the caller's to stop. Without `leases`, none is asked for.
 
-    fault: why the engine can serve nothing now, empty where it is well; asked once a second.
+    fault: why the engine cannot serve, empty while it can; called once a second.
     """
 
     async def draft(call: DraftCall) -> Any:

@@ -48,7 +48,7 @@ ATTACH_S = 5.0
 CAP_S = 3600.0
 """The longest a lease lives, whatever happens."""
 FAULT_POLL_S = 1.0
-"""How often a replica's engine is asked whether it is well."""
+"""Time between two health checks of a replica's engine."""
 DRAIN_S = 2.0
 """How long a stopping server waits for its streams to end by themselves."""
 
@@ -193,8 +193,9 @@ class StreamServer(Generic[FrameIn, FrameOut, Work]):
         self.leases = leases
         self._open: dict[bytes, _Opening] = {}
         self._answering: set[asyncio.Task[None]] = set()
-        self._fault = ""  # why the engine can serve nothing now; empty: it is well
-        self._owed: list[TextUpdate] = []  # texts to be closed when the engine is well again
+        self._fault = ""  # why the engine cannot serve; empty while it can
+        self._owed: list[TextUpdate] = []  # texts to close when the engine has recovered
+        self._closing: set[asyncio.Task[None]] = set()  # of such texts
         if leases is not None:
             leases.on_cap = self._expire
 
@@ -210,11 +211,12 @@ class StreamServer(Generic[FrameIn, FrameOut, Work]):
 
     @property
     def fault(self) -> str:
-        """Why nothing is served now; empty where the engine is well."""
+        """Why nothing is served; empty while the engine can serve."""
         return self._fault
 
     def lose(self, fault: str) -> None:
-        """The engine hangs: who waits for it is answered PeerLost, and every lease ends. Texts go on elsewhere."""
+        """Answer all calls that wait for a hung engine with PeerLost, and end every lease: routers open their texts at
+        other replicas."""
         self._fault = fault
         for task in tuple(self._answering):
             task.cancel()
@@ -223,14 +225,14 @@ class StreamServer(Generic[FrameIn, FrameOut, Work]):
             self._owed.append(held.last)
             self._forget(opening)
 
-    async def recover(self) -> None:
-        """The engine came back: what was open when it was lost is closed, and new calls are answered."""
+    def recover(self) -> None:
+        """Answer calls again. Texts that were open when the engine hung are closed in the background, as it may hang
+        again."""
         self._fault, owed, self._owed = "", self._owed, []
         for last in owed:
-            try:
-                await self._engine.close(CloseCall(last))
-            except DendroError as error:
-                log.info("a text of before the fault was gone: %s", error)
+            task = asyncio.create_task(self._close(last))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
 
     async def run(self, frames: AsyncIterator[FrameIn], context: Any) -> None:
         """One stream, from its greeting to its end."""
@@ -326,7 +328,7 @@ class StreamServer(Generic[FrameIn, FrameOut, Work]):
             return await task
         except asyncio.CancelledError:
             if self._fault:
-                raise PeerLost(f"replica: {self._fault}") from None
+                raise
             raise NotFound("opening: was closed before it was ready") from None
         except BaseException:
             self._forget(opening, mine)
@@ -346,13 +348,18 @@ class StreamServer(Generic[FrameIn, FrameOut, Work]):
             return
         await _cancelled(held.opening)
         try:
-            await self._engine.close(CloseCall(held.last))
-        except DendroError as error:
-            log.info("an abandoned opening was gone: %s", error)
-        except Exception:  # freeing goes on with the others
-            log.exception("an abandoned opening could not be closed")
+            await self._close(held.last)
         finally:
             self._forget(opening)
+
+    async def _close(self, last: TextUpdate) -> None:
+        """Close a text whose router does not wait for it. Errors are logged: others are to be closed too."""
+        try:
+            await self._engine.close(CloseCall(last))
+        except DendroError as error:
+            log.info("an abandoned opening was gone: %s", error)
+        except Exception:
+            log.exception("an abandoned opening could not be closed")
 
     async def _expire(self, lease: Lease) -> None:
         await asyncio.gather(*(self._free(opening) for opening in tuple(lease.attached)))
@@ -382,7 +389,7 @@ class Replica:
         self._watching: asyncio.Task[None] | None = None
 
     def watch(self, fault: Callable[[], str]) -> None:
-        """Ask an engine every FAULT_POLL_S whether it is well, and serve nothing while it is not."""
+        """Every FAULT_POLL_S, find out whether the engine can serve, and answer no calls while it cannot."""
         self._watching = asyncio.create_task(self._watch(fault))
 
     async def _watch(self, fault: Callable[[], str]) -> None:
@@ -390,12 +397,12 @@ class Replica:
             await asyncio.sleep(FAULT_POLL_S)
             found = fault()
             if found and not self._streams.fault:
-                log.error("this replica serves nothing: %s", found)
+                log.error("this replica does not serve now: %s", found)
                 self._streams.lose(found)
                 await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
             elif self._streams.fault and not found:
                 log.warning("this replica serves again")
-                await self._streams.recover()
+                self._streams.recover()
                 await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
 
     async def lease(self) -> AsyncGenerator[dict[str, str], None]:
@@ -432,8 +439,10 @@ async def serve(
     port: int,
     fault: Callable[[], str] | None = None,
 ) -> Replica:
-    """A gRPC server with `streams` on it, and its health: NOT_SERVING while `fault` says why. Port 0 takes a free
-    one."""
+    """A gRPC server with `streams` and its health service on it.
+
+    fault: why the engine cannot serve, empty while it can; the health is then NOT_SERVING   port: 0 takes a free one
+    """
     server = grpc.aio.server(options=SERVER_OPTIONS)
     status = health.aio.HealthServicer()  # type: ignore[attr-defined]  # its stubs do not know it
     register(server)

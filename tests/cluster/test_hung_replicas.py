@@ -1,4 +1,4 @@
-"""A replica whose model does not come back is found out: its texts go on at another one, and its leases end."""
+"""A replica whose engine hangs in a step is found out: its texts go on at another one, and its leases end."""
 
 from __future__ import annotations
 
@@ -204,6 +204,37 @@ async def test_a_drafter_that_hangs_in_a_forward_is_unhealthy_and_its_callers_ge
         await pool.streams.close()
         await replica.stop()
         await asyncio.to_thread(engine.stop)
+
+
+async def never(call) -> None:
+    await asyncio.Event().wait()
+
+
+async def broken(call) -> None:
+    raise RuntimeError("no such text")
+
+
+@pytest.mark.parametrize("close", [never, broken])
+async def test_a_second_hang_is_found_out_whatever_comes_of_closing_the_texts_of_the_first(monkeypatch, close):
+    monkeypatch.setattr(serving, "FAULT_POLL_S", 0.02)
+    engine, faults = FakeVerifier(), [""]
+    engine.close = close
+    replica = await serve_verifier(engine, fault=lambda: faults[-1])
+    pool = FarPool("verifier", [replica.address])
+
+    async def noticed(fault: str) -> None:
+        faults.append(fault)
+        await until(lambda: replica._streams.fault == fault)
+
+    try:
+        text = new_text()
+        await Seat(await pool.lease(), text).open(text)
+        await noticed("hangs")
+        await noticed("")
+        await noticed("hangs again")
+    finally:
+        await pool.streams.close()
+        await replica.stop()
 
 
 @asynccontextmanager
