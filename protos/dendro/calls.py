@@ -33,7 +33,7 @@ class Terms:
     limits: Limits
     tenant: str
     marks: tuple[int, ...]  # lengths that earlier turns ended at, where a saved state may be found
-    vocabulary: int = 0  # the target's: ids of the text, and of guesses, are below it; 0: the peer's own
+    vocabulary: int = 0  # the target's: ids of the text and of guesses are below it; 0: that of the peer itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +106,8 @@ class Hello:
     protocol: int
     model: str  # the name it is served under
     fingerprint: str  # hash of the weights and the configuration
-    tokenizer: str  # hash of the token table, from id to text; empty: there is none
-    vocabulary: int  # token ids that mean something and that the model has
+    tokenizer: str  # hash of the token table, from id to text; empty: the checkpoint has none
+    vocabulary: int  # number of token ids that mean something and have a row in the model
     max_length: int  # tokens of text it can hold
     max_rows: int  # rows of a tree, the root among them
     max_depth: int
@@ -117,18 +117,18 @@ class Hello:
     end_ids: tuple[int, ...] = ()  # end-of-text tokens of the target
     attends: bool = False  # verifier: the target has layers of attention, so that its steps are quadratic in their rows
     facts: str = ""  # hash of what the checkpoint's folder says: configuration, end ids, token table
-    ordinary_tokens: str = ""  # hash of the token table without added tokens; decides nothing
+    ordinary_tokens: str = ""  # hash of the token table without added tokens, for operators; never compared
 
     @property
     def target(self) -> str:
-        """A digest of `TARGET_FACTS`: an answer goes on only at verifiers where it is the same."""
+        """A digest of `TARGET_FACTS`. An answer may continue at another verifier only where it is the same."""
         facts = [getattr(self, name) for name in TARGET_FACTS]
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
 
 TARGET_FACTS = ("fingerprint", "dtype", "exactness", "tokenizer", "vocabulary", "end_ids")
-"""Fields of a verifier's Hello that its tokens, or their bits, depend on beside the text. The degree of sharding is
-part of the fingerprint. The limits (`max_*`) are not among them: they say which calls are refused."""
+"""Fields of a verifier's Hello that an answer's tokens depend on beside the text. The degree of sharding is part of the
+fingerprint. The limits (`max_*`) change no token: they only say which calls are refused."""
 
 PROTOCOL_VERSION = 4
 

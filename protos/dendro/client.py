@@ -90,7 +90,7 @@ class Started:
     seed: int
     prompt_tokens: int
     prompt_digest: int  # of the tokens before the answer
-    target: str  # digest of what the tokens depend on beside the text; another after an update of the target
+    target: str  # digest of what the answer's tokens depend on beside the text: weights, dtype, exactness and others
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,8 +365,8 @@ class Answer:
         raise EngineFailed("stream holds an event that this client does not know")
 
     def _check_begun(self, begun: Started) -> None:
-        """Raise Conflict where a resumed stream begins otherwise than the first one did: its tokens would be those of
-        another text, or of another target."""
+        """Raise Conflict where a resumed stream starts with other facts than the first one: its tokens would continue
+        another text, or be another target's."""
         if (first := self.started) is None:
             return
         names = ["model", "seed", "prompt_tokens", "prompt_digest", *(["target"] if self.token_ids else [])]

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import grpc
 
-MESSAGE_CHARACTERS = 1000
-"""A status message's limit: gRPC carries it, percent-encoded, in a header of 8 kB."""
+MESSAGE_CHARACTERS = 640
+"""A status message's limit. gRPC sends it in headers of at most 8 KiB, percent-encoded: up to 12 bytes a character."""
 
 
 def one_line(text: str, limit: int = MESSAGE_CHARACTERS) -> str:
-    """`text` as a log line or a status may hold it: what is not printable is escaped, and what is longer is cut.
+    """`text` for a log line or a status: characters that are not printable are escaped, and a longer text is cut.
 
     >>> one_line("a" + chr(10) + "b"), one_line("abcdef", 4)
     ('a\\\\nb', 'abc…')

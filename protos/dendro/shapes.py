@@ -19,7 +19,7 @@ MAX_ROWS = 64
 MAX_K = 16
 """The greatest k of a dynamic tree: a level has up to its square of candidates."""
 MAX_CHARACTERS = 512
-"""The longest text of a shape: its numbers have two digits, and there are fewer of them than rows."""
+"""The longest text of a shape. A tree has at most 63 numbers of two digits."""
 HOW = "write off, (1,1,1,1), (3,2,2,1,1), nodes(2,1), beam(4,3), dynamic(6,5,24) or proposed(7)"
 
 
@@ -81,16 +81,16 @@ class TreeShape(ABC):
         raise ValueError(f"shape: {text!r} is not a shape; {HOW}")
 
     def _check_rows(self) -> None:
-        """Of numbers that `_check_numbers` let pass: `rows` is a product of them."""
+        """Comes after `_check_numbers`, which bounds what `rows` multiplies."""
         if self.rows > MAX_ROWS:
-            raise ValueError(f"shape: {self} has more than {MAX_ROWS - 1} guesses; a tree holds no more")
+            raise ValueError(f"shape: {self} has more than {MAX_ROWS - 1} guesses")
 
 
 def _check_numbers(numbers: tuple[int, ...], least: int) -> None:
-    """Raise ValueError for numbers that no tree has. Comes before any arithmetic: numbers and their count may be huge,
-    and those of more than 4,300 digits cannot even be printed."""
+    """Raise ValueError for more numbers than a tree has guesses, and for a number out of range. It must come before any
+    arithmetic. The numbers are not in the message: Python refuses to print one of more than 4,300 digits."""
     if len(numbers) >= MAX_ROWS:
-        raise ValueError(f"shape: has {len(numbers)} numbers; a tree holds at most {MAX_ROWS - 1} guesses")
+        raise ValueError(f"shape: has {len(numbers)} numbers; at most {MAX_ROWS - 1}, as a tree has no more guesses")
     for index, number in enumerate(numbers):
         if not least <= number < MAX_ROWS:
             raise ValueError(f"shape: number {index + 1} must lie in {least} to {MAX_ROWS - 1}")

@@ -20,7 +20,7 @@ from dendro.text import Tokens, state_name
 log = logging.getLogger("dendro.states")
 
 LOOKUPS = 64
-"""Names that are looked for in the store when a text is opened, the longest first: each costs a round trip."""
+"""The most names that are looked up in the store when a text is opened, the longest first. Each is a round trip."""
 
 Arrays = Mapping[str, npt.NDArray[np.generic]]
 

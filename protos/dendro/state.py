@@ -125,9 +125,9 @@ def _tensors(table: Any, body: memoryview, offset: int) -> dict[str, npt.NDArray
     tensors: dict[str, npt.NDArray[np.generic]] = {}
     for name, kind, shape in table:
         if not isinstance(name, str) or name in tensors or kind not in _DTYPES:
-            raise BadState("a tensor has no name of its own, or a dtype that is not kept")
+            raise BadState(f"tensor {len(tensors)} has no name, the name of another, or an unknown dtype")
         if len(shape) > MAX_DIMENSIONS or not all(type(size) is int and 0 <= size <= len(body) for size in shape):
-            raise BadState(f"tensor {len(tensors)} has a shape that no tensor has")
+            raise BadState(f"tensor {len(tensors)} has an impossible shape")
         dtype, count = np.dtype(_DTYPES[kind]), prod(shape)
         if offset + count * dtype.itemsize > len(body):
             raise BadState(f"tensor {len(tensors)} runs past the end")

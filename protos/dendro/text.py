@@ -14,7 +14,7 @@ from dendro.errors import BadRequest
 
 SEED_BITS = 64
 SMALLEST_TEMPERATURE = 1e-6
-"""Below it, dividing logits by the temperature comes near to overflowing float32."""
+"""Below it, logits divided by the temperature could overflow float32."""
 
 
 class Finish(StrEnum):
@@ -28,7 +28,7 @@ class Finish(StrEnum):
 class Sampling:
     """How the target's law is warped and which noise draws from it. Zero temperature is greedy and draws nothing.
 
-    The one check of these numbers: what a client asks for and what a peer is sent are both checked at birth here.
+    Its numbers are checked here alone, for requests of clients and for calls to peers.
     """
 
     temperature: float = 0.0
@@ -78,7 +78,7 @@ class Verdict:
     texts: int = 1  # whose rounds the step took, this one's among them
     step_rows: int = 1  # of that step
     trimmed: int = 0  # guesses of the tree that the step had no room for
-    cold: bool = False  # the step compiled or captured kernels: its times tell nothing of later steps
+    cold: bool = False  # the step compiled or captured kernels; its times do not predict later steps
 
     def __post_init__(self) -> None:
         if not self.tokens or len(self.path) != len(self.tokens) or self.length < len(self.tokens):

@@ -1,9 +1,8 @@
-"""Values to messages and back. What arrives is checked here, once: a malformed call or tree raises BadRequest, another
-malformed answer EngineFailed.
+"""Converts values to messages and back. `..._message` makes a message of a value, `..._from` a value of a message.
 
-`..._message` makes a message of a value, `..._from` a value of a message. A statistic that is out of its range is set
-to the nearest end of it; a structure that is out of its bounds is refused. Repeated fields are bounded by their length
-before a list is made of them.
+Messages of peers are checked here, once. A malformed call, hello or tree raises BadRequest, any other malformed answer
+EngineFailed. A statistic out of range is set to the nearest end of its range; any other field out of bounds is refused.
+The length of a repeated field is checked before a list is made of it.
 """
 
 from __future__ import annotations
@@ -44,13 +43,13 @@ _CODE = {code.value[0]: code for code in grpc.StatusCode}
 _INTERNAL: int = grpc.StatusCode.INTERNAL.value[0]
 _MAX_COUNT = (1 << 31) - 1  # what fits an int32, wherever a count of ours becomes one
 MAX_US = 3_600_000_000
-"""The longest time that a peer may report of itself, in microseconds: an hour."""
+"""The longest time that is read of a peer's statistics, in microseconds: an hour."""
 MAX_STEP_ROWS = 1 << 14
 MAX_TEXTS = 1 << 14
 MAX_TRACE = 2 * MAX_ROWS
-"""Ranks that are read of a trace, the last ones. Policies leave a trace of more than MAX_ROWS aside."""
+"""The most ranks that are read of a trace, the last ones. Policies ignore a trace of more than MAX_ROWS."""
 MAX_NAME = 256
-"""Characters of a name or a fingerprint."""
+"""The longest name or fingerprint, in characters."""
 MAX_END_IDS = 1024
 
 Answer = Opened | DraftTree | Verdict | Closed
@@ -132,7 +131,10 @@ def update_from(message: calls_pb2.TextUpdate) -> TextUpdate:
     if len(message.opening) != OPENING_BYTES:
         raise BadRequest("update.opening", f"has {len(message.opening)} bytes; must be {OPENING_BYTES}")
     if message.start + len(message.tokens) != message.base or not 1 <= message.base <= _MAX_COUNT:
-        raise BadRequest("update.base", f"{message.base}, but {message.start} tokens and {len(message.tokens)} more")
+        raise BadRequest(
+            "update.base",
+            f"is {message.base}; must be start {message.start} and the {len(message.tokens)} tokens, 1 to {_MAX_COUNT}",
+        )
     return TextUpdate(message.opening, message.base, message.digest, message.start, tuple(message.tokens))
 
 
@@ -238,12 +240,12 @@ def verdict_message(verdict: Verdict) -> verifier_pb2.Verdict:
 
 
 def verdict_from(message: verifier_pb2.Verdict) -> Verdict:
-    """The verdict, checked as at its birth. Raises BadRequest."""
+    """The verdict. Raises BadRequest where it is malformed."""
     if message.finish not in _FINISH_FROM:
-        raise BadRequest("verdict.finish", f"{message.finish} is none that we know")
+        raise BadRequest("verdict.finish", f"{message.finish} is unknown")
     for name in ("tokens", "path", "ranks"):
         if (count := len(getattr(message, name))) > MAX_ROWS:
-            raise BadRequest(f"verdict.{name}", f"{count} of them; a tree has at most {MAX_ROWS} rows")
+            raise BadRequest(f"verdict.{name}", f"has {count} entries; a tree has at most {MAX_ROWS} rows")
     try:
         return Verdict(
             tokens=tuple(message.tokens),
@@ -283,16 +285,14 @@ def hello_message(hello: Hello) -> calls_pb2.Hello:
 
 
 def hello_from(message: calls_pb2.Hello) -> Hello:
-    """The hello. Raises BadRequest for one whose limits let no text be served; greater limits than ours are ours."""
-    bounds = (
-        ("vocabulary", message.vocabulary, 1, _MAX_COUNT),
-        ("max_length", message.max_length, 1, None),
-        ("max_rows", message.max_rows, 1, None),
-        ("end_ids", len(message.end_ids), 0, MAX_END_IDS),
-    )
-    for name, said, least, most in bounds:
-        if said < least or (most is not None and said > most):
-            raise BadRequest(f"hello.{name}", f"is {said}; at least {least}" + (f", at most {most}" if most else ""))
+    """The hello. Limits above ours are lowered to ours. Raises BadRequest for limits that leave room for no text."""
+    for name in ("vocabulary", "max_length", "max_rows"):
+        if getattr(message, name) < 1:
+            raise BadRequest(f"hello.{name}", "is 0; must be at least 1")
+    if message.vocabulary > _MAX_COUNT:
+        raise BadRequest("hello.vocabulary", f"is {message.vocabulary}; at most {_MAX_COUNT}")
+    if len(message.end_ids) > MAX_END_IDS:
+        raise BadRequest("hello.end_ids", f"has {len(message.end_ids)} entries; at most {MAX_END_IDS}")
     return Hello(
         protocol=message.protocol,
         model=one_line(message.model, MAX_NAME),
@@ -357,7 +357,7 @@ def drafter_answer_from(message: drafter_pb2.DrafterAnswer) -> Opened | DraftTre
 
 
 def verifier_answer_from(message: verifier_pb2.VerifierAnswer) -> Opened | Verdict | Closed:
-    """The answer; raises what the peer raised, and EngineFailed for what is no answer: the request is not to blame."""
+    """The answer. Raises the peer's error, and EngineFailed for a malformed answer: the request is not at fault."""
     match message.WhichOneof("said"):
         case "opened":
             return _opened_from(message.opened)
@@ -386,8 +386,8 @@ def _closed_from(message: calls_pb2.Closed) -> Closed:
     return Closed(min(message.saved, _MAX_COUNT))
 
 
-def _within(said: int, least: int, most: int) -> int:
-    return max(least, min(said, most))
+def _within(value: int, least: int, most: int) -> int:
+    return max(least, min(value, most))
 
 
 def _error_message(error: Exception) -> calls_pb2.CallError:

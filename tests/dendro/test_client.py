@@ -12,7 +12,7 @@ import grpc.aio
 import pytest
 from dendro import client as client_module
 from dendro.client import REASON_KEY, AsyncClient, Client, Complete, Completion, Round, Started, build_request
-from dendro.errors import BadRequest, Conflict, EngineFailed, NotFound, Overloaded, PeerLost
+from dendro.errors import BadRequest, Conflict, EngineFailed, NotFound, Overloaded, PeerLost, one_line
 from dendro.v1 import generation_pb2 as pb
 from dendro.v1 import generation_pb2_grpc
 
@@ -198,8 +198,8 @@ async def test_a_stream_that_does_not_add_up_is_an_error_and_never_an_answer(ask
 
 @pytest.mark.parametrize("changed", ["model", "seed", "prompt_tokens", "prompt_digest", "target"])
 @pytest.mark.parametrize("held", [0, 4])
-async def test_an_answer_whose_second_stream_begins_otherwise_is_a_conflict(ask, changed: str, held: int):
-    """Tokens of two texts, or of two targets, are no answer. Without a token there is nothing that a target changed."""
+async def test_a_resumed_stream_that_starts_with_other_facts_is_a_conflict(ask, changed: str, held: int):
+    """It would join tokens of two texts or of two targets. An answer without tokens yet may change its target."""
 
     async def script(call, request, context):
         event = started(request)
@@ -223,6 +223,19 @@ async def test_an_answer_whose_second_stream_begins_otherwise_is_a_conflict(ask,
                 await ask(address)
     resume = servicer.requests[1].resume
     assert (resume.prompt_tokens, resume.prompt_digest, resume.target) == (3, 2**63 + 1, "t")
+
+
+async def test_a_status_arrives_whatever_characters_its_message_has(ask):
+    """Larger headers are dropped by chance, so it is tried a few times."""
+
+    async def script(call, request, context):
+        yield started(request)
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, one_line("prompt: " + "\N{GRINNING FACE}" * 5000))
+
+    async with serving(script) as (_, address):
+        for _ in range(8):
+            with pytest.raises(BadRequest, match="prompt"):
+                await ask(address)
 
 
 async def test_the_deadline_holds_over_all_attempts(ask):

@@ -1,9 +1,9 @@
-"""A hung step is told from a long prompt: each step is watched by itself."""
+"""An engine hangs when one step takes too long, however long all its steps take together."""
 
 from dendro.health import StepWatch
 
 
-def test_an_engine_is_well_while_each_of_its_steps_comes_back_however_many_there_are():
+def test_many_short_steps_and_a_long_idle_time_are_no_hang():
     now = [0.0]
     watch = StepWatch(10.0, clock=lambda: now[0])
     for _ in range(100):
@@ -11,10 +11,10 @@ def test_an_engine_is_well_while_each_of_its_steps_comes_back_however_many_there
             now[0] += 9.0
             assert watch.fault() == ""
     now[0] += 1000.0
-    assert watch.fault() == "", "it has nothing to do"
+    assert watch.fault() == "", "it is idle"
 
 
-def test_an_engine_whose_step_does_not_come_back_says_for_how_long_and_is_well_again_when_it_does():
+def test_a_step_that_takes_too_long_is_a_hang_until_it_ends():
     now = [0.0]
     watch = StepWatch(10.0, clock=lambda: now[0])
     with watch.busy():

@@ -78,9 +78,9 @@ class GenerateRequest(_message.Message):
     SPECULATION_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """request_id names the request over all its resumes; the client makes it: at most 128 printable ASCII characters without a
-    space. Empty: the server makes one. One that wrote one of this session's last 8 turns is answered from the record, and
-    refused with another prompt than that turn's; so a turn that is begun again is not written twice.
+    """request_id names the request over all its resumes. The client makes it of at most 128 printable ASCII characters other
+    than the space. Empty: the server makes one. A request that wrote one of the session's last 8 turns is answered from the
+    record, so that a turn that is begun again is not written twice; with another prompt than that turn's it is refused.
     """
     model: _builtins.str
     """model is the target's name. Empty: the first target of the configuration."""
@@ -253,7 +253,7 @@ class Speculation(_message.Message):
     deadline_ms: _builtins.int
     """deadline_ms bounds how long a round waits for its draft, in milliseconds, at least 1; a round whose draft is late is
     plain decoding. It shortens the server's own limit and never lengthens it. Absent: the server's. FIXED waits up to
-    the limit; AUTO goes on without a drafter that is slower than its trees are worth.
+    the limit; AUTO has a shorter deadline, computed from what drafts and rounds usually take.
     """
     def __init__(
         self,
@@ -281,9 +281,9 @@ Global___Speculation: _TypeAlias = Speculation  # noqa: Y015
 
 @_typing.final
 class Resume(_message.Message):
-    """Resume names the text that the answer began after and the target that it began at, as `started` reported them. The call
-    ends with ABORTED where the text is another now (another turn of the session was written since), or where tokens are
-    resumed from and the target is another: the answer cannot go on; begin the turn again, with the same request_id.
+    """Resume names the text before the answer and the target that began it, as `started` reported them. The call ends with
+    ABORTED where the text differs, because another turn of the session was written since, or where token_ids are given and
+    the target differs: the answer cannot continue; begin the turn again, with the same request_id.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -445,7 +445,7 @@ class GenerateComplete(_message.Message):
     finish_reason: Global___FinishReason.ValueType
     session: _builtins.str
     """session is the token to go on with. Empty where no session was asked for, or where the store could not keep it.
-    Another than the request's where the store lost what it knew of that one while the answer was made.
+    It differs from the request's where the store lost that session while the answer was made.
     """
     @_builtins.property
     def usage(self) -> Global___Usage: ...

@@ -70,7 +70,7 @@ class Hello(_message.Message):
     tokenizer: _builtins.str
     """tokenizer is a hash of the token table, from id to text. Empty: the checkpoint has none."""
     vocabulary: _builtins.int
-    """vocabulary is the number of token ids that mean something and that the model has."""
+    """vocabulary is the number of token ids that mean something and have a row in the model."""
     max_length: _builtins.int
     """max_length is the longest text, in tokens, that the replica can hold."""
     max_rows: _builtins.int
@@ -90,7 +90,7 @@ class Hello(_message.Message):
     facts: _builtins.str
     """facts is a hash of what the checkpoint's folder says: configuration, end ids, token table. By meaning, not by bytes."""
     ordinary_tokens: _builtins.str
-    """ordinary_tokens is a hash of the token table without its added tokens, for operators: it decides nothing.
+    """ordinary_tokens is a hash of the token table without its added tokens, for operators. It is never compared.
     Empty: the checkpoint has no tokenizer.
     """
     @_builtins.property
@@ -184,8 +184,8 @@ class OpenCall(_message.Message):
     tenant: _builtins.str
     """tenant salts the names of saved states. Empty: the one tenant of a cluster without tenants."""
     vocabulary: _builtins.int
-    """vocabulary is the target's: the text's token ids are below it, and so must be a drafter's guesses. Zero: it is the
-    peer's own.
+    """vocabulary is the target's: the text's token ids are below it, and a drafter's guesses must be. Zero: that of the
+    peer itself.
     """
     @_builtins.property
     def sampling(self) -> Global___Sampling:

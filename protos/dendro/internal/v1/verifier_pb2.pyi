@@ -229,7 +229,7 @@ class Verdict(_message.Message):
     trimmed: _builtins.int
     """trimmed is the number of the tree's guesses that the step had no room for."""
     cold: _builtins.bool
-    """cold is true where the step compiled or captured kernels: its times tell nothing of later steps."""
+    """cold is true where the step compiled or captured kernels: its times do not predict those of later steps."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """tokens are those emitted; at least one."""
