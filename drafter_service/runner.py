@@ -23,7 +23,7 @@ class Law:
     """How a session's guesses are ordered."""
 
     warp: Warp
-    vocabulary: int  # of its guesses: ids that both drafter and target have
+    vocabulary: int  # guesses are below it: the drafter's or the target's, whichever is smaller
     noise: NoiseRows | None  # none at temperature 0
 
 
@@ -38,8 +38,7 @@ class Runner:
         self._laws: dict[int, Law] = {}
 
     def admit(self, session: int, sampling: Sampling, vocabulary: int) -> None:
-        """Learn how to order a session's guesses, which are below `vocabulary`. Raises ValueError where the warp
-        refuses."""
+        """Set how a session's guesses are ordered. vocabulary: the target's. Raises ValueError of the warp."""
         warp = Warp(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
         guessed = min(vocabulary, self.model.vocabulary)
         rows = NoiseRows(sampling.seed, guessed, sampling.sample_index)

@@ -89,7 +89,7 @@ class Session:
     number: int
     opening: bytes
     terms: Terms
-    vocabulary: int  # ids of the text are below it; those that the model does not have, it feeds as another
+    vocabulary: int  # the target's: ids of the text are below it
     text: PeerText = field(default_factory=PeerText)
     slot: int = EMPTY_TEXT
     covers: int = 0
@@ -148,10 +148,10 @@ class Scheduler:
     # -- calls ---------------------------------------------------------------------------------------------------
 
     def open(self, ticket: Ticket, call: OpenCall, restored: int, vocabulary: int) -> Session:
-        """Take a text in, whose ids are below `vocabulary`; `restored` of its tokens are about to be loaded into the
-        slot of the session returned.
+        """Take a text in. `restored` of its tokens are about to be loaded into the slot of the session returned.
 
-        Raises Overloaded and BadRequest. An opening that is there already is opened afresh.
+        vocabulary: the target's; ids of the text are below it. Raises Overloaded and BadRequest. An opening that is
+        there already is opened afresh.
         """
         if call.update.start != 0:
             raise BadRequest("update.start", f"a text is opened from its beginning, not from {call.update.start}")
@@ -171,7 +171,7 @@ class Scheduler:
         return session
 
     def not_restored(self, session: Session) -> None:
-        """What was saved could not be loaded into the slot of a session just opened: its text is processed instead."""
+        """Process the whole text of a session just opened, as its saved state could not be loaded."""
         assert session.opened is not None and session.slot != EMPTY_TEXT
         self.texts.give([session.slot])
         session.slot, session.covers = EMPTY_TEXT, 0

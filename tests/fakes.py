@@ -62,16 +62,10 @@ class _Fake:
     """What both share: texts by opening, and the ways to break."""
 
     model = "toy"
+    fingerprint = "toy-weights"
     exactness = ""
 
-    def __init__(
-        self,
-        fingerprint: str = "toy-weights",
-        tokenizer: str = "toy-tokens",
-        pause_s: float = 0.0,
-        facts_digest: str = "toy-facts",
-    ) -> None:
-        self.fingerprint = fingerprint
+    def __init__(self, tokenizer: str = "toy-tokens", pause_s: float = 0.0, facts_digest: str = "toy-facts") -> None:
         self.tokenizer = tokenizer
         self.facts_digest = facts_digest
         self.vocabularies: set[int] = set()  # that texts were opened with
@@ -191,15 +185,8 @@ class FakeVerifier(_Fake):
 class FakeDrafter(_Fake):
     """Knows the toy target and errs now and then, as the text has it."""
 
-    def __init__(
-        self,
-        fingerprint: str = "toy-drafter",
-        tokenizer: str = "toy-tokens",
-        pause_s: float = 0.0,
-        facts_digest: str = "toy-facts",
-    ) -> None:
-        super().__init__(fingerprint, tokenizer, pause_s, facts_digest)
-        self.spoil: DraftTree | None = None  # handed out instead of a tree of ours
+    fingerprint = "toy-drafter"
+    spoil: DraftTree | None = None  # handed out instead of a tree of ours
 
     async def draft(self, call: DraftCall) -> DraftTree:
         began_ns = time.perf_counter_ns()

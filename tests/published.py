@@ -1,7 +1,7 @@
-"""Published checkpoints with their facts kept and their width and depth shrunk, and the page that says which pair up.
+"""Makes tiny checkpoints with the facts of published ones, and docs/pairs.md, the table of which drafter fits which.
 
-Kept: vocabularies, paddings, key names of configurations, layer layout, names and forms of files, which tokenizer files
-there are and how tokenizers differ.
+Kept are vocabularies, paddings, key names of configurations, layer layouts, names and forms of files, which tokenizer
+files exist and how tokenizers differ. Width and depth are shrunk.
 
 python tests/published.py                   writes docs/pairs.md
 python tests/published.py PAIR FOLDER       writes the shrunk pair; then: dendro generate FOLDER/cluster.yaml --local
@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import struct
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -21,7 +19,7 @@ from typing import Any, Literal
 
 import torch
 import yaml
-from layouts import copy_as
+from layouts import copy_as, sentencepiece
 from tiny_mamba import randomise as randomise_mamba
 from tiny_models import randomise
 from tree_layers.checkpoint import Facts
@@ -37,13 +35,12 @@ Form = Literal["safetensors", "bin", "sharded .bin", "sharded safetensors"]
 
 @dataclass(frozen=True)
 class Words:
-    """A tokenizer of so many tokens by a fixed recipe: two of one family are equal, two of different ones are not."""
+    """A tokenizer whose texts are made of the family's name and the id, so those of two families differ everywhere."""
 
     family: str
     ordinary: int
     added: int  # after the ordinary ones
-    control: int = 0  # the first of the ordinary ones, which are control tokens too
-    renamed: tuple[int, ...] = ()  # added tokens that have another name here
+    control: int = 0  # how many of the first ordinary tokens are control tokens
 
     @property
     def size(self) -> int:
@@ -60,7 +57,6 @@ def _table(words: Words) -> TokenTable:
         texts |= {0: "<unk>", 1: "<s>", 2: "</s>"} | {3 + byte: f"<0x{byte:02X}>" for byte in range(256)} | {259: "▁"}
     special = [*range(words.control), *range(words.ordinary, words.size)]
     texts |= {token: f"<|{words.family} {token}|>" for token in range(words.ordinary, words.size)}
-    texts |= {token: f"<|renamed {token}|>" for token in words.renamed}
     return TokenTable(texts, frozenset(special))
 
 
@@ -72,7 +68,7 @@ QWEN25, QWEN3 = Words("qwen", 151643, 22), Words("qwen", 151643, 26)
 
 @dataclass(frozen=True)
 class Published:
-    """A checkpoint."""
+    """Facts of a published checkpoint."""
 
     name: str
     kind: Literal["mamba", "mamba2", "mamba-hf", "neox", "llama", "qwen2", "qwen3", "bamba"]
@@ -80,20 +76,24 @@ class Published:
     words: Words
     form: Form = "safetensors"
     tokenizer: Literal["tokenizer.json", "tokenizer.model", ""] = "tokenizer.json"
-    stale: dict[str, Any] = field(default_factory=dict)  # keys of its configuration that are another model's
-    without: tuple[str, ...] = ()  # keys that its configuration lacks
+    stale: dict[str, Any] = field(default_factory=dict)  # wrong keys in its configuration, of another model
+    without: tuple[str, ...] = ()  # keys missing in its configuration
     tied: bool = False
 
     def __hash__(self) -> int:
         return hash(self.name)
 
     @property
+    def short_name(self) -> str:
+        return self.name.split("/")[1]
+
+    @property
     def state_spaces(self) -> bool:
-        """In state-spaces' own layout."""
+        """Whether it is in state-spaces' own layout."""
         return self.kind in ("mamba", "mamba2")
 
     def facts(self) -> Facts:
-        """Of the published numbers."""
+        """Facts with the published numbers; there is no such folder."""
         return Facts(
             folder=Path(self.name),
             layout="state-spaces" if self.state_spaces else "transformers",
@@ -138,10 +138,10 @@ QWEN3_8B = Published("Qwen/Qwen3-8B", "qwen3", 151936, QWEN3, "sharded safetenso
 class Pair:
     drafter: Published
     target: Published
-    tokenizer: Published | None = None  # whose tokenizer a target without one is served with
+    tokenizer: Published | None = None  # with the tokenizer that is configured, where the target has none
 
     def __str__(self) -> str:
-        return f"{self.drafter.name.split('/')[1]}-for-{self.target.name.split('/')[1]}"
+        return f"{self.drafter.short_name}-for-{self.target.short_name}"
 
     def fit(self) -> Fit:
         target = self.target if self.tokenizer is None else self.tokenizer
@@ -154,7 +154,7 @@ COMMON = [
     Pair(state_spaces("130m", "mamba2"), pythia("12b", 50688, "sharded safetensors")),
     Pair(LLAMA_68M, VICUNA),
 ]
-"""Those that `make test` serves; the others are served by the long tests."""
+"""Pairs that `make test` serves; the long tests serve the others."""
 PAIRS = [
     *COMMON,
     Pair(state_spaces("370m"), pythia("6.9b", 50432, "sharded safetensors")),
@@ -171,7 +171,7 @@ PAIRS = [
     Pair(QWEN3_06B, QWEN3_8B),
     Pair(QWEN25_05B, QWEN3_8B),
 ]
-STRANGERS = [
+UNRELATED = [
     Pair(state_spaces("130m"), LLAMA31),
     Pair(LLAMA_68M, LLAMA31),
     Pair(LLAMA32, QWEN3_8B),
@@ -232,7 +232,7 @@ def _model(published: Published) -> Any:
 
 
 def _state_spaces(published: Published, model: Any, folder: Path) -> Path:
-    """Config.json and pytorch_model.bin, in state-spaces' words."""
+    """Write config.json and pytorch_model.bin with state-spaces' names."""
     folder.mkdir()
     two = published.kind == "mamba2"
     ssm = {"layer": "Mamba2", "d_state": 16, "headdim": 16} if two else {"d_state": 8}
@@ -247,12 +247,14 @@ def _state_spaces(published: Published, model: Any, folder: Path) -> Path:
 
 
 def write_tokenizer(published: Published, folder: Path) -> None:
-    """The tokenizer's files, as published."""
+    """Write the tokenizer's files, by the published names."""
     table = published.words.table()
     if published.tokenizer == "tokenizer.model":
-        (folder / "tokenizer.model").write_bytes(sentencepiece_model(table))
-        said = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-        (folder / "tokenizer_config.json").write_text(json.dumps(said))
+        kinds = [2, *[3] * 2, *[6] * 256, *[1] * (table.size - 259)]  # unknown, control, bytes, normal
+        pieces = [(table.texts[token], kind) for token, kind in enumerate(kinds)]
+        (folder / "tokenizer.model").write_bytes(sentencepiece(pieces))
+        config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
     elif published.tokenizer:
         added = [
             {"id": token, "content": table.texts[token], "special": True}
@@ -264,43 +266,15 @@ def write_tokenizer(published: Published, folder: Path) -> None:
         (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": added, "model": model}))
 
 
-def sentencepiece_model(table: TokenTable) -> bytes:
-    """A table as SentencePiece keeps it: BPE with byte fallback, <unk>, <s> and </s> first."""
-    unknown, control, byte, normal = 2, 3, 6, 1
-
-    def kind(token: int) -> int:
-        return unknown if token == 0 else control if token < 3 else byte if token < 259 else normal
-
-    def varint(value: int) -> bytes:
-        out = b""
-        while value > 127:
-            out, value = out + bytes([value & 127 | 128]), value >> 7
-        return out + bytes([value])
-
-    def part(number: int, content: bytes) -> bytes:
-        return varint(number << 3 | 2) + varint(len(content)) + content
-
-    def number(place: int, value: int) -> bytes:
-        return varint(place << 3) + varint(value)
-
-    pieces = (
-        part(1, part(1, table.texts[token].encode()) + b"\x15" + struct.pack("<f", -token) + number(3, kind(token)))
-        for token in range(table.size)
-    )
-    bpe = 2
-    trainer = number(3, bpe) + number(35, 1) + number(40, 0) + number(41, 1) + number(42, 2)
-    return b"".join(pieces) + part(2, trainer)
-
-
 # ---- The page ----
 
 HEAD = """# Published pairs
 
 Which published drafters fit which published targets, by the rule of `cluster/pairing.py`: what token ids mean
 decides, and never the size of a vocabulary or the bytes of a file. `dendro serve` refuses a pair that does not fit
-and says why. The sizes below are those of the published checkpoints, kept in `tests/published.py`, where tokens have
-texts by a recipe; `tests/cluster/test_pairs.py` serves each pair that fits, with width and depth shrunk. This page is
-made by `python tests/published.py`.
+and says why. The sizes below are those of the published checkpoints, kept in `tests/published.py`; the texts of their
+tokens are made up there. `tests/cluster/test_pairs.py` serves each pair that fits, with width and depth shrunk. This
+page is made by `python tests/published.py`.
 
 A drafter guesses ids below the smaller vocabulary. state-spaces publishes no tokenizer: as a drafter such a
 checkpoint fits where its count of tokens is the target's; as a target it needs `tokenizer`.
@@ -313,15 +287,15 @@ checkpoint fits where its count of tokens is the target's; as a target it needs 
 def page() -> str:
     """The text of docs/pairs.md."""
     rows = []
-    for pair in [*PAIRS, *STRANGERS]:
+    for pair in [*PAIRS, *UNRELATED]:
         fit, target = pair.fit(), pair.target
         words = (pair.tokenizer or target).words.size
         files = f"{target.form}, {target.tokenizer or 'no tokenizer'}"
         if fit.fits:
-            said = "; ".join(filter(None, ("yes", fit.warning, fit.note)))
+            answer = "; ".join(filter(None, ("yes", fit.warning, fit.note)))
         else:
-            said = "no: another tokenizer" if fit.different else f"no: {fit.refusal}"
-        cells = (pair.drafter.name, pair.drafter.rows, target.name, target.rows, words, files, said)
+            answer = "no: another tokenizer" if fit.different else f"no: {fit.refusal}"
+        cells = (pair.drafter.name, pair.drafter.rows, target.name, target.rows, words, files, answer)
         rows.append("| " + " | ".join(map(str, cells)) + " |")
     parts = [HEAD + "\n".join(rows), "## Configurations to copy"]
     parts += [f"```yaml\n{configuration(pair)}```" for pair in PAIRS]
@@ -330,11 +304,10 @@ def page() -> str:
 
 def configuration(pair: Pair) -> str:
     """The pair's part of a configuration, by names on the hub."""
-    named: Callable[[Published], str] = lambda published: published.name.split("/")[1]  # noqa: E731
     tokenizer = f", tokenizer: {pair.tokenizer.name}" if pair.tokenizer else ""
     return (
-        f"targets:\n  {named(pair.target)}: {{checkpoint: {pair.target.name}{tokenizer}}}\n"
-        f"drafters:\n  {named(pair.drafter)}: {{checkpoint: {pair.drafter.name}}}\n"
+        f"targets:\n  {pair.target.short_name}: {{checkpoint: {pair.target.name}{tokenizer}}}\n"
+        f"drafters:\n  {pair.drafter.short_name}: {{checkpoint: {pair.drafter.name}}}\n"
     )
 
 

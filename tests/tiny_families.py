@@ -1,7 +1,7 @@
-"""A tiny checkpoint of any causal family of the installed transformers, made from its default configuration alone.
+"""Makes a tiny checkpoint of any causal family of the installed transformers, from the family's default configuration.
 
-Widths, layers, experts and vocabulary are shrunk by the names of their keys; everything else keeps its default. Of the
-layers, the first of every kind are kept, so that every kind occurs.
+Widths, layers, experts and vocabulary are shrunk by rules on their keys; all other values stay the defaults. The first
+layer of every kind is kept, so that every kind occurs.
 """
 
 from __future__ import annotations
@@ -13,16 +13,13 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
+from tiny_models import byte_tokenizer
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 VOCABULARY = 64
 WINDOW = 24
-"""Of every layer whose window the configuration says."""
+"""Of every layer with a window."""
 
 FAMILIES = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 
@@ -34,7 +31,7 @@ def _at_most(bound: int) -> Callable[[int], int]:
     return lambda default: min(default, bound)
 
 
-# The first rule whose pattern is the whole key; each gets a positive default and gives what takes its place.
+# The first rule whose pattern matches the whole key computes the value from the default, which is positive.
 RULES: tuple[tuple[str, Callable[[int], int]], ...] = (
     (r".*vocab_size.*|.*_vocab", _at_most(VOCABULARY)),
     (r".*_token_id|.*_token_index", _at_most(1)),
@@ -73,7 +70,7 @@ EQUAL = (
     (("head_dim",), "qk_rope_head_dim"),
     (("linear_num_key_heads",), "linear_num_value_heads"),
 )
-"""Keys whose defaults are equal stay equal: as many key-value heads as heads, heads that are all rotary."""
+"""Keys whose defaults are equal stay equal, such as the numbers of heads and of key-value heads."""
 
 DEFAULT_ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
 SHARED_KEYS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2}
@@ -82,7 +79,7 @@ LEFT_OPEN: dict[str, dict[str, Any]] = {
     "gemma4_assistant": {"text_config": {"model_type": "gemma4_text", **ASSISTANT}},
     "gemma4_unified_assistant": {"text_config": {"model_type": "gemma4_unified_text", **ASSISTANT}},
 }
-"""Where there is no default configuration."""
+"""Arguments of configurations that cannot be made without any."""
 QWEN4 = {
     "indexer_n_heads": 2,
     "indexer_kv_heads": 1,
@@ -126,7 +123,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "hybrid_layer_ids": [1, 3],
     },
 }
-"""What the default configuration leaves open, or says in a way that no rule can read."""
+"""Values that the default configuration lacks, or has in a form that no rule can shrink."""
 
 SHRUNK = tuple((re.compile(pattern), rule) for pattern, rule in RULES)
 
@@ -145,7 +142,7 @@ def default_config(family: str) -> PretrainedConfig:
 
 
 def _over(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """The configuration with these changes, in those inside it too."""
+    """The configuration with these changes; a change that is a configuration is merged with the one inside."""
     merged = {
         key: _over(config[key], value) if isinstance(value, dict) and isinstance(config.get(key), dict) else value
         for key, value in changes.items()
@@ -154,7 +151,7 @@ def _over(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def shrink(config: dict[str, Any]) -> dict[str, Any]:
-    """A configuration with smaller numbers, and the configurations inside it too."""
+    """A configuration with smaller numbers, as are those of the configurations inside it."""
     count = next((config[key] for key in LAYER_COUNTS if isinstance(config.get(key), int)), None)
     layers = _kept_layers(config, count) if count else []
     small: dict[str, Any] = {}
@@ -182,7 +179,7 @@ def shrink(config: dict[str, Any]) -> dict[str, Any]:
             small[key] = [1]
         else:
             small[key] = _smaller(key, value)
-    for key in ("head_dim", "qk_head_dim"):  # of heads of which a part is rotary
+    for key in ("head_dim", "qk_head_dim"):  # where a head is the sum of a rotary part and another
         parts = ("qk_nope_head_dim", "qk_rope_head_dim")
         if all(config.get(part) for part in parts) and config.get(key) == sum(config[part] for part in parts):
             small[key] = sum(small[part] for part in parts)
@@ -203,7 +200,7 @@ def _smaller(key: str, value: Any) -> Any:
 
 
 def _kept_layers(config: dict[str, Any], count: int) -> list[int]:
-    """The first layer of every kind that lists of one entry for each layer tell of, and others up to MOST_LAYERS."""
+    """The first layer of every kind, by the lists with an entry for each layer; then others up to MOST_LAYERS."""
     lists = [
         value
         for key, value in sorted(config.items())
@@ -216,7 +213,8 @@ def _kept_layers(config: dict[str, Any], count: int) -> list[int]:
 
 
 def randomise(model: PreTrainedModel, seed: int) -> None:
-    """Every parameter at random, norms and biases too: none is neutral."""
+    """Draw every parameter at random, norms and biases too. Vectors stay near their initial values, as a recurrence may
+    not bear others; `tiny_models.randomise` replaces them."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -230,16 +228,14 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
 
 
 def make_checkpoint(folder: Path, family: str, seed: int = 0) -> bool:
-    """Write a checkpoint of random weights and a tokenizer of VOCABULARY tokens into `folder`. False where transformers
-    makes no model of the family; then the configuration is the default one, and there are no weights."""
-    letters = sorted(ByteLevel.alphabet())[:VOCABULARY]
-    tokenizer = Tokenizer(BPE({letter: token for token, letter in enumerate(letters)}, []))
-    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = ByteLevelDecoder()
-    tokenizer.save(str(folder / "tokenizer.json"))
+    """Write a checkpoint of random weights and a tokenizer of VOCABULARY tokens into `folder`.
+
+    False where transformers makes no model of the family: then the folder has the default configuration and no weights.
+    """
+    byte_tokenizer(VOCABULARY).save(str(folder / "tokenizer.json"))
     try:
         model = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32)
-    except Exception:  # whatever a family's constructor leads to
+    except Exception:  # constructors raise errors of every kind
         default_config(family).save_pretrained(folder)
         save_file({}, folder / "model.safetensors")
         return False

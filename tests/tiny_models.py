@@ -28,12 +28,18 @@ PADDED = 264  # tokens the model has and the tokenizer does not: their logits mu
 END = 256
 
 
-def write_tokenizer(folder: Path) -> None:
-    """A byte-level BPE without merges: every byte is a token."""
-    letters = sorted(ByteLevel.alphabet())
+def byte_tokenizer(count: int = 256) -> Tokenizer:
+    """A byte-level BPE without merges: each of so many bytes is a token."""
+    letters = sorted(ByteLevel.alphabet())[:count]
     tokenizer = Tokenizer(BPE({letter: token for token, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteLevelDecoder()
+    return tokenizer
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Every byte is a token, and so is the end of text."""
+    tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens(["<|end|>"])
     tokenizer.save(str(folder / "tokenizer.json"))
 

@@ -14,7 +14,7 @@ from tree_layers.mixers import unit_rms
 Mixer = TypeVar("Mixer")
 
 FOREIGN = 0
-"""What is fed for a token id that the model does not have."""
+"""The token id that is fed in place of one past the embedding."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,8 +40,7 @@ class Ends:
         return self.embedding.device
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Rows of the embedding for any ids >= 0 [...]. A text may hold ids of its target that this model does not
-        have: they are all fed as one id in range."""
+        """Rows of the embedding for any ids >= 0 [...]. For ids of the target past this embedding, FOREIGN is fed."""
         return F.embedding(torch.where(tokens < len(self.embedding), tokens, FOREIGN), self.embedding)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,23 +1,24 @@
-"""Functions of single numbers, applied so that a number's bits do not depend on where it lies in its buffer.
+"""Elementwise functions whose results do not depend on where a number lies in its buffer.
 
-ATen's loops on a CPU take two vector registers at a time and leave the rest of a buffer, its tail, to a scalar loop
-that may round otherwise. Seen in torch 2.13, where buffers of 1 to 299 numbers were compared with longer ones:
+On a CPU, ATen's loops process two vector registers at a time. The last numbers of a buffer, its tail, go through a
+scalar loop that may round differently. Measured with torch 2.13, by comparing buffers of 1 to 299 numbers with longer
+ones, these functions differ in the tail:
 
 | ATEN_CPU_CAPABILITY | float32 | bfloat16 |
 |---|---|---|
 | default | gelu, pow | none |
 | avx2 | sigmoid, silu, softplus, gelu, exp2, pow, elu, mish | gelu (tanh), rsqrt, add with alpha |
 
-exp, tanh, erf, log, sin, cos, sqrt, division, products and float32 rsqrt were the same everywhere. No function
-differed in a buffer whose length is a multiple of `VECTOR_BYTES`.
+exp, tanh, erf, log, sin, cos, sqrt, division, products and float32 rsqrt did not differ. No function differed in a
+buffer whose length is a multiple of `VECTOR_BYTES`.
 
-Threads share a buffer of more than `GRAIN` numbers in equal parts, which end anywhere: with three threads, tails in the
-middle of a buffer differed (silu, sigmoid, exp2, softplus, gelu). A strided input, such as one half of a gated
-layer's output, has a tail in every row, and float32 gelu has another formula for it altogether.
+Threads share a buffer of more than `GRAIN` numbers in equal parts, each with a tail of its own: with three threads,
+numbers in the middle of a buffer differed (silu, sigmoid, exp2, softplus, gelu). A strided input, such as one half of a
+gated layer's output, has a tail in every row, and float32 gelu computes it by another formula.
 
-So a call on rows is safe where the buffer is contiguous, its length is a multiple of VECTOR_BYTES, and so is each
-thread's part (`is_safe`). `elementwise` makes it so elsewhere. `is_narrow` says for which widths a step's rows leave a
-tail.
+So a call is safe where the buffer is contiguous, its length is a multiple of VECTOR_BYTES, and so is each thread's part
+(`is_safe`). Other buffers are copied and padded by `elementwise`. `is_narrow` says for which widths a step's rows leave
+a tail.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 VECTOR_BYTES = 128
-"""Two registers of AVX-512: what the widest of ATen's loops takes at a time."""
+"""Two registers of AVX-512, the most that one of ATen's loops processes at a time."""
 GRAIN = 32768
 """Numbers from which ATen shares a loop among threads (at::internal::GRAIN_SIZE)."""
 ROW_MULTIPLE = 8
-"""A step's rows are padded to a multiple of this."""
+"""The number of a step's rows is a multiple of this."""
 
 
 @contextmanager
 def threads_of(count: int) -> Iterator[None]:
-    """torch's operations run in so many threads inside, and in the caller's number after."""
+    """Inside, torch's operations run in so many threads; after it, in as many as before."""
     before = torch.get_num_threads()
     if before == count:
         yield
@@ -59,15 +60,15 @@ def is_safe(count: int, itemsize: int, threads: int) -> bool:
 
 
 def is_narrow(width: int) -> bool:
-    """Whether rows of this width may leave a tail although their number is a multiple of ROW_MULTIPLE: as numbers of
-    two bytes, and so, perhaps, as longer ones."""
+    """Whether rows of this width may leave a tail though their number is a multiple of ROW_MULTIPLE. It assumes numbers
+    of two bytes; longer ones need no greater width."""
     return ROW_MULTIPLE * width * 2 % VECTOR_BYTES != 0
 
 
 def elementwise(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The function, applied to contiguous numbers of which none is in a tail.
+    """The function with its input padded so that no number is in a tail. On an accelerator, the function itself.
 
-    function(x, ...) gives a number for each of x and keeps its shape. On an accelerator it is called as it is.
+    function(x, ...) is elementwise in x; its other arguments are no tensors.
     """
 
     def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -85,8 +86,8 @@ def elementwise(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def elementwise_(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Apply a function that writes into its tensor. x, and each of its parts that lie apart in memory, ends with a
-    dimension that is a multiple of VECTOR_BYTES."""
+    """Apply an elementwise function that writes into x, whose last dimension is contiguous and a multiple of
+    VECTOR_BYTES."""
     if x.device.type != "cpu":
         return function(x)
     assert x.shape[-1] * x.element_size() % VECTOR_BYTES == 0, f"{tuple(x.shape)} leaves a tail"

@@ -1,7 +1,7 @@
-"""What goes wrong with a checkpoint."""
+"""The error of a checkpoint that cannot be used."""
 
 from __future__ import annotations
 
 
 class CheckpointError(ValueError):
-    """The checkpoint cannot be used; the message says why, for the one who named it."""
+    """The checkpoint cannot be used. The message names the folder or file and says what is wrong with it."""

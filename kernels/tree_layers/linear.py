@@ -1,10 +1,10 @@
-"""Products whose rows do not depend on how many rows there are, nor on a row's place among them.
+"""Products of which each row has the same bits whatever the number of rows and the row's place among them.
 
-A library picks how to split the inner dimension by the number of rows, and then a row's rounding depends on its
-neighbours (oneDNN's bfloat16 products with more than some 320 inputs and more than 32 rows, here). Products of few rows
-at a time mend that. Each kind of weight gets the first form of a fixed list that passes a check; nothing is timed, so
-that replicas on one kind of machine choose alike. A form is checked for the numbers of rows that steps are padded to:
-other numbers, such as the rows of one expert, are padded to them.
+Libraries split the inner dimension by the number of rows, so a row's rounding depends on its neighbours (in oneDNN's
+bfloat16 products with more than some 320 inputs and more than 32 rows, for one). Products of few rows at a time prevent
+this. Each kind of weight gets the first form of a fixed list that passes a check. Nothing is timed, so replicas on one
+kind of machine choose alike. A form is checked for the numbers of rows that steps are padded to; other numbers, such as
+an expert's rows, are padded to them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TILE = 32
 ALONE = 1 << 20
 """A layer of fewer weights runs in one thread, whatever the number of rows: waking another takes longer."""
 MOST_CHECKED = 1 << 27
-"""Numbers of a weight that the check makes at most; of a larger one it has fewer outputs."""
+"""The most numbers of a weight that is checked: a larger one is checked with fewer outputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class RowsReport:
         return not self.failed
 
     def beside(self, other: RowsReport, whose: str) -> RowsReport:
-        """Both reports; `whose` names the other's shapes."""
+        """Both reports in one. whose: a prefix of the other's failed shapes."""
         failed = (f"{whose} {shape}" for shape in other.failed)
         return RowsReport(dict(Counter(self.forms) + Counter(other.forms)), (*self.failed, *failed))
 
@@ -162,10 +162,10 @@ class _Kind(NamedTuple):
 
 
 UNITS = (1, 4)
-"""Numbers of which an expert's rows may be a multiple, where its products pass the check for these, too: else they are
-padded as steps are."""
+"""An expert's rows are padded to a multiple of the first of these that passes the check; where none does, as steps
+are."""
 UNIT_ROWS = 64
-"""Rows that are looked at for this."""
+"""The most rows in this check."""
 
 
 class RowForms:
@@ -182,26 +182,27 @@ class RowForms:
         self._pieces: dict[tuple[int, int], tuple[tuple[int, int, int], ...]] = {}
 
     def report(self) -> RowsReport:
-        """What was chosen until now."""
+        """The forms chosen so far."""
         return RowsReport(dict(self._counts), tuple(self._failed))
 
     def packs(self, weight: Tensor, bias: Tensor | None = None) -> bool:
-        """Whether a form that may be packed is: it then has the weight in a layout of its own."""
+        """Whether `of` with may_pack gives a packed form, which has its own copy of the weight."""
         choice = self._choice(weight, bias, may_pack=True)
         return choice is not None and choice.name.startswith("packed")
 
     def of(self, weight: Tensor, bias: Tensor | None = None, may_pack: bool = False, unit: int = 0) -> Form:
         """The product with a weight [outputs, inputs], for any number of rows.
 
-        may_pack: the form may have a packed copy of the weight, and the caller gives the weight itself up. unit: what
-        `unit` says of such weights, where the rows are a multiple of that.
+        may_pack: the form may hold a packed copy; the caller then frees the weight. unit: the value of `unit` for such
+        weights, to pad rows to its multiples; 0 pads them as steps are.
         """
         form = self._form(weight, bias, may_pack, unit)
         self._counts[self._name(self._choice(weight, bias, may_pack))] += 1
         return form
 
     def unit(self, weight: Tensor, bias: Tensor | None = None, may_pack: bool = False) -> int:
-        """The smallest number such that its multiples up to a tile have the bits of a step's rows."""
+        """To which multiples an expert's rows are padded: the first of UNITS that passes the check, else the smallest
+        bucket."""
         choice = self._choice(weight, bias, may_pack)
         kind = self._kind(weight, bias, may_pack)
         if kind not in self._units:
@@ -212,7 +213,7 @@ class RowForms:
         return self._units[kind]
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [..., rows, inputs] times a weight [outputs, inputs] that is no layer's own."""
+        """x [..., rows, inputs] times a weight [outputs, inputs] that belongs to no `nn.Linear`."""
         seen = len(self._chosen)
         form = self._form(weight, bias, may_pack=False)
         if len(self._chosen) > seen:
@@ -247,7 +248,7 @@ class RowForms:
         return _Kind(inputs, outputs, bias is not None, weight.dtype, turned, may_pack)
 
     def _for_any_rows(self, form: Form, weight: Tensor, unit: int) -> Form:
-        """The form for numbers of rows that are no bucket, too; those up to a tile are padded to multiples of unit."""
+        """The form for any number of rows, padded to buckets, or up to a tile to multiples of unit."""
         buckets = (
             tuple(sorted({*self.buckets, *range(unit, TILE + 1, unit)})) if unit < self.buckets[0] else self.buckets
         )
@@ -260,13 +261,13 @@ class RowForms:
                 made = form(x)
             else:
                 made = self._in_pieces(form, x.reshape(-1, x.shape[-1]), buckets)
-                made = made.view(*x.shape[:-1], made.shape[-1])  # of no rows, too: an expert may get none
+                made = made.view(*x.shape[:-1], made.shape[-1])  # also of no rows, which an expert may get
             return narrow(made) if leaves_tails else made
 
         return run
 
     def _in_pieces(self, form: Form, x: Tensor, buckets: Sequence[int]) -> Tensor:
-        """The form of x [rows, inputs] in pieces of numbers of rows that it was checked for."""
+        """The form of x [rows, inputs], in pieces whose numbers of rows were checked."""
         key = (len(x), buckets[0])
         if key not in self._pieces:
             self._pieces[key] = tuple(_pieces(len(x), buckets))
@@ -279,7 +280,8 @@ class RowForms:
 
 
 def _pieces(rows: int, buckets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Rows as ranges and the bucket that each is padded to; fewer rows are added than the smallest bucket has.
+    """Ranges of rows and the bucket that each is padded to: (start, stop, bucket). The padding of all is less than the
+    smallest bucket.
 
     With buckets of 8, 16, 32 and 64: 5 is (0, 5, 8); 100 is (0, 64, 64), (64, 96, 32), (96, 100, 8).
     """
@@ -298,13 +300,12 @@ def _pieces(rows: int, buckets: Sequence[int]) -> Iterator[tuple[int, int, int]]
 def make_rows_independent(model: nn.Module, forms: RowForms) -> None:
     """Give every `nn.Linear` of the model its form, and every other weight that rows are multiplied by.
 
-    A packed weight takes the place of the layer's own, of which only shape and type are left (unless an embedding
-    shares it).
+    A packed weight replaces the layer's own, of which shape and dtype remain (unless an embedding shares it).
     """
     for module in model.modules():
         if isinstance(module, nn.Linear):
             if type(module).forward is not nn.Linear.forward or "forward" in module.__dict__:
-                continue  # somebody's own form
+                continue  # it has a forward of its own
             packs = forms.packs(module.weight, module.bias)
             module.forward = forms.of(module.weight, module.bias, may_pack=True)  # type: ignore[method-assign, assignment]
             if packs:
@@ -316,14 +317,14 @@ def make_rows_independent(model: nn.Module, forms: RowForms) -> None:
 
 
 def _multiplies_rows(parameter: Tensor) -> bool:
-    """Whether a module may multiply rows by it: routers have a matrix, experts one for each, on a CPU."""
+    """Whether a module may multiply rows by it: a router has a matrix; experts, on a CPU, a stack of matrices."""
     return parameter.is_floating_point() and (
         parameter.dim() == 2 or (parameter.dim() == 3 and parameter.device.type == "cpu")
     )
 
 
 class RowWeight(nn.Parameter):
-    """A weight, or one for each expert, that is no `nn.Linear`'s: products with rows take its form."""
+    """A weight of no `nn.Linear`, or a stack of experts' weights, whose products with rows take their forms."""
 
     forms: RowForms
 
@@ -380,7 +381,7 @@ _KEEPING = {
 def _first_independent(
     weight: Tensor, bias: Tensor | None, buckets: Sequence[int], threads: int = 1, may_pack: bool = True
 ) -> _Choice | None:
-    """The first form of weights like this one that passes, on numbers whose products cancel."""
+    """The first form that passes the check for weights of this kind, on numbers whose products cancel."""
     rows, like, bias = _cancelling(weight, bias, max(buckets))
     with torch.inference_mode():
         for choice in _choices(like, may_pack):
@@ -390,7 +391,8 @@ def _first_independent(
 
 
 def _smallest_unit(choice: _Choice, weight: Tensor, bias: Tensor | None, buckets: Sequence[int], threads: int) -> int:
-    """The first of UNITS whose multiples up to a tile have the bits of a bucket; the smallest bucket where none has."""
+    """The first of UNITS such that products of its multiples of rows, up to a tile, have a bucket's bits; else the
+    smallest bucket."""
     most = max((bucket for bucket in buckets if bucket <= UNIT_ROWS), default=buckets[0])
     rows, like, bias = _cancelling(weight, bias, most)
     with torch.inference_mode():
@@ -402,7 +404,7 @@ def _smallest_unit(choice: _Choice, weight: Tensor, bias: Tensor | None, buckets
 
 
 def _cancelling(weight: Tensor, bias: Tensor | None, count: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Rows [count, inputs], and a weight and bias of the kind of these, whose products cancel.
+    """Rows [count, inputs] whose products with a weight and a bias of this kind cancel; all three.
 
     The second half of each sum takes away what the first half gave, in a random order of inputs, so that nothing is
     left but the rounding on the way. On ordinary numbers another order of adding shows in one result of thousands: the

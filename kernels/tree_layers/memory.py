@@ -119,7 +119,7 @@ class Pages:
 
     @property
     def stores(self) -> tuple[Tensor, ...]:
-        """All slots, [layers, slots, kv_heads, width] for each layout."""
+        """The slots of each layout: [layers, slots, kv_heads, width]."""
         return tuple(self._stores.values())
 
     def append(self, source: Tensor, target: Tensor) -> None:

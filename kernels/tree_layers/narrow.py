@@ -1,8 +1,8 @@
-"""Rows too narrow for ATen's vector loops: the logits of six experts, a gate of one number.
+"""A tensor subclass for rows too narrow for ATen's vector loops, such as six experts' logits or a gate of one number.
 
-Their number times their width is no multiple of a vector, so which of them are in a tail would depend on how many rows
-there are (`tree_kernels.elementwise`). The library's code applies its functions to them without a module that could be
-wrapped, so the tensor itself sees to it.
+The length of their buffer is no multiple of a vector, so the number of rows would decide which of them are in its tail
+and round differently (`tree_kernels.elementwise`). Model code calls functions on them that no module wraps, so the
+subclass pads these calls.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _TAILED = {
 
 
 class NarrowRows(Tensor):
-    """Rows that leave a tail. Functions of single numbers are applied by `elementwise`; what is made of such rows is
-    again such, as long as its width leaves a tail."""
+    """Rows that leave a tail. Elementwise functions of them go through `elementwise`. Results whose width leaves a tail
+    are NarrowRows, too."""
 
     @classmethod
     def __torch_function__(
@@ -44,7 +44,7 @@ class NarrowRows(Tensor):
 
 
 def narrow(rows: Tensor) -> Tensor:
-    """The same numbers, as NarrowRows where their width leaves a tail on a CPU."""
+    """The rows, as NarrowRows where their width leaves a tail on a CPU, else as a plain tensor."""
     if rows.device.type == "cpu" and rows.dim() and rows.is_floating_point() and is_narrow(rows.shape[-1]):
         return rows.as_subclass(NarrowRows)
     return rows.as_subclass(Tensor) if isinstance(rows, NarrowRows) else rows
@@ -53,6 +53,6 @@ def narrow(rows: Tensor) -> Tensor:
 def _each_narrow(made: Any) -> Any:
     if isinstance(made, Tensor):
         return narrow(made)
-    if isinstance(made, tuple | list):  # torch.topk's kind of tuple takes one sequence, as tuple and list do
+    if isinstance(made, tuple | list):  # torch.topk's result type, too, is made of one sequence
         return type(made)([_each_narrow(each) for each in made])
     return made

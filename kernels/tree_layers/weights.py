@@ -71,7 +71,7 @@ def read_torch_file(file: Path) -> dict[str, Tensor]:
 
 
 def library_names(tensors: dict[str, Named]) -> dict[str, Named]:
-    """Tensors by the library's names: state-spaces has another for the embedding."""
+    """The tensors under the library's names; state-spaces names the embedding differently."""
     return {_RENAMED.get(name, name): tensor for name, tensor in tensors.items()}
 
 

@@ -8,7 +8,7 @@ import published
 import pytest
 import yaml
 from dendro.client import Speculation
-from published import COMMON, PAGE, PAIRS, STRANGERS, Pair
+from published import COMMON, PAGE, PAIRS, UNRELATED, Pair
 from tree_layers.checkpoint import read_facts
 from tree_layers.tokens import read_tokens
 
@@ -42,7 +42,7 @@ async def test_a_published_pair_loads_drafts_and_gives_the_targets_own_tokens(tm
     assert max(wanted.token_ids) < target.vocabulary
 
 
-@pytest.mark.parametrize("pair", STRANGERS, ids=str)
+@pytest.mark.parametrize("pair", UNRELATED, ids=str)
 def test_a_drafter_of_another_family_is_refused(pair: Pair):
     assert not pair.fit().fits
 

@@ -1,4 +1,4 @@
-"""A state whose header was changed, its checksum made good again, counts as missing. It never raises."""
+"""A state with a changed header and the right checksum for it counts as missing. The shelf never raises."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ MUTATIONS = {
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_a_state_with_another_header_is_no_state(name):
+def test_a_state_with_a_changed_header_is_refused(name):
     with pytest.raises(BadState):
         unpack_state(MUTATIONS[name], HEADER)
 
@@ -88,7 +88,7 @@ json_values = st.recursive(
 
 
 def _replaced(value, path, new):
-    """`value` with what is at `path` replaced: a sequence of choices among its parts."""
+    """`value` with one part replaced. path: which part of a part of it, and so on; indices wrap around."""
     if not path or not isinstance(value, dict | list) or not value:
         return new
     parts = dict(value) if isinstance(value, dict) else list(value)
@@ -99,7 +99,7 @@ def _replaced(value, path, new):
 
 @settings(deadline=None, derandomize=True, max_examples=300)
 @given(st.lists(st.integers(0, 20), max_size=4), json_values)
-def test_any_change_of_the_header_gives_the_state_or_none(path, new):
+def test_a_random_change_of_the_header_is_refused_or_gives_tensors_of_the_body(path, new):
     blob = with_header(json.dumps(_replaced(FIELDS, path, new)).encode())
     try:
         tensors = unpack_state(blob, HEADER)
@@ -110,7 +110,7 @@ def test_any_change_of_the_header_gives_the_state_or_none(path, new):
 
 @settings(deadline=None, derandomize=True, max_examples=300)
 @given(st.integers(0, len(GOOD) - 33), st.integers(1, 255))
-def test_any_byte_that_is_changed_under_a_good_checksum_gives_a_state_or_none(place, flip):
+def test_a_changed_byte_under_the_right_checksum_is_refused_or_gives_tensors(place, flip):
     blob = bytearray(GOOD[:-32])
     blob[place] ^= flip
     try:
@@ -120,7 +120,7 @@ def test_any_byte_that_is_changed_under_a_good_checksum_gives_a_state_or_none(pl
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-async def test_a_changed_state_in_the_store_is_a_miss_of_the_text_that_it_is_named_for(name):
+async def test_a_changed_state_in_the_store_is_counted_and_missing_for_its_text(name):
     store = MemoryStates()
     shelf = Shelf(store, "f", "t", "l", lambda arrays, tokens: None)
     update = TextUpdate(new_opening(), 3, TEXT.digests[3], 0, (1, 2, 3))

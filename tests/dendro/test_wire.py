@@ -220,7 +220,7 @@ def test_what_is_no_shape_is_refused(widths):
 MOST = 2**64 - 1
 
 
-def test_a_statistic_that_is_out_of_its_range_is_set_to_the_nearest_end_of_it():
+def test_a_statistic_out_of_range_is_set_to_the_nearest_end_of_its_range():
     tree = wire.tree_from(tree_pb2.DraftTree(**ROOT, draft_us=MOST, texts=0, trace=[2**32 - 1] * 100_000))
     assert (tree.draft_us, tree.texts) == (wire.MAX_US, 1)
     assert tree.trace.tolist() == [2**31 - 1] * wire.MAX_TRACE
@@ -245,13 +245,13 @@ def test_a_statistic_that_is_out_of_its_range_is_set_to_the_nearest_end_of_it():
         ({"end_ids": [1] * 100_000}, "hello.end_ids"),
     ],
 )
-def test_a_hello_under_which_no_text_can_be_served_is_refused_by_the_name_of_its_field(fields, name):
+def test_a_hello_that_leaves_room_for_no_text_is_refused_by_its_field(fields, name):
     with pytest.raises(BadRequest) as refused:
         wire.hello_from(calls_pb2.Hello(**{"vocabulary": 9, "max_length": 9, "max_rows": 9, **fields}))
     assert refused.value.field == name
 
 
-def test_limits_of_a_hello_that_are_greater_than_ours_are_ours():
+def test_limits_of_a_hello_above_ours_are_lowered_to_ours():
     said = {"vocabulary": 9, "max_length": MOST, "max_rows": 2**32 - 1, "max_depth": 2**32 - 1, "model": "m\n" * 9999}
     hello = wire.hello_from(calls_pb2.Hello(**said))
     assert (hello.max_length, hello.max_rows, hello.max_depth) == (2**31 - 1, MAX_ROWS, MAX_ROWS - 1)
@@ -259,7 +259,7 @@ def test_limits_of_a_hello_that_are_greater_than_ours_are_ours():
 
 
 @pytest.mark.parametrize("fields", [{}, {"tokens": [1] * 65, "path": [0] * 65, "length": 65}, {"finish": 9}], ids=str)
-def test_a_malformed_verdict_is_the_verifiers_fault_and_not_the_requests(fields):
+def test_a_malformed_verdict_is_an_engine_failure_and_no_bad_request(fields):
     with pytest.raises(EngineFailed):
         wire.verifier_answer_from(verifier_pb2.VerifierAnswer(verdict=verifier_pb2.Verdict(**fields)))
     with pytest.raises(EngineFailed):

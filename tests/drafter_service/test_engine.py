@@ -274,7 +274,7 @@ async def test_drafting_by_levels_equals_a_fresh_prefill_of_every_path(path, ora
 
 
 FEWER, MORE = 70, 500
-"""Tokens of targets that have fewer than the drafter, and more than its embedding has rows."""
+"""Vocabularies of two targets: smaller than the drafter's, and larger than its embedding."""
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN, MASKED], ids=["greedy", "drawn", "masked"])
@@ -282,8 +282,8 @@ FEWER, MORE = 70, 500
 async def test_texts_of_targets_of_different_vocabularies_share_levels_and_each_is_drafted_for_as_if_alone(
     path, oracle, shape, sampling
 ):
-    """Guesses are below the smaller vocabulary; the chances are those of the tokens that are left. A text's ids that
-    the drafter's tokenizer lacks are fed as they are, those past its embedding as one fixed id."""
+    """Guesses are ids below the smaller vocabulary, and their chances sum to one over these. Ids of the text past the
+    drafter's embedding are fed as one fixed id; ids in its padding as they are."""
     texts = {
         FEWER: [token % FEWER for token in prompt_of(12)],
         0: prompt_of(12),
@@ -565,7 +565,7 @@ async def test_a_spoilt_state_is_a_counted_miss_and_the_draft_is_right(path, ora
         await client.close()
 
 
-async def test_a_state_that_cannot_be_loaded_costs_the_text_its_processing_and_the_draft_is_right(
+async def test_a_text_whose_saved_state_cannot_be_loaded_is_processed_and_drafted_for_as_before(
     path, oracle, monkeypatch
 ):
     async with serving(path, MemoryStates()) as engine:

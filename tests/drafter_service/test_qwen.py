@@ -1,4 +1,4 @@
-"""Qwen2.5 and Qwen3 as drafters, and Llamas as they are published: against the library over whole texts."""
+"""Drafters with published configurations of Qwen2.5, Qwen3 and Llama: their logits are the library's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from drafter_service.plan import EMPTY_TEXT, Chains
 
 CPU = torch.device("cpu")
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 104}
-# Keys and values as published but for width and depth.
+# Published configurations with smaller widths and depths.
 QWEN25 = {
     "architectures": ["Qwen2ForCausalLM"],
     "attention_dropout": 0.0,
@@ -120,7 +120,7 @@ def make(folder: Path, config: dict[str, Any]) -> PreTrainedModel:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 @torch.inference_mode()
-def test_published_configurations_have_the_librarys_logits_in_chunks(tmp_path, name):
+def test_texts_in_chunks_have_the_librarys_logits_under_published_configurations(tmp_path, name):
     library = make(tmp_path / "made", PUBLISHED[name])
     model, _ = load_model(tmp_path / "made", torch.float32, CPU)
     text = torch.randint(0, VOCABULARY, (150,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -144,7 +144,7 @@ def test_published_configurations_have_the_librarys_logits_in_chunks(tmp_path, n
     ],
     ids=["window", "sliding-layers", "biases", "dynamic", "unknown-rope", "partial-rope"],
 )
-def test_what_would_be_read_wrongly_is_refused_with_its_reason(tmp_path, config, changed, reason):
+def test_a_configuration_that_is_not_supported_is_refused_with_its_reason(tmp_path, config, changed, reason):
     make(tmp_path / "made", config)
     (tmp_path / "made" / "config.json").write_text(json.dumps(config | changed))
     with pytest.raises(BadRequest, match=reason):

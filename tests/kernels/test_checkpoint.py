@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from layouts import sentencepiece
 from safetensors.torch import save_file
 from tree_layers.checkpoint import read_facts, weight_files, weights_fingerprint
 from tree_layers.errors import CheckpointError
@@ -36,7 +37,7 @@ def tokenizer_json(texts: list[str], added: dict[int, str] | None = None, kind: 
 
 
 def mixer(kind: str, width: int = 4, channels: int = 8) -> dict[str, torch.Tensor]:
-    """Of a layer, what tells the kinds of Mamba and their sizes apart."""
+    """The tensors of a layer by which kinds of Mamba and their sizes are recognised."""
     own = {"x_proj.weight": (5, channels)} if kind == "mamba" else {"dt_bias": (2,)}
     shapes = {**own, "out_proj.weight": (width, channels)}
     named = {f"backbone.layers.0.mixer.{name}": torch.zeros(shape) for name, shape in shapes.items()}
@@ -52,16 +53,6 @@ def header(json_text: bytes) -> bytes:
     return struct.pack("<Q", len(json_text)) + json_text
 
 
-def sentencepiece(pieces: list[tuple[str, int]]) -> bytes:
-    """A ModelProto: pieces of text, score and type, and a trainer's specification that is passed over."""
-    out = b""
-    for text, kind in pieces:
-        raw = text.encode()
-        piece = b"\x0a" + bytes([len(raw)]) + raw + b"\x15" + struct.pack("<f", -1.5) + b"\x18" + bytes([kind])
-        out += b"\x0a" + bytes([len(piece)]) + piece
-    return out + b"\x12\x03\x18\x80\x01"
-
-
 def test_reading_facts_imports_neither_torch_nor_transformers_nor_numpy():
     heavy = "{'torch', 'transformers', 'numpy', 'dendro'}"
     script = f"import sys, tree_layers.checkpoint; print(sorted({heavy} & {{*sys.modules}}))"
@@ -69,7 +60,7 @@ def test_reading_facts_imports_neither_torch_nor_transformers_nor_numpy():
     assert said.stdout.strip() == "[]"
 
 
-def test_the_embeddings_rows_are_read_from_the_tensors_and_not_from_the_configuration(tmp_path: Path):
+def test_the_embeddings_rows_are_read_from_the_tensors_where_there_are_any(tmp_path: Path):
     write(tmp_path, "config.json", LLAMA | {"vocab_size": None})
     save_file(ends(16) | {"model.norm.weight": torch.zeros(4)}, tmp_path / "model.safetensors")
     assert read_facts(tmp_path).rows == 16
@@ -93,7 +84,7 @@ def test_tensors_of_unusual_names_and_shapes_are_passed_over(tmp_path: Path):
 
 
 @pytest.mark.parametrize("old_format", [False, True], ids=["zip", "before-1.6"])
-def test_shapes_of_a_pickled_checkpoint_are_read_without_its_numbers(tmp_path: Path, old_format: bool):
+def test_shapes_of_a_pickled_checkpoint_are_read(tmp_path: Path, old_format: bool):
     tensors = {"a.weight": torch.zeros(3, 5, dtype=torch.bfloat16), "b": torch.zeros(7)[2:], "c": torch.tensor(1.0)}
     tensors["p"] = torch.nn.Parameter(torch.zeros(2, 2))
     torch.save(tensors, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=not old_format)
@@ -108,7 +99,7 @@ class Unsafe:
         return (exec, ("raise SystemExit('code of a checkpoint has run')",))
 
 
-def test_reading_the_head_of_a_pickled_checkpoint_runs_no_code(tmp_path: Path):
+def test_reading_the_header_of_a_pickled_checkpoint_runs_no_code(tmp_path: Path):
     write(tmp_path, "config.json", STATE_SPACES)
     torch.save({"backbone.embedding.weight": Unsafe()}, tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="not a file of plain weights"):
@@ -191,7 +182,7 @@ def test_where_keys_of_two_layouts_contradict_each_other_the_tensors_decide(
     [({"d_inner": 160}, 8), ({"expand": 16, "intermediate_size": 8}, 8), ({"intermediate_size": 5}, 8)],
     ids=["d_inner", "expand", "intermediate_size"],
 )
-def test_stale_keys_of_a_mixers_channels_do_not_mislead(tmp_path: Path, changed: dict[str, int], channels: int):
+def test_the_tensors_decide_how_many_channels_a_mixer_has(tmp_path: Path, changed: dict[str, int], channels: int):
     """mamba-370m-hf says d_inner: 160; falcon-mamba says expand: 16 beside its true intermediate_size."""
     write(tmp_path, "config.json", MAMBA | changed)
     save_file(mixer("mamba"), tmp_path / "model.safetensors")
@@ -218,7 +209,7 @@ def test_a_state_spaces_configuration_with_an_impossible_number_is_refused_by_it
         read_facts(tmp_path)
 
 
-def test_state_spaces_vocabulary_is_padded_for_the_rows_and_kept_unpadded_for_what_is_known(tmp_path: Path):
+def test_a_state_spaces_checkpoint_has_padded_rows_and_an_unpadded_vocabulary(tmp_path: Path):
     write(tmp_path, "config.json", STATE_SPACES)
     facts = read_facts(tmp_path)
     assert (facts.rows, facts.known, facts.vocabulary, facts.tokens, facts.tokenizer) == (16, 10, 10, None, "")
@@ -235,7 +226,9 @@ def test_a_checkpoint_without_a_tokenizer_takes_that_of_another_folder(tmp_path:
 
 
 @pytest.mark.parametrize("rows, tokens, vocabulary", [(12, 10, 10), (8, 10, 8)], ids=["padding", "more-tokens"])
-def test_the_vocabulary_is_the_smaller_of_tokenizer_and_rows(tmp_path: Path, rows: int, tokens: int, vocabulary: int):
+def test_the_vocabulary_is_the_tokenizers_or_the_rows_whichever_is_smaller(
+    tmp_path: Path, rows: int, tokens: int, vocabulary: int
+):
     write(tmp_path, "config.json", LLAMA | {"vocab_size": rows})
     write(tmp_path, "tokenizer.json", tokenizer_json(TEXTS[:tokens]))
     assert read_facts(tmp_path).vocabulary == vocabulary
@@ -315,7 +308,7 @@ def test_a_sentencepiece_model_gives_the_table_of_its_tokenizer_json(tmp_path: P
     assert read_tokens(tmp_path / "spm") == read_tokens(tmp_path / "json")
 
 
-def test_a_map_with_merges_is_a_tokenizer_too(tmp_path: Path):
+def test_vocab_json_is_a_tokenizer_only_with_merges_txt(tmp_path: Path):
     write(tmp_path, "vocab.json", {"a": 0, "b": 1})
     assert read_tokens(tmp_path) is None
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")
@@ -348,7 +341,7 @@ def test_a_file_that_holds_no_tokenizer_is_refused_by_name(tmp_path: Path, name:
         read_tokens(tmp_path)
 
 
-def test_the_digest_of_facts_is_by_meaning_and_needs_no_weights(tmp_path: Path):
+def test_the_digest_ignores_bytes_and_weights_and_sees_end_ids(tmp_path: Path):
     for name in "abc":
         write(tmp_path / name, "config.json", LLAMA)
         write(tmp_path / name, "tokenizer.json", tokenizer_json(TEXTS))

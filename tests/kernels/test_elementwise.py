@@ -1,4 +1,4 @@
-"""Functions of single numbers: a number's bits are the same wherever it lies, however many there are."""
+"""Elementwise functions: a number's result is the same wherever it lies in a buffer of any length."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_threads_that_share_a_buffer_change_no_bit(threads):
         assert torch.get_num_threads() == threads
 
 
-def test_a_buffer_is_safe_where_every_threads_part_is_whole_vectors():
+def test_a_buffer_is_safe_if_each_threads_part_is_whole_vectors():
     assert is_safe(VECTOR_BYTES // 4, 4, threads=8)
     assert not is_safe(VECTOR_BYTES // 4 + 1, 4, threads=1)
     assert is_safe(GRAIN * 2, 4, threads=2)
@@ -63,19 +63,19 @@ def test_a_buffer_is_safe_where_every_threads_part_is_whole_vectors():
     assert is_safe(GRAIN * 3 + 32, 4, threads=1)
 
 
-def test_rows_in_eights_are_narrow_unless_their_width_is_a_multiple_of_eight():
+def test_eight_rows_are_narrow_unless_their_width_is_a_multiple_of_eight():
     assert [width for width in range(1, 33) if not is_narrow(width)] == [8, 16, 24, 32]
 
 
-def test_a_function_that_would_leave_a_tail_in_place_is_an_error():
+def test_an_in_place_function_on_a_buffer_with_a_tail_is_an_error():
     with pytest.raises(AssertionError, match="leaves a tail"):
         elementwise_(torch.Tensor.exp2_, torch.zeros(4, 3))
 
 
 @pytest.mark.parametrize("width", [1, 3, 6])
 @pytest.mark.parametrize("name", ["sigmoid", "silu", "softplus", "pow"])
-def test_rows_of_a_few_numbers_have_the_same_bits_beside_any_others(width, name):
-    """Shared experts' gates and routers' logits, to which the library applies functions without a module."""
+def test_narrow_rows_have_the_same_bits_among_any_number_of_rows(width, name):
+    """Such as shared experts' gates and routers' logits, on which model code calls functions that no module wraps."""
     x = numbers(64 * width, torch.float32).view(64, width)
     truth = FUNCTIONS[name](narrow(x))
     for count in (8, 16, 24, 40):
@@ -83,7 +83,7 @@ def test_rows_of_a_few_numbers_have_the_same_bits_beside_any_others(width, name)
             assert torch.equal(FUNCTIONS[name](narrow(x[start : start + count])), truth[start : start + count])
 
 
-def test_what_is_made_of_narrow_rows_is_narrow_until_it_is_wide():
+def test_results_of_narrow_rows_are_narrow_rows_unless_they_are_wide():
     x = narrow(torch.randn(8, 6))
     assert type(x) is NarrowRows
     assert type(x.float() + 1) is NarrowRows

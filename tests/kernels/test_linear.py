@@ -146,8 +146,8 @@ def test_a_layer_with_a_form_of_its_own_is_left_alone():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [True, False])
-def test_any_number_of_rows_has_the_bits_of_a_steps(dtype, bias):
-    """One to three float32 rows go through another product than more, and experts get such numbers."""
+def test_any_number_of_rows_has_the_bits_of_a_step(dtype, bias):
+    """Libraries multiply one to three float32 rows by another product than more rows. Experts get such numbers."""
     torch.manual_seed(0)
     layer = nn.Linear(48, 40, bias=bias, dtype=dtype)
     with torch.inference_mode():
@@ -161,7 +161,7 @@ def test_any_number_of_rows_has_the_bits_of_a_steps(dtype, bias):
         assert torch.equal(layer(x.view(20, 10, 48)).view(200, 40), truth)
 
 
-def test_rows_are_cut_into_numbers_that_were_checked_and_few_are_added():
+def test_rows_are_cut_into_checked_numbers_with_little_padding():
     for rows in range(1, 400):
         pieces = list(_pieces(rows, BUCKETS))
         assert [start for start, *_ in pieces] == [0, *(stop for _, stop, _ in pieces[:-1])]
@@ -171,7 +171,7 @@ def test_rows_are_cut_into_numbers_that_were_checked_and_few_are_added():
 
 
 class Routed(nn.Module):
-    """Weights that are no linear layer's, multiplied in the ways in which the library does it."""
+    """Weights of no linear layer, multiplied in each way that the library uses."""
 
     def __init__(self, dtype):
         super().__init__()
@@ -189,7 +189,7 @@ class Routed(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_that_are_no_linear_layers_have_forms_too(dtype):
+def test_weights_of_no_linear_layer_have_forms_too(dtype):
     torch.manual_seed(0)
     module = Routed(dtype)
     x = torch.randn(64, 48).to(dtype)
@@ -204,7 +204,7 @@ def test_weights_that_are_no_linear_layers_have_forms_too(dtype):
     assert report.independent
 
 
-def test_a_kind_of_weight_that_no_form_fits_is_named_though_it_is_no_layers(monkeypatch):
+def test_a_failed_weight_of_no_linear_layer_is_named_by_its_shape(monkeypatch):
     for name in ("_plain", "_packed"):
         monkeypatch.setattr(f"tree_layers.linear.{name}", split_by_rows)
     for name in ("_in_tiles", "_in_full_tiles"):
@@ -219,7 +219,7 @@ def test_a_kind_of_weight_that_no_form_fits_is_named_though_it_is_no_layers(monk
 
 @pytest.mark.parametrize("may_pack", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_few_rows_are_padded_no_further_than_the_check_asks_for(dtype, may_pack):
+def test_few_rows_are_padded_to_the_smallest_unit_that_passes_the_check(dtype, may_pack):
     torch.manual_seed(0)
     weight = torch.randn(72, 1000).to(dtype)
     forms = RowForms(BUCKETS)
@@ -231,7 +231,7 @@ def test_few_rows_are_padded_no_further_than_the_check_asks_for(dtype, may_pack)
         assert torch.equal(form(x[:count]), padded(x)[:count]), count
 
 
-def test_a_unit_whose_multiples_have_other_bits_is_not_taken(monkeypatch):
+def test_a_unit_whose_multiples_have_other_bits_is_rejected(monkeypatch):
     """Three rows or fewer have other bits, so nothing below four is a unit."""
 
     def few_otherwise(weight, bias):

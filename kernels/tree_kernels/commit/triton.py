@@ -1,4 +1,4 @@
-"""Keeping accepted rows on an accelerator: only slots that were accepted are read and written."""
+"""Copies accepted rows to their places on an accelerator. Only accepted slots are read and written."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ LONGEST_BLOCK = 1024
 
 
 def commit_rows(pool: Tensor, source: Tensor, target: Tensor) -> None:
-    """pool [layers, slots, ...] contiguous, source and target [rows] int64: pool[:, target] = pool[:, source], but for
-    rows whose source is slot 0, which are skipped.
+    """pool[:, target] = pool[:, source], except for rows whose source is slot 0, which are skipped.
 
-    No slot may be both a source and a target, nor a target twice: a program copies its row without waiting for others.
+    pool [layers, slots, ...] contiguous, written here   source, target [rows] int64
+    Rows are copied in parallel: no slot may be both a source and a target, nor a target twice.
     """
     assert pool.is_contiguous() and source.is_contiguous() and target.is_contiguous()
     layers, slots = pool.shape[:2]

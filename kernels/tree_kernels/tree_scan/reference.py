@@ -181,7 +181,7 @@ def tree_scan_in_order(
     for wave in plan.waves:
         state = _step(inputs, state.index_select(0, wave.parents), wave.columns, A)
         if len(wave.rows):
-            # No product of matrices: a batch of one with one column has other bits than a larger batch.
+            # No bmm: of a batch of one with one column it has other bits than of a larger batch.
             y[wave.rows] = state.index_select(0, wave.ends).mul_(C.index_select(0, wave.rows)).sum(-1)
     return y.addcmul_(x.float(), D[:, None])
 
