@@ -470,9 +470,9 @@ class Ingress:
             log.warning("request %s: its session was not kept: %s", job.request_id, error)
             return ""
 
-    async def _write(self, job: Job, record: Record) -> str:
+    async def _write(self, job: Job, record: Record, again: bool = True) -> str:
         """Write a record; the token under which it is kept. Raises Conflict where another request wrote the session
-        first, and PeerLost."""
+        first, and PeerLost. again: whether a write that the store did not confirm may be made once more."""
         try:
             await self._sessions.write(job.session, job.tenant, record)
         except NotFound:  # the store lost what made the token: the record is whole, and is kept under another
@@ -480,11 +480,18 @@ class Ingress:
             await self._sessions.write(session, job.tenant, record)
             return session
         except Conflict:
-            # Another attempt of this request may have written its turn meanwhile, and other turns may have followed.
-            found = await self._sessions.read(job.session, job.tenant)
-            turn = found.turn_of(job.request_id)
-            if turn is None or found.tokens[: turn.end] != record.tokens:
+            # Another attempt of this request may have written its turn meanwhile, and other turns may have followed. Or
+            # nobody wrote: a connection that breaks between WATCH and EXEC is a conflict too.
+            try:
+                found = await self._sessions.read(job.session, job.tenant)
+            except NotFound:
+                found = None
+            turn = found.turn_of(job.request_id) if found is not None else None
+            if found is not None and turn is not None and found.tokens[: turn.end] == record.tokens:
+                return job.session
+            if not again or (found is not None and found.version >= record.version):
                 raise
+            return await self._write(job, record, again=False)
         return job.session
 
     async def _admit(self, request: pb.GenerateRequest, request_id: str, tenant: str) -> Job:

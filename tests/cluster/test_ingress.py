@@ -11,6 +11,7 @@ import fakes
 import grpc
 import grpc.aio
 import pytest
+import redis
 import redis.asyncio
 from dendro.client import REASON_KEY, AsyncClient, Mode, Round, Speculation, Started
 from dendro.errors import BadRequest, Conflict, EngineFailed, NotFound, PeerLost
@@ -19,6 +20,7 @@ from dendro.v1 import generation_pb2 as pb
 from dendro.v1 import generation_pb2_grpc
 from edge import END, HELLO, MAX_LENGTH, SERVED, VOCABULARY, FakePlaces, config, ingress, plain_answer, resume_of
 
+from cluster import sessions as sessions_module
 from cluster.handles import Leased
 from cluster.ingress import AHEAD, Ingress, serve_plain
 from cluster.placement import Places
@@ -721,6 +723,33 @@ async def test_a_session_whose_store_loses_its_data_during_a_turn_is_kept_whole_
         await raw.aclose()
         for store in stores:
             await store.close()
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["with its data", "without its data"])
+async def test_a_store_that_comes_back_between_the_compare_and_the_set_of_a_write_keeps_the_turn(
+    monkeypatch, lost: bool
+):
+    """redis-py reports a connection that broke after WATCH as it reports another writer."""
+    with RedisServer(memory_mb=16) as server:
+        store, compare, breaks = RedisSessions(server.url, ttl_s=60), sessions_module.check_version, [False, True]
+
+        def compare_and_break(blob: bytes | None, record: sessions_module.Record) -> None:
+            compare(blob, record)
+            if breaks.pop():
+                with redis.Redis.from_url(server.url) as raw:
+                    if lost:
+                        raw.flushall()
+                    raw.client_kill_filter(_type="normal", skipme=True)
+
+        router = ingress(FakePlaces(), store)
+        token = await first_turn(router)
+        monkeypatch.setattr(sessions_module, "check_version", compare_and_break)
+        *_, last = [event async for event in router.generate(turn_of(token, " and", "A"))]
+        assert last.complete.session == token and not breaks
+        record = await store.read(token, "")
+        before = [*IDS, *plain_answer(IDS, Sampling(), 3), *b" and"]
+        assert list(record.tokens) == [*before, *plain_answer(before, Sampling(), 9)] and record.version == 2
+        await store.close()
 
 
 async def test_a_record_that_expires_during_a_turn_is_written_whole_again():
