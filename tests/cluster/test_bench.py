@@ -18,6 +18,7 @@ from dendro.errors import BadRequest, EngineFailed
 from dendro.text import Sampling
 from layouts import FORMS, copy_as
 from rich.console import Console
+from safetensors.torch import save_file
 from tiny_hybrids import make_checkpoint as make_hybrid
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
@@ -533,6 +534,7 @@ def test_the_costly_target_is_served_as_the_demo_is_but_for_its_checkpoint(tmp_p
 
 def test_a_run_ends_with_status_1_where_speculation_changed_a_token(tmp_path, monkeypatch):
     (tmp_path / "target").mkdir()
+    save_file({"x": torch.zeros(1)}, tmp_path / "target" / "model.safetensors")
     app = typer.Typer()
     app.command()(command.bench_speed)
 
