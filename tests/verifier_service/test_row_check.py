@@ -109,6 +109,28 @@ def test_tests_of_bits_are_not_run_where_no_form_keeps_them_and_fail_where_the_f
         bitwise_or_skip(engine_of(folders("llama")))
 
 
+def test_the_parts_of_experts_are_not_compared_row_by_row():
+    """Each part's rows are in an order of its own."""
+
+    class Experts(nn.Module):
+        has_gate, is_transposed = True, False
+
+        def __init__(self):
+            super().__init__()
+            self.down_proj = nn.Identity()
+
+        def forward(self, x):
+            return self.down_proj(x.flip(0)).flip(0)
+
+    model, rows, order = nn.Sequential(Experts()), torch.randn(8, 5), torch.tensor([3, 1, 2, 0])
+    whole, part = Trace(), Trace()
+    with whole.of(model, 8):
+        model(rows)
+    with part.of(model, 4):
+        model(rows[order])
+    assert whole.first_difference(part, order) == "the head"
+
+
 def test_a_trace_compares_every_dtype_bit_by_bit():
     class Casts(nn.Module):
         def forward(self, x):
