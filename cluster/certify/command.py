@@ -76,10 +76,20 @@ def _prompts(count: int, folder: Path) -> list[checks.Prompt]:
 
 
 async def run_certify(config: Config, address: str, local: bool, size: Size, progress: Progress) -> list[Promise]:
-    """All promises, checked one after the other."""
+    """All promises, checked one after the other. Of a cluster at `address`, its first target is checked: dtype and
+    drafters are what it reports; engines that are started beside it have no drafter."""
+    drafts = bool(config.drafters_of(next(iter(config.targets))))
+    if address:
+        async with AsyncClient(address) as far:
+            there = (await far.models())[0]
+        config = _with_dtype(config, there.dtype).model_copy(update={"drafters": {}})
+        drafts = bool(there.drafters)
     name, target = next(iter(config.targets.items()))
-    wanted = [*config.arms_of(name), *OF_EACH_KIND]
-    shapes = [str(shape) for shape in wanted if not shape.off and config.makes(name, shape)]
+    shapes = [
+        str(shape)
+        for shape in (*config.speculation.shapes, *OF_EACH_KIND)
+        if not shape.off and target.holds(shape) and (drafts if shape.drafted else config.makes(name, shape))
+    ]
     prompts = _prompts(max(size.greedy_prompts, size.prompts), target.tokenizer_folder)
     found: list[Promise] = []
 

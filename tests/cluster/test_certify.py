@@ -1,7 +1,10 @@
+import asyncio
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny_models
 import torch
 from dendro.shapes import OFF, LevelShape
 from dendro.text import Sampling
@@ -18,7 +21,12 @@ from cluster.certify.twin import (
     float32_noise_is_infinite,
     top_k_as_if_sampled,
 )
+from cluster.config import Config
+from cluster.running import running
 
+SMALL = command.Size(
+    greedy_prompts=1, greedy_tokens=16, prompts=1, tokens=12, draws=2_000, far_draws=60, own_prompts=1, own_tokens=12
+)
 VOCABULARY = 16
 TABLE = torch.from_numpy(np.random.default_rng(5).normal(size=(VOCABULARY, VOCABULARY)).astype(np.float32)) * 1.5
 
@@ -155,6 +163,23 @@ def test_one_broken_finding_breaks_the_promise_for_good():
         promise.check(holds, "line")
     assert promise.kept is False
     assert report([promise], {}, "s")["promises"][0]["broken"] == ["line"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("drafters", [{}, {"d": {"checkpoint": "target", "dtype": "float32"}}], ids=["none", "one"])
+async def test_a_running_cluster_of_other_models_than_the_demo_is_certified(monkeypatch, tmp_path, drafters):
+    """Its tokenizer is not the demo's, so that no drafter of the demo fits it."""
+    tiny_models.make_checkpoint(tmp_path / "target")
+    target = {"checkpoint": "target", "dtype": "float32", "max_length": 512}
+    config = Config.of({"targets": {"t": target}, "drafters": drafters}, tmp_path)
+    monkeypatch.setattr(command, "QUICK", SMALL)
+    report_file = tmp_path / "report.json"
+    async with running(config, local=True) as address:
+        await asyncio.to_thread(command.certify, None, address, tmp_path / "target", False, True, report_file)
+    found = json.loads(report_file.read_text())["promises"]
+    assert all(promise["kept"] for promise in found) and len(found) == 5
+    assert any("in float32" in line for promise in found for line in promise["found"])
 
 
 def test_a_relative_target_of_a_running_cluster_is_a_folder_and_no_name_on_a_hub(monkeypatch, tmp_path):
