@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dendro.errors import BadRequest
-from tree_layers.checkpoint import MAMBA_CONFIG, NO_TOKENIZER, Facts, read_facts, weight_files
+from tree_layers.checkpoint import MAMBA_CONFIG, NO_TOKENIZER, Facts, read_facts, refuse_quantised, weight_files
 from tree_layers.errors import CheckpointError
 
 from cluster.config import Config, Drafter, Model, Target
@@ -81,6 +81,10 @@ def drafter_facts(name: str, drafter: Drafter) -> Facts:
     """Facts of a drafter, which state-spaces publishes without a tokenizer. Raises BadRequest, naming the field, for
     what is missing but weights."""
     facts = _facts(drafter, f"drafters.{name}")
+    try:
+        refuse_quantised(facts)
+    except CheckpointError as error:
+        raise BadRequest(f"drafters.{name}.checkpoint", str(error)) from error
     if facts.tokens is None and facts.unpadded is None:
         raise BadRequest(f"drafters.{name}.checkpoint", f"{facts.folder}: {NO_TOKENIZER}")
     return facts

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from dendro.errors import BadRequest
 from torch import Tensor
-from tree_layers.checkpoint import read_facts
+from tree_layers.checkpoint import read_facts, refuse_quantised
 from tree_layers.errors import CheckpointError
 from tree_layers.weights import Checkpoint, read_checkpoint
 
@@ -56,6 +56,7 @@ def load_model(
     """
     try:
         facts = read_facts(path, tokenizer)
+        refuse_quantised(facts)
         kind = facts.model_type
         if kind not in MODELS:
             raise CheckpointError(f"{path}: a drafter of type {kind!r} is not supported; these are: {sorted(MODELS)}")

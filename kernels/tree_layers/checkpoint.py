@@ -30,6 +30,10 @@ MAMBA_CONFIG = "mamba_config.json"
 
 Layout = Literal["transformers", "state-spaces"]
 
+DEQUANTISED = ("fp8",)
+"""Methods of quantisation whose weights transformers turns into plain ones while it loads them, without a package that
+we do not depend on."""
+
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
 """Keys under which families give the longest text, in tokens."""
 _EMBEDDINGS = {"embed_tokens", "embeddings", "embedding", "embed_in", "wte", "word_embeddings", "tok_embeddings"}
@@ -54,6 +58,7 @@ class Facts:
     unpadded: int | None  # the vocabulary before padding, of state-spaces' layout; None in the other
     digest: str  # SHA-256 of configuration, end ids and token table, by meaning and not by bytes
     numbers: int | None = None  # how many the weights are; None where there are no weight files, as on a router
+    quantised: str = ""  # the method of DEQUANTISED by which the weights are quantised; empty where they are plain
 
     @property
     def model_type(self) -> str:
@@ -97,7 +102,7 @@ def read_facts(path: str | Path, tokenizer: str | Path | None = None) -> Facts:
     """
     folder = Path(path)
     raw = _read_raw(folder)
-    _refuse_quantised(folder, raw)
+    quantised = _quantisation(folder, raw)
     shapes = _shapes(folder)
     layout, config = _normalised(folder, raw, shapes)
     tokens = read_tokens(folder if tokenizer is None else Path(tokenizer))
@@ -116,6 +121,7 @@ def read_facts(path: str | Path, tokenizer: str | Path | None = None) -> Facts:
         end_ids=end_ids,
         tokens=tokens,
         unpadded=unpadded,
+        quantised=quantised,
         digest=hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).hexdigest(),
         numbers=sum(map(math.prod, shapes.values())) if shapes else None,
     )
@@ -179,17 +185,35 @@ def _read_raw(folder: Path) -> dict[str, Any]:
     return read_object(folder, CONFIG)
 
 
-def _refuse_quantised(folder: Path, raw: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for quantised weights: read as plain ones, they would give wrong numbers."""
+def refuse_quantised(facts: Facts) -> None:
+    """Raise CheckpointError for quantised weights, where transformers does not load them."""
+    if facts.quantised:
+        raise _quantised_error(facts.folder, facts.quantised, "for a drafter")
+
+
+def _quantisation(folder: Path, raw: Mapping[str, Any]) -> str:
+    """The method by which the weights are quantised; empty where they are plain.
+
+    Raises CheckpointError for other methods than DEQUANTISED: quantised tensors have the names of plain ones, or
+    others, and mean nothing without their scales.
+    """
     text = _of_text(raw)
     for key in ("quantization_config", "compression_config"):
-        settings = text.get(key) or raw.get(key)
-        if settings:
-            method = settings.get("quant_method", "quant_method missing") if isinstance(settings, dict) else settings
-            raise CheckpointError(
-                f"{folder}: its weights are quantised ({method}), which is not supported; name the bfloat16 or float16 "
-                "checkpoint that it was made from"
-            )
+        if settings := text.get(key) or raw.get(key):
+            named = settings.get("quant_method") if isinstance(settings, dict) else settings
+            method = str(named or "of a method without a name")
+            if method in DEQUANTISED and raw.get("quantization_config") is settings:
+                return method
+            raise _quantised_error(folder, method)
+    return ""
+
+
+def _quantised_error(folder: Path, method: str, where: str = "") -> CheckpointError:
+    unsupported = f"not supported {where}".rstrip()
+    return CheckpointError(
+        f"{folder}: its weights are quantised ({method}), which is {unsupported}; name the bfloat16 or float16 "
+        "checkpoint that it was made from"
+    )
 
 
 def _shapes(folder: Path) -> Shapes:

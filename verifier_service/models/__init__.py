@@ -41,7 +41,7 @@ from verifier_service.models.heads import deal_out
 from verifier_service.models.mamba_in_llama import MambaInLlamaConfig, library_config
 from verifier_service.models.mixers import MIXER_FAMILIES, seat_mixers
 from verifier_service.models.norms import group_norms
-from verifier_service.models.reading import load_library_model
+from verifier_service.models.reading import check_scales, load_library_model
 from verifier_service.models.seats import ATTENTION, Run, Seat
 from verifier_service.models.sharded import check_divisible, take_off_wrappers
 
@@ -140,6 +140,13 @@ def _load(
     facts = read_facts(folder, tokenizer_folder)
     vocabulary, fingerprint = facts.vocabulary, weights_fingerprint(folder)
     files = weight_files(folder)
+    if facts.quantised:
+        check_scales(folder)
+        if group is not None or facts.model_type in MIXER_FAMILIES:
+            raise CheckpointError(
+                f"{folder}: quantised weights ({facts.quantised}) are not supported in a model with mixers, nor with "
+                "tensor_parallel above 1; name the bfloat16 or float16 checkpoint that it was made from"
+            )
     logging.disable_progress_bar()  # a replica's log is no terminal
     try:
         config = library_config(folder)

@@ -134,6 +134,8 @@ def library_config(folder: Path) -> PreTrainedConfig:
     if said["model_type"] in PURE_MAMBAS:
         return AutoConfig.for_model(**{key: _decoded(value) for key, value in said.items()})
     config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if quantisation := getattr(config, "quantization_config", None):
+        config.quantization_config = {**quantisation, "dequantize": True}  # on every device
     return _with_mixers(folder, config) if (folder / MAMBA_CONFIG).is_file() else config
 
 

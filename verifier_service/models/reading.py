@@ -7,9 +7,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from tree_layers.checkpoint import weight_files
+from tree_layers.errors import CheckpointError
 from tree_layers.weights import library_names, read_torch_file
 
 from verifier_service.models.mamba_in_llama import PURE_MAMBAS, library_config
@@ -30,6 +32,27 @@ def open_tensors(folder: Path) -> Iterator[dict[str, Any]]:
         yield library_names(found)
 
 
+def check_scales(folder: Path) -> None:
+    """Raise CheckpointError for weights in FP8 without the scales that transformers looks for: it would take their
+    numbers as they are."""
+    with open_tensors(folder) as tensors:
+        for name, tensor in tensors.items():
+            dtype = str(tensor.get_dtype() if hasattr(tensor, "get_dtype") else tensor.dtype)
+            if ("F8" in dtype or "float8" in dtype) and f"{name}_scale_inv" not in tensors:
+                raise CheckpointError(
+                    f"{folder}: {name} is quantised (fp8), and there is no {name}_scale_inv; name the bfloat16 "
+                    "or float16 checkpoint that it was made from"
+                )
+
+
+def _cast_weights(model: Any, dtype: torch.dtype) -> None:
+    """Cast the weights that transformers leaves in the type of the file, or of its scales, when it dequantises."""
+    kept = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not any(part in name for part in kept):
+            parameter.data = parameter.data.to(dtype)
+
+
 def load_library_model(folder: Path, config: PreTrainedConfig | None = None, **settings: Any) -> Any:
     """Load a checkpoint of any layout, in any form of weight files; returns what `from_pretrained` does.
 
@@ -40,7 +63,11 @@ def load_library_model(folder: Path, config: PreTrainedConfig | None = None, **s
         kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         with open_tensors(folder) as tensors:
             return kind.from_pretrained(None, config=config, state_dict=tensors, **settings)
+    quantised = bool(getattr(config, "quantization_config", None))
     safe = weight_files(folder)[0].suffix == ".safetensors"
-    return AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder, config=config, use_safetensors=safe, local_files_only=True, trust_remote_code=False, **settings
     )
+    if quantised:
+        _cast_weights(loaded[0] if isinstance(loaded, tuple) else loaded, settings["dtype"])
+    return loaded
