@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
 import sys
 import threading
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -285,7 +287,7 @@ async def test_a_slow_opening_is_not_begun_again_at_the_same_replica():
 
 @pytest.mark.cluster
 @pytest.mark.long
-@pytest.mark.timeout(200)  # one start of Ray's processes and two of torch's, on two cores
+@pytest.mark.timeout(240)  # one start of Ray's processes and two of torch's, on two cores
 def test_serve_replaces_a_replica_whose_model_hangs_and_its_text_goes_on_at_the_new_one(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     folder, share, asked = tmp_path / "target", {"cpu": 0.1}, {"max_new_tokens": 300, "ignore_end": True}
@@ -298,7 +300,7 @@ def test_serve_replaces_a_replica_whose_model_hangs_and_its_text_goes_on_at_the_
     )
 
     async def use(address: str) -> None:
-        async with AsyncClient(address) as client:
+        async with AsyncClient(address, timeout_s=90.0) as client:
             expected, ids = (await client.generate_text(PROMPT, **asked)).token_ids, []
             async for event in client.generate(PROMPT, **asked):
                 if isinstance(event, Round):
@@ -314,4 +316,6 @@ def test_serve_replaces_a_replica_whose_model_hangs_and_its_text_goes_on_at_the_
         try:
             asyncio.run(use(address))
         finally:
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # else Serve waits for it to end by itself
+                os.kill(int((tmp_path / "hung").read_text()), signal.SIGKILL)
             app.stop()
