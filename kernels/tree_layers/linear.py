@@ -340,11 +340,12 @@ class RowWeight(nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if function in _LINEAR and isinstance(args[1], cls) and args[1].dim() == 2:
+            second = args[1] if len(args) > 1 else None
+            if function in _LINEAR and isinstance(second, cls) and second.dim() == 2:
                 bias = args[2] if len(args) > 2 else kwargs.get("bias")
-                return args[1].forms.product(_plain_tensor(args[0]), _plain_tensor(args[1]), bias)
-            if function in _MATMUL and isinstance(args[1], cls) and args[0].dim() > 1:
-                rows, weight, forms = _plain_tensor(args[0]), _plain_tensor(args[1]), args[1].forms
+                return second.forms.product(_plain_tensor(args[0]), _plain_tensor(second), bias)
+            if function in _MATMUL and isinstance(second, cls) and args[0].dim() > 1:
+                rows, weight, forms = _plain_tensor(args[0]), _plain_tensor(second), second.forms
                 if weight.dim() == 2:
                     return forms.product(rows, weight.t())
                 if rows.dim() == 3 and len(rows) == len(weight):

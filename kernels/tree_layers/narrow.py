@@ -21,26 +21,33 @@ _NAMES = (
 _TAILED = {
     function
     for owner in (torch, F, Tensor, torch.special)
-    for name in _NAMES
+    for name in (*_NAMES, "expit", "__pow__", "__rpow__")
     if (function := getattr(owner, name, None)) is not None
 }
 
 
 class NarrowRows(Tensor):
-    """Rows that leave a tail. Elementwise functions of them go through `elementwise`. Results whose width leaves a tail
-    are NarrowRows, too."""
+    """Rows that leave a tail. Functions of one tensor go through `elementwise`, if they are elementwise. Results whose
+    width leaves a tail are NarrowRows, too."""
 
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
-            if function in _TAILED and isinstance(args[0], Tensor):
-                made = elementwise(function)(args[0].as_subclass(Tensor), *args[1:], **kwargs)
-            else:
-                made = function(*args, **kwargs)
-            return _each_narrow(made)
+            if function not in _TAILED or not _takes_one_tensor(args, kwargs):
+                return _each_narrow(function(*args, **kwargs))
+            x, *others = args
+            in_place = kwargs.pop("inplace", False)
+            made = elementwise(function)(x.as_subclass(Tensor), *others, **kwargs)
+            return narrow(x.copy_(made) if in_place else made)
+
+
+def _takes_one_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the first argument is the call's one tensor. `elementwise` would pad it and not the others."""
+    tensors = [isinstance(given, Tensor) for given in (*args, *kwargs.values())]
+    return bool(args) and tensors[0] and sum(tensors) == 1
 
 
 def narrow(rows: Tensor) -> Tensor:

@@ -83,6 +83,24 @@ def test_narrow_rows_have_the_same_bits_among_any_number_of_rows(width, name):
             assert torch.equal(FUNCTIONS[name](narrow(x[start : start + count])), truth[start : start + count])
 
 
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("power", [lambda x: x**1.5, lambda x: 2**x], ids=["x ** 1.5", "2 ** x"])
+def test_powers_of_narrow_rows_have_the_same_bits_as_operators_too(width, power):
+    x = numbers(64 * width, torch.float32).view(64, width).abs()
+    truth = power(narrow(x))
+    for count in (8, 16, 24, 40):
+        assert torch.equal(power(narrow(x[:count])), truth[:count])
+
+
+def test_functions_of_narrow_rows_take_other_tensors_and_write_in_place():
+    x = torch.rand(8, 3)
+    assert torch.equal(torch.pow(narrow(x), torch.full((3,), 2.0)), x.pow(torch.full((3,), 2.0)))
+    assert torch.equal(torch.sigmoid(input=narrow(x)), torch.sigmoid(x))
+    rows = narrow(x.clone())
+    made = F.silu(rows, inplace=True)
+    assert torch.equal(rows, made) and not torch.equal(rows, x)
+
+
 def test_results_of_narrow_rows_are_narrow_rows_unless_they_are_wide():
     x = narrow(torch.randn(8, 6))
     assert type(x) is NarrowRows
