@@ -246,7 +246,8 @@ class Suspicious(FakeVerifier):
 
 async def test_a_tree_that_the_verifier_refuses_is_a_strike_and_costs_no_token():
     async with pair(FakeDrafter(), Suspicious()) as pools:
-        ran = await run(new_text(), *pools)
+        patient = {"longest_s": 60, "adaptive": False}  # a late draft would be no tree to refuse
+        ran = await run(new_text(), *pools, drafting=patient)
     assert is_plain(ran) and ran.drafter.fallbacks["struck"] == ran.asked - 3
     assert ran.verifier.reopened == 0 and ran.verifier.moves == 0
 
