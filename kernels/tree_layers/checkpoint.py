@@ -182,7 +182,15 @@ def weights_fingerprint(folder: Path) -> str:
 def _read_raw(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder")
-    return read_object(folder, CONFIG)
+    raw = read_object(folder, CONFIG)
+    text = raw.get("text_config")
+    for prefix, part in (("", raw), ("text_config.", text if isinstance(text, dict) else {})):
+        if not isinstance(part.get("model_type", ""), str):
+            raise CheckpointError(f"{folder}: {CONFIG}: {prefix}model_type must be a string")
+        layers = part.get("layer_types") or []
+        if not isinstance(layers, list) or not all(isinstance(layer, str) for layer in layers):
+            raise CheckpointError(f"{folder}: {CONFIG}: {prefix}layer_types must be a list of strings")
+    return raw
 
 
 def refuse_quantised(facts: Facts) -> None:

@@ -350,3 +350,14 @@ def test_the_digest_ignores_bytes_and_weights_and_sees_end_ids(tmp_path: Path):
     write(tmp_path / "c", "generation_config.json", {"eos_token_id": 3})
     a, b, c = (read_facts(tmp_path / name) for name in "abc")
     assert a.digest == b.digest != c.digest
+
+
+@pytest.mark.parametrize("prefix", ["", "text_config."])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("model_type", 7), ("model_type", ["llama"]), ("layer_types", "full"), ("layer_types", [["full_attention"]])],
+)
+def test_a_configuration_whose_names_are_no_strings_is_refused_by_the_key(tmp_path: Path, prefix, key, value):
+    write(tmp_path, "config.json", {**LLAMA, "text_config": {key: value}} if prefix else {**LLAMA, key: value})
+    with pytest.raises(CheckpointError, match=f"config.json: {prefix}{key} must be a"):
+        read_facts(tmp_path)
