@@ -73,7 +73,7 @@ class Shard:
     buckets: tuple[int, ...]
     threads: int
     size: int
-    url: str  # where torch's process group meets
+    meeting: tuple[str, int]  # host and port of the leader's store, where torch's process group meets
     memory: Path | None  # the group's, where machines of this kind can share some
 
 
@@ -155,14 +155,17 @@ class Crew:
     ) -> Target:
         """This worker's shard, while the others load theirs. Raises BadRequest for a checkpoint that cannot be sharded
         so, WorkerLost where a worker dies over it."""
-        url = f"tcp://{host}:{_free_port(host)}"
+        # The store takes a port and keeps it: one that was only looked up may be another process's by then.
+        store = dist.TCPStore(host, 0, self.size, True, timedelta(seconds=GROUP_S), wait_for_workers=False)
         with new_memory(self.size) as (memory, path):
             shared = path if can_share_memory(device) else None
-            shard = Shard(checkpoint, tokenizer, dtype, device.type, buckets, threads, self.size, url, shared)
+            shard = Shard(
+                checkpoint, tokenizer, dtype, device.type, buckets, threads, self.size, (host, store.port), shared
+            )
             self.tell(shard)
             self.memory_is_shared = all([self._hear(stream) for stream in self._streams])
             self.tell(self.memory_is_shared)
-        target, report = load_shard(shard, 0, memory if self.memory_is_shared else None, self.check)
+        target, report = load_shard(shard, 0, store, memory if self.memory_is_shared else None, self.check)
         self.reports = [self._hear(stream) for stream in self._streams]
         said = [report, *self.reports]
         for fault in (each.fault for each in said if each.fault):
@@ -228,9 +231,10 @@ class Crew:
 
 
 def load_shard(
-    shard: Shard, rank: int, memory: mmap.mmap | None, check: Callable[[], None]
+    shard: Shard, rank: int, store: dist.Store, memory: mmap.mmap | None, check: Callable[[], None]
 ) -> tuple[Target | None, Loaded]:
-    """A worker's part of a target, if it is there, and its report. `check` raises WorkerLost where the group broke."""
+    """A worker's part of a target, if it is there, and its report. The group meets at `store`. `check` raises
+    WorkerLost where the group broke."""
     device = torch.device(shard.device)
     if device.type == "cuda":
         device = torch.device("cuda", rank if torch.cuda.device_count() > 1 else 0)
@@ -241,7 +245,7 @@ def load_shard(
         return None, Loaded("this process has a shard of another target")
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        init_method=shard.url,
+        store=store,
         rank=rank,
         world_size=shard.size,
         timeout=timedelta(seconds=GROUP_S),
@@ -283,12 +287,6 @@ def _rank_of(stream: socket.socket, key: bytes) -> int | None:
     stream.settimeout(None)
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return said[-1]
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 def free_bytes(device: torch.device) -> int:

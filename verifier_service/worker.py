@@ -7,14 +7,16 @@ import multiprocessing
 import os
 import socket
 from collections.abc import Sequence
+from datetime import timedelta
 from multiprocessing.connection import Connection
 
 import torch
+import torch.distributed as dist
 
 from verifier_service.collectives import WorkerLost, join_memory
 from verifier_service.rows import Plan
 from verifier_service.runner import runner_for
-from verifier_service.shards import Bounds, Kept, Shard, Summons, has_ended, load_shard
+from verifier_service.shards import GROUP_S, Bounds, Kept, Shard, Summons, has_ended, load_shard
 
 
 def start_processes(summons: Sequence[Summons]) -> None:
@@ -45,7 +47,8 @@ def _serve(stream: Connection, rank: int) -> None:
     memory = None if shard.memory is None else join_memory(shard.memory, shard.size)
     stream.send(memory is not None)
     together: bool = stream.recv()
-    target, report = load_shard(shard, rank, memory if together else None, check)
+    store = dist.TCPStore(*shard.meeting, shard.size, False, timedelta(seconds=GROUP_S))
+    target, report = load_shard(shard, rank, store, memory if together else None, check)
     stream.send(report)
     if target is None:
         return

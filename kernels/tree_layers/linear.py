@@ -306,8 +306,10 @@ def make_rows_independent(model: nn.Module, forms: RowForms) -> None:
         if isinstance(module, nn.Linear):
             if type(module).forward is not nn.Linear.forward or "forward" in module.__dict__:
                 continue  # it has a forward of its own
-            packs = forms.packs(module.weight, module.bias)
-            module.forward = forms.of(module.weight, module.bias, may_pack=True)  # type: ignore[method-assign, assignment]
+            # Packed float32 layers would gain little, and some families read a float32 layer's weight themselves.
+            may_pack = module.weight.dtype == torch.bfloat16
+            packs = may_pack and forms.packs(module.weight, module.bias)
+            module.forward = forms.of(module.weight, module.bias, may_pack=may_pack)  # type: ignore[method-assign, assignment]
             if packs:
                 module.weight = nn.Parameter(module.weight.to("meta"), requires_grad=False)
         elif not isinstance(module, nn.Embedding | nn.modules.conv._ConvNd):

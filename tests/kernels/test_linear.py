@@ -98,23 +98,26 @@ def test_a_form_that_splits_by_the_number_of_rows_is_noticed(monkeypatch):
     assert "640 x 40" in str(report)
 
 
-PACKED_BFLOAT16 = pytest.mark.skipif(
-    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN packs no bfloat16 here"
-)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=PACKED_BFLOAT16)])
-def test_a_packed_weight_takes_the_place_of_the_layers_own_but_not_of_an_embedding(dtype):
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN packs no bfloat16 here")
+def test_a_packed_weight_takes_the_place_of_the_layers_own_but_not_of_an_embedding():
     torch.manual_seed(0)
-    layer, embedding = nn.Linear(64, 48, dtype=dtype), nn.Embedding(48, 64, dtype=dtype)
+    layer, embedding = nn.Linear(64, 48, dtype=torch.bfloat16), nn.Embedding(48, 64, dtype=torch.bfloat16)
     embedding.weight = layer.weight
-    x = torch.randn(8, 64).to(dtype)
+    x = torch.randn(8, 64).bfloat16()
     expected = _packed(layer.weight, layer.bias)(x)
     report = give_forms(nn.Sequential(layer))
     assert report.forms == {"packed": 1}
     assert layer.weight.is_meta
     assert not embedding.weight.is_meta
     assert torch.equal(layer(x), expected)
+
+
+def test_a_float32_layer_keeps_its_weight_as_some_families_read_it_themselves():
+    """longcat_flash's router multiplies by its layer's weight, and zamba2's layers share theirs."""
+    layer = nn.Linear(64, 48)
+    weight = layer.weight
+    give_forms(nn.Sequential(layer))
+    assert layer.weight is weight and not weight.is_meta
 
 
 def test_large_layers_run_in_all_threads_and_small_ones_in_one():
