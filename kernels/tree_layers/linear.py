@@ -161,6 +161,8 @@ class _Kind(NamedTuple):
     may_pack: bool
 
 
+PACKED_LAYERS = (torch.bfloat16,)
+"""Dtypes of layers that may be packed. In float32 the head and experts alone are: layers would gain little."""
 UNITS = (1, 4)
 """An expert's rows are padded to a multiple of the first of these that passes the check; where none does, as steps
 are."""
@@ -199,6 +201,30 @@ class RowForms:
         form = self._form(weight, bias, may_pack, unit)
         self._counts[self._name(self._choice(weight, bias, may_pack))] += 1
         return form
+
+    def of_layers(self, layers: Sequence[nn.Linear]) -> Form:
+        """The product of layers that share a weight (or of one).
+
+        Where it is packed, this happens when one of them is called first, and the packed weight then replaces theirs,
+        of which shape and dtype remain (unless an embedding shares it). A layer that is never called keeps its weight:
+        some families multiply by a layer's weight themselves.
+        """
+        weight, bias = layers[0].weight, layers[0].bias
+        if weight.dtype not in PACKED_LAYERS or not self.packs(weight, bias):
+            return self.of(weight, bias)
+        self._counts[self._name(self._choice(weight, bias, may_pack=True))] += 1
+        form: Form | None = None
+
+        def run(x: Tensor) -> Tensor:
+            nonlocal form
+            if form is None:
+                form = self._form(layers[0].weight, bias, may_pack=True)
+                remains = nn.Parameter(layers[0].weight.to("meta"), requires_grad=False)
+                for layer in layers:
+                    layer.weight = remains
+            return form(x)
+
+        return run
 
     def unit(self, weight: Tensor, bias: Tensor | None = None, may_pack: bool = False) -> int:
         """To which multiples an expert's rows are padded: the first of UNITS that passes the check, else the smallest
@@ -298,24 +324,20 @@ def _pieces(rows: int, buckets: Sequence[int]) -> Iterator[tuple[int, int, int]]
 
 
 def make_rows_independent(model: nn.Module, forms: RowForms) -> None:
-    """Give every `nn.Linear` of the model its form, and every other weight that rows are multiplied by.
-
-    A packed weight replaces the layer's own, of which shape and dtype remain (unless an embedding shares it).
-    """
+    """Give every `nn.Linear` of the model its form, and every other weight that rows are multiplied by."""
+    layers: dict[tuple[int, int], list[nn.Linear]] = {}
     for module in model.modules():
         if isinstance(module, nn.Linear):
-            if type(module).forward is not nn.Linear.forward or "forward" in module.__dict__:
-                continue  # it has a forward of its own
-            # Packed float32 layers would gain little, and some families read a float32 layer's weight themselves.
-            may_pack = module.weight.dtype == torch.bfloat16
-            packs = may_pack and forms.packs(module.weight, module.bias)
-            module.forward = forms.of(module.weight, module.bias, may_pack=may_pack)  # type: ignore[method-assign, assignment]
-            if packs:
-                module.weight = nn.Parameter(module.weight.to("meta"), requires_grad=False)
+            if type(module).forward is nn.Linear.forward and "forward" not in module.__dict__:
+                layers.setdefault((id(module.weight), id(module.bias)), []).append(module)
         elif not isinstance(module, nn.Embedding | nn.modules.conv._ConvNd):
             for name, parameter in list(module._parameters.items()):
                 if parameter is not None and _multiplies_rows(parameter):
                     module._parameters[name] = RowWeight.of(parameter, forms)
+    for sharing in layers.values():
+        form = forms.of_layers(sharing)
+        for module in sharing:
+            module.forward = form  # type: ignore[method-assign, assignment]
 
 
 def _multiplies_rows(parameter: Tensor) -> bool:

@@ -98,26 +98,43 @@ def test_a_form_that_splits_by_the_number_of_rows_is_noticed(monkeypatch):
     assert "640 x 40" in str(report)
 
 
-@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN packs no bfloat16 here")
-def test_a_packed_weight_takes_the_place_of_the_layers_own_but_not_of_an_embedding():
+@pytest.fixture
+def packs_float32(monkeypatch):
+    """What processors do on which oneDNN packs bfloat16, on any."""
+    monkeypatch.setattr("tree_layers.linear.PACKED_LAYERS", (torch.float32,))
+
+
+def test_a_packed_weight_takes_the_place_of_the_layers_own_but_not_of_an_embedding(packs_float32):
     torch.manual_seed(0)
-    layer, embedding = nn.Linear(64, 48, dtype=torch.bfloat16), nn.Embedding(48, 64, dtype=torch.bfloat16)
+    layer, embedding = nn.Linear(64, 48), nn.Embedding(48, 64)
     embedding.weight = layer.weight
-    x = torch.randn(8, 64).bfloat16()
+    x = torch.randn(8, 64)
     expected = _packed(layer.weight, layer.bias)(x)
     report = give_forms(nn.Sequential(layer))
     assert report.forms == {"packed": 1}
+    assert torch.equal(layer(x), expected)
     assert layer.weight.is_meta
     assert not embedding.weight.is_meta
-    assert torch.equal(layer(x), expected)
 
 
-def test_a_float32_layer_keeps_its_weight_as_some_families_read_it_themselves():
-    """longcat_flash's router multiplies by its layer's weight, and zamba2's layers share theirs."""
-    layer = nn.Linear(64, 48)
-    weight = layer.weight
-    give_forms(nn.Sequential(layer))
-    assert layer.weight is weight and not weight.is_meta
+def test_a_layer_that_is_never_called_keeps_its_weight(packs_float32):
+    """longcat_flash's router multiplies by its layer's weight and does not call the layer."""
+    router = nn.Linear(64, 48)
+    weight, x = router.weight.detach().clone(), torch.randn(8, 64)
+    give_forms(nn.Sequential(router))
+    assert torch.equal(F.linear(x, router.weight), F.linear(x, weight))
+
+
+def test_layers_that_share_a_weight_share_its_packed_form(packs_float32):
+    """zamba2's attention layers do."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(64, 48, bias=False), nn.Linear(64, 48, bias=False)
+    second.weight = first.weight
+    x = torch.randn(8, 64)
+    report = give_forms(nn.Sequential(first, second))
+    assert report.forms == {"packed": 1}
+    assert torch.equal(first(x), second(x))
+    assert first.weight is second.weight and first.weight.is_meta
 
 
 def test_large_layers_run_in_all_threads_and_small_ones_in_one():
