@@ -9,30 +9,36 @@ deployments are thin shells around plain objects.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import io
 import logging
 import os
-import socket
-import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import psutil
 from dendro.client import REASON_MARK
 from dendro.errors import BadRequest, one_line
 from dendro.serving import Leases, Replica
 from dendro.state import StateStore
 from dendro.v1 import generation_pb2 as pb
 
-from cluster.config import Config, Drafter, Model, Resources, Target
-from cluster.hub import fetched_model, pinned
-from cluster.ingress import MAX_REQUEST_ID, Ingress, status_of, tenant_of
-from cluster.placement import DrafterEngine, ServePlaces, VerifierEngine, start_engine, stop_engine
-from cluster.serve_config import APPLICATION, ENVIRONMENT, ROUTE, SERVICER
+from cluster.api.grpc import status_of, tenant_of
+from cluster.config import Config, Drafter, Model, Target
+from cluster.engines import (
+    DrafterEngine,
+    VerifierEngine,
+    actor_options,
+    engine_environment,
+    load_drafter,
+    load_replica,
+    node_address,
+    start_engine,
+    stop_engine,
+)
+from cluster.hub import pinned
+from cluster.peers.places import ServePlaces
+from cluster.router.admission import MAX_REQUEST_ID
+from cluster.router.ingress import Ingress
 from cluster.sessions import RedisSessions
 from cluster.state_store import RedisPriors, RedisStates
 
@@ -40,7 +46,6 @@ if TYPE_CHECKING:
     from ray.serve import Application
     from ray.serve.handle import DeploymentHandle
 
-    from verifier_service.shards import Summons
 
 log = logging.getLogger("dendro.app")
 
@@ -49,133 +54,10 @@ DRAIN_MARGIN_S = 30.0
 """A replica that is taken away may finish the longest request, and this much more."""
 CONCURRENT_REQUESTS = 1024
 """Requests of one router at once. What the engines can hold bounds them sooner."""
-OBJECT_STORE_BYTES = 100 << 20
-"""Nothing of ours travels through Ray's object store; this is near the least that it takes."""
-STOP_S = 20.0
 LOOK_BACK_S, METRICS_INTERVAL_S = 5.0, 1.0
 """Autoscaling goes by the mean of the leases over so long, told by every replica and router so often."""
 LAST_WORDS_S = 0.2
 """What a replica that has to end leaves its streams for telling so."""
-_ray_processes: list[psutil.Process] = []  # what Ray started below this process; one cluster at a time
-
-AUTHENTICATION = {"RAY_AUTH_MODE": "token"}
-"""As Ray does by itself where nothing is said, and then tells every user of it."""
-
-
-def engine_environment(threads: int) -> dict[str, str]:
-    """What must stand in an engine's environment before torch is imported: its threads, and arithmetic whose rows do
-    not depend on their neighbours."""
-    return {
-        "OMP_NUM_THREADS": str(threads),
-        "MKL_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": "passive",
-        "MKL_CBWR": "AUTO,STRICT",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-
-
-def load_drafter(name: str, drafter: Drafter, states: StateStore) -> DrafterEngine:
-    """A drafter's engine, not started yet. Raises BadRequest for a checkpoint that cannot be used."""
-    from drafter_service.engine import DrafterEngine
-
-    drafter = fetched_model(f"drafters.{name}", drafter)
-    return DrafterEngine.load(
-        drafter.checkpoint,
-        tokenizer=drafter.tokenizer,
-        name=name,
-        states=states,
-        dtype=drafter.dtype,
-        device=device_of(drafter),
-        threads=drafter.threads,
-        max_sessions=drafter.max_sessions,
-        longest_step_s=drafter.longest_step_s,
-    )
-
-
-def load_verifier(name: str, target: Target, states: StateStore, **workers: Any) -> VerifierEngine:
-    """A verifier's engine, not started yet. Raises BadRequest for a checkpoint that cannot be used.
-
-    workers: where those of a sharded target are started, if not as processes below this one.
-    """
-    import torch
-
-    from verifier_service.engine import VerifierEngine
-
-    target = fetched_model(f"targets.{name}", target)
-    return VerifierEngine.load(
-        target.checkpoint,
-        tokenizer=target.tokenizer,
-        name=name,
-        states=states,
-        dtype=getattr(torch, target.dtype),
-        device=device_of(target),
-        threads=target.threads,
-        max_length=target.max_length,
-        max_sessions=target.max_sessions,
-        max_waiting=target.max_waiting,
-        memory_fraction=target.memory_fraction,
-        share_prefixes=target.share_prefixes,
-        max_rows=target.max_rows,
-        max_depth=target.max_depth,
-        tensor_parallel=target.tensor_parallel,
-        longest_step_s=target.longest_step_s,
-        **workers,
-    )
-
-
-def load_replica(name: str, target: Target, states: StateStore) -> VerifierEngine:
-    """The same in a replica of Serve: the workers of a sharded target are actors in the replica's placement group."""
-    if target.tensor_parallel == 1:
-        return load_verifier(name, target, states)
-    start_workers = partial(_start_actors, name, target)
-    return load_verifier(name, target, states, start_workers=start_workers, host=_node_address())
-
-
-class Worker:
-    """The actor of a shard."""
-
-    def fetch(self, name: str, target: Target) -> tuple[Path, Path]:
-        """The folders of the target and of its tokenizer on this node; names on a hub are fetched."""
-        here = fetched_model(f"targets.{name}", target)
-        return here.checkpoint, here.tokenizer_folder
-
-    def work(self, summons: Summons) -> None:
-        from verifier_service.worker import work
-
-        work(summons)
-
-
-_workers: list[Any] = []  # handles of this replica's actors, which live as long as these
-
-
-def _start_actors(name: str, target: Target, summons: Sequence[Summons]) -> None:
-    import ray
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-    group = ray.util.get_current_placement_group()
-    assert group is not None
-    workers: list[Any] = []
-    for each in summons:
-        place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=each.rank)
-        options = _actor_options(target.resources, engine_environment(target.threads))
-        workers.append(ray.remote(Worker).options(scheduling_strategy=place, max_restarts=0, **options).remote())
-    _workers.extend(workers)
-    if target.on_hub:  # fetched before they join: a download may take longer than joining may
-        here = Worker().fetch(name, target)
-        for there in ray.get([worker.fetch.remote(name, target) for worker in workers]):
-            if there != here:
-                raise BadRequest(
-                    f"targets.{name}.tensor_parallel",
-                    f"checkpoint and tokenizer are at {', '.join(map(str, here))} on one node and at "
-                    f"{', '.join(map(str, there))} on another: HF_HOME must be the same on all of them",
-                )
-    for worker, each in zip(workers, summons, strict=True):
-        worker.work.remote(each)
-
-
-def device_of(model: Model) -> str:
-    """Ray shows a replica the accelerators that it asked for, and no other."""
-    return "cuda" if model.resources.gpu else "cpu"
 
 
 class _Shell:
@@ -221,7 +103,7 @@ class DrafterShell(_Shell):
         self._engine = load(name, drafter, states())
         await start_engine(self._engine)
         self._replica = await serve_drafter(
-            self._engine, Leases(cap_s=longest_s), _node_address(), fault=self._engine.fault
+            self._engine, Leases(cap_s=longest_s), node_address(), fault=self._engine.fault
         )
 
 
@@ -242,7 +124,7 @@ class VerifierShell(_Shell):
         self._engine = load(name, target, states())
         await start_engine(self._engine)
         self._replica = await serve_verifier(
-            self._engine, Leases(cap_s=longest_s), _node_address(), fault=self._engine.fault
+            self._engine, Leases(cap_s=longest_s), node_address(), fault=self._engine.fault
         )
         if target.tensor_parallel > 1:
             self._watch = asyncio.create_task(self._end_with_engine())
@@ -331,7 +213,7 @@ def build(
             "name": name,
             **_replicas_of(model),
             "max_ongoing_requests": model.max_sessions + waiting,  # leases
-            "ray_actor_options": _actor_options(model.resources, engine_environment(model.threads)),
+            "ray_actor_options": actor_options(model.resources, engine_environment(model.threads)),
             **common,
         }
 
@@ -352,7 +234,7 @@ def build(
         name="router",
         num_replicas=config.router.replicas,
         max_ongoing_requests=CONCURRENT_REQUESTS,
-        ray_actor_options=_actor_options(config.router.resources, engine_environment(1)),
+        ray_actor_options=actor_options(config.router.resources, engine_environment(1)),
         **common,
     )
     return router.bind(config, redis_url, targets, drafters, ingress)
@@ -401,93 +283,6 @@ def _group_of(target: Target) -> dict[str, Any]:
     return {"placement_group_bundles": bundles, "placement_group_strategy": "PACK"}
 
 
-def _actor_options(resources: Resources, environment: dict[str, str]) -> dict[str, Any]:
-    return {
-        "num_cpus": resources.cpu,
-        "num_gpus": resources.gpu,
-        "resources": resources.custom,
-        "runtime_env": {"env_vars": environment},
-    }
-
-
-def start(config: Config, redis_url: str, ray_address: str = "", **loaders: Any) -> str:
-    """Start Ray and Serve in processes below this one and deploy; the address clients call. `stop` ends all of it.
-
-    ray_address: of a Ray that is running and stays, whose processes were started with ENVIRONMENT; only Serve is ours.
-    """
-    # Ray reads its mode when it is imported: said later, only the processes that it starts would go by it.
-    for key, value in (ENVIRONMENT if "ray" in sys.modules else ENVIRONMENT | AUTHENTICATION).items():
-        os.environ.setdefault(key, value)
-    import ray
-    from ray import serve
-    from ray.serve.config import HTTPOptions, ProxyLocation, gRPCOptions
-
-    wanted = [
-        *(target.resources.cpu * target.tensor_parallel * target.most_replicas for target in config.targets.values()),
-        *(drafter.resources.cpu * drafter.most_replicas for drafter in config.drafters.values()),
-        config.router.resources.cpu * config.router.replicas,
-    ]
-    others = psutil.Process().children()
-    own: dict[str, Any] = {
-        "num_cpus": max(os.cpu_count() or 1, int(sum(wanted)) + 1),
-        "include_dashboard": False,
-        "object_store_memory": OBJECT_STORE_BYTES,
-    }
-    ray.init(
-        address=ray_address or "local",
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        **({} if ray_address else own),
-    )
-    _ray_processes[:] = [child for child in psutil.Process().children() if child not in others]
-    try:
-        logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        port = config.grpc.port or _free_port(config.grpc.host)
-        serve.start(
-            proxy_location=ProxyLocation.HeadOnly,
-            http_options=HTTPOptions(host="127.0.0.1", port=_free_port("127.0.0.1")),
-            grpc_options=gRPCOptions(port=port, grpc_servicer_functions=[SERVICER], enable_reflection=False),
-        )
-        serve.run(build(config, redis_url, **loaders), name=APPLICATION, route_prefix=ROUTE)
-    except BaseException:
-        stop()
-        raise
-    return f"{config.grpc.host}:{port}"
-
-
-def stop() -> None:
-    """End what `start` began, and see that no process of it is left. May be called again."""
-    import ray
-    from ray import serve
-
-    ours = [*_ray_processes]
-    for process in _ray_processes:
-        with contextlib.suppress(psutil.Error):
-            ours += process.children(recursive=True)
-    _ray_processes.clear()
-    try:
-        # Ray prints to our output that calls to Serve's controller failed, when it is we who end the controller.
-        with contextlib.redirect_stdout(io.StringIO()):
-            if ray.is_initialized():
-                serve.shutdown()
-    finally:
-        with contextlib.redirect_stdout(io.StringIO()):
-            ray.shutdown()
-        _, left = psutil.wait_procs(ours, timeout=STOP_S)
-        for process in left:
-            log.warning("process %d of Ray did not end by itself", process.pid)
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        psutil.wait_procs(left, timeout=STOP_S)
-
-
-def deployment_stats(deployment: str) -> dict[str, int]:
-    """The counters of a deployment's replica, by a Serve call of its own; of one of them, where there are several."""
-    from ray import serve
-
-    return serve.get_deployment_handle(deployment, APPLICATION).stats.remote().result()
-
-
 def _log_beside_serve() -> None:
     """Our lines go where Serve's go: into the replica's own log."""
     ours = logging.getLogger("dendro")
@@ -495,16 +290,3 @@ def _log_beside_serve() -> None:
     for handler in logging.getLogger("ray.serve").handlers:
         if handler not in ours.handlers:
             ours.addHandler(handler)
-
-
-def _node_address() -> str:
-    """This machine's address as its cluster knows it."""
-    import ray
-
-    return str(ray.util.get_node_ip_address())
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])

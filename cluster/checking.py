@@ -149,7 +149,7 @@ def _load_all(config: Config, report: Report, show_line: Callable[[str], None]) 
 
 
 def _load_target(config: Config, made: ModelReport) -> None:
-    from cluster.app import load_verifier
+    from cluster.engines import load_verifier
 
     target = fetched_model(f"targets.{made.name}", config.targets[made.name])
     engine: Any = load_verifier(made.name, target, MemoryStates())
@@ -163,7 +163,7 @@ def _load_target(config: Config, made: ModelReport) -> None:
 
 
 def _load_drafter(config: Config, made: ModelReport, longest: int) -> None:
-    from cluster.app import load_drafter
+    from cluster.engines import load_drafter
 
     drafter = fetched_model(f"drafters.{made.name}", config.drafters[made.name])
     engine: Any = load_drafter(made.name, drafter, MemoryStates())

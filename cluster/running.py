@@ -16,11 +16,13 @@ import psutil
 from dendro.errors import EngineFailed
 from dendro.state import MemoryStates
 
+from cluster.api.grpc import serve_plain
+from cluster.api.local import LocalClient
 from cluster.checkpoints import check_checkpoints
 from cluster.config import Config
 from cluster.hub import fetched, pinned
-from cluster.ingress import Ingress, LocalClient, serve_plain
 from cluster.redis_server import RedisServer
+from cluster.router.ingress import Ingress
 from cluster.sessions import MemorySessions
 
 
@@ -53,7 +55,7 @@ async def running_cluster(config: Config, ray_address: str = "") -> AsyncIterato
     ray_address: of a Ray that is there already; one is started where none is named.
     """
     config = await asyncio.to_thread(_ready, config, not ray_address)
-    from cluster import app
+    from cluster import deploy
 
     # What Ray and Serve have to say stands in their log files; a command's output is for its user. (Levels would not
     # hold: both set their own.)
@@ -62,12 +64,12 @@ async def running_cluster(config: Config, ray_address: str = "") -> AsyncIterato
 
     with ExitStack() as stack:
         url = config.redis.address(os.environ) or stack.enter_context(RedisServer(config.redis.memory_mb)).url
-        starting = asyncio.ensure_future(asyncio.to_thread(app.start, config, url, ray_address))
+        starting = asyncio.ensure_future(asyncio.to_thread(deploy.start, config, url, ray_address))
         try:
             address = await asyncio.shield(starting)
         except asyncio.CancelledError:  # the thread goes on, and what it starts must not outlive us
             await asyncio.wait({starting})
-            await asyncio.to_thread(app.stop)
+            await asyncio.to_thread(deploy.stop)
             raise
         except RuntimeError as error:  # Serve's, for a deployment that did not come up
             raise EngineFailed(
@@ -79,7 +81,7 @@ async def running_cluster(config: Config, ray_address: str = "") -> AsyncIterato
         finally:
             # Ray would print that the controller, which it is told to end, has ended.
             with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-                await asyncio.to_thread(app.stop)
+                await asyncio.to_thread(deploy.stop)
 
 
 @asynccontextmanager
@@ -87,7 +89,7 @@ async def local_ingress(config: Config) -> AsyncIterator[Ingress]:
     """An ingress with the engines in this process: no Ray, no sockets, no Redis."""
     config = await asyncio.to_thread(_ready, config, True)
     os.environ.setdefault("TQDM_DISABLE", "1")  # transformers' bar for weights that load in a moment
-    from cluster.placement import LocalPlaces
+    from cluster.peers.local import LocalPlaces
 
     places = await asyncio.to_thread(LocalPlaces.load, config, MemoryStates())
     try:

@@ -7,7 +7,8 @@ import sys
 
 from fakes import FakeDrafter, FakeVerifier, new_text
 
-from cluster.handles import VERIFIER, FarVerifier, Leased, PeerStream, Seat
+from cluster.peers.opening import Leased, Seat
+from cluster.peers.stream import VERIFIER, FarVerifier, PeerStream
 from drafter_service.servicer import serve_drafter
 from verifier_service.servicer import serve_verifier
 

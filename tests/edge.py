@@ -16,9 +16,10 @@ from dendro.tree import DraftTree, full_tree
 from dendro.v1 import generation_pb2 as pb
 
 from cluster.config import Config
-from cluster.ingress import Ingress, Served
 from cluster.policies import Place
 from cluster.policies.prior import PriorStore
+from cluster.router.admission import Served
+from cluster.router.ingress import Ingress
 from cluster.sessions import MemorySessions, Sessions
 
 VOCABULARY = 300

@@ -25,7 +25,8 @@ from dendro.errors import BadRequest, NotFound, Overloaded, PeerLost
 from dendro.text import Limits, Sampling, Text, Verdict, cut_verdict
 from dendro.tree import DraftTree, full_tree
 
-from cluster.handles import DRAFTER, VERIFIER, FarDrafter, FarVerifier, Leased, Streams
+from cluster.peers.opening import Leased
+from cluster.peers.stream import DRAFTER, VERIFIER, FarDrafter, FarVerifier, Streams
 
 VOCABULARY = 101
 END = 100

@@ -9,9 +9,9 @@ import threading
 from edge import ByteTokenizer, Served
 from fakes import END, VOCABULARY, FakeDrafter, FakeVerifier
 
-from cluster.app import load_replica
 from cluster.config import Config
-from cluster.ingress import Ingress
+from cluster.engines import load_replica
+from cluster.router.ingress import Ingress
 
 
 class ToyTokenizer(ByteTokenizer):

@@ -9,9 +9,10 @@ from fakes import END, VOCABULARY, FakeDrafter, FakeVerifier
 from sockets import drafter_at, verifier_at
 from toy_cluster import ToyTokenizer, toy_config
 
-from cluster.ingress import Ingress, Served
-from cluster.placement import Places
+from cluster.peers.places import Places
 from cluster.policies.prior import PriorKey, pack_prior
+from cluster.router.admission import Served
+from cluster.router.ingress import Ingress
 from cluster.sessions import MemorySessions
 
 PROMPT = [5, 6, 7]

@@ -30,7 +30,8 @@ from tree_layers.memory import pages_for
 from verifier_service.memory import most_pages
 from verifier_service.models import load_target
 from verifier_service.recurrent import Arrangement
-from verifier_service.runner import Runner, buckets_up_to, runner_for
+from verifier_service.runner import Runner, buckets_up_to
+from verifier_service.runners import runner_for
 from verifier_service.scheduler import Ask, Call, Capacity, Saved, Scheduler, Session
 from verifier_service.shards import Bounds, Crew, Starter, free_bytes
 from verifier_service.worker import start_processes

@@ -273,12 +273,3 @@ def recurrent_step(rows: RecurrentRows, padded: int, scratch: int, device: torch
     columns = torch.nn.functional.pad(tensor(rows.columns), (0, 0, *missing))
     own = torch.nn.functional.pad(tensor(rows.own), missing, value=rows.columns.shape[1] // 2)
     return RecurrentStep(torch.arange(scratch, scratch + padded, device=device), own, Paths(columns, groups, folds))
-
-
-def runner_for(target: Target, bounds: Bounds, buckets: Sequence[int], crew: Crew | None = None) -> Runner:
-    """The runner for the target's device."""
-    if target.model.device.type == "cpu" or target.mixers:
-        return Runner(target, bounds, buckets, crew)
-    from verifier_service.device import DeviceRunner
-
-    return DeviceRunner(target, bounds, buckets, crew)

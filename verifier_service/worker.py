@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from verifier_service.collectives import WorkerLost, join_memory
 from verifier_service.rows import Plan
-from verifier_service.runner import runner_for
+from verifier_service.runners import runner_for
 from verifier_service.shards import GROUP_S, Bounds, Kept, Shard, Summons, has_ended, load_shard
 
 

@@ -22,7 +22,6 @@ from transformers.utils import logging
 from tree_layers.checkpoint import weight_files
 from tree_layers.headers import tensor_shapes
 
-from cluster.app import engine_environment
 from cluster.bench import report as reports
 from cluster.bench.baselines import BaselineProcess
 from cluster.bench.costly import costly_checkpoint
@@ -45,6 +44,7 @@ from cluster.bench.speed import (
 from cluster.config import DEMO_MODELS, Config, demo_config
 from cluster.demo.measure import ANSWER_TOKENS, PROMPT_TOKENS
 from cluster.demo.prompts import held_out_prompts, load_tokenizer
+from cluster.engines import engine_environment
 from cluster.running import running
 
 THREADS = 2

@@ -13,8 +13,7 @@ from dendro.client import AsyncClient
 from dendro.errors import BadRequest
 from rich.console import Console
 
-from cluster import app
-from cluster.app import engine_environment
+from cluster import deploy
 from cluster.bench import load_report
 from cluster.bench.baselines import BaselineProcess
 from cluster.bench.command import PLAIN_WIDTH, THREADS, Bars, parameter_count, target_config
@@ -25,6 +24,7 @@ from cluster.bench.speed import COSTLY
 from cluster.config import DEMO_MODELS
 from cluster.demo.measure import PROMPT_TOKENS
 from cluster.demo.prompts import held_out_prompts, load_tokenizer
+from cluster.engines import engine_environment
 from cluster.running import running_cluster
 
 CLIENTS, QUICK_CLIENTS = (1, 2, 4, 8, 16, 32), (1, 4)
@@ -61,7 +61,7 @@ async def run_load(plan: LoadPlan, models: Path, progress: Callable[[str, int], 
     library = BaselineProcess(target.checkpoint, None, target.dtype, target.threads, engine_environment(target.threads))
 
     async def stats() -> Mapping[str, int]:
-        return await asyncio.to_thread(app.deployment_stats, f"verifier-{COSTLY}")
+        return await asyncio.to_thread(deploy.deployment_stats, f"verifier-{COSTLY}")
 
     try:
         async with running_cluster(config) as address, AsyncClient(address) as client, library:

@@ -14,7 +14,7 @@ from dendro.shapes import TreeShape
 
 from cluster.bench.measurement import AUTO, BASELINES, GENERATE, OFF, Answer, Contender, Rounds
 from cluster.bench.statistics import Estimate, Key, median_estimate, paired_ratio, repeat_difference
-from cluster.policies.experience import row_bucket
+from cluster.policies.classes import row_bucket
 from cluster.policies.step_time import degree_of, fit_steps, step_at
 
 DEMO = "demo"

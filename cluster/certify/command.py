@@ -18,16 +18,16 @@ from dendro.shapes import BeamShape, DynamicShape, NodeShape
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from cluster.app import device_of
 from cluster.bench.machine import describe_machine
 from cluster.certify import checks
 from cluster.certify.asking import Step
 from cluster.certify.promises import Promise, report, show
 from cluster.config import Config, Target, demo_config, settled_path
 from cluster.demo.prompts import held_out_prompts
+from cluster.engines import device_of
 from cluster.hub import fetched, pinned
+from cluster.router.tokenizer import CheckpointTokenizer
 from cluster.running import local_client, running_cluster
-from cluster.tokenizer import CheckpointTokenizer
 from drafter_service.engine import DTYPES
 from verifier_service.engine import VerifierEngine
 

@@ -21,7 +21,7 @@ from tree_kernels.tree_walk import Walk, walk
 from tree_kernels.warp import Warp, drafter_order, tokens_of
 
 from cluster.policies import Static
-from cluster.rounds import rounds
+from cluster.router.rounds import rounds
 
 LogitsOf = Callable[[Sequence[int], DraftTree], torch.Tensor]
 """The target: logits [rows, V] after every row of a tree whose root is the last token of a text."""

@@ -8,7 +8,7 @@ from typing import Protocol
 from dendro.shapes import TreeShape
 from dendro.tree import DraftTree
 
-from cluster.rounds import Policy
+from cluster.router.rounds import Policy
 
 Offer = Callable[[], DraftTree]
 """Tells what is proposed for the coming round without a model: rows with the chances that they are reached, the root

@@ -18,7 +18,8 @@ from dendro.shapes import MAX_ROWS, TreeShape, child_counts
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 
-from cluster.policies.experience import PRIOR_ROUNDS, Cost, Costs, Length, temperature_class
+from cluster.policies.classes import temperature_class
+from cluster.policies.costs import PRIOR_ROUNDS, Cost, Costs, Length
 from cluster.policies.replay import RANKED, RankTrace, replayed
 from cluster.policies.step_time import StepTime
 

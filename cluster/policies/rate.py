@@ -24,7 +24,8 @@ from dendro.shapes import OFF, ProposedShape, TreeShape
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 
-from cluster.policies.experience import Experience, Length
+from cluster.policies.costs import Length
+from cluster.policies.experience import Experience
 from cluster.policies.offers import Offer
 from cluster.policies.prior import NO_PRIOR, Prior
 

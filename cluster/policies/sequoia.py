@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 from dendro.shapes import MAX_ROWS, NodeShape, TreeShape, child_counts
 
-from cluster.policies.experience import row_bucket
+from cluster.policies.classes import row_bucket
 
 Accept = Sequence[float] | Sequence[Sequence[float]] | npt.NDArray[np.float64]
 """a[j], or a[d][j] whose last row holds for all greater depths, too."""

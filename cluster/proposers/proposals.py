@@ -16,7 +16,7 @@ from dendro.shapes import TreeShape
 from dendro.text import Text
 from dendro.tree import DraftTree
 
-from cluster.policies.experience import row_bucket, temperature_class
+from cluster.policies.classes import row_bucket, temperature_class
 from cluster.proposers.chances import Chances
 from cluster.proposers.lookup import Lookup
 from cluster.proposers.merge import merge
@@ -24,7 +24,7 @@ from cluster.proposers.proposal import Proposal, Proposer
 from cluster.proposers.suffix import Outputs, Suffix
 
 if TYPE_CHECKING:
-    from cluster.ingress import DrafterHandle
+    from cluster.router.ports import DrafterHandle
 
 TEXT_TOKENS = 8192
 """Tokens of a text that its suffix automaton holds at most: some 3 MB."""

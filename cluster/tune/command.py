@@ -24,8 +24,8 @@ from cluster.config import Config, Target, demo_config
 from cluster.demo.measure import ANSWER_TOKENS, PROMPT_TOKENS
 from cluster.demo.prompts import held_out_prompts
 from cluster.hub import fetched, pinned
+from cluster.router.tokenizer import CheckpointTokenizer
 from cluster.running import running
-from cluster.tokenizer import CheckpointTokenizer
 from cluster.tune.measuring import Ranker
 from cluster.tune.tuning import (
     PROBES,
@@ -131,7 +131,7 @@ def plan_of(
 
 async def run_tune(config: Config, plan: Plan, local: bool, begin: Begin) -> dict[str, Any]:
     """The whole measurement; the report as plain values."""
-    from cluster.app import device_of
+    from cluster.engines import device_of
 
     started = time.monotonic()
     drafter = config.drafters_of(plan.target)[0]

@@ -21,7 +21,7 @@ from dendro.shapes import TreeShape, child_counts
 from dendro.text import Sampling
 
 from cluster.config import Drafter
-from cluster.policies.experience import ROW_BUCKET, row_bucket
+from cluster.policies.classes import ROW_BUCKET, row_bucket
 from cluster.policies.sequoia import forwarded_rows
 from drafter_service.engine import DTYPES
 from drafter_service.models import load_model

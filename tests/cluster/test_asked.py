@@ -16,10 +16,12 @@ from dendro.tree import DraftTree
 from dendro.v1 import generation_pb2 as pb
 from edge import END, SERVED, FakePlaces, config, ingress, plain_answer, resume_of
 
-from cluster.asked import Asked, what_is_asked
-from cluster.ingress import Ingress, LocalClient, Tally
-from cluster.placement import Places
+from cluster.api.local import LocalClient
+from cluster.peers.places import Places
 from cluster.policies import Experience, Offer, PaperUCB, RatioUCB, Static
+from cluster.router.account import Tally
+from cluster.router.ingress import Ingress
+from cluster.router.speculation import Asked, what_is_asked
 from cluster.sessions import MemorySessions
 
 PROMPT = "walk the "
@@ -184,7 +186,7 @@ async def test_only_what_asks_for_nothing_is_not_counted_as_fixed():
     for said in (Speculation(), Speculation(max_nodes=3), Speculation(Mode.OFF)):
         async for event in LocalClient(router).generate(PROMPT, speculation=said, max_new_tokens=3):
             del event
-            seen.append((said.mode, said.max_nodes, router._experience["demo"].shared.fixed))
+            seen.append((said.mode, said.max_nodes, router.experience["demo"].shared.fixed))
     assert {each for each in seen if each[2]} == {(Mode.AUTO, 3, 1), (Mode.OFF, None, 1)}
 
 

@@ -23,6 +23,7 @@ from tiny_hybrids import make_checkpoint as make_hybrid
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+from cluster.api.grpc import serve_plain
 from cluster.bench import baselines as library
 from cluster.bench import command
 from cluster.bench import report as reports
@@ -48,7 +49,6 @@ from cluster.bench.speed import (
 from cluster.bench.statistics import median_estimate, paired_ratio, repeat_difference
 from cluster.config import DEMO_MODELS
 from cluster.demo.prompts import Prompt
-from cluster.ingress import serve_plain
 
 VOCABULARY = 64
 

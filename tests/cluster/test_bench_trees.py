@@ -75,7 +75,7 @@ from cluster.demo.corpus import HELD_OUT
 from cluster.demo.kinds import BLOCK_TOKENS, EDITS, KINDS, PROSE, kind_prompts
 from cluster.demo.prompts import load_passages, load_tokenizer
 from cluster.policies import POLICIES, Experience, make_policy
-from cluster.rounds import rounds
+from cluster.router.rounds import rounds
 from drafter_service.engine import DrafterEngine
 from verifier_service.engine import VerifierEngine
 

@@ -17,7 +17,7 @@ from cluster.bench.costly import costly_checkpoint
 from cluster.certify.checks import Library
 from cluster.checkpoints import check_checkpoints
 from cluster.config import Config, pair_config
-from cluster.ingress import Ingress
+from cluster.router.ingress import Ingress
 from cluster.sessions import MemorySessions
 
 

@@ -18,8 +18,9 @@ from edge import FakePlaces, ingress, plain_answer
 from typer.testing import CliRunner, Result
 
 from cluster import cli
+from cluster.api.grpc import serve_plain
+from cluster.api.local import LocalClient
 from cluster.config import DEMO_MODELS
-from cluster.ingress import LocalClient, serve_plain
 
 PROMPT = "walk the "
 IDS = list(PROMPT.encode())

@@ -22,7 +22,7 @@ async def account(server, request):
 async def test_a_fixed_shape_waits_for_a_slow_drafter_and_its_trees_are_used():
     drafter, verifier = FakeDrafter(pause_s=SLOW_S), FakeVerifier()
     async with edge(drafter, verifier, router={"draft_timeout_ms": 60_000}) as (server, _):
-        requests = server._experience["toy"].shared
+        requests = server.experience["toy"].shared
         # The first round finds the drafter ready: the verifier's own opening is the only one that is left.
         verifier.before_opened = lambda: until(lambda: drafter.opens and requests.opening == 1)
         stats = await account(server, asking("(2,1,1)"))

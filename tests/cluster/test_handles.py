@@ -25,10 +25,13 @@ from sockets import drafter_at, end, process, until, verifier_at
 from tree_layers.checkpoint import Facts
 from tree_layers.tokens import TokenTable
 
-from cluster import handles
-from cluster.handles import DrafterHandle, Pace, PeerStream, VerifierHandle
+from cluster.peers import stream
+from cluster.peers.drafter import DrafterHandle
+from cluster.peers.opening import Pace, Seat
+from cluster.peers.stream import PeerStream
+from cluster.peers.verifier import VerifierHandle
 from cluster.policies import Static
-from cluster.rounds import rounds
+from cluster.router.rounds import rounds
 
 CHAIN = TreeShape.parse("(1,1,1)")
 
@@ -217,21 +220,21 @@ async def test_three_malformed_trees_end_a_drafters_part_in_the_request(spoilt):
 
 
 async def test_bytes_that_are_no_tree_are_a_malformed_tree(monkeypatch):
-    spoil = handles.DRAFTER.answer_from
+    spoil = stream.DRAFTER.answer_from
 
     def garbled(message):
         if message.WhichOneof("said") == "tree":
             message.tree.parents[0] = 3
         return spoil(message)
 
-    monkeypatch.setattr(handles, "DRAFTER", handles.Kind(**{**_fields(handles.DRAFTER), "answer_from": garbled}))
-    monkeypatch.setattr("fakes.DRAFTER", handles.DRAFTER)
+    monkeypatch.setattr(stream, "DRAFTER", stream.Kind(**{**_fields(stream.DRAFTER), "answer_from": garbled}))
+    monkeypatch.setattr("fakes.DRAFTER", stream.DRAFTER)
     async with pair(FakeDrafter(), FakeVerifier()) as pools:
         ran = await run(new_text(), *pools)
     assert is_plain(ran) and ran.drafter.fallbacks["malformed"] == 3
 
 
-def _fields(kind: handles.Kind) -> dict:
+def _fields(kind: stream.Kind) -> dict:
     return {name: getattr(kind, name) for name in ("rounds", "frame", "call_message", "answer_from")}
 
 
@@ -284,7 +287,7 @@ async def test_a_drafter_that_was_loaded_from_another_checkpoint_is_asked_for_no
 
 
 async def test_a_verifier_that_was_loaded_from_another_checkpoint_gets_no_text(caplog):
-    caplog.set_level("INFO", "dendro.handles")
+    caplog.set_level("INFO", "dendro.peers")
     verifier = FakeVerifier(facts_digest="other-facts")
     async with pair(FakeDrafter(), verifier) as pools:
         with pytest.raises(PeerLost):
@@ -681,9 +684,9 @@ async def test_a_stream_that_does_not_greet_is_refused(frame):
 async def test_an_opening_of_another_stream_is_not_found():
     async with verifier_at(FakeVerifier()) as (replica, pool):
         text = new_text()
-        seat = handles.Seat(await pool.lease(), text)
+        seat = Seat(await pool.lease(), text)
         await seat.open(text)
-        thief = await PeerStream.connect(replica.address, handles.VERIFIER)
+        thief = await PeerStream.connect(replica.address, stream.VERIFIER)
         with pytest.raises(NotFound):
             await thief.call(VerifyCall(seat.update(text), DraftTree.root_only(text.root)))
         await thief.close()

@@ -58,7 +58,7 @@ async def test_shapes_that_clients_fix_leave_nothing_in_what_a_router_remembers(
             fixed = pb.Speculation(mode=pb.Speculation.MODE_FIXED, shape=f"({one},{two})")
             request = pb.GenerateRequest(text="walk", max_new_tokens=4, speculation=fixed)
             assert [event async for event in edge.generate(request)]
-    experience = edge._experience["demo"].of("")
+    experience = edge.experience["demo"].of("")
     assert not experience.promises._trust
     assert all(not prior.lengths for prior in edge._priors._known.values())
     assert all(not costs.draft and not costs.lengths and not costs.rows for costs in experience._by_load.values())
@@ -89,7 +89,7 @@ async def test_what_one_tenants_requests_cost_changes_no_choice_for_another(prom
 async def test_a_tenants_own_requests_go_on_from_what_its_earlier_ones_cost():
     edge = ingress(PricedPlaces())
     played = [*await shapes_of(edge, "acme", "walk"), *await shapes_of(edge, "acme", "walk")]
-    assert edge._experience["demo"].of("acme").costs.tried.total() == len(played)
+    assert edge.experience["demo"].of("acme").costs.tried.total() == len(played)
 
 
 def test_a_router_keeps_the_experience_of_a_bounded_number_of_tenants():

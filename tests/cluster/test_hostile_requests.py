@@ -15,7 +15,8 @@ from edge import MAX_LENGTH, VOCABULARY, FakePlaces, ingress, resume_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.ingress import Ingress, status_of
+from cluster.api.grpc import status_of
+from cluster.router.ingress import Ingress
 
 LINES = 12_000
 """Python lines that admitting a request may execute: some for each of the MAX_LENGTH tokens that a text may have."""
@@ -239,7 +240,7 @@ def test_any_request_is_accepted_or_refused_by_the_name_of_a_field(request):
 
 @pytest.mark.parametrize("request_id", ["a\nb", "a b", "\u202eevil", "é", "\0", "x" * 129, "\x7f"], ids=ascii)
 def test_a_request_id_that_a_log_line_cannot_hold_is_refused_and_not_logged_as_it_is(request_id, caplog):
-    caplog.set_level("INFO", "dendro.ingress")
+    caplog.set_level("INFO", "dendro.router")
     _, refused = admit(_with(request_id=request_id))
     assert isinstance(refused, BadRequest) and refused.field == "request_id"
     assert all(record.getMessage().isprintable() and len(record.getMessage()) < 400 for record in caplog.records)

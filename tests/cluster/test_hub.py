@@ -15,9 +15,9 @@ from huggingface_hub import errors
 from huggingface_hub.utils import disable_progress_bars
 from small_hub import TOKEN, SmallHub, small_hub, use
 
-from cluster.app import Worker
 from cluster.checkpoints import check_checkpoints
 from cluster.config import Config
+from cluster.engines import Worker
 from cluster.hub import _explained, fetched, pinned
 from cluster.serve_config import serve_config
 

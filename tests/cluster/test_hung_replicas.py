@@ -29,13 +29,15 @@ from tiny_drafters import make_drafter
 from tiny_models import make_checkpoint
 from toy_cluster import load_until_hung
 
-from cluster import app
+from cluster import deploy
 from cluster.app import VerifierShell
 from cluster.config import Config
-from cluster.handles import NoDrafter, Pace, Seat, VerifierHandle
+from cluster.peers.drafter import NoDrafter
+from cluster.peers.opening import Pace, Seat
+from cluster.peers.verifier import VerifierHandle
 from cluster.policies import Static
 from cluster.redis_server import RedisServer
-from cluster.rounds import rounds
+from cluster.router.rounds import rounds
 from drafter_service.engine import DrafterEngine
 from drafter_service.servicer import serve_drafter
 from verifier_service.engine import VerifierEngine
@@ -312,10 +314,10 @@ def test_serve_replaces_a_replica_whose_model_hangs_and_its_text_goes_on_at_the_
             await until(lambda: not psutil.pid_exists(hung))
 
     with RedisServer() as server:
-        address = app.start(config, server.url, verifier=load_until_hung)
+        address = deploy.start(config, server.url, verifier=load_until_hung)
         try:
             asyncio.run(use(address))
         finally:
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # else Serve waits for it to end by itself
                 os.kill(int((tmp_path / "hung").read_text()), signal.SIGKILL)
-            app.stop()
+            deploy.stop()

@@ -21,10 +21,11 @@ from dendro.v1 import generation_pb2_grpc
 from edge import END, HELLO, MAX_LENGTH, SERVED, VOCABULARY, FakePlaces, config, ingress, plain_answer, resume_of
 
 from cluster import sessions as sessions_module
-from cluster.handles import Leased
-from cluster.ingress import AHEAD, Ingress, serve_plain
-from cluster.placement import Places
+from cluster.api.grpc import serve_plain
+from cluster.peers.opening import Leased
+from cluster.peers.places import Places
 from cluster.redis_server import RedisServer
+from cluster.router.ingress import AHEAD, Ingress
 from cluster.sessions import KEPT_TURNS, MemorySessions, RedisSessions, Sessions
 
 PROMPT = "walk the "

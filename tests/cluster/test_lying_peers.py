@@ -24,9 +24,9 @@ from toy_edge import COUNT, PROMPT, RecordedPriors, answer, asking, edge
 
 import drafter_service.servicer
 import verifier_service.servicer
-from cluster import handles
-from cluster.ingress import Ingress
+from cluster.peers.opening import Seat
 from cluster.policies.prior import unpack_prior
+from cluster.router.ingress import Ingress
 
 
 def all_finite(value: object) -> bool:
@@ -47,7 +47,7 @@ def all_finite(value: object) -> bool:
 
 async def learned_is_sound(ingress: Ingress, priors: RecordedPriors) -> bool:
     await ingress._priors.settled()
-    return all(map(all_finite, ingress._experience.values())) and all(
+    return all(map(all_finite, ingress.experience.values())) and all(
         unpack_prior(blob) is not None for blob in priors.blobs.values()
     )
 
@@ -64,7 +64,7 @@ def lie_of(monkeypatch, who: str, chance: random.Random, often: float) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 async def test_a_drafter_that_lies_about_any_number_costs_no_token_and_teaches_nothing_infinite(monkeypatch, seed):
-    monkeypatch.setattr(handles, "FROZEN_S", 0.05)
+    monkeypatch.setattr("cluster.peers.drafter.FROZEN_S", 0.05)
     lie_of(monkeypatch, "drafter", random.Random(seed), often=0.7)
     drafter, verifier = FakeDrafter(), FakeVerifier()
     async with edge(drafter, verifier) as (ingress, priors):
@@ -155,7 +155,7 @@ async def test_bytes_that_are_no_frame_end_the_stream_and_its_callers_get_peer_l
         leased, text = await pool.lease(), new_text()
         async with asyncio.timeout(20):  # an opening waits 120 s for its peer
             with pytest.raises(PeerLost, match="no frame"):
-                await handles.Seat(leased, text).open(text)
+                await Seat(leased, text).open(text)
     finally:
         await pool.streams.close()
         await server.stop(0)

@@ -13,7 +13,7 @@ from dendro.client import AsyncClient, Round
 from fakes import FakeVerifier, plain
 from toy_cluster import LOADERS, toy_config
 
-from cluster import app
+from cluster import app, deploy
 from cluster.redis_server import RedisServer
 from cluster.serve_config import ENVIRONMENT
 
@@ -134,11 +134,11 @@ def test_pools_find_their_nodes_grow_shrink_and_outlive_one_of_them(monkeypatch)
         for _ in range(2):
             cluster.add_node(num_cpus=1, num_gpus=1, resources={"drafter": 1})
         with RedisServer() as server:
-            address = app.start(config(), server.url, cluster.address, **LOADERS | {"verifier": slow_verifier})
+            address = deploy.start(config(), server.url, cluster.address, **LOADERS | {"verifier": slow_verifier})
             try:
                 asyncio.run(use(address, verifiers))
             finally:
-                app.stop()
+                deploy.stop()
     finally:
         cluster.shutdown()
     _, left = psutil.wait_procs([each for each in psutil.Process().children(recursive=True) if each not in before], 10)

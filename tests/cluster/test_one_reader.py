@@ -18,12 +18,14 @@ from edge import FakePlaces, ingress
 from tree_kernels import warp
 from tree_layers.checkpoint import read_facts
 
+from cluster.api.local import LocalClient
 from cluster.config import Config
-from cluster.ingress import Ingress, LocalClient, Served
-from cluster.placement import LocalPlaces
+from cluster.peers.local import LocalPlaces
+from cluster.router.admission import Served
+from cluster.router.ingress import Ingress
+from cluster.router.tokenizer import CheckpointTokenizer
 from cluster.running import local_ingress
 from cluster.sessions import MemorySessions
-from cluster.tokenizer import CheckpointTokenizer
 
 PROMPT = [5, 6, 7]
 NUMBERS = [0.0, 5e-324, 1e-300, 1e-9, 1e-7, 1e-6, 0.5, 1.0, 1.5, 1e38, 1e300, float("inf"), float("nan"), -1.0]

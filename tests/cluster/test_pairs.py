@@ -16,8 +16,8 @@ from cluster.certify import command as certify_command
 from cluster.checkpoints import read_cluster
 from cluster.config import Config, Target
 from cluster.pairing import fit_of
+from cluster.router.tokenizer import CheckpointTokenizer
 from cluster.running import local_client
-from cluster.tokenizer import CheckpointTokenizer
 from cluster.tune import command as tune_command
 
 PROMPT = [5, 9, 300, 4000, 77, 31]

@@ -13,7 +13,7 @@ from dendro.serving import Leases
 from fakes import FakeVerifier, new_text, plain
 from sockets import end, process, until, verifier_at
 
-from cluster.handles import Leased, Seat
+from cluster.peers.opening import Leased, Seat
 
 
 class Held:
@@ -118,7 +118,7 @@ def test_on_serve_a_request_is_one_call_per_replica_and_a_killed_replica_costs_n
     from dendro.client import AsyncClient, Round
     from toy_cluster import LOADERS, toy_config
 
-    from cluster import app
+    from cluster import deploy
     from cluster.redis_server import RedisServer
 
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
@@ -132,13 +132,13 @@ def test_on_serve_a_request_is_one_call_per_replica_and_a_killed_replica_costs_n
                 assert list(answer.token_ids) == plain([token, 6, 7], 120)
                 assert answer.complete.speculation.rounds > 10
             for name in ("drafter-helper", "verifier-toy"):
-                said = await asyncio.to_thread(app.deployment_stats, name)
+                said = await asyncio.to_thread(deploy.deployment_stats, name)
                 assert said["leases"] == said["openings"] == 4, "a Serve call per request and replica, none per round"
                 assert said["calls"] > 40 and said["streams"] == 1 and said["open_leases"] == 0
 
             async def stream(victim: str) -> list[int]:
                 ids: list[int] = []
-                pid = (await asyncio.to_thread(app.deployment_stats, victim))["pid"]
+                pid = (await asyncio.to_thread(deploy.deployment_stats, victim))["pid"]
                 async for event in client.generate([9, 9, 9], max_new_tokens=500, speculation="(1,1,1)"):
                     if isinstance(event, Round):
                         ids += event.token_ids
@@ -153,11 +153,11 @@ def test_on_serve_a_request_is_one_call_per_replica_and_a_killed_replica_costs_n
                 await client.generate_text([5, 6, 7], session="of nobody")
 
     with RedisServer() as server:
-        address = app.start(toy_config(), server.url, **LOADERS)
+        address = deploy.start(toy_config(), server.url, **LOADERS)
         try:
             asyncio.run(use(address))
         finally:
-            app.stop()
+            deploy.stop()
     left = [child for child in psutil.Process().children(recursive=True) if child not in before]
     assert left == []
 

@@ -12,8 +12,8 @@ from dendro.text import Verdict
 from dendro.tree import DraftTree
 
 from cluster.policies import Experience, PaperUCB, RatioUCB, make_policy
-from cluster.policies.experience import FIRST_REST, LONGEST_REST, House
 from cluster.policies.step_time import StepTime
+from cluster.policies.trial import FIRST_REST, LONGEST_REST, House
 
 CHAIN = LevelShape((1, 1, 1, 1))
 BUSHY = LevelShape((3, 2, 2, 1, 1))

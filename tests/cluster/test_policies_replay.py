@@ -14,14 +14,16 @@ from dendro.shapes import OFF, LevelShape, NodeShape, TreeShape
 from dendro.text import Limits, Sampling, Text, Verdict
 from dendro.tree import DraftTree
 
-from cluster.handles import IDLE_ROUNDS
+from cluster.peers.drafter import IDLE_ROUNDS
 from cluster.policies import DiscountedUCB, Experience, FullInfo, RatioUCB, Static, Thompson, UCBSpec
-from cluster.policies.experience import House, Length, Shared
+from cluster.policies.costs import Length
+from cluster.policies.experience import Shared
 from cluster.policies.full_info import LEAST_RANKED, PROBE_EVERY
 from cluster.policies.prior import Prior
 from cluster.policies.replay import LONGEST_TRACE, RANKED, WINDOW, RankTrace, Replay, replayed
 from cluster.policies.thompson import STREAM
-from cluster.rounds import Policy, rounds
+from cluster.policies.trial import House
+from cluster.router.rounds import Policy, rounds
 from drafter_service.engine import DrafterEngine
 from drafter_service.scheduler import CANDIDATES
 

@@ -17,13 +17,13 @@ from dendro.text import Verdict
 from dendro.tree import DraftTree
 from edge import FakePlaces, ingress
 
-from cluster.ingress import LocalClient
+from cluster.api.local import LocalClient
 from cluster.policies import Experience, FullInfo, RatioUCB, make_policy, with_chain_and_off
-from cluster.policies.experience import DraftPlane, Length
+from cluster.policies.costs import DraftPlane, Length
 from cluster.policies.prior import NoPriors, Prior, PriorKey, pack_prior, tenant_tag, unpack_prior
 from cluster.policies.replay import RANKED
-from cluster.priors import KINDS, WAIT_S, WRITES, Priors
 from cluster.redis_server import RedisServer
+from cluster.router.priors import KINDS, WAIT_S, WRITES, Priors
 from cluster.state_store import PRIOR_PREFIX, CircuitBreaker, RedisPriors
 
 PAIR, CHAIN, BUSHY = LevelShape((1, 1)), LevelShape((1, 1, 1, 1)), LevelShape((3, 2, 2, 1, 1))
@@ -423,9 +423,9 @@ async def test_an_answer_leaves_a_prior_under_its_tenants_tag_from_which_another
     assert left.lengths and left.costs
     assert await store.load(PriorKey.of("demo", ("mamba",), 0.0, "other")) is None
     other = ingress(FakePlaces(), priors=store)
-    await other._priors.of(key, other._experience["demo"].of("acme"))
+    await other._priors.of(key, other.experience["demo"].of("acme"))
     await other._priors.settled()
-    assert other._experience["demo"].of("acme").costs.tried.total() == 8
+    assert other.experience["demo"].of("acme").costs.tried.total() == 8
 
 
 # -- arms -------------------------------------------------------------------------------------------------------------

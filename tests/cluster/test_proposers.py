@@ -13,7 +13,7 @@ from dendro.tree import DraftTree
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.handles import NoDrafter
+from cluster.peers.drafter import NoDrafter
 from cluster.proposers import lookup, suffix
 from cluster.proposers.chances import Chances
 from cluster.proposers.lookup import Lookup

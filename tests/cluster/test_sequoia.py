@@ -11,7 +11,7 @@ import pytest
 from dendro.shapes import BeamShape, LevelShape, NodeShape, TreeShape, child_counts
 
 from cluster.policies import leviathan
-from cluster.policies.experience import row_bucket
+from cluster.policies.classes import row_bucket
 from cluster.policies.sequoia import (
     best_tree,
     chances,

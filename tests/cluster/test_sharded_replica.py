@@ -15,7 +15,7 @@ from dendro.client import AsyncClient, Round
 from dendro.text import Sampling
 from routers import Router
 
-from cluster import app
+from cluster import deploy
 from cluster.config import Config
 from cluster.redis_server import RedisServer
 from verifier_service.engine import VerifierEngine
@@ -73,9 +73,9 @@ def test_a_sharded_replica_on_serve_gives_the_tokens_of_its_degree_and_survives_
             assert worker_pids() and worker_pids() != first, "another replica, with a worker of its own"
 
     with RedisServer() as server:
-        address = app.start(config, server.url)
+        address = deploy.start(config, server.url)
         try:
             asyncio.run(use(address))
         finally:
-            app.stop()
+            deploy.stop()
     assert worker_pids() == []

@@ -16,8 +16,8 @@ from fakes import FakeDrafter, FakeVerifier
 from sockets import until
 from toy_edge import asking, edge
 
-from cluster import ingress as module
-from cluster.ingress import serve_plain
+from cluster.api.grpc import serve_plain
+from cluster.router.ingress import AHEAD
 
 SMALL_WINDOW = (("grpc.http2.lookahead_bytes", 256), ("grpc.http2.bdp_probe", 0))
 """What a client takes from its connection before it has read: less than one answer."""
@@ -35,7 +35,7 @@ async def serving(server_ingress):
 
 @pytest.mark.parametrize("grace_s", [60.0, 0.2], ids=["no peer while its call is open", "no call after the grace"])
 async def test_a_client_that_stops_reading_keeps_no_peer_and_no_call_past_the_requests_limit(monkeypatch, grace_s):
-    monkeypatch.setattr(module, "READ_GRACE_S", grace_s)
+    monkeypatch.setattr("cluster.api.grpc.READ_GRACE_S", grace_s)
     drafter, verifier = FakeDrafter(), FakeVerifier()
     async with edge(drafter, verifier, router={"request_timeout_s": 1.0}) as (server, _), serving(server) as stub:
         request = asking("(1,1,1)")
@@ -45,7 +45,7 @@ async def test_a_client_that_stops_reading_keeps_no_peer_and_no_call_past_the_re
         await until(lambda: verifier.held)
         await until(lambda: not verifier.held and not drafter.held)
         assert verifier.calls < 1900, "the work stopped where the client did"
-        running = server._experience["toy"].shared
+        running = server.experience["toy"].shared
         if grace_s < 1.0:
             await until(lambda: running.requests == 0, timeout_s=5.0)  # a dead connection takes longer
         call.cancel()
@@ -73,4 +73,4 @@ async def test_a_slow_reader_gets_all_that_was_ready_and_then_the_reason():
     with pytest.raises(Overloaded):
         async for event in events:
             tokens += len(event.chunk.token_ids)
-    assert 1 < tokens <= 2 + module.AHEAD
+    assert 1 < tokens <= 2 + AHEAD

@@ -13,7 +13,7 @@ from dendro.text import Verdict
 from dendro.tree import DraftTree
 from edge import FakePlaces, ingress
 
-from cluster.ingress import LocalClient
+from cluster.api.local import LocalClient
 from cluster.policies import Experience
 from cluster.policies.experience import Shared
 from cluster.policies.step_time import OUTLIER, STEP, StepTime, fit_steps
@@ -132,6 +132,6 @@ async def test_a_router_takes_the_form_of_the_cost_from_the_verifiers_hello(atte
     places = FakePlaces()
     places.hello = Hello(PROTOCOL_VERSION, "demo", "f", "t", 300, 512, 64, 8, "float32", "bitwise", 1, attends=attends)
     edge = ingress(places)
-    edge._experience["demo"].shared.attends = not attends
+    edge.experience["demo"].shared.attends = not attends
     await LocalClient(edge).generate_text("the snake", max_new_tokens=8)
-    assert edge._experience["demo"].shared.attends is attends
+    assert edge.experience["demo"].shared.attends is attends

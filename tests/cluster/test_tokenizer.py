@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from cluster.tokenizer import WINDOW_TOKENS, CheckpointTokenizer, TextStream
+from cluster.router.tokenizer import WINDOW_TOKENS, CheckpointTokenizer, TextStream
 
 TOKENS = st.one_of(
     st.lists(st.integers(0, 256), max_size=200),  # bytes that are no text, and the token that ends one

@@ -23,7 +23,7 @@ from cluster import cli
 from cluster.config import Config, Drafter
 from cluster.policies import Static
 from cluster.policies.sequoia import expected_tokens
-from cluster.rounds import rounds
+from cluster.router.rounds import rounds
 from cluster.tune.command import QUICK, facts_of, plan_of, run_tune, tables_of, tune
 from cluster.tune.measuring import (
     Costs,

@@ -9,98 +9,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 from dendro.calls import DrafterPeer, VerifierPeer
 from dendro.errors import Overloaded, PeerLost
-from dendro.state import StateStore
 from dendro.text import Text
 
 from cluster.checkpoints import ClusterFacts
 from cluster.config import Config
-from cluster.handles import (
-    DRAFTER,
-    PATIENCE_S,
-    VERIFIER,
-    Company,
-    DrafterHandle,
-    FarDrafter,
-    FarVerifier,
-    Leased,
-    NoDrafter,
-    Pace,
-    Peer,
-    PeerStream,
-    Pool,
-    Streams,
-    VerifierHandle,
-)
+from cluster.peers.drafter import Company, DrafterHandle, NoDrafter
+from cluster.peers.opening import Leased, Pace, Peer, Pool
+from cluster.peers.stream import DRAFTER, VERIFIER, FarDrafter, FarVerifier, PeerStream, Streams
+from cluster.peers.verifier import PATIENCE_S, VerifierHandle
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
-log = logging.getLogger("dendro.placement")
+
+log = logging.getLogger("dendro.peers")
 
 LEASE_S = 10.0
 """How long Serve may take to find a replica with room."""
 
 P = TypeVar("P", bound=Peer)
-
-
-class Engine(Peer, Protocol):
-    """An engine of this process has a life of its own, too."""
-
-    def start(self) -> Awaitable[None] | None: ...
-    def stop(self) -> Awaitable[None] | None:
-        """Ends the work at hand; those who still wait are told so."""
-        ...
-
-    def stats(self) -> dict[str, int]:
-        """Counters and gauges by name."""
-        ...
-
-    def fault(self) -> str:
-        """Why it can serve nothing now, such as a step that does not come back; empty where it is well."""
-        ...
-
-
-class DrafterEngine(DrafterPeer, Engine, Protocol):
-    """A drafter of this process."""
-
-
-class VerifierEngine(VerifierPeer, Engine, Protocol):
-    """A verifier of this process."""
-
-
-async def start_engine(engine: Engine) -> None:
-    """Start an engine, whether it does so at once or has to be awaited."""
-    if (starting := engine.start()) is not None:
-        await starting
-
-
-async def stop_engine(engine: Engine) -> None:
-    """Stop an engine; one that joins its thread is left to do so without holding the loop up."""
-    if (stopping := await asyncio.to_thread(engine.stop)) is not None:
-        await stopping
-
-
-E = TypeVar("E", bound=Engine)
-
-
-class NearPool(Generic[E]):
-    """One engine of this process: leases are free, and there is always one. It starts with the first of them."""
-
-    def __init__(self, engine: E) -> None:
-        self._engine = engine
-        self._starting: asyncio.Task[None] | None = None
-
-    async def lease(self) -> Leased[E]:
-        if self._starting is None:
-            self._starting = asyncio.create_task(start_engine(self._engine))
-        await asyncio.shield(self._starting)
-        return Leased(self._engine, await self._engine.hello(), "")
 
 
 class ServePool(Generic[P]):
@@ -224,32 +157,3 @@ class ServePlaces(Places):
             {name: ServePool(handle, self._verifier_streams, FarVerifier) for name, handle in targets.items()},
             {name: ServePool(handle, self._drafter_streams, FarDrafter) for name, handle in drafters.items()},
         )
-
-
-class LocalPlaces(Places):
-    """The engines in this process: no Ray, no sockets."""
-
-    def __init__(
-        self, config: Config, targets: Mapping[str, VerifierEngine], drafters: Mapping[str, DrafterEngine]
-    ) -> None:
-        self.engines: list[Engine] = [*targets.values(), *drafters.values()]
-        super().__init__(
-            config,
-            {name: NearPool(engine) for name, engine in targets.items()},
-            {name: NearPool(engine) for name, engine in drafters.items()},
-        )
-
-    @classmethod
-    def load(cls, config: Config, states: StateStore) -> Self:
-        """Load every checkpoint of a configuration; takes seconds. They start with their first lease."""
-        from cluster.app import load_drafter, load_verifier
-
-        return cls(
-            config,
-            {name: load_verifier(name, target, states) for name, target in config.targets.items()},
-            {name: load_drafter(name, drafter, states) for name, drafter in config.drafters.items()},
-        )
-
-    async def close(self) -> None:
-        """Stop the engines, and wait for the work they are at."""
-        await asyncio.gather(*map(stop_engine, self.engines))

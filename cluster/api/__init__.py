@@ -1,0 +1,1 @@
+"""The public APIs: thin shells of the router."""

@@ -1,0 +1,27 @@
+"""A client of a router in this process: no sockets."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from dendro.client import Answer, Asking, Event
+from dendro.v1 import generation_pb2 as pb
+
+from cluster.router.ingress import Ingress
+
+
+class LocalClient(Asking):
+    """A client of an ingress in this process: the same events without a socket. A broken stream is an error here."""
+
+    def __init__(self, ingress: Ingress, tenant: str = "") -> None:
+        self._ingress = ingress
+        self._tenant = tenant
+
+    async def send(self, request: pb.GenerateRequest) -> AsyncGenerator[Event, None]:
+        answer = Answer(request, timeout_s=self._ingress.config.router.request_timeout_s, attempts=1)
+        async with aclosing(self._ingress.generate(request, self._tenant)) as responses:
+            async for response in responses:
+                event = answer.take(response)
+                if event is not None:
+                    yield event

@@ -1,0 +1,109 @@
+"""Start the cluster on Ray Serve below this process, and end it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import socket
+import sys
+from typing import Any
+
+import psutil
+
+from cluster.app import build, log
+from cluster.config import Config
+from cluster.serve_config import APPLICATION, ENVIRONMENT, ROUTE, SERVICER
+
+OBJECT_STORE_BYTES = 100 << 20
+"""Nothing of ours travels through Ray's object store; this is near the least that it takes."""
+STOP_S = 20.0
+_ray_processes: list[psutil.Process] = []  # what Ray started below this process; one cluster at a time
+
+AUTHENTICATION = {"RAY_AUTH_MODE": "token"}
+"""As Ray does by itself where nothing is said, and then tells every user of it."""
+
+
+def start(config: Config, redis_url: str, ray_address: str = "", **loaders: Any) -> str:
+    """Start Ray and Serve in processes below this one and deploy; the address clients call. `stop` ends all of it.
+
+    ray_address: of a Ray that is running and stays, whose processes were started with ENVIRONMENT; only Serve is ours.
+    """
+    # Ray reads its mode when it is imported: said later, only the processes that it starts would go by it.
+    for key, value in (ENVIRONMENT if "ray" in sys.modules else ENVIRONMENT | AUTHENTICATION).items():
+        os.environ.setdefault(key, value)
+    import ray
+    from ray import serve
+    from ray.serve.config import HTTPOptions, ProxyLocation, gRPCOptions
+
+    wanted = [
+        *(target.resources.cpu * target.tensor_parallel * target.most_replicas for target in config.targets.values()),
+        *(drafter.resources.cpu * drafter.most_replicas for drafter in config.drafters.values()),
+        config.router.resources.cpu * config.router.replicas,
+    ]
+    others = psutil.Process().children()
+    own: dict[str, Any] = {
+        "num_cpus": max(os.cpu_count() or 1, int(sum(wanted)) + 1),
+        "include_dashboard": False,
+        "object_store_memory": OBJECT_STORE_BYTES,
+    }
+    ray.init(
+        address=ray_address or "local",
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        **({} if ray_address else own),
+    )
+    _ray_processes[:] = [child for child in psutil.Process().children() if child not in others]
+    try:
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        port = config.grpc.port or _free_port(config.grpc.host)
+        serve.start(
+            proxy_location=ProxyLocation.HeadOnly,
+            http_options=HTTPOptions(host="127.0.0.1", port=_free_port("127.0.0.1")),
+            grpc_options=gRPCOptions(port=port, grpc_servicer_functions=[SERVICER], enable_reflection=False),
+        )
+        serve.run(build(config, redis_url, **loaders), name=APPLICATION, route_prefix=ROUTE)
+    except BaseException:
+        stop()
+        raise
+    return f"{config.grpc.host}:{port}"
+
+
+def stop() -> None:
+    """End what `start` began, and see that no process of it is left. May be called again."""
+    import ray
+    from ray import serve
+
+    ours = [*_ray_processes]
+    for process in _ray_processes:
+        with contextlib.suppress(psutil.Error):
+            ours += process.children(recursive=True)
+    _ray_processes.clear()
+    try:
+        # Ray prints to our output that calls to Serve's controller failed, when it is we who end the controller.
+        with contextlib.redirect_stdout(io.StringIO()):
+            if ray.is_initialized():
+                serve.shutdown()
+    finally:
+        with contextlib.redirect_stdout(io.StringIO()):
+            ray.shutdown()
+        _, left = psutil.wait_procs(ours, timeout=STOP_S)
+        for process in left:
+            log.warning("process %d of Ray did not end by itself", process.pid)
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(left, timeout=STOP_S)
+
+
+def deployment_stats(deployment: str) -> dict[str, int]:
+    """The counters of a deployment's replica, by a Serve call of its own; of one of them, where there are several."""
+    from ray import serve
+
+    return serve.get_deployment_handle(deployment, APPLICATION).stats.remote().result()
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,189 @@
+"""Engines of one process: their loaders, what Ray must give them, and how they start and stop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from dendro.calls import DrafterPeer, VerifierPeer
+from dendro.errors import BadRequest
+from dendro.state import StateStore
+
+from cluster.config import Drafter, Model, Resources, Target
+from cluster.hub import fetched_model
+from cluster.peers.opening import Peer
+
+if TYPE_CHECKING:
+    from verifier_service.shards import Summons
+
+
+class Engine(Peer, Protocol):
+    """An engine of this process has a life of its own, too."""
+
+    def start(self) -> Awaitable[None] | None: ...
+    def stop(self) -> Awaitable[None] | None:
+        """Ends the work at hand; those who still wait are told so."""
+        ...
+
+    def stats(self) -> dict[str, int]:
+        """Counters and gauges by name."""
+        ...
+
+    def fault(self) -> str:
+        """Why it can serve nothing now, such as a step that does not come back; empty where it is well."""
+        ...
+
+
+class DrafterEngine(DrafterPeer, Engine, Protocol):
+    """A drafter of this process."""
+
+
+class VerifierEngine(VerifierPeer, Engine, Protocol):
+    """A verifier of this process."""
+
+
+async def start_engine(engine: Engine) -> None:
+    """Start an engine, whether it does so at once or has to be awaited."""
+    if (starting := engine.start()) is not None:
+        await starting
+
+
+async def stop_engine(engine: Engine) -> None:
+    """Stop an engine; one that joins its thread is left to do so without holding the loop up."""
+    if (stopping := await asyncio.to_thread(engine.stop)) is not None:
+        await stopping
+
+
+def engine_environment(threads: int) -> dict[str, str]:
+    """What must stand in an engine's environment before torch is imported: its threads, and arithmetic whose rows do
+    not depend on their neighbours."""
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "passive",
+        "MKL_CBWR": "AUTO,STRICT",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def load_drafter(name: str, drafter: Drafter, states: StateStore) -> DrafterEngine:
+    """A drafter's engine, not started yet. Raises BadRequest for a checkpoint that cannot be used."""
+    from drafter_service.engine import DrafterEngine
+
+    drafter = fetched_model(f"drafters.{name}", drafter)
+    return DrafterEngine.load(
+        drafter.checkpoint,
+        tokenizer=drafter.tokenizer,
+        name=name,
+        states=states,
+        dtype=drafter.dtype,
+        device=device_of(drafter),
+        threads=drafter.threads,
+        max_sessions=drafter.max_sessions,
+        longest_step_s=drafter.longest_step_s,
+    )
+
+
+def load_verifier(name: str, target: Target, states: StateStore, **workers: Any) -> VerifierEngine:
+    """A verifier's engine, not started yet. Raises BadRequest for a checkpoint that cannot be used.
+
+    workers: where those of a sharded target are started, if not as processes below this one.
+    """
+    import torch
+
+    from verifier_service.engine import VerifierEngine
+
+    target = fetched_model(f"targets.{name}", target)
+    return VerifierEngine.load(
+        target.checkpoint,
+        tokenizer=target.tokenizer,
+        name=name,
+        states=states,
+        dtype=getattr(torch, target.dtype),
+        device=device_of(target),
+        threads=target.threads,
+        max_length=target.max_length,
+        max_sessions=target.max_sessions,
+        max_waiting=target.max_waiting,
+        memory_fraction=target.memory_fraction,
+        share_prefixes=target.share_prefixes,
+        max_rows=target.max_rows,
+        max_depth=target.max_depth,
+        tensor_parallel=target.tensor_parallel,
+        longest_step_s=target.longest_step_s,
+        **workers,
+    )
+
+
+def load_replica(name: str, target: Target, states: StateStore) -> VerifierEngine:
+    """The same in a replica of Serve: the workers of a sharded target are actors in the replica's placement group."""
+    if target.tensor_parallel == 1:
+        return load_verifier(name, target, states)
+    start_workers = partial(_start_actors, name, target)
+    return load_verifier(name, target, states, start_workers=start_workers, host=node_address())
+
+
+class Worker:
+    """The actor of a shard."""
+
+    def fetch(self, name: str, target: Target) -> tuple[Path, Path]:
+        """The folders of the target and of its tokenizer on this node; names on a hub are fetched."""
+        here = fetched_model(f"targets.{name}", target)
+        return here.checkpoint, here.tokenizer_folder
+
+    def work(self, summons: Summons) -> None:
+        from verifier_service.worker import work
+
+        work(summons)
+
+
+_workers: list[Any] = []  # handles of this replica's actors, which live as long as these
+
+
+def _start_actors(name: str, target: Target, summons: Sequence[Summons]) -> None:
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    group = ray.util.get_current_placement_group()
+    assert group is not None
+    workers: list[Any] = []
+    for each in summons:
+        place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=each.rank)
+        options = actor_options(target.resources, engine_environment(target.threads))
+        workers.append(ray.remote(Worker).options(scheduling_strategy=place, max_restarts=0, **options).remote())
+    _workers.extend(workers)
+    if target.on_hub:  # fetched before they join: a download may take longer than joining may
+        here = Worker().fetch(name, target)
+        for there in ray.get([worker.fetch.remote(name, target) for worker in workers]):
+            if there != here:
+                raise BadRequest(
+                    f"targets.{name}.tensor_parallel",
+                    f"checkpoint and tokenizer are at {', '.join(map(str, here))} on one node and at "
+                    f"{', '.join(map(str, there))} on another: HF_HOME must be the same on all of them",
+                )
+    for worker, each in zip(workers, summons, strict=True):
+        worker.work.remote(each)
+
+
+def device_of(model: Model) -> str:
+    """Ray shows a replica the accelerators that it asked for, and no other."""
+    return "cuda" if model.resources.gpu else "cpu"
+
+
+def actor_options(resources: Resources, environment: dict[str, str]) -> dict[str, Any]:
+    return {
+        "num_cpus": resources.cpu,
+        "num_gpus": resources.gpu,
+        "resources": resources.custom,
+        "runtime_env": {"env_vars": environment},
+    }
+
+
+def node_address() -> str:
+    """This machine's address as its cluster knows it."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())

@@ -1,0 +1,59 @@
+"""Peers in this process: no Ray, no sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Generic, Self, TypeVar
+
+from dendro.state import StateStore
+
+from cluster.config import Config
+from cluster.engines import DrafterEngine, Engine, VerifierEngine, start_engine, stop_engine
+from cluster.peers.opening import Leased
+from cluster.peers.places import Places
+
+E = TypeVar("E", bound=Engine)
+
+
+class NearPool(Generic[E]):
+    """One engine of this process: leases are free, and there is always one. It starts with the first of them."""
+
+    def __init__(self, engine: E) -> None:
+        self._engine = engine
+        self._starting: asyncio.Task[None] | None = None
+
+    async def lease(self) -> Leased[E]:
+        if self._starting is None:
+            self._starting = asyncio.create_task(start_engine(self._engine))
+        await asyncio.shield(self._starting)
+        return Leased(self._engine, await self._engine.hello(), "")
+
+
+class LocalPlaces(Places):
+    """The engines in this process: no Ray, no sockets."""
+
+    def __init__(
+        self, config: Config, targets: Mapping[str, VerifierEngine], drafters: Mapping[str, DrafterEngine]
+    ) -> None:
+        self.engines: list[Engine] = [*targets.values(), *drafters.values()]
+        super().__init__(
+            config,
+            {name: NearPool(engine) for name, engine in targets.items()},
+            {name: NearPool(engine) for name, engine in drafters.items()},
+        )
+
+    @classmethod
+    def load(cls, config: Config, states: StateStore) -> Self:
+        """Load every checkpoint of a configuration; takes seconds. They start with their first lease."""
+        from cluster.engines import load_drafter, load_verifier
+
+        return cls(
+            config,
+            {name: load_verifier(name, target, states) for name, target in config.targets.items()},
+            {name: load_drafter(name, drafter, states) for name, drafter in config.drafters.items()},
+        )
+
+    async def close(self) -> None:
+        """Stop the engines, and wait for the work they are at."""
+        await asyncio.gather(*map(stop_engine, self.engines))

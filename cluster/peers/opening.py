@@ -1,0 +1,187 @@
+"""What the handles of drafters and verifiers share: leases, one text's opening at a peer, usual times."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from dendro.calls import CloseCall, Closed, Hello, OpenCall, Opened, Terms, TextUpdate, new_opening
+from dendro.errors import DendroError
+from dendro.text import Text
+from tree_layers.checkpoint import Facts
+
+log = logging.getLogger("dendro.peers")
+
+OPEN_S = 120.0
+"""How long a peer may take to consume a text."""
+CLOSE_S = 5.0
+"""How long a peer may take to save a state and let go."""
+FIRST_BACKOFF_S = 0.1
+LONGEST_BACKOFF_S = 3.0
+STRIKES = 3
+"""Malformed trees after which a request asks for no more of them."""
+
+# The draft's deadline: min(max(3 * usual draft, 20 ms), max(2 * usual round at the verifier, 60 ms)). The first term
+# is generous to a drafter that merely had a slow moment, the second says what a late one may cost: a round's own price
+# or two. The floors keep a scheduler's hiccup from counting as lateness.
+DRAFT_FACTOR, DRAFT_FLOOR_S = 3.0, 0.020
+VERIFY_FACTOR, VERIFY_FLOOR_S = 2.0, 0.060
+SMOOTHING = 0.2
+"""Weight of the newest measurement in the usual times."""
+
+
+class Peer(Protocol):
+    """What drafters and verifiers share."""
+
+    async def hello(self) -> Hello: ...
+    async def open(self, call: OpenCall) -> Opened: ...
+    async def close(self, call: CloseCall) -> Closed: ...
+
+
+P = TypeVar("P", bound=Peer)
+P_co = TypeVar("P_co", bound=Peer, covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Leased(Generic[P_co]):
+    """A replica held for one request. It ends with the last opening that names `token`, by the replica's own count."""
+
+    peer: P_co
+    hello: Hello
+    token: str  # empty: the peer gives none
+    address: str = ""  # of the replica; empty: it is in this process
+
+
+class Pool(Protocol[P_co]):
+    """Replicas that serve the same model."""
+
+    async def lease(self) -> Leased[P_co]:
+        """Hold one of them. Raises PeerLost or Overloaded where there is none now."""
+        ...
+
+
+@dataclass(slots=True)
+class Pace:
+    """What drafts and rounds usually take, over all requests of a pool. Seconds; zero: nothing is known yet."""
+
+    draft_level_s: float = 0.0  # a drafter works by level, so a tree's time is told by its depth
+    verify_s: float = 0.0
+
+    def drafted(self, seconds: float, depth: int) -> None:
+        self.draft_level_s = _smoothed(self.draft_level_s, seconds / max(depth, 1))
+
+    def verified(self, seconds: float) -> None:
+        self.verify_s = _smoothed(self.verify_s, seconds)
+
+    def deadline_s(self, depth: int, longest_s: float) -> float:
+        """How long a round waits for a tree of `depth` levels."""
+        patience = max(VERIFY_FACTOR * self.verify_s, VERIFY_FLOOR_S) if self.verify_s else longest_s
+        usual = max(DRAFT_FACTOR * self.draft_level_s * depth, DRAFT_FLOOR_S) if self.draft_level_s else longest_s
+        return min(usual, patience, longest_s)
+
+
+def _smoothed(usual: float, newest: float) -> float:
+    return newest if not usual else usual + SMOOTHING * (newest - usual)
+
+
+@dataclass(slots=True)
+class Clock:
+    """What a handle's calls took, summed over its rounds, in microseconds."""
+
+    rounds: int = 0
+    wall_us: int = 0  # from the call to its answer
+    busy_us: int = 0  # of that, the peer's own work
+    queue_us: int = 0  # of that, waiting at the peer
+
+    @property
+    def hop_us(self) -> int:
+        """What was neither: frames, sockets and event loops."""
+        return self.wall_us - self.busy_us - self.queue_us
+
+    def add(self, wall_s: float, busy_us: int, queue_us: int = 0) -> None:
+        self.rounds += 1
+        self.wall_us += int(1e6 * wall_s)
+        self.busy_us += busy_us
+        self.queue_us += queue_us
+
+
+class Seat(Generic[P]):
+    """One opening of one text at one leased peer."""
+
+    def __init__(self, leased: Leased[P], text: Text, vocabulary: int = 0) -> None:
+        """`vocabulary` is the target's, where the peer is no verifier."""
+        self.peer = leased.peer
+        self.hello = leased.hello
+        self.leased = leased
+        self._opening = new_opening()
+        self._held = 0  # tokens that the peer was told, and therefore holds or asks for
+        self._terms = Terms(text.sampling, text.limits, text.tenant, text.marks, vocabulary)
+
+    async def open(self, text: Text) -> Opened:
+        call = OpenCall(self.update(text), self._terms, self.leased.token)
+        async with asyncio.timeout(OPEN_S):
+            return await self.peer.open(call)
+
+    def update(self, text: Text) -> TextUpdate:
+        """The text, less what the peer was told before. It counts as told: calls of a stream keep their order."""
+        base, start = len(text), self._held
+        self._held = base
+        return TextUpdate(self._opening, base, text.digest(base), start, tuple(text.ids[start:]))
+
+    def unsaid(self, update: TextUpdate) -> None:
+        """The peer refused the call before it read the text."""
+        self._held = update.start
+
+    async def close(self, text: Text) -> int:
+        """End the opening; how many tokens the saved state covers. Never raises for a peer that is gone."""
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                return (await self.peer.close(CloseCall(self.update(text)))).saved
+        except (DendroError, TimeoutError) as error:
+            log.info("close: %s", error or "the peer does not answer")
+            return 0
+        except Exception:  # a near engine's own fault: the request is over all the same
+            log.exception("close failed")
+            return 0
+
+
+class BackgroundTasks:
+    """Tasks that outlive the call that began them, and are known."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and not isinstance(task.exception(), DendroError | None):
+            log.error("a background task failed", exc_info=task.exception())
+
+
+def unlike(hello: Hello, facts: Facts | None) -> str:
+    """How a replica differs from the router's facts of its checkpoint; empty where it does not, or where the router has
+    none. Whether a drafter's tokens mean what its target's do was found by these facts, before anything started."""
+    if facts is None or hello.facts == facts.digest:
+        return ""
+    compared = (
+        ("tokenizer", hello.tokenizer, facts.tokenizer),
+        ("vocabulary", hello.vocabulary, facts.vocabulary),
+        ("end ids", hello.end_ids, tuple(sorted(facts.end_ids))),
+    )
+    parts = [f"its {name} is {theirs}, here {ours}" for name, theirs, ours in compared if theirs != ours]
+    return f"it was loaded from another checkpoint: {'; '.join(parts) or 'its configuration differs'}"
+
+
+async def end_task(task: asyncio.Task[Any] | None) -> None:
+    """End a task that may have ended, and wait for it."""
+    if task is not None and not task.done():
+        task.cancel()
+        await asyncio.wait({task})

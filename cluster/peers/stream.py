@@ -1,0 +1,262 @@
+"""The wire to peers: one gRPC stream per replica, shared by all requests of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import grpc.aio
+from dendro import wire
+from dendro.calls import PROTOCOL_VERSION, CloseCall, Closed, DraftCall, Hello, OpenCall, Opened, VerifyCall
+from dendro.errors import BadRequest, DendroError, EngineFailed, PeerLost, error_for, one_line
+from dendro.internal.v1 import calls_pb2, drafter_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
+from dendro.serving import MAX_MESSAGE_BYTES, STREAM_OPTIONS
+from dendro.text import Verdict
+from dendro.tree import DraftTree
+
+from cluster.peers.opening import log
+
+EOF = cast(Any, grpc.aio).EOF  # its stubs do not know it
+
+CONNECT_S = 5.0
+"""How long a replica may take to answer a greeting."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What differs between the streams of drafters and of verifiers."""
+
+    rounds: Callable[[grpc.aio.Channel], Any]  # begins a stream
+    frame: Callable[[calls_pb2.Greeting | None, list[Any]], Any]
+    call_message: Callable[[int, Any], Any]
+    answer_from: Callable[[Any], Any]
+
+
+DRAFTER = Kind(
+    rounds=lambda channel: cast(Any, drafter_pb2_grpc.DrafterServiceStub(channel)).Rounds(),
+    frame=lambda greeting, calls: drafter_pb2.DraftFrame(greeting=greeting, calls=calls),
+    call_message=wire.drafter_call_message,
+    answer_from=wire.drafter_answer_from,
+)
+VERIFIER = Kind(
+    rounds=lambda channel: cast(Any, verifier_pb2_grpc.VerifierServiceStub(channel)).Rounds(),
+    frame=lambda greeting, calls: verifier_pb2.VerifyFrame(greeting=greeting, calls=calls),
+    call_message=wire.verifier_call_message,
+    answer_from=wire.verifier_answer_from,
+)
+
+
+class PeerStream:
+    """One stream to one replica. Calls of all requests go into its frames; answers find their call by its number."""
+
+    def __init__(self, address: str, kind: Kind) -> None:
+        self.address = address
+        self._kind = kind
+        self._channel = grpc.aio.insecure_channel(address, options=STREAM_OPTIONS)
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._outbox: list[Any] = []
+        self._filled = asyncio.Event()
+        self._next = 1
+        self._tasks: list[asyncio.Task[None]] = []
+        self._lost = ""  # why; empty: it lives
+        self._ending: asyncio.Task[None] | None = None
+        self._hello: Hello | None = None
+        self.frames = 0  # written
+        self.calls = 0
+
+    @classmethod
+    async def connect(cls, address: str, kind: Kind) -> PeerStream:
+        """Greet a replica; raises PeerLost where none answers, or one that speaks another protocol."""
+        stream = cls(address, kind)
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                await stream._greet()
+        except TimeoutError:
+            await stream.close()
+            raise PeerLost(f"{address}: does not answer") from None
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
+            await stream.close()
+            raise PeerLost(f"{address}: {_told(error)}") from None
+        except BaseException:
+            await stream.close()
+            raise
+        return stream
+
+    async def _greet(self) -> None:
+        call = self._kind.rounds(self._channel)
+        await call.write(self._kind.frame(calls_pb2.Greeting(protocol=PROTOCOL_VERSION), []))
+        first = await call.read()
+        if first is EOF or first is None or not first.HasField("hello"):
+            raise PeerLost(f"{self.address}: says no hello")
+        try:
+            self._hello = wire.hello_from(first.hello)
+        except BadRequest as error:
+            raise PeerLost(f"{self.address}: its hello is malformed: {error}") from None
+        if self._hello.protocol != PROTOCOL_VERSION:
+            raise PeerLost(f"{self.address}: speaks protocol {self._hello.protocol}; this is {PROTOCOL_VERSION}")
+        self._tasks = [asyncio.create_task(self._read(call)), asyncio.create_task(self._write(call))]
+
+    @property
+    def said(self) -> Hello:
+        """What the replica said of itself."""
+        assert self._hello is not None, "connect() has read it"
+        return self._hello
+
+    @property
+    def lost(self) -> bool:
+        return bool(self._lost)
+
+    async def call(self, ask: Any) -> Any:
+        """One call and its answer. Raises what the peer raised, PeerLost when the stream breaks under it."""
+        if self._lost:
+            raise PeerLost(self._lost)
+        number, self._next = self._next, self._next + 1
+        message = self._kind.call_message(number, ask)
+        if message.ByteSize() > MAX_MESSAGE_BYTES // 2:
+            raise BadRequest("prompt", f"makes a call of {message.ByteSize()} bytes")
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = future
+        self._outbox.append(message)
+        self._filled.set()
+        self.calls += 1
+        try:
+            answer = await future
+        finally:
+            self._waiting.pop(number, None)
+        return self._kind.answer_from(answer)
+
+    async def _write(self, call: Any) -> None:
+        with self._losing():
+            while True:
+                await self._filled.wait()
+                self._filled.clear()
+                messages, self._outbox = self._outbox, []
+                for batch in wire.batched(messages, MAX_MESSAGE_BYTES // 2):
+                    self.frames += 1
+                    await call.write(self._kind.frame(None, batch))
+
+    async def _read(self, call: Any) -> None:
+        with self._losing():
+            while (frame := await call.read()) is not EOF:
+                if frame is None:  # what gRPC gives for bytes that are no message
+                    raise PeerLost(f"{self.address}: sends bytes that are no frame")
+                for answer in frame.answers:
+                    future = self._waiting.get(answer.call)
+                    if future is not None and not future.done():
+                        future.set_result(answer)
+            raise PeerLost(f"{self.address}: the stream has ended")
+
+    @contextlib.contextmanager
+    def _losing(self) -> Iterator[None]:
+        """Whatever ends the stream ends all that wait on it."""
+        try:
+            yield
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError, PeerLost) as error:
+            self._lose(f"{self.address}: {_told(error)}")
+
+    def _lose(self, reason: str) -> None:
+        if self._lost:
+            return
+        self._lost = reason
+        log.info("stream lost: %s", reason)
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(PeerLost(reason))
+        self._ending = asyncio.create_task(self._end())
+
+    async def _end(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await self._channel.close(None)
+
+    async def close(self) -> None:
+        """End the stream; what waits on it is lost."""
+        self._lose(f"{self.address}: the stream was closed")
+        if self._ending is not None:
+            await self._ending
+
+
+def _told(error: Exception) -> str:
+    """What a peer's gRPC status says, in the words of our family."""
+    if isinstance(error, grpc.aio.AioRpcError):
+        return str(error_for(error.code(), one_line(error.details() or error.code().name)))
+    return str(error) or type(error).__name__
+
+
+class _FarPeer:
+    """What a drafter and a verifier at the other end of a stream share."""
+
+    def __init__(self, stream: PeerStream) -> None:
+        self.stream = stream
+
+    async def hello(self) -> Hello:
+        return self.stream.said
+
+    async def open(self, call: OpenCall) -> Opened:
+        return cast(Opened, _expect(Opened, await self.stream.call(call)))
+
+    async def close(self, call: CloseCall) -> Closed:
+        return cast(Closed, _expect(Closed, await self.stream.call(call)))
+
+
+class FarDrafter(_FarPeer):
+    """A drafter at the other end of a stream."""
+
+    async def draft(self, call: DraftCall) -> DraftTree:
+        """The tree. Its `draft_us` is no more than the call took."""
+        began_s = time.monotonic()
+        tree = cast(DraftTree, _expect(DraftTree, await self.stream.call(call)))
+        took_us = _us_since(began_s)
+        return replace(tree, draft_us=took_us) if tree.draft_us > took_us else tree
+
+
+class FarVerifier(_FarPeer):
+    """A verifier at the other end of a stream."""
+
+    async def verify(self, call: VerifyCall) -> Verdict:
+        """The verdict. Its `verify_us` and `queue_us` together are no more than the call took."""
+        began_s = time.monotonic()
+        verdict = cast(Verdict, _expect(Verdict, await self.stream.call(call)))
+        took_us = _us_since(began_s)
+        if verdict.verify_us + verdict.queue_us <= took_us:
+            return verdict
+        verify_us = min(verdict.verify_us, took_us)
+        return replace(verdict, verify_us=verify_us, queue_us=min(verdict.queue_us, took_us - verify_us))
+
+
+def _us_since(began_s: float) -> int:
+    return int(1e6 * (time.monotonic() - began_s))
+
+
+def _expect(kind: type, answer: object) -> object:
+    if not isinstance(answer, kind):
+        raise EngineFailed(f"peer: answers with a {type(answer).__name__} where a {kind.__name__} was asked for")
+    return answer
+
+
+class Streams:
+    """The streams of this process, one per replica, shared by all requests."""
+
+    def __init__(self, kind: Kind) -> None:
+        self._kind = kind
+        self._streams: dict[str, asyncio.Task[PeerStream]] = {}
+
+    async def to(self, address: str) -> PeerStream:
+        """The stream to a replica, made where there is none or where it was lost. Raises as `PeerStream.connect`."""
+        known = self._streams.get(address)
+        if known is not None and known.done() and (known.cancelled() or known.exception() or known.result().lost):
+            del self._streams[address]
+        if address not in self._streams:
+            self._streams[address] = asyncio.create_task(PeerStream.connect(address, self._kind))
+        return await asyncio.shield(self._streams[address])
+
+    async def close(self) -> None:
+        for task in self._streams.values():
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, DendroError):
+                await (await task).close()
+        self._streams.clear()

@@ -1,0 +1,301 @@
+"""A request's verifier: one that is lost is replaced, and the text opened at the next; the tokens are the same."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from dendro.calls import TARGET_FACTS, Hello, Opened, VerifierPeer, VerifyCall
+from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, Overloaded, PeerLost
+from dendro.text import Finish, Text, Verdict
+from dendro.tree import DraftTree
+from tree_layers.checkpoint import Facts
+
+from cluster.peers.opening import (
+    FIRST_BACKOFF_S,
+    LONGEST_BACKOFF_S,
+    STRIKES,
+    BackgroundTasks,
+    Clock,
+    Pace,
+    Pool,
+    Seat,
+    end_task,
+    log,
+    unlike,
+)
+
+STEP_S = 30.0
+"""How long a verifier may take with a round, its queue included, before it counts as frozen."""
+PATIENCE_S = 60.0
+"""How long a request looks for a verifier that can go on with it."""
+SLOW_OPENING = 1 / 3
+"""The share of the patience after which a text whose opening is not answered is opened at another replica besides."""
+
+
+class VerifierHandle:
+    """A request's verifier. `verify` gives the target's tokens, wherever the text has to be opened for it."""
+
+    def __init__(
+        self,
+        text: Text,
+        pool: Pool[VerifierPeer],
+        pace: Pace,
+        patience_s: float = PATIENCE_S,
+        step_s: float = STEP_S,
+        facts: Facts | None = None,
+    ) -> None:
+        """`facts` are what the router knows of the target's checkpoint; a replica of another one is not used."""
+        self._facts = facts
+        self.clock = Clock()
+        self.moves = 0  # times that the text was opened at another verifier
+        self.reopened = 0  # times that it was opened again at the same
+        self.saved = 0  # tokens that the state covers which closing left behind
+        self.opened: Opened | None = None
+        self.hello: Hello | None = None
+        self.greeted = asyncio.Event()  # `hello` is known
+        self.on_refused_tree: Callable[[], None] | None = None
+        self._pool = pool
+        self._pace = pace
+        self._patience_s = patience_s
+        self._step_s = step_s
+        self._faults = 0  # openings and rounds since the last verdict that ended by a verifier's own fault
+        self._began_with: Hello | None = None  # of the first verifier that was leased
+        self._seat: Seat[VerifierPeer] | None = None
+        self._tried: Seat[VerifierPeer] | None = None  # the seat whose opening runs
+        self._closed = False
+        self._background = BackgroundTasks()
+        self._opening: asyncio.Task[None] | None = self._background.start(self._settle(text))
+
+    async def ready(self) -> None:
+        """Until the text is open for the first time, or its opening was given up; never raises."""
+        opening = self._opening
+        if self._seat is None and opening is not None:
+            await asyncio.wait({opening})
+
+    async def meet(self) -> Hello:
+        """The hello of the first verifier that is leased. Raises PeerLost or Overloaded where none is leased within the
+        patience."""
+        if self.hello is None and (opening := self._opening) is not None:
+            greeted = asyncio.ensure_future(self.greeted.wait())
+            try:
+                await asyncio.wait({opening, greeted}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                greeted.cancel()
+            if self.hello is None:
+                await asyncio.shield(opening)  # raises what ended it
+        if self.hello is None:
+            raise PeerLost("verifier: the handle is closed")
+        return self.hello
+
+    async def verify(self, text: Text, tree: DraftTree) -> Verdict:
+        """The target's verdict. Raises BadRequest for a text that no verifier takes, PeerLost or Overloaded after
+        the patience, EngineFailed when a second opening or round ends by a verifier's own fault, the same one's or
+        another's."""
+        give_up_s = time.monotonic() + self._patience_s
+        forgotten = 0
+        while True:
+            seat = await self._settled(text)
+            began_s = time.monotonic()
+            call = VerifyCall(seat.update(text), tree)
+            try:
+                async with asyncio.timeout(self._step_s):
+                    verdict = await seat.peer.verify(call)
+                _check_verdict(verdict, tree, text, seat.hello)
+            except NotFound as error:
+                log.info("verifier: %s; the text is opened again", error)
+                self.reopened += 1
+                forgotten += 1
+                if forgotten > 2 * STRIKES:
+                    raise EngineFailed(f"verifier: keeps forgetting the text: {error}") from error
+                self._seat = None
+                self._begin(text, seat, same=forgotten == 1)
+            except BadRequest as error:
+                if not tree.guesses:
+                    raise
+                seat.unsaid(call.update)
+                log.warning("verifier: refuses the tree: %s", error)
+                tree = DraftTree.root_only(text.root)
+                if self.on_refused_tree is not None:
+                    self.on_refused_tree()
+            except Overloaded:
+                if time.monotonic() > give_up_s:
+                    raise
+                await asyncio.sleep(FIRST_BACKOFF_S)
+            except (PeerLost, EngineFailed, TimeoutError) as error:
+                if self._is_last_fault(error):
+                    raise
+                if time.monotonic() > give_up_s:
+                    raise PeerLost(f"verifier: {error or 'does not answer'}") from error
+                log.warning("verifier: %s; the text moves", error or "does not answer")
+                self.moves += 1
+                self._seat = None
+                self._begin(text, seat, same=False)
+            else:
+                self._faults = 0
+                wall_s = time.monotonic() - began_s
+                if not verdict.cold:
+                    self._pace.verified(wall_s)
+                self.clock.add(wall_s, verdict.verify_us, verdict.queue_us)
+                return verdict
+
+    async def close(self, text: Text) -> None:
+        """Let go, with the text so that its last state can be saved. May be called again; never raises."""
+        if self._closed:
+            return
+        self._closed = True
+        await end_task(self._opening)
+        seat, self._seat = self._seat or self._tried, None
+        if seat is not None:
+            self.saved = await seat.close(text)
+
+    def _begin(self, text: Text, old: Seat[VerifierPeer], same: bool) -> None:
+        self._opening = self._background.start(self._settle(text, old, same))
+
+    async def _settled(self, text: Text) -> Seat[VerifierPeer]:
+        if self._seat is None:
+            if self._opening is None:
+                raise PeerLost("verifier: the handle is closed")
+            await asyncio.shield(self._opening)
+        if self._seat is None:
+            raise PeerLost("verifier: the handle is closed")
+        return self._seat
+
+    async def _settle(self, text: Text, old: Seat[VerifierPeer] | None = None, same: bool = False) -> None:
+        """Lease a verifier and open the text there, as often as it takes within the patience; once more where it
+        fails at its own fault.
+
+        `old` is the opening that this one replaces, under the `same` lease at first. It is closed when its follower
+        is open: a lease ends with the last of its openings.
+        """
+        give_up_s = time.monotonic() + self._patience_s
+        pause_s = FIRST_BACKOFF_S
+        leased = old.leased if old is not None and same else None
+        while True:
+            try:
+                if leased is None:
+                    leased = await self._pool.lease()
+                self._check_same(leased.hello)
+                self.hello = leased.hello
+                self.greeted.set()
+                self._tried = Seat(leased, text)
+                seat, opened = await self._first_open(self._tried, text)
+            except (DendroError, TimeoutError) as error:
+                self._drop_tried(text)
+                if self._is_last_fault(error) or (isinstance(error, BadRequest) and self.opened is None):
+                    raise  # where `opened`, another verifier took the text: this one's limits are tighter
+                if time.monotonic() + pause_s > give_up_s:
+                    if isinstance(error, Overloaded):
+                        raise
+                    raise PeerLost("verifier: none opens the text in time") from error
+                log.info("verifier: %s; trying again", error or "does not answer")
+                leased = None
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_BACKOFF_S)
+            else:
+                self.opened = self.opened or opened
+                if seat is not self._tried:
+                    self._drop_tried(text)
+                self._seat, self._tried = seat, None
+                return
+            finally:
+                if old is not None:
+                    self._background.start(old.close(text))
+                    old = None
+
+    async def _first_open(self, seat: Seat[VerifierPeer], text: Text) -> tuple[Seat[VerifierPeer], Opened]:
+        """Open the text at a seat and, where that takes long, at another replica besides: whichever is open first.
+
+        The first opening goes on meanwhile: a long prompt or a queue is no fault. Where there is no other replica now,
+        one is looked for again after as long a time. Raises the first opening's error when both have failed; `seat`
+        itself is the caller's to close where it is not returned.
+        """
+        first = asyncio.ensure_future(seat.open(text))
+        second: asyncio.Task[tuple[Seat[VerifierPeer], Opened]] | None = None
+        try:
+            while True:
+                running = [task for task in (first, second) if task is not None and not task.done()]
+                if not running:
+                    return seat, first.result()  # raises
+                done, _ = await asyncio.wait(
+                    running, timeout=SLOW_OPENING * self._patience_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                if first in done and first.exception() is None:
+                    return seat, first.result()
+                if second is not None and second in done and second.exception() is None:
+                    answer, second = second.result(), None
+                    return answer
+                if not done and running == [first]:
+                    log.info("verifier: the text is not open yet; another replica is looked for")
+                    second = asyncio.create_task(self._open_elsewhere(seat.leased.address, text))
+        finally:
+            first.cancel()
+            if second is not None:
+                self._background.start(self._drop_second(second, text))
+
+    async def _open_elsewhere(self, address: str, text: Text) -> tuple[Seat[VerifierPeer], Opened]:
+        """Open the text at a replica of another address. Raises PeerLost or Overloaded where none is to be had now."""
+        leased = await self._pool.lease()
+        self._check_same(leased.hello)
+        if leased.address == address:
+            raise PeerLost("verifier: there is no other replica")
+        seat = Seat(leased, text)
+        try:
+            return seat, await seat.open(text)
+        except BaseException:
+            self._background.start(seat.close(text))
+            raise
+
+    async def _drop_second(self, second: asyncio.Task[tuple[Seat[VerifierPeer], Opened]], text: Text) -> None:
+        """End an opening that is not wanted any more, and close it where it was answered just now."""
+        await end_task(second)
+        if not second.cancelled() and second.exception() is None:
+            await second.result()[0].close(text)
+
+    def _drop_tried(self, text: Text) -> None:
+        """Where an opening failed and its peer lives, it must not keep memory for it."""
+        if self._tried is not None:
+            self._background.start(self._tried.close(text))
+            self._tried = None
+
+    def _is_last_fault(self, error: BaseException) -> bool:
+        """Count a verifier's own fault; whether it is the second since the last verdict, which ends the request."""
+        self._faults += isinstance(error, EngineFailed)
+        return isinstance(error, EngineFailed) and self._faults > 1
+
+    def _check_same(self, hello: Hello) -> None:
+        """Another model, dtype or exactness would give other tokens: a request that has begun does not go on there, and
+        none begins with a replica of another checkpoint than the router's."""
+        if fault := unlike(hello, self._facts):
+            raise PeerLost(f"verifier: {fault}")
+        if self._began_with is None:
+            self._began_with = hello
+        if hello.target != self._began_with.target:
+            differ = [name for name in TARGET_FACTS if getattr(hello, name) != getattr(self._began_with, name)]
+            raise PeerLost(f"verifier: differs from the one that the text began at in {', '.join(differ)}")
+
+
+def _check_verdict(verdict: Verdict, tree: DraftTree, text: Text, hello: Hello) -> None:
+    """A verdict that does not fit its tree, its text or its target's vocabulary is the verifier's fault."""
+    guesses = verdict.length - 1  # accepted, those past a cut among them
+    if len(verdict.ranks) != min(guesses, len(verdict.tokens)) or guesses + verdict.trimmed > tree.guesses:
+        raise EngineFailed(
+            f"verifier: its verdict has N = {verdict.length}, {len(verdict.ranks)} ranks and {verdict.trimmed} guesses "
+            f"left out of a tree of {tree.guesses}"
+        )
+    for above, row, token in zip(verdict.path, verdict.path[1:], verdict.tokens, strict=False):
+        if row >= tree.rows or tree.parents[row] != above or tree.tokens[row] != token:
+            raise EngineFailed(f"verifier: its verdict's path {verdict.path} is none of the tree")
+    if max(verdict.tokens) >= hello.vocabulary:
+        raise EngineFailed(f"verifier: emits {max(verdict.tokens)}; its vocabulary is {hello.vocabulary}")
+    room, ended = text.limits.max_length - len(text) - len(verdict.tokens), verdict.finish
+    if (
+        room < 0
+        or (ended is None and (room == 0 or verdict.length != len(verdict.tokens)))
+        or (ended is Finish.LENGTH and room > 0)
+        or (ended is Finish.END_OF_TEXT and (text.limits.ignore_end or verdict.tokens[-1] not in hello.end_ids))
+    ):
+        raise EngineFailed(
+            f"verifier: finish {ended}, N = {verdict.length}, {len(verdict.tokens)} tokens, {room} from the limit"
+        )

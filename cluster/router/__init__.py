@@ -1,0 +1,1 @@
+"""The router: from a checked request to the loop of rounds and the session's record."""

@@ -1,0 +1,263 @@
+"""Whether a request can be served, and what is to be done for it: every field is checked before a model sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from dendro.errors import BadRequest, Conflict, PeerLost
+from dendro.text import SEED_BITS, Limits, Sampling, Text
+from dendro.v1 import generation_pb2 as pb
+from tree_layers.checkpoint import Facts
+
+from cluster.config import Config, Target
+from cluster.hub import fetched_model
+from cluster.policies import Experience, Experiences
+from cluster.policies.prior import PriorKey
+from cluster.router.priors import Priors
+from cluster.router.speculation import Asked, what_is_asked
+from cluster.router.tokenizer import CheckpointTokenizer, Tokenizer
+from cluster.sessions import Record, Sessions, Turn
+
+log = logging.getLogger("dendro.router")
+
+MAX_REQUEST_ID = 128
+_REQUEST_ID = re.compile(f"[!-~]{{1,{MAX_REQUEST_ID}}}")  # what a log line, a key and a header may hold
+_TARGET = re.compile("[0-9a-f]{32}")  # `Hello.target`, which a record keeps
+LONG_PROMPT_BYTES = 1 << 14
+
+BEGIN_AGAIN = "begin the turn again, with the same request_id"
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What the edge must know of a target: enough to refuse what it cannot do."""
+
+    name: str
+    tokenizer: Tokenizer
+    vocabulary: int
+    max_length: int
+    end_ids: frozenset[int]
+    dtype: str
+
+    @classmethod
+    def of(cls, name: str, target: Target, facts: Facts) -> Served:
+        """Load a target's tokenizer; raises BadRequest naming what is missing."""
+        target = fetched_model(f"targets.{name}", target, weights=False)
+        try:
+            tokenizer = CheckpointTokenizer(target.tokenizer_folder, facts.tokenizer)
+        except BadRequest as error:
+            raise BadRequest(f"targets.{name}.{target.tokenizer_field}", error.reason) from error
+        return cls(
+            name=name,
+            tokenizer=tokenizer,
+            vocabulary=facts.vocabulary,
+            max_length=min(target.max_length, facts.positions or target.max_length),
+            end_ids=facts.end_ids,
+            dtype=target.dtype,
+        )
+
+
+@dataclass(slots=True)
+class Job:
+    """A request that was found good."""
+
+    request_id: str
+    tenant: str
+    served: Served
+    sampling: Sampling
+    prompt: list[int]  # the text before the answer, a session's earlier turns included
+    held: list[int]  # the answer's tokens that the client has
+    limits: Limits
+    asked: Asked
+    kind: PriorKey
+    experience: Experience  # its tenant's
+    session: str  # its token; empty: no session
+    resume: pb.Resume | None
+    record: Record | None  # of the session so far; None: it begins with this request
+    told: Turn | None = None  # the turn of the record that is this request's own: it was answered before
+    target: str = ""  # what its tokens depend on beside the text (`Hello.target`); empty until a verifier is leased
+    began_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def answer_length(self) -> int:
+        return self.limits.max_length - len(self.prompt)
+
+
+def _check_told(turn: Turn, tokens: Sequence[int], prompt: list[int], held: list[int]) -> None:
+    """Raise BadRequest where a request that names a written turn's request id is another one. tokens: the session's."""
+    if prompt != list(tokens[: turn.prompt]):
+        raise BadRequest("request_id", "wrote a turn of this session after another prompt; a new turn needs a new id")
+    if held != list(tokens[turn.prompt : turn.end][: len(held)]):
+        raise BadRequest("resume.token_ids", "are not how this request's answer began")
+
+
+def check_text_of_resume(job: Job, text: Text) -> None:
+    """Raise Conflict where the text before the answer is another than the one that the answer began after."""
+    resume, length = job.resume, len(job.prompt)
+    if resume is not None and (resume.prompt_tokens, resume.prompt_digest) != (length, text.digest(length)):
+        raise Conflict(
+            f"resume: the answer began after {resume.prompt_tokens} tokens, the text has {length} now or others; "
+            f"{BEGIN_AGAIN}"
+        )
+
+
+def check_target_of_resume(resume: pb.Resume | None, held: list[int], target: str) -> None:
+    """Raise Conflict where the client's tokens are of another target than `target`, whose tokens would follow them."""
+    if resume is not None and held and resume.target != target:
+        raise Conflict(f"resume.target: the target was changed since the answer began; {BEGIN_AGAIN}")
+
+
+class Admission:
+    """Checks requests for all targets of a configuration."""
+
+    def __init__(
+        self,
+        config: Config,
+        served: Mapping[str, Served],
+        sessions: Sessions,
+        priors: Priors,
+        experience: Mapping[str, Experiences],
+    ) -> None:
+        """served, experience: by target."""
+        self._config = config
+        self._served = served
+        self._sessions = sessions
+        self._priors = priors
+        self._experience = experience
+
+    async def admit(self, request: pb.GenerateRequest, request_id: str, tenant: str) -> Job:
+        """The checked request. Raises BadRequest naming the field, NotFound for an unknown session, Conflict for a
+        resume of another target's answer, and PeerLost where the session cannot be read."""
+        if not _REQUEST_ID.fullmatch(request_id):
+            raise BadRequest("request_id", f"must be 1 to {MAX_REQUEST_ID} printable ASCII characters without a space")
+        record = await self._sessions.read(request.session, tenant) if request.session else None
+        served = self._served_for(request, record)
+        resume = request.resume if request.HasField("resume") else None
+        held = _checked_ids("resume.token_ids", resume.token_ids, served) if resume else []
+        if resume is not None and not resume.prompt_tokens:
+            raise BadRequest("resume.prompt_tokens", "is missing: a resume names what `started` reported")
+        if resume is not None and not _TARGET.fullmatch(resume.target):
+            raise BadRequest("resume.target", "must be what `started` reported, 32 hexadecimal digits")
+        sampling = _sampling(request, record)
+        experience = self._experience[served.name].of(tenant)
+        kind = PriorKey.of(served.name, self._config.drafters_of(served.name), sampling.temperature, tenant)
+        prior = await self._priors.of(kind, experience)
+        asked = what_is_asked(request.speculation, served.name, self._config, experience, sampling, prior)
+        told = record.turn_of(request_id) if record is not None else None
+        earlier = record.tokens if record is not None else ()
+        prompt = await self._prompt(request, served, list(earlier[: told.start] if told is not None else earlier))
+        if told is not None:
+            check_target_of_resume(resume, held, told.target)
+            _check_told(told, earlier, prompt, held)
+            sampling, end = replace(sampling, seed=told.seed), told.end
+        else:
+            end = len(prompt) + self._new_tokens(request, served, prompt, held)
+        session = request.session
+        if request.keep_session and not session:
+            try:
+                session = await self._sessions.new_token(tenant)
+            except PeerLost as error:
+                log.warning("request %s: no session can be kept: %s", request_id, error)
+        return Job(
+            request_id=request_id,
+            tenant=tenant,
+            served=served,
+            sampling=sampling,
+            prompt=prompt,
+            held=held,
+            limits=Limits(end, request.ignore_end),
+            asked=asked,
+            kind=kind,
+            experience=experience,
+            session=session,
+            resume=resume,
+            record=record,
+            told=told,
+        )
+
+    def _served_for(self, request: pb.GenerateRequest, record: Record | None) -> Served:
+        if record is None:
+            return self._served[self._config.target_named(request.model)]
+        if request.model and request.model != record.model:
+            raise BadRequest("model", f"is {request.model!r}, but the session is of {record.model!r}")
+        served = self._served[self._config.target_named(record.model)]
+        if served.tokenizer.fingerprint != record.tokenizer:
+            raise BadRequest("session", f"was written with another tokenizer than {served.name!r} has now")
+        return served
+
+    async def _prompt(self, request: pb.GenerateRequest, served: Served, earlier: list[int]) -> list[int]:
+        """The text before the answer: the session's `earlier` one, and what this request adds."""
+        kind = request.WhichOneof("prompt")
+        if kind == "token_ids":
+            ids = _checked_ids("prompt.token_ids", request.token_ids.ids, served)
+        elif kind == "text" and request.text:
+            size = len(request.text.encode())
+            limit = self._config.router.max_prompt_bytes
+            if size > limit:
+                raise BadRequest("prompt", f"has {size} bytes; at most {limit}")
+            if size > LONG_PROMPT_BYTES:  # milliseconds, which other requests' rounds would wait
+                ids = await asyncio.to_thread(served.tokenizer.encode, request.text, not earlier)
+            else:
+                ids = served.tokenizer.encode(request.text, not earlier)
+            if max(ids, default=0) >= served.vocabulary:
+                raise BadRequest("prompt.text", f"has the token {max(ids)}; the model has {served.vocabulary}")
+        else:
+            ids = []
+        if not ids:
+            raise BadRequest("prompt", "is empty: there is nothing to go on from")
+        return earlier + ids
+
+    def _new_tokens(self, request: pb.GenerateRequest, served: Served, prompt: list[int], held: list[int]) -> int:
+        """The answer's greatest length. A default fits itself into the room; a number that was asked for must fit."""
+        room = served.max_length - len(prompt)
+        if room < 1:
+            raise BadRequest("prompt", f"makes a text of {len(prompt)} tokens; at most {served.max_length - 1}")
+        count, limit = min(self._config.router.default_new_tokens, room), self._config.router.max_new_tokens
+        if request.HasField("max_new_tokens"):
+            count = request.max_new_tokens
+            if not 1 <= count <= limit:
+                raise BadRequest("max_new_tokens", f"must lie in 1 to {limit}; got {count}")
+            if count > room:
+                raise BadRequest("max_new_tokens", f"is {count}, but the model's text has room for {room} more")
+        if len(held) > count:
+            raise BadRequest("resume.token_ids", f"are {len(held)} of an answer of at most {count}")
+        return count
+
+
+def _checked_ids(name: str, said: Sequence[int], served: Served) -> list[int]:
+    """The ids as a list. More than a text may have are refused before the list is made."""
+    if len(said) > served.max_length:
+        raise BadRequest(name, f"has {len(said)} ids; a text has at most {served.max_length}")
+    ids = np.fromiter(said, np.int64, len(said))
+    outside = np.flatnonzero(ids >= served.vocabulary)
+    if len(outside):
+        first = int(outside[0])
+        raise BadRequest(f"{name}[{first}]", f"{ids[first]} is outside the vocabulary of {served.vocabulary}")
+    return ids.tolist()
+
+
+def _sampling(request: pb.GenerateRequest, record: Record | None) -> Sampling:
+    """What the request says, else what the session says, else greedy with a seed drawn here."""
+    said = request.sampling
+    if request.HasField("resume"):
+        seed = request.resume.seed
+    elif said.HasField("seed"):
+        seed = said.seed
+    else:
+        seed = record.seed if record else secrets.randbits(SEED_BITS)
+    index = said.sample_index if said.HasField("sample_index") else (record.sample_index if record else 0)
+    return Sampling(
+        temperature=said.temperature,
+        top_k=said.top_k,
+        top_p=said.top_p if said.HasField("top_p") else 1.0,
+        min_p=said.min_p,
+        seed=seed,
+        sample_index=index,
+    )

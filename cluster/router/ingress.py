@@ -1,0 +1,358 @@
+"""The edge of the cluster: admit a request, run the loop, stream its verdicts, write its session's record.
+
+A plain object without Ray or sockets: `Ingress.generate` takes and gives messages. Its gRPC shells are the servicer in
+`cluster/api/grpc.py` and the Serve deployment in `cluster/app.py`; both map errors to statuses with `status_of`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import math
+import secrets
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from functools import partial
+from typing import TypeVar, cast
+
+from dendro.errors import Conflict, DendroError, NotFound, Overloaded, PeerLost, one_line
+from dendro.text import Finish, Limits, Text, Verdict
+from dendro.v1 import generation_pb2 as pb
+
+from cluster.checkpoints import check_pairs, read_cluster
+from cluster.config import Config
+from cluster.policies import Experiences
+from cluster.policies.prior import NoPriors, PriorStore
+from cluster.proposers.proposals import Library
+from cluster.router.account import Tally
+from cluster.router.admission import (
+    MAX_REQUEST_ID,
+    Admission,
+    Job,
+    Served,
+    check_target_of_resume,
+    check_text_of_resume,
+)
+from cluster.router.ports import Handle, Places
+from cluster.router.priors import Priors
+from cluster.router.rounds import rounds
+from cluster.router.tokenizer import TextStream
+from cluster.sessions import KEPT_TURNS, Record, Sessions, Turn
+
+log = logging.getLogger("dendro.router")
+
+CLOSE_BUDGET_S = 1.0
+"""How long `complete` waits for the peers to put their last states by."""
+AHEAD = 4
+"""Rounds that an answer may be ahead of what was sent of it: sending costs no round its time, and a client that does
+not read stops the work."""
+
+FINISH_REASONS = {
+    Finish.END_OF_TEXT: pb.FINISH_REASON_END_OF_TEXT,
+    Finish.LENGTH: pb.FINISH_REASON_LENGTH,
+}
+
+T = TypeVar("T")
+
+
+class Ingress:
+    """Takes requests for all targets of a configuration. Of one event loop."""
+
+    def __init__(
+        self,
+        config: Config,
+        places: Places,
+        sessions: Sessions,
+        served: Mapping[str, Served] | None = None,
+        priors: PriorStore | None = None,
+    ) -> None:
+        """`served` is what the checkpoints say. Where it is not given it is read from them, and replicas loaded from
+        other checkpoints are not used. Without a store of priors, this router knows what it learns itself."""
+        self.config = config
+        self._places = places
+        self._sessions = sessions
+        if served is None:
+            facts = read_cluster(config)
+            check_pairs(config, facts)
+            places.expect(facts)
+            served = {name: Served.of(name, target, facts.targets[name]) for name, target in config.targets.items()}
+        self._served = served
+        self._libraries = {
+            name: Library(config.speculation.proposers, target.max_rows, target.max_depth)
+            for name, target in config.targets.items()
+        }
+        self._priors = Priors(priors or NoPriors())
+        self.experience = {name: Experiences() for name in config.targets}
+        self._admission = Admission(config, served, sessions, self._priors, self.experience)
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def info(self) -> pb.GetServerInfoResponse:
+        """What is served, the default target first."""
+        return pb.GetServerInfoResponse(
+            models=[
+                pb.ModelInfo(
+                    name=name,
+                    vocabulary=served.vocabulary,
+                    max_length=served.max_length,
+                    dtype=served.dtype,
+                    drafters=self.config.drafters_of(name),
+                )
+                for name, served in self._served.items()
+            ]
+        )
+
+    async def generate(
+        self, request: pb.GenerateRequest, tenant: str = ""
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """Stream the answer: started, a chunk per round, complete. Raises the family in dendro.errors.
+
+        Leaving the iteration, or cancelling the task, ends the work within a round and gives the leases back.
+        """
+        outcome, tally = "refused", None
+        request_id = request.request_id or secrets.token_hex(16)
+        began_s = time.monotonic()
+        try:
+            job = await self._admission.admit(request, request_id, tenant)
+            text = Text(
+                job.prompt + job.held,
+                job.sampling,
+                # An answer that the client has whole leaves no room; it is ended below, without a round.
+                Limits(max(job.limits.max_length, len(job.prompt) + len(job.held) + 1), job.limits.ignore_end),
+                job.tenant,
+                job.record.marks if job.record else (),
+            )
+            check_text_of_resume(job, text)
+            outcome = "left"
+            stream = TextStream(job.served.tokenizer)
+            stream.push(job.held)
+            if job.told is not None:
+                yield _started(job, text, job.told.target)
+                for event in self._tell(job, job.told, stream):
+                    yield event
+                outcome = "told"
+                return
+            finish = self._finish_of_held(job)
+            complete = pb.GenerateComplete()
+            if finish is None:
+                experience = job.experience
+                with experience.shared.running(fixed=not job.asked.free) as place:
+                    tally = Tally(job.asked, experience, place, job.sampling.temperature)
+                    try:
+                        run = self._run(job, text, tally, stream, complete)
+                        async with aclosing(_ahead(run, self._left_s(job))) as events:
+                            async for event in events:
+                                yield event
+                    finally:
+                        self._priors.learn(job.kind, tally.notes, experience)
+                finish = text.finish
+                assert finish is not None
+            else:  # nothing is left to be made
+                assert job.resume is not None
+                job.target = job.resume.target
+                yield _started(job, text, job.target)
+            complete.finish_reason = FINISH_REASONS[finish]
+            complete.usage.prompt_tokens = len(job.prompt)
+            complete.usage.completion_tokens = len(text) - len(job.prompt)
+            complete.session = await self._keep(job, text, finish)
+            outcome = str(finish)
+            yield pb.GenerateResponse(complete=complete)
+        except DendroError as error:
+            outcome = type(error).__name__
+            raise
+        finally:
+            log.info(
+                "request %s tenant %s tokens %d rounds %d accepted %d seconds %.3f outcome %s",
+                one_line(request_id, MAX_REQUEST_ID),
+                hashlib.sha256(tenant.encode()).hexdigest()[:8],
+                tally.account.emitted_tokens if tally else 0,
+                tally.account.rounds if tally else 0,
+                tally.account.accepted_tokens if tally else 0,
+                time.monotonic() - began_s,
+                outcome,
+            )
+
+    async def _run(
+        self, job: Job, text: Text, tally: Tally, stream: TextStream, complete: pb.GenerateComplete
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """`started`, once a verifier is leased, and the chunks of the loop, between taking and giving back the leases.
+        Fills in what `complete` says of it."""
+        before = len(job.prompt)
+        verifier = self._places.verifier(job.served.name, text)
+        drafter = self._places.drafter(job.served.name, text, tally.place, job.asked.deadline_s, job.asked.adaptive)
+        proposals = self._libraries[job.served.name].around(
+            drafter, job.tenant, job.asked.proposed_rows, job.sampling.temperature
+        )
+        if proposals is not None:
+            drafter, tally.offer = proposals, partial(proposals.offer, text)
+        try:
+            target = (await verifier.meet()).target
+            check_target_of_resume(job.resume, job.held, target)
+            job.target = target
+            yield _started(job, text, target)
+            loop = cast(AsyncGenerator[Verdict, None], rounds(text, drafter, verifier, tally))
+            async with aclosing(loop) as verdicts:
+                async for verdict in verdicts:
+                    tally.meet(verifier.hello)
+                    added = stream.push(verdict.tokens)
+                    chunk = pb.GenerateChunk(
+                        offset=len(text) - len(verdict.tokens) - before,
+                        token_ids=verdict.tokens,
+                        text=added + stream.flush() if verdict.finished else added,
+                        shape=str(tally.shape),
+                    )
+                    yield pb.GenerateResponse(chunk=chunk)
+        finally:
+            await self._close(text, drafter, verifier)
+        complete.speculation.CopyFrom(tally.account)
+        complete.speculation.verifier_moves = verifier.moves
+        for said, opened in ((complete.drafter, drafter.opened), (complete.target, verifier.opened)):
+            if opened is not None:
+                said.CopyFrom(
+                    pb.Opening(
+                        restored_tokens=opened.restored, processed_tokens=opened.processed, open_us=opened.open_us
+                    )
+                )
+
+    def _left_s(self, job: Job) -> float:
+        return self.config.router.request_timeout_s - (time.monotonic() - job.began_s)
+
+    async def _close(self, text: Text, *handles: Handle) -> None:
+        """Close both, in tasks of their own: neither a cancelled request nor a peer that hangs holds a lease."""
+        tasks = [asyncio.ensure_future(handle.close(text)) for handle in handles]
+        self._closing.update(tasks)
+        for task in tasks:
+            task.add_done_callback(self._closing.discard)
+        await asyncio.wait(tasks, timeout=CLOSE_BUDGET_S)
+
+    def _finish_of_held(self, job: Job) -> Finish | None:
+        """Why an answer that the client has whole ended; None where it goes on."""
+        if not job.held:
+            return None
+        if job.held[-1] in job.served.end_ids and not job.limits.ignore_end:
+            return Finish.END_OF_TEXT
+        return Finish.LENGTH if len(job.held) >= job.answer_length else None
+
+    def _tell(self, job: Job, turn: Turn, stream: TextStream) -> list[pb.GenerateResponse]:
+        """The rest of an answer that was finished and written before: its `complete` was lost, or its client left."""
+        assert job.record is not None
+        answer, events = job.record.tokens[turn.prompt : turn.end], []
+        rest = answer[len(job.held) :]
+        if rest:
+            chunk = pb.GenerateChunk(offset=len(job.held), token_ids=rest, text=stream.push(rest) + stream.flush())
+            events.append(pb.GenerateResponse(chunk=chunk))
+        complete = pb.GenerateComplete(
+            finish_reason=FINISH_REASONS[Finish(turn.finish)],
+            usage=pb.Usage(prompt_tokens=turn.prompt, completion_tokens=len(answer)),
+            session=job.session,
+        )
+        return [*events, pb.GenerateResponse(complete=complete)]
+
+    async def _keep(self, job: Job, text: Text, finish: Finish) -> str:
+        """Write the session's record; its token, or nothing where there is none or the store does not answer."""
+        if not job.session:
+            return ""
+        earlier = job.record
+        turn = Turn(
+            request=job.request_id,
+            start=len(earlier.tokens) if earlier else 0,
+            prompt=len(job.prompt),
+            end=len(text),
+            seed=job.sampling.seed,
+            finish=finish.value,
+            target=job.target,
+        )
+        record = Record(
+            tokens=tuple(text.ids),
+            seed=job.sampling.seed,
+            sample_index=job.sampling.sample_index,
+            marks=(*(earlier.marks if earlier else ()), len(text)),
+            version=earlier.version + 1 if earlier else 1,
+            model=job.served.name,
+            tokenizer=job.served.tokenizer.fingerprint,
+            turns=(*(earlier.turns if earlier else ()), turn)[-KEPT_TURNS:],
+        )
+        try:
+            return await self._write(job, record)
+        except PeerLost as error:
+            log.warning("request %s: its session was not kept: %s", job.request_id, error)
+            return ""
+
+    async def _write(self, job: Job, record: Record, again: bool = True) -> str:
+        """Write a record; the token under which it is kept. Raises Conflict where another request wrote the session
+        first, and PeerLost. again: whether a write that the store did not confirm may be made once more."""
+        try:
+            await self._sessions.write(job.session, job.tenant, record)
+        except NotFound:  # the store lost what made the token: the record is whole, and is kept under another
+            session = await self._sessions.new_token(job.tenant)
+            await self._sessions.write(session, job.tenant, record)
+            return session
+        except Conflict:
+            # Another attempt of this request may have written its turn meanwhile, and other turns may have followed. Or
+            # nobody wrote: a connection that breaks between WATCH and EXEC is a conflict too.
+            try:
+                found = await self._sessions.read(job.session, job.tenant)
+            except NotFound:
+                found = None
+            turn = found.turn_of(job.request_id) if found is not None else None
+            if found is not None and turn is not None and found.tokens[: turn.end] == record.tokens:
+                return job.session
+            if not again or (found is not None and found.version >= record.version):
+                raise
+            return await self._write(job, record, again=False)
+        return job.session
+
+
+async def _ahead(chunks: AsyncGenerator[T, None], limit_s: float = math.inf) -> AsyncGenerator[T, None]:
+    """The same chunks; the next rounds run while one is sent, AHEAD of them at most.
+
+    After `limit_s` seconds `chunks` is closed, whether or not anybody reads, and Overloaded is raised after those that
+    were ready. (A generator notices no timeout while nobody resumes it, so a task drives `chunks`.)
+    """
+    queue: asyncio.Queue[T | None] = asyncio.Queue(AHEAD)
+
+    async def drive() -> None:
+        limit = asyncio.timeout(limit_s if math.isfinite(limit_s) else None)
+        try:
+            async with limit, aclosing(chunks):
+                async for chunk in chunks:
+                    await queue.put(chunk)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise Overloaded(
+                "request: not done within the server's limit of time; ask for fewer tokens, or try again later"
+            ) from None
+        finally:
+            with contextlib.suppress(asyncio.QueueFull):  # then the reader sees the task's end when it has read on
+                queue.put_nowait(None)
+
+    driver = asyncio.create_task(drive())
+    try:
+        while not (driver.done() and queue.empty()):
+            chunk = await queue.get()
+            if chunk is None:
+                break
+            await asyncio.sleep(0)  # the next round's call leaves first
+            yield chunk
+        await driver
+    finally:
+        driver.cancel()
+        await asyncio.wait({driver})
+
+
+def _started(job: Job, text: Text, target: str) -> pb.GenerateResponse:
+    """The first event: what a resume of this answer has to name."""
+    return pb.GenerateResponse(
+        started=pb.GenerateStarted(
+            request_id=job.request_id,
+            model=job.served.name,
+            seed=job.sampling.seed,
+            prompt_tokens=len(job.prompt),
+            offset=len(job.held),
+            prompt_digest=text.digest(len(job.prompt)),
+            target=target,
+        )
+    )
