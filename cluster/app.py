@@ -23,10 +23,10 @@ from dendro.state import StateStore
 from dendro.v1 import generation_pb2 as pb
 
 from cluster.api.grpc import status_of, tenant_of
-from cluster.config import Config, Drafter, Model, Target
+from cluster.config import Config, DrafterConfig, ModelConfig, TargetConfig
 from cluster.engines import (
-    DrafterEngine,
-    VerifierEngine,
+    LocalDrafter,
+    LocalVerifier,
     actor_options,
     engine_environment,
     load_drafter,
@@ -36,7 +36,7 @@ from cluster.engines import (
     stop_engine,
 )
 from cluster.hub import pinned
-from cluster.peers.places import ServePlaces
+from cluster.peers.places import ServePeers
 from cluster.router.admission import MAX_REQUEST_ID
 from cluster.router.ingress import Ingress
 from cluster.sessions import RedisSessions
@@ -92,10 +92,10 @@ class DrafterShell(_Shell):
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
         name: str,
-        drafter: Drafter,
+        drafter: DrafterConfig,
         longest_s: float,
         states: Callable[[], StateStore],
-        load: Callable[[str, Drafter, StateStore], DrafterEngine] = load_drafter,
+        load: Callable[[str, DrafterConfig, StateStore], LocalDrafter] = load_drafter,
     ) -> None:
         from drafter_service.servicer import serve_drafter
 
@@ -113,10 +113,10 @@ class VerifierShell(_Shell):
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
         name: str,
-        target: Target,
+        target: TargetConfig,
         longest_s: float,
         states: Callable[[], StateStore],
-        load: Callable[[str, Target, StateStore], VerifierEngine] = load_replica,
+        load: Callable[[str, TargetConfig, StateStore], LocalVerifier] = load_replica,
     ) -> None:
         from verifier_service.servicer import serve_verifier
 
@@ -141,7 +141,7 @@ class LoadIngress(Protocol):
     """Makes a router's ingress from what it needs of the cluster."""
 
     def __call__(
-        self, config: Config, places: ServePlaces, sessions: RedisSessions, *, priors: RedisPriors
+        self, config: Config, places: ServePeers, sessions: RedisSessions, *, priors: RedisPriors
     ) -> Ingress: ...
 
 
@@ -157,7 +157,7 @@ class RouterShell:
         ingress: LoadIngress = Ingress,
     ) -> None:
         _log_beside_serve()
-        places = ServePlaces(config, targets, drafters)
+        places = ServePeers(config, targets, drafters)
         priors = RedisPriors(redis_url, config.redis.prior_ttl_s)
         self._ingress = ingress(config, places, RedisSessions(redis_url, config.redis.record_ttl_s), priors=priors)
 
@@ -194,8 +194,8 @@ def build(
     config: Config,
     redis_url: str,
     *,
-    drafter: Callable[[str, Drafter, StateStore], DrafterEngine] = load_drafter,
-    verifier: Callable[[str, Target, StateStore], VerifierEngine] = load_replica,
+    drafter: Callable[[str, DrafterConfig, StateStore], LocalDrafter] = load_drafter,
+    verifier: Callable[[str, TargetConfig, StateStore], LocalVerifier] = load_replica,
     ingress: LoadIngress = Ingress,
 ) -> Application:
     """The application of a configuration. The loaders are parameters, so that tests deploy engines of their own."""
@@ -208,7 +208,7 @@ def build(
         "graceful_shutdown_wait_loop_s": 0.1,
     }
 
-    def replicas(name: str, model: Model, waiting: int = 0) -> dict[str, Any]:
+    def replicas(name: str, model: ModelConfig, waiting: int = 0) -> dict[str, Any]:
         return {
             "name": name,
             **_replicas_of(model),
@@ -257,7 +257,7 @@ def _deployment(shell: type, **options: Any) -> Any:
     return serve.deployment(**options)(shell)
 
 
-def _replicas_of(model: Model) -> dict[str, Any]:
+def _replicas_of(model: ModelConfig) -> dict[str, Any]:
     """A number, or how Serve finds one. A lease is a call in progress to Serve: what its autoscaling counts."""
     scaling = model.autoscaling
     if scaling is None:
@@ -275,7 +275,7 @@ def _replicas_of(model: Model) -> dict[str, Any]:
     }
 
 
-def _group_of(target: Target) -> dict[str, Any]:
+def _group_of(target: TargetConfig) -> dict[str, Any]:
     """A placement group for a sharded target: the replica has the first bundle, each of its workers another."""
     if target.tensor_parallel == 1:
         return {}

@@ -17,7 +17,7 @@ from tree_layers.checkpoint import Facts, read_facts
 from tree_layers.errors import CheckpointError
 
 from cluster.checkpoints import check_weights, misfit, pairs_of, read_cluster
-from cluster.config import Config, Model, Target
+from cluster.config import Config, ModelConfig, TargetConfig
 from cluster.hub import fetched_model, pinned
 
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -101,7 +101,7 @@ def examine(config: Config, load: bool, show_line: Callable[[str], None]) -> Rep
     return report
 
 
-def _describe(report: Report, section: str, name: str, model: Model, facts: Facts) -> ModelReport:
+def _describe(report: Report, section: str, name: str, model: ModelConfig, facts: Facts) -> ModelReport:
     try:
         check_weights(model, f"{section}.{name}.checkpoint")
     except BadRequest as error:
@@ -117,7 +117,7 @@ def _describe(report: Report, section: str, name: str, model: Model, facts: Fact
     )
 
 
-def _left_out(config: Config, name: str, target: Target) -> dict[str, str]:
+def _left_out(config: Config, name: str, target: TargetConfig) -> dict[str, str]:
     """Arms of the configuration that a target has not."""
     reasons = {}
     for shape in config.speculation.shapes:
@@ -172,7 +172,7 @@ def _load_drafter(config: Config, made: ModelReport, longest: int) -> None:
     engine.stop()
 
 
-def _weights(model: Model) -> int | None:
+def _weights(model: ModelConfig) -> int | None:
     """Bytes of a model's weights, whose files are here."""
     numbers = read_facts(model.checkpoint, model.tokenizer).numbers
     return None if numbers is None else numbers * BYTES_OF[model.dtype]

@@ -11,9 +11,9 @@ from dendro.errors import BadRequest
 from tree_layers.checkpoint import MAMBA_CONFIG, NO_TOKENIZER, Facts, read_facts, refuse_quantised, weight_files
 from tree_layers.errors import CheckpointError
 
-from cluster.config import Config, Drafter, Model, Target
+from cluster.config import Config, DrafterConfig, ModelConfig, TargetConfig
 from cluster.hub import fetched_model
-from cluster.pairing import Fit, fit_of
+from cluster.pairing import TokenFit, fit_of
 
 log = logging.getLogger("dendro.checkpoints")
 
@@ -46,7 +46,7 @@ def read_cluster(config: Config) -> ClusterFacts:
     )
 
 
-def pairs_of(config: Config, facts: ClusterFacts) -> Iterator[tuple[str, str, Fit]]:
+def pairs_of(config: Config, facts: ClusterFacts) -> Iterator[tuple[str, str, TokenFit]]:
     """Every drafter, each target that it is configured for, and how their tokens compare."""
     for name, drafter in config.drafters.items():
         for target in drafter.targets or config.targets:
@@ -64,12 +64,12 @@ def check_pairs(config: Config, facts: ClusterFacts) -> None:
             log.info("drafter %s for target %s: %s", drafter, target, fit.note)
 
 
-def misfit(drafter: str, target: str, fit: Fit) -> BadRequest:
+def misfit(drafter: str, target: str, fit: TokenFit) -> BadRequest:
     """The refusal of a pair."""
     return BadRequest(f"drafters.{drafter}.checkpoint", f"does not fit target {target}: {fit.refusal}")
 
 
-def target_facts(name: str, target: Target) -> Facts:
+def target_facts(name: str, target: TargetConfig) -> Facts:
     """Facts of a target and its tokenizer. Raises BadRequest, naming the field, for what is missing but weights."""
     facts = _facts(target, f"targets.{name}")
     if facts.tokens is None:
@@ -77,7 +77,7 @@ def target_facts(name: str, target: Target) -> Facts:
     return facts
 
 
-def drafter_facts(name: str, drafter: Drafter) -> Facts:
+def drafter_facts(name: str, drafter: DrafterConfig) -> Facts:
     """Facts of a drafter, which state-spaces publishes without a tokenizer. Raises BadRequest, naming the field, for
     what is missing but weights."""
     facts = _facts(drafter, f"drafters.{name}")
@@ -90,7 +90,7 @@ def drafter_facts(name: str, drafter: Drafter) -> Facts:
     return facts
 
 
-def _facts(model: Model, where: str) -> Facts:
+def _facts(model: ModelConfig, where: str) -> Facts:
     model = fetched_model(where, model, weights=False)
     try:
         return read_facts(model.checkpoint, model.tokenizer)
@@ -99,7 +99,7 @@ def _facts(model: Model, where: str) -> Facts:
         raise BadRequest(f"{where}.{'tokenizer' if at_tokenizer else 'checkpoint'}", str(error)) from error
 
 
-def check_weights(model: Model, where: str) -> None:
+def check_weights(model: ModelConfig, where: str) -> None:
     """Raises BadRequest, naming the field `where`, for a folder without whole weights."""
     if model.checkpoint_name:  # each node fetches them for itself, and says what is missing
         return

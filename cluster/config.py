@@ -96,7 +96,7 @@ class Autoscaling(Section):
         return self
 
 
-class Model(Section):
+class ModelConfig(Section):
     """What a target and a drafter share: one Serve deployment with `replicas` replicas."""
 
     checkpoint: Path
@@ -155,7 +155,7 @@ class Model(Section):
         return self
 
 
-class Target(Model):
+class TargetConfig(ModelConfig):
     """A served model: one verifier deployment."""
 
     max_length: int = Field(default=2048, ge=2)
@@ -185,14 +185,14 @@ class Target(Model):
         return shape.rows <= self.max_rows and (shape.depth <= self.max_depth or not shape.drafted)
 
 
-class Drafter(Model):
+class DrafterConfig(ModelConfig):
     """A drafter deployment, of a `mamba`, `mamba2`, `llama`, `qwen2` or `qwen3` checkpoint. It serves every target
     that shares its tokenizer, or only those named in `targets`."""
 
     targets: tuple[str, ...] = ()
 
 
-SettledModel = TypeVar("SettledModel", bound=Model)
+SettledModel = TypeVar("SettledModel", bound=ModelConfig)
 
 
 class Router(Section):
@@ -212,7 +212,7 @@ class Router(Section):
     fixes its shape wait so long, others no longer than a late draft may cost."""
 
 
-class Speculation(Section):
+class SpeculationConfig(Section):
     """How shapes are chosen where a request leaves that to us (`auto`)."""
 
     policy: str = "ratio_ucb"
@@ -288,10 +288,10 @@ class Grpc(Section):
 class Config(Section):
     """One cluster."""
 
-    targets: dict[str, Target] = Field(min_length=1)
-    drafters: dict[str, Drafter] = Field(default_factory=dict)
+    targets: dict[str, TargetConfig] = Field(min_length=1)
+    drafters: dict[str, DrafterConfig] = Field(default_factory=dict)
     router: Router = Router()
-    speculation: Speculation = Speculation()
+    speculation: SpeculationConfig = SpeculationConfig()
     redis: Redis = Redis()
     grpc: Grpc = Grpc()
 

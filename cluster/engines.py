@@ -12,7 +12,7 @@ from dendro.calls import DrafterPeer, VerifierPeer
 from dendro.errors import BadRequest
 from dendro.state import StateStore
 
-from cluster.config import Drafter, Model, Resources, Target
+from cluster.config import DrafterConfig, ModelConfig, Resources, TargetConfig
 from cluster.hub import fetched_model
 from cluster.peers.opening import Peer
 
@@ -37,11 +37,11 @@ class Engine(Peer, Protocol):
         ...
 
 
-class DrafterEngine(DrafterPeer, Engine, Protocol):
+class LocalDrafter(DrafterPeer, Engine, Protocol):
     """A drafter of this process."""
 
 
-class VerifierEngine(VerifierPeer, Engine, Protocol):
+class LocalVerifier(VerifierPeer, Engine, Protocol):
     """A verifier of this process."""
 
 
@@ -69,7 +69,7 @@ def engine_environment(threads: int) -> dict[str, str]:
     }
 
 
-def load_drafter(name: str, drafter: Drafter, states: StateStore) -> DrafterEngine:
+def load_drafter(name: str, drafter: DrafterConfig, states: StateStore) -> LocalDrafter:
     """A drafter's engine, not started yet. Raises BadRequest for a checkpoint that cannot be used."""
     from drafter_service.engine import DrafterEngine
 
@@ -87,7 +87,7 @@ def load_drafter(name: str, drafter: Drafter, states: StateStore) -> DrafterEngi
     )
 
 
-def load_verifier(name: str, target: Target, states: StateStore, **workers: Any) -> VerifierEngine:
+def load_verifier(name: str, target: TargetConfig, states: StateStore, **workers: Any) -> LocalVerifier:
     """A verifier's engine, not started yet. Raises BadRequest for a checkpoint that cannot be used.
 
     workers: where those of a sharded target are started, if not as processes below this one.
@@ -118,7 +118,7 @@ def load_verifier(name: str, target: Target, states: StateStore, **workers: Any)
     )
 
 
-def load_replica(name: str, target: Target, states: StateStore) -> VerifierEngine:
+def load_replica(name: str, target: TargetConfig, states: StateStore) -> LocalVerifier:
     """The same in a replica of Serve: the workers of a sharded target are actors in the replica's placement group."""
     if target.tensor_parallel == 1:
         return load_verifier(name, target, states)
@@ -129,7 +129,7 @@ def load_replica(name: str, target: Target, states: StateStore) -> VerifierEngin
 class Worker:
     """The actor of a shard."""
 
-    def fetch(self, name: str, target: Target) -> tuple[Path, Path]:
+    def fetch(self, name: str, target: TargetConfig) -> tuple[Path, Path]:
         """The folders of the target and of its tokenizer on this node; names on a hub are fetched."""
         here = fetched_model(f"targets.{name}", target)
         return here.checkpoint, here.tokenizer_folder
@@ -143,7 +143,7 @@ class Worker:
 _workers: list[Any] = []  # handles of this replica's actors, which live as long as these
 
 
-def _start_actors(name: str, target: Target, summons: Sequence[Summons]) -> None:
+def _start_actors(name: str, target: TargetConfig, summons: Sequence[Summons]) -> None:
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -168,7 +168,7 @@ def _start_actors(name: str, target: Target, summons: Sequence[Summons]) -> None
         worker.work.remote(each)
 
 
-def device_of(model: Model) -> str:
+def device_of(model: ModelConfig) -> str:
     """Ray shows a replica the accelerators that it asked for, and no other."""
     return "cuda" if model.resources.gpu else "cpu"
 

@@ -18,7 +18,7 @@ from tree_layers.checkpoint import CONFIG, GENERATION, MAMBA_CONFIG, WEIGHT_FILE
 from tree_layers.errors import CheckpointError
 from tree_layers.tokens import TOKENIZER_FILES
 
-from cluster.config import Config, Model
+from cluster.config import Config, ModelConfig
 
 READ_FOR_TOKENIZER = (*TOKENIZER_FILES, "special_tokens_map.json", "chat_template.jinja")
 """What we and transformers read of a tokenizer; fetched where these names are there."""
@@ -26,7 +26,7 @@ SMALL_FILES = (CONFIG, GENERATION, MAMBA_CONFIG, *READ_FOR_TOKENIZER)
 """What describes a model and its tokenizer; fetched where these names are there."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
-AnyModel = TypeVar("AnyModel", bound=Model)
+AnyModel = TypeVar("AnyModel", bound=ModelConfig)
 
 
 def pinned(config: Config) -> Config:

@@ -31,7 +31,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class TokenFit:
     """How a drafter's tokens compare with a target's."""
 
     refusal: str  # why the drafter cannot draft for the target; empty: it can
@@ -46,7 +46,7 @@ class Fit:
         return not self.refusal
 
 
-def fit_of(target: Facts, drafter: Facts) -> Fit:
+def fit_of(target: Facts, drafter: Facts) -> TokenFit:
     """Compare the token tables of a target, which has one, and of a drafter."""
     assert target.tokens is not None, "a target is not served without a tokenizer"
     if drafter.tokens is None:
@@ -65,15 +65,15 @@ def fit_of(target: Facts, drafter: Facts) -> Fit:
         refusal = f"{counted}. It drafts for targets of its own tokenizer; name them in `targets`"
     elif unlike:
         warning = f"{counted}; drafts with them are not accepted"
-    return Fit(refusal, warning, _note(ours, theirs), len(ordinary), len(unlike), first)
+    return TokenFit(refusal, warning, _note(ours, theirs), len(ordinary), len(unlike), first)
 
 
-def _without_tokenizer(target: Facts, drafter: Facts) -> Fit:
+def _without_tokenizer(target: Facts, drafter: Facts) -> TokenFit:
     """state-spaces publishes no tokenizer: its count of tokens stands for one."""
     assert target.tokens is not None
     if drafter.unpadded == target.tokens.size:
-        return Fit("", note=f"has no tokenizer; its {drafter.unpadded} tokens are taken to be the target's")
-    return Fit(
+        return TokenFit("", note=f"has no tokenizer; its {drafter.unpadded} tokens are taken to be the target's")
+    return TokenFit(
         f"has no tokenizer, and {drafter.unpadded} tokens where the target has {target.tokens.size}; "
         "name the folder of its tokenizer in `tokenizer`"
     )

@@ -89,9 +89,9 @@ async def local_ingress(config: Config) -> AsyncIterator[Ingress]:
     """An ingress with the engines in this process: no Ray, no sockets, no Redis."""
     config = await asyncio.to_thread(_ready, config, True)
     os.environ.setdefault("TQDM_DISABLE", "1")  # transformers' bar for weights that load in a moment
-    from cluster.peers.local import LocalPlaces
+    from cluster.peers.local import LocalPeers
 
-    places = await asyncio.to_thread(LocalPlaces.load, config, MemoryStates())
+    places = await asyncio.to_thread(LocalPeers.load, config, MemoryStates())
     try:
         yield Ingress(config, places, MemorySessions())
     finally:

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 
-from dendro.client import Asking, Complete, Completion, Event, Opening, Options, Round, SpeculationStats, collect
+from dendro.client import Asking, Complete, Completion, Event, OpeningStats, Options, Round, SpeculationStats, collect
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text as RichText
@@ -71,7 +71,7 @@ def pulls_line(pulls: dict[str, int]) -> str:
     return ", ".join(f"{shape} x {count}" for shape, count in ordered)
 
 
-def opening_line(opening: Opening | None) -> str:
+def opening_line(opening: OpeningStats | None) -> str:
     if opening is None:
         return "not opened"
     return (

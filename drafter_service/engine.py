@@ -27,9 +27,9 @@ from tree_layers.states import SlotPool
 
 from drafter_service.grow import most_processed
 from drafter_service.models import load_model
-from drafter_service.plan import Plan
-from drafter_service.runner import Runner
-from drafter_service.scheduler import Answer, Consumed, Ready, Scheduler
+from drafter_service.plan import DraftPlan
+from drafter_service.runner import DraftRunner
+from drafter_service.scheduler import Answer, Consumed, DraftScheduler, Ready
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class _Saved:
 
 
 @dataclass
-class Counters:
+class DrafterCounters:
     """What happened since the start; only ever grows."""
 
     forwards: int = 0
@@ -96,7 +96,7 @@ class DrafterEngine:
     def __init__(
         self,
         hello: Hello,
-        runner: Runner,
+        runner: DraftRunner,
         states: StateStore,
         max_sessions: int,
         prefill_chunk: int,
@@ -116,7 +116,7 @@ class DrafterEngine:
         self._scheduler = self._fresh()
         self._inbox: queue.SimpleQueue[tuple[_Ticket, Callable[[], None]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self.counters = Counters()
+        self.counters = DrafterCounters()
 
     @classmethod
     def load(
@@ -175,7 +175,7 @@ class DrafterEngine:
             facts=checkpoint.facts.digest,
             ordinary_tokens=checkpoint.facts.ordinary_tokens,
         )
-        runner = Runner(model, text_slots(max_sessions), node_slots(max_rows, max_depth), place)
+        runner = DraftRunner(model, text_slots(max_sessions), node_slots(max_rows, max_depth), place)
         return cls(hello, runner, states, max_sessions, prefill_chunk, threads, longest_step_s)
 
     def start(self) -> None:
@@ -232,10 +232,10 @@ class DrafterEngine:
         nodes = node_slots(limits.max_rows, limits.max_depth) - 1 - self.free_nodes
         return texts * memory.text_bytes(limits.max_length) + nodes * memory.node_bytes
 
-    def _fresh(self) -> Scheduler:
+    def _fresh(self) -> DraftScheduler:
         limits = self._hello
         texts, nodes = text_slots(self._max_sessions), node_slots(limits.max_rows, limits.max_depth)
-        return Scheduler(limits.model, SlotPool(texts), SlotPool(nodes), self._max_sessions, self._chunk)
+        return DraftScheduler(limits.model, SlotPool(texts), SlotPool(nodes), self._max_sessions, self._chunk)
 
     # -- the caller's side ---------------------------------------------------------------------------------------
 
@@ -385,7 +385,7 @@ class DrafterEngine:
             self._runner.fold(self._scheduler.folds)
             self._scheduler.folds.clear()
 
-    def _forward(self, plan: Plan) -> None:
+    def _forward(self, plan: DraftPlan) -> None:
         try:
             self._scheduler.apply(self._runner.run(plan))
         except Exception as error:

@@ -68,7 +68,7 @@ class Level:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class DraftPlan:
     """One forward, and which candidates it is for."""
 
     rows: Chains | Level
@@ -79,7 +79,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Fold:
+class TextFold:
     """A text that went through nodes of its tree: what they hold goes into the text's memory."""
 
     start: int  # tokens that the source has consumed
@@ -89,7 +89,7 @@ class Fold:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class DraftOutcome:
     """What a forward found, for each scored token."""
 
     candidates: IntArray  # [scored, width] best first

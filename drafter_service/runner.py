@@ -12,14 +12,14 @@ from torch import Tensor
 from tree_kernels.noise import NoiseRows
 from tree_kernels.warp import Warp, drafter_ranking
 
-from drafter_service.models import Model
-from drafter_service.plan import Chains, Fold, Level, Outcome, Plan
+from drafter_service.models import DrafterModel
+from drafter_service.plan import Chains, DraftOutcome, DraftPlan, Level, TextFold
 
-NOTHING = Outcome(np.zeros((0, 0), np.int64), np.zeros((0, 0), np.float32))
+NOTHING = DraftOutcome(np.zeros((0, 0), np.int64), np.zeros((0, 0), np.float32))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Law:
+class DraftLaw:
     """How a session's guesses are ordered."""
 
     warp: Warp
@@ -27,22 +27,22 @@ class Law:
     noise: NoiseRows | None  # none at temperature 0
 
 
-class Runner:
+class DraftRunner:
     """A model, its memory, and the law of each session. Used by one thread, in inference mode."""
 
-    def __init__(self, model: Model, texts: int, nodes: int, device: torch.device) -> None:
+    def __init__(self, model: DrafterModel, texts: int, nodes: int, device: torch.device) -> None:
         """texts, nodes: slots of either kind, number 0 among them."""
         self.model = model
         self.device = device
         self.memory = model.memory(texts, nodes)
-        self._laws: dict[int, Law] = {}
+        self._laws: dict[int, DraftLaw] = {}
 
     def admit(self, session: int, sampling: Sampling, vocabulary: int) -> None:
         """Set how a session's guesses are ordered. vocabulary: the target's. Raises ValueError of the warp."""
         warp = Warp(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
         guessed = min(vocabulary, self.model.vocabulary)
         rows = NoiseRows(sampling.seed, guessed, sampling.sample_index)
-        self._laws[session] = Law(warp, guessed, None if warp.greedy else rows)
+        self._laws[session] = DraftLaw(warp, guessed, None if warp.greedy else rows)
 
     def forget(self, session: int) -> None:
         """Forget a session's law. Harmless where it is not known."""
@@ -64,11 +64,11 @@ class Runner:
                 return True
         return False
 
-    def fold(self, folds: Sequence[Fold]) -> None:
+    def fold(self, folds: Sequence[TextFold]) -> None:
         """Bring texts up to the nodes that they went through."""
         self.memory.fold(folds)
 
-    def run(self, plan: Plan) -> Outcome:
+    def run(self, plan: DraftPlan) -> DraftOutcome:
         """One forward."""
         match plan.rows:
             case Chains():
@@ -81,7 +81,7 @@ class Runner:
             hidden = hidden.index_select(0, torch.from_numpy(plan.scored).to(self.device))
         return self._order(self.model.logits(hidden), plan)
 
-    def _order(self, logits: Tensor, plan: Plan) -> Outcome:
+    def _order(self, logits: Tensor, plan: DraftPlan) -> DraftOutcome:
         """The candidates of each scored row under its own session's law. logits [scored, V]"""
         laws = [self._laws[session] for session in plan.sessions.tolist()]
         width = min(plan.width, *(law.vocabulary for law in laws))
@@ -92,16 +92,16 @@ class Runner:
             warp, vocabulary = laws[0].warp, laws[0].vocabulary
             noise = self._noise(laws, range(len(laws)), plan)
             ids, scores = _candidates(logits[:, :vocabulary], warp, noise, width)
-            return Outcome(ids.cpu().numpy(), scores.cpu().numpy())
+            return DraftOutcome(ids.cpu().numpy(), scores.cpu().numpy())
         candidates = np.empty((len(laws), width), np.int64)
         found = np.empty((len(laws), width), np.float32)
         for (warp, vocabulary), rows in groups.items():
             part = logits[torch.tensor(rows, device=self.device), :vocabulary]
             ids, scores = _candidates(part, warp, self._noise(laws, rows, plan), width)
             candidates[rows], found[rows] = ids.cpu().numpy(), scores.cpu().numpy()
-        return Outcome(candidates, found)
+        return DraftOutcome(candidates, found)
 
-    def _noise(self, laws: list[Law], rows: range | list[int], plan: Plan) -> Tensor | None:
+    def _noise(self, laws: list[DraftLaw], rows: range | list[int], plan: DraftPlan) -> Tensor | None:
         """[rows, V] noise of the token that each row guesses; none at temperature 0."""
         picked = [(laws[row].noise, int(plan.positions[row])) for row in rows]
         noise, position = picked[0]

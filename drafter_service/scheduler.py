@@ -22,7 +22,7 @@ from tree_layers.states import SlotPool
 
 from drafter_service.confidence import CANDIDATES, Calibration
 from drafter_service.grow import Growth, growth_of, ranks
-from drafter_service.plan import EMPTY_TEXT, NO_NODE, BoolArray, Chains, Fold, Level, Outcome, Plan
+from drafter_service.plan import EMPTY_TEXT, NO_NODE, BoolArray, Chains, DraftOutcome, DraftPlan, Level, TextFold
 
 CATCH_UP = 8
 """Tokens that an idle session may lag behind its text before it is worth a forward of its own."""
@@ -70,7 +70,7 @@ Answer = DraftTree | Consumed | Ready | Exception
 
 
 @dataclass(eq=False)
-class Round:
+class DraftRound:
     """A draft call at work. Its tree grows once the chain through the root is planned."""
 
     ticket: Ticket | None  # none: the tree is answered or given up, and kept for its nodes
@@ -83,7 +83,7 @@ class Round:
 
 
 @dataclass(eq=False)
-class Session:
+class DrafterText:
     """One opening. `slot` has consumed `ids[:covers]`; the nodes of a tree hang off it."""
 
     number: int
@@ -95,8 +95,8 @@ class Session:
     covers: int = 0
     first_slot: int = EMPTY_TEXT  # the memory as it was when opening was done: where to start again after a deep cut
     first_covers: int = 0
-    round: Round | None = None
-    kept: Round | None = None
+    round: DraftRound | None = None
+    kept: DraftRound | None = None
     traced: int | None = None  # text length at the last answered tree
     ranks: dict[int, int] = field(default_factory=dict)  # of text positions, among the drafter's own candidates
     opened: tuple[Ticket, int] | None = None  # who waits for opening, and the tokens that were restored
@@ -112,7 +112,7 @@ class Session:
         return self.terms.sampling.temperature == 0
 
 
-class Scheduler:
+class DraftScheduler:
     """Sessions, slots and what comes next. `answers` collects what callers are to be told.
 
     `folds` are to be run, and taken away, as soon as `next` returns: before its plan, which may write the nodes' slots,
@@ -129,16 +129,16 @@ class Scheduler:
         self.max_sessions = max_sessions
         self.chunk = chunk
         self.answers: list[tuple[Ticket, Answer]] = []
-        self.folds: list[Fold] = []
+        self.folds: list[TextFold] = []
         self.ended: list[int] = []  # sessions that are gone, for the runner to forget
         self.calibrations = {True: Calibration(), False: Calibration()}  # of greedy texts, and of sampled ones
         self.noise_wanted: dict[
             int, range
         ] = {}  # session -> positions whose noise to have ready; earlier ones are done
-        self._sessions: dict[bytes, Session] = {}  # the one used last at the end
+        self._sessions: dict[bytes, DrafterText] = {}  # the one used last at the end
         self._numbers = 0
         self._turn = 0
-        self._planned: list[tuple[Session, range]] = []  # of the plan at work: each session's rows
+        self._planned: list[tuple[DrafterText, range]] = []  # of the plan at work: each session's rows
         self._kind = ""
 
     @property
@@ -147,7 +147,7 @@ class Scheduler:
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
-    def open(self, ticket: Ticket, call: OpenCall, restored: int, vocabulary: int) -> Session:
+    def open(self, ticket: Ticket, call: OpenCall, restored: int, vocabulary: int) -> DrafterText:
         """Take a text in. `restored` of its tokens are about to be loaded into the slot of the session returned.
 
         vocabulary: the target's; ids of the text are below it. Raises Overloaded and BadRequest. An opening that is
@@ -160,7 +160,7 @@ class Scheduler:
         if len(self._sessions) >= self.max_sessions:
             raise Overloaded(f"{len(self._sessions)} texts are open at drafter {self.name}, the most it takes")
         self._numbers += 1
-        session = Session(self._numbers, call.update.opening, call.terms, vocabulary)
+        session = DrafterText(self._numbers, call.update.opening, call.terms, vocabulary)
         _check_tokens(session, call.update)
         session.text.follow(call.update)
         if restored:
@@ -170,7 +170,7 @@ class Scheduler:
         self._sessions[session.opening] = session
         return session
 
-    def not_restored(self, session: Session) -> None:
+    def not_restored(self, session: DrafterText) -> None:
         """Process the whole text of a session just opened, as its saved state could not be loaded."""
         assert session.opened is not None and session.slot != EMPTY_TEXT
         self.texts.give([session.slot])
@@ -186,7 +186,7 @@ class Scheduler:
             self.answers.append((ticket, DraftTree.root_only(root, self.name)))
             return
         calibration = self.calibrations[session.greedy]
-        session.round = Round(ticket, call.shape, session.base, growth_of(root, call.shape), calibration)
+        session.round = DraftRound(ticket, call.shape, session.base, growth_of(root, call.shape), calibration)
 
     def close(self, ticket: Ticket, call: CloseCall) -> None:
         """End a session once its memory has consumed the text up to its root."""
@@ -224,7 +224,7 @@ class Scheduler:
 
     # -- forwards ------------------------------------------------------------------------------------------------
 
-    def next(self) -> Plan | None:
+    def next(self) -> DraftPlan | None:
         """The next forward, or none where nothing waits."""
         self._drop_cancelled()
         self._settle()
@@ -252,7 +252,7 @@ class Scheduler:
         late = [session for session in self._sessions.values() if self._lag(session) >= CATCH_UP]
         return self._plan_prompts(late[:PREFILL_ROWS]) if late else None
 
-    def apply(self, outcome: Outcome) -> None:
+    def apply(self, outcome: DraftOutcome) -> None:
         """Take in what the forward of the last plan found."""
         at = 0
         for session, rows in self._planned:
@@ -276,17 +276,17 @@ class Scheduler:
         self._planned = []
         self._settle()
 
-    def _plan_prompts(self, sessions: list[Session]) -> Plan:
+    def _plan_prompts(self, sessions: list[DrafterText]) -> DraftPlan:
         self._kind = "prompt"
         self._planned = [(s, range(s.covers, min(s.covers + self.chunk, s.base - 1))) for s in sessions]
         return self._chain_plan([])
 
-    def _plan_chains(self, sessions: list[Session]) -> Plan:
+    def _plan_chains(self, sessions: list[DrafterText]) -> DraftPlan:
         self._kind = "chain"
         self._planned = [(session, range(session.covers, session.base)) for session in sessions]
         return self._chain_plan([session.round.slots[0] for session in sessions if session.round is not None])
 
-    def _chain_plan(self, roots: list[int]) -> Plan:
+    def _chain_plan(self, roots: list[int]) -> DraftPlan:
         """A row of consecutive text for each planned session; candidates where there are roots."""
         lengths = np.array([len(rows) for _, rows in self._planned], np.int64)
         tokens = np.zeros((len(lengths), int(lengths.max())), np.int64)
@@ -308,9 +308,9 @@ class Scheduler:
             roots=np.array(roots, np.int64),
         )
         scored = np.array(places, np.int64), np.array(numbers, np.int64), np.array(positions, np.int64)
-        return Plan(rows, *scored, self._width())
+        return DraftPlan(rows, *scored, self._width())
 
-    def _plan_level(self, sessions: list[Session]) -> Plan:
+    def _plan_level(self, sessions: list[DrafterText]) -> DraftPlan:
         """One row for each waiting node: the roots of some sessions, deeper levels of others."""
         self._kind = "level"
         self._planned = []
@@ -318,7 +318,7 @@ class Scheduler:
         parents: list[int] = []
         numbers: list[int] = []
         positions: list[int] = []
-        trees: list[Round] = []
+        trees: list[DraftRound] = []
         for session in sessions:
             work = session.round
             assert work is not None
@@ -353,7 +353,7 @@ class Scheduler:
             nodes=nodes,
             lines=lines,
         )
-        return Plan(level, np.arange(len(tokens)), np.array(numbers, np.int64), guessed, self._width())
+        return DraftPlan(level, np.arange(len(tokens)), np.array(numbers, np.int64), guessed, self._width())
 
     def _width(self) -> int:
         rounds = (session.round for session, _ in self._planned)
@@ -361,7 +361,7 @@ class Scheduler:
 
     # -- a session's memory --------------------------------------------------------------------------------------
 
-    def _follow(self, update: TextUpdate) -> Session:
+    def _follow(self, update: TextUpdate) -> DrafterText:
         """The session of a call, its text brought up to it, and nothing remembered of a text that was cut."""
         session = self._sessions.get(update.opening)
         if session is None:
@@ -388,7 +388,7 @@ class Scheduler:
         session.ranks = {position: rank for position, rank in session.ranks.items() if position < stands}
         return session
 
-    def _adopt(self, session: Session) -> None:
+    def _adopt(self, session: DrafterText) -> None:
         """Have the nodes of the last tree that the text went through folded into its memory; all are given back."""
         work = session.kept
         if work is None:
@@ -407,28 +407,28 @@ class Scheduler:
         if path:
             source = session.slot
             self._own_slot(session)
-            self.folds.append(Fold(session.covers, source, session.slot, tuple(path)))
+            self.folds.append(TextFold(session.covers, source, session.slot, tuple(path)))
             session.covers += len(path)
         self._drop_tree(session, work)
 
-    def _note(self, session: Session, position: int, candidates: IntArray, scores: FloatArray) -> None:
+    def _note(self, session: DrafterText, position: int, candidates: IntArray, scores: FloatArray) -> None:
         """Remember which of a row's candidates the text went on with, and learn from it."""
         hits = np.flatnonzero(candidates[:CANDIDATES] == session.text.ids[position])
         rank = int(hits[0]) if len(hits) else CANDIDATES
         session.ranks[position] = rank
         self.calibrations[session.greedy] = self.calibrations[session.greedy].learn(scores, rank)
 
-    def _own_slot(self, session: Session) -> None:
+    def _own_slot(self, session: DrafterText) -> None:
         """Make sure that the session's slot may be written: neither the zero slot nor the one kept from opening."""
         if session.slot in (EMPTY_TEXT, session.first_slot):
             (session.slot,) = self.texts.take(1)
 
-    def _release(self, session: Session) -> None:
+    def _release(self, session: DrafterText) -> None:
         if session.slot not in (EMPTY_TEXT, session.first_slot):
             self.texts.give([session.slot])
         session.slot = EMPTY_TEXT
 
-    def _reserve(self, session: Session) -> bool:
+    def _reserve(self, session: DrafterText) -> bool:
         """Take all slots that the round will need, so that a round that has begun ends. Kept trees of idle sessions,
         the one used longest ago first, give theirs up."""
         work = session.round
@@ -447,35 +447,35 @@ class Scheduler:
         work.lines = np.eye(wanted, dtype=np.bool_)
         return True
 
-    def _drop_tree(self, session: Session, work: Round) -> None:
+    def _drop_tree(self, session: DrafterText, work: DraftRound) -> None:
         self.nodes.give(work.slots)
         work.slots = []
         if session.kept is work:
             session.kept = None
 
-    def _near(self, session: Session) -> bool:
+    def _near(self, session: DrafterText) -> bool:
         """Whether one chain reaches through the root."""
         return session.base - session.covers <= self.chunk
 
-    def _lacks(self, session: Session) -> bool:
+    def _lacks(self, session: DrafterText) -> bool:
         """Whether somebody waits for this session's memory to come nearer to its text."""
         waits = session.opened is not None or session.closing is not None or session.round is not None
         return waits and session.covers < session.base - 1
 
-    def _lag(self, session: Session) -> int:
+    def _lag(self, session: DrafterText) -> int:
         idle = session.round is None and session.closing is None
         if not idle or session.base - 1 - session.covers < CATCH_UP:
             return 0
         self._adopt(session)
         return session.base - 1 - session.covers
 
-    def _want_noise(self, session: Session, positions: range) -> None:
+    def _want_noise(self, session: DrafterText, positions: range) -> None:
         if session.terms.sampling.temperature > 0:
             self.noise_wanted[session.number] = positions
 
     # -- ends ----------------------------------------------------------------------------------------------------
 
-    def _finish(self, session: Session, work: Round) -> None:
+    def _finish(self, session: DrafterText, work: DraftRound) -> None:
         """Answer with the tree, and keep its nodes for the next call."""
         start = session.traced if session.traced is not None else work.base
         trace = ranks(session.ranks, start, work.base, CANDIDATES)
@@ -507,7 +507,7 @@ class Scheduler:
                 self.answers.append((session.closing, ready))
                 session.closing, session.ended = None, True
 
-    def _give_way(self, session: Session) -> None:
+    def _give_way(self, session: DrafterText) -> None:
         """Stop the round at work, if any; what it has processed is kept like a finished tree's."""
         work = session.round
         if work is None:
@@ -528,7 +528,7 @@ class Scheduler:
             if session.round is not None and session.round.ticket is not None and session.round.ticket.cancelled:
                 self._give_way(session)
 
-    def _end(self, session: Session, reason: Exception) -> None:
+    def _end(self, session: DrafterText, reason: Exception) -> None:
         for work in (session.kept, session.round):
             if work is not None:
                 self._drop_tree(session, work)
@@ -538,7 +538,7 @@ class Scheduler:
         del self._sessions[session.opening]
         self.ended.append(session.number)
 
-    def _waiting(self, session: Session) -> list[Ticket]:
+    def _waiting(self, session: DrafterText) -> list[Ticket]:
         tickets = [
             session.round.ticket if session.round is not None else None,
             session.opened[0] if session.opened is not None else None,
@@ -547,6 +547,6 @@ class Scheduler:
         return [ticket for ticket in tickets if ticket is not None]
 
 
-def _check_tokens(session: Session, update: TextUpdate) -> None:
+def _check_tokens(session: DrafterText, update: TextUpdate) -> None:
     if update.tokens and not 0 <= min(update.tokens) <= max(update.tokens) < session.vocabulary:
         raise BadRequest("update.tokens", f"a token lies outside the vocabulary of {session.vocabulary}")

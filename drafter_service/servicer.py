@@ -9,7 +9,7 @@ import grpc.aio
 from dendro import wire
 from dendro.calls import DraftCall, DrafterPeer
 from dendro.internal.v1 import calls_pb2, drafter_pb2, drafter_pb2_grpc
-from dendro.serving import Dialect, Leases, Replica, StreamServer, serve
+from dendro.serving import Leases, Replica, ReplicaKind, StreamServer, serve
 
 
 def _calls(frame: drafter_pb2.DraftFrame) -> Sequence[drafter_pb2.DrafterCall]:
@@ -20,7 +20,7 @@ def _frame(hello: calls_pb2.Hello | None, answers: list[drafter_pb2.DrafterAnswe
     return drafter_pb2.TreeFrame(hello=hello, answers=answers)
 
 
-DIALECT: Dialect[drafter_pb2.DraftFrame, drafter_pb2.TreeFrame, DraftCall] = Dialect(
+DIALECT: ReplicaKind[drafter_pb2.DraftFrame, drafter_pb2.TreeFrame, DraftCall] = ReplicaKind(
     calls=_calls, call_from=wire.drafter_call_from, answer=wire.drafter_answer_message, frame=_frame
 )
 

@@ -67,7 +67,7 @@ def certified(folder: Path) -> bool:
     from rich.progress import Progress
     from tiny_experts import make_checkpoint
 
-    from cluster.certify.command import Size, run_certify
+    from cluster.certify.command import CertifySize, run_certify
     from cluster.certify.promises import show
     from cluster.config import DEMO_MODELS, pair_config
 
@@ -75,7 +75,7 @@ def certified(folder: Path) -> bool:
     shutil.copy(DEMO_MODELS / "target" / "tokenizer.json", folder)
     config = pair_config(folder, [DEMO_MODELS / "mamba2"])
     targets = {name: target.model_copy(update={"dtype": "float32"}) for name, target in config.targets.items()}
-    size = Size(
+    size = CertifySize(
         greedy_prompts=1,
         greedy_tokens=16,
         prompts=1,

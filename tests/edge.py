@@ -16,7 +16,7 @@ from dendro.tree import DraftTree, full_tree
 from dendro.v1 import generation_pb2 as pb
 
 from cluster.config import Config
-from cluster.policies import Place
+from cluster.policies import RunningRequest
 from cluster.policies.prior import PriorStore
 from cluster.router.admission import Served
 from cluster.router.ingress import Ingress
@@ -72,10 +72,10 @@ def resume_of(prompt: Sequence[int], held: Sequence[int] = (), seed: int = 0, ta
     )
 
 
-class FakeVerifier:
+class EdgeVerifier:
     """Walks the tree with the hash for a target."""
 
-    def __init__(self, places: FakePlaces, text: Text) -> None:
+    def __init__(self, places: EdgePeers, text: Text) -> None:
         self.places = places
         self.moves = 0
         self.hello = places.hello
@@ -110,10 +110,10 @@ class FakeVerifier:
         self.places.note_closed("verifier", text)
 
 
-class FakeDrafter:
+class EdgeDrafter:
     """Knows the hash too: its first guess is right."""
 
-    def __init__(self, places: FakePlaces, text: Text) -> None:
+    def __init__(self, places: EdgePeers, text: Text) -> None:
         self.places = places
         self.opened: Opened | None = None
 
@@ -135,7 +135,7 @@ class FakeDrafter:
         self.places.note_closed("drafter", text)
 
 
-class FakePlaces:
+class EdgePeers:
     """Hands out the fakes, and breaks them where a test says so."""
 
     def __init__(self) -> None:
@@ -155,15 +155,15 @@ class FakePlaces:
             self.all_closed.set()
 
     def drafter(
-        self, target: str, text: Text, company: Place, deadline_s: float = math.inf, adaptive: bool = True
-    ) -> FakeDrafter:
+        self, target: str, text: Text, company: RunningRequest, deadline_s: float = math.inf, adaptive: bool = True
+    ) -> EdgeDrafter:
         self.deadlines_s.append(deadline_s)
         self.adaptive.append(adaptive)
-        return FakeDrafter(self, text)
+        return EdgeDrafter(self, text)
 
-    def verifier(self, target: str, text: Text) -> FakeVerifier:
+    def verifier(self, target: str, text: Text) -> EdgeVerifier:
         self.texts.append(text)
-        return FakeVerifier(self, text)
+        return EdgeVerifier(self, text)
 
 
 def config(**sections: object) -> Config:
@@ -182,6 +182,6 @@ SERVED = {"demo": Served("demo", ByteTokenizer(), VOCABULARY, MAX_LENGTH, frozen
 
 
 def ingress(
-    places: FakePlaces, sessions: Sessions | None = None, priors: PriorStore | None = None, **sections: object
+    places: EdgePeers, sessions: Sessions | None = None, priors: PriorStore | None = None, **sections: object
 ) -> Ingress:
     return Ingress(config(**sections), places, sessions or MemorySessions(), SERVED, priors)

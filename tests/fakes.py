@@ -205,7 +205,7 @@ class FakeDrafter(_Fake):
         return replace(tree, proposer=self.model, draft_us=(time.perf_counter_ns() - began_ns) // 1000)
 
 
-class NearPool:
+class FakePool:
     """One engine of this process."""
 
     def __init__(self, engine: FakeDrafter | FakeVerifier) -> None:
@@ -238,5 +238,5 @@ class FarPool:
                 error = lost
                 continue
             token = await self.lease_at(address) if self.lease_at else ""
-            return Leased(self.far(stream), stream.said, token, address)
+            return Leased(self.far(stream), stream.hello, token, address)
         raise error or PeerLost("no addresses")

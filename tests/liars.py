@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from dendro.serving import Dialect
+from dendro.serving import ReplicaKind
 from google.protobuf.descriptor import FieldDescriptor
 
 NUMBERS = {
@@ -59,8 +59,8 @@ def lie(message: Any, chance: random.Random, spare: tuple[str, ...] = ()) -> Non
 
 
 def lying(
-    dialect: Dialect[Any, Any, Any], chance: random.Random, often: float, about: Callable[[Any], Any]
-) -> Dialect[Any, Any, Any]:
+    dialect: ReplicaKind[Any, Any, Any], chance: random.Random, often: float, about: Callable[[Any], Any]
+) -> ReplicaKind[Any, Any, Any]:
     """The same dialect; `often` of its answers have a field changed of the message that `about` picks of the answer."""
 
     def answer(number: int, outcome: Any) -> Any:
@@ -72,7 +72,7 @@ def lying(
     return replace(dialect, answer=answer)
 
 
-def lying_hello(dialect: Dialect[Any, Any, Any], chance: random.Random) -> Dialect[Any, Any, Any]:
+def lying_hello(dialect: ReplicaKind[Any, Any, Any], chance: random.Random) -> ReplicaKind[Any, Any, Any]:
     """The same dialect; a field of the hello is changed."""
 
     def frame(hello: Any, answers: list[Any]) -> Any:

@@ -56,7 +56,7 @@ class Mixer(nn.Module):
         return self.out_proj(y.flatten(1) * self.norm.weight)[None]
 
 
-class Layer(nn.Module):
+class MambaInLlamaLayer(nn.Module):
     def __init__(self, config: LlamaConfig, said: dict[str, Any]) -> None:
         super().__init__()
         self.mamba = Mixer(said)
@@ -73,7 +73,7 @@ def make_oracle(config: LlamaConfig, said: dict[str, Any]) -> LlamaForCausalLM:
     """Of Llama's configuration and what `mamba_config.json` says."""
     model = LlamaForCausalLM(config)
     for place in set(range(config.num_hidden_layers)) - set(said["attn_layers"]):
-        model.model.layers[place] = Layer(config, said)
+        model.model.layers[place] = MambaInLlamaLayer(config, said)
     return model.eval()
 
 

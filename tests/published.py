@@ -25,7 +25,7 @@ from tiny_models import randomise
 from tree_layers.checkpoint import Facts
 from tree_layers.tokens import TokenTable
 
-from cluster.pairing import Fit, fit_of
+from cluster.pairing import TokenFit, fit_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "pairs.md"
 FORM = {"safetensors": "", "bin": "bin", "sharded .bin": "bin-shards", "sharded safetensors": "safetensors-shards"}
@@ -135,7 +135,7 @@ QWEN3_8B = Published("Qwen/Qwen3-8B", "qwen3", 151936, QWEN3, "sharded safetenso
 
 
 @dataclass(frozen=True)
-class Pair:
+class PublishedPair:
     drafter: Published
     target: Published
     tokenizer: Published | None = None  # with the tokenizer that is configured, where the target has none
@@ -143,38 +143,38 @@ class Pair:
     def __str__(self) -> str:
         return f"{self.drafter.short_name}-for-{self.target.short_name}"
 
-    def fit(self) -> Fit:
+    def fit(self) -> TokenFit:
         target = self.target if self.tokenizer is None else self.tokenizer
         return fit_of(target.facts(), self.drafter.facts())
 
 
 PYTHIA_14B = pythia("1.4b", 50304)
 COMMON = [
-    Pair(state_spaces("130m"), PYTHIA_14B),
-    Pair(state_spaces("130m", "mamba2"), pythia("12b", 50688, "sharded safetensors")),
-    Pair(LLAMA_68M, VICUNA),
+    PublishedPair(state_spaces("130m"), PYTHIA_14B),
+    PublishedPair(state_spaces("130m", "mamba2"), pythia("12b", 50688, "sharded safetensors")),
+    PublishedPair(LLAMA_68M, VICUNA),
 ]
 """Pairs that `make test` serves; the long tests serve the others."""
 PAIRS = [
     *COMMON,
-    Pair(state_spaces("370m"), pythia("6.9b", 50432, "sharded safetensors")),
-    Pair(MAMBA_HF, pythia("12b", 50688, "sharded .bin")),
-    Pair(MAMBA_370M_HF, PYTHIA_14B),
-    Pair(MAMBA_790M_HF, pythia("6.9b", 50432)),
-    Pair(state_spaces("130m"), state_spaces("2.8b"), tokenizer=PYTHIA_14B),
-    Pair(state_spaces("130m", "mamba2"), state_spaces("2.7b", "mamba2"), tokenizer=PYTHIA_14B),
-    Pair(LLAMA32, LLAMA31),
-    Pair(LLAMA32, BAMBA),
-    Pair(TINY_LLAMA, LLAMA2_7B),
-    Pair(TINY_LLAMA, VICUNA),
-    Pair(QWEN25_05B, QWEN25_7B),
-    Pair(QWEN3_06B, QWEN3_8B),
-    Pair(QWEN25_05B, QWEN3_8B),
+    PublishedPair(state_spaces("370m"), pythia("6.9b", 50432, "sharded safetensors")),
+    PublishedPair(MAMBA_HF, pythia("12b", 50688, "sharded .bin")),
+    PublishedPair(MAMBA_370M_HF, PYTHIA_14B),
+    PublishedPair(MAMBA_790M_HF, pythia("6.9b", 50432)),
+    PublishedPair(state_spaces("130m"), state_spaces("2.8b"), tokenizer=PYTHIA_14B),
+    PublishedPair(state_spaces("130m", "mamba2"), state_spaces("2.7b", "mamba2"), tokenizer=PYTHIA_14B),
+    PublishedPair(LLAMA32, LLAMA31),
+    PublishedPair(LLAMA32, BAMBA),
+    PublishedPair(TINY_LLAMA, LLAMA2_7B),
+    PublishedPair(TINY_LLAMA, VICUNA),
+    PublishedPair(QWEN25_05B, QWEN25_7B),
+    PublishedPair(QWEN3_06B, QWEN3_8B),
+    PublishedPair(QWEN25_05B, QWEN3_8B),
 ]
 UNRELATED = [
-    Pair(state_spaces("130m"), LLAMA31),
-    Pair(LLAMA_68M, LLAMA31),
-    Pair(LLAMA32, QWEN3_8B),
+    PublishedPair(state_spaces("130m"), LLAMA31),
+    PublishedPair(LLAMA_68M, LLAMA31),
+    PublishedPair(LLAMA32, QWEN3_8B),
 ]
 
 
@@ -302,7 +302,7 @@ def page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def configuration(pair: Pair) -> str:
+def configuration(pair: PublishedPair) -> str:
     """The pair's part of a configuration, by names on the hub."""
     tokenizer = f", tokenizer: {pair.tokenizer.name}" if pair.tokenizer else ""
     return (
@@ -311,7 +311,7 @@ def configuration(pair: Pair) -> str:
     )
 
 
-def write_pair(pair: Pair, folder: Path) -> Path:
+def write_pair(pair: PublishedPair, folder: Path) -> Path:
     """Write both checkpoints and the target's tokenizer, where that is another checkpoint's; returns cluster.yaml."""
     entry = {"dtype": "float32", "max_length": 64, "max_rows": 8, "max_depth": 4, "max_sessions": 2}
     target = entry | {"checkpoint": str(make(pair.target, folder / "target", seed=1))}

@@ -13,7 +13,7 @@ from exactness import bitwise_or_skip
 LAWS = (Sampling(), Sampling(temperature=1.0, seed=5), Sampling(temperature=0.7, top_k=20, top_p=0.9, seed=6))
 
 
-class Router:
+class RoundByRound:
     """One request's view of the engine."""
 
     def __init__(self, engine, prompt, sampling=None, count=24, tenant=""):
@@ -114,7 +114,7 @@ def watch_logits(engine):
 async def alone(engine, prompts, laws, count):
     """What each text is answered when no other is there, for tests that compare other answers with it."""
     bitwise_or_skip(engine)
-    return [await Router(engine, prompt, law, count).finish() for prompt, law in zip(prompts, laws, strict=True)]
+    return [await RoundByRound(engine, prompt, law, count).finish() for prompt, law in zip(prompts, laws, strict=True)]
 
 
 async def arrive_at_random(engine, prompts, laws, count, rng, vocabulary=256, leaving=False):
@@ -126,7 +126,7 @@ async def arrive_at_random(engine, prompts, laws, count, rng, vocabulary=256, le
 
     async def request(prompt, law, truth, leaves):
         await asyncio.sleep(float(rng.random()) * 0.05)
-        router, trees = Router(engine, prompt, law, count), guessing(rng, truth, vocabulary)
+        router, trees = RoundByRound(engine, prompt, law, count), guessing(rng, truth, vocabulary)
         if not leaves:
             assert await router.finish(trees) == truth
             return

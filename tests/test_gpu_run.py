@@ -44,7 +44,7 @@ def test_other_steps_run_when_a_step_fails_hangs_or_dies(gpu, tmp_path, monkeypa
     steps = []
     for name, source in scripts.items():
         (tmp_path / f"{name}.py").write_text(source)
-        steps.append(gpu.Step(name, 3.0 if name == "hangs" else 60.0, script=str(tmp_path / f"{name}.py")))
+        steps.append(gpu.GpuStep(name, 3.0 if name == "hangs" else 60.0, script=str(tmp_path / f"{name}.py")))
     monkeypatch.setattr(gpu, "STEPS", tuple(steps))
     out = tmp_path / "results"
     assert gpu.main(["--out", str(out), "--wheels", str(tmp_path / "none")]) == 1
@@ -66,7 +66,7 @@ def test_other_steps_run_when_a_step_fails_hangs_or_dies(gpu, tmp_path, monkeypa
 
 def test_no_step_begins_when_the_time_for_all_is_over(gpu, tmp_path, monkeypatch):
     (tmp_path / "good.py").write_text(GOOD)
-    monkeypatch.setattr(gpu, "STEPS", (gpu.Step("good", 60.0, script=str(tmp_path / "good.py")),))
+    monkeypatch.setattr(gpu, "STEPS", (gpu.GpuStep("good", 60.0, script=str(tmp_path / "good.py")),))
     monkeypatch.setattr(gpu, "BUDGET_S", 0.0)
     assert gpu.main(["--out", str(tmp_path / "results"), "--wheels", str(tmp_path / "none")]) == 1
     assert "not started" in (tmp_path / "results" / "logs" / "good.txt").read_text()
@@ -77,7 +77,7 @@ def test_steps_run_where_pip_fails_and_git_is_missing(gpu, tmp_path, monkeypatch
     (tmp_path / "wheels").mkdir()
     (tmp_path / "wheels" / "no_such_package-1.0-py3-none-any.whl").write_text("no archive")
     (tmp_path / "good.py").write_text(GOOD)
-    monkeypatch.setattr(gpu, "STEPS", (gpu.Step("good", 60.0, script=str(tmp_path / "good.py")),))
+    monkeypatch.setattr(gpu, "STEPS", (gpu.GpuStep("good", 60.0, script=str(tmp_path / "good.py")),))
     monkeypatch.setenv("PATH", str(tmp_path))
     out = tmp_path / "results"
     assert gpu.main(["--out", str(out), "--wheels", str(tmp_path / "wheels")]) == 0
@@ -99,7 +99,7 @@ def test_half_a_file_of_a_killed_step_ends_no_run(gpu, tmp_path, name):
 
 def test_failed_tests_are_named(gpu, tmp_path):
     (tmp_path / "test_two.py").write_text("def test_right(): pass\ndef test_wrong(): assert 0\n")
-    step = gpu.Step("tests", 60.0, tests=(str(tmp_path / "test_two.py"),))
+    step = gpu.GpuStep("tests", 60.0, tests=(str(tmp_path / "test_two.py"),))
     done = gpu.run(step, False, 60.0, dict(os.environ), tmp_path / "log.txt")
     assert done.outcome == "failed"
     assert done.result == {"tests": 2, "failed": ["test_wrong"], "skipped": []}

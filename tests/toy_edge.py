@@ -9,7 +9,7 @@ from fakes import END, VOCABULARY, FakeDrafter, FakeVerifier
 from sockets import drafter_at, verifier_at
 from toy_cluster import ToyTokenizer, toy_config
 
-from cluster.peers.places import Places
+from cluster.peers.places import Peers
 from cluster.policies.prior import PriorKey, pack_prior
 from cluster.router.admission import Served
 from cluster.router.ingress import Ingress
@@ -41,7 +41,7 @@ async def edge(drafter: FakeDrafter, verifier: FakeVerifier, **sections: object)
         _, verifiers = await stack.enter_async_context(verifier_at(verifier))
         config, priors = toy_config(**sections), RecordedPriors()
         served = Served("toy", ToyTokenizer(), VOCABULARY, 2048, frozenset({END}), "float32")
-        places = Places(config, {"toy": verifiers}, {"helper": drafters}, patience_s=1.0)
+        places = Peers(config, {"toy": verifiers}, {"helper": drafters}, patience_s=1.0)
         yield Ingress(config, places, MemorySessions(), {"toy": served}, priors), priors
 
 

@@ -26,11 +26,11 @@ from tree_kernels.tree_walk import Walk
 from tree_kernels.tree_walk.triton import walk_rows
 from tree_kernels.warp.batched import WarpRows, tokens_of_rows
 
-from verifier_service.graphs import CudaGraphs, Graphs, Recorded
-from verifier_service.models import Target
+from verifier_service.graphs import CudaGraphs, Graphs, RecordedStep
+from verifier_service.models import LoadedTarget
 from verifier_service.models.head import Logits
-from verifier_service.rows import Ints, Outcome, Plan
-from verifier_service.runner import Runner
+from verifier_service.rows import Ints, StepOutcome, StepPlan
+from verifier_service.runner import StepRunner
 from verifier_service.shards import Bounds, Crew
 from verifier_service.walk import Draw
 
@@ -50,7 +50,7 @@ class Copied(Protocol):
     def synchronize(self) -> None: ...
 
 
-class Inputs:
+class StepBuffers:
     """A step's arrays, at addresses that stay: on the host in one piece, on the device as views of one piece.
 
     The host's are written after `clear`, which waits until the device has read what was uploaded before.
@@ -86,7 +86,7 @@ class Inputs:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class StepShape:
     """What a step of one kind is padded to."""
 
     rows: int
@@ -104,12 +104,12 @@ class Drawn:
     lengths: Tensor  # [texts] how many of them count
 
 
-class DeviceRunner(Runner):
+class DeviceRunner(StepRunner):
     """A runner whose attention, noise and walks are the kernels for accelerators."""
 
     def __init__(
         self,
-        target: Target,
+        target: LoadedTarget,
         bounds: Bounds,
         buckets: Sequence[int],
         crew: Crew | None = None,
@@ -118,13 +118,13 @@ class DeviceRunner(Runner):
         """graphs: by default CUDA's where one GPU has the whole target; without any, steps run unrecorded."""
         super().__init__(target, bounds, buckets, crew)
         self._bounds = bounds
-        self._inputs: dict[Shape, tuple[Inputs, Inputs]] = {}
+        self._inputs: dict[StepShape, tuple[StepBuffers, StepBuffers]] = {}
         if graphs is None and self.device.type == "cuda" and crew is None:
             graphs = CudaGraphs()
         self._graphs = graphs
-        self._recorded: dict[Shape, tuple[Recorded, Drawn]] = {}
-        self._failures: Counter[Shape] = Counter()
-        self._ran: set[Shape] = set()  # their kernels are compiled
+        self._recorded: dict[StepShape, tuple[RecordedStep, Drawn]] = {}
+        self._failures: Counter[StepShape] = Counter()
+        self._ran: set[StepShape] = set()  # their kernels are compiled
 
     def warm_up(self) -> None:
         """Run a step of each number of rows and each kind of drawing, and record those that can be recorded. The
@@ -138,9 +138,9 @@ class DeviceRunner(Runner):
         began = time.perf_counter()
         with torch.inference_mode():
             for rows in sorted(self.buckets, reverse=True):
-                self._warm(Shape(rows, self.buckets[0], GREEDY, alone=False))
+                self._warm(StepShape(rows, self.buckets[0], GREEDY, alone=False))
                 for drawing in (FILTERED, SAMPLED, GREEDY):
-                    self._warm(Shape(rows, rows, drawing, alone=True))
+                    self._warm(StepShape(rows, rows, drawing, alone=True))
         log.info(
             "verifier: %d steps warmed up in %.1f s, %d of them recorded",
             len(self._ran),
@@ -148,7 +148,7 @@ class DeviceRunner(Runner):
             len(self._recorded),
         )
 
-    def run(self, plan: Plan) -> Outcome:
+    def run(self, plan: StepPlan) -> StepOutcome:
         """One forward and the walks of its trees; accepted guesses are kept."""
         started = time.perf_counter()
         if self.crew is not None:
@@ -166,7 +166,7 @@ class DeviceRunner(Runner):
         if self.crew is not None and len(kept.source):
             self.crew.tell(kept)
         ended = time.perf_counter()
-        return Outcome(tuple(walks), int(1e6 * (forwarded - began)), int(1e6 * (ended - started)), cold)
+        return StepOutcome(tuple(walks), int(1e6 * (forwarded - began)), int(1e6 * (ended - started)), cold)
 
     def prepare(self, session: int, position: int) -> None:
         """Noise is computed within the step."""
@@ -176,15 +176,15 @@ class DeviceRunner(Runner):
 
     # The arrays
 
-    def _shape_of(self, plan: Plan) -> Shape:
+    def _shape_of(self, plan: StepPlan) -> StepShape:
         drawing = GREEDY
         for draw in plan.draws:
             if not draw.warp.greedy:
                 drawing = max(drawing, FILTERED if draw.warp.masks else SAMPLED)
         rows, wanted = self._bucket(len(plan.tokens)), self._bucket(len(plan.wanted))
-        return Shape(rows, wanted, drawing, len(plan.wanted) == len(plan.tokens))
+        return StepShape(rows, wanted, drawing, len(plan.wanted) == len(plan.tokens))
 
-    def _inputs_of(self, shape: Shape) -> tuple[Inputs, Inputs]:
+    def _inputs_of(self, shape: StepShape) -> tuple[StepBuffers, StepBuffers]:
         """A shape's arrays, cleared: every row is padding."""
         if shape not in self._inputs:
             rows, drawn, texts = (shape.rows,), (shape.drawn,), (self._bounds.max_texts,)
@@ -198,8 +198,8 @@ class DeviceRunner(Runner):
             }
             real = dict.fromkeys(("temperature", "top_p", "min_p"), drawn)
             self._inputs[shape] = (
-                Inputs(whole, torch.int64, self.device),
-                Inputs(real, torch.float64, self.device),
+                StepBuffers(whole, torch.int64, self.device),
+                StepBuffers(real, torch.float64, self.device),
             )
         inputs = self._inputs[shape]
         for each in inputs:
@@ -207,20 +207,20 @@ class DeviceRunner(Runner):
         inputs[1].host["top_p"][:] = 1.0
         return inputs
 
-    def _upload(self, plan: Plan, shape: Shape) -> tuple[Inputs, Inputs]:
+    def _upload(self, plan: StepPlan, shape: StepShape) -> tuple[StepBuffers, StepBuffers]:
         inputs = self._inputs_of(shape)
         self._fill(plan, inputs[0].host, inputs[1].host)
         for each in inputs:
             each.upload()
         return inputs
 
-    def _warm(self, shape: Shape) -> None:
+    def _warm(self, shape: StepShape) -> None:
         inputs = self._inputs_of(shape)
         for each in inputs:
             each.upload()
         self._replayed(shape, inputs)
 
-    def _fill(self, plan: Plan, whole: dict[str, Ints], real: dict[str, npt.NDArray[np.float64]]) -> None:
+    def _fill(self, plan: StepPlan, whole: dict[str, Ints], real: dict[str, npt.NDArray[np.float64]]) -> None:
         rows, wanted = len(plan.tokens), plan.wanted
         whole["tokens"][:rows] = plan.tokens
         whole["positions"][:rows] = plan.positions
@@ -247,7 +247,7 @@ class DeviceRunner(Runner):
             real["min_p"][mine] = draw.warp.min_p
             whole["first"][tree], whole["count"][tree] = draw.wanted, len(draw.tokens)
 
-    def _begin(self, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+    def _begin(self, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor]:
         """For forwards that draw nothing: of checks, and of workers that follow."""
         if self.crew is not None:
             self.crew.tell(replace(plan, draws=()))
@@ -265,7 +265,7 @@ class DeviceRunner(Runner):
 
     # The step
 
-    def _step(self, shape: Shape, inputs: tuple[Inputs, Inputs]) -> Drawn:
+    def _step(self, shape: StepShape, inputs: tuple[StepBuffers, StepBuffers]) -> Drawn:
         """Everything from rows to kept keys. Asks the device for nothing."""
         given, real = (each.device for each in inputs)
         logits = self.target.logits(*self._seen(given))
@@ -286,7 +286,7 @@ class DeviceRunner(Runner):
             commit_rows(store, source.view(-1), target.view(-1))
         return Drawn(paths, picked[paths], lengths)
 
-    def _replayed(self, shape: Shape, inputs: tuple[Inputs, Inputs]) -> Drawn:
+    def _replayed(self, shape: StepShape, inputs: tuple[StepBuffers, StepBuffers]) -> Drawn:
         """Replay a step's graph, which is recorded first where there is none; run the step where it cannot be."""
         if shape.alone and self._graphs is not None and not self._settled(shape):
             self._record(self._graphs, shape, inputs)
@@ -297,11 +297,11 @@ class DeviceRunner(Runner):
         recorded.replay()
         return drawn
 
-    def _settled(self, shape: Shape) -> bool:
+    def _settled(self, shape: StepShape) -> bool:
         """Whether a shape's step is recorded, or all attempts to record it failed."""
         return shape in self._recorded or self._failures[shape] >= ATTEMPTS
 
-    def _record(self, graphs: Graphs, shape: Shape, inputs: tuple[Inputs, Inputs]) -> None:
+    def _record(self, graphs: Graphs, shape: StepShape, inputs: tuple[StepBuffers, StepBuffers]) -> None:
         """Record one shape's step; after ATTEMPTS failures it is never tried again. Other shapes are not affected.
 
         A step may be run again on the same inputs: it writes the same keys to the same places.

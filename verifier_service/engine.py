@@ -30,9 +30,9 @@ from tree_layers.memory import pages_for
 from verifier_service.memory import most_pages
 from verifier_service.models import load_target
 from verifier_service.recurrent import Arrangement
-from verifier_service.runner import Runner, buckets_up_to
+from verifier_service.runner import StepRunner, buckets_up_to
 from verifier_service.runners import runner_for
-from verifier_service.scheduler import Ask, Call, Capacity, Saved, Scheduler, Session
+from verifier_service.scheduler import Ask, Call, Capacity, Saved, StepScheduler, VerifierText
 from verifier_service.shards import Bounds, Crew, Starter, free_bytes
 from verifier_service.worker import start_processes
 
@@ -47,8 +47,8 @@ class VerifierEngine:
 
     def __init__(
         self,
-        scheduler: Scheduler,
-        runner: Runner,
+        scheduler: StepScheduler,
+        runner: StepRunner,
         hello: Hello,
         shelf: Shelf | None = None,
         longest_step_s: float = LONGEST_STEP_S,
@@ -225,7 +225,7 @@ class VerifierEngine:
                 memory.check(arrays, 2 * block)
 
             shelf = Shelf(states or NoStates(), hello.fingerprint, hello.tokenizer, memory.layout(block), check)
-        return cls(Scheduler(capacity), runner, hello, shelf, longest_step_s, differ)
+        return cls(StepScheduler(capacity), runner, hello, shelf, longest_step_s, differ)
 
     # The peer
 
@@ -365,7 +365,7 @@ class VerifierEngine:
                     async with asyncio.timeout(self.scheduler.linger_s or None):
                         await self._work.wait()
 
-    async def _restore(self, session: Session, saved: Saved) -> bool:
+    async def _restore(self, session: VerifierText, saved: Saved) -> bool:
         """Put a saved memory in place; false where that fails, which is logged: the text is then computed."""
         place, loop = session.memory.place, asyncio.get_running_loop()
         if place is None:  # all texts were given up meanwhile
@@ -380,7 +380,7 @@ class VerifierEngine:
             return False
         return True
 
-    async def _put_by(self, session: Session, ask: Ask) -> None:
+    async def _put_by(self, session: VerifierText, ask: Ask) -> None:
         """Copy a closed text's memory, which is free then, and save it while others go on."""
         assert isinstance(ask.call, CloseCall) and self._shelf is not None
         shelf, arrays = self._shelf, None

@@ -10,7 +10,7 @@ import torch
 Result = TypeVar("Result")
 
 
-class Recorded(Protocol):
+class RecordedStep(Protocol):
     """A recorded step; `replay` runs it again on what lies at the same addresses."""
 
     def replay(self) -> None: ...
@@ -19,7 +19,7 @@ class Recorded(Protocol):
 class Graphs(Protocol):
     """What records steps."""
 
-    def record(self, step: Callable[[], Result]) -> tuple[Recorded, Result]:
+    def record(self, step: Callable[[], Result]) -> tuple[RecordedStep, Result]:
         """Run a step once without recording, then record it. Returns the recording, and the tensors that each replay
         writes.
 
@@ -38,7 +38,7 @@ class CudaGraphs:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, step: Callable[[], Result]) -> tuple[Recorded, Result]:
+    def record(self, step: Callable[[], Result]) -> tuple[RecordedStep, Result]:
         current = torch.cuda.current_stream()
         beside = torch.cuda.Stream()
         beside.wait_stream(current)

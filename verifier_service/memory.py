@@ -19,7 +19,7 @@ import numpy as np
 from tree_kernels.tree_attention import PAGE
 from tree_layers.memory import PageBook, pages_for
 
-from verifier_service.recurrent import Place, Places
+from verifier_service.recurrent import StatePool, TextStates
 
 
 @dataclass(slots=True)
@@ -31,12 +31,12 @@ class TextMemory:
     unseen: int = 0  # how many of the leading ones are
     consumed: list[int] = field(default_factory=list)
     names: list[bytes] = field(default_factory=list)  # of the leading pages that are published
-    place: Place | None = None  # of its states, where the target has any
+    place: TextStates | None = None  # of its states, where the target has any
 
 
 def most_pages(tokens: int, window: int | None, slack: int, rows: int) -> int:
     """Pages that a text of so many tokens holds at most at once, where a step computes `rows` of them. The others are
-    those of `Memory`."""
+    those of `PageTable`."""
     whole = pages_for(tokens)
     return whole if window is None else min(whole, pages_for(window + slack + rows) + 1)
 
@@ -46,7 +46,7 @@ def salt_of(tenant: str) -> bytes:
     return hashlib.blake2b(tenant.encode(), digest_size=16, person=b"dendro.pages").digest()
 
 
-class Memory:
+class PageTable:
     """The pool's pages among the texts."""
 
     def __init__(
@@ -55,7 +55,7 @@ class Memory:
         share: bool = True,
         window: int | None = None,
         slack: int = 0,
-        places: Places | None = None,
+        places: StatePool | None = None,
     ) -> None:
         """share: whether texts that begin alike hold the same pages. window: positions that a row sees, itself among
         them, where every layer has a sliding window; slack: tokens by which a text may be cut without going back

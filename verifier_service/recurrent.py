@@ -50,7 +50,7 @@ class Extent:
 
 
 @dataclass(slots=True)
-class Place:
+class TextStates:
     """One text's part of the memory, and how far it got."""
 
     extent: Extent
@@ -97,7 +97,7 @@ class Place:
         self.folded = min(self.folded, length // self.extent.block)
 
 
-class Places:
+class StatePool:
     """Which places are free."""
 
     def __init__(self, count: int, extent: Extent) -> None:
@@ -109,18 +109,18 @@ class Places:
     def free(self) -> int:
         return len(self._free)
 
-    def take(self) -> Place:
+    def take(self) -> TextStates:
         """A place of undefined contents, for a text that has consumed nothing."""
         return place_of(self._free.pop() - 1, self.extent)
 
-    def give(self, place: Place) -> None:
+    def give(self, place: TextStates) -> None:
         """Take a place back."""
         self._free.append((place.first_token - 1) // self.extent.ring + 1)
 
 
-def place_of(index: int, extent: Extent) -> Place:
+def place_of(index: int, extent: Extent) -> TextStates:
     """The place of this number, where all are alike; slot 0 is nobody's."""
-    return Place(extent, 1 + index * extent.ring, 1 + index * extent.checkpoints)
+    return TextStates(extent, 1 + index * extent.ring, 1 + index * extent.checkpoints)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +143,10 @@ class Arrangement:
         states = 1 + places * extent.checkpoints + whole.checkpoints
         return cls(extent, places, whole, scratch, scratch + step_rows, states)
 
-    def own_place(self) -> Place:
+    def own_place(self) -> TextStates:
         """The runner's own, for a text of which nothing is there."""
         after = place_of(self.places, self.extent)
-        return Place(self.whole, after.first_token, after.first_state)
+        return TextStates(self.whole, after.first_token, after.first_state)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,10 +170,10 @@ class RecurrentRows:
 
 
 @dataclass(frozen=True, slots=True)
-class _Slots:
+class _InputSlots:
     """Where the inputs of one text's tokens are, for a step."""
 
-    place: Place
+    place: TextStates
     committed: Ints  # [n] positions of rows of this step, in any order
     scratch: int  # slot of the first of them
     order: Ints = field(init=False)
@@ -193,7 +193,7 @@ class _Slots:
 
 
 def recurrent_rows(
-    place: Place, committed: Ints, root: int, tree: DraftTree | None, scratch: int, folds: int = 0
+    place: TextStates, committed: Ints, root: int, tree: DraftTree | None, scratch: int, folds: int = 0
 ) -> RecurrentRows:
     """One text's rows of a step: committed ones at these positions, then a tree's, whose root stands at `root`.
 
@@ -217,7 +217,7 @@ def recurrent_rows(
         positions = np.concatenate([committed, root + depths])
         certain = np.concatenate([committed, np.full(tree.rows, root)])
         known = np.append(committed, root)
-    slots = _Slots(place, known, scratch)
+    slots = _InputSlots(place, known, scratch)
     starts = block * (positions // block - 1)
     keys = starts[:, None] + np.arange(2 * block)
     columns = slots.at(np.clip(keys, 0, certain[:, None]).ravel()).reshape(keys.shape)

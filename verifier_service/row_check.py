@@ -22,7 +22,7 @@ class _Seen(NamedTuple):
     rows: Tensor | None  # [rows] int64, a digest of each row's bits; None where the tensor is not of the step's rows
 
 
-class Trace:
+class RowTrace:
     """A digest of each row of every module's inputs and outputs in one forward, in the order of the calls."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Trace:
                 hooks.callback(module.register_forward_hook(leave).remove)
             yield
 
-    def first_difference(self, other: Trace, rows: Tensor) -> str:
+    def first_difference(self, other: RowTrace, rows: Tensor) -> str:
         """The first place where this trace's rows [k] differ from the other's first k rows.
 
         It is a module's input where all modules before it gave equal results: the difference is then in what their

@@ -30,7 +30,7 @@ class Far:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Plan:
+class StepPlan:
     """One step. It can be sent to shards, or feed a graph."""
 
     tokens: Ints  # [rows]
@@ -50,7 +50,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class StepOutcome:
     """What came of a plan."""
 
     walks: tuple[Walk, ...]  # one per draw
@@ -60,8 +60,8 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
-    """One text's rows of a step; the fields are those of `Plan`."""
+class TextRows:
+    """One text's rows of a step; the fields are those of `StepPlan`."""
 
     tokens: Ints
     positions: Ints
@@ -86,7 +86,7 @@ def text_rows(
     scratch: int,
     near: int,
     window: int | None = None,
-) -> Part:
+) -> TextRows:
     """Committed rows, at these positions of a text, then the rows of a tree whose root is the text's last token.
 
     pages: of the text, by position. The guesses' keys go to slots from `scratch` on, in order; all the others' to
@@ -115,7 +115,7 @@ def text_rows(
     reach = max(int(first_near(positions, near).max()), 0)
     first_page = 0 if window is None else max(int(positions.min()) - window + 1, 0) // PAGE
     far = tuple(pages[first_page : pages_for(reach)])
-    return Part(tokens, positions, slots, homes, _near(table, positions, certain, trail, near), far, first_page)
+    return TextRows(tokens, positions, slots, homes, _near(table, positions, certain, trail, near), far, first_page)
 
 
 def _near(table: Ints, positions: Ints, certain: Ints, trail: Ints, near: int) -> Ints:
@@ -131,7 +131,7 @@ def _near(table: Ints, positions: Ints, certain: Ints, trail: Ints, near: int) -
     return slots
 
 
-def pack(parts: Sequence[Part], wanted: Ints, draws: Sequence[Draw] = ()) -> Plan:
+def pack(parts: Sequence[TextRows], wanted: Ints, draws: Sequence[Draw] = ()) -> StepPlan:
     """The parts of several texts as one step, in this order."""
     far, start = [], 0
     for part in parts:
@@ -140,7 +140,7 @@ def pack(parts: Sequence[Part], wanted: Ints, draws: Sequence[Draw] = ()) -> Pla
             far.append(Far(start, stop, part.pages, part.first_page))
         start = stop
     recurrent = [part.recurrent for part in parts if part.recurrent is not None]
-    return Plan(
+    return StepPlan(
         tokens=np.concatenate([part.tokens for part in parts]),
         positions=np.concatenate([part.positions for part in parts]),
         slots=np.concatenate([part.slots for part in parts]),

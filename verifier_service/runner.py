@@ -12,17 +12,17 @@ import torch
 from dendro.tree import DraftTree
 from torch import Tensor
 from tree_kernels.tree_attention import PAGE, FarRows, TreeRows
-from tree_kernels.tree_scan import ROW_MULTIPLE, Fold, Group, Paths
+from tree_kernels.tree_scan import ROW_MULTIPLE, BlockFold, Group, Paths
 from tree_kernels.tree_walk import Walk
 from tree_layers.memory import Pages
 from tree_layers.tree_mixers import Array, RecurrentMemory, RecurrentStep
 
-from verifier_service.models import Target
+from verifier_service.models import LoadedTarget
 from verifier_service.models.head import HEAD_ROWS, Logits
-from verifier_service.recurrent import Place, RecurrentRows, last_writers, recurrent_rows
-from verifier_service.row_check import Trace
-from verifier_service.rows import NO_ROWS, Ints, Outcome, Plan, pack, text_rows
-from verifier_service.shards import Bounds, Crew, Kept
+from verifier_service.recurrent import RecurrentRows, TextStates, last_writers, recurrent_rows
+from verifier_service.row_check import RowTrace
+from verifier_service.rows import NO_ROWS, Ints, StepOutcome, StepPlan, pack, text_rows
+from verifier_service.shards import AcceptedSlots, Bounds, Crew
 from verifier_service.walk import Walker
 
 SMALL_BUCKETS = tuple(range(8, 65, 8))
@@ -41,10 +41,10 @@ def buckets_up_to(step_rows: int) -> tuple[int, ...]:
     return (*buckets, -(-step_rows // 8) * 8)
 
 
-class Runner:
+class StepRunner:
     """Owns the model, its pages and the noise. Of one thread at a time."""
 
-    def __init__(self, target: Target, bounds: Bounds, buckets: Sequence[int], crew: Crew | None = None) -> None:
+    def __init__(self, target: LoadedTarget, bounds: Bounds, buckets: Sequence[int], crew: Crew | None = None) -> None:
         """crew: the workers that have the target's other shards, with runners of the same memory."""
         self.target = target
         self.crew = crew
@@ -62,7 +62,7 @@ class Runner:
             target.run.recurrent = RecurrentMemory(target.mixers, tokens, states, self.device)
         self._own_place = self.arrangement.own_place()
 
-    def run(self, plan: Plan) -> Outcome:
+    def run(self, plan: StepPlan) -> StepOutcome:
         """One forward and the walks of its trees; accepted guesses are kept."""
         started = time.perf_counter()
         with torch.inference_mode():
@@ -73,9 +73,9 @@ class Runner:
             walks = [self.walker.walk(draw, logits.row) for draw in plan.draws]
             self._keep(self._accepted(plan, walks))
         ended = time.perf_counter()
-        return Outcome(tuple(walks), int(1e6 * (forward_s + logits.took_s)), int(1e6 * (ended - started)))
+        return StepOutcome(tuple(walks), int(1e6 * (forward_s + logits.took_s)), int(1e6 * (ended - started)))
 
-    def forward(self, plan: Plan) -> Tensor:
+    def forward(self, plan: StepPlan) -> Tensor:
         """Logits [wanted rows, vocabulary] float32. Writes every row's keys and values."""
         return self._logits(self._begin(plan)).all()[: len(plan.wanted)]
 
@@ -86,7 +86,7 @@ class Runner:
             return Logits.made(self.target.logits(*inputs))
         return Logits(self.target.hidden(*inputs), self.target.logits_of)
 
-    def _begin(self, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+    def _begin(self, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor]:
         """Tell the crew and the seats of a step's rows; returns the padded tokens, positions and wanted rows."""
         if self.crew is not None:
             self.crew.tell(replace(plan, draws=()))
@@ -114,7 +114,7 @@ class Runner:
         wanted[: len(plan.wanted)] = plan.wanted
         return tokens, places, self._tensor(wanted)
 
-    def keep(self, kept: Kept) -> None:
+    def keep(self, kept: AcceptedSlots) -> None:
         """Copy accepted guesses from scratch slots to their places, and accepted rows' inputs to mixers into rings."""
         if len(kept.source):
             self.pages.append(self._tensor(kept.source), self._tensor(kept.target))
@@ -122,14 +122,14 @@ class Runner:
             assert self.target.run.recurrent is not None
             self.target.run.recurrent.keep(self._tensor(kept.inputs), self._tensor(kept.rings))
 
-    def save(self, place: Place, length: int) -> dict[str, Array]:
+    def save(self, place: TextStates, length: int) -> dict[str, Array]:
         """What a text of so many consumed tokens needs to go on elsewhere."""
         assert self.target.run.recurrent is not None
         block = place.base_of(length)
         slots = place.token_slots(np.arange(block * place.extent.block, length))
         return self.target.run.recurrent.save(self._tensor(slots), place.state_slot(block))
 
-    def restore(self, place: Place, length: int, tokens: int, arrays: Mapping[str, Array]) -> None:
+    def restore(self, place: TextStates, length: int, tokens: int, arrays: Mapping[str, Array]) -> None:
         """Put what `save` returned into the place of a text of that length: a checkpoint, and the inputs of the
         `tokens` after it. The checkpoint's number follows from these: `place.folded` may be past it by now."""
         assert self.target.run.recurrent is not None
@@ -206,11 +206,11 @@ class Runner:
         """Where rows [bucket] of a text first get other bits than in a step of the whole text, by bucket."""
         if not differ:
             return {}
-        whole, places = Trace(), {}
+        whole, places = RowTrace(), {}
         with whole.of(self.target.model, self._bucket(len(ids))):
             self._whole_text(ids)
         for bucket, rows in differ.items():
-            part = Trace()
+            part = RowTrace()
             with part.of(self.target.model, self._bucket(len(rows))):
                 self._text_rows(ids, rows, None)
             places[bucket] = whole.first_difference(part, self._tensor(rows))
@@ -231,16 +231,16 @@ class Runner:
                 self._own_place.append(int(committed.max()) + 1)
         return logits
 
-    def _accepted(self, plan: Plan, walks: Sequence[Walk]) -> Kept:
+    def _accepted(self, plan: StepPlan, walks: Sequence[Walk]) -> AcceptedSlots:
         """What the walks accepted."""
         rows = [draw.first + row for draw, walked in zip(plan.draws, walks, strict=True) for row in walked.path[1:]]
         inputs = rings = NO_ROWS
         if plan.recurrent is not None:
             accepted = np.sort(np.concatenate([np.flatnonzero(plan.certain), np.array(rows, np.int64)]))
             inputs, rings = last_writers(self.arrangement.scratch + accepted, plan.recurrent.homes[accepted])
-        return Kept(plan.slots[rows], plan.homes[rows], inputs, rings)
+        return AcceptedSlots(plan.slots[rows], plan.homes[rows], inputs, rings)
 
-    def _keep(self, kept: Kept) -> None:
+    def _keep(self, kept: AcceptedSlots) -> None:
         """Keep it here and, where there is a crew, at all its workers."""
         if not len(kept.source) and not len(kept.inputs):
             return
@@ -269,7 +269,7 @@ def recurrent_step(rows: RecurrentRows, padded: int, scratch: int, device: torch
             its = np.flatnonzero(rows.sources == source)
             more = np.full(-len(its) % ROW_MULTIPLE, its[0])
             groups.append(Group(source, tensor(np.concatenate([its, more])), len(its)))
-    folds = [Fold(each.source, tensor(each.columns), each.target) for each in rows.folds]
+    folds = [BlockFold(each.source, tensor(each.columns), each.target) for each in rows.folds]
     columns = torch.nn.functional.pad(tensor(rows.columns), (0, 0, *missing))
     own = torch.nn.functional.pad(tensor(rows.own), missing, value=rows.columns.shape[1] // 2)
     return RecurrentStep(torch.arange(scratch, scratch + padded, device=device), own, Paths(columns, groups, folds))

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from verifier_service.models import Target
-from verifier_service.runner import Runner
+from verifier_service.models import LoadedTarget
+from verifier_service.runner import StepRunner
 from verifier_service.shards import Bounds, Crew
 
 
-def runner_for(target: Target, bounds: Bounds, buckets: Sequence[int], crew: Crew | None = None) -> Runner:
+def runner_for(target: LoadedTarget, bounds: Bounds, buckets: Sequence[int], crew: Crew | None = None) -> StepRunner:
     """The runner for the target's device."""
     if target.model.device.type == "cpu" or target.mixers:
-        return Runner(target, bounds, buckets, crew)
+        return StepRunner(target, bounds, buckets, crew)
     from verifier_service.device import DeviceRunner
 
     return DeviceRunner(target, bounds, buckets, crew)

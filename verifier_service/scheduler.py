@@ -25,9 +25,9 @@ from tree_kernels.warp import Warp
 from tree_layers.tree_mixers import Array
 
 from verifier_service.budget import StepCosts, path_in, worthwhile
-from verifier_service.memory import Memory, TextMemory, most_pages, salt_of
-from verifier_service.recurrent import Arrangement, Places, recurrent_rows
-from verifier_service.rows import NO_ROWS, Outcome, Plan, pack, text_rows
+from verifier_service.memory import PageTable, TextMemory, most_pages, salt_of
+from verifier_service.recurrent import Arrangement, StatePool, recurrent_rows
+from verifier_service.rows import NO_ROWS, StepOutcome, StepPlan, pack, text_rows
 from verifier_service.walk import Draw
 
 Call = OpenCall | VerifyCall | CloseCall
@@ -114,7 +114,7 @@ class Ask:
 
 
 @dataclass(slots=True, eq=False)
-class Session:
+class VerifierText:
     """One opening of one text."""
 
     number: int
@@ -144,7 +144,7 @@ class Session:
 
 
 @dataclass(slots=True)
-class Counters:
+class VerifierCounters:
     """What happened since the start; only ever grows."""
 
     steps: int = 0
@@ -162,28 +162,28 @@ class Counters:
 class _Share:
     """What one session has in a step."""
 
-    session: Session
+    session: VerifierText
     prefill: int  # committed rows, from what is consumed on
     ask: Ask | None  # with its tree
     tree: DraftTree | None = None  # what the step takes of it
 
 
-class Scheduler:
+class StepScheduler:
     """Owns the sessions, their pages and the order of things. `next` and `apply` alternate."""
 
     def __init__(self, capacity: Capacity) -> None:
         self.capacity = capacity
         arranged = capacity.recurrent
-        places = Places(arranged.places, arranged.extent) if arranged is not None else None
-        self.memory = Memory(capacity.pages, capacity.share_prefixes, capacity.window, capacity.slack, places)
-        self.counters = Counters()
+        places = StatePool(arranged.places, arranged.extent) if arranged is not None else None
+        self.memory = PageTable(capacity.pages, capacity.share_prefixes, capacity.window, capacity.slack, places)
+        self.counters = VerifierCounters()
         self.costs = StepCosts()
-        self.sessions: dict[bytes, Session] = {}  # in order of age
+        self.sessions: dict[bytes, VerifierText] = {}  # in order of age
         self._inbox: deque[Ask] = deque()
         self._numbers = 0
         self._closed: list[int] = []
-        self._restoring: list[tuple[Session, Saved]] = []
-        self._leaving: deque[tuple[Session, Ask]] = deque()
+        self._restoring: list[tuple[VerifierText, Saved]] = []
+        self._leaving: deque[tuple[VerifierText, Ask]] = deque()
         self._running: list[_Share] = []
         # Of the last step: the choice of its rows, their packing, and its answers.
         self._began = self._started = self._ended = 0.0
@@ -194,7 +194,7 @@ class Scheduler:
         """Take in a call; it is looked at by the next `next`."""
         self._inbox.append(ask)
 
-    def next(self) -> Plan | None:
+    def next(self) -> StepPlan | None:
         """The next step, or None where nothing needs one, where it should wait for `linger_s`, or where saved memories
         are to be put in place first (`take_restoring`). Answers at once what needs no step."""
         began = time.perf_counter()
@@ -251,7 +251,7 @@ class Scheduler:
         until = began + LINGER * (apart + other - together) / 1e6
         return max(until - now, 0.0) if back <= until else 0.0
 
-    def apply(self, outcome: Outcome) -> list[tuple[int, int]]:
+    def apply(self, outcome: StepOutcome) -> list[tuple[int, int]]:
         """Take in what came of the last plan and answer. Returns (session, base) of the rounds likely to come next and
         to need noise."""
         walks = iter(outcome.walks)
@@ -351,10 +351,10 @@ class Scheduler:
             )
         self._numbers += 1
         memory = TextMemory(salt_of(call.terms.tenant))
-        session = Session(self._numbers, call.terms, warp, text, memory, opening=ask, saved=ask.saved)
+        session = VerifierText(self._numbers, call.terms, warp, text, memory, opening=ask, saved=ask.saved)
         self.sessions[update.opening] = session
 
-    def _leave(self, session: Session, ask: Ask, call: CloseCall) -> bool:
+    def _leave(self, session: VerifierText, ask: Ask, call: CloseCall) -> bool:
         """Let a closed text's memory be put by first; false where it does not cover the text."""
         if call.update.base > self.capacity.max_length:  # no text here is so long: spare the digest of its tokens
             return False
@@ -368,7 +368,7 @@ class Scheduler:
         self._leaving.append((session, ask))
         return True
 
-    def next_leaving(self) -> tuple[Session, Ask] | None:
+    def next_leaving(self) -> tuple[VerifierText, Ask] | None:
         """A closed text whose memory is to be put by. It stands until the text is `gone`; one that was set back
         meanwhile has none."""
         return self._leaving.popleft() if self._leaving else None
@@ -377,12 +377,12 @@ class Scheduler:
         """A leaving text's memory was copied."""
         self._free(call.update.opening)
 
-    def take_restoring(self) -> list[tuple[Session, Saved]]:
+    def take_restoring(self) -> list[tuple[VerifierText, Saved]]:
         """Saved memories to put in place before `next` packs a step; `restored` is called for each of them."""
         restoring, self._restoring = self._restoring, []
         return restoring
 
-    def restored(self, session: Session, stands: bool) -> None:
+    def restored(self, session: VerifierText, stands: bool) -> None:
         """A saved memory was put in place; where that failed (`stands` is false), its text will be computed."""
         if session not in self.sessions.values():  # all texts were given up meanwhile
             return
@@ -426,7 +426,7 @@ class Scheduler:
         if tokens and not 0 <= min(tokens) <= max(tokens) < self.capacity.vocabulary:
             raise BadRequest("text", f"has a token outside the vocabulary of {self.capacity.vocabulary}")
 
-    def _settle_opening(self, session: Session) -> None:
+    def _settle_opening(self, session: VerifierText) -> None:
         """Answer the open call once all but the root is consumed."""
         ask = session.opening
         if ask is not None and not session.lacking:
@@ -444,7 +444,7 @@ class Scheduler:
         self._closed.append(session.number)
         self._fail(session, error or NotFound("opening: it was closed"))
 
-    def _fail(self, session: Session, reason: DendroError) -> None:
+    def _fail(self, session: VerifierText, reason: DendroError) -> None:
         for ask in (*session.asks, *([session.opening] if session.opening else [])):
             ask.fail(reason)
         session.asks.clear()
@@ -511,7 +511,7 @@ class Scheduler:
             share.tree = tree
         self.counters.trimmed += sum(tree.guesses for tree in trees) - sum(tree.guesses for tree in kept)
 
-    def _hold(self, session: Session, tokens: int, taken: set[int]) -> bool:
+    def _hold(self, session: VerifierText, tokens: int, taken: set[int]) -> bool:
         """Let a text hold so many tokens, at the cost of younger ones where it must be; false where even that does not
         do. Texts that are `taken` into the step keep what they hold."""
         while not self.memory.grow(session.memory, tokens):
@@ -522,7 +522,7 @@ class Scheduler:
             self.counters.set_back += 1
         return True
 
-    def _followed(self, session: Session) -> Ask | None:
+    def _followed(self, session: VerifierText) -> Ask | None:
         """The session's first call that is in order, its text brought up to it."""
         while session.asks:
             ask = session.asks[0]
@@ -536,7 +536,7 @@ class Scheduler:
             session.asks.popleft()
         return None
 
-    def _follow(self, session: Session, call: VerifyCall) -> None:
+    def _follow(self, session: VerifierText, call: VerifyCall) -> None:
         """Bring the session's text up to a call; what the memory holds past the common part is dropped."""
         self._check_text(call.update.base, call.update.tokens)
         if call.update.base >= session.terms.limits.max_length:
@@ -544,7 +544,7 @@ class Scheduler:
         self._follow_text(session, call.update)
         self._check_tree(call, session.text.ids[-1])
 
-    def _follow_text(self, session: Session, update: TextUpdate) -> None:
+    def _follow_text(self, session: VerifierText, update: TextUpdate) -> None:
         consumed = session.memory.consumed
         stands = min(session.text.follow(update), len(consumed))
         # The last verdict's path was appended at once: it stands as far as its tokens came back with this call.
@@ -564,7 +564,7 @@ class Scheduler:
         if int(tree.depths.max()) > capacity.max_depth:
             raise BadRequest("tree.parents", f"depth {tree.depths.max()}; a tree here has at most {capacity.max_depth}")
 
-    def _pack(self, shares: Sequence[_Share]) -> Plan:
+    def _pack(self, shares: Sequence[_Share]) -> StepPlan:
         parts, draws = [], []
         start, guesses, folds, wanted = 0, 0, 0, [NO_ROWS]
         for share in shares:
@@ -601,7 +601,7 @@ class Scheduler:
             start += len(part.tokens)
         return pack(parts, np.concatenate(wanted), draws)
 
-    def _draw(self, session: Session, tree: DraftTree, first: int, wanted: int) -> Draw:
+    def _draw(self, session: VerifierText, tree: DraftTree, first: int, wanted: int) -> Draw:
         sampling = session.terms.sampling
         return Draw(
             session=session.number,
@@ -616,7 +616,7 @@ class Scheduler:
             sample_index=sampling.sample_index,
         )
 
-    def _verdict(self, share: _Share, ask: Ask, walked: Walk, outcome: Outcome) -> Verdict:
+    def _verdict(self, share: _Share, ask: Ask, walked: Walk, outcome: StepOutcome) -> Verdict:
         assert isinstance(ask.call, VerifyCall) and share.tree is not None
         session = share.session
         path, ranks = path_in(ask.call.tree, walked.tokens[:-1])  # the step's tree may have been less than was sent

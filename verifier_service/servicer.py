@@ -9,7 +9,7 @@ import grpc.aio
 from dendro import wire
 from dendro.calls import VerifierPeer, VerifyCall
 from dendro.internal.v1 import calls_pb2, verifier_pb2, verifier_pb2_grpc
-from dendro.serving import Dialect, Leases, Replica, StreamServer, serve
+from dendro.serving import Leases, Replica, ReplicaKind, StreamServer, serve
 
 
 def _calls(frame: verifier_pb2.VerifyFrame) -> Sequence[verifier_pb2.VerifierCall]:
@@ -20,7 +20,7 @@ def _frame(hello: calls_pb2.Hello | None, answers: list[verifier_pb2.VerifierAns
     return verifier_pb2.VerdictFrame(hello=hello, answers=answers)
 
 
-DIALECT: Dialect[verifier_pb2.VerifyFrame, verifier_pb2.VerdictFrame, VerifyCall] = Dialect(
+DIALECT: ReplicaKind[verifier_pb2.VerifyFrame, verifier_pb2.VerdictFrame, VerifyCall] = ReplicaKind(
     calls=_calls, call_from=wire.verifier_call_from, answer=wire.verifier_answer_message, frame=_frame
 )
 

@@ -37,7 +37,7 @@ from verifier_service.collectives import (
     can_share_memory,
     new_memory,
 )
-from verifier_service.models import Target, load_target
+from verifier_service.models import LoadedTarget, load_target
 from verifier_service.recurrent import Arrangement
 from verifier_service.rows import Ints
 
@@ -101,7 +101,7 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Kept:
+class AcceptedSlots:
     """Slots of accepted guesses and where their keys go; and of all accepted rows' inputs to mixers."""
 
     source: Ints
@@ -152,7 +152,7 @@ class Crew:
         threads: int,
         host: str = "127.0.0.1",
         tokenizer: Path | None = None,
-    ) -> Target:
+    ) -> LoadedTarget:
         """This worker's shard, while the others load theirs. Raises BadRequest for a checkpoint that cannot be sharded
         so, WorkerLost where a worker dies over it."""
         # The store takes a port and keeps it: one that was only looked up may be another process's by then.
@@ -232,7 +232,7 @@ class Crew:
 
 def load_shard(
     shard: Shard, rank: int, store: dist.Store, memory: mmap.mmap | None, check: Callable[[], None]
-) -> tuple[Target | None, Loaded]:
+) -> tuple[LoadedTarget | None, Loaded]:
     """A worker's part of a target, if it is there, and its report. The group meets at `store`. `check` raises
     WorkerLost where the group broke."""
     device = torch.device(shard.device)

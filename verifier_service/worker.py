@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from verifier_service.collectives import WorkerLost, join_memory
-from verifier_service.rows import Plan
+from verifier_service.rows import StepPlan
 from verifier_service.runners import runner_for
-from verifier_service.shards import GROUP_S, Bounds, Kept, Shard, Summons, has_ended, load_shard
+from verifier_service.shards import GROUP_S, AcceptedSlots, Bounds, Shard, Summons, has_ended, load_shard
 
 
 def start_processes(summons: Sequence[Summons]) -> None:
@@ -55,8 +55,8 @@ def _serve(stream: Connection, rank: int) -> None:
     said: Bounds = stream.recv()
     runner = runner_for(target, said, shard.buckets)
     while True:
-        order: Plan | Kept = stream.recv()
-        if isinstance(order, Plan):
+        order: StepPlan | AcceptedSlots = stream.recv()
+        if isinstance(order, StepPlan):
             with torch.inference_mode():
                 runner.forward(order)
         else:

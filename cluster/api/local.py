@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from dendro.client import Answer, Asking, Event
+from dendro.client import AnswerProgress, Asking, Event
 from dendro.v1 import generation_pb2 as pb
 
 from cluster.router.ingress import Ingress
@@ -19,7 +19,7 @@ class LocalClient(Asking):
         self._tenant = tenant
 
     async def send(self, request: pb.GenerateRequest) -> AsyncGenerator[Event, None]:
-        answer = Answer(request, timeout_s=self._ingress.config.router.request_timeout_s, attempts=1)
+        answer = AnswerProgress(request, timeout_s=self._ingress.config.router.request_timeout_s, attempts=1)
         async with aclosing(self._ingress.generate(request, self._tenant)) as responses:
             async for response in responses:
                 event = answer.take(response)

@@ -20,7 +20,7 @@ from typing import Any
 
 from dendro.errors import BadRequest, EngineFailed
 
-from cluster.bench.measurement import ASSISTED, BATCH, CONTINUOUS, GENERATE, LOOKUP, Answer
+from cluster.bench.measurement import ASSISTED, BATCH, CONTINUOUS, GENERATE, LOOKUP, TimedAnswer
 from cluster.checkpoints import check_library_has
 
 LOOKUP_TOKENS = 5
@@ -74,7 +74,7 @@ class Baselines:
             config.num_assistant_tokens_schedule = "constant"
             config.assistant_confidence_threshold = 0.0
 
-    def answer(self, row: str, prompt: Sequence[int], temperature: float, seed: int, tokens: int) -> Answer:
+    def answer(self, row: str, prompt: Sequence[int], temperature: float, seed: int, tokens: int) -> TimedAnswer:
         """`tokens` new tokens after a prompt, timed from the call to the last of them. The plain law when sampling."""
         torch, clock = self._torch, TokenClock()
         options: dict[str, object] = {"do_sample": False}
@@ -98,7 +98,7 @@ class Baselines:
             seconds = time.perf_counter() - started
         if len(answer) != tokens:
             raise EngineFailed(f"{row}: {len(answer)} tokens instead of {tokens}")
-        return Answer(tuple(answer), seconds, clock.times[1] - started, clock.counts[1], len(clock.times) - 1)
+        return TimedAnswer(tuple(answer), seconds, clock.times[1] - started, clock.counts[1], len(clock.times) - 1)
 
     def batch(self, row: str, prompts: Sequence[Sequence[int]], tokens: int) -> dict[str, float]:
         """Greedy answers of `tokens` tokens to all prompts at once: `tokens` in all and the `seconds` they took.
@@ -190,13 +190,13 @@ class BaselineProcess:
         self._process.wait()
         self._process.stdout.close()
 
-    async def answer(self, row: str, prompt: Sequence[int], temperature: float, seed: int, tokens: int) -> Answer:
+    async def answer(self, row: str, prompt: Sequence[int], temperature: float, seed: int, tokens: int) -> TimedAnswer:
         """As Baselines.answer; raises EngineFailed with what went wrong over there."""
         call = {"row": row, "prompt": list(prompt), "temperature": temperature, "seed": seed, "tokens": tokens}
         said = json.loads(await asyncio.to_thread(self._ask, json.dumps(call)))
         if "error" in said:
             raise EngineFailed(f"{row}: {said['error']}")
-        return Answer(**said | {"tokens": tuple(said["tokens"])})
+        return TimedAnswer(**said | {"tokens": tuple(said["tokens"])})
 
     async def batch(self, row: str, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[int, float]:
         """As Baselines.batch: tokens and seconds; raises EngineFailed with what went wrong over there."""

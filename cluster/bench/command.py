@@ -33,7 +33,7 @@ from cluster.bench.speed import (
     DEMO,
     MAMBA2,
     Contenders,
-    Plan,
+    SpeedPlan,
     aims_of,
     check_and_warm,
     cost_model_of,
@@ -70,7 +70,7 @@ class Which(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class SpeedSettings:
     """What a run was asked for, once checked."""
 
     targets: tuple[str, ...]
@@ -122,7 +122,7 @@ def parameter_count(checkpoint: Path) -> int:
 
 
 @asynccontextmanager
-async def contenders_for(config: Config, settings: Settings) -> AsyncIterator[Contenders]:
+async def contenders_for(config: Config, settings: SpeedSettings) -> AsyncIterator[Contenders]:
     """Both sides of one target, started together, stopped together."""
     (target,) = config.targets.values()
     assistant = settings.models / "llama"
@@ -138,7 +138,7 @@ async def contenders_for(config: Config, settings: Settings) -> AsyncIterator[Co
         library.stop()
 
 
-async def run_speed(settings: Settings, progress: Callable[[str, int], Callable[[], None]]) -> dict[str, Any]:
+async def run_speed(settings: SpeedSettings, progress: Callable[[str, int], Callable[[], None]]) -> dict[str, Any]:
     """The whole measurement; the report as plain values. `progress(title, steps)` begins a bar and returns its step."""
     started = time.monotonic()
     tokenizer = load_tokenizer(settings.models)
@@ -150,7 +150,7 @@ async def run_speed(settings: Settings, progress: Callable[[str, int], Callable[
         config = target_config(settings.models, name)
         (target,) = config.targets.values()
         shapes = tuple(str(shape) for shape in config.arms_of(name) if shape != OFF_SHAPE)
-        plan = Plan(
+        plan = SpeedPlan(
             name,
             prompts,
             settings.tokens,
@@ -246,7 +246,7 @@ def bench_speed(
     with each static tree and with the policy. All in one run, interleaved, on the demo target and on a costly one of
     the same function. Ends with status 1 where ours answered differently with speculation than without.
     """
-    settings = Settings(
+    settings = SpeedSettings(
         targets=(target or (Which.COSTLY if quick else Which.BOTH)).names,
         prompts=prompts if prompts is not None else QUICK_PROMPTS if quick else 16,
         tokens=tokens if tokens is not None else QUICK_TOKENS if quick else ANSWER_TOKENS,

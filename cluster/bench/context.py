@@ -40,7 +40,7 @@ READ_BYTES = 512 << 20
 
 
 @dataclass(slots=True)
-class Length:
+class ContextRow:
     """What was measured at one length."""
 
     context: int
@@ -80,7 +80,7 @@ def tree_of(shape: str, root: int) -> DraftTree:
     return DraftTree.of(tokens, parents)
 
 
-class Rounds:
+class EngineRounds:
     """One text at a time, on an engine of this process."""
 
     def __init__(self, engine: VerifierEngine, ids: Sequence[int]) -> None:
@@ -141,13 +141,13 @@ async def measure_context(
     contexts: Sequence[int],
     repetitions: int,
     step: Callable[[], None],
-) -> list[Length]:
+) -> list[ContextRow]:
     """All ways at every length, interleaved; the first round of each is not counted."""
     token_bytes = engine.runner.target.token_bytes
     found = []
     for context in contexts:
         text = list(ids[:context])
-        rounds, length = Rounds(engine, text), Length(context)
+        rounds, length = EngineRounds(engine, text), ContextRow(context)
         length.prefill_s = await _timed(rounds.open)
         library.fill(text)
         for repetition in range(repetitions + 1):
@@ -190,7 +190,7 @@ def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return intercept, slope
 
 
-def fit_of(lengths: Sequence[Length], way: str, token_bytes: int) -> dict[str, Any]:
+def fit_of(lengths: Sequence[ContextRow], way: str, token_bytes: int) -> dict[str, Any]:
     """How a way's cost grows: a line through each repetition's measurements, and how far medians lie from theirs.
 
     token_bytes: keys and values of one token, which every round must read.
@@ -211,7 +211,7 @@ def fit_of(lengths: Sequence[Length], way: str, token_bytes: int) -> dict[str, A
     }
 
 
-def rows_of(lengths: Sequence[Length]) -> list[dict[str, Any]]:
+def rows_of(lengths: Sequence[ContextRow]) -> list[dict[str, Any]]:
     """One object per way and length."""
     return [
         {

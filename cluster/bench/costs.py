@@ -17,7 +17,7 @@ from dendro.shapes import MAX_ROWS, LevelShape, TreeShape
 from dendro.text import Sampling
 from dendro.tree import DraftTree
 
-from cluster.bench.traces import Peer, is_static
+from cluster.bench.traces import EngineText, is_static
 from cluster.policies.sequoia import forwarded_rows
 
 STEP_ROWS = (1, *range(8, MAX_ROWS + 1, 8))
@@ -26,7 +26,7 @@ LEVEL_ROWS = (1, 2, 4, 8, 16, 31)
 
 
 @dataclass(slots=True)
-class Costs:
+class ReplayCosts:
     """Microseconds at one temperature; medians once measured."""
 
     step: dict[int, float] = field(default_factory=dict)  # of the verifier, by rows
@@ -82,7 +82,7 @@ async def measure_steps(
     verifier: VerifierPeer, ids: Sequence[int], temperature: float, repetitions: int, step: Callable[[], None]
 ) -> dict[int, float]:
     """A verifier's step by rows, on one text, interleaved. Verdicts are dropped; the first of each is not counted."""
-    peer = Peer(ids, Sampling(temperature=temperature))
+    peer = EngineText(ids, Sampling(temperature=temperature))
     await peer.open(verifier, MAX_ROWS)
     times: dict[int, list[float]] = {rows: [] for rows in STEP_ROWS}
     for _ in range(repetitions + 1):
@@ -105,7 +105,7 @@ async def measure_drafts(
 
     Each begins where the last one did: the root is read anew, as in a round of which nothing was guessed.
     """
-    peer = Peer(ids, Sampling(temperature=temperature))
+    peer = EngineText(ids, Sampling(temperature=temperature))
     await peer.open(drafter, MAX_ROWS)
     wanted = dict.fromkeys([*shapes, *(shape for pair in level_shapes().values() for shape in pair)])
     times: dict[TreeShape, list[float]] = {shape: [] for shape in wanted if shape.drafted}

@@ -11,9 +11,9 @@ from dendro.calls import DrafterPeer, VerifierPeer
 from dendro.shapes import OFF, DynamicShape, LevelShape, TreeShape
 from dendro.tree import DraftTree
 
-from cluster.bench.costs import Costs
+from cluster.bench.costs import ReplayCosts
 from cluster.bench.replay import run_fixed
-from cluster.bench.traces import SPARE, Answer, Peer, Trace
+from cluster.bench.traces import SPARE, EngineText, Trace, TracedAnswer
 
 
 def live_shapes() -> tuple[TreeShape, ...]:
@@ -25,14 +25,14 @@ async def live_rounds(
     drafter: DrafterPeer,
     verifier: VerifierPeer,
     shape: TreeShape,
-    answer: Answer,
+    answer: TracedAnswer,
     after_round: Callable[[], None] = lambda: None,
 ) -> tuple[list[int], float]:
     """N of every round of one answer as drafter and verifier find it, and the seconds of all; one after the other.
 
     Of the answer, only the prompt, how it is drawn and how long it gets are told to them.
     """
-    peer = Peer(answer.ids[: answer.begin], answer.sampling)
+    peer = EngineText(answer.ids[: answer.begin], answer.sampling)
     await peer.open(verifier, answer.tokens + 2 * SPARE)
     await peer.open(drafter, answer.tokens + 2 * SPARE)
     held = len(peer.text)
@@ -55,7 +55,7 @@ async def live_rounds(
 
 
 async def live_row(
-    drafter: DrafterPeer, verifier: VerifierPeer, shape: TreeShape, traces: Sequence[Trace], costs: Costs
+    drafter: DrafterPeer, verifier: VerifierPeer, shape: TreeShape, traces: Sequence[Trace], costs: ReplayCosts
 ) -> dict[str, Any]:
     """What one arm does by the clock, beside what was predicted of it on the same answers."""
     rounds = tokens = differences = 0

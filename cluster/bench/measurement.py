@@ -17,7 +17,7 @@ BASELINES = (GENERATE, LOOKUP, ASSISTED)
 
 
 @dataclass(frozen=True, slots=True)
-class Rounds:
+class RoundTimes:
     """Where the time of an answer's mean round went, as router and peers counted it. In milliseconds."""
 
     total_ms: float  # of a round after the first, which waits for the prefill
@@ -33,7 +33,7 @@ class Rounds:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TimedAnswer:
     """One answer of one contender."""
 
     tokens: tuple[int, ...]
@@ -41,7 +41,7 @@ class Answer:
     first_seconds: float  # from the request to the first tokens
     first_tokens: int  # that came together
     round_count: int  # times that tokens were emitted
-    rounds: Rounds | None = None  # of ours alone
+    rounds: RoundTimes | None = None  # of ours alone
 
     @property
     def tokens_per_second(self) -> float:
@@ -58,4 +58,6 @@ class Answer:
 class Contender(Protocol):
     """Answers a prompt in one of its ways."""
 
-    async def answer(self, row: str, prompt: Sequence[int], temperature: float, seed: int, tokens: int) -> Answer: ...
+    async def answer(
+        self, row: str, prompt: Sequence[int], temperature: float, seed: int, tokens: int
+    ) -> TimedAnswer: ...

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dendro.client import AsyncClient, Complete, Round, SpeculationStats
 from dendro.errors import EngineFailed
 
-from cluster.bench.measurement import Answer, Rounds
+from cluster.bench.measurement import RoundTimes, TimedAnswer
 
 
-def mean_round(stats: SpeculationStats) -> Rounds | None:
+def mean_round(stats: SpeculationStats) -> RoundTimes | None:
     """The mean round of an answer; None where one round was all."""
     if stats.rounds < 2:
         return None
-    return Rounds(
+    return RoundTimes(
         total_ms=stats.decode_us / (stats.rounds - 1) / 1000,
         draft_ms=stats.draft_us / stats.rounds / 1000,
         verify_ms=stats.verify_us / stats.rounds / 1000,
@@ -30,7 +30,7 @@ class Ours:
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
 
-    async def answer(self, row: str, prompt: Sequence[int], temperature: float, seed: int, tokens: int) -> Answer:
+    async def answer(self, row: str, prompt: Sequence[int], temperature: float, seed: int, tokens: int) -> TimedAnswer:
         """`tokens` tokens after a prompt; `row` is what the request says for `speculation`.
 
         Timed from the request to the last tokens; the stream's end is waited for, so that the cluster idles afterwards.
@@ -50,7 +50,7 @@ class Ours:
         answer = tuple(token for each in rounds for token in each.token_ids)
         if complete is None or len(answer) != tokens:
             raise EngineFailed(f"{row}: {len(answer)} tokens instead of {tokens}")
-        return Answer(
+        return TimedAnswer(
             answer,
             times[-1] - started,
             times[0] - started,

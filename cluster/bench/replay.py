@@ -16,10 +16,10 @@ from dendro.shapes import TreeShape
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 
-from cluster.bench.costs import Costs
+from cluster.bench.costs import ReplayCosts
 from cluster.bench.traces import Trace
 from cluster.policies import Experience, InformedPolicy, make_policy
-from cluster.policies.experience import Shared
+from cluster.policies.experience import Concurrency
 from cluster.proposers.chances import Chances
 from cluster.proposers.lookup import Lookup
 
@@ -34,7 +34,7 @@ class Played:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Run:
+class ReplayedAnswer:
     """All rounds of one answer."""
 
     trace: Trace
@@ -58,10 +58,10 @@ def sibling_ranks(tree: DraftTree, path: Sequence[int]) -> tuple[int, ...]:
     return tuple(tree.children(above).index(row) for above, row in pairwise(path))
 
 
-def run_fixed(shape: TreeShape, trace: Trace, costs: Costs) -> Run:
+def run_fixed(shape: TreeShape, trace: Trace, costs: ReplayCosts) -> ReplayedAnswer:
     """One answer with the same shape in every round."""
     draft_us = costs.draft_us(shape)
-    return Run(
+    return ReplayedAnswer(
         trace,
         tuple(
             Played(shape, emitted, draft_us + costs.step_us(trace.rows(shape, base)))
@@ -71,14 +71,14 @@ def run_fixed(shape: TreeShape, trace: Trace, costs: Costs) -> Run:
 
 
 def run_policy(
-    policy: InformedPolicy, experience: Experience, trace: Trace, costs: Costs, chances: Chances | None = None
-) -> Run:
+    policy: InformedPolicy, experience: Experience, trace: Trace, costs: ReplayCosts, chances: Chances | None = None
+) -> ReplayedAnswer:
     """One answer as a policy that begins now goes through it. Learning is the policy's, the experience's, and that of
     `chances`, with which it is told what is proposed."""
     answer = trace.answer
     rounds: list[Played] = []
     base = traced = answer.begin
-    with experience.shared.running() as place:
+    with experience.concurrency.running() as place:
         while base < answer.end:
             proposal = trace.proposals[base - answer.begin] if chances and trace.proposals else None
             offer = partial(chances.tree, Lookup.name, proposal) if chances and proposal else None
@@ -105,17 +105,20 @@ def run_policy(
                 experience.learn_time(shape, tree, verdict, draft_us + step_us)
             rounds.append(Played(shape, len(path), draft_us + step_us))
             base += len(path)
-    return Run(trace, tuple(rounds))
+    return ReplayedAnswer(trace, tuple(rounds))
 
 
 def run_stream(
-    name: str, arms: Sequence[TreeShape], traces: Sequence[Trace], costs: Costs, passes: int
-) -> Iterator[list[Run]]:
+    name: str, arms: Sequence[TreeShape], traces: Sequence[Trace], costs: ReplayCosts, passes: int
+) -> Iterator[list[ReplayedAnswer]]:
     """The answers one after the other, several times over, with one experience as a router has it: a list per pass.
 
     Begins with an experience that knows nothing; every answer gets a policy of its own.
     """
-    experience, chances = Experience(Shared(attends=True)), Chances()  # the target of these traces is a Transformer
+    experience, chances = (
+        Experience(Concurrency(attends=True)),
+        Chances(),
+    )  # the target of these traces is a Transformer
     for _ in range(passes):
         yield [
             run_policy(make_policy(name, arms, experience, trace.answer.temperature), experience, trace, costs, chances)
@@ -123,7 +126,7 @@ def run_stream(
         ]
 
 
-def shares(runs: Sequence[Run], window: int, wanted: Callable[[Trace], bool]) -> list[dict[str, float]]:
+def shares(runs: Sequence[ReplayedAnswer], window: int, wanted: Callable[[Trace], bool]) -> list[dict[str, float]]:
     """How often each arm was chosen in one window of rounds after the other, over the answers that are wanted."""
     rounds = [played.shape for run in runs if wanted(run.trace) for played in run.rounds]
     found = []

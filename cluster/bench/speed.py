@@ -12,7 +12,7 @@ from typing import Any
 
 from dendro.shapes import TreeShape
 
-from cluster.bench.measurement import AUTO, BASELINES, GENERATE, OFF, Answer, Contender, Rounds
+from cluster.bench.measurement import AUTO, BASELINES, GENERATE, OFF, Contender, RoundTimes, TimedAnswer
 from cluster.bench.statistics import Estimate, Key, median_estimate, paired_ratio, repeat_difference
 from cluster.policies.classes import row_bucket
 from cluster.policies.step_time import degree_of, fit_steps, step_at
@@ -36,7 +36,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SpeedPlan:
     """What is measured on one target."""
 
     target: str
@@ -102,11 +102,11 @@ class Identity:
 
 
 @dataclass(slots=True)
-class Measured:
+class SpeedResult:
     """Everything that came of one target's plan."""
 
-    plan: Plan
-    answers: dict[tuple[str, float], dict[Key, Answer]] = field(default_factory=dict)  # by row and temperature
+    plan: SpeedPlan
+    answers: dict[tuple[str, float], dict[Key, TimedAnswer]] = field(default_factory=dict)  # by row and temperature
     identity: Identity = field(default_factory=Identity)
     note: str = ""
 
@@ -121,19 +121,21 @@ class Contenders:
     library: Contender
     ours: Contender
 
-    async def answer(self, plan: Plan, row: str, prompt: int, temperature: float, repetition: int) -> Answer:
+    async def answer(self, plan: SpeedPlan, row: str, prompt: int, temperature: float, repetition: int) -> TimedAnswer:
         contender = self.library if row in BASELINES else self.ours
         seed = plan.answer_seed(prompt, repetition)
         return await contender.answer(row, plan.prompts[prompt], temperature, seed, plan.tokens)
 
 
-def _compare_ours(plan: Plan, identity: Identity, found: Mapping[str, Answer], prompt: int, temperature: float) -> None:
+def _compare_ours(
+    plan: SpeedPlan, identity: Identity, found: Mapping[str, TimedAnswer], prompt: int, temperature: float
+) -> None:
     for row in plan.ours[1:]:
         name = f"{plan.target}, {row}, prompt {prompt + 1}, temperature {temperature:g}"
         identity.compare(name, found[row].tokens, found[OFF].tokens)
 
 
-async def check_and_warm(plan: Plan, contenders: Contenders, prompts: int, step: Callable[[], None]) -> Identity:
+async def check_and_warm(plan: SpeedPlan, contenders: Contenders, prompts: int, step: Callable[[], None]) -> Identity:
     """Answer the first prompts in every way, before any is timed: warms both sides and shows that ours agree.
 
     `step` is called after each answer; there are prompts * temperatures * rows of them.
@@ -149,12 +151,12 @@ async def check_and_warm(plan: Plan, contenders: Contenders, prompts: int, step:
     return identity
 
 
-async def measure(plan: Plan, contenders: Contenders, seconds: float, step: Callable[[], None]) -> Measured:
+async def measure(plan: SpeedPlan, contenders: Contenders, seconds: float, step: Callable[[], None]) -> SpeedResult:
     """Every prompt at every temperature in every way, interleaved; all prompts once before any is repeated.
 
     Ends sooner where the next prompt would not fit into `seconds`: all rows lose the same ones, and `note` says so.
     """
-    measured = Measured(plan, {(row, temperature): {} for row in plan.rows for temperature in plan.temperatures})
+    measured = SpeedResult(plan, {(row, temperature): {} for row in plan.rows for temperature in plan.temperatures})
     passes = [(repetition, prompt) for repetition in range(plan.repetitions) for prompt in range(len(plan.prompts))]
     started = time.monotonic()
     for done, (repetition, prompt) in enumerate(passes):
@@ -179,7 +181,7 @@ def _by_prompt(values: Mapping[Key, float]) -> list[float]:
     return [fmean(group) for group in groups.values()]
 
 
-def _round_split(rounds: Mapping[Key, Rounds]) -> Row:
+def _round_split(rounds: Mapping[Key, RoundTimes]) -> Row:
     """The mean round of each answer, by parts, as a median over prompts; the hops' share of it; the shapes of all."""
     parts = {
         part: {key: getattr(each, f"{part}_ms") for key, each in rounds.items()}
@@ -196,7 +198,7 @@ def _round_split(rounds: Mapping[Key, Rounds]) -> Row:
     }
 
 
-def rows_of(measured: Measured) -> Iterator[Row]:
+def rows_of(measured: SpeedResult) -> Iterator[Row]:
     """One row for each thing measured at each temperature."""
     plan = measured.plan
     for temperature in plan.temperatures:

@@ -59,7 +59,7 @@ def is_static(shape: TreeShape) -> bool:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Answer:
+class TracedAnswer:
     """What the target writes after one prompt."""
 
     kind: str
@@ -104,7 +104,7 @@ class Guesses:
 class Trace:
     """One answer as one drafter sees it."""
 
-    answer: Answer
+    answer: TracedAnswer
     guesses: Guesses
     trees: dict[TreeShape, list[DraftTree]] = field(default_factory=dict)  # at begin, begin + 1, ..., end - 1
     proposals: list[Proposal] = field(default_factory=list)  # of prompt lookup, at the same places
@@ -177,7 +177,7 @@ def static_path(shape: TreeShape, ranks: Sequence[int]) -> tuple[int, ...]:
     return tuple(path)
 
 
-class Peer:
+class EngineText:
     """One text at an engine of this process."""
 
     def __init__(self, ids: Sequence[int], sampling: Sampling) -> None:
@@ -208,9 +208,9 @@ class Peer:
 
 async def write_answer(
     verifier: VerifierPeer, kind: str, name: str, prompt: Sequence[int], temperature: float, seed: int, tokens: int
-) -> Answer:
+) -> TracedAnswer:
     """The target's own answer, by plain decoding."""
-    peer = Peer(prompt, Sampling(temperature=temperature, seed=seed))
+    peer = EngineText(prompt, Sampling(temperature=temperature, seed=seed))
     await peer.open(verifier, tokens + SPARE + 1)
     held = len(prompt)
     while len(peer.text) < len(prompt) + tokens + SPARE:
@@ -219,7 +219,7 @@ async def write_answer(
         peer.text.extend(verdict.tokens)
     await peer.close(verifier)
     ids = tuple(peer.text.ids[: len(prompt) + tokens + SPARE])
-    return Answer(kind, name, temperature, seed, ids, len(prompt), tokens)
+    return TracedAnswer(kind, name, temperature, seed, ids, len(prompt), tokens)
 
 
 class Forward:
@@ -249,7 +249,7 @@ class Forward:
 
 
 @torch.inference_mode()
-def guesses_of(forward: Forward, answer: Answer) -> Guesses:
+def guesses_of(forward: Forward, answer: TracedAnswer) -> Guesses:
     """What a drafter guesses at every place of an answer."""
     logits = forward.logits(answer.ids[:-1])[answer.begin - 1 :]
     warp = Warp(answer.temperature)
@@ -275,7 +275,7 @@ async def grow_trees(
     drafter: DrafterPeer, traces: Sequence[Trace], shapes: Sequence[TreeShape], step: Callable[[], None]
 ) -> None:
     """Record a tree of each shape at every place of these answers, which are equally long and grow side by side."""
-    peers = [Peer(trace.answer.ids[: trace.answer.begin], trace.answer.sampling) for trace in traces]
+    peers = [EngineText(trace.answer.ids[: trace.answer.begin], trace.answer.sampling) for trace in traces]
     await asyncio.gather(*(peer.open(drafter, trace.answer.tokens) for peer, trace in zip(peers, traces, strict=True)))
     for trace in traces:
         trace.trees |= {shape: [] for shape in shapes}

@@ -23,13 +23,13 @@ from dendro.errors import EngineFailed
 from torch import Tensor
 from transformers import Mamba2Config, Mamba2ForCausalLM
 from transformers.models.mamba2.modeling_mamba2 import causal_conv1d_fn, mamba2_chunk_scan
-from tree_kernels.tree_scan import ROW_MULTIPLE, Fold, fold
+from tree_kernels.tree_scan import ROW_MULTIPLE, BlockFold, fold
 from tree_layers.tree_mixers import MixerLayout, RecurrentMemory, RecurrentStep, TreeMamba2
 
 from cluster.bench.statistics import Estimate, Key, median_estimate, paired_ratio
 from verifier_service.models.head import HEAD_ROWS, Logits
 from verifier_service.models.mixers import seat_mixers
-from verifier_service.models.seats import Run
+from verifier_service.models.seats import ForwardContext
 from verifier_service.recurrent import Extent, FoldOf, RecurrentRows
 from verifier_service.runner import recurrent_step
 
@@ -54,7 +54,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class ScanModelSize:
     """A Mamba-2 model's."""
 
     name: str
@@ -84,17 +84,17 @@ class Size:
 SIZES = {
     size.name: size
     for size in (
-        Size("130m", 768, 24, 24),
-        Size("370m", 1024, 48, 32),
-        Size("780m", 1536, 48, 48),
-        Size("1.3b", 2048, 48, 64),
-        Size("2.7b", 2560, 64, 80),
+        ScanModelSize("130m", 768, 24, 24),
+        ScanModelSize("370m", 1024, 48, 32),
+        ScanModelSize("780m", 1536, 48, 48),
+        ScanModelSize("1.3b", 2048, 48, 64),
+        ScanModelSize("2.7b", 2560, 64, 80),
     )
 }
 
 
 @dataclass(frozen=True, eq=False)
-class Shape:
+class ScanTree:
     """A tree by the parents of its rows, the root first."""
 
     name: str
@@ -126,13 +126,13 @@ class Shape:
         return sum(map(len, self.leaves))
 
 
-def binary(depth: int) -> Shape:
+def binary(depth: int) -> ScanTree:
     """A full binary tree, as in STree's Figure 3."""
     rows = 2 ** (depth + 1) - 1
-    return Shape(f"binary, depth {depth}", (-1, *((row - 1) // 2 for row in range(1, rows))))
+    return ScanTree(f"binary, depth {depth}", (-1, *((row - 1) // 2 for row in range(1, rows))))
 
 
-def beams(steps: int, width: int, seed: int) -> Shape:
+def beams(steps: int, width: int, seed: int) -> ScanTree:
     """A beam search that keeps everything, as in STree's Table 1: a beam goes on one of the step before, at random."""
     rng = np.random.default_rng([seed, steps, width])
     parents, before = [-1], [0]
@@ -140,7 +140,7 @@ def beams(steps: int, width: int, seed: int) -> Shape:
         here = list(range(len(parents), len(parents) + width))
         parents += sorted(before[int(choice)] for choice in rng.integers(0, len(before), width))
         before = here
-    return Shape(f"beams, {steps} x {width}", tuple(parents))
+    return ScanTree(f"beams, {steps} x {width}", tuple(parents))
 
 
 def rows_of(trails: Sequence[Sequence[int]], root: int, block: int, checkpoints: Sequence[int]) -> RecurrentRows:
@@ -163,7 +163,7 @@ def rows_of(trails: Sequence[Sequence[int]], root: int, block: int, checkpoints:
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
+class ScanInputs:
     """What a layer's linear part hands on, for the rows of one tree."""
 
     raw: Tensor  # [rows, channels] before the convolution
@@ -177,7 +177,7 @@ def _padded(rows: int) -> int:
 class Layer:
     """One layer of random weights and the memory of one text, of which `root` tokens are consumed."""
 
-    def __init__(self, size: Size, block: int, rows: int, seed: int) -> None:
+    def __init__(self, size: ScanModelSize, block: int, rows: int, seed: int) -> None:
         """rows: the most that a step has."""
         self.size, self.block, self.root = size, block, 2 * block + block // 2
         self.scratch = 1 + self.root
@@ -200,10 +200,10 @@ class Layer:
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self._generator)
 
-    def inputs(self, rows: int) -> Inputs:
+    def inputs(self, rows: int) -> ScanInputs:
         """Of so many rows."""
         layout = self.size.layout
-        return Inputs(self._random(rows, layout.channels).bfloat16(), self._random(rows, layout.heads).bfloat16())
+        return ScanInputs(self._random(rows, layout.channels).bfloat16(), self._random(rows, layout.heads).bfloat16())
 
     def _fill(self) -> None:
         slots = np.arange(1, self.root + 1)
@@ -212,7 +212,7 @@ class Layer:
         folds = (FoldOf(0, blocks[0], 1), FoldOf(-1, blocks[1], 2))
         step = recurrent_step(replace(rows, folds=folds), self.root, 1, CPU)
         self.mixer(self.text.raw, self.text.dt, self.memory, step)
-        rest = Fold(2, torch.from_numpy(slots[2 * self.block :]), 3)
+        rest = BlockFold(2, torch.from_numpy(slots[2 * self.block :]), 3)
         (self.memory.states[3],) = fold(self.memory.inputs, self.memory.states, [rest], self.mixer.A)
 
     def step(self, trails: Sequence[Sequence[int]]) -> RecurrentStep:
@@ -220,27 +220,27 @@ class Layer:
         rows = rows_of(trails, self.root, self.block, (0, 1, 2))
         return recurrent_step(rows, _padded(len(trails)), self.scratch, CPU)
 
-    def ours(self, given: Inputs, trails: Sequence[Sequence[int]]) -> Callable[[], Tensor]:
+    def ours(self, given: ScanInputs, trails: Sequence[Sequence[int]]) -> Callable[[], Tensor]:
         """Rows at these paths of scratch slots; the call gives y [rows, H P]."""
         step = self.step(trails)
         missing = len(step.slots) - len(trails)
         raw, dt = (F.pad(each, (0, 0, 0, missing)) for each in (given.raw, given.dt))
         return lambda: self.mixer(raw, dt, self.memory, step)[: len(trails)]
 
-    def packed(self, given: Inputs, shape: Shape) -> Callable[[], Tensor]:
+    def packed(self, given: ScanInputs, shape: ScanTree) -> Callable[[], Tensor]:
         """The tree's rows, each once."""
         return self.ours(given, [[self.scratch + row for row in path] for path in shape.paths])
 
-    def unrolled(self, given: Inputs, shape: Shape) -> Callable[[], Tensor]:
+    def unrolled(self, given: ScanInputs, shape: ScanTree) -> Callable[[], Tensor]:
         """The rows of all paths from the root to a leaf, each path with slots of its own."""
         index = torch.tensor([row for path in shape.leaves for row in path])
         trails, first = [], self.scratch
         for path in shape.leaves:
             trails += [range(first, first + count) for count in range(1, len(path) + 1)]
             first += len(path)
-        return self.ours(Inputs(given.raw[index], given.dt[index]), trails)
+        return self.ours(ScanInputs(given.raw[index], given.dt[index]), trails)
 
-    def library(self, given: Inputs, shape: Shape, ring: bool) -> Callable[[], Tensor]:
+    def library(self, given: ScanInputs, shape: ScanTree, ring: bool) -> Callable[[], Tensor]:
         """The paths as a batch for transformers' chunk scan; the call gives y [rows, H P] of all paths.
 
         ring: from the checkpoint, with the tokens since in front, and not from the newest state.
@@ -286,7 +286,7 @@ class Layer:
         return run
 
 
-def shapes_of(quick: bool, seed: int) -> tuple[Shape, ...]:
+def shapes_of(quick: bool, seed: int) -> tuple[ScanTree, ...]:
     """All that are measured; a quick run has no beams."""
     trees = [binary(depth) for depth in BINARY_DEPTHS]
     if not quick:
@@ -295,10 +295,10 @@ def shapes_of(quick: bool, seed: int) -> tuple[Shape, ...]:
 
 
 @dataclass(slots=True)
-class Measured:
+class ScanResult:
     """What one tree cost in every way."""
 
-    shape: Shape
+    shape: ScanTree
     seconds: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
     temporary_bytes: dict[str, int] = field(default_factory=dict)
 
@@ -311,7 +311,7 @@ class Measured:
         return {(repetition, 0): seconds for repetition, seconds in enumerate(self.seconds[way])}
 
 
-def ways_of(layer: Layer, shape: Shape) -> dict[str, Callable[[], Tensor]]:
+def ways_of(layer: Layer, shape: ScanTree) -> dict[str, Callable[[], Tensor]]:
     """The tree in every way, from the same inputs."""
     given = layer.inputs(shape.rows)
     return {
@@ -322,7 +322,7 @@ def ways_of(layer: Layer, shape: Shape) -> dict[str, Callable[[], Tensor]]:
     }
 
 
-def check_agreement(shape: Shape, ways: Mapping[str, Callable[[], Tensor]]) -> float:
+def check_agreement(shape: ScanTree, ways: Mapping[str, Callable[[], Tensor]]) -> float:
     """How far the library's answers are from ours, relative. Raises EngineFailed where that is far, and where a row of
     the tree has not the very bits that it has on its path alone."""
     packed = ways[PACKED]()[torch.tensor([row for path in shape.leaves for row in path])]
@@ -335,10 +335,10 @@ def check_agreement(shape: Shape, ways: Mapping[str, Callable[[], Tensor]]) -> f
 
 
 def measure_tree_scan(
-    layer: Layer, shapes: Sequence[Shape], repetitions: int, step: Callable[[], None]
-) -> tuple[list[Measured], float]:
+    layer: Layer, shapes: Sequence[ScanTree], repetitions: int, step: Callable[[], None]
+) -> tuple[list[ScanResult], float]:
     """All ways of all trees, interleaved, after one round that is not counted; and the library's largest distance."""
-    found = [Measured(shape) for shape in shapes]
+    found = [ScanResult(shape) for shape in shapes]
     with torch.inference_mode():
         ways = [ways_of(layer, shape) for shape in shapes]
         far = max(check_agreement(shape, mine) for shape, mine in zip(shapes, ways, strict=True))
@@ -377,7 +377,7 @@ def peak_bytes(run: Callable[[], Any]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class ScanMemory:
     """What a whole model holds for one text and a step of one shape, in bytes."""
 
     size: str
@@ -394,18 +394,18 @@ class Memory:
         return self.weights + self.kept + self.scratch + self.temporaries
 
 
-def plain_of(memory: Sequence[Memory], other: Memory) -> Memory:
+def plain_of(memory: Sequence[ScanMemory], other: ScanMemory) -> ScanMemory:
     """The same model's when it decodes plainly."""
     return next(each for each in memory if each.size == other.size and each.rows == 1)
 
 
-def model_memory(size: Size, block: int, shapes: Sequence[Shape]) -> list[Memory]:
+def model_memory(size: ScanModelSize, block: int, shapes: Sequence[ScanTree]) -> list[ScanMemory]:
     """Of each shape packed, by an engine whose deepest tree is that shape.
 
     The temporaries are those of a model of one layer: what a layer makes is gone when the next begins.
     """
     layout = size.layout
-    run = Run()
+    run = ForwardContext()
     config = Mamba2Config(
         vocab_size=size.vocabulary,
         hidden_size=size.hidden,
@@ -443,11 +443,13 @@ def model_memory(size: Size, block: int, shapes: Sequence[Shape]) -> list[Memory
         kept = size.layers * (extent.ring * layout.token_bytes + extent.checkpoints * layout.state_bytes)
         scratch = size.layers * len(step.slots) * layout.token_bytes
         logits = min(len(step.slots), HEAD_ROWS) * size.vocabulary * 4
-        found.append(Memory(size.name, shape.name, shape.rows, size.weight_bytes, kept, scratch, temporaries, logits))
+        found.append(
+            ScanMemory(size.name, shape.name, shape.rows, size.weight_bytes, kept, scratch, temporaries, logits)
+        )
     return found
 
 
-def rows_of_report(found: Sequence[Measured]) -> list[dict[str, Any]]:
+def rows_of_report(found: Sequence[ScanResult]) -> list[dict[str, Any]]:
     """One object per tree."""
     return [
         {
@@ -464,7 +466,7 @@ def rows_of_report(found: Sequence[Measured]) -> list[dict[str, Any]]:
     ]
 
 
-def aims_of(rows: Sequence[Mapping[str, Any]], memory: Sequence[Memory]) -> list[dict[str, Any]]:
+def aims_of(rows: Sequence[Mapping[str, Any]], memory: Sequence[ScanMemory]) -> list[dict[str, Any]]:
     """Never slower than the paths unrolled, and hardly more memory than plain decoding."""
     aims: list[dict[str, Any]] = []
     for row in rows:

@@ -28,8 +28,8 @@ from cluster.bench.tree_scan import (
     UNROLLED,
     WAYS,
     Layer,
-    Memory,
-    Size,
+    ScanMemory,
+    ScanModelSize,
     aims_of,
     beams,
     binary,
@@ -45,7 +45,7 @@ MIB = 2**20
 COLOURS = {PACKED: "#2a7f62", UNROLLED: "#5b8db8", LIBRARY: "#d98e04", NEWEST: "#b23a48"}
 
 
-def parse_size(text: str) -> Size:
+def parse_size(text: str) -> ScanModelSize:
     """One of the published models'."""
     if text not in SIZES:
         raise BadRequest("size", f"{text!r} is none of {', '.join(SIZES)}")
@@ -53,7 +53,12 @@ def parse_size(text: str) -> Size:
 
 
 def run_tree_scan(
-    size: Size, block: int, repetitions: int, quick: bool, seed: int, begin: Callable[[str, int], Callable[[], None]]
+    size: ScanModelSize,
+    block: int,
+    repetitions: int,
+    quick: bool,
+    seed: int,
+    begin: Callable[[str, int], Callable[[], None]],
 ) -> dict[str, Any]:
     """The whole measurement; the report as plain values."""
     started = time.monotonic()
@@ -94,7 +99,7 @@ def run_tree_scan(
     }
 
 
-def _memory(each: Memory, plain: Memory) -> dict[str, Any]:
+def _memory(each: ScanMemory, plain: ScanMemory) -> dict[str, Any]:
     return {
         "model": each.size,
         "step": each.name if each.rows > 1 else "plain decoding",

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from dendro.shapes import OFF, BeamShape, DynamicShape, LevelShape, NodeShape, ProposedShape, TreeShape
 
-from cluster.bench.costs import Costs
-from cluster.bench.replay import Run, run_fixed, run_stream, shares
+from cluster.bench.costs import ReplayCosts
+from cluster.bench.replay import ReplayedAnswer, run_fixed, run_stream, shares
 from cluster.bench.statistics import Estimate, median_estimate, paired_ratio
 from cluster.bench.traces import Trace, is_static, trimmed, walk
 from cluster.policies import POLICIES
@@ -78,11 +78,11 @@ def cut_trees(trace: Trace) -> None:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Recorded:
+class TreesRecord:
     """All that was measured, from which everything else follows."""
 
     traces: Mapping[tuple[str, float], Sequence[Trace]]  # by drafter and temperature, in the order of the stream
-    costs: Mapping[tuple[str, float], Costs]  # of the drafters that are served
+    costs: Mapping[tuple[str, float], ReplayCosts]  # of the drafters that are served
     drafter: str  # the one whose trees were grown
     arms: tuple[TreeShape, ...]  # the configured ones, which policies choose among
 
@@ -111,7 +111,7 @@ def lengths(shape: TreeShape, traces: Sequence[Trace]) -> list[list[int]]:
 # (i) Arms
 
 
-def arm_rows(recorded: Recorded) -> Iterator[Row]:
+def arm_rows(recorded: TreesRecord) -> Iterator[Row]:
     """One row for each kind, temperature, drafter and arm; dynamic trees and beams of one drafter alone."""
     for (drafter, temperature), traces in recorded.traces.items():
         costs = recorded.costs.get((drafter, temperature))
@@ -258,7 +258,7 @@ def ways(traces: Sequence[Trace], rows: int) -> Iterator[Way]:
     yield Way(FULL, str(dynamic), lengths(dynamic, traces))
 
 
-def ablation_rows(recorded: Recorded) -> Iterator[Row]:
+def ablation_rows(recorded: TreesRecord) -> Iterator[Row]:
     """One row for each temperature, number of rows and way; over all prompts."""
     for temperature in recorded.temperatures:
         traces = recorded.traces[recorded.drafter, temperature]
@@ -342,7 +342,7 @@ def causes_of(dynamic: DynamicShape, static: TreeShape, traces: Sequence[Trace])
     return causes
 
 
-def causes_rows(recorded: Recorded, ablation: Sequence[Row]) -> Iterator[Row]:
+def causes_rows(recorded: TreesRecord, ablation: Sequence[Row]) -> Iterator[Row]:
     """For each temperature and number of rows, of the dynamic tree and the best static one of the ablation."""
     for row in ablation:
         if row["way"] != FULL:
@@ -396,7 +396,7 @@ def confidences(trace: Trace, calibration: Calibration) -> tuple[dict[str, np.nd
     return said, calibration
 
 
-def calibration_rows(recorded: Recorded) -> Iterator[Row]:
+def calibration_rows(recorded: TreesRecord) -> Iterator[Row]:
     """One row for each temperature and account: accepted over stated chance in ten bins, and their mean distance.
 
     All recorded candidates of all places, given the true text before them: those of a bin were accepted so often.
@@ -442,13 +442,13 @@ class Stream:
     arms: tuple[TreeShape, ...]
     policy: str
     temperature: float
-    passes: tuple[list[Run], ...]
+    passes: tuple[list[ReplayedAnswer], ...]
 
-    def runs(self, kind: str, which: int) -> list[Run]:
+    def runs(self, kind: str, which: int) -> list[ReplayedAnswer]:
         return [run for run in self.passes[which] if kind in (ALL, run.trace.answer.kind)]
 
 
-def streams(recorded: Recorded, step: Callable[[], None]) -> Iterator[Stream]:
+def streams(recorded: TreesRecord, step: Callable[[], None]) -> Iterator[Stream]:
     """Every policy, on the configured arms and on the paper's, at every temperature."""
     for temperature in recorded.temperatures:
         costs = recorded.costs[recorded.drafter, temperature]
@@ -459,22 +459,22 @@ def streams(recorded: Recorded, step: Callable[[], None]) -> Iterator[Stream]:
                 step()
 
 
-def rate(runs: Sequence[Run]) -> float:
+def rate(runs: Sequence[ReplayedAnswer]) -> float:
     """Tokens a second over all rounds of all answers."""
     rounds = [played for run in runs for played in run.rounds]
     return 1e6 * sum(played.emitted for played in rounds) / sum(played.took_us for played in rounds)
 
 
-def _rates(runs: Sequence[Run]) -> dict[tuple[int, int], float]:
+def _rates(runs: Sequence[ReplayedAnswer]) -> dict[tuple[int, int], float]:
     return {(place, 0): run.tokens_per_second for place, run in enumerate(runs)}
 
 
-def best_arm(arms: Sequence[TreeShape], traces: Sequence[Trace], costs: Costs) -> TreeShape:
+def best_arm(arms: Sequence[TreeShape], traces: Sequence[Trace], costs: ReplayCosts) -> TreeShape:
     """The fixed arm of the greatest rate on these very answers."""
     return max(arms, key=lambda arm: rate([run_fixed(arm, trace, costs) for trace in traces]))
 
 
-def policy_rows(recorded: Recorded, played: Sequence[Stream]) -> Iterator[Row]:
+def policy_rows(recorded: TreesRecord, played: Sequence[Stream]) -> Iterator[Row]:
     """One row for each policy, set of arms, kind and temperature; all but `cold_regret` of the second pass.
 
     Rates are medians over prompts, as those of arms are; regrets are of all rounds of all answers together.
@@ -515,7 +515,7 @@ def best_policy(rows: Sequence[Row], temperature: float) -> str:
     return max(worst, key=worst.__getitem__)
 
 
-def share_rows(recorded: Recorded, played: Sequence[Stream], rows: Sequence[Row]) -> Iterator[Row]:
+def share_rows(recorded: TreesRecord, played: Sequence[Stream], rows: Sequence[Row]) -> Iterator[Row]:
     """How the best policy's choices go over the rounds of each kind, both passes."""
     for stream in played:
         if stream.arms_name != CONFIGURED or stream.policy != best_policy(rows, stream.temperature):

@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from cluster.bench import trees_report as reports
 from cluster.bench.command import PLAIN_WIDTH, THREADS, Bars, parameter_count, parse_temperatures, target_config
-from cluster.bench.costs import LEVEL_ROWS, Costs, measure_drafts, measure_steps
+from cluster.bench.costs import LEVEL_ROWS, ReplayCosts, measure_drafts, measure_steps
 from cluster.bench.live import live_row, live_shapes
 from cluster.bench.machine import describe_machine, describe_run
 from cluster.bench.report import show_tables, write_reports
@@ -28,9 +28,9 @@ from cluster.bench.speed import COSTLY
 from cluster.bench.traces import (
     DRAFTER_DTYPE,
     SPARE,
-    Answer,
     Forward,
     Trace,
+    TracedAnswer,
     disagreements,
     grow_trees,
     guesses_of,
@@ -41,7 +41,7 @@ from cluster.bench.traces import (
 from cluster.bench.trees import (
     PAPER,
     WIDE,
-    Recorded,
+    TreesRecord,
     ablation_rows,
     aims_of,
     arm_rows,
@@ -76,7 +76,7 @@ MARGIN = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class TreesSettings:
     """What a run was asked for, once checked."""
 
     prompts: int  # of each kind
@@ -147,8 +147,8 @@ async def drafter_of(checkpoint: Path) -> AsyncIterator[DrafterEngine]:
 
 
 async def write_answers(
-    verifier: VerifierEngine, settings: Settings, temperature: float, step: Callable[[], None]
-) -> list[Answer]:
+    verifier: VerifierEngine, settings: TreesSettings, temperature: float, step: Callable[[], None]
+) -> list[TracedAnswer]:
     """The target's answers to all prompts; kinds take turns, as in the stream that policies go through."""
     tokenizer = load_tokenizer(settings.models)
     prompts = {kind: kind_prompts(kind, settings.prompts, PROMPT_TOKENS, tokenizer, settings.models) for kind in KINDS}
@@ -166,8 +166,8 @@ async def write_answers(
 
 
 async def record(
-    settings: Settings, begin: Callable[[str, int], Callable[[], None]]
-) -> tuple[Recorded, dict[str, Any]]:
+    settings: TreesSettings, begin: Callable[[str, int], Callable[[], None]]
+) -> tuple[TreesRecord, dict[str, Any]]:
     """Everything that is measured. Also facts of the plan, and the rounds by the clock."""
     config = target_config(settings.models, COSTLY)
     (target,) = config.targets.values()
@@ -175,7 +175,7 @@ async def record(
     main = settings.drafters[0]
     static = [shape for shape in fixed_arms(arms) if is_static(shape)]
     traces: dict[tuple[str, float], list[Trace]] = {}
-    costs: dict[tuple[str, float], Costs] = {}
+    costs: dict[tuple[str, float], ReplayCosts] = {}
     live: list[dict[str, Any]] = []
     grown = [*grown_arms(arms), PAPER[0]]
     checked, differing, places = [shape for shape in grown if is_static(shape)], 0, 0
@@ -198,7 +198,7 @@ async def record(
                 step = begin(f"costs of {name}", len(settings.temperatures) * (settings.repetitions + 1))
                 for temperature in settings.temperatures:
                     drafts = await measure_drafts(drafter, ids, temperature, wanted, settings.repetitions, step)
-                    costs[name, temperature] = Costs(steps[temperature], drafts)
+                    costs[name, temperature] = ReplayCosts(steps[temperature], drafts)
                 if name != main:
                     continue
                 batches = -(-settings.prompts * len(KINDS) // SIDE_BY_SIDE)
@@ -236,10 +236,10 @@ async def record(
         "checked_shapes": [str(shape) for shape in checked],
         "disagreements": differing,
     }
-    return Recorded(traces, costs, main, arms), {"plan": plan, "live": live}
+    return TreesRecord(traces, costs, main, arms), {"plan": plan, "live": live}
 
 
-def cost_rows(recorded: Recorded) -> list[dict[str, Any]]:
+def cost_rows(recorded: TreesRecord) -> list[dict[str, Any]]:
     """The cost table: steps of the target and levels of the drafters, by rows."""
     found: list[dict[str, Any]] = []
     for (name, temperature), costs in recorded.costs.items():
@@ -260,7 +260,7 @@ def cost_rows(recorded: Recorded) -> list[dict[str, Any]]:
     return found
 
 
-def analyse(recorded: Recorded, begin: Callable[[str, int], Callable[[], None]]) -> dict[str, Any]:
+def analyse(recorded: TreesRecord, begin: Callable[[str, int], Callable[[], None]]) -> dict[str, Any]:
     """All rows and aims, from what was recorded."""
     step = begin("policies", len(recorded.temperatures) * len(POLICIES) * 2)
     played = list(streams(recorded, step))
@@ -279,7 +279,7 @@ def analyse(recorded: Recorded, begin: Callable[[str, int], Callable[[], None]])
     }
 
 
-async def run_trees(settings: Settings, begin: Callable[[str, int], Callable[[], None]]) -> dict[str, Any]:
+async def run_trees(settings: TreesSettings, begin: Callable[[str, int], Callable[[], None]]) -> dict[str, Any]:
     """The whole measurement; the report as plain values."""
     started = time.monotonic()
     torch.set_num_threads(THREADS)
@@ -335,7 +335,7 @@ def bench_trees(
     speculation.
     """
     chosen = drafters if drafters is not None else DRAFTERS[0] if quick else ",".join(DRAFTERS)
-    settings = Settings(
+    settings = TreesSettings(
         prompts=prompts if prompts is not None else QUICK_PROMPTS if quick else PROMPTS,
         tokens=tokens if tokens is not None else QUICK_TOKENS if quick else ANSWER_TOKENS,
         repetitions=repetitions if repetitions is not None else QUICK_REPETITIONS if quick else REPETITIONS,

@@ -22,7 +22,7 @@ from cluster.bench.command import THREADS, target_config
 from cluster.bench.context import with_positions
 from cluster.bench.live import live_rounds, live_shapes
 from cluster.bench.speed import COSTLY
-from cluster.bench.traces import DRAFTER_DTYPE, SPARE, Answer
+from cluster.bench.traces import DRAFTER_DTYPE, SPARE, TracedAnswer
 from cluster.demo.prompts import held_out_prompts, load_tokenizer
 from drafter_service.engine import DrafterEngine
 from verifier_service.engine import VerifierEngine
@@ -67,7 +67,7 @@ async def context_rows(
     """One row for each length and shape, `off` the first. page_bytes: of the verifier's pages."""
     rows: list[dict[str, Any]] = []
     for context in contexts:
-        answer = Answer("context", str(context), 0.0, 0, tuple(ids[:context]), context, TOKENS)
+        answer = TracedAnswer("context", str(context), 0.0, 0, tuple(ids[:context]), context, TOKENS)
         off = 0.0
         for shape in shapes:
             peak = Peak(drafter, verifier)

@@ -14,7 +14,7 @@ Step = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Law:
+class SamplingLaw:
     """How the target's law is warped."""
 
     temperature: float = 0.0
@@ -31,7 +31,7 @@ class Law:
 async def answer(
     service: Asking,
     prompt: Sequence[int],
-    law: Law,
+    law: SamplingLaw,
     seed: int,
     speculation: Speculation | str,
     tokens: int,
@@ -58,7 +58,7 @@ async def answers(
     service: Asking,
     prompts: Sequence[Sequence[int]],
     seeds: Sequence[int],
-    law: Law,
+    law: SamplingLaw,
     speculation: Speculation | str,
     tokens: int,
     step: Step,

@@ -18,8 +18,8 @@ from dendro.tree import DraftTree
 from tree_kernels.noise import gumbel_noise
 from tree_kernels.warp import Warp, tokens_of
 
-from cluster.certify.asking import Law, Step, answers
-from cluster.certify.law import LARGEST_DRAWS, Fit, draws_to_notice, expected_law, fit, fit_counts
+from cluster.certify.asking import SamplingLaw, Step, answers
+from cluster.certify.law import LARGEST_DRAWS, LawFit, draws_to_notice, expected_law, fit, fit_counts
 from cluster.certify.own_drafter import own_drafter
 from cluster.certify.promises import Promise, first_difference
 from cluster.certify.twin import (
@@ -40,7 +40,9 @@ from verifier_service.models.reading import load_library_model
 
 Prompt = tuple[int, ...]
 LAWS = tuple(
-    Law(temperature, top_k, top_p) for temperature in (0.7, 1.0) for top_k, top_p in ((0, 1.0), (50, 1.0), (0, 0.9))
+    SamplingLaw(temperature, top_k, top_p)
+    for temperature in (0.7, 1.0)
+    for top_k, top_p in ((0, 1.0), (50, 1.0), (0, 0.9))
 )
 FP32_MARGIN = 1e-4
 MARGINS = {"float32": FP32_MARGIN, "float16": 0.25 / 8, "bfloat16": 0.25}
@@ -62,7 +64,7 @@ MOST_PLANTED_DRAWS = 1_000_000
 """Draws of a planted rule; they are drawn from its law, not by a model."""
 
 
-class Library:
+class LibraryModel:
     """The target as transformers runs it."""
 
     def __init__(self, checkpoint: Path, dtype: torch.dtype) -> None:
@@ -100,10 +102,10 @@ async def greedy_against_transformers(
 ) -> Promise:
     """(a) Greedy answers in float32 are `generate`'s, excused only where its own two best logits lie within 1e-4."""
     promise = Promise("(a) greedy equals transformers' generate, float32")
-    library = Library(checkpoint, torch.float32)
+    library = LibraryModel(checkpoint, torch.float32)
     theirs = [library.greedy(prompt, tokens) for prompt in prompts]
     for shape in speculation:
-        ours = await answers(service, prompts, [0] * len(prompts), Law(), shape, tokens, step)
+        ours = await answers(service, prompts, [0] * len(prompts), SamplingLaw(), shape, tokens, step)
         same, excused = 0, 0
         for prompt, mine, other in zip(prompts, ours, theirs, strict=True):
             promise.answers += 1
@@ -186,7 +188,7 @@ async def law_of_the_sampler(
     """(c) First tokens over many seeds have the target's law: the plain sampler here, and the whole system."""
     promise = Promise("(c) the law: first tokens over many seeds")
     logits = logits_of(prompt, _root(prompt))[:1]
-    for law in (Law(1.0), Law(0.7, 50), Law(1.0, 0, 0.9)):
+    for law in (SamplingLaw(1.0), SamplingLaw(0.7, 50), SamplingLaw(1.0, 0, 0.9)):
         wanted = expected_law(logits[0], law.temperature, law.top_k, law.top_p)
         warp = Warp(law.temperature, law.top_k, law.top_p)
         near = [
@@ -196,7 +198,7 @@ async def law_of_the_sampler(
         found = fit(near, wanted)
         promise.answers += draws
         promise.check(found.good, f"{law}, in process: {_described(found, wanted)}")
-    law = Law(1.0)
+    law = SamplingLaw(1.0)
     wanted = expected_law(logits[0], law.temperature)
     far = await answers(service, [prompt] * far_draws, range(far_draws), law, "off", 1, step, at_once=8)
     found = fit([ids[0] for ids in far], wanted)
@@ -257,7 +259,7 @@ def lossy_rule_is_noticed(promise: Promise, logits: torch.Tensor, most_draws: in
     promise.check(not found.good, f"{what}: p = {found.p:.3g} over {draws:,} draws, the number that shows it")
 
 
-def _described(found: Fit, law: npt.NDArray[np.float64]) -> str:
+def _described(found: LawFit, law: npt.NDArray[np.float64]) -> str:
     """A comparison and its power."""
     needed = draws_to_notice(top_k_as_if_sampled(law, 3), law)
     power = f"would show a lossy rule: {'yes' if found.draws >= needed else f'no, that takes {_number(needed)}'}"
@@ -319,11 +321,11 @@ async def _wholly_accepted(
 
 def margin_in(checkpoint: Path, dtype: torch.dtype) -> Callable[[Sequence[int]], float]:
     """The margin of the two best logits in a dtype; the model is loaded when first asked."""
-    loaded: list[Library] = []
+    loaded: list[LibraryModel] = []
 
     def margin(ids: Sequence[int]) -> float:
         if not loaded:
-            loaded.append(Library(checkpoint, dtype))
+            loaded.append(LibraryModel(checkpoint, dtype))
         found = loaded[0].margin(ids)
         return found if math.isfinite(found) else math.inf
 

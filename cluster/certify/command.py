@@ -22,7 +22,7 @@ from cluster.bench.machine import describe_machine
 from cluster.certify import checks
 from cluster.certify.asking import Step
 from cluster.certify.promises import Promise, report, show
-from cluster.config import Config, Target, demo_config, settled_path
+from cluster.config import Config, TargetConfig, demo_config, settled_path
 from cluster.demo.prompts import held_out_prompts
 from cluster.engines import device_of
 from cluster.hub import fetched, pinned
@@ -37,7 +37,7 @@ OF_EACH_KIND = (NodeShape((2, 1, 1)), BeamShape(3, 2), DynamicShape(2, 3, 5))
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class CertifySize:
     """How much is asked."""
 
     greedy_prompts: int
@@ -50,8 +50,8 @@ class Size:
     own_tokens: int
 
 
-FULL = Size(32, 128, 8, 64, 20_000, 2_000, 2, 48)
-QUICK = Size(3, 32, 2, 24, 4_000, 200, 1, 24)
+FULL = CertifySize(32, 128, 8, 64, 20_000, 2_000, 2, 48)
+QUICK = CertifySize(3, 32, 2, 24, 4_000, 200, 1, 24)
 
 
 @asynccontextmanager
@@ -75,7 +75,9 @@ def _prompts(count: int, folder: Path) -> list[checks.Prompt]:
     return [prompt.token_ids for prompt in held_out_prompts(count, PROMPT_TOKENS, tokenizer)]
 
 
-async def run_certify(config: Config, address: str, local: bool, size: Size, progress: Progress) -> list[Promise]:
+async def run_certify(
+    config: Config, address: str, local: bool, size: CertifySize, progress: Progress
+) -> list[Promise]:
     """All promises, checked one after the other. Of a cluster at `address`, its first target is checked: dtype and
     drafters are what it reports; engines that are started beside it have no drafter."""
     drafts = bool(config.drafters_of(next(iter(config.targets))))
@@ -153,7 +155,7 @@ def _exactness(engine: VerifierEngine) -> str:
     return f"margin, as rows depend on others ({'; '.join(engine.dependent)})" if engine.dependent else "bitwise"
 
 
-def _own_engine(name: str, target: Target) -> VerifierEngine:
+def _own_engine(name: str, target: TargetConfig) -> VerifierEngine:
     return VerifierEngine.load(
         target.checkpoint,
         tokenizer=target.tokenizer,

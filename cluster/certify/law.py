@@ -42,7 +42,7 @@ SMALLEST_DRAWS, LARGEST_DRAWS, DRAWS_STEP = 10, 10**12, 1.1
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class LawFit:
     """How well draws fit a law."""
 
     draws: int
@@ -72,7 +72,7 @@ def expected_law(logits: torch.Tensor, temperature: float, top_k: int = 0, top_p
     return law
 
 
-def fit(draws: Sequence[int], law: Law, seed: int = 0) -> Fit:
+def fit(draws: Sequence[int], law: Law, seed: int = 0) -> LawFit:
     """Compare draws (token ids) with a law. A draw of no chance at all makes p zero.
 
     seed: of the simulation. p is (1 + simulations that reach the statistic) / (1 + simulations).
@@ -80,11 +80,11 @@ def fit(draws: Sequence[int], law: Law, seed: int = 0) -> Fit:
     return fit_counts(np.bincount(np.asarray(draws), minlength=len(law)), law, seed)
 
 
-def fit_counts(counts: npt.NDArray[np.int64], law: Law, seed: int = 0) -> Fit:
+def fit_counts(counts: npt.NDArray[np.int64], law: Law, seed: int = 0) -> LawFit:
     """The same of the number of times that each token was drawn, [V]."""
     total = int(counts.sum())
     if counts[law == 0].any():
-        return Fit(total, 0, math.inf, 0.0)
+        return LawFit(total, 0, math.inf, 0.0)
     cells = _cells(law, total)
     chances = _in_cells(law, cells)
     statistic = float(_statistic(_in_cells(counts, cells)[None], chances)[0])
@@ -93,7 +93,7 @@ def fit_counts(counts: npt.NDArray[np.int64], law: Law, seed: int = 0) -> Fit:
         simulated = rng.multinomial(total, chances, size=min(BATCH, SIMULATIONS - made))
         reached += int(np.count_nonzero(_statistic(simulated, chances) >= statistic * (1 - 1e-12)))
         made += len(simulated)
-    return Fit(total, len(chances), statistic, (1 + reached) / (1 + made))
+    return LawFit(total, len(chances), statistic, (1 + reached) / (1 + made))
 
 
 def draws_to_notice(fault: Law, law: Law) -> int:

@@ -18,8 +18,8 @@ from dendro.tree import DraftTree
 from torch import Tensor
 
 from drafter_service.engine import DrafterEngine, node_slots, text_slots
-from drafter_service.plan import EMPTY_TEXT, NO_NODE, Chains, Fold, Level
-from drafter_service.runner import Runner
+from drafter_service.plan import EMPTY_TEXT, NO_NODE, Chains, Level, TextFold
+from drafter_service.runner import DraftRunner
 from verifier_service.engine import VerifierEngine
 
 SESSIONS, CHUNK = 2, 64
@@ -70,7 +70,7 @@ class TokenMemory:
             self._tell(read[row], self._nodes[slot])
         return read
 
-    def fold(self, folds: Sequence[Fold]) -> None:
+    def fold(self, folds: Sequence[TextFold]) -> None:
         for fold in folds:
             self._texts[fold.target] = self._nodes[fold.path[-1]]
 
@@ -103,5 +103,5 @@ def own_drafter(verifier: VerifierEngine, hello: Hello) -> DrafterEngine:
     model = OwnModel(verifier, hello.vocabulary, hello.max_length + hello.max_depth)
     said = replace(hello, dtype="float32", exactness="", end_ids=())
     nodes = node_slots(hello.max_rows, hello.max_depth)
-    runner = Runner(model, text_slots(SESSIONS), nodes, torch.device("cpu"))
+    runner = DraftRunner(model, text_slots(SESSIONS), nodes, torch.device("cpu"))
     return DrafterEngine(said, runner, MemoryStates(), SESSIONS, CHUNK, threads=1)

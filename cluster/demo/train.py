@@ -88,7 +88,7 @@ HARD_SHARE = 0.1  # of a drafter's loss; it teaches the tail that the teacher's 
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TrainingPlan:
     """One training run of the pair, as the user asked for it."""
 
     minutes: float
@@ -126,7 +126,7 @@ def _show(report: Callable[[float, str], None]) -> Callable[[Progress], None]:
     return on_step
 
 
-def _corpus(plan: Plan) -> dict[str, Any]:
+def _corpus(plan: TrainingPlan) -> dict[str, Any]:
     with stage_bar("corpus") as report:
         report(0.0, "reading")
         files = training_files()
@@ -143,7 +143,7 @@ def _corpus(plan: Plan) -> dict[str, Any]:
     return asdict(corpus_facts(files, len(tokens)))
 
 
-def _target(plan: Plan, name: TargetName) -> dict[str, Any]:
+def _target(plan: TrainingPlan, name: TargetName) -> dict[str, Any]:
     model = new_model(target_config(name), plan.seed, plan.device)
     if isinstance(model, Mamba2ForCausalLM):
         drafter = load_fp32(plan.out / "mamba2", plan.device)
@@ -168,7 +168,7 @@ def _target(plan: Plan, name: TargetName) -> dict[str, Any]:
     return asdict(trained)
 
 
-def _teacher(plan: Plan) -> dict[str, Any]:
+def _teacher(plan: TrainingPlan) -> dict[str, Any]:
     model = load_fp32(plan.out / "target", plan.device)
     folder = TeacherFolder(plan.work / "teacher")
     with stage_bar("teacher") as report:
@@ -183,7 +183,7 @@ def _teacher(plan: Plan) -> dict[str, Any]:
     return {"tokens": folder.read().tokens[:, 1:].size, "own_share": folder.own_share()}
 
 
-def _drafter(plan: Plan, name: DrafterName) -> dict[str, Any]:
+def _drafter(plan: TrainingPlan, name: DrafterName) -> dict[str, Any]:
     model = new_model(drafter_config(name), plan.seed, plan.device)
     text = TeacherFolder(plan.work / "teacher").read()
     forward = compiled(StudentForward(model))
@@ -204,7 +204,7 @@ def _drafter(plan: Plan, name: DrafterName) -> dict[str, Any]:
     return asdict(trained)
 
 
-def _measure(plan: Plan) -> dict[str, Any]:
+def _measure(plan: TrainingPlan) -> dict[str, Any]:
     """Measures what was exported, in fp32, and writes the card and the list of measuring prompts."""
     with stage_bar("measure") as report:
         cpu = torch.device("cpu")
@@ -240,7 +240,7 @@ def _measure(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _run_stage(plan: Plan, stage: Stage) -> dict[str, Any]:
+def _run_stage(plan: TrainingPlan, stage: Stage) -> dict[str, Any]:
     match stage:
         case "corpus":
             return _corpus(plan)
@@ -272,7 +272,7 @@ def train_demo(
     """
     torch.set_num_threads(threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    plan = Plan(minutes, seed, out, device, only)
+    plan = TrainingPlan(minutes, seed, out, device, only)
     if not resume:
         shutil.rmtree(plan.work, ignore_errors=True)
     plan.work.mkdir(parents=True, exist_ok=True)

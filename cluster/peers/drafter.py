@@ -22,10 +22,10 @@ from cluster.peers.opening import (
     LONGEST_BACKOFF_S,
     STRIKES,
     BackgroundTasks,
-    Clock,
+    CallTimes,
+    Opening,
     Pace,
     Pool,
-    Seat,
     end_task,
     log,
     unlike,
@@ -38,7 +38,7 @@ IDLE_ROUNDS = 32
 """Rounds of `off` after which a drafter's lease is given back."""
 
 
-class Company(Protocol):
+class SpeculationGate(Protocol):
     """The requests that run beside one, as far as its drafter is concerned."""
 
     @property
@@ -60,18 +60,18 @@ class DrafterHandle:
         pace: Pace,
         verifier: VerifierHandle,
         longest_s: float = 0.5,
-        company: Company | None = None,
+        gate: SpeculationGate | None = None,
         adaptive: bool = True,
         facts: Facts | None = None,
         vocabulary: int = 0,
     ) -> None:
         """`longest_s` bounds every wait for a draft; a round that is not `adaptive` waits so long. The verifier's
-        limits are those that a tree must keep. Without `company` a tree that is asked for is wanted. `facts` are what
+        limits are those that a tree must keep. Without `gate` a tree that is asked for is wanted. `facts` are what
         the router knows of the drafter's checkpoint; a replica of another one is not used. `vocabulary` is the target's
         by the router's facts, until its verifier says it."""
         self._facts = facts
         self._vocabulary = vocabulary
-        self.clock = Clock()
+        self.clock = CallTimes()
         self.fallbacks: Counter[str] = Counter()  # rounds without the tree that was asked for, by reason
         self.leases = 0
         self.saved = 0
@@ -80,10 +80,10 @@ class DrafterHandle:
         self._pace = pace
         self._verifier = verifier
         self._longest_s = longest_s
-        self._company = company
+        self._gate = gate
         self._adaptive = adaptive
-        self._seat: Seat[DrafterPeer] | None = None
-        self._tried: Seat[DrafterPeer] | None = None
+        self._opening: Opening[DrafterPeer] | None = None
+        self._tried: Opening[DrafterPeer] | None = None
         self._idle = 0
         self._strikes = 0
         self._given_up = ""  # why no drafter is asked any more in this request; empty: it is
@@ -92,7 +92,7 @@ class DrafterHandle:
         self._not_before_s = 0.0
         self._closed = False
         self._background = BackgroundTasks()
-        self._opening: asyncio.Task[None] | None = None  # a text that never wants a tree costs no drafter anything
+        self._opening_task: asyncio.Task[None] | None = None  # a text that never wants a tree costs no drafter anything
         verifier.on_refused_tree = self.strike
 
     def strike(self) -> None:
@@ -104,25 +104,25 @@ class DrafterHandle:
             self._rest(text)
             return DraftTree.root_only(text.root)
         self._idle = 0
-        if self._opening is None:
+        if self._opening_task is None:
             await self._verifier_greets()  # by then it shows how many requests came with this one
-            if self._company is not None and not self._company.guesses:
+            if self._gate is not None and not self._gate.guesses:
                 return self._without(text, "unwanted")
             self._begin(text)
             await self._wait_first()
         reason = self._unfit(text, shape)
         if reason:
             return self._without(text, reason)
-        seat = self._seat
-        if seat is None:
+        opening = self._opening
+        if opening is None:
             self._begin(text)
             return self._without(text, "opening")
-        return await self._draft(seat, text, shape)
+        return await self._draft(opening, text, shape)
 
-    async def _draft(self, seat: Seat[DrafterPeer], text: Text, shape: TreeShape) -> DraftTree:
+    async def _draft(self, opening: Opening[DrafterPeer], text: Text, shape: TreeShape) -> DraftTree:
         began_s = time.monotonic()
-        call = DraftCall(seat.update(text), shape)
-        work = asyncio.ensure_future(seat.peer.draft(call))
+        call = DraftCall(opening.update(text), shape)
+        work = asyncio.ensure_future(opening.peer.draft(call))
         longest_s = self._longest_s
         deadline_s = self._pace.deadline_s(shape.depth, longest_s) if self._adaptive else longest_s
         try:
@@ -133,29 +133,29 @@ class DrafterHandle:
         wall_s = time.monotonic() - began_s
         if not work.done():
             # The call stays: the peer has the text from it, and its answer says what the usual time really is.
-            self._late_draft = self._background.start(self._late(seat, work, began_s, text, shape))
+            self._late_draft = self._background.start(self._late(opening, work, began_s, text, shape))
             return self._without(text, "late", wall_s)
         try:
             tree = work.result()
             self._check(tree, text, shape)
         except BadRequest as error:
             log.warning("drafter: its tree is refused: %s", error)
-            seat.unsaid(call.update)
+            opening.unsent(call.update)
             self.strike()
             return self._without(text, "malformed", wall_s)
         except NotFound as error:
             log.info("drafter: %s; the text is opened again", error)
-            self._seat = None
-            self._begin(text, seat)
+            self._opening = None
+            self._begin(text, opening)
             return self._without(text, "stale", wall_s)
         except DendroError as error:
             log.info("drafter: %s", error)
-            self._leave(seat, text)
+            self._leave(opening, text)
             self._back_off()
             return self._without(text, "lost" if isinstance(error, PeerLost) else "failed", wall_s)
         except Exception:  # a near engine's own fault costs the round its speculation, as a far one's does
             log.exception("drafter: failed")
-            self._leave(seat, text)
+            self._leave(opening, text)
             self._back_off()
             return self._without(text, "failed", wall_s)
         self._pace.drafted(wall_s, shape.depth)
@@ -168,23 +168,23 @@ class DrafterHandle:
         if self._closed:
             return
         self._closed = True
-        await end_task(self._opening)
-        seat, self._seat = self._seat or self._tried, None
-        if seat is not None:
-            self.saved = await seat.close(text)
+        await end_task(self._opening_task)
+        opening, self._opening = self._opening or self._tried, None
+        if opening is not None:
+            self.saved = await opening.close(text)
 
     def _unfit(self, text: Text, shape: TreeShape) -> str:
         """Why no tree of this shape can be asked for; empty where one can."""
-        seat, target = self._seat, self._verifier.hello
+        opening, target = self._opening, self._verifier.hello
         if not self._given_up and self._strikes >= STRIKES:
             self._given_up = "struck"
         if self._given_up:
-            if seat is not None:
-                self._leave(seat, text)
+            if opening is not None:
+                self._leave(opening, text)
             return self._given_up
         if self._late_draft is not None and not self._late_draft.done():
             return "busy"  # with a tree that was too late: to wait for it again would pay for it twice
-        for hello in (target, seat.hello if seat is not None else None):
+        for hello in (target, opening.hello if opening is not None else None):
             if hello is not None and (shape.rows > hello.max_rows or shape.depth > hello.max_depth):
                 return "limits"
         return ""
@@ -211,10 +211,10 @@ class DrafterHandle:
     async def _wait_first(self) -> None:
         """The first round waits for the drafter no longer than for the verifier's own opening; a later one that is the
         first to want a tree does not wait."""
-        if self._seat is None and self._opening is not None:
+        if self._opening is None and self._opening_task is not None:
             verifier = asyncio.ensure_future(self._verifier.ready())
             try:
-                await asyncio.wait({self._opening, verifier}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({self._opening_task, verifier}, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 verifier.cancel()
 
@@ -226,7 +226,12 @@ class DrafterHandle:
         return replace(DraftTree.root_only(text.root), draft_us=wall_us, missed=True)
 
     async def _late(
-        self, seat: Seat[DrafterPeer], work: asyncio.Future[DraftTree], began_s: float, text: Text, shape: TreeShape
+        self,
+        opening: Opening[DrafterPeer],
+        work: asyncio.Future[DraftTree],
+        began_s: float,
+        text: Text,
+        shape: TreeShape,
     ) -> None:
         """Learn from a draft that nobody waits for any more; a drafter that never answers is left."""
         await asyncio.wait({work}, timeout=FROZEN_S)
@@ -235,36 +240,36 @@ class DrafterHandle:
             return
         work.cancel()
         if not self._closed:
-            self._leave(seat, text)
+            self._leave(opening, text)
 
     def _rest(self, text: Text) -> None:
         """A round without speculation; after many, the drafter is given back."""
         self._idle += 1
-        if self._idle >= IDLE_ROUNDS and self._seat is not None:
-            self._leave(self._seat, text)
+        if self._idle >= IDLE_ROUNDS and self._opening is not None:
+            self._leave(self._opening, text)
 
-    def _leave(self, seat: Seat[DrafterPeer], text: Text) -> None:
-        if self._seat is seat:
-            self._seat = None
-        self._background.start(seat.close(text))
+    def _leave(self, opening: Opening[DrafterPeer], text: Text) -> None:
+        if self._opening is opening:
+            self._opening = None
+        self._background.start(opening.close(text))
 
-    def _begin(self, text: Text, old: Seat[DrafterPeer] | None = None) -> None:
+    def _begin(self, text: Text, old: Opening[DrafterPeer] | None = None) -> None:
         """Open in the background, unless that runs or is too soon. `old` is opened again under its own lease."""
-        running = self._opening is not None and not self._opening.done()
+        running = self._opening_task is not None and not self._opening_task.done()
         if not running and not self._closed and (old is not None or time.monotonic() >= self._not_before_s):
-            self._opening = self._background.start(self._settle(text, old))
+            self._opening_task = self._background.start(self._settle(text, old))
 
     def _back_off(self) -> None:
         """The next lease is not taken at once: what failed may fail again, at the cost of a text each time."""
         self._not_before_s = time.monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, LONGEST_BACKOFF_S)
 
-    async def _settle(self, text: Text, old: Seat[DrafterPeer] | None = None) -> None:
+    async def _settle(self, text: Text, old: Opening[DrafterPeer] | None = None) -> None:
         """Open the text at a drafter, once; the next round that wants a tree tries again."""
-        with self._company.opening() if self._company is not None else contextlib.nullcontext():
+        with self._gate.opening() if self._gate is not None else contextlib.nullcontext():
             await self._open(text, old)
 
-    async def _open(self, text: Text, old: Seat[DrafterPeer] | None) -> None:
+    async def _open(self, text: Text, old: Opening[DrafterPeer] | None) -> None:
         try:
             if old is not None:
                 leased = old.leased
@@ -276,8 +281,8 @@ class DrafterHandle:
                 self._given_up = "mismatch"
                 return
             target = self._verifier.hello
-            seat = self._tried = Seat(leased, text, target.vocabulary if target is not None else self._vocabulary)
-            opened = await seat.open(text)
+            opening = self._tried = Opening(leased, text, target.vocabulary if target is not None else self._vocabulary)
+            opened = await opening.open(text)
         except (DendroError, TimeoutError) as error:
             log.info("drafter: %s; trying again later", error or "does not answer")
             self._back_off()
@@ -286,7 +291,7 @@ class DrafterHandle:
                 self._tried = None
         else:
             self.opened = self.opened or opened
-            self._seat, self._tried = seat, None
+            self._opening, self._tried = opening, None
         finally:
             if old is not None:  # only now: a lease ends with the last of its openings
                 self._background.start(old.close(text))

@@ -9,14 +9,14 @@ from typing import Generic, Self, TypeVar
 from dendro.state import StateStore
 
 from cluster.config import Config
-from cluster.engines import DrafterEngine, Engine, VerifierEngine, start_engine, stop_engine
+from cluster.engines import Engine, LocalDrafter, LocalVerifier, start_engine, stop_engine
 from cluster.peers.opening import Leased
-from cluster.peers.places import Places
+from cluster.peers.places import Peers
 
 E = TypeVar("E", bound=Engine)
 
 
-class NearPool(Generic[E]):
+class LocalPool(Generic[E]):
     """One engine of this process: leases are free, and there is always one. It starts with the first of them."""
 
     def __init__(self, engine: E) -> None:
@@ -30,17 +30,17 @@ class NearPool(Generic[E]):
         return Leased(self._engine, await self._engine.hello(), "")
 
 
-class LocalPlaces(Places):
+class LocalPeers(Peers):
     """The engines in this process: no Ray, no sockets."""
 
     def __init__(
-        self, config: Config, targets: Mapping[str, VerifierEngine], drafters: Mapping[str, DrafterEngine]
+        self, config: Config, targets: Mapping[str, LocalVerifier], drafters: Mapping[str, LocalDrafter]
     ) -> None:
         self.engines: list[Engine] = [*targets.values(), *drafters.values()]
         super().__init__(
             config,
-            {name: NearPool(engine) for name, engine in targets.items()},
-            {name: NearPool(engine) for name, engine in drafters.items()},
+            {name: LocalPool(engine) for name, engine in targets.items()},
+            {name: LocalPool(engine) for name, engine in drafters.items()},
         )
 
     @classmethod

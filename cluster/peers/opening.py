@@ -88,7 +88,7 @@ def _smoothed(usual: float, newest: float) -> float:
 
 
 @dataclass(slots=True)
-class Clock:
+class CallTimes:
     """What a handle's calls took, summed over its rounds, in microseconds."""
 
     rounds: int = 0
@@ -108,7 +108,7 @@ class Clock:
         self.queue_us += queue_us
 
 
-class Seat(Generic[P]):
+class Opening(Generic[P]):
     """One opening of one text at one leased peer."""
 
     def __init__(self, leased: Leased[P], text: Text, vocabulary: int = 0) -> None:
@@ -116,8 +116,8 @@ class Seat(Generic[P]):
         self.peer = leased.peer
         self.hello = leased.hello
         self.leased = leased
-        self._opening = new_opening()
-        self._held = 0  # tokens that the peer was told, and therefore holds or asks for
+        self._id = new_opening()
+        self._sent = 0  # tokens that the peer was told, and therefore holds or asks for
         self._terms = Terms(text.sampling, text.limits, text.tenant, text.marks, vocabulary)
 
     async def open(self, text: Text) -> Opened:
@@ -127,13 +127,13 @@ class Seat(Generic[P]):
 
     def update(self, text: Text) -> TextUpdate:
         """The text, less what the peer was told before. It counts as told: calls of a stream keep their order."""
-        base, start = len(text), self._held
-        self._held = base
-        return TextUpdate(self._opening, base, text.digest(base), start, tuple(text.ids[start:]))
+        base, start = len(text), self._sent
+        self._sent = base
+        return TextUpdate(self._id, base, text.digest(base), start, tuple(text.ids[start:]))
 
-    def unsaid(self, update: TextUpdate) -> None:
+    def unsent(self, update: TextUpdate) -> None:
         """The peer refused the call before it read the text."""
-        self._held = update.start
+        self._sent = update.start
 
     async def close(self, text: Text) -> int:
         """End the opening; how many tokens the saved state covers. Never raises for a peer that is gone."""

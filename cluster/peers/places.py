@@ -19,7 +19,7 @@ from dendro.text import Text
 
 from cluster.checkpoints import ClusterFacts
 from cluster.config import Config
-from cluster.peers.drafter import Company, DrafterHandle, NoDrafter
+from cluster.peers.drafter import DrafterHandle, NoDrafter, SpeculationGate
 from cluster.peers.opening import Leased, Pace, Peer, Pool
 from cluster.peers.stream import DRAFTER, VERIFIER, FarDrafter, FarVerifier, PeerStream, Streams
 from cluster.peers.verifier import PATIENCE_S, VerifierHandle
@@ -71,7 +71,7 @@ class ServePool(Generic[P]):
         task = asyncio.create_task(self._hold(answers))
         self._held.add(task)
         task.add_done_callback(self._held.discard)
-        return Leased(self._far(stream), stream.said, said["lease"], said["address"])
+        return Leased(self._far(stream), stream.hello, said["lease"], said["address"])
 
     async def _hold(self, answers: Any) -> None:
         """Keep the call until the replica ends it: Serve cancels one that nobody holds."""
@@ -85,7 +85,7 @@ class ServePool(Generic[P]):
             log.info("a leased replica is gone: %s", type(error).__name__)
 
 
-class Places:
+class Peers:
     """Hands out the handles of a configuration's targets and drafters, each from its pool."""
 
     def __init__(
@@ -116,10 +116,10 @@ class Places:
         return handle
 
     def drafter(
-        self, target: str, text: Text, company: Company, deadline_s: float = math.inf, adaptive: bool = True
+        self, target: str, text: Text, gate: SpeculationGate, deadline_s: float = math.inf, adaptive: bool = True
     ) -> DrafterHandle | NoDrafter:
         """A drafter for a text whose verifier was asked for before: the two have to fit. None is leased before a tree
-        is wanted, and its company guesses. `deadline_s` is the request's own bound on the wait for a draft; the shorter
+        is wanted, and its gate guesses. `deadline_s` is the request's own bound on the wait for a draft; the shorter
         one holds. `adaptive` rounds wait no longer than a late draft may cost, others up to the bound."""
         names = self._config.drafters_of(target)
         if not names:
@@ -131,7 +131,7 @@ class Places:
             self._pace(target),
             self._verifiers[text],
             longest_s=longest_s,
-            company=company,
+            gate=gate,
             adaptive=adaptive,
             facts=facts.drafters[names[0]] if facts is not None else None,
             vocabulary=facts.targets[target].vocabulary if facts is not None else 0,
@@ -142,7 +142,7 @@ class Places:
         return self._paces.setdefault((target, drafter), Pace())
 
 
-class ServePlaces(Places):
+class ServePeers(Peers):
     """Places on Ray Serve. Of one event loop."""
 
     def __init__(

@@ -27,7 +27,7 @@ CONNECT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class PeerKind:
     """What differs between the streams of drafters and of verifiers."""
 
     rounds: Callable[[grpc.aio.Channel], Any]  # begins a stream
@@ -36,13 +36,13 @@ class Kind:
     answer_from: Callable[[Any], Any]
 
 
-DRAFTER = Kind(
+DRAFTER = PeerKind(
     rounds=lambda channel: cast(Any, drafter_pb2_grpc.DrafterServiceStub(channel)).Rounds(),
     frame=lambda greeting, calls: drafter_pb2.DraftFrame(greeting=greeting, calls=calls),
     call_message=wire.drafter_call_message,
     answer_from=wire.drafter_answer_from,
 )
-VERIFIER = Kind(
+VERIFIER = PeerKind(
     rounds=lambda channel: cast(Any, verifier_pb2_grpc.VerifierServiceStub(channel)).Rounds(),
     frame=lambda greeting, calls: verifier_pb2.VerifyFrame(greeting=greeting, calls=calls),
     call_message=wire.verifier_call_message,
@@ -53,7 +53,7 @@ VERIFIER = Kind(
 class PeerStream:
     """One stream to one replica. Calls of all requests go into its frames; answers find their call by its number."""
 
-    def __init__(self, address: str, kind: Kind) -> None:
+    def __init__(self, address: str, kind: PeerKind) -> None:
         self.address = address
         self._kind = kind
         self._channel = grpc.aio.insecure_channel(address, options=STREAM_OPTIONS)
@@ -69,7 +69,7 @@ class PeerStream:
         self.calls = 0
 
     @classmethod
-    async def connect(cls, address: str, kind: Kind) -> PeerStream:
+    async def connect(cls, address: str, kind: PeerKind) -> PeerStream:
         """Greet a replica; raises PeerLost where none answers, or one that speaks another protocol."""
         stream = cls(address, kind)
         try:
@@ -80,7 +80,7 @@ class PeerStream:
             raise PeerLost(f"{address}: does not answer") from None
         except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
             await stream.close()
-            raise PeerLost(f"{address}: {_told(error)}") from None
+            raise PeerLost(f"{address}: {status_text(error)}") from None
         except BaseException:
             await stream.close()
             raise
@@ -101,8 +101,8 @@ class PeerStream:
         self._tasks = [asyncio.create_task(self._read(call)), asyncio.create_task(self._write(call))]
 
     @property
-    def said(self) -> Hello:
-        """What the replica said of itself."""
+    def hello(self) -> Hello:
+        """The replica's answer to the greeting."""
         assert self._hello is not None, "connect() has read it"
         return self._hello
 
@@ -156,7 +156,7 @@ class PeerStream:
         try:
             yield
         except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError, PeerLost) as error:
-            self._lose(f"{self.address}: {_told(error)}")
+            self._lose(f"{self.address}: {status_text(error)}")
 
     def _lose(self, reason: str) -> None:
         if self._lost:
@@ -180,7 +180,7 @@ class PeerStream:
             await self._ending
 
 
-def _told(error: Exception) -> str:
+def status_text(error: Exception) -> str:
     """What a peer's gRPC status says, in the words of our family."""
     if isinstance(error, grpc.aio.AioRpcError):
         return str(error_for(error.code(), one_line(error.details() or error.code().name)))
@@ -194,7 +194,7 @@ class _FarPeer:
         self.stream = stream
 
     async def hello(self) -> Hello:
-        return self.stream.said
+        return self.stream.hello
 
     async def open(self, call: OpenCall) -> Opened:
         return cast(Opened, _expect(Opened, await self.stream.call(call)))
@@ -241,7 +241,7 @@ def _expect(kind: type, answer: object) -> object:
 class Streams:
     """The streams of this process, one per replica, shared by all requests."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: PeerKind) -> None:
         self._kind = kind
         self._streams: dict[str, asyncio.Task[PeerStream]] = {}
 

@@ -17,10 +17,10 @@ from cluster.peers.opening import (
     LONGEST_BACKOFF_S,
     STRIKES,
     BackgroundTasks,
-    Clock,
+    CallTimes,
+    Opening,
     Pace,
     Pool,
-    Seat,
     end_task,
     log,
     unlike,
@@ -48,7 +48,7 @@ class VerifierHandle:
     ) -> None:
         """`facts` are what the router knows of the target's checkpoint; a replica of another one is not used."""
         self._facts = facts
-        self.clock = Clock()
+        self.clock = CallTimes()
         self.moves = 0  # times that the text was opened at another verifier
         self.reopened = 0  # times that it was opened again at the same
         self.saved = 0  # tokens that the state covers which closing left behind
@@ -62,29 +62,29 @@ class VerifierHandle:
         self._step_s = step_s
         self._faults = 0  # openings and rounds since the last verdict that ended by a verifier's own fault
         self._began_with: Hello | None = None  # of the first verifier that was leased
-        self._seat: Seat[VerifierPeer] | None = None
-        self._tried: Seat[VerifierPeer] | None = None  # the seat whose opening runs
+        self._opening: Opening[VerifierPeer] | None = None
+        self._tried: Opening[VerifierPeer] | None = None  # the one that is under way
         self._closed = False
         self._background = BackgroundTasks()
-        self._opening: asyncio.Task[None] | None = self._background.start(self._settle(text))
+        self._opening_task: asyncio.Task[None] | None = self._background.start(self._settle(text))
 
     async def ready(self) -> None:
         """Until the text is open for the first time, or its opening was given up; never raises."""
-        opening = self._opening
-        if self._seat is None and opening is not None:
-            await asyncio.wait({opening})
+        task = self._opening_task
+        if self._opening is None and task is not None:
+            await asyncio.wait({task})
 
     async def meet(self) -> Hello:
         """The hello of the first verifier that is leased. Raises PeerLost or Overloaded where none is leased within the
         patience."""
-        if self.hello is None and (opening := self._opening) is not None:
+        if self.hello is None and (task := self._opening_task) is not None:
             greeted = asyncio.ensure_future(self.greeted.wait())
             try:
-                await asyncio.wait({opening, greeted}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({task, greeted}, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 greeted.cancel()
             if self.hello is None:
-                await asyncio.shield(opening)  # raises what ended it
+                await asyncio.shield(task)  # raises what ended it
         if self.hello is None:
             raise PeerLost("verifier: the handle is closed")
         return self.hello
@@ -96,25 +96,25 @@ class VerifierHandle:
         give_up_s = time.monotonic() + self._patience_s
         forgotten = 0
         while True:
-            seat = await self._settled(text)
+            opening = await self._settled(text)
             began_s = time.monotonic()
-            call = VerifyCall(seat.update(text), tree)
+            call = VerifyCall(opening.update(text), tree)
             try:
                 async with asyncio.timeout(self._step_s):
-                    verdict = await seat.peer.verify(call)
-                _check_verdict(verdict, tree, text, seat.hello)
+                    verdict = await opening.peer.verify(call)
+                _check_verdict(verdict, tree, text, opening.hello)
             except NotFound as error:
                 log.info("verifier: %s; the text is opened again", error)
                 self.reopened += 1
                 forgotten += 1
                 if forgotten > 2 * STRIKES:
                     raise EngineFailed(f"verifier: keeps forgetting the text: {error}") from error
-                self._seat = None
-                self._begin(text, seat, same=forgotten == 1)
+                self._opening = None
+                self._begin(text, opening, same=forgotten == 1)
             except BadRequest as error:
                 if not tree.guesses:
                     raise
-                seat.unsaid(call.update)
+                opening.unsent(call.update)
                 log.warning("verifier: refuses the tree: %s", error)
                 tree = DraftTree.root_only(text.root)
                 if self.on_refused_tree is not None:
@@ -130,8 +130,8 @@ class VerifierHandle:
                     raise PeerLost(f"verifier: {error or 'does not answer'}") from error
                 log.warning("verifier: %s; the text moves", error or "does not answer")
                 self.moves += 1
-                self._seat = None
-                self._begin(text, seat, same=False)
+                self._opening = None
+                self._begin(text, opening, same=False)
             else:
                 self._faults = 0
                 wall_s = time.monotonic() - began_s
@@ -145,24 +145,24 @@ class VerifierHandle:
         if self._closed:
             return
         self._closed = True
-        await end_task(self._opening)
-        seat, self._seat = self._seat or self._tried, None
-        if seat is not None:
-            self.saved = await seat.close(text)
+        await end_task(self._opening_task)
+        opening, self._opening = self._opening or self._tried, None
+        if opening is not None:
+            self.saved = await opening.close(text)
 
-    def _begin(self, text: Text, old: Seat[VerifierPeer], same: bool) -> None:
-        self._opening = self._background.start(self._settle(text, old, same))
+    def _begin(self, text: Text, old: Opening[VerifierPeer], same: bool) -> None:
+        self._opening_task = self._background.start(self._settle(text, old, same))
 
-    async def _settled(self, text: Text) -> Seat[VerifierPeer]:
-        if self._seat is None:
-            if self._opening is None:
+    async def _settled(self, text: Text) -> Opening[VerifierPeer]:
+        if self._opening is None:
+            if self._opening_task is None:
                 raise PeerLost("verifier: the handle is closed")
-            await asyncio.shield(self._opening)
-        if self._seat is None:
+            await asyncio.shield(self._opening_task)
+        if self._opening is None:
             raise PeerLost("verifier: the handle is closed")
-        return self._seat
+        return self._opening
 
-    async def _settle(self, text: Text, old: Seat[VerifierPeer] | None = None, same: bool = False) -> None:
+    async def _settle(self, text: Text, old: Opening[VerifierPeer] | None = None, same: bool = False) -> None:
         """Lease a verifier and open the text there, as often as it takes within the patience; once more where it
         fails at its own fault.
 
@@ -179,8 +179,8 @@ class VerifierHandle:
                 self._check_same(leased.hello)
                 self.hello = leased.hello
                 self.greeted.set()
-                self._tried = Seat(leased, text)
-                seat, opened = await self._first_open(self._tried, text)
+                self._tried = Opening(leased, text)
+                opening, opened = await self._first_open(self._tried, text)
             except (DendroError, TimeoutError) as error:
                 self._drop_tried(text)
                 if self._is_last_fault(error) or (isinstance(error, BadRequest) and self.opened is None):
@@ -195,59 +195,59 @@ class VerifierHandle:
                 pause_s = min(2 * pause_s, LONGEST_BACKOFF_S)
             else:
                 self.opened = self.opened or opened
-                if seat is not self._tried:
+                if opening is not self._tried:
                     self._drop_tried(text)
-                self._seat, self._tried = seat, None
+                self._opening, self._tried = opening, None
                 return
             finally:
                 if old is not None:
                     self._background.start(old.close(text))
                     old = None
 
-    async def _first_open(self, seat: Seat[VerifierPeer], text: Text) -> tuple[Seat[VerifierPeer], Opened]:
-        """Open the text at a seat and, where that takes long, at another replica besides: whichever is open first.
+    async def _first_open(self, opening: Opening[VerifierPeer], text: Text) -> tuple[Opening[VerifierPeer], Opened]:
+        """Answer an opening and, where that takes long, at another replica besides: whichever is open first.
 
         The first opening goes on meanwhile: a long prompt or a queue is no fault. Where there is no other replica now,
-        one is looked for again after as long a time. Raises the first opening's error when both have failed; `seat`
+        one is looked for again after as long a time. Raises the first opening's error when both have failed; `opening`
         itself is the caller's to close where it is not returned.
         """
-        first = asyncio.ensure_future(seat.open(text))
-        second: asyncio.Task[tuple[Seat[VerifierPeer], Opened]] | None = None
+        first = asyncio.ensure_future(opening.open(text))
+        second: asyncio.Task[tuple[Opening[VerifierPeer], Opened]] | None = None
         try:
             while True:
                 running = [task for task in (first, second) if task is not None and not task.done()]
                 if not running:
-                    return seat, first.result()  # raises
+                    return opening, first.result()  # raises
                 done, _ = await asyncio.wait(
                     running, timeout=SLOW_OPENING * self._patience_s, return_when=asyncio.FIRST_COMPLETED
                 )
                 if first in done and first.exception() is None:
-                    return seat, first.result()
+                    return opening, first.result()
                 if second is not None and second in done and second.exception() is None:
                     answer, second = second.result(), None
                     return answer
                 if not done and running == [first]:
                     log.info("verifier: the text is not open yet; another replica is looked for")
-                    second = asyncio.create_task(self._open_elsewhere(seat.leased.address, text))
+                    second = asyncio.create_task(self._open_elsewhere(opening.leased.address, text))
         finally:
             first.cancel()
             if second is not None:
                 self._background.start(self._drop_second(second, text))
 
-    async def _open_elsewhere(self, address: str, text: Text) -> tuple[Seat[VerifierPeer], Opened]:
+    async def _open_elsewhere(self, address: str, text: Text) -> tuple[Opening[VerifierPeer], Opened]:
         """Open the text at a replica of another address. Raises PeerLost or Overloaded where none is to be had now."""
         leased = await self._pool.lease()
         self._check_same(leased.hello)
         if leased.address == address:
             raise PeerLost("verifier: there is no other replica")
-        seat = Seat(leased, text)
+        opening = Opening(leased, text)
         try:
-            return seat, await seat.open(text)
+            return opening, await opening.open(text)
         except BaseException:
-            self._background.start(seat.close(text))
+            self._background.start(opening.close(text))
             raise
 
-    async def _drop_second(self, second: asyncio.Task[tuple[Seat[VerifierPeer], Opened]], text: Text) -> None:
+    async def _drop_second(self, second: asyncio.Task[tuple[Opening[VerifierPeer], Opened]], text: Text) -> None:
         """End an opening that is not wanted any more, and close it where it was answered just now."""
         await end_task(second)
         if not second.cancelled() and second.exception() is None:

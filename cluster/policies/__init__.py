@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dendro.errors import BadRequest
 from dendro.shapes import OFF, LevelShape, TreeShape
 
-from cluster.policies.experience import Experience, Experiences, Place
+from cluster.policies.experience import Experience, Experiences, RunningRequest
 from cluster.policies.full_info import FullInfo
 from cluster.policies.offers import InformedPolicy, Offer
 from cluster.policies.paper_ucb import PaperUCB
@@ -29,7 +29,7 @@ __all__ = [
     "InformedPolicy",
     "Offer",
     "PaperUCB",
-    "Place",
+    "RunningRequest",
     "RatioUCB",
     "Static",
     "Thompson",

@@ -47,7 +47,7 @@ class Cost:
 
 
 @dataclass(slots=True)
-class Length:
+class EmittedLength:
     """Mean and variance of an arm's emitted tokens, and the rounds that they rest on."""
 
     mean: float = 0.0
@@ -60,9 +60,9 @@ class Length:
         self.mean += off / self.rounds
         self.variance += (off * (tokens - self.mean) - self.variance) / self.rounds
 
-    def at_most(self, rounds: float) -> Length:
+    def at_most(self, rounds: float) -> EmittedLength:
         """The same, resting on so many rounds at most."""
-        return Length(self.mean, min(self.rounds, rounds), self.variance)
+        return EmittedLength(self.mean, min(self.rounds, rounds), self.variance)
 
 
 REFIT = 16
@@ -122,7 +122,7 @@ class Costs:
     texts: float = 1.0  # of a step, usually
     tried: Counter[int] = field(default_factory=Counter)  # rounds by row bucket
     rows: dict[TreeShape, float] = field(default_factory=dict)  # of a tree, usually
-    lengths: dict[tuple[str, TreeShape], Length] = field(default_factory=dict)
+    lengths: dict[tuple[str, TreeShape], EmittedLength] = field(default_factory=dict)
     _plane: DraftPlane = field(default_factory=DraftPlane)
 
     def learn_draft(self, shape: TreeShape, us: float) -> None:

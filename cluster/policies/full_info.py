@@ -71,8 +71,8 @@ class FullInfo(RatioUCB):
             self._rested = 0
             return shape
         self._rested += 1
-        house = self.experience.shared.house
-        if self._rested <= PROBE_EVERY or not (house is None or house.guessing):
+        trial = self.experience.concurrency.trial
+        if self._rested <= PROBE_EVERY or not (trial is None or trial.guessing):
             return shape
         self._rested = 0
         return min(self.replay.shapes, key=lambda arm: (self.round_us(arm) or math.inf, arm.rows))

@@ -19,7 +19,7 @@ from dendro.text import Verdict
 from dendro.tree import DraftTree
 
 from cluster.policies.classes import temperature_class
-from cluster.policies.costs import PRIOR_ROUNDS, Cost, Costs, Length
+from cluster.policies.costs import PRIOR_ROUNDS, Cost, Costs, EmittedLength
 from cluster.policies.replay import RANKED, RankTrace, replayed
 from cluster.policies.step_time import StepTime
 
@@ -70,7 +70,7 @@ class PriorKey:
 class Prior:
     """What rounds of one kind came to. Also the notes of a single request, which become part of its kind's."""
 
-    lengths: dict[TreeShape, Length] = field(default_factory=dict)
+    lengths: dict[TreeShape, EmittedLength] = field(default_factory=dict)
     ranks: np.ndarray = field(default_factory=lambda: np.zeros((DEPTHS, RANKED + 1)))
     """[DEPTHS, RANKED + 1] c[d][r]: tokens that were the d-th of their round, by rank; those before them in it were
     guessed right."""
@@ -85,17 +85,17 @@ class Prior:
         for rank, depth in zip(told.ranks, told.depths, strict=True):
             self.ranks[min(depth, DEPTHS) - 1, rank] += 1
         if worth is not None and tree.guesses and not tree.missed:
-            self.lengths.setdefault(shape, Length()).learn(worth)
+            self.lengths.setdefault(shape, EmittedLength()).learn(worth)
 
     def add(self, other: Prior) -> None:
         """Take another's rounds in; what was there weighs KEPT_ROUNDS at most."""
         for shape, new in other.lengths.items():
-            self.lengths[shape] = _pooled(self.lengths.get(shape, Length()).at_most(KEPT_ROUNDS), new)
+            self.lengths[shape] = _pooled(self.lengths.get(shape, EmittedLength()).at_most(KEPT_ROUNDS), new)
         rounds = self.ranks[0].sum()
         if other.ranks.any():
             self.ranks = self.ranks * min(1.0, KEPT_ROUNDS / max(rounds, 1e-9)) + other.ranks
 
-    def length(self, shape: TreeShape) -> Length | None:
+    def length(self, shape: TreeShape) -> EmittedLength | None:
         """How a request of this kind starts out on an arm: by its rounds if it was played, else by the ranks where they
         say it; at most PRIOR_ROUNDS. None where nothing is known."""
         played = self.lengths.get(shape)
@@ -104,7 +104,7 @@ class Prior:
         rounds = float(self.ranks[0].sum())
         if replayed(shape) and rounds and (played is None or rounds > played.rounds):
             mean, variance = self._expected(shape)
-            return Length(mean, min(rounds, PRIOR_ROUNDS), variance)
+            return EmittedLength(mean, min(rounds, PRIOR_ROUNDS), variance)
         return None if played is None else played.at_most(PRIOR_ROUNDS)
 
     def _expected(self, shape: TreeShape) -> tuple[float, float]:
@@ -151,14 +151,14 @@ class NoPriors:
         return False
 
 
-def _pooled(one: Length, other: Length) -> Length:
+def _pooled(one: EmittedLength, other: EmittedLength) -> EmittedLength:
     rounds = one.rounds + other.rounds
     if not rounds:
-        return Length()
+        return EmittedLength()
     share = other.rounds / rounds
     apart = other.mean - one.mean
     variance = (1 - share) * one.variance + share * other.variance + share * (1 - share) * apart * apart
-    return Length(one.mean + share * apart, rounds, variance)
+    return EmittedLength(one.mean + share * apart, rounds, variance)
 
 
 def pack_prior(prior: Prior) -> bytes:
@@ -207,9 +207,9 @@ def _number(said: Any, least: float = 0.0, most: float = MOST) -> float:
     return float(said)
 
 
-def _length(mean: Any, rounds: Any, variance: Any) -> Length:
+def _length(mean: Any, rounds: Any, variance: Any) -> EmittedLength:
     # Not an arm's own depth: what is proposed besides goes deeper.
-    return Length(_number(mean, 1.0, MAX_ROWS), _number(rounds), _number(variance))
+    return EmittedLength(_number(mean, 1.0, MAX_ROWS), _number(rounds), _number(variance))
 
 
 def _cost(us: Any, count: Any) -> Cost:

@@ -24,7 +24,7 @@ from dendro.shapes import OFF, ProposedShape, TreeShape
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 
-from cluster.policies.costs import Length
+from cluster.policies.costs import EmittedLength
 from cluster.policies.experience import Experience
 from cluster.policies.offers import Offer
 from cluster.policies.prior import NO_PRIOR, Prior
@@ -47,7 +47,7 @@ class RatePolicy(ABC):
         self.arms = tuple(arms)
         self.experience = experience
         self.temperature = temperature
-        self.lengths: dict[TreeShape, Length] = {
+        self.lengths: dict[TreeShape, EmittedLength] = {
             arm: prior.length(arm) or experience.prior(arm, temperature) for arm in self.arms
         }
         self._opening = OPENING_ROUNDS
@@ -81,15 +81,15 @@ class RatePolicy(ABC):
         return math.inf if round_us is None else self.tokens(arm) / round_us
 
     def choose(self, offer: Offer | None = None) -> TreeShape:
-        house = self.experience.shared.house
+        trial = self.experience.concurrency.trial
         trees = [arm for arm in self.arms if not arm.off]
-        if house is not None and OFF in self.arms and not (trees and house.guessing):
+        if trial is not None and OFF in self.arms and not (trees and trial.guessing):
             return OFF
         self._offer = offer() if offer and any(isinstance(arm, ProposedShape) for arm in trees) else None
-        if house is None or OFF not in self.arms:
+        if trial is None or OFF not in self.arms:
             return self._best(self.arms)
         best = self._best(trees)
-        return best if house.repays(self.tokens(best)) else OFF
+        return best if trial.repays(self.tokens(best)) else OFF
 
     def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:
         if shape.drafted and self._opening:

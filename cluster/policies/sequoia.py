@@ -142,7 +142,7 @@ def thrifty_trees(
     """For each greatest depth, the best tree whose rows with children are the likeliest. table [depth, children]"""
     padded = np.array([step_us(row_bucket(max(rows, 2))) for rows in range(max_rows + 1)])
     for depth in range(1, len(table) + 1):
-        slots = _Slots(table, depth)
+        slots = _OpenRows(table, depth)
         best, least = None, np.inf
         while slots.open() and len(slots.parents) < max_rows:
             order = slots.order()
@@ -156,7 +156,7 @@ def thrifty_trees(
             yield best
 
 
-class _Slots:
+class _OpenRows:
     """Places for rows below the rows that have children so far, at first none."""
 
     def __init__(self, table: npt.NDArray[np.float64], depth: int) -> None:

@@ -13,7 +13,7 @@ LEARNING_ROUNDS = 16.0
 SETTLING_ROUNDS = 4.0
 """Rounds after a change of sides that are of both: drafters are opened in them, and late drafts come in."""
 TURN_ROUNDS = 8.0
-CROWD = 4
+MANY_TEXTS = 4
 """Texts from which on a turn is half as long: it has the rounds of all of them."""
 TURNS = 6
 """Of a trial, the two sides one after the other: what else the machine does meanwhile befalls both."""
@@ -23,13 +23,13 @@ trial that changes nothing."""
 DISTURBED = 0.25
 """What a round counts for in which a prompt was processed: it is not judged, but a house that always has one must not
 be caught in a trial."""
-GUESSING_MARGIN = 1.1
+SPECULATION_MARGIN = 1.1
 """How much faster rounds must be with guesses: drafters are opened and closed besides, and prompts wait for larger
 steps."""
 
 
 @dataclass(slots=True)
-class Side:
+class TrialTurn:
     """What a house came to in a turn, guessing or not."""
 
     tokens: list[int] = field(default_factory=list)  # of each round
@@ -37,14 +37,14 @@ class Side:
 
     @property
     def rate(self) -> float:
-        """Tokens per microsecond of the whole house. A hiccup means nothing for the choice; but late drafts and full
+        """Tokens per microsecond of the whole trial. A hiccup means nothing for the choice; but late drafts and full
         steps, which the median would pass over, do."""
         longest_us = OUTLIER * median(self.shares_us)
         return sum(self.tokens) / max(sum(min(share_us, longest_us) for share_us in self.shares_us), 1e-9)
 
 
 @dataclass(slots=True)
-class House:
+class SpeculationTrial:
     """Whether the texts that run together under one load guess: the side under which they emitted more tokens a second,
     all of them on one side at a time. Rounds are counted as those of one text."""
 
@@ -56,12 +56,14 @@ class House:
     turns: int = TURNS  # that are left of a trial, this one among them; 0: the house rests
     settled: bool | None = None  # whether it guesses while it rests
     rest: float = FIRST_REST
-    _sides: list[Side] = field(default_factory=lambda: [Side()])  # of the trial's turns so far, and of this one
+    _sides: list[TrialTurn] = field(
+        default_factory=lambda: [TrialTurn()]
+    )  # of the trial's turns so far, and of this one
 
     def learn(self, tokens: int, took_us: float, texts: int, disturbed: bool = False) -> None:
         """Take in one of its rounds, which took so long with all its waits, while so many texts ran. A round is
         disturbed by the prompt of another text, which takes longer than any guess and says nothing of them."""
-        if texts >= CROWD and self.rounds < -LEARNING_ROUNDS / 2:
+        if texts >= MANY_TEXTS and self.rounds < -LEARNING_ROUNDS / 2:
             self.rounds = -LEARNING_ROUNDS / 2
         before, self.rounds = self.rounds, self.rounds + (DISTURBED if disturbed else 1) / texts
         if before < 0:
@@ -69,7 +71,7 @@ class House:
         if self.turns and not disturbed:
             self._sides[-1].tokens.append(tokens)
             self._sides[-1].shares_us.append(took_us / texts)
-        if self.rounds >= (self.until / 2 if self.turns and texts >= CROWD else self.until):
+        if self.rounds >= (self.until / 2 if self.turns and texts >= MANY_TEXTS else self.until):
             self._next()
 
     def repays(self, tokens: float) -> bool:
@@ -80,13 +82,13 @@ class House:
     def _next(self) -> None:
         """What comes after a turn or a rest."""
         if not self.turns:
-            self._sides = [Side()]
+            self._sides = [TrialTurn()]
             self.turns = TURNS
             self._turn(not self.guessing, TURN_ROUNDS)
             return
         self.turns -= 1
         if self.turns:
-            self._sides.append(Side())
+            self._sides.append(TrialTurn())
             self._turn(not self.guessing, TURN_ROUNDS)
             return
         better = self._compare()
@@ -106,7 +108,7 @@ class House:
             self.usual = fmean(fmean(guessing.tokens) for guessing, _ in found)
         if self.gain is None:
             return not any(off.tokens for _, off in pairs)
-        return self.gain >= GUESSING_MARGIN
+        return self.gain >= SPECULATION_MARGIN
 
     def _turn(self, guessing: bool, until: float) -> None:
         self.rounds = -SETTLING_ROUNDS if guessing is not self.guessing else 0.0

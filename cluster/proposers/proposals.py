@@ -24,7 +24,7 @@ from cluster.proposers.proposal import Proposal, Proposer
 from cluster.proposers.suffix import Outputs, Suffix
 
 if TYPE_CHECKING:
-    from cluster.router.ports import DrafterHandle
+    from cluster.router.ports import DrafterPort
 
 TEXT_TOKENS = 8192
 """Tokens of a text that its suffix automaton holds at most: some 3 MB."""
@@ -42,7 +42,7 @@ class Proposals:
 
     def __init__(
         self,
-        drafter: DrafterHandle,
+        drafter: DrafterPort,
         proposers: Sequence[Proposer],
         chances: Chances,
         max_rows: int,
@@ -111,7 +111,7 @@ class Past:
     chances: defaultdict[str, Chances] = field(default_factory=lambda: defaultdict(Chances))  # by temperature class
 
 
-class Library:
+class ProposalLibrary:
     """What a router keeps of one target for its proposers, each tenant's by itself: no tenant's proposer sees another's
     text, and no tenant's texts change what another's proposals are taken to be worth."""
 
@@ -122,7 +122,7 @@ class Library:
         self._max_depth = max_depth
         self._pasts: OrderedDict[str, Past] = OrderedDict()  # by tenant
 
-    def around(self, drafter: DrafterHandle, tenant: str, max_rows: int, temperature: float) -> Proposals | None:
+    def around(self, drafter: DrafterPort, tenant: str, max_rows: int, temperature: float) -> Proposals | None:
         """A request's drafter with its proposers; None where there are none for it. `max_rows` is what the request lets
         a tree have. What is repeated word for word at one temperature is not at another, so chances are counted apart.
         """

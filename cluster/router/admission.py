@@ -16,12 +16,12 @@ from dendro.text import SEED_BITS, Limits, Sampling, Text
 from dendro.v1 import generation_pb2 as pb
 from tree_layers.checkpoint import Facts
 
-from cluster.config import Config, Target
+from cluster.config import Config, TargetConfig
 from cluster.hub import fetched_model
 from cluster.policies import Experience, Experiences
 from cluster.policies.prior import PriorKey
 from cluster.router.priors import Priors
-from cluster.router.speculation import Asked, what_is_asked
+from cluster.router.speculation import SpeculationPlan, plan_speculation
 from cluster.router.tokenizer import CheckpointTokenizer, Tokenizer
 from cluster.sessions import Record, Sessions, Turn
 
@@ -47,7 +47,7 @@ class Served:
     dtype: str
 
     @classmethod
-    def of(cls, name: str, target: Target, facts: Facts) -> Served:
+    def of(cls, name: str, target: TargetConfig, facts: Facts) -> Served:
         """Load a target's tokenizer; raises BadRequest naming what is missing."""
         target = fetched_model(f"targets.{name}", target, weights=False)
         try:
@@ -75,13 +75,13 @@ class Job:
     prompt: list[int]  # the text before the answer, a session's earlier turns included
     held: list[int]  # the answer's tokens that the client has
     limits: Limits
-    asked: Asked
+    plan: SpeculationPlan
     kind: PriorKey
     experience: Experience  # its tenant's
     session: str  # its token; empty: no session
     resume: pb.Resume | None
     record: Record | None  # of the session so far; None: it begins with this request
-    told: Turn | None = None  # the turn of the record that is this request's own: it was answered before
+    written: Turn | None = None  # the turn of the record that is this request's own: it was answered before
     target: str = ""  # what its tokens depend on beside the text (`Hello.target`); empty until a verifier is leased
     began_s: float = field(default_factory=time.monotonic)
 
@@ -90,7 +90,7 @@ class Job:
         return self.limits.max_length - len(self.prompt)
 
 
-def _check_told(turn: Turn, tokens: Sequence[int], prompt: list[int], held: list[int]) -> None:
+def _check_written(turn: Turn, tokens: Sequence[int], prompt: list[int], held: list[int]) -> None:
     """Raise BadRequest where a request that names a written turn's request id is another one. tokens: the session's."""
     if prompt != list(tokens[: turn.prompt]):
         raise BadRequest("request_id", "wrote a turn of this session after another prompt; a new turn needs a new id")
@@ -149,14 +149,14 @@ class Admission:
         experience = self._experience[served.name].of(tenant)
         kind = PriorKey.of(served.name, self._config.drafters_of(served.name), sampling.temperature, tenant)
         prior = await self._priors.of(kind, experience)
-        asked = what_is_asked(request.speculation, served.name, self._config, experience, sampling, prior)
-        told = record.turn_of(request_id) if record is not None else None
+        plan = plan_speculation(request.speculation, served.name, self._config, experience, sampling, prior)
+        written = record.turn_of(request_id) if record is not None else None
         earlier = record.tokens if record is not None else ()
-        prompt = await self._prompt(request, served, list(earlier[: told.start] if told is not None else earlier))
-        if told is not None:
-            check_target_of_resume(resume, held, told.target)
-            _check_told(told, earlier, prompt, held)
-            sampling, end = replace(sampling, seed=told.seed), told.end
+        prompt = await self._prompt(request, served, list(earlier[: written.start] if written is not None else earlier))
+        if written is not None:
+            check_target_of_resume(resume, held, written.target)
+            _check_written(written, earlier, prompt, held)
+            sampling, end = replace(sampling, seed=written.seed), written.end
         else:
             end = len(prompt) + self._new_tokens(request, served, prompt, held)
         session = request.session
@@ -173,13 +173,13 @@ class Admission:
             prompt=prompt,
             held=held,
             limits=Limits(end, request.ignore_end),
-            asked=asked,
+            plan=plan,
             kind=kind,
             experience=experience,
             session=session,
             resume=resume,
             record=record,
-            told=told,
+            written=written,
         )
 
     def _served_for(self, request: pb.GenerateRequest, record: Record | None) -> Served:

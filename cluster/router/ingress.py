@@ -26,8 +26,8 @@ from cluster.checkpoints import check_pairs, read_cluster
 from cluster.config import Config
 from cluster.policies import Experiences
 from cluster.policies.prior import NoPriors, PriorStore
-from cluster.proposers.proposals import Library
-from cluster.router.account import Tally
+from cluster.proposers.proposals import ProposalLibrary
+from cluster.router.account import RoundAccount
 from cluster.router.admission import (
     MAX_REQUEST_ID,
     Admission,
@@ -36,7 +36,7 @@ from cluster.router.admission import (
     check_target_of_resume,
     check_text_of_resume,
 )
-from cluster.router.ports import Handle, Places
+from cluster.router.ports import HandlePort, PeersPort
 from cluster.router.priors import Priors
 from cluster.router.rounds import rounds
 from cluster.router.tokenizer import TextStream
@@ -64,7 +64,7 @@ class Ingress:
     def __init__(
         self,
         config: Config,
-        places: Places,
+        places: PeersPort,
         sessions: Sessions,
         served: Mapping[str, Served] | None = None,
         priors: PriorStore | None = None,
@@ -81,7 +81,7 @@ class Ingress:
             served = {name: Served.of(name, target, facts.targets[name]) for name, target in config.targets.items()}
         self._served = served
         self._libraries = {
-            name: Library(config.speculation.proposers, target.max_rows, target.max_depth)
+            name: ProposalLibrary(config.speculation.proposers, target.max_rows, target.max_depth)
             for name, target in config.targets.items()
         }
         self._priors = Priors(priors or NoPriors())
@@ -111,7 +111,7 @@ class Ingress:
 
         Leaving the iteration, or cancelling the task, ends the work within a round and gives the leases back.
         """
-        outcome, tally = "refused", None
+        outcome, account = "refused", None
         request_id = request.request_id or secrets.token_hex(16)
         began_s = time.monotonic()
         try:
@@ -128,25 +128,25 @@ class Ingress:
             outcome = "left"
             stream = TextStream(job.served.tokenizer)
             stream.push(job.held)
-            if job.told is not None:
-                yield _started(job, text, job.told.target)
-                for event in self._tell(job, job.told, stream):
+            if job.written is not None:
+                yield _started(job, text, job.written.target)
+                for event in self._rest_of_written(job, job.written, stream):
                     yield event
-                outcome = "told"
+                outcome = "written"
                 return
             finish = self._finish_of_held(job)
             complete = pb.GenerateComplete()
             if finish is None:
                 experience = job.experience
-                with experience.shared.running(fixed=not job.asked.free) as place:
-                    tally = Tally(job.asked, experience, place, job.sampling.temperature)
+                with experience.concurrency.running(fixed=not job.plan.free) as running:
+                    account = RoundAccount(job.plan, experience, running, job.sampling.temperature)
                     try:
-                        run = self._run(job, text, tally, stream, complete)
+                        run = self._run(job, text, account, stream, complete)
                         async with aclosing(_ahead(run, self._left_s(job))) as events:
                             async for event in events:
                                 yield event
                     finally:
-                        self._priors.learn(job.kind, tally.notes, experience)
+                        self._priors.learn(job.kind, account.notes, experience)
                 finish = text.finish
                 assert finish is not None
             else:  # nothing is left to be made
@@ -167,51 +167,51 @@ class Ingress:
                 "request %s tenant %s tokens %d rounds %d accepted %d seconds %.3f outcome %s",
                 one_line(request_id, MAX_REQUEST_ID),
                 hashlib.sha256(tenant.encode()).hexdigest()[:8],
-                tally.account.emitted_tokens if tally else 0,
-                tally.account.rounds if tally else 0,
-                tally.account.accepted_tokens if tally else 0,
+                account.stats.emitted_tokens if account else 0,
+                account.stats.rounds if account else 0,
+                account.stats.accepted_tokens if account else 0,
                 time.monotonic() - began_s,
                 outcome,
             )
 
     async def _run(
-        self, job: Job, text: Text, tally: Tally, stream: TextStream, complete: pb.GenerateComplete
+        self, job: Job, text: Text, account: RoundAccount, stream: TextStream, complete: pb.GenerateComplete
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """`started`, once a verifier is leased, and the chunks of the loop, between taking and giving back the leases.
         Fills in what `complete` says of it."""
         before = len(job.prompt)
         verifier = self._places.verifier(job.served.name, text)
-        drafter = self._places.drafter(job.served.name, text, tally.place, job.asked.deadline_s, job.asked.adaptive)
+        drafter = self._places.drafter(job.served.name, text, account.running, job.plan.deadline_s, job.plan.adaptive)
         proposals = self._libraries[job.served.name].around(
-            drafter, job.tenant, job.asked.proposed_rows, job.sampling.temperature
+            drafter, job.tenant, job.plan.proposed_rows, job.sampling.temperature
         )
         if proposals is not None:
-            drafter, tally.offer = proposals, partial(proposals.offer, text)
+            drafter, account.offer = proposals, partial(proposals.offer, text)
         try:
             target = (await verifier.meet()).target
             check_target_of_resume(job.resume, job.held, target)
             job.target = target
             yield _started(job, text, target)
-            loop = cast(AsyncGenerator[Verdict, None], rounds(text, drafter, verifier, tally))
+            loop = cast(AsyncGenerator[Verdict, None], rounds(text, drafter, verifier, account))
             async with aclosing(loop) as verdicts:
                 async for verdict in verdicts:
-                    tally.meet(verifier.hello)
+                    account.meet(verifier.hello)
                     added = stream.push(verdict.tokens)
                     chunk = pb.GenerateChunk(
                         offset=len(text) - len(verdict.tokens) - before,
                         token_ids=verdict.tokens,
                         text=added + stream.flush() if verdict.finished else added,
-                        shape=str(tally.shape),
+                        shape=str(account.shape),
                     )
                     yield pb.GenerateResponse(chunk=chunk)
         finally:
             await self._close(text, drafter, verifier)
-        complete.speculation.CopyFrom(tally.account)
+        complete.speculation.CopyFrom(account.stats)
         complete.speculation.verifier_moves = verifier.moves
         for said, opened in ((complete.drafter, drafter.opened), (complete.target, verifier.opened)):
             if opened is not None:
                 said.CopyFrom(
-                    pb.Opening(
+                    pb.OpeningStats(
                         restored_tokens=opened.restored, processed_tokens=opened.processed, open_us=opened.open_us
                     )
                 )
@@ -219,7 +219,7 @@ class Ingress:
     def _left_s(self, job: Job) -> float:
         return self.config.router.request_timeout_s - (time.monotonic() - job.began_s)
 
-    async def _close(self, text: Text, *handles: Handle) -> None:
+    async def _close(self, text: Text, *handles: HandlePort) -> None:
         """Close both, in tasks of their own: neither a cancelled request nor a peer that hangs holds a lease."""
         tasks = [asyncio.ensure_future(handle.close(text)) for handle in handles]
         self._closing.update(tasks)
@@ -235,7 +235,7 @@ class Ingress:
             return Finish.END_OF_TEXT
         return Finish.LENGTH if len(job.held) >= job.answer_length else None
 
-    def _tell(self, job: Job, turn: Turn, stream: TextStream) -> list[pb.GenerateResponse]:
+    def _rest_of_written(self, job: Job, turn: Turn, stream: TextStream) -> list[pb.GenerateResponse]:
         """The rest of an answer that was finished and written before: its `complete` was lost, or its client left."""
         assert job.record is not None
         answer, events = job.record.tokens[turn.prompt : turn.end], []

@@ -9,11 +9,11 @@ from dendro.calls import Hello, Opened
 from dendro.text import Text
 
 from cluster.checkpoints import ClusterFacts
-from cluster.policies import Place
+from cluster.policies import RunningRequest
 from cluster.router.rounds import Drafter, Verifier
 
 
-class Handle(Protocol):
+class HandlePort(Protocol):
     """What both handles have besides their work."""
 
     @property
@@ -26,11 +26,11 @@ class Handle(Protocol):
         ...
 
 
-class DrafterHandle(Drafter, Handle, Protocol):
+class DrafterPort(Drafter, HandlePort, Protocol):
     """A drafter, leased for one request when it first wants a tree."""
 
 
-class VerifierHandle(Verifier, Handle, Protocol):
+class VerifierPort(Verifier, HandlePort, Protocol):
     """A verifier, leased for one request; `moves` counts how often it had to be another one, `hello` is what it said
     of itself when it was leased."""
 
@@ -42,15 +42,15 @@ class VerifierHandle(Verifier, Handle, Protocol):
         ...
 
 
-class Places(Protocol):
+class PeersPort(Protocol):
     """Where texts can be opened. Taking a handle waits for nothing; a verifier's sends the text at once, a drafter's
     when a tree is wanted. `deadline_s` is the request's own bound on the wait for a draft; the shorter one holds.
     `adaptive` rounds wait no longer than a late draft may cost, others up to the bound."""
 
     def drafter(
-        self, target: str, text: Text, company: Place, deadline_s: float = math.inf, adaptive: bool = True
-    ) -> DrafterHandle: ...
-    def verifier(self, target: str, text: Text) -> VerifierHandle: ...
+        self, target: str, text: Text, gate: RunningRequest, deadline_s: float = math.inf, adaptive: bool = True
+    ) -> DrafterPort: ...
+    def verifier(self, target: str, text: Text) -> VerifierPort: ...
 
     def expect(self, facts: ClusterFacts) -> None:
         """From now on, use replicas of these checkpoints alone."""

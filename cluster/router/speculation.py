@@ -27,7 +27,7 @@ MODES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class SpeculationPlan:
     """How the rounds of one request are to be guessed at."""
 
     name: str  # of the policy; "off" or "fixed" where the request leaves none a choice
@@ -38,14 +38,14 @@ class Asked:
     adaptive: bool = True  # whether a round may end its wait for a slow draft sooner; not where the shape is fixed
 
 
-def what_is_asked(
+def plan_speculation(
     said: pb.Speculation,
     target: str,
     config: Config,
     experience: Experience,
     sampling: Sampling,
     prior: Prior = NO_PRIOR,
-) -> Asked:
+) -> SpeculationPlan:
     """Check a request's `speculation` against its target. Raises BadRequest with the name of the field."""
     mode = MODES.get(said.mode)
     if mode is None:
@@ -62,12 +62,14 @@ def what_is_asked(
     if not shape.drafted and said.HasField("deadline_ms"):
         raise BadRequest("speculation.deadline_ms", "bounds nothing where no drafter is asked")
     proposed_rows = 1 if shape.drafted else shape.rows
-    return Asked(mode, Static(shape), proposed_rows=proposed_rows, deadline_s=_deadline_s(said), adaptive=False)
+    return SpeculationPlan(
+        mode, Static(shape), proposed_rows=proposed_rows, deadline_s=_deadline_s(said), adaptive=False
+    )
 
 
 def _auto(
     said: pb.Speculation, target: str, config: Config, experience: Experience, sampling: Sampling, prior: Prior
-) -> Asked:
+) -> SpeculationPlan:
     arms, rows = config.arms_of(target), MAX_ROWS
     if said.HasField("max_nodes"):
         arms = _bounded(arms, said.max_nodes)
@@ -75,7 +77,7 @@ def _auto(
     name = said.policy or config.speculation.policy
     policy = make_policy(name, arms, experience, sampling.temperature, sampling.seed, prior)
     bounded = said.HasField("max_nodes") or said.HasField("deadline_ms")
-    return Asked(name, policy, name == config.speculation.policy and not bounded, rows, _deadline_s(said))
+    return SpeculationPlan(name, policy, name == config.speculation.policy and not bounded, rows, _deadline_s(said))
 
 
 def _fixed_shape(said: pb.Speculation, target: str, config: Config) -> TreeShape:

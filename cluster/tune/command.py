@@ -20,7 +20,7 @@ from transformers.utils import logging
 from cluster.bench.command import PLAIN_WIDTH, Bars, parameter_count, parse_temperatures
 from cluster.bench.machine import describe_machine, describe_run
 from cluster.bench.report import Cells, as_json, as_markdown, machine_facts, show_tables
-from cluster.config import Config, Target, demo_config
+from cluster.config import Config, TargetConfig, demo_config
 from cluster.demo.measure import ANSWER_TOKENS, PROMPT_TOKENS
 from cluster.demo.prompts import held_out_prompts
 from cluster.hub import fetched, pinned
@@ -30,10 +30,10 @@ from cluster.tune.measuring import Ranker
 from cluster.tune.tuning import (
     PROBES,
     Begin,
-    Limits,
-    Plan,
     Prompts,
+    SearchLimits,
     Tuned,
+    TunePlan,
     Tuning,
     arms_of,
     chains_of,
@@ -71,7 +71,7 @@ COST_COLUMNS = ("", "a draft", "a forward", "its row", "a step", "its row", "hop
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class TuneSize:
     """How many prompts of each kind, and how long the answers are."""
 
     learned: int
@@ -80,18 +80,18 @@ class Size:
     tokens: int
 
 
-FULL = Size(24, 6, 8, ANSWER_TOKENS)
-QUICK = Size(6, 1, 2, 24)
+FULL = TuneSize(24, 6, 8, ANSWER_TOKENS)
+QUICK = TuneSize(6, 1, 2, 24)
 
 
-def _tokenizer(target: Target, name: str) -> Tokenizer:
+def _tokenizer(target: TargetConfig, name: str) -> Tokenizer:
     try:
         return CheckpointTokenizer(target.tokenizer_folder, "").backend
     except BadRequest as error:
         raise BadRequest(f"targets.{name}.{target.tokenizer_field}", error.reason) from error
 
 
-def _prompts(size: Size, tokenizer: Tokenizer) -> Prompts:
+def _prompts(size: TuneSize, tokenizer: Tokenizer) -> Prompts:
     try:
         found = [each.token_ids for each in held_out_prompts(size.learned + size.held_out, PROMPT_TOKENS, tokenizer)]
     except ValueError as error:
@@ -100,8 +100,8 @@ def _prompts(size: Size, tokenizer: Tokenizer) -> Prompts:
 
 
 def plan_of(
-    config: Config, target: str, size: Size, temperatures: tuple[float, ...], limits: Limits, seed: int
-) -> Plan:
+    config: Config, target: str, size: TuneSize, temperatures: tuple[float, ...], limits: SearchLimits, seed: int
+) -> TunePlan:
     """What is measured. Raises BadRequest, naming the field, where there is nothing to tune."""
     served = config.targets[target]
     names = config.drafters_of(target)
@@ -112,14 +112,14 @@ def plan_of(
     if size.tokens > config.router.max_new_tokens:
         raise BadRequest("tokens", f"{size.tokens}; router.max_new_tokens is {config.router.max_new_tokens}")
     ours, theirs = parameter_count(config.drafters[names[0]].checkpoint), parameter_count(served.checkpoint)
-    return Plan(
+    return TunePlan(
         target,
         tuple(arm for arm in config.arms_of(target) if arm.off or arm.drafted),
         _prompts(size, _tokenizer(served, target)),
         size.tokens,
         temperatures,
         tuple(probe for probe in PROBES if probe.rows <= served.max_rows and probe.depth <= served.max_depth),
-        Limits(
+        SearchLimits(
             min(limits.max_rows, served.max_rows),
             min(limits.max_depth, served.max_depth),
             limits.max_children,
@@ -129,7 +129,7 @@ def plan_of(
     )
 
 
-async def run_tune(config: Config, plan: Plan, local: bool, begin: Begin) -> dict[str, Any]:
+async def run_tune(config: Config, plan: TunePlan, local: bool, begin: Begin) -> dict[str, Any]:
     """The whole measurement; the report as plain values."""
     from cluster.engines import device_of
 
@@ -287,14 +287,14 @@ def tune(
     plan = plan_of(
         checked,
         checked.target_named(target),
-        Size(
+        TuneSize(
             prompts or size.learned,
             size.timed,
             held_out or size.held_out,
             tokens or size.tokens,
         ),
         parse_temperatures(temperatures),
-        Limits(max_rows, max_depth, max_children),
+        SearchLimits(max_rows, max_depth, max_children),
         seed,
     )
     logging.disable_progress_bar()  # the library's own, while it loads: ours are beside it

@@ -20,13 +20,13 @@ from dendro.errors import BadRequest, EngineFailed
 from dendro.shapes import TreeShape, child_counts
 from dendro.text import Sampling
 
-from cluster.config import Drafter
+from cluster.config import DrafterConfig
 from cluster.policies.classes import ROW_BUCKET, row_bucket
 from cluster.policies.sequoia import forwarded_rows
 from drafter_service.engine import DTYPES
 from drafter_service.models import load_model
-from drafter_service.plan import EMPTY_TEXT, Chains, Plan
-from drafter_service.runner import Runner
+from drafter_service.plan import EMPTY_TEXT, Chains, DraftPlan
+from drafter_service.runner import DraftRunner
 
 BACK_OFF = 32.0
 """Rounds as which the chances of one depth count for the next: few come deep."""
@@ -84,14 +84,14 @@ async def tell(
 class Ranker:
     """The drafter, in this process, with its own order of guesses: scaled logits and the shared noise."""
 
-    def __init__(self, drafter: Drafter, device: str, width: int) -> None:
+    def __init__(self, drafter: DrafterConfig, device: str, width: int) -> None:
         """width: candidates that are told apart. Raises BadRequest for a checkpoint that cannot be used."""
         dtype = DTYPES[drafter.dtype]
         place = torch.device(device)
         model, _ = load_model(drafter.checkpoint, dtype, place, drafter.tokenizer)
         if width > model.vocabulary:
             raise BadRequest("max_children", f"{width}; the vocabulary has {model.vocabulary} tokens")
-        self._runner = Runner(model, 2, 1, place)
+        self._runner = DraftRunner(model, 2, 1, place)
         self._width = width
 
     @torch.inference_mode()
@@ -112,7 +112,7 @@ class Ranker:
                 target=np.array([1]),
                 roots=np.zeros(0, np.int64),
             )
-            plan = Plan(
+            plan = DraftPlan(
                 rows,
                 scored=guessed - 1 - start,
                 sessions=np.zeros(len(guessed), np.int64),
@@ -185,7 +185,7 @@ def whole_rounds(told: Told, shape: TreeShape) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class LinearCosts:
     """Microseconds, as lines. A draft takes `draft_us`, `level_us` for each forward and `row_us` for each of its rows;
     a step `step_us`, and `step_row_us` for each row as padded. `hops_us` is the rest of a round that has a draft,
     `off_hops_us` of one that has none.
@@ -251,7 +251,7 @@ class Timed:
         )
 
 
-def costs_of(timed: Mapping[TreeShape, Timed]) -> Costs:
+def costs_of(timed: Mapping[TreeShape, Timed]) -> LinearCosts:
     """The lines of least squares through what shapes took, no coefficient below zero.
 
     Raises BadRequest where the shapes are too alike, or `off` is not among them.
@@ -271,7 +271,7 @@ def costs_of(timed: Mapping[TreeShape, Timed]) -> Costs:
         [[1.0, row_bucket(shape.rows)] for shape in timed], [each.verify_us for each in timed.values()]
     )
     hops = median(each.hops_us for each in trees.values())
-    return Costs(draft_us, level_us, row_us, step_us, step_row_us, hops, plain.hops_us)
+    return LinearCosts(draft_us, level_us, row_us, step_us, step_row_us, hops, plain.hops_us)
 
 
 def nonnegative_fit(points: Sequence[Sequence[float]], values: Sequence[float]) -> tuple[float, ...]:

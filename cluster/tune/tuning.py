@@ -21,7 +21,7 @@ from cluster.bench.statistics import median_estimate
 from cluster.policies import leviathan
 from cluster.policies.sequoia import Accept, best_tree, expected_tokens
 from cluster.tune.measuring import (
-    Costs,
+    LinearCosts,
     Ranker,
     Timed,
     Told,
@@ -42,7 +42,7 @@ Begin = Callable[[str, int], Callable[[], None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SearchLimits:
     """Of the trees that are looked for."""
 
     max_rows: int
@@ -60,7 +60,7 @@ class Prompts:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TunePlan:
     """One target and its drafter."""
 
     target: str
@@ -69,7 +69,7 @@ class Plan:
     tokens: int  # of every answer
     temperatures: tuple[float, ...]
     probes: tuple[LevelShape, ...]  # timed beside the arms
-    limits: Limits
+    limits: SearchLimits
     drafter_share: float | None  # parameters of the drafter over the target's; None: not known
     seed: int
 
@@ -94,7 +94,7 @@ class Tuned:
 
     temperature: float
     accept: Accept
-    costs: Costs
+    costs: LinearCosts
     found: tuple[TreeShape, ...]  # the best chain and the best tree
     traces: list[list[int]]  # of the held-out prompts
     first_rank: float  # share of tokens that the drafter ranks first, on the prompts learned from
@@ -105,7 +105,7 @@ class Tuned:
 class Tuning:
     """A plan at work on a running cluster."""
 
-    def __init__(self, plan: Plan, client: Asking, ranker: Ranker, begin: Begin) -> None:
+    def __init__(self, plan: TunePlan, client: Asking, ranker: Ranker, begin: Begin) -> None:
         self.plan = plan
         self._client = client
         self._ranker = ranker
@@ -150,7 +150,7 @@ class Tuning:
         step()
         return self._ranker.ranks(prompt, told.tokens, self.plan.sampling(temperature, prompt))
 
-    async def _costs(self, temperature: float, name: str) -> Costs:
+    async def _costs(self, temperature: float, name: str) -> LinearCosts:
         plan = self.plan
         prompts = plan.prompts.learned[: plan.prompts.timed]
         step = self._begin(f"{name}: what rows cost", len(plan.timed) * (1 + len(prompts)))
@@ -206,7 +206,7 @@ def is_chain(shape: TreeShape) -> bool:
     return isinstance(shape, LevelShape) and set(shape.widths) == {1}
 
 
-def rows_of(plan: Plan, tuned: Tuned) -> list[Row]:
+def rows_of(plan: TunePlan, tuned: Tuned) -> list[Row]:
     """One object for each shape that was run: predicted from what was learned, beside what held-out prompts gave."""
     rows = []
     for shape, answers in tuned.told.items():
@@ -255,7 +255,7 @@ def _measured(shape: TreeShape, answers: Sequence[Told]) -> Row | None:
     }
 
 
-def chains_of(plan: Plan, tuned: Tuned) -> list[Row]:
+def chains_of(plan: TunePlan, tuned: Tuned) -> list[Row]:
     """What Leviathan's formulas make of every chain that was run, beside what it did."""
     acceptance, cost = tuned.first_rank, tuned.costs.cost_ratio
     plain = _measured(OFF, tuned.told[OFF])

@@ -15,10 +15,10 @@ from tree_layers.weights import Checkpoint, read_checkpoint
 
 from drafter_service.models.llama import LlamaModel
 from drafter_service.models.mamba import Mamba1Model, Mamba2Model
-from drafter_service.models.memory import Memory
+from drafter_service.models.memory import DrafterMemory
 
 
-class Model(Protocol):
+class DrafterModel(Protocol):
     """What the engine asks of a model: memories that turn tokens into hidden rows, and logits of these."""
 
     @property
@@ -29,7 +29,7 @@ class Model(Protocol):
         """Tokens of the longest text."""
         ...
 
-    def memory(self, texts: int, nodes: int) -> Memory:
+    def memory(self, texts: int, nodes: int) -> DrafterMemory:
         """Of so many text slots and node slots, those of number 0 among them."""
         ...
 
@@ -38,7 +38,7 @@ class Model(Protocol):
         ...
 
 
-MODELS: dict[str, Callable[[Checkpoint, torch.dtype, torch.device], Model]] = {
+MODELS: dict[str, Callable[[Checkpoint, torch.dtype, torch.device], DrafterModel]] = {
     "llama": LlamaModel.of,
     "mamba": Mamba1Model.of,
     "mamba2": Mamba2Model.of,
@@ -49,7 +49,7 @@ MODELS: dict[str, Callable[[Checkpoint, torch.dtype, torch.device], Model]] = {
 
 def load_model(
     path: str | Path, dtype: torch.dtype, device: torch.device, tokenizer: Path | None = None
-) -> tuple[Model, Checkpoint]:
+) -> tuple[DrafterModel, Checkpoint]:
     """Load a drafter. Raises BadRequest, saying what is wrong with the checkpoint.
 
     tokenizer: the folder with the tokenizer, where that is not the checkpoint.

@@ -14,7 +14,7 @@ from tree_layers.nodes import LevelStep, NodeStates
 from tree_layers.states import as_slots
 
 from drafter_service.models.backbone import Backbone
-from drafter_service.plan import NO_NODE, Chains, Fold, Level
+from drafter_service.plan import NO_NODE, Chains, Level, TextFold
 
 
 class InputMemory:
@@ -87,7 +87,7 @@ class InputMemory:
 
         return self._model.through(torch.from_numpy(rows.tokens).to(device), mix)
 
-    def fold(self, folds: Sequence[Fold]) -> None:
+    def fold(self, folds: Sequence[TextFold]) -> None:
         paths = np.full((len(folds), max(len(fold.path) for fold in folds)), NO_NODE, np.int64)
         for row, fold in enumerate(folds):
             paths[row, : len(fold.path)] = fold.path

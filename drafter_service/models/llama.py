@@ -23,7 +23,7 @@ from tree_layers.states import as_slots
 from tree_layers.weights import Checkpoint
 
 from drafter_service.models.backbone import Ends
-from drafter_service.plan import NO_NODE, Chains, Fold, Level
+from drafter_service.plan import NO_NODE, Chains, Level, TextFold
 
 LEAST_ROOM = 64
 """Tokens of the smallest text buffer; a text that outgrows its own gets one twice as large."""
@@ -150,7 +150,7 @@ class LlamaModel(Ends):
     def memory(self, texts: int, nodes: int) -> KeyMemory:
         return KeyMemory(self, texts, nodes)
 
-    def through(self, tokens: Tensor, positions: Tensor, parts: Sequence[Rows], kept: Kept) -> Tensor:
+    def through(self, tokens: Tensor, positions: Tensor, parts: Sequence[Rows], kept: KeptKeys) -> Tensor:
         """Hidden [rows, d] of tokens [rows] at these positions; `kept` takes in their keys and values."""
         hidden = self.embed(tokens)
         cosine, sine = self.turns.index_select(0, positions)[:, :, None].unbind(1)  # [rows, 1, D] each
@@ -178,7 +178,7 @@ class LlamaModel(Ends):
         return hidden
 
 
-class Kept:
+class KeptKeys:
     """Where the keys and values of a forward's rows go: [rows, 2, K, D] for each layer."""
 
     def __init__(self, store: Tensor, slots: Any) -> None:
@@ -258,7 +258,7 @@ class KeyMemory:
         # The padding of a short row may stand past all positions: nobody reads it.
         positions = np.minimum(rows.starts[:, None] + np.arange(time), len(self._model.turns) - 1)
         made = self._nodes.new_empty(len(self._model.layers), count * time, *self._token)
-        hidden = self._through(rows.tokens.ravel(), positions.ravel(), parts, Kept(made, slice(None)))
+        hidden = self._through(rows.tokens.ravel(), positions.ravel(), parts, KeptKeys(made, slice(None)))
         for row, (kept, start) in enumerate(zip(rows.kept.tolist(), rows.starts.tolist(), strict=True)):
             room = self._room(int(rows.source[row]), int(rows.target[row]), start, kept)
             room[:, start : start + kept] = made[:, row * time : row * time + kept]
@@ -273,15 +273,15 @@ class KeyMemory:
             text = self._texts[int(rows.texts[tree])][:, : int(rows.starts[tree])]
             parts.append(Rows(slice(end, end + count), text, self._tensor(nodes), self._tensor(bars)))
             end += count
-        kept = Kept(self._nodes, as_slots(rows.slots, self._model.device))
+        kept = KeptKeys(self._nodes, as_slots(rows.slots, self._model.device))
         return self._through(rows.tokens, rows.positions, parts, kept)
 
-    def fold(self, folds: Sequence[Fold]) -> None:
+    def fold(self, folds: Sequence[TextFold]) -> None:
         for fold in folds:
             room = self._room(fold.source, fold.target, fold.start, len(fold.path))
             room[:, fold.start : fold.start + len(fold.path)] = self._nodes[:, list(fold.path)]
 
-    def _through(self, tokens: np.ndarray, positions: np.ndarray, parts: Sequence[Rows], kept: Kept) -> Tensor:
+    def _through(self, tokens: np.ndarray, positions: np.ndarray, parts: Sequence[Rows], kept: KeptKeys) -> Tensor:
         return self._model.through(self._tensor(tokens), self._tensor(positions), parts, kept)
 
     def _tensor(self, array: np.ndarray) -> Tensor:

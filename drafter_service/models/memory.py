@@ -11,10 +11,10 @@ from typing import Protocol
 from dendro.shelf import Arrays
 from torch import Tensor
 
-from drafter_service.plan import Chains, Fold, Level
+from drafter_service.plan import Chains, Level, TextFold
 
 
-class Memory(Protocol):
+class DrafterMemory(Protocol):
     """The text slots and node slots of one model. Used by one thread, in inference mode."""
 
     @property
@@ -51,6 +51,6 @@ class Memory(Protocol):
         """Hidden [rows, d] of new nodes; writes their slots."""
         ...
 
-    def fold(self, folds: Sequence[Fold]) -> None:
+    def fold(self, folds: Sequence[TextFold]) -> None:
         """Bring texts up to the nodes that they went through; no two have one target."""
         ...

@@ -12,7 +12,7 @@ from tree_layers.mixers import Mamba1Mixer
 from tree_layers.states import States, as_slots
 
 from drafter_service.models.backbone import Backbone
-from drafter_service.plan import NO_NODE, Chains, Fold, Level
+from drafter_service.plan import NO_NODE, Chains, Level, TextFold
 
 
 class StateMemory:
@@ -66,7 +66,7 @@ class StateMemory:
 
         return self._model.through(torch.from_numpy(rows.tokens).to(device), mix)
 
-    def fold(self, folds: Sequence[Fold]) -> None:
+    def fold(self, folds: Sequence[TextFold]) -> None:
         """The last node's state is the text's."""
         for fold in folds:
             self._states.copy(self._texts + fold.path[-1], fold.target)

@@ -29,7 +29,7 @@ from tree_kernels.state_step import (
 from tree_kernels.state_step.reference import Slots
 from tree_kernels.tree_conv import tree_conv
 
-from tree_layers.nodes import LayerNodes, LevelStep, NodeShape
+from tree_layers.nodes import LayerNodes, LevelStep, NodeLayout
 from tree_layers.states import StateShape
 
 Stop = tuple[Tensor, Slots]
@@ -168,9 +168,9 @@ class Mamba2Mixer:
         return self.norm.shape[0] // self.heads
 
     @property
-    def shape(self) -> NodeShape:
+    def shape(self) -> NodeLayout:
         taps, channels = self.conv_weight.shape
-        return NodeShape(StateShape((self.heads, self.width, self.size), (taps - 1, channels)), self.groups)
+        return NodeLayout(StateShape((self.heads, self.width, self.size), (taps - 1, channels)), self.groups)
 
     def level(self, u: Tensor, memory: LayerNodes, step: LevelStep) -> Tensor:
         """One token per row, each a new node. u [rows, d] -> [rows, d]; writes the nodes' inputs."""

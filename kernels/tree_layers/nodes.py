@@ -24,7 +24,7 @@ Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class NodeShape:
+class NodeLayout:
     """What one layer keeps of a node."""
 
     state: StateShape  # of a text; recurrent [H, P, N], conv [W - 1, channels]
@@ -89,7 +89,7 @@ class NodeStates:
     """The texts and nodes of all layers, which are alike. Text slot 0 is the empty text, node slot 0 nobody's."""
 
     def __init__(
-        self, shape: NodeShape, layers: int, texts: int, nodes: int, dtype: torch.dtype, device: torch.device
+        self, shape: NodeLayout, layers: int, texts: int, nodes: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.shape = shape
         self._device = device

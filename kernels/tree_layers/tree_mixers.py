@@ -20,7 +20,7 @@ from torch import Tensor
 from tree_kernels.commit import commit
 from tree_kernels.elementwise import elementwise
 from tree_kernels.tree_conv import tree_conv
-from tree_kernels.tree_scan import Inputs, Paths, fold, fold_in_order, tree_scan, tree_scan_in_order
+from tree_kernels.tree_scan import Paths, TokenInputs, fold, fold_in_order, tree_scan, tree_scan_in_order
 
 from tree_layers.arrays import as_array, as_tensor, check_arrays
 
@@ -63,7 +63,7 @@ class LayerMemory(NamedTuple):
     """One layer's slots."""
 
     raw: Tensor  # [token slots, channels] before the convolution
-    inputs: Inputs  # [token slots, ...] after it
+    inputs: TokenInputs  # [token slots, ...] after it
     states: Tensor  # [state slots, H, P, N] float32
 
 
@@ -83,7 +83,7 @@ class RecurrentMemory:
             dt = torch.zeros(count, tokens, layout.heads, device=device)
             kept = torch.zeros(count, states, layout.heads, layout.width, layout.size, device=device)
             self._stores.append((raw, x, B, dt))
-            layers[layout] = [LayerMemory(raw[i], Inputs(x[i], B[i], dt[i]), kept[i]) for i in range(count)]
+            layers[layout] = [LayerMemory(raw[i], TokenInputs(x[i], B[i], dt[i]), kept[i]) for i in range(count)]
         rest = {layout: iter(each) for layout, each in layers.items()}
         self.layers = [next(rest[layout]) for layout in layouts]
 
@@ -158,7 +158,7 @@ class RecurrentStep:
         store.index_copy_(0, self.slots, rows.to(store.dtype))
 
 
-Scan = Callable[[Inputs, Tensor, Sequence[Tensor], Paths, Tensor, Tensor, Tensor, Tensor], Tensor]
+Scan = Callable[[TokenInputs, Tensor, Sequence[Tensor], Paths, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def _scan(run: Scan, memory: LayerMemory, step: RecurrentStep, done: Sequence[Tensor], *rows: Tensor) -> Tensor:

@@ -104,7 +104,7 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class OpeningStats:
     """What opening the text took at a drafter or verifier."""
 
     restored_tokens: int
@@ -199,8 +199,8 @@ class Complete:
     completion_tokens: int
     session: str  # empty: none was asked for, or the store could not keep it
     speculation: SpeculationStats
-    drafter: Opening | None
-    target: Opening | None
+    drafter: OpeningStats | None
+    target: OpeningStats | None
 
 
 Event = Started | Round | Complete
@@ -303,7 +303,7 @@ def build_request(
     return request
 
 
-class Answer:
+class AnswerProgress:
     """How far an answer has come, and what to do when its stream breaks. Shared by all clients; does no I/O."""
 
     def __init__(self, request: pb.GenerateRequest, timeout_s: float, attempts: int) -> None:
@@ -401,8 +401,8 @@ def _meaning(error: grpc.RpcError, timeout_s: float) -> DendroError | None:
     return error_for(code, details)
 
 
-def _opening(said: pb.Opening) -> Opening:
-    return Opening(said.restored_tokens, said.processed_tokens, said.open_us)
+def _opening(said: pb.OpeningStats) -> OpeningStats:
+    return OpeningStats(said.restored_tokens, said.processed_tokens, said.open_us)
 
 
 def _complete(said: pb.GenerateComplete) -> Complete:
@@ -526,7 +526,7 @@ class AsyncClient(Asking):
 
     async def send(self, request: pb.GenerateRequest) -> AsyncGenerator[Event, None]:
         """Stream the answer to a request that is already a message."""
-        answer = Answer(request, self.timeout_s, self.attempts)
+        answer = AnswerProgress(request, self.timeout_s, self.attempts)
         stub = self._stub()
         while not answer.finished:
             broken: grpc.RpcError | None = None
@@ -595,7 +595,7 @@ class Client:
 
     def send(self, request: pb.GenerateRequest) -> Iterator[Event]:
         """Stream the answer to a request that is already a message."""
-        answer = Answer(request, self.timeout_s, self.attempts)
+        answer = AnswerProgress(request, self.timeout_s, self.attempts)
         while not answer.finished:
             broken: grpc.RpcError | None = None
             call = self._stub.Generate(answer.next_request(), timeout=answer.remaining_s, metadata=self._metadata)

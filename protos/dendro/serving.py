@@ -155,7 +155,7 @@ Work = TypeVar("Work")  # the call between open and close: a DraftCall or a Veri
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect(Generic[FrameIn, FrameOut, Work]):
+class ReplicaKind(Generic[FrameIn, FrameOut, Work]):
     """How one kind of peer's frames are read and written."""
 
     calls: Callable[[FrameIn], Sequence[Any]]  # the call messages of a frame
@@ -180,7 +180,7 @@ class StreamServer(Generic[FrameIn, FrameOut, Work]):
         self,
         engine: Openings,
         work: Callable[[Work], Awaitable[Any]],
-        dialect: Dialect[FrameIn, FrameOut, Work],
+        dialect: ReplicaKind[FrameIn, FrameOut, Work],
         hello: Hello,
         leases: Leases | None = None,
     ) -> None:

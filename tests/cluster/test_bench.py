@@ -27,18 +27,18 @@ from cluster.api.grpc import serve_plain
 from cluster.bench import baselines as library
 from cluster.bench import command
 from cluster.bench import report as reports
-from cluster.bench.command import Settings, parameter_count, parse_temperatures, target_config
+from cluster.bench.command import SpeedSettings, parameter_count, parse_temperatures, target_config
 from cluster.bench.costly import WIDTH_STEP, costly_checkpoint, costly_width
 from cluster.bench.machine import describe_machine
-from cluster.bench.measurement import ASSISTED, AUTO, GENERATE, LOOKUP, OFF, Answer, Rounds
+from cluster.bench.measurement import ASSISTED, AUTO, GENERATE, LOOKUP, OFF, RoundTimes, TimedAnswer
 from cluster.bench.ours import Ours, mean_round
 from cluster.bench.speed import (
     COSTLY,
     DEMO,
     MAMBA2,
     Contenders,
-    Measured,
-    Plan,
+    SpeedPlan,
+    SpeedResult,
     aims_of,
     check_and_warm,
     cost_model_of,
@@ -243,11 +243,13 @@ async def test_the_baselines_process_answers_as_this_one_does_and_says_what_went
 # The plan, the rows and the aims
 
 SHAPES = ("(1,1,1,1)", "(3,2,1)")
-PLAN = Plan("costly", tuple((prompt,) for prompt in range(6)), 12, (0.0, 1.0), 2, SHAPES, (GENERATE, LOOKUP), seed=3)
+PLAN = SpeedPlan(
+    "costly", tuple((prompt,) for prompt in range(6)), 12, (0.0, 1.0), 2, SHAPES, (GENERATE, LOOKUP), seed=3
+)
 SPEED = {GENERATE: 10.0, LOOKUP: 12.0, OFF: 10.0, "(1,1,1,1)": 15.0, "(3,2,1)": 18.0, AUTO: 22.0}
 
 
-class Scripted:
+class ScriptedSpeeds:
     """Answers at a known speed: tokens per second of `speeds`, times a pace of the prompt's own that all rows share."""
 
     def __init__(self, speeds: dict[str, float], wrong: str = "") -> None:
@@ -260,19 +262,19 @@ class Scripted:
         seconds = tokens / (self.speeds[row] * (1 + prompt[0]))
         said = tuple(range(tokens)) if row != self.wrong else (*range(tokens - 1), 99)
         if row in (GENERATE, LOOKUP):
-            return Answer(said, seconds, seconds / 10, 1, tokens)
+            return TimedAnswer(said, seconds, seconds / 10, 1, tokens)
         shape = row if row != AUTO else "(3,2,1)"
-        rounds = Rounds(10.0, 2.0, 6.0, 1.5, {"off": 1, shape: 3} if shape != OFF else {"off": 4})
-        return Answer(said, seconds, seconds / 10, 2, 4, rounds)
+        rounds = RoundTimes(10.0, 2.0, 6.0, 1.5, {"off": 1, shape: 3} if shape != OFF else {"off": 4})
+        return TimedAnswer(said, seconds, seconds / 10, 2, 4, rounds)
 
 
-async def measured_with(speeds: dict[str, float] = SPEED, plan: Plan = PLAN, wrong: str = "") -> Measured:
-    scripted = Scripted(speeds, wrong)
+async def measured_with(speeds: dict[str, float] = SPEED, plan: SpeedPlan = PLAN, wrong: str = "") -> SpeedResult:
+    scripted = ScriptedSpeeds(speeds, wrong)
     return await measure(plan, Contenders(scripted, scripted), 1000.0, lambda: None)
 
 
 async def test_every_row_answers_every_prompt_equally_often_and_in_changing_order():
-    scripted = Scripted(SPEED)
+    scripted = ScriptedSpeeds(SPEED)
     steps = []
     await measure(PLAN, Contenders(scripted, scripted), 1000.0, lambda: steps.append(1))
     assert len(steps) == len(scripted.asked) == PLAN.answers == 6 * 6 * 2 * 2
@@ -290,7 +292,7 @@ async def test_a_pair_shares_its_seed_and_repetitions_differ():
 
 
 async def test_a_prompt_that_does_not_fit_is_left_out_for_all_rows():
-    scripted = Scripted(SPEED)
+    scripted = ScriptedSpeeds(SPEED)
     measured = await measure(PLAN, Contenders(scripted, scripted), 0.0, lambda: None)
     assert "after 1 of 12 passes" in measured.note
     assert {tuple(answers) for answers in measured.answers.values()} == {((0, 0),)}
@@ -320,7 +322,7 @@ async def test_a_round_is_split_into_what_the_peers_say_and_the_rest():
 
 
 async def test_a_different_token_is_found_and_named_in_the_check_and_in_the_measurement():
-    scripted = Scripted(SPEED, wrong="(3,2,1)")
+    scripted = ScriptedSpeeds(SPEED, wrong="(3,2,1)")
     identity = await check_and_warm(PLAN, Contenders(scripted, scripted), 2, lambda: None)
     assert (identity.answers_compared, identity.tokens_compared) == (2 * 2 * 3, 2 * 2 * 3 * 12)
     assert len(identity.differences) == 4
@@ -513,7 +515,7 @@ def test_temperatures_are_read_or_refused():
 
 @pytest.mark.parametrize("field, value", [("prompts", 0), ("tokens", -1), ("repetitions", 0), ("seed", -1)])
 def test_numbers_that_measure_nothing_are_refused_by_name(field, value):
-    good = Settings(("demo",), 1, 8, 1, (0.0,), True, 0, Path("models"))
+    good = SpeedSettings(("demo",), 1, 8, 1, (0.0,), True, 0, Path("models"))
     with pytest.raises(BadRequest, match=field):
         replace(good, **{field: value})
 
@@ -542,7 +544,7 @@ def test_a_run_ends_with_status_1_where_speculation_changed_a_token(tmp_path, mo
         @asynccontextmanager
         async def scripted(config, settings):
             speeds = dict.fromkeys((*SPEED, ASSISTED, *config.speculation.arms), 20.0)
-            fake = Scripted(speeds, wrong)
+            fake = ScriptedSpeeds(speeds, wrong)
             yield Contenders(fake, fake)
 
         monkeypatch.setattr(command, "contenders_for", scripted)
@@ -574,7 +576,7 @@ def test_a_run_ends_with_status_1_where_speculation_changed_a_token(tmp_path, mo
 @pytest.mark.parametrize("row, rounds", [(OFF, 16), ("(1,1,1)", 4), (AUTO, None)])
 async def test_ours_answers_over_a_socket_with_the_tokens_of_plain_decoding(row, rounds):
     prompt, sampling = list(b"the snake"), Sampling(1.0, seed=5)
-    server, address = await serve_plain(edge.ingress(edge.FakePlaces()))
+    server, address = await serve_plain(edge.ingress(edge.EdgePeers()))
     try:
         async with AsyncClient(address) as client:
             answer = await Ours(client).answer(row, prompt, sampling.temperature, sampling.seed, 16)

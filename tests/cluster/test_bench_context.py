@@ -15,7 +15,7 @@ from cluster.bench.context import (
     OFF,
     TREE,
     WAYS,
-    Length,
+    ContextRow,
     LibrarySteps,
     fit_of,
     line,
@@ -32,7 +32,7 @@ def lengths(contexts=(100, 200, 400), slope=1e-5, fixed=0.02):
     """Measurements that lie on a line, each repetition on its own machine's."""
     made = []
     for context in contexts:
-        each = Length(context, prefill_s=0.001 * context, session_bytes=1000 * context)
+        each = ContextRow(context, prefill_s=0.001 * context, session_bytes=1000 * context)
         for way in WAYS:
             each.seconds[way] = [weather * (fixed + slope * context) for weather in (1.0, 1.0, 2.0)]
         made.append(each)

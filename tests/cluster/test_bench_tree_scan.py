@@ -16,8 +16,8 @@ from cluster.bench.tree_scan import (
     UNROLLED,
     WAYS,
     Layer,
-    Memory,
-    Size,
+    ScanMemory,
+    ScanModelSize,
     aims_of,
     beams,
     binary,
@@ -30,7 +30,7 @@ from cluster.bench.tree_scan import (
 from cluster.bench.tree_scan_command import facts_of, parse_size, plot, run_tree_scan, tables_of
 from verifier_service.recurrent import Extent, place_of, recurrent_rows
 
-TINY = Size("tiny", hidden=32, layers=2, heads=4, width=16, groups=2, state=8, vocabulary=96)
+TINY = ScanModelSize("tiny", hidden=32, layers=2, heads=4, width=16, groups=2, state=8, vocabulary=96)
 
 
 def test_trees_have_the_rows_they_are_named_after():
@@ -112,11 +112,11 @@ def test_aims_are_judged_where_they_hold():
         return {"tree": "t", "rows": rows, "over_packed": {UNROLLED: {"median": 2.0, "low": low, "high": 3.0}}}
 
     memory = [
-        Memory("small", "plain", 1, 100, 10, 1, 1, 0),
-        Memory("small", "a", 63, 100, 10, 20, 10, 0),
-        Memory("large", "plain", 1, 1000, 10, 1, 1, 0),
-        Memory("large", "a", 63, 1000, 10, 20, 10, 0),
-        Memory("large", "b", 81, 1000, 90, 1, 1, 0),
+        ScanMemory("small", "plain", 1, 100, 10, 1, 1, 0),
+        ScanMemory("small", "a", 63, 100, 10, 20, 10, 0),
+        ScanMemory("large", "plain", 1, 1000, 10, 1, 1, 0),
+        ScanMemory("large", "a", 63, 1000, 10, 20, 10, 0),
+        ScanMemory("large", "b", 81, 1000, 90, 1, 1, 0),
     ]
     aims = aims_of([row(1, 0.5), row(15, 0.99), row(31, 1.2)], memory)
     assert [aim["met"] for aim in aims] == [False, True, False, True, None]

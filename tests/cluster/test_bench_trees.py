@@ -30,17 +30,17 @@ from dendro.state import NoStates
 from dendro.text import Limits, Text, Verdict
 from dendro.tree import EMPTY_TRACE, DraftTree
 
-from cluster.bench.costs import Costs, level_shapes, measure_drafts, measure_steps
+from cluster.bench.costs import ReplayCosts, level_shapes, measure_drafts, measure_steps
 from cluster.bench.live import live_rounds
 from cluster.bench.replay import run_fixed, run_policy, run_stream
 from cluster.bench.report import as_markdown
 from cluster.bench.traces import (
     SPARE,
-    Answer,
+    EngineText,
     Forward,
     Guesses,
-    Peer,
     Trace,
+    TracedAnswer,
     disagreements,
     grow_trees,
     guesses_of,
@@ -53,7 +53,7 @@ from cluster.bench.traces import (
 from cluster.bench.trees import (
     MASTERS,
     SIZES,
-    Recorded,
+    TreesRecord,
     acceptance,
     best_static,
     causes_of,
@@ -67,7 +67,7 @@ from cluster.bench.trees import (
     likeliest_tree,
     reliability,
 )
-from cluster.bench.trees_command import Settings, analyse, bench_trees, cost_rows, parse_drafters
+from cluster.bench.trees_command import TreesSettings, analyse, bench_trees, cost_rows, parse_drafters
 from cluster.bench.trees_context import context_rows, key_bytes
 from cluster.bench.trees_report import facts_of, plot, tables_of
 from cluster.config import DEMO_MODELS
@@ -113,7 +113,7 @@ async def engines(folder: Path) -> AsyncIterator[tuple[DrafterEngine, VerifierEn
         await verifier.stop()
 
 
-async def answers(verifier: VerifierEngine, temperature: float, count: int = 3) -> list[Answer]:
+async def answers(verifier: VerifierEngine, temperature: float, count: int = 3) -> list[TracedAnswer]:
     prompts = [[(7 * place + step * step) % 96 for step in range(20)] for place in range(count)]
     return [
         await write_answer(verifier, KINDS[place % 3], f"p{place}", prompt, temperature, 40 + place, TOKENS)
@@ -121,19 +121,19 @@ async def answers(verifier: VerifierEngine, temperature: float, count: int = 3) 
     ]
 
 
-def flat_costs() -> Costs:
+def flat_costs() -> ReplayCosts:
     """A step of 20 ms and 0.4 ms for each row, 2 ms for each level, and a little for its rows."""
     step = {rows: 20_000.0 + 400 * rows for rows in (1, *range(8, 65, 8))}
     shapes = {shape: 2000.0 * shape.depth + 10 * shape.rows for shape in (*fixed_arms(ARMS), *grown_arms(ARMS))}
     levels = {shape: 2000.0 * shape.depth + 10 * shape.rows for pair in level_shapes().values() for shape in pair}
-    return Costs(step, {shape: us for shape, us in (shapes | levels).items() if not shape.off})
+    return ReplayCosts(step, {shape: us for shape, us in (shapes | levels).items() if not shape.off})
 
 
 def test_proposals_are_replayed_where_the_text_repeats_itself_and_charged_by_the_rows_they_have():
     """A text of period 6 goes on as it did; one that never repeats itself is plain decoding, without a drafter."""
     few, many = ProposedShape(3), ProposedShape(7)
     for ids, emitted in ((tuple(place % 6 for place in range(60)), 1), (tuple(range(60)), 0)):
-        trace = Trace(Answer("code", "p", 0.0, 0, ids, 24, 20), None)  # type: ignore[arg-type]
+        trace = Trace(TracedAnswer("code", "p", 0.0, 0, ids, 24, 20), None)  # type: ignore[arg-type]
         record_proposals(trace, [few, many])
         for shape in (few, many):
             rows = 1 + emitted * shape.total
@@ -202,7 +202,7 @@ async def test_replayed_rounds_emit_what_rounds_with_the_verifier_do(temperature
             for shape in shapes[4:]:
                 for place, tree in enumerate(trace.trees[shape]):
                     base = trace.answer.begin + place
-                    peer = Peer(trace.answer.ids[:base], trace.answer.sampling)
+                    peer = EngineText(trace.answer.ids[:base], trace.answer.sampling)
                     await peer.open(verifier, 2 * SPARE)
                     verdict = await peer.verify(verifier, tree, base)
                     await peer.close(verifier)
@@ -227,7 +227,7 @@ async def test_ranks_say_of_static_shapes_what_their_grown_trees_do(temperature,
 async def test_what_is_cut_from_a_greater_dynamic_tree_is_the_smaller_one(tmp_path):
     async with engines(tmp_path) as (drafter, verifier, forward):
         (answer,) = await answers(verifier, 0.0, 1)
-        peer = Peer(answer.ids[: answer.begin], answer.sampling)
+        peer = EngineText(answer.ids[: answer.begin], answer.sampling)
         await peer.open(drafter, 4)
         for k, depth in ((4, 5), (8, 8)):
             master = await peer.draft(drafter, DynamicShape(k, depth, 63), answer.begin)
@@ -259,7 +259,7 @@ def test_ranks_lead_down_a_static_tree():
 def made_trace(ranks: list[int], kind: str = "code", tokens: int | None = None) -> Trace:
     """A trace of which the ranks are known, and nothing else means anything."""
     count = tokens or len(ranks) - SPARE
-    answer = Answer(kind, "made", 0.0, 0, tuple(range(4 + len(ranks))), 4, count)
+    answer = TracedAnswer(kind, "made", 0.0, 0, tuple(range(4 + len(ranks))), 4, count)
     scores = np.tile(-np.arange(16, dtype=np.float32), (len(ranks), 1))
     candidates = np.tile(np.arange(16), (len(ranks), 1))
     return Trace(answer, Guesses(candidates, scores, scores, np.array(ranks), np.zeros(len(ranks), np.float32)))
@@ -307,8 +307,10 @@ async def test_costs_are_measured_of_every_row_count_and_shape(tmp_path):
 class Charged:
     """Drafter and verifier of the loop, at engines of this process, charged by the table instead of the clock."""
 
-    def __init__(self, drafter: DrafterEngine, verifier: VerifierEngine, answer: Answer, costs: Costs) -> None:
-        self.peer = Peer(answer.ids[: answer.begin], answer.sampling)
+    def __init__(
+        self, drafter: DrafterEngine, verifier: VerifierEngine, answer: TracedAnswer, costs: ReplayCosts
+    ) -> None:
+        self.peer = EngineText(answer.ids[: answer.begin], answer.sampling)
         self.drafter, self.verifier, self.costs = drafter, verifier, costs
         self.known = self.held = answer.begin
 
@@ -327,10 +329,10 @@ class Charged:
         return replace(verdict, verify_us=us, queue_us=0, texts=1, step_rows=tree.rows)
 
 
-class Told:
+class ObservedPolicy:
     """A policy with what the router tells of a round beside it."""
 
-    def __init__(self, policy, experience: Experience, place, costs: Costs) -> None:
+    def __init__(self, policy, experience: Experience, place, costs: ReplayCosts) -> None:
         self.policy, self.experience, self.place, self.costs = policy, experience, place, costs
         self.played: list[tuple[TreeShape, int]] = []
         self.trees: list[DraftTree] = []
@@ -358,7 +360,7 @@ def test_a_replayed_draft_costs_what_it_costs_alone_however_many_grew_beside_it_
 class Seen(Trace):
     """A trace that has the trees of its rounds, one after the other."""
 
-    def __init__(self, answer: Answer, guesses: Guesses, trees: Sequence[DraftTree]) -> None:
+    def __init__(self, answer: TracedAnswer, guesses: Guesses, trees: Sequence[DraftTree]) -> None:
         super().__init__(answer, guesses)
         self.seen = iter(trees)
 
@@ -380,8 +382,8 @@ async def test_a_replayed_policy_does_what_it_does_live(name, tmp_path):
             peers = Charged(drafter, verifier, answer, costs)
             await peers.peer.open(verifier, 3 * SPARE + TOKENS)
             await peers.peer.open(drafter, 3 * SPARE + TOKENS)
-            with live_with.shared.running() as place:
-                told = Told(make_policy(name, arms, live_with, answer.temperature), live_with, place, costs)
+            with live_with.concurrency.running() as place:
+                told = ObservedPolicy(make_policy(name, arms, live_with, answer.temperature), live_with, place, costs)
                 async for _ in rounds(text, peers, peers, told):
                     if len(text) >= answer.end:
                         break
@@ -496,9 +498,9 @@ async def recorded(tmp_path):
             traces["slow", temperature] = [Trace(trace.answer, trace.guesses) for trace in mine]
             traces["unserved", temperature] = [Trace(trace.answer, trace.guesses) for trace in mine]
     costs = {("tiny", temperature): flat_costs() for temperature in (0.0, 1.0)}
-    slow = Costs(flat_costs().step, {shape: 9 * us for shape, us in flat_costs().draft.items()})
+    slow = ReplayCosts(flat_costs().step, {shape: 9 * us for shape, us in flat_costs().draft.items()})
     costs |= {("slow", temperature): slow for temperature in (0.0, 1.0)}
-    return Recorded(traces, costs, "tiny", ARMS)
+    return TreesRecord(traces, costs, "tiny", ARMS)
 
 
 def test_rounds_are_told_apart_by_what_ended_them():
@@ -645,4 +647,4 @@ def test_settings_that_make_no_sense_are_refused_by_name(wrong, named):
         bench_trees(**wrong)
     with pytest.raises(BadRequest, match="drafters"):
         parse_drafters("mamba2,,llama")
-    assert Settings(1, 1, 1, (0.0,), ("mamba2",), False, (), 0, DEMO_MODELS).drafters == ("mamba2",)
+    assert TreesSettings(1, 1, 1, (0.0,), ("mamba2",), False, (), 0, DEMO_MODELS).drafters == ("mamba2",)

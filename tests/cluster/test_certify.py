@@ -24,7 +24,7 @@ from cluster.certify.twin import (
 from cluster.config import Config
 from cluster.running import running
 
-SMALL = command.Size(
+SMALL = command.CertifySize(
     greedy_prompts=1, greedy_tokens=16, prompts=1, tokens=12, draws=2_000, far_draws=60, own_prompts=1, own_tokens=12
 )
 VOCABULARY = 16

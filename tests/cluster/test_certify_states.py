@@ -6,10 +6,10 @@ import pytest
 from rich.progress import Progress
 from tiny_hybrids import make_checkpoint
 
-from cluster.certify.command import Size, run_certify
+from cluster.certify.command import CertifySize, run_certify
 from cluster.config import DEMO_MODELS, pair_config
 
-SMALL = Size(
+SMALL = CertifySize(
     greedy_prompts=1, greedy_tokens=24, prompts=1, tokens=16, draws=4_000, far_draws=100, own_prompts=1, own_tokens=16
 )
 

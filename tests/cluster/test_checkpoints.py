@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from dendro.errors import BadRequest
-from edge import FakePlaces
+from edge import EdgePeers
 from safetensors.torch import save_file
 
 from cluster.bench.baselines import Baselines
 from cluster.bench.context import LibrarySteps
 from cluster.bench.costly import costly_checkpoint
-from cluster.certify.checks import Library
+from cluster.certify.checks import LibraryModel
 from cluster.checkpoints import check_checkpoints
 from cluster.config import Config, pair_config
 from cluster.router.ingress import Ingress
@@ -60,7 +60,7 @@ def test_a_missing_file_is_named(config: Config, tmp_path: Path, file: str, fiel
 @pytest.mark.parametrize(
     "use",
     [
-        lambda folder: Library(folder, torch.float32),
+        lambda folder: LibraryModel(folder, torch.float32),
         lambda folder: LibrarySteps(folder, "float32", torch.device("cpu")),
         lambda folder: Baselines(folder, None, "float32", 1),
         lambda folder: costly_checkpoint(folder, folder / "made"),
@@ -102,7 +102,7 @@ def test_a_router_refuses_such_a_drafter_itself_as_serves_own_deployment_checks_
     """`serve deploy` and KubeRay start routers without `dendro serve`, which checks a configuration first."""
     (tmp_path / "mamba" / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "c": 1}}}')
     with pytest.raises(BadRequest, match="does not fit target target: .*1 is 'b' to the target"):
-        Ingress(config, FakePlaces(), MemorySessions())
+        Ingress(config, EdgePeers(), MemorySessions())
 
 
 def test_a_drafter_that_differs_in_padding_and_bytes_alone_passes(config: Config, tmp_path: Path):

@@ -14,7 +14,7 @@ import pytest
 from cases import few_of
 from dendro.client import SpeculationStats
 from dendro.text import Sampling
-from edge import FakePlaces, ingress, plain_answer
+from edge import EdgePeers, ingress, plain_answer
 from typer.testing import CliRunner, Result
 
 from cluster import cli
@@ -32,7 +32,7 @@ async def run(*words: str) -> Result:
 
 @pytest.fixture
 async def address():
-    server, address = await serve_plain(ingress(FakePlaces()))
+    server, address = await serve_plain(ingress(EdgePeers()))
     yield address
     await server.stop(0)
 
@@ -134,7 +134,7 @@ def test_serve_refuses_a_configuration_before_it_starts_anything():
 
 
 async def test_demo_shows_two_turns_what_the_policy_picked_and_what_was_restored(monkeypatch: pytest.MonkeyPatch):
-    places = FakePlaces()
+    places = EdgePeers()
 
     @asynccontextmanager
     async def client(*_: object):
@@ -167,7 +167,7 @@ def orphan():
 async def test_demo_fails_where_a_process_is_left_behind(orphan: int, monkeypatch: pytest.MonkeyPatch):
     @asynccontextmanager
     async def client(*_: object):
-        yield LocalClient(ingress(FakePlaces()))
+        yield LocalClient(ingress(EdgePeers()))
 
     monkeypatch.setattr(cli, "_client", client)
     monkeypatch.setattr(cli, "SHUTDOWN_S", 0.05)

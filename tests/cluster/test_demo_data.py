@@ -28,7 +28,7 @@ from cluster.demo.growth import grow
 from cluster.demo.measure import emitted_per_round, noise_rows, perturbed, repeated_4grams, write_answers
 from cluster.demo.passages import candidate_passages
 from cluster.demo.prompts import MODELS, held_out_prompts, load_passages, load_tokenizer
-from cluster.demo.train import Plan, train_demo
+from cluster.demo.train import TrainingPlan, train_demo
 from drafter_service.training.rows import TokenRows
 from drafter_service.training.students import StudentForward
 
@@ -196,7 +196,7 @@ def test_answers_written_with_a_cache_are_those_of_the_whole_text(name: TargetNa
 
 
 def test_a_finished_stage_is_skipped_and_another_seed_refused(tmp_path: Path) -> None:
-    plan = Plan(minutes=1, seed=7, out=tmp_path, device=CPU)
+    plan = TrainingPlan(minutes=1, seed=7, out=tmp_path, device=CPU)
     plan.work.mkdir()
     plan.done_file("corpus").write_text("{}")
     threads = torch.get_num_threads()

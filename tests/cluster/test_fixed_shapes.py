@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from edge import FakePlaces, ingress
+from edge import EdgePeers, ingress
 from fakes import FakeDrafter, FakeVerifier, plain
 from sockets import until
 from toy_edge import COUNT, PROMPT, asking, edge
@@ -22,7 +22,7 @@ async def account(server, request):
 async def test_a_fixed_shape_waits_for_a_slow_drafter_and_its_trees_are_used():
     drafter, verifier = FakeDrafter(pause_s=SLOW_S), FakeVerifier()
     async with edge(drafter, verifier, router={"draft_timeout_ms": 60_000}) as (server, _):
-        requests = server.experience["toy"].shared
+        requests = server.experience["toy"].concurrency
         # The first round finds the drafter ready: the verifier's own opening is the only one that is left.
         verifier.before_opened = lambda: until(lambda: drafter.opens and requests.opening == 1)
         stats = await account(server, asking("(2,1,1)"))
@@ -41,7 +41,7 @@ async def test_the_requests_own_deadline_shortens_the_wait_of_a_fixed_shape():
 
 
 async def test_a_policys_own_choice_keeps_the_deadline_that_adapts():
-    places = FakePlaces()
+    places = EdgePeers()
     for request in (_of_text(asking("auto")), _of_text(asking("(2,1)"))):
         assert [event async for event in ingress(places).generate(request)]
     assert places.adaptive == [True, False]

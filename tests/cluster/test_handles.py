@@ -20,14 +20,14 @@ from dendro.internal.v1 import calls_pb2, verifier_pb2
 from dendro.shapes import OFF, TreeShape
 from dendro.text import Finish, Sampling, Text
 from dendro.tree import DraftTree
-from fakes import END, VOCABULARY, FakeDrafter, FakeVerifier, FarPool, NearPool, new_text, plain
+from fakes import END, VOCABULARY, FakeDrafter, FakePool, FakeVerifier, FarPool, new_text, plain
 from sockets import drafter_at, end, process, until, verifier_at
 from tree_layers.checkpoint import Facts
 from tree_layers.tokens import TokenTable
 
 from cluster.peers import stream
 from cluster.peers.drafter import DrafterHandle
-from cluster.peers.opening import Pace, Seat
+from cluster.peers.opening import Opening, Pace
 from cluster.peers.stream import PeerStream
 from cluster.peers.verifier import VerifierHandle
 from cluster.policies import Static
@@ -51,14 +51,12 @@ class Ran:
         return len(self.lengths) - self.drafter.fallbacks["opening"]
 
 
-async def run(
-    text, drafters, verifiers, policy=None, pace=None, each=None, company=None, drafting=None, **options
-) -> Ran:
+async def run(text, drafters, verifiers, policy=None, pace=None, each=None, gate=None, drafting=None, **options) -> Ran:
     """The loop over handles of our own; `each` is called after every round with its number. `drafting` are options of
     the drafter's handle, `options` of the verifier's."""
     pace = pace or Pace()
     verifier = VerifierHandle(text, verifiers, pace, **options)
-    drafter = DrafterHandle(drafters, pace, verifier, company=company, **(drafting or {}))
+    drafter = DrafterHandle(drafters, pace, verifier, gate=gate, **(drafting or {}))
     lengths: list[int] = []
     try:
         async for verdict in rounds(text, drafter, verifier, policy or Static(CHAIN)):
@@ -107,13 +105,13 @@ PATIENT = {"adaptive": False, "longest_s": 60.0}
 @pytest.mark.parametrize("shape", ["off", "(1,1,1)", "(3,2,1)"])
 async def test_near_and_far_give_the_plain_answer(sampling, shape):
     for near in (True, False):
-        drafter, verifier, company = FakeDrafter(), FakeVerifier(), Crowd()
+        drafter, verifier, gate = FakeDrafter(), FakeVerifier(), Crowd()
         if shape != "off":  # the first round finds the drafter ready
-            verifier.before_opened = partial(until, lambda c=company: c.openings and not c.open)
+            verifier.before_opened = partial(until, lambda c=gate: c.openings and not c.open)
         text = new_text(sampling=sampling)
-        options = {"policy": Static(TreeShape.parse(shape)), "company": company, "drafting": PATIENT}
+        options = {"policy": Static(TreeShape.parse(shape)), "gate": gate, "drafting": PATIENT}
         if near:
-            ran = await run(text, NearPool(drafter), NearPool(verifier), **options)
+            ran = await run(text, FakePool(drafter), FakePool(verifier), **options)
         else:
             async with pair(drafter, verifier) as pools:
                 ran = await run(text, *pools, **options)
@@ -136,25 +134,25 @@ async def test_a_frame_carries_the_calls_of_many_requests():
 
 
 async def test_a_text_whose_trees_are_no_longer_wanted_when_a_verifier_is_leased_opens_no_drafter():
-    company = Crowd()
+    gate = Crowd()
 
     async def come_and_go(round_number: int) -> None:
-        company.guesses = round_number >= 5
+        gate.guesses = round_number >= 5
 
     drafter = FakeDrafter()
     async with pair(drafter, FakeVerifier()) as (drafters, verifiers):
         verifier_leased = verifiers.lease
 
         async def lease():  # the others come while this one waits for its verifier
-            company.guesses = False
+            gate.guesses = False
             return await verifier_leased()
 
         verifiers.lease = lease
-        ran = await run(new_text(), drafters, verifiers, each=come_and_go, company=company)
+        ran = await run(new_text(), drafters, verifiers, each=come_and_go, gate=gate)
     assert is_plain(ran)
     assert ran.drafter.fallbacks["unwanted"] == 5 and ran.lengths[:5] == [1] * 5
     assert ran.drafter.leases == 1 and max(ran.lengths) > 1, "and one when they are again"
-    assert company.openings == 1 and not company.open
+    assert gate.openings == 1 and not gate.open
 
 
 async def test_the_clock_splits_a_round():
@@ -227,14 +225,14 @@ async def test_bytes_that_are_no_tree_are_a_malformed_tree(monkeypatch):
             message.tree.parents[0] = 3
         return spoil(message)
 
-    monkeypatch.setattr(stream, "DRAFTER", stream.Kind(**{**_fields(stream.DRAFTER), "answer_from": garbled}))
+    monkeypatch.setattr(stream, "DRAFTER", stream.PeerKind(**{**_fields(stream.DRAFTER), "answer_from": garbled}))
     monkeypatch.setattr("fakes.DRAFTER", stream.DRAFTER)
     async with pair(FakeDrafter(), FakeVerifier()) as pools:
         ran = await run(new_text(), *pools)
     assert is_plain(ran) and ran.drafter.fallbacks["malformed"] == 3
 
 
-def _fields(kind: stream.Kind) -> dict:
+def _fields(kind: stream.PeerKind) -> dict:
     return {name: getattr(kind, name) for name in ("rounds", "frame", "call_message", "answer_from")}
 
 
@@ -517,7 +515,7 @@ async def test_a_text_whose_opening_fails_twice_at_the_same_verifier_is_tried_no
     async with asyncio.timeout(20):  # a third of the patience
         with pytest.raises(EngineFailed):
             if near:
-                await run(new_text(), NearPool(FakeDrafter()), NearPool(verifier))
+                await run(new_text(), FakePool(FakeDrafter()), FakePool(verifier))
             else:
                 async with pair(FakeDrafter(), verifier) as pools:
                     await run(new_text(), *pools)
@@ -546,9 +544,9 @@ async def test_a_round_and_an_opening_that_fail_end_the_request_and_a_verdict_be
             return await super().verify(call)
 
     with pytest.raises(EngineFailed):
-        await run(new_text(), NearPool(FakeDrafter()), NearPool(both := Moody(4, 5)))
+        await run(new_text(), FakePool(FakeDrafter()), FakePool(both := Moody(4, 5)))
     assert both.number == 5
-    ran = await run(new_text(), NearPool(FakeDrafter()), NearPool(Moody(1, 4, 8)), Static(OFF))
+    ran = await run(new_text(), FakePool(FakeDrafter()), FakePool(Moody(1, 4, 8)), Static(OFF))
     assert is_plain(ran) and len(ran.text.answer) == 40
 
 
@@ -561,7 +559,7 @@ async def test_a_verdict_whose_figures_are_of_no_tree_is_the_verifiers_fault(lie
             return replace(await super().verify(call), **lie)
 
     with pytest.raises(EngineFailed, match="its verdict has"):
-        await run(new_text(), NearPool(FakeDrafter()), NearPool(Boasting()))
+        await run(new_text(), FakePool(FakeDrafter()), FakePool(Boasting()))
 
 
 @pytest.mark.parametrize(
@@ -581,7 +579,7 @@ async def test_a_verdict_with_a_token_or_an_end_that_cannot_be_is_the_verifiers_
             return replace(verdict, **lie(verdict))
 
     with pytest.raises(EngineFailed, match=fault):
-        await run(new_text(), NearPool(FakeDrafter()), NearPool(Lying()))
+        await run(new_text(), FakePool(FakeDrafter()), FakePool(Lying()))
 
 
 async def test_a_client_that_leaves_frees_both_peers():
@@ -684,11 +682,11 @@ async def test_a_stream_that_does_not_greet_is_refused(frame):
 async def test_an_opening_of_another_stream_is_not_found():
     async with verifier_at(FakeVerifier()) as (replica, pool):
         text = new_text()
-        seat = Seat(await pool.lease(), text)
-        await seat.open(text)
+        opening = Opening(await pool.lease(), text)
+        await opening.open(text)
         thief = await PeerStream.connect(replica.address, stream.VERIFIER)
         with pytest.raises(NotFound):
-            await thief.call(VerifyCall(seat.update(text), DraftTree.root_only(text.root)))
+            await thief.call(VerifyCall(opening.update(text), DraftTree.root_only(text.root)))
         await thief.close()
 
 

@@ -11,7 +11,7 @@ from dendro.shapes import LevelShape, NodeShape
 from dendro.text import Sampling, Verdict
 from dendro.tree import DraftTree
 from dendro.v1 import generation_pb2 as pb
-from edge import FakePlaces, ingress, plain_answer
+from edge import EdgePeers, ingress, plain_answer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +24,7 @@ ARMS = with_chain_and_off([LevelShape((1, 1, 1)), LevelShape((2, 1))])
 WALK = list(b"walk")
 
 
-class PricedPlaces(FakePlaces):
+class PricedPlaces(EdgePeers):
     """Whose steps and drafts take longer, the longer the text is. Its trees say how likely their guesses are."""
 
     def verifier(self, target, text):
@@ -65,7 +65,7 @@ async def test_shapes_that_clients_fix_leave_nothing_in_what_a_router_remembers(
 
 
 async def test_what_a_policy_chose_is_remembered():
-    edge = ingress(FakePlaces())
+    edge = ingress(EdgePeers())
     request = pb.GenerateRequest(text="walk", max_new_tokens=60)
     assert [event async for event in edge.generate(request)]
     (prior,) = edge._priors._known.values()
@@ -151,7 +151,7 @@ def changed(paths: list[tuple], number: object) -> bytes:
 
 
 async def answered(blob: bytes, policy: str) -> None:
-    edge = ingress(FakePlaces(), priors=Store(blob))
+    edge = ingress(EdgePeers(), priors=Store(blob))
     request = pb.GenerateRequest(text="walk", max_new_tokens=20, speculation=pb.Speculation(policy=policy))
     tokens = [token async for event in edge.generate(request) for token in event.chunk.token_ids]
     assert tokens == plain_answer(WALK, Sampling(), 20)

@@ -11,7 +11,7 @@ import pytest
 from dendro.errors import BadRequest, DendroError, NotFound
 from dendro.shapes import MAX_ROWS, BeamShape, DynamicShape, LevelShape, NodeShape, ProposedShape, TreeShape
 from dendro.v1 import generation_pb2 as pb
-from edge import MAX_LENGTH, VOCABULARY, FakePlaces, ingress, resume_of
+from edge import MAX_LENGTH, VOCABULARY, EdgePeers, ingress, resume_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,15 +24,15 @@ HUGE = 200_000
 """Elements of a huge field; a loop over them in Python executes at least as many lines."""
 
 
-class Counted(int):
+class CountedNumber(int):
     """A number that counts the additions and multiplications it takes part in."""
 
     operations = 0
 
     def _counting(name):  # used while the class is made
         def operate(self, other):
-            Counted.operations += 1
-            return Counted(getattr(int, name)(int(self), int(other)))
+            CountedNumber.operations += 1
+            return CountedNumber(getattr(int, name)(int(self), int(other)))
 
         return operate
 
@@ -42,10 +42,10 @@ class Counted(int):
 @pytest.mark.parametrize("kind", [LevelShape, NodeShape])
 @pytest.mark.parametrize("number", [1, 2, MAX_ROWS, 10**4000], ids=["1", "2", "64", "4001 digits"])
 def test_a_shape_of_any_length_is_refused_within_a_fixed_number_of_operations(kind, number):
-    Counted.operations = 0
+    CountedNumber.operations = 0
     with pytest.raises(ValueError, match="^shape: ") as refused:
-        kind((Counted(number),) * HUGE)
-    assert Counted.operations <= 4 * MAX_ROWS
+        kind((CountedNumber(number),) * HUGE)
+    assert CountedNumber.operations <= 4 * MAX_ROWS
     assert len(str(refused.value)) < 500
 
 
@@ -118,7 +118,7 @@ async def _first_event(edge: Ingress, request: pb.GenerateRequest) -> pb.Generat
 
 def admit(request: pb.GenerateRequest) -> tuple[int, DendroError | None]:
     """Python lines until the request is accepted or refused, and why it was refused. Other errors are raised."""
-    edge, lines = ingress(FakePlaces()), 0
+    edge, lines = ingress(EdgePeers()), 0
 
     def trace(frame, event, argument):
         nonlocal lines

@@ -33,7 +33,7 @@ from cluster import deploy
 from cluster.app import VerifierShell
 from cluster.config import Config
 from cluster.peers.drafter import NoDrafter
-from cluster.peers.opening import Pace, Seat
+from cluster.peers.opening import Opening, Pace
 from cluster.peers.verifier import VerifierHandle
 from cluster.policies import Static
 from cluster.redis_server import RedisServer
@@ -203,7 +203,7 @@ async def test_a_drafter_that_hangs_in_a_forward_is_unhealthy_and_its_callers_ge
         text = Text([token % 90 for token in PROMPT], Sampling(), Limits(len(PROMPT) + COUNT))
         async with in_time(run):
             with pytest.raises(PeerLost, match="has not come back"):
-                await Seat(await pool.lease(), text).open(text)
+                await Opening(await pool.lease(), text).open(text)
     finally:
         await pool.streams.close()
         await replica.stop()
@@ -232,7 +232,7 @@ async def test_a_second_hang_is_found_out_whatever_comes_of_closing_the_texts_of
 
     try:
         text = new_text()
-        await Seat(await pool.lease(), text).open(text)
+        await Opening(await pool.lease(), text).open(text)
         await noticed("hangs")
         await noticed("")
         await noticed("hangs again")

@@ -18,12 +18,12 @@ from dendro.errors import BadRequest, Conflict, EngineFailed, NotFound, PeerLost
 from dendro.text import Finish, Sampling
 from dendro.v1 import generation_pb2 as pb
 from dendro.v1 import generation_pb2_grpc
-from edge import END, HELLO, MAX_LENGTH, SERVED, VOCABULARY, FakePlaces, config, ingress, plain_answer, resume_of
+from edge import END, HELLO, MAX_LENGTH, SERVED, VOCABULARY, EdgePeers, config, ingress, plain_answer, resume_of
 
 from cluster import sessions as sessions_module
 from cluster.api.grpc import serve_plain
 from cluster.peers.opening import Leased
-from cluster.peers.places import Places
+from cluster.peers.places import Peers
 from cluster.redis_server import RedisServer
 from cluster.router.ingress import AHEAD, Ingress
 from cluster.sessions import KEPT_TURNS, MemorySessions, RedisSessions, Sessions
@@ -35,8 +35,8 @@ CHAIN = pb.Speculation(mode=pb.Speculation.MODE_FIXED, shape="(1,)")
 
 
 @asynccontextmanager
-async def serving(places: FakePlaces | None = None, sessions: Sessions | None = None) -> AsyncIterator[str]:
-    server, address = await serve_plain(ingress(places or FakePlaces(), sessions))
+async def serving(places: EdgePeers | None = None, sessions: Sessions | None = None) -> AsyncIterator[str]:
+    server, address = await serve_plain(ingress(places or EdgePeers(), sessions))
     try:
         yield address
     finally:
@@ -44,7 +44,7 @@ async def serving(places: FakePlaces | None = None, sessions: Sessions | None = 
 
 
 @asynccontextmanager
-async def edge(places: FakePlaces | None = None, sessions: Sessions | None = None) -> AsyncIterator[AsyncClient]:
+async def edge(places: EdgePeers | None = None, sessions: Sessions | None = None) -> AsyncIterator[AsyncClient]:
     async with serving(places, sessions) as address, AsyncClient(address, attempts=2) as client:
         yield client
 
@@ -63,7 +63,7 @@ async def test_an_answer_is_the_plain_one_whatever_the_speculation(speculation: 
 
 
 async def test_one_chunk_per_round_and_the_figures_add_up():
-    places = FakePlaces()
+    places = EdgePeers()
     async with edge(places) as client:
         done = await client.generate_text(PROMPT, speculation="(1,1,1)", max_new_tokens=10)
     stats = done.complete.speculation
@@ -79,7 +79,7 @@ async def test_one_chunk_per_round_and_the_figures_add_up():
 
 
 async def test_a_lost_drafter_costs_the_speculation_and_no_token():
-    places = FakePlaces()
+    places = EdgePeers()
     places.drafter_lost = True
     async with edge(places) as client:
         done = await client.generate_text(PROMPT, speculation="(2,1)", max_new_tokens=6)
@@ -142,7 +142,7 @@ async def test_a_resume_that_cannot_be_is_refused(field: str):
 
 
 async def test_every_error_carries_its_code_and_our_reason():
-    places = FakePlaces()
+    places = EdgePeers()
     async with serving(places) as address, grpc.aio.insecure_channel(address) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
 
@@ -165,7 +165,7 @@ async def test_every_error_carries_its_code_and_our_reason():
 
 
 async def test_our_own_fault_is_not_tried_again():
-    places = FakePlaces()
+    places = EdgePeers()
     places.broken = True
     async with edge(places) as client:
         with pytest.raises(EngineFailed):
@@ -199,7 +199,7 @@ async def test_a_resumed_stream_goes_on_with_the_same_tokens_and_text(held: int)
 async def test_a_router_that_dies_in_the_middle_of_an_answer_costs_no_token():
     """The client goes on at another router on the same address, which knows nothing of the first."""
     sampling = Sampling(temperature=1.0, seed=5)
-    here, there = FakePlaces(), FakePlaces()
+    here, there = EdgePeers(), EdgePeers()
     here.pause_s = 0.01
     first, address = await serve_plain(ingress(here))
     second, tokens, text = None, [], ""
@@ -222,7 +222,7 @@ async def test_a_router_that_dies_in_the_middle_of_an_answer_costs_no_token():
 
 
 async def test_a_client_that_leaves_stops_the_work_within_a_round_and_the_leases_go_back():
-    places = FakePlaces()
+    places = EdgePeers()
     places.pause_s = 0.02
     async with edge(places) as client:
         async for event in client.generate(PROMPT, max_new_tokens=400, speculation="(1,)"):
@@ -236,7 +236,7 @@ async def test_a_client_that_leaves_stops_the_work_within_a_round_and_the_leases
 
 
 async def test_rounds_do_not_wait_for_the_sending_of_chunks_nor_run_far_ahead_of_it():
-    places = FakePlaces()
+    places = EdgePeers()
     events = ingress(places).generate(pb.GenerateRequest(text=PROMPT, max_new_tokens=100, speculation=OFF))
     kinds = [(await anext(events)).WhichOneof("event") for _ in range(2)]
     assert kinds == ["started", "chunk"]
@@ -248,7 +248,7 @@ async def test_rounds_do_not_wait_for_the_sending_of_chunks_nor_run_far_ahead_of
 
 
 async def test_an_orphan_ends_at_its_wall_clock_limit():
-    places = FakePlaces()
+    places = EdgePeers()
     places.pause_s = 0.01
     events = ingress(places, router={"request_timeout_s": 0.05}).generate(
         pb.GenerateRequest(text=PROMPT, max_new_tokens=400, speculation=CHAIN)
@@ -263,7 +263,7 @@ async def test_an_answer_without_trees_takes_no_drafter_even_where_a_later_turn_
     """Through real handles: a state that was not saved is only a miss, which the later turn computes."""
     drafter, verifier = fakes.FakeDrafter(), fakes.FakeVerifier()
     settings = config()
-    places = Places(settings, {"demo": fakes.NearPool(verifier)}, {"mamba": fakes.NearPool(drafter)})
+    places = Peers(settings, {"demo": fakes.FakePool(verifier)}, {"mamba": fakes.FakePool(drafter)})
     router = Ingress(settings, places, MemorySessions(), SERVED)
 
     async def turn(speculation: pb.Speculation, session: str = "") -> pb.GenerateComplete:
@@ -294,8 +294,8 @@ def toy_ingress(drafter: str, proposers: Sequence[str], arms: Sequence[str] = ()
     # Each round asks for a tree, whatever the machine's pace.
     arms = arms or (["proposed(7)", "proposed(4)"] if drafter == "none" else ["(1,1,1)", "(2,1)"])
     settings = config(drafters=drafters, speculation={"proposers": list(proposers), "arms": list(arms)})
-    pool = NoPool() if drafter == "dead" else fakes.NearPool(fakes.FakeDrafter())
-    places = Places(settings, {"demo": fakes.NearPool(fakes.FakeVerifier())}, dict.fromkeys(drafters, pool))
+    pool = NoPool() if drafter == "dead" else fakes.FakePool(fakes.FakeDrafter())
+    places = Peers(settings, {"demo": fakes.FakePool(fakes.FakeVerifier())}, dict.fromkeys(drafters, pool))
     return Ingress(settings, places, MemorySessions(), SERVED)
 
 
@@ -374,7 +374,7 @@ async def test_proposals_keep_to_the_guesses_that_a_client_allows(monkeypatch, m
 
 
 async def test_handles_are_closed_with_the_whole_text_before_complete():
-    places = FakePlaces()
+    places = EdgePeers()
     async for event in ingress(places).generate(pb.GenerateRequest(text=PROMPT, max_new_tokens=5)):
         if event.WhichOneof("event") == "complete":
             assert sorted(places.closed) == sorted(
@@ -402,7 +402,7 @@ async def sessions(request: pytest.FixtureRequest) -> AsyncIterator[Sessions]:
 
 
 async def test_a_second_turn_goes_on_from_the_whole_text_with_the_sessions_seed(sessions: Sessions):
-    places = FakePlaces()
+    places = EdgePeers()
     async with edge(places, sessions) as client:
         one = await client.generate_text(PROMPT, keep_session=True, temperature=1.0, max_new_tokens=9)
         two = await client.generate_text(" and", session=one.complete.session, temperature=1.0, max_new_tokens=9)
@@ -418,7 +418,7 @@ async def test_a_second_turn_goes_on_from_the_whole_text_with_the_sessions_seed(
 
 async def test_the_record_is_written_before_complete_is_sent(sessions: Sessions):
     request = pb.GenerateRequest(text=PROMPT, keep_session=True, max_new_tokens=3, request_id="r")
-    async for event in ingress(FakePlaces(), sessions).generate(request):
+    async for event in ingress(EdgePeers(), sessions).generate(request):
         if event.WhichOneof("event") == "complete":
             record = await sessions.read(event.complete.session, "")
             assert list(record.tokens) == IDS + plain_answer(IDS, Sampling(), 3)
@@ -428,7 +428,7 @@ async def test_the_record_is_written_before_complete_is_sent(sessions: Sessions)
 
 
 async def test_of_two_turns_at_once_one_is_aborted(sessions: Sessions):
-    places = FakePlaces()
+    places = EdgePeers()
     async with edge(places, sessions) as client:
         token = (await client.generate_text(PROMPT, keep_session=True, max_new_tokens=2)).complete.session
         places.pause_s = 0.02
@@ -457,7 +457,7 @@ async def test_an_unknown_and_a_foreign_session_get_the_same_answer(sessions: Se
 
 
 async def test_an_answer_whose_complete_was_lost_is_told_from_the_record_without_a_round(sessions: Sessions):
-    places = FakePlaces()
+    places = EdgePeers()
     async with edge(places, sessions) as client:
         token = (await client.generate_text(PROMPT, keep_session=True, max_new_tokens=2)).complete.session
         turn = {"session": token, "request_id": "turn-2", "max_new_tokens": 6}
@@ -478,7 +478,7 @@ async def test_a_session_cannot_change_its_model():
 async def test_redis_killed_in_the_middle_of_an_answer_fails_no_request():
     with RedisServer(memory_mb=16) as redis:
         sessions = RedisSessions(redis.url, ttl_s=60, budget_s=0.2)
-        places = FakePlaces()
+        places = EdgePeers()
         places.pause_s = 0.01
         async with edge(places, sessions) as client:
             tokens = []
@@ -494,7 +494,7 @@ async def test_redis_killed_in_the_middle_of_an_answer_fails_no_request():
 
 
 async def test_an_end_of_text_token_that_the_client_has_ends_a_resumed_answer():
-    places = FakePlaces()
+    places = EdgePeers()
     request = pb.GenerateRequest(text=PROMPT, max_new_tokens=9, resume=resume_of(IDS, [65, END]))
     events = [event async for event in ingress(places).generate(request)]
     assert [event.WhichOneof("event") for event in events] == ["started", "complete"]
@@ -542,7 +542,7 @@ async def first_turn(router: Ingress) -> str:
 
 async def test_a_turn_that_broke_does_not_go_on_after_another_turns_text(sessions: Sessions):
     """Turn A breaks after 5 tokens, turn B completes: A's next tokens would answer another text than its first ones."""
-    router = ingress(FakePlaces(), sessions)
+    router = ingress(EdgePeers(), sessions)
     token = await first_turn(router)
     stream, started, held = await begin(router, turn_of(token, " and", "A"), 5)
     await stream.aclose()
@@ -560,11 +560,11 @@ async def test_a_resume_after_another_text_is_aborted(changed: str):
     resume = resume_of(IDS, plain_answer(IDS, Sampling(), 3))
     setattr(resume, changed, getattr(resume, changed) + 1)
     with pytest.raises(Conflict, match="begin the turn again"):
-        await anext(ingress(FakePlaces()).generate(pb.GenerateRequest(text=PROMPT, resume=resume)))
+        await anext(ingress(EdgePeers()).generate(pb.GenerateRequest(text=PROMPT, resume=resume)))
 
 
 async def test_an_answer_does_not_go_on_at_a_target_whose_weights_were_changed():
-    places = FakePlaces()
+    places = EdgePeers()
     router = ingress(places)
     request = pb.GenerateRequest(text=PROMPT, max_new_tokens=9, speculation=OFF)
     stream, started, held = await begin(router, request, 4)
@@ -586,7 +586,7 @@ async def test_an_answer_of_an_updated_target_does_not_go_on_from_the_record_of_
     sessions: Sessions,
 ):
     """The orphan began before the update and wrote the turn; the second attempt began after it, and broke."""
-    places = FakePlaces()
+    places = EdgePeers()
     router = ingress(places, sessions)
     token = await first_turn(router)
     request = turn_of(token, " and", "A")
@@ -608,13 +608,13 @@ async def test_a_resume_that_names_not_what_started_reported_is_refused_by_the_f
     resume = resume_of(IDS, plain_answer(IDS, Sampling(), 3))
     resume.ClearField(field)
     with pytest.raises(BadRequest) as refused:
-        await anext(ingress(FakePlaces()).generate(pb.GenerateRequest(text=PROMPT, resume=resume)))
+        await anext(ingress(EdgePeers()).generate(pb.GenerateRequest(text=PROMPT, resume=resume)))
     assert refused.value.field == f"resume.{field}"
 
 
 async def test_started_reports_all_that_a_resume_has_to_name_wherever_the_answer_comes_from(sessions: Sessions):
     """From rounds, from what the client has, and from the record."""
-    router = ingress(FakePlaces(), sessions)
+    router = ingress(EdgePeers(), sessions)
     token = await first_turn(router)
     stream, started, held = await begin(router, turn_of(token, " and", "A"), 9)
     rest = [event async for event in stream]
@@ -634,7 +634,7 @@ async def test_started_reports_all_that_a_resume_has_to_name_wherever_the_answer
 async def test_an_orphaned_attempt_and_its_own_resume_write_one_turn_and_neither_gets_a_conflict(
     sessions: Sessions, orphan_first: bool
 ):
-    router = ingress(FakePlaces(), sessions)
+    router = ingress(EdgePeers(), sessions)
     token = await first_turn(router)
     orphan, started, held = await begin(router, turn_of(token, " and", "A"), 3)
     resumed, _, _ = await begin(router, turn_of(token, " and", "A", resume=resume_after(started, held)), 2)
@@ -652,7 +652,7 @@ async def test_an_orphans_turn_is_told_to_its_client_that_begins_again_whatever_
 ):
     """The client left after 3 tokens, the attempt went on and wrote its turn, other turns followed, with other seeds.
     Begun again at another router, from the start or from its tokens, the request adds no second turn."""
-    here, places = ingress(FakePlaces(), sessions), FakePlaces()
+    here, places = ingress(EdgePeers(), sessions), EdgePeers()
     there = ingress(places, sessions)
     token = await first_turn(here)
     request = turn_of(token, " and", "A", sampling=pb.Sampling(temperature=1.0, seed=5))
@@ -670,7 +670,7 @@ async def test_an_orphans_turn_is_told_to_its_client_that_begins_again_whatever_
 
 
 async def test_an_attempt_that_ends_after_its_orphan_and_another_turn_gets_no_conflict(sessions: Sessions):
-    router = ingress(FakePlaces(), sessions)
+    router = ingress(EdgePeers(), sessions)
     token = await first_turn(router)
     orphan, started, held = await begin(router, turn_of(token, " and", "A"), 3)
     resumed, _, _ = await begin(router, turn_of(token, " and", "A", resume=resume_after(started, held)), 2)
@@ -683,7 +683,7 @@ async def test_an_attempt_that_ends_after_its_orphan_and_another_turn_gets_no_co
 
 @pytest.mark.parametrize("later", [0, 1], ids=["last", "last but one"])
 async def test_a_request_id_that_wrote_a_turn_is_refused_with_another_prompt(sessions: Sessions, later: int):
-    places = FakePlaces()
+    places = EdgePeers()
     router = ingress(places, sessions)
     token = await first_turn(router)
     answer = token_ids_of([event async for event in router.generate(turn_of(token, " and", "A"))])
@@ -706,7 +706,7 @@ async def test_a_session_whose_store_loses_its_data_during_a_turn_is_kept_whole_
 ):
     with RedisServer(memory_mb=16) as server:
         stores = [RedisSessions(server.url, ttl_s=60) for _ in range(2)]
-        here, there = (ingress(FakePlaces(), store) for store in stores)
+        here, there = (ingress(EdgePeers(), store) for store in stores)
         token = await first_turn(here) if turn == 2 else ""
         request = turn_of(token, " and", "A", keep_session=True)
         stream, started, _ = await begin(here, request, 3)
@@ -742,7 +742,7 @@ async def test_a_store_that_comes_back_between_the_compare_and_the_set_of_a_writ
                         raw.flushall()
                     raw.client_kill_filter(_type="normal", skipme=True)
 
-        router = ingress(FakePlaces(), store)
+        router = ingress(EdgePeers(), store)
         token = await first_turn(router)
         monkeypatch.setattr(sessions_module, "check_version", compare_and_break)
         *_, last = [event async for event in router.generate(turn_of(token, " and", "A"))]
@@ -756,7 +756,7 @@ async def test_a_store_that_comes_back_between_the_compare_and_the_set_of_a_writ
 async def test_a_record_that_expires_during_a_turn_is_written_whole_again():
     now = 0.0
     sessions = MemorySessions(10, clock=lambda: now)
-    router = ingress(FakePlaces(), sessions)
+    router = ingress(EdgePeers(), sessions)
     token = await first_turn(router)
     stream, _, _ = await begin(router, turn_of(token, " and", "A"), 3)
     now = 11.0

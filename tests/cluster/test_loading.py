@@ -11,7 +11,7 @@ import torch
 from dendro.client import Speculation
 from dendro.errors import BadRequest
 
-from cluster.certify.checks import Library
+from cluster.certify.checks import LibraryModel
 from cluster.checkpoints import check_checkpoints
 from cluster.config import Config, pair_config
 from cluster.running import local_client
@@ -42,8 +42,8 @@ def test_certify_compares_a_target_in_state_spaces_own_layout_with_the_librarys_
     ids = [3, 1, 4, 1, 5, 9, 2, 6]
     with torch.no_grad():
         wanted = model(torch.tensor([ids])).logits[0, -1]
-    torch.testing.assert_close(Library(tmp_path / "own", torch.float32).logits(ids), wanted)
-    assert len(Library(tmp_path / "own", torch.float32).greedy(ids, 4)) == 4
+    torch.testing.assert_close(LibraryModel(tmp_path / "own", torch.float32).logits(ids), wanted)
+    assert len(LibraryModel(tmp_path / "own", torch.float32).greedy(ids, 4)) == 4
 
 
 def test_a_missing_tokenizer_is_refused_with_the_field_that_can_name_another(tmp_path: Path):

@@ -24,7 +24,7 @@ from toy_edge import COUNT, PROMPT, RecordedPriors, answer, asking, edge
 
 import drafter_service.servicer
 import verifier_service.servicer
-from cluster.peers.opening import Seat
+from cluster.peers.opening import Opening
 from cluster.policies.prior import unpack_prior
 from cluster.router.ingress import Ingress
 
@@ -155,7 +155,7 @@ async def test_bytes_that_are_no_frame_end_the_stream_and_its_callers_get_peer_l
         leased, text = await pool.lease(), new_text()
         async with asyncio.timeout(20):  # an opening waits 120 s for its peer
             with pytest.raises(PeerLost, match="no frame"):
-                await Seat(leased, text).open(text)
+                await Opening(leased, text).open(text)
     finally:
         await pool.streams.close()
         await server.stop(0)

@@ -14,13 +14,13 @@ from dendro.internal.v1 import verifier_pb2
 from dendro.text import SMALLEST_TEMPERATURE, Limits, Sampling, Tokens
 from dendro.v1 import generation_pb2 as pb
 from dendro.wire import verifier_call_from, verifier_call_message
-from edge import FakePlaces, ingress
+from edge import EdgePeers, ingress
 from tree_kernels import warp
 from tree_layers.checkpoint import read_facts
 
 from cluster.api.local import LocalClient
 from cluster.config import Config
-from cluster.peers.local import LocalPlaces
+from cluster.peers.local import LocalPeers
 from cluster.router.admission import Served
 from cluster.router.ingress import Ingress
 from cluster.router.tokenizer import CheckpointTokenizer
@@ -38,7 +38,7 @@ def config_of(folder: Path) -> Config:
 async def hello_and_router(folder: Path):
     """What the verifier says of a checkpoint, and the router that read the same."""
     config = config_of(folder)
-    places = LocalPlaces.load(config, None)
+    places = LocalPeers.load(config, None)
     try:
         router = Ingress(config, places, MemorySessions())
         return await places.engines[0].hello(), router._served["t"]
@@ -122,7 +122,7 @@ async def test_a_session_goes_on_with_a_tokenizer_of_other_bytes_and_not_with_on
     def router() -> LocalClient:
         tokenizer = CheckpointTokenizer(tmp_path, read_facts(tmp_path).tokenizer)
         served = Served("demo", tokenizer, 60, 256, frozenset(), "float32")
-        return LocalClient(Ingress(edge.config(), FakePlaces(), sessions, {"demo": served}))
+        return LocalClient(Ingress(edge.config(), EdgePeers(), sessions, {"demo": served}))
 
     first = await router().generate_text(PROMPT, max_new_tokens=4, keep_session=True, speculation="off")
     said = json.loads(file.read_text())
@@ -168,7 +168,7 @@ def test_what_admission_takes_of_sampling_the_peers_take_and_what_it_refuses_the
 
 
 async def test_a_temperature_too_small_to_divide_by_is_refused_before_any_model_sees_it():
-    places = FakePlaces()
+    places = EdgePeers()
     request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), sampling=pb.Sampling(temperature=1e-7))
     with pytest.raises(BadRequest, match="temperature: must be 0"):
         _ = [response async for response in ingress(places).generate(request)]

@@ -10,7 +10,7 @@ from tiny_models import make_checkpoint
 
 from cluster.certify import checks
 from cluster.certify.checks import SHAPES_OF_ITS_OWN, the_target_drafts_for_itself
-from drafter_service.runner import Runner
+from drafter_service.runner import DraftRunner
 from verifier_service.engine import VerifierEngine
 
 PROMPTS = ((1, 2, 3, 4, 5), (9, 8, 7, 6, 5, 4, 3))
@@ -32,7 +32,7 @@ async def test_every_guess_of_the_targets_own_drafter_is_accepted(verifier):
 
 
 async def test_a_drafter_that_keys_its_noise_by_another_position_is_noticed(verifier, monkeypatch):
-    right = Runner._noise
+    right = DraftRunner._noise
 
     def late(self, laws, rows, plan):
         plan.positions[:] += 1
@@ -40,7 +40,7 @@ async def test_a_drafter_that_keys_its_noise_by_another_position_is_noticed(veri
 
     shapes = SHAPES_OF_ITS_OWN[::3]
     monkeypatch.setattr(checks, "SHAPES_OF_ITS_OWN", shapes)
-    monkeypatch.setattr(Runner, "_noise", late)
+    monkeypatch.setattr(DraftRunner, "_noise", late)
     promise = await the_target_drafts_for_itself(verifier, PROMPTS, 12, lambda: None)
     assert not promise.kept
     assert len(promise.found) == len(shapes), "at temperature 0 there is no noise to be keyed"

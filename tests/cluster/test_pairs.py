@@ -8,13 +8,13 @@ import published
 import pytest
 import yaml
 from dendro.client import Speculation
-from published import COMMON, PAGE, PAIRS, UNRELATED, Pair
+from published import COMMON, PAGE, PAIRS, UNRELATED, PublishedPair
 from tree_layers.checkpoint import read_facts
 from tree_layers.tokens import read_tokens
 
 from cluster.certify import command as certify_command
 from cluster.checkpoints import read_cluster
-from cluster.config import Config, Target
+from cluster.config import Config, TargetConfig
 from cluster.pairing import fit_of
 from cluster.router.tokenizer import CheckpointTokenizer
 from cluster.running import local_client
@@ -26,7 +26,7 @@ PROMPT = [5, 9, 300, 4000, 77, 31]
 @pytest.mark.parametrize(
     "pair", [pair if pair in COMMON else pytest.param(pair, marks=pytest.mark.long) for pair in PAIRS], ids=str
 )
-async def test_a_published_pair_loads_drafts_and_gives_the_targets_own_tokens(tmp_path: Path, pair: Pair):
+async def test_a_published_pair_loads_drafts_and_gives_the_targets_own_tokens(tmp_path: Path, pair: PublishedPair):
     config = Config.load(published.write_pair(pair, tmp_path))
     facts = read_cluster(config)
     target, drafter = facts.targets["t"], facts.drafters["d"]
@@ -43,7 +43,7 @@ async def test_a_published_pair_loads_drafts_and_gives_the_targets_own_tokens(tm
 
 
 @pytest.mark.parametrize("pair", UNRELATED, ids=str)
-def test_a_drafter_of_another_family_is_refused(pair: Pair):
+def test_a_drafter_of_another_family_is_refused(pair: PublishedPair):
     assert not pair.fit().fits
 
 
@@ -61,7 +61,7 @@ def test_certify_and_tune_read_their_prompts_with_any_tokenizer_that_is_served(t
     published.write_tokenizer(published.VICUNA, tmp_path)  # tokenizer.model alone
     text = "def area(radius):"
     ids = CheckpointTokenizer(tmp_path, "").encode(text, True)
-    target = Target(checkpoint=tmp_path)
+    target = TargetConfig(checkpoint=tmp_path)
     assert tune_command._tokenizer(target, "t").encode(text).ids == ids
     prompts = certify_command._prompts(2, tmp_path)
     assert len(prompts) == 2 and all(max(prompt) < 32000 for prompt in prompts)
@@ -78,7 +78,7 @@ def test_the_page_of_pairs_is_what_the_facts_say():
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
-def test_a_configuration_on_the_page_is_one(pair: Pair, tmp_path: Path):
+def test_a_configuration_on_the_page_is_one(pair: PublishedPair, tmp_path: Path):
     config = Config.of(yaml.safe_load(published.configuration(pair)), tmp_path)
     assert [target.checkpoint_name for target in config.targets.values()] == [pair.target.name]
     assert [drafter.checkpoint_name for drafter in config.drafters.values()] == [pair.drafter.name]

@@ -13,7 +13,7 @@ from dendro.serving import Leases
 from fakes import FakeVerifier, new_text, plain
 from sockets import end, process, until, verifier_at
 
-from cluster.peers.opening import Leased, Seat
+from cluster.peers.opening import Leased, Opening
 
 
 class Held:
@@ -44,7 +44,7 @@ async def test_a_lease_lives_as_long_as_its_openings():
         held = Held(replica)
         pool.lease_at = lambda _: held.begin()
         leased, text = await pool.lease(), new_text()
-        one, two = Seat(leased, text), Seat(leased, text)
+        one, two = Opening(leased, text), Opening(leased, text)
         await one.open(text)
         await two.open(text)
         await one.close(text)
@@ -53,7 +53,7 @@ async def test_a_lease_lives_as_long_as_its_openings():
         await until(lambda: held.ended)
         assert (replica.stats()["open_leases"], replica.stats()["open_openings"]) == (0, 0)
         with pytest.raises(NotFound):
-            await Seat(leased, text).open(text)
+            await Opening(leased, text).open(text)
 
 
 async def test_a_lease_that_nobody_attaches_to_ends():
@@ -70,8 +70,8 @@ async def test_a_lease_ends_at_its_cap_and_frees_what_was_open():
         held = Held(replica)
         pool.lease_at = lambda _: held.begin()
         text = new_text()
-        seat = Seat(await pool.lease(), text)
-        await seat.open(text)
+        opening = Opening(await pool.lease(), text)
+        await opening.open(text)
         await until(lambda: held.ended)
         assert engine.held == {} and replica.stats()["open_leases"] == 0
 
@@ -82,11 +82,11 @@ async def test_a_cancelled_taker_does_not_end_a_lease_in_use():
         held = Held(replica)
         pool.lease_at = lambda _: held.begin()
         text = new_text()
-        seat = Seat(await pool.lease(), text)
-        await seat.open(text)
+        opening = Opening(await pool.lease(), text)
+        await opening.open(text)
         await held.cancel()
         assert engine.held and replica.stats()["open_leases"] == 1
-        await seat.close(text)
+        await opening.close(text)
         assert replica.stats()["open_leases"] == 0
 
 
@@ -94,7 +94,7 @@ async def test_an_opening_without_a_lease_is_not_taken():
     async with verifier_at(FakeVerifier(), Leases()) as (_, pool):
         leased = await pool.lease()
         with pytest.raises(NotFound):
-            await Seat(Leased(leased.peer, leased.hello, ""), new_text()).open(new_text())
+            await Opening(Leased(leased.peer, leased.hello, ""), new_text()).open(new_text())
 
 
 async def test_a_killed_router_leaves_no_lease_behind():

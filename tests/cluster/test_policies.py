@@ -13,7 +13,7 @@ from dendro.tree import DraftTree
 
 from cluster.policies import Experience, PaperUCB, RatioUCB, make_policy
 from cluster.policies.step_time import StepTime
-from cluster.policies.trial import FIRST_REST, LONGEST_REST, House
+from cluster.policies.trial import FIRST_REST, LONGEST_REST, SpeculationTrial
 
 CHAIN = LevelShape((1, 1, 1, 1))
 BUSHY = LevelShape((3, 2, 2, 1, 1))
@@ -177,13 +177,13 @@ def test_a_line_through_steps_follows_the_machine():
 def test_an_arm_that_a_full_house_gave_up_is_tried_again_when_the_house_is_empty():
     """In company nothing is guessed right; alone, all of it is."""
     experience, pulls = Experience(), {1: Counter(), 16: Counter()}
-    with contextlib.ExitStack() as house:
+    with contextlib.ExitStack() as running:
         for _ in range(16):
-            house.enter_context(experience.shared.running())
+            running.enter_context(experience.concurrency.running())
         for requests in (16, 1):
             if requests == 1:
-                house.close()
-            with experience.shared.running():
+                running.close()
+            with experience.concurrency.running():
                 policy = RatioUCB([OFF, BUSHY], experience, temperature=0.0)
                 for _ in range(200 if requests > 1 else 400):  # half a second is reckoned with the house that was
                     arm = policy.choose()
@@ -195,7 +195,7 @@ def test_an_arm_that_a_full_house_gave_up_is_tried_again_when_the_house_is_empty
                         experience.learn_time(arm, guesses, came, 10_000 + guesses.draft_us)
     assert pulls[16][OFF] > 120
     assert pulls[1][BUSHY] > 250
-    assert experience.shared.requests == 0
+    assert experience.concurrency.requests == 0
 
 
 def test_one_slow_round_does_not_condemn_an_arm():
@@ -219,7 +219,7 @@ def test_an_unknown_policy_or_no_arms_is_refused_by_name(name, arms, field):
         make_policy(name, arms, Experience(), 0.0)
 
 
-class Crowd:
+class PolicyCrowd:
     """Sixteen requests at once, of one router, whose rounds take as long as a test says."""
 
     def __init__(self, experience: Experience, off_us: float, tree_us: float, fixed: bool = False) -> None:
@@ -232,9 +232,9 @@ class Crowd:
 
     def answer(self, rounds: int, texts: int = 16) -> None:
         """All of them at once: a round of all takes as long as that of the slowest."""
-        with contextlib.ExitStack() as house:
+        with contextlib.ExitStack() as running:
             for _ in range(texts):
-                house.enter_context(self.experience.shared.running(self.fixed))
+                running.enter_context(self.experience.concurrency.running(self.fixed))
             policies = [RatioUCB([OFF, CHAIN, BUSHY], self.experience, temperature=0.0) for _ in range(texts)]
             for _ in range(rounds):
                 shapes = [policy.choose() for policy in policies]
@@ -252,8 +252,8 @@ class Crowd:
 def test_an_experienced_router_loses_two_percent_at_most_against_off():
     """Drafts and steps look cheap, yet two tokens take more than twice the time: no round's price says it."""
     experience = Experience()
-    Crowd(experience, off_us=30_000, tree_us=70_000).answer(100)
-    crowd = Crowd(experience, off_us=30_000, tree_us=70_000)
+    PolicyCrowd(experience, off_us=30_000, tree_us=70_000).answer(100)
+    crowd = PolicyCrowd(experience, off_us=30_000, tree_us=70_000)
     for _ in range(20):
         crowd.answer(64)
     assert crowd.tokens / crowd.spent_us > 0.98 * 16 / 30_000
@@ -261,7 +261,7 @@ def test_an_experienced_router_loses_two_percent_at_most_against_off():
 
 def test_a_house_goes_on_guessing_where_that_gives_more():
     experience = Experience()
-    crowd = Crowd(experience, off_us=30_000, tree_us=40_000)
+    crowd = PolicyCrowd(experience, off_us=30_000, tree_us=40_000)
     for _ in range(20):
         crowd.answer(64)
     assert crowd.tokens / crowd.spent_us > 0.97 * 32 / 40_000
@@ -269,46 +269,46 @@ def test_a_house_goes_on_guessing_where_that_gives_more():
 
 def test_a_new_request_of_a_house_that_does_not_guess_explores_nothing():
     experience = Experience()
-    Crowd(experience, off_us=30_000, tree_us=70_000).answer(100)
-    later = Crowd(experience, off_us=30_000, tree_us=70_000)
+    PolicyCrowd(experience, off_us=30_000, tree_us=70_000).answer(100)
+    later = PolicyCrowd(experience, off_us=30_000, tree_us=70_000)
     later.answer(64)
     assert set(later.chosen) == {OFF}
 
 
 def test_what_a_house_gave_up_under_load_leaves_a_lone_text_its_own_choice():
     experience = Experience()
-    Crowd(experience, off_us=30_000, tree_us=70_000).answer(100)
-    alone = Crowd(experience, off_us=30_000, tree_us=40_000)
+    PolicyCrowd(experience, off_us=30_000, tree_us=70_000).answer(100)
+    alone = PolicyCrowd(experience, off_us=30_000, tree_us=40_000)
     alone.answer(64, texts=1)
     assert Counter(shape.off for shape in alone.chosen)[False] > 50
 
 
 def test_the_first_of_a_crowd_that_comes_back_is_not_taken_for_alone_but_one_that_stays_alone_is():
     experience = Experience()
-    Crowd(experience, off_us=30_000, tree_us=70_000).answer(100)
-    with experience.shared.running() as place:
-        assert experience.shared.house is not None and not place.guesses
+    PolicyCrowd(experience, off_us=30_000, tree_us=70_000).answer(100)
+    with experience.concurrency.running() as place:
+        assert experience.concurrency.trial is not None and not place.guesses
         for _ in range(60):  # of 30 ms
             experience.learn_time(OFF, tree(1), verdict(1), 30_000)
-        assert experience.shared.house is None and place.guesses
-        with experience.shared.running(fixed=True) as other:
+        assert experience.concurrency.trial is None and place.guesses
+        with experience.concurrency.running(fixed=True) as other:
             assert other.guesses, "as its client asked for"
 
 
 def test_a_house_changes_its_mind_when_the_side_that_lost_has_become_the_better():
     experience = Experience()
-    Crowd(experience, off_us=30_000, tree_us=70_000).answer(100)
-    changed = Crowd(experience, off_us=30_000, tree_us=40_000)
+    PolicyCrowd(experience, off_us=30_000, tree_us=70_000).answer(100)
+    changed = PolicyCrowd(experience, off_us=30_000, tree_us=40_000)
     changed.answer(int(FIRST_REST) + 100)
     assert not any(shape.off for shape in changed.chosen[-16:])
 
 
 def test_the_next_trial_is_ever_further_off_but_always_comes():
-    house, rests, rested = House(), [], 0
+    trial, rests, rested = SpeculationTrial(), [], 0
     for _ in range(40_000):
-        house.learn(2 if house.guessing else 1, 70_000 if house.guessing else 30_000, 1)
-        rested += not house.turns
-        if house.turns and rested:
+        trial.learn(2 if trial.guessing else 1, 70_000 if trial.guessing else 30_000, 1)
+        rested += not trial.turns
+        if trial.turns and rested:
             rests.append(rested)
             rested = 0
     assert rests[:4] == pytest.approx([FIRST_REST * 2**k for k in range(4)], abs=5)
@@ -319,87 +319,87 @@ def test_the_next_trial_is_ever_further_off_but_always_comes():
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)], ids=["slower", "faster"])
 def test_a_machine_that_changes_its_pace_during_a_trial_does_not_decide_it(before, after, change):
     """By half, from some round on: more than lies between the sides."""
-    house = House()
+    trial = SpeculationTrial()
     for place in range(110):
         pace = before if place < change else after
-        house.learn(2 if house.guessing else 1, pace * (50_000 if house.guessing else 30_000), 1)
-    assert house.settled
+        trial.learn(2 if trial.guessing else 1, pace * (50_000 if trial.guessing else 30_000), 1)
+    assert trial.settled
 
 
 @pytest.mark.parametrize("judged", [True, False])
 def test_a_prompt_that_slows_the_rounds_of_one_side_does_not_decide_for_a_house(judged):
     """Nine rounds in ten of those with guesses are slow, for another text's prompt."""
-    house = House()
+    trial = SpeculationTrial()
     for place in range(400):
-        slow = house.guessing and place % 10 > 0
-        took_us = 400_000 if slow else 40_000 if house.guessing else 30_000
-        house.learn(2 if house.guessing else 1, took_us, 1, disturbed=slow and not judged)
-    assert house.settled is not judged
+        slow = trial.guessing and place % 10 > 0
+        took_us = 400_000 if slow else 40_000 if trial.guessing else 30_000
+        trial.learn(2 if trial.guessing else 1, took_us, 1, disturbed=slow and not judged)
+    assert trial.settled is not judged
 
 
 def test_rounds_that_often_wait_for_late_drafts_count_as_what_they_take():
     """One in three: the median of the rounds with guesses would give them a third more tokens a second than off has."""
-    house = House()
+    trial = SpeculationTrial()
     for place in range(110):
-        took_us = 30_000 if not house.guessing else 130_000 if place % 3 == 0 else 44_000
-        house.learn(2 if house.guessing else 1, took_us, 1)
-    assert house.settled is False
+        took_us = 30_000 if not trial.guessing else 130_000 if place % 3 == 0 else 44_000
+        trial.learn(2 if trial.guessing else 1, took_us, 1)
+    assert trial.settled is False
 
 
 def test_a_house_whose_drafters_are_opened_as_long_as_they_are_wanted_does_without():
-    house = House()
-    while house.settled is None:
-        house.learn(2 if house.guessing else 1, 30_000, 16, disturbed=house.guessing)
-    assert house.settled is False
+    trial = SpeculationTrial()
+    while trial.settled is None:
+        trial.learn(2 if trial.guessing else 1, 30_000, 16, disturbed=trial.guessing)
+    assert trial.settled is False
 
 
 def test_a_crowd_is_done_with_a_trial_in_two_thirds_of_the_rounds():
     def rounds_until_settled(texts: int) -> int:
-        house, rounds = House(), 0
-        while house.settled is None:
+        trial, rounds = SpeculationTrial(), 0
+        while trial.settled is None:
             rounds += 1
             for _ in range(texts):
-                house.learn(2 if house.guessing else 1, 50_000 if house.guessing else 30_000, texts)
+                trial.learn(2 if trial.guessing else 1, 50_000 if trial.guessing else 30_000, texts)
         return rounds
 
     assert rounds_until_settled(16) <= 2 / 3 * rounds_until_settled(2)
 
 
 def test_a_house_that_always_takes_in_a_prompt_is_not_caught_in_a_trial():
-    house, off = House(), 0
+    trial, off = SpeculationTrial(), 0
     for _ in range(1000):
-        off += not house.guessing
-        house.learn(1, 30_000, 1, disturbed=True)
+        off += not trial.guessing
+        trial.learn(1, 30_000, 1, disturbed=True)
     assert 0 < off < 300
 
 
 def test_a_request_disturbs_the_others_until_its_text_is_open_or_it_is_gone():
     experience = Experience()
-    with experience.shared.running() as first:
+    with experience.concurrency.running() as first:
         first.begun()
         first.begun()
-        with experience.shared.running():
-            assert experience.shared.opening == 1
-        assert experience.shared.opening == 0
+        with experience.concurrency.running():
+            assert experience.concurrency.opening == 1
+        assert experience.concurrency.opening == 0
         with first.opening():
-            assert experience.shared.opening == 1, "a drafter's work on a text is felt by all"
-        assert experience.shared.opening == 0
+            assert experience.concurrency.opening == 1, "a drafter's work on a text is felt by all"
+        assert experience.concurrency.opening == 0
 
 
 def test_requests_whose_shape_is_the_clients_do_not_speak_for_the_house():
     experience = Experience()
-    Crowd(experience, off_us=30_000, tree_us=70_000, fixed=True).answer(100)
-    with contextlib.ExitStack() as house:
+    PolicyCrowd(experience, off_us=30_000, tree_us=70_000, fixed=True).answer(100)
+    with contextlib.ExitStack() as running:
         for _ in range(16):
-            house.enter_context(experience.shared.running())
-        assert experience.shared.house is not None and experience.shared.house.gain is None
-        house.enter_context(experience.shared.running(fixed=True))
-        assert experience.shared.house is None, "unknown, and not to be found out: each text predicts for itself"
+            running.enter_context(experience.concurrency.running())
+        assert experience.concurrency.trial is not None and experience.concurrency.trial.gain is None
+        running.enter_context(experience.concurrency.running(fixed=True))
+        assert experience.concurrency.trial is None, "unknown, and not to be found out: each text predicts for itself"
 
 
 def test_a_text_that_draws_too_little_from_its_guesses_refrains_in_a_house_that_guesses():
-    house = House(gain=1.25, usual=2.5, turns=0)
-    assert house.repays(2.0) and not house.repays(1.9)
+    trial = SpeculationTrial(gain=1.25, usual=2.5, turns=0)
+    assert trial.repays(2.0) and not trial.repays(1.9)
 
 
 @pytest.mark.parametrize("proposed", [1, 4], ids=["plain", "with proposals"])
@@ -536,8 +536,8 @@ def test_a_house_that_does_not_guess_is_offered_nothing():
     asked = []
     with contextlib.ExitStack() as crowd:
         for _ in range(8):
-            crowd.enter_context(experience.shared.running())
-        experience.shared.house.guessing = False
+            crowd.enter_context(experience.concurrency.running())
+        experience.concurrency.trial.guessing = False
         assert policy.choose(lambda: asked.append(1)) == OFF
     assert not asked
 

@@ -16,13 +16,13 @@ from dendro.tree import DraftTree
 
 from cluster.peers.drafter import IDLE_ROUNDS
 from cluster.policies import DiscountedUCB, Experience, FullInfo, RatioUCB, Static, Thompson, UCBSpec
-from cluster.policies.costs import Length
-from cluster.policies.experience import Shared
+from cluster.policies.costs import EmittedLength
+from cluster.policies.experience import Concurrency
 from cluster.policies.full_info import LEAST_RANKED, PROBE_EVERY
 from cluster.policies.prior import Prior
 from cluster.policies.replay import LONGEST_TRACE, RANKED, WINDOW, RankTrace, Replay, replayed
 from cluster.policies.thompson import STREAM
-from cluster.policies.trial import House
+from cluster.policies.trial import SpeculationTrial
 from cluster.router.rounds import Policy, rounds
 from drafter_service.engine import DrafterEngine
 from drafter_service.scheduler import CANDIDATES
@@ -390,8 +390,10 @@ async def test_full_information_leaves_a_text_of_wrong_guesses_and_comes_back_wh
 
 
 async def test_no_probe_is_made_where_the_house_forbids_guessing():
-    experience = Experience(Shared(requests=2, company=2.0))
-    experience.shared.houses[1] = House(guessing=False, gain=0.5, turns=0, settled=False, rounds=0.0, until=1e9)
+    experience = Experience(Concurrency(requests=2, expected=2.0))
+    experience.concurrency.trials[1] = SpeculationTrial(
+        guessing=False, gain=0.5, turns=0, settled=False, rounds=0.0, until=1e9
+    )
     toy = Toy(ranks_of("right"))
     await run(FullInfo([OFF, PAIR], experience, temperature=0.0), toy, 200)
     assert set(toy.asked) == {OFF}
@@ -530,7 +532,7 @@ def test_thompson_prefers_1_or_7_to_always_3():
 
 def test_a_prior_gives_a_first_choice_that_the_equations_give():
     """8 rounds of the prior and one of the request's own: mean (8 * 4 + 1) / 9 of chains, by hand."""
-    prior = Prior({CHAIN: Length(4.0, 1000.0)})
+    prior = Prior({CHAIN: EmittedLength(4.0, 1000.0)})
     policy = RatioUCB([OFF, CHAIN], Experience(), 0.0, prior)
     policy.learn(CHAIN, traced(), verdict(1))
     assert policy.lengths[CHAIN].mean == pytest.approx(33 / 9)

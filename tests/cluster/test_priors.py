@@ -15,11 +15,11 @@ import redis.asyncio
 from dendro.shapes import OFF, LevelShape, NodeShape, TreeShape
 from dendro.text import Verdict
 from dendro.tree import DraftTree
-from edge import FakePlaces, ingress
+from edge import EdgePeers, ingress
 
 from cluster.api.local import LocalClient
 from cluster.policies import Experience, FullInfo, RatioUCB, make_policy, with_chain_and_off
-from cluster.policies.costs import DraftPlane, Length
+from cluster.policies.costs import DraftPlane, EmittedLength
 from cluster.policies.prior import NoPriors, Prior, PriorKey, pack_prior, tenant_tag, unpack_prior
 from cluster.policies.replay import RANKED
 from cluster.redis_server import RedisServer
@@ -314,7 +314,7 @@ async def test_a_new_router_begins_where_another_ended(store: RedisPriors):
     await second.of(key, experience)
     await second.settled()
     prior = await second.of(key, experience)
-    assert prior.length(CHAIN) == Length(4.0, 8.0, 0.0)
+    assert prior.length(CHAIN) == EmittedLength(4.0, 8.0, 0.0)
     policy = make_policy("fullinfo", [OFF, CHAIN, BUSHY], experience, 0.0, prior=prior)
     assert policy.choose() == CHAIN, "from its first round on"
 
@@ -414,7 +414,7 @@ async def test_writes_and_kinds_are_bounded():
 
 
 async def test_an_answer_leaves_a_prior_under_its_tenants_tag_from_which_another_router_begins(store: RedisPriors):
-    edge = ingress(FakePlaces(), priors=store)
+    edge = ingress(EdgePeers(), priors=store)
     done = await LocalClient(edge, "acme").generate_text("hello", max_new_tokens=60, seed=3)
     assert done.complete is not None
     await edge._priors.settled()
@@ -422,7 +422,7 @@ async def test_an_answer_leaves_a_prior_under_its_tenants_tag_from_which_another
     left = await store.load(key)
     assert left.lengths and left.costs
     assert await store.load(PriorKey.of("demo", ("mamba",), 0.0, "other")) is None
-    other = ingress(FakePlaces(), priors=store)
+    other = ingress(EdgePeers(), priors=store)
     await other._priors.of(key, other.experience["demo"].of("acme"))
     await other._priors.settled()
     assert other.experience["demo"].of("acme").costs.tried.total() == 8

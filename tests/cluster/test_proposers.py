@@ -19,7 +19,7 @@ from cluster.proposers.chances import Chances
 from cluster.proposers.lookup import Lookup
 from cluster.proposers.merge import merge
 from cluster.proposers.proposal import LEAST, Proposal
-from cluster.proposers.proposals import TENANTS, Library
+from cluster.proposers.proposals import TENANTS, ProposalLibrary
 from cluster.proposers.suffix import END, Automaton, Outputs, Recent, Suffix
 
 STRINGS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
@@ -203,7 +203,7 @@ def test_waiting_answers_are_bounded_too():
 
 
 async def test_an_answer_is_found_again_by_its_tenant_alone():
-    library = Library(("suffix",), 64, 16)
+    library = ProposalLibrary(("suffix",), 64, 16)
     first = a_text([1, 2, 3, 40, 41, 42, 43], "one", prompt=3)
 
     async def guesses(tenant: str) -> list[tuple[int, ...]]:
@@ -338,12 +338,12 @@ async def test_proposals_fill_the_rows_that_would_only_pad_and_no_more():
         (LevelShape((3, 2, 1)), 12, 12),
         (OFF, 64, 1),
     ):
-        handle = Library(("lookup", "suffix"), max_rows, 16).around(NoDrafter(), "", MAX_ROWS, 0.0)
+        handle = ProposalLibrary(("lookup", "suffix"), max_rows, 16).around(NoDrafter(), "", MAX_ROWS, 0.0)
         assert (await handle.draft(a_text(ids), shape)).rows == rows, shape
-    own_limit = Library(("lookup",), 64, 16).around(NoDrafter(), "", 5, 0.0)
+    own_limit = ProposalLibrary(("lookup",), 64, 16).around(NoDrafter(), "", 5, 0.0)
     assert (await own_limit.draft(a_text(ids), LevelShape((3, 2, 1)))).rows == 5
     shallow = (
-        await Library(("lookup",), 64, 3)
+        await ProposalLibrary(("lookup",), 64, 3)
         .around(NoDrafter(), "", MAX_ROWS, 0.0)
         .draft(a_text(ids), LevelShape((3, 2, 1)))
     )
@@ -352,7 +352,7 @@ async def test_proposals_fill_the_rows_that_would_only_pad_and_no_more():
 
 async def test_nothing_is_proposed_past_an_answers_end():
     text = Text([5, 5, 5, 5], Sampling(), Limits(7))
-    handle = Library(("lookup",), 64, 16).around(NoDrafter(), "", MAX_ROWS, 0.0)
+    handle = ProposalLibrary(("lookup",), 64, 16).around(NoDrafter(), "", MAX_ROWS, 0.0)
     tree = await handle.draft(text, LevelShape((1,) * 7))
     assert tree.depths.max() == 2  # and the target's own token is the third
     append(text, [5, 5])
@@ -360,7 +360,7 @@ async def test_nothing_is_proposed_past_an_answers_end():
 
 
 async def test_proposals_are_held_against_what_came():
-    library = Library(("lookup",), 64, 16)
+    library = ProposalLibrary(("lookup",), 64, 16)
     handle, text, values = library.around(NoDrafter(), "", MAX_ROWS, 0.0), a_text([1, 2, 3, 1, 2]), []
     for number in range(100, 140):  # what followed 1, 2 before never does again
         tree = await handle.draft(text, LevelShape((1,) * 7))
@@ -371,13 +371,15 @@ async def test_proposals_are_held_against_what_came():
 
 
 def test_without_names_a_drafter_is_left_alone():
-    assert Library((), 64, 16).around(NoDrafter(), "", MAX_ROWS, 0.0) is None
-    assert Library(("lookup",), 64, 16).around(NoDrafter(), "", 1, 0.0) is None, "a tree that may have its root alone"
+    assert ProposalLibrary((), 64, 16).around(NoDrafter(), "", MAX_ROWS, 0.0) is None
+    assert ProposalLibrary(("lookup",), 64, 16).around(NoDrafter(), "", 1, 0.0) is None, (
+        "a tree that may have its root alone"
+    )
 
 
 async def test_chances_are_counted_apart_for_each_class_of_temperatures():
     """What never comes true at temperature 1 says nothing of greedy answers."""
-    library = Library(("lookup",), 64, 16)
+    library = ProposalLibrary(("lookup",), 64, 16)
     warm, text = library.around(NoDrafter(), "", MAX_ROWS, 1.0), a_text([1, 2, 3, 1, 2])
     for number in range(100, 140):
         warm.offer(text)
@@ -389,7 +391,7 @@ async def test_chances_are_counted_apart_for_each_class_of_temperatures():
 
 
 async def test_what_never_comes_true_for_one_tenant_says_nothing_of_anothers_proposals():
-    library = Library(("lookup",), 64, 16)
+    library = ProposalLibrary(("lookup",), 64, 16)
     one, text = library.around(NoDrafter(), "one", MAX_ROWS, 0.0), a_text([1, 2, 3, 1, 2], "one")
     for number in range(100, 140):
         one.offer(text)
@@ -404,7 +406,7 @@ async def test_what_never_comes_true_for_one_tenant_says_nothing_of_anothers_pro
 async def test_what_is_offered_is_what_a_round_of_proposals_has():
     """And it is made once: neither the offer nor the tree is held twice against what came."""
     ids = [5, 6, 7, 8] * 4
-    library = Library(("lookup", "suffix"), 64, 16)
+    library = ProposalLibrary(("lookup", "suffix"), 64, 16)
     handle, text = library.around(NoDrafter(), "", MAX_ROWS, 0.0), a_text(ids)
     offer = handle.offer(text)
     tree = await handle.draft(text, ProposedShape(3))

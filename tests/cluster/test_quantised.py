@@ -16,7 +16,7 @@ from dendro.tree import DraftTree
 from routers import LAWS, alone, arrive_at_random
 from safetensors.torch import load_file, save_file
 
-from cluster.certify.checks import Library
+from cluster.certify.checks import LibraryModel
 from cluster.checkpoints import check_checkpoints
 from cluster.config import pair_config
 from drafter_service.models import load_model
@@ -110,7 +110,7 @@ async def test_a_target_in_fp8_answers_as_its_dequantised_weights_do(quantised, 
 
 
 def test_certify_compares_with_the_same_dequantised_weights(quantised):
-    ours, plain = (Library(folder, torch.bfloat16).model.state_dict() for folder in quantised)
+    ours, plain = (LibraryModel(folder, torch.bfloat16).model.state_dict() for folder in quantised)
     assert all(torch.equal(ours[name], plain[name]) for name in plain) and ours.keys() == plain.keys()
 
 

@@ -13,7 +13,7 @@ import pytest
 import tiny_models
 from dendro.client import AsyncClient, Round
 from dendro.text import Sampling
-from routers import Router
+from routers import RoundByRound
 
 from cluster import deploy
 from cluster.config import Config
@@ -28,7 +28,7 @@ async def truth(folder) -> list[int]:
     engine = VerifierEngine.load(folder, name="tiny", tensor_parallel=2)
     await engine.start()
     try:
-        return await Router(engine, PROMPT, LAW, COUNT).finish()
+        return await RoundByRound(engine, PROMPT, LAW, COUNT).finish()
     finally:
         await engine.stop()
 

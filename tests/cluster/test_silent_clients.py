@@ -11,7 +11,7 @@ import pytest
 from dendro.errors import Overloaded
 from dendro.v1 import generation_pb2 as pb
 from dendro.v1 import generation_pb2_grpc
-from edge import FakePlaces, ingress
+from edge import EdgePeers, ingress
 from fakes import FakeDrafter, FakeVerifier
 from sockets import until
 from toy_edge import asking, edge
@@ -45,7 +45,7 @@ async def test_a_client_that_stops_reading_keeps_no_peer_and_no_call_past_the_re
         await until(lambda: verifier.held)
         await until(lambda: not verifier.held and not drafter.held)
         assert verifier.calls < 1900, "the work stopped where the client did"
-        running = server.experience["toy"].shared
+        running = server.experience["toy"].concurrency
         if grace_s < 1.0:
             await until(lambda: running.requests == 0, timeout_s=5.0)  # a dead connection takes longer
         call.cancel()
@@ -62,7 +62,7 @@ async def test_a_request_whose_verifier_never_answers_ends_at_its_limit():
 
 
 async def test_a_slow_reader_gets_all_that_was_ready_and_then_the_reason():
-    places = FakePlaces()
+    places = EdgePeers()
     events = ingress(places, router={"request_timeout_s": 0.2}).generate(
         pb.GenerateRequest(text="walk", max_new_tokens=400, speculation=pb.Speculation(mode=pb.Speculation.MODE_OFF))
     )

@@ -11,11 +11,11 @@ from dendro.calls import PROTOCOL_VERSION, Hello
 from dendro.shapes import OFF, LevelShape
 from dendro.text import Verdict
 from dendro.tree import DraftTree
-from edge import FakePlaces, ingress
+from edge import EdgePeers, ingress
 
 from cluster.api.local import LocalClient
 from cluster.policies import Experience
-from cluster.policies.experience import Shared
+from cluster.policies.experience import Concurrency
 from cluster.policies.step_time import OUTLIER, STEP, StepTime, fit_steps
 
 RECORDED = [(8, 53720), (8, 56280), (8, 60870), (8, 61960), (16, 82120), (32, 140790), (48, 194540)]
@@ -109,7 +109,7 @@ def test_too_few_numbers_of_rows_give_the_plainest_fit(degree: int):
 
 def learned(attends: bool, step_us) -> Experience:
     """An experience of shapes of 8 to 24 rows alone."""
-    experience = Experience(Shared(attends=attends))
+    experience = Experience(Concurrency(attends=attends))
     for _ in range(50):
         for shape in (OFF, CHAIN, LevelShape((3, 2, 1)), LevelShape((4, 2, 1))):
             tree = DraftTree.of(range(shape.rows), range(-1, shape.rows - 1))
@@ -129,9 +129,9 @@ def test_a_tree_nobody_played_costs_a_hybrid_the_square_of_its_rows():
 
 @pytest.mark.parametrize("attends", [True, False])
 async def test_a_router_takes_the_form_of_the_cost_from_the_verifiers_hello(attends: bool):
-    places = FakePlaces()
+    places = EdgePeers()
     places.hello = Hello(PROTOCOL_VERSION, "demo", "f", "t", 300, 512, 64, 8, "float32", "bitwise", 1, attends=attends)
     edge = ingress(places)
-    edge.experience["demo"].shared.attends = not attends
+    edge.experience["demo"].concurrency.attends = not attends
     await LocalClient(edge).generate_text("the snake", max_new_tokens=8)
-    assert edge.experience["demo"].shared.attends is attends
+    assert edge.experience["demo"].concurrency.attends is attends

@@ -20,13 +20,13 @@ from transformers import Mamba2ForCausalLM
 from typer.testing import CliRunner
 
 from cluster import cli
-from cluster.config import Config, Drafter
+from cluster.config import Config, DrafterConfig
 from cluster.policies import Static
 from cluster.policies.sequoia import expected_tokens
 from cluster.router.rounds import rounds
 from cluster.tune.command import QUICK, facts_of, plan_of, run_tune, tables_of, tune
 from cluster.tune.measuring import (
-    Costs,
+    LinearCosts,
     Ranker,
     Timed,
     accepted,
@@ -35,8 +35,7 @@ from cluster.tune.measuring import (
     replayed,
     replayed_lengths,
 )
-from cluster.tune.tuning import Limits as TreeLimits
-from cluster.tune.tuning import as_arm, is_chain
+from cluster.tune.tuning import SearchLimits, as_arm, is_chain
 from cluster.tune.writing import check_writable, with_arms, write_arms
 from drafter_service.engine import DrafterEngine
 from verifier_service.engine import VerifierEngine
@@ -131,7 +130,7 @@ async def test_replayed_ranks_are_what_rounds_really_did(pair):
     target, path = pair
     verifier = VerifierEngine.load(target, name="t", dtype=torch.float32, max_length=256, max_sessions=2)
     drafter = DrafterEngine.load(path, name="d", states=MemoryStates(), max_sessions=2)
-    ranker = Ranker(Drafter(checkpoint=path, dtype="float32"), "cpu", PAST)
+    ranker = Ranker(DrafterConfig(checkpoint=path, dtype="float32"), "cpu", PAST)
     await verifier.start()
     drafter.start()
     emitted = set()
@@ -157,7 +156,7 @@ async def test_replayed_ranks_are_what_rounds_really_did(pair):
 
 
 def test_ranks_do_not_depend_on_how_the_text_is_cut(pair, monkeypatch):
-    ranker = Ranker(Drafter(checkpoint=pair[1], dtype="float32"), "cpu", PAST)
+    ranker = Ranker(DrafterConfig(checkpoint=pair[1], dtype="float32"), "cpu", PAST)
     sampling = Sampling(temperature=1.0, seed=2)
     prompt, answer = list(range(30)), list(range(60, 100))
     whole = ranker.ranks(prompt, answer, sampling)
@@ -168,10 +167,10 @@ def test_ranks_do_not_depend_on_how_the_text_is_cut(pair, monkeypatch):
 
 # Costs
 
-TRUE = Costs(draft_us=500, level_us=900, row_us=40, step_us=8000, step_row_us=90, hops_us=300, off_hops_us=200)
+TRUE = LinearCosts(draft_us=500, level_us=900, row_us=40, step_us=8000, step_row_us=90, hops_us=300, off_hops_us=200)
 
 
-def timed(shape: TreeShape, costs: Costs = TRUE) -> Timed:
+def timed(shape: TreeShape, costs: LinearCosts = TRUE) -> Timed:
     forwards = {"off": (0, 0), "(1,1,1,1)": (4, 4), "(8)": (1, 1), "(6,3,2)": (3, 25), "(3,2,1)": (3, 10)}[str(shape)]
     draft = 0.0 if shape.off else costs.draft_us + costs.level_us * forwards[0] + costs.row_us * forwards[1]
     verify = costs.step({"off": 8, "(1,1,1,1)": 8, "(8)": 16, "(6,3,2)": 64, "(3,2,1)": 16}[str(shape)])
@@ -182,7 +181,7 @@ def timed(shape: TreeShape, costs: Costs = TRUE) -> Timed:
 def test_costs_that_lie_on_lines_are_found_again_and_predict_rounds():
     shapes = [TreeShape.parse(text) for text in ("off", "(1,1,1,1)", "(8)", "(6,3,2)")]
     found = costs_of({shape: timed(shape) for shape in shapes})
-    for name in Costs.__dataclass_fields__:
+    for name in LinearCosts.__dataclass_fields__:
         assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=1e-6), name
     for shape in (*shapes, TreeShape.parse("(3,2,1)")):
         assert found.round_us(shape) == pytest.approx(timed(shape).round_us - 50)
@@ -290,7 +289,7 @@ def configured(pair: tuple[Path, Path], folder: Path, **target: object) -> Path:
 def plan_for(file: Path, **size: int):
     config = Config.load(file)
     small = {"learned": 2, "timed": 1, "held_out": 1, "tokens": 16} | size
-    return config, plan_of(config, "tiny", type(QUICK)(**small), (0.0, 1.0), TreeLimits(16, 4, 3), seed=0)
+    return config, plan_of(config, "tiny", type(QUICK)(**small), (0.0, 1.0), SearchLimits(16, 4, 3), seed=0)
 
 
 async def test_a_small_run_predicts_replays_and_measures_every_shape(pair, tmp_path):

@@ -28,9 +28,9 @@ from tree_kernels.warp import Warp, drafter_order
 
 from drafter_service.confidence import CANDIDATES, Calibration
 from drafter_service.engine import DrafterEngine, node_slots, text_slots
-from drafter_service.models import Model, load_model
+from drafter_service.models import DrafterModel, load_model
 from drafter_service.plan import Chains
-from drafter_service.scheduler import Round
+from drafter_service.scheduler import DraftRound
 
 CPU = torch.device("cpu")
 CHAIN, TREE, WIDE = LevelShape((1, 1, 1, 1)), LevelShape((3, 2, 2, 1, 1)), LevelShape((12, 2))
@@ -104,7 +104,7 @@ class Guess:
 class Oracle:
     """Drafts by reading each node's whole path from nothing."""
 
-    model: Model
+    model: DrafterModel
     vocabulary: int = VOCABULARY  # ids that it may guess are below
 
     @torch.inference_mode()
@@ -184,7 +184,7 @@ class Oracle:
 
 
 @dataclass
-class Client:
+class DraftClient:
     """What a router's handle does: knows the text and how much of it the peer is known to hold."""
 
     engine: DrafterEngine
@@ -217,7 +217,7 @@ class Client:
         return await self.engine.close(CloseCall(self.update()))
 
     @property
-    def kept(self) -> Round:
+    def kept(self) -> DraftRound:
         """The round of the last tree, as the engine keeps it."""
         return self.engine._scheduler._sessions[self.opening].kept
 
@@ -247,7 +247,7 @@ class AllGuesses:
         return [child for child, parent in enumerate(self.parents) if parent == row]
 
 
-def grown(client: Client) -> AllGuesses:
+def grown(client: DraftClient) -> AllGuesses:
     return AllGuesses(client.kept.growth.tokens, client.kept.growth.parents)
 
 
@@ -266,7 +266,7 @@ def walk(tree: DraftTree | AllGuesses, accepted: int, rng: random.Random) -> lis
 async def test_drafting_by_levels_equals_a_fresh_prefill_of_every_path(path, oracle, shape, sampling):
     async with serving(path) as engine:
         for length in (1, 2, 30):
-            client = Client(engine, sampling)
+            client = DraftClient(engine, sampling)
             opened = await client.open(prompt_of(length))
             assert (opened.restored, opened.processed) == (0, length - 1)
             oracle.check(await client.draft(shape), client.ids, shape, sampling)
@@ -290,7 +290,7 @@ async def test_texts_of_targets_of_different_vocabularies_share_levels_and_each_
         MORE: [3, VOCABULARY, PADDED - 1, PADDED, 7, MORE - 1, 200, 1, 2, VOCABULARY - 1, 9, PADDED + 1],
     }
     async with serving(path) as engine:
-        clients = [Client(engine, sampling, vocabulary=vocabulary) for vocabulary in texts]
+        clients = [DraftClient(engine, sampling, vocabulary=vocabulary) for vocabulary in texts]
         await asyncio.gather(*(client.open(text) for client, text in zip(clients, texts.values(), strict=True)))
         for _ in range(2):
             trees = await asyncio.gather(*(client.draft(shape) for client in clients))
@@ -305,12 +305,12 @@ async def test_texts_of_targets_of_different_vocabularies_share_levels_and_each_
 
 async def test_the_first_id_past_the_targets_vocabulary_is_never_guessed(path, oracle):
     async with serving(path) as engine:
-        client = Client(engine)
+        client = DraftClient(engine)
         await client.open([1, 2, 3])
         best = int(max((await client.draft(TREE)).tokens[1:]))
         await client.close()
         assert best >= 64
-        cut = Client(engine, vocabulary=best)
+        cut = DraftClient(engine, vocabulary=best)
         await cut.open([1, 2, 3])
         tree = await cut.draft(TREE)
         assert best not in tree.tokens and tree.tokens.max() < best
@@ -321,10 +321,10 @@ async def test_the_first_id_past_the_targets_vocabulary_is_never_guessed(path, o
 async def test_a_state_saved_of_a_text_with_ids_that_the_drafter_lacks_is_found_and_drafts_the_same(path, oracle):
     prompt = [3, MORE - 1, PADDED, 7, PADDED + 5, 2, 1, MORE - 2]
     async with serving(path, MemoryStates()) as engine:
-        first = Client(engine, vocabulary=MORE)
+        first = DraftClient(engine, vocabulary=MORE)
         await first.open(prompt)
         assert await first.close() == Closed(len(prompt) - 1)
-        again = Client(engine, vocabulary=MORE)
+        again = DraftClient(engine, vocabulary=MORE)
         assert (await again.open(prompt)).restored == len(prompt) - 1
         oracle.check(await again.draft(TREE), prompt, TREE, GREEDY)
         await again.close()
@@ -338,7 +338,7 @@ async def test_after_any_history_a_draft_is_that_of_a_fresh_drafter(path, oracle
     rng = random.Random(seed)
     sampling = rng.choice([GREEDY, DRAWN])
     async with serving(path) as engine:
-        client = Client(engine, sampling)
+        client = DraftClient(engine, sampling)
         prompt = prompt_of(rng.randint(1, 20), seed)
         await client.open(prompt)
         for _ in range(25):
@@ -364,7 +364,7 @@ async def test_after_any_history_a_draft_is_that_of_a_fresh_drafter(path, oracle
 async def test_states_of_accepted_nodes_are_used_again(path, accepted, forwarded):
     """A round of depth 4 forwards its root and three levels; only the last level's token was not forwarded before."""
     async with serving(path) as engine:
-        client = Client(engine)
+        client = DraftClient(engine)
         await client.open(prompt_of(9))
         tree = await client.draft(CHAIN)
         client.text.extend(walk(tree, accepted, random.Random(0)))
@@ -378,7 +378,7 @@ async def test_states_of_accepted_nodes_are_used_again(path, accepted, forwarded
 async def test_a_state_is_used_again_whether_or_not_the_tree_has_kept_its_row(path, oracle, shape):
     """The text goes on through each row that was processed, in turn: the next round begins with its new root alone."""
     async with serving(path) as engine:
-        client = Client(engine, DRAWN)
+        client = DraftClient(engine, DRAWN)
         await client.open(prompt_of(9))
         await client.draft(shape)
         prompt, growth = list(client.ids), client.kept.growth
@@ -400,7 +400,7 @@ async def test_a_state_is_used_again_whether_or_not_the_tree_has_kept_its_row(pa
 
 async def test_what_is_learned_changes_values_and_never_which_guess_comes_first(path, oracle, learning):
     async with serving(path) as engine:
-        client = Client(engine)
+        client = DraftClient(engine)
         await client.open(prompt_of(9))
         first = await client.draft(TREE)
         for seed in range(4):
@@ -418,7 +418,7 @@ async def test_a_tree_that_takes_more_slots_than_small_trees_are_given_is_grown(
     """dynamic(16,5,7) has 8 rows as a tree and 65 while it grows: one more than eight trees of 8 rows."""
     shape = DynamicShape(16, 5, 7)
     async with serving(path, max_rows=8) as engine:
-        clients = [Client(engine, DRAWN) for _ in range(3)]
+        clients = [DraftClient(engine, DRAWN) for _ in range(3)]
         await asyncio.gather(*(client.open(prompt_of(6, i)) for i, client in enumerate(clients)))
         for _ in range(2):
             trees = await asyncio.wait_for(asyncio.gather(*(client.draft(shape) for client in clients)), 30)
@@ -432,7 +432,7 @@ async def test_sessions_that_share_forwards_draft_what_each_would_alone(path, or
     shapes = [CHAIN, TREE, WIDE, OFF, LevelShape((2, 2, 2)), NODES, BEAM, DYNAMIC, FEW_OF_MANY]
     laws = [GREEDY, DRAWN, MASKED, GREEDY, DRAWN, Sampling(temperature=0.8, seed=100), DRAWN, GREEDY, MASKED]
     async with serving(path) as engine:
-        clients = [Client(engine, law) for law in laws]
+        clients = [DraftClient(engine, law) for law in laws]
         await asyncio.gather(*(client.open(prompt_of(5 + 9 * i, i)) for i, client in enumerate(clients)))
         for turn in range(5):
             trees = await asyncio.gather(*(c.draft(shape) for c, shape in zip(clients, shapes, strict=True)))
@@ -450,7 +450,7 @@ async def test_sessions_that_share_forwards_draft_what_each_would_alone(path, or
 
 async def test_when_slots_run_short_idle_trees_give_theirs_up_and_drafts_stay_right(path, oracle):
     async with serving(path, max_rows=8, max_sessions=24) as engine:
-        clients = [Client(engine) for _ in range(24)]
+        clients = [DraftClient(engine) for _ in range(24)]
         await asyncio.gather(*(client.open(prompt_of(6, i)) for i, client in enumerate(clients)))
         shape = LevelShape((1, 1, 1, 1, 1, 1, 1))
         for _ in range(3):
@@ -463,7 +463,7 @@ async def test_when_slots_run_short_idle_trees_give_theirs_up_and_drafts_stay_ri
 
 async def test_a_draft_sent_while_the_prompt_is_being_read_waits_for_it(path, oracle):
     async with serving(path) as engine:
-        client = Client(engine)
+        client = DraftClient(engine)
         opening = asyncio.create_task(client.open(prompt_of(150)))
         await first_session(engine)
         tree = await client.draft(TREE)
@@ -474,10 +474,10 @@ async def test_a_draft_sent_while_the_prompt_is_being_read_waits_for_it(path, or
 
 async def test_the_first_guess_obeys_top_k_and_the_others_do_not(path):
     """With top-k 1 the first child is the likeliest token, whatever the noise; the rest are ordered by the noise."""
-    greedy, drawn = Client, Sampling(temperature=1.0, top_k=1, seed=8)
+    greedy, drawn = DraftClient, Sampling(temperature=1.0, top_k=1, seed=8)
     async with serving(path) as engine:
-        plain, masked = greedy(engine), Client(engine, drawn)
-        free = Client(engine, Sampling(temperature=1.0, seed=8))
+        plain, masked = greedy(engine), DraftClient(engine, drawn)
+        free = DraftClient(engine, Sampling(temperature=1.0, seed=8))
         for client in (plain, masked, free):
             await client.open(prompt_of(12))
         best, tree, unmasked = [await client.draft(LevelShape((8,))) for client in (plain, masked, free)]
@@ -490,7 +490,7 @@ async def test_the_first_guess_obeys_top_k_and_the_others_do_not(path):
 
 async def test_the_trace_ranks_each_token_of_the_text_since_the_last_tree(path, oracle):
     async with serving(path) as engine:
-        client = Client(engine)
+        client = DraftClient(engine)
         await client.open(prompt_of(10))
         assert len((await client.draft(TREE)).trace) == 0
         for accepted, shape in ((5, TREE), (2, TREE), (0, TREE), (3, NODES), (4, BEAM), (3, DYNAMIC), (2, FEW_OF_MANY)):
@@ -513,8 +513,8 @@ async def test_the_trace_ranks_each_token_of_the_text_since_the_last_tree(path, 
 # -- states by name ---------------------------------------------------------------------------------------------------
 
 
-async def one_turn(engine: DrafterEngine, prompt: list[int], **options: object) -> tuple[Client, Closed]:
-    client = Client(engine, **options)
+async def one_turn(engine: DrafterEngine, prompt: list[int], **options: object) -> tuple[DraftClient, Closed]:
+    client = DraftClient(engine, **options)
     await client.open(prompt)
     tree = await client.draft(TREE)
     client.text.extend(walk(tree, 3, random.Random(1)))
@@ -529,7 +529,7 @@ async def test_a_saved_state_drafts_bit_for_bit_like_the_session_it_came_from(pa
         assert closed == Closed(len(first.ids) - 1)
     async with serving(path, states) as elsewhere:
         turn = len(first.ids)
-        same, longer = Client(elsewhere), Client(elsewhere, marks=(7, turn + mark))
+        same, longer = DraftClient(elsewhere), DraftClient(elsewhere, marks=(7, turn + mark))
         assert (await same.open(first.ids)).restored == turn - 1
         more = [*first.ids, *prompt_of(21, 4)]
         opened = await longer.open(more)
@@ -558,7 +558,7 @@ async def test_a_spoilt_state_is_a_counted_miss_and_the_draft_is_right(path, ora
         first, _ = await one_turn(engine, prompt_of(20))
         (name,) = states.blobs
         states.blobs[name] = spoil(states.blobs[name])
-        client = Client(engine)
+        client = DraftClient(engine)
         opened = await client.open(first.ids)
         assert (opened.restored, engine.stats()["states_refused"]) == (0, 1)
         oracle.check(await client.draft(TREE), client.ids, TREE, GREEDY)
@@ -575,7 +575,7 @@ async def test_a_text_whose_saved_state_cannot_be_loaded_is_processed_and_drafte
             raise RuntimeError("no such slot")
 
         monkeypatch.setattr(engine._runner.memory, "load", broken)
-        client = Client(engine)
+        client = DraftClient(engine)
         opened = await client.open(first.ids)
         assert (opened.restored, opened.processed) == (0, len(first.ids) - 1)
         oracle.check(await client.draft(TREE), client.ids, TREE, GREEDY)
@@ -587,16 +587,16 @@ async def test_a_state_of_another_model_tenant_or_text_is_not_taken(paths, oracl
     async with serving(paths["mamba"], states) as engine:
         first, _ = await one_turn(engine, prompt_of(20), tenant="a")
         ((name, blob),) = states.blobs.items()
-        other = Client(engine, tenant="b")
+        other = DraftClient(engine, tenant="b")
         assert (await other.open(first.ids)).restored == 0
         await other.close()
     async with serving(paths["mamba2"], states) as engine:
-        client = Client(engine, tenant="a")
+        client = DraftClient(engine, tenant="a")
         assert (await client.open(first.ids)).restored == 0
         await client.close()
         for wanted in set(states.blobs) - {name}:
             states.blobs[wanted] = blob  # a valid blob under a name that is not its own
-        client = Client(engine, tenant="a")
+        client = DraftClient(engine, tenant="a")
         assert (await client.open(first.ids)).restored == 0
         assert engine.stats()["states_refused"] == 1
         await client.close()
@@ -607,7 +607,7 @@ async def test_a_state_of_another_model_tenant_or_text_is_not_taken(paths, oracl
 
 async def test_a_newer_call_takes_the_older_ones_place(path, oracle):
     async with serving(path) as engine:
-        client = Client(engine)
+        client = DraftClient(engine)
         await client.open(prompt_of(10))
         calls = [asyncio.create_task(client.draft(TREE)) for _ in range(3)]
         trees = await asyncio.gather(*calls)
@@ -618,7 +618,7 @@ async def test_a_newer_call_takes_the_older_ones_place(path, oracle):
 
 async def test_a_cancelled_draft_leaves_the_engine_fine(path, oracle):
     async with serving(path) as engine:
-        client = Client(engine)
+        client = DraftClient(engine)
         await client.open(prompt_of(10))
         for _ in range(5):
             call = asyncio.create_task(client.draft(TREE))
@@ -631,18 +631,18 @@ async def test_a_cancelled_draft_leaves_the_engine_fine(path, oracle):
 
 async def test_a_cancelled_open_leaves_nothing_behind(path):
     async with serving(path, max_sessions=1) as engine:
-        call = asyncio.create_task(Client(engine).open(prompt_of(2000)))
+        call = asyncio.create_task(DraftClient(engine).open(prompt_of(2000)))
         await first_session(engine)
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
-        client = Client(engine)
+        client = DraftClient(engine)
         await client.open(prompt_of(3))
         await client.close()
 
 
 async def test_a_close_while_the_prompt_is_read_ends_the_open(path):
     async with serving(path) as engine:
-        client = Client(engine)
+        client = DraftClient(engine)
         opening = asyncio.create_task(client.open(prompt_of(1000)))
         await first_session(engine)
         await client.close()
@@ -652,10 +652,10 @@ async def test_a_close_while_the_prompt_is_read_ends_the_open(path):
 
 async def test_an_unknown_opening_or_another_text_is_not_found(path):
     async with serving(path) as engine:
-        client = Client(engine)
+        client = DraftClient(engine)
         await client.open(prompt_of(10))
         with pytest.raises(NotFound, match="is not open here"):
-            await Client(engine, text=client.text).draft(CHAIN)
+            await DraftClient(engine, text=client.text).draft(CHAIN)
         with pytest.raises(NotFound, match="digest"):
             await engine.draft(DraftCall(TextUpdate(client.opening, 11, 1, 10, (5,)), CHAIN))
         with pytest.raises(NotFound, match="holds 10 tokens"):
@@ -678,7 +678,7 @@ async def test_an_unknown_opening_or_another_text_is_not_found(path):
 )
 async def test_a_call_past_the_limits_is_refused_by_the_fields_name(path, field: str, call: Callable):
     async with serving(path, max_rows=32) as engine:
-        client = Client(engine)
+        client = DraftClient(engine)
         await client.open(prompt_of(10))
         with pytest.raises(BadRequest) as refused:
             await call(client)
@@ -689,22 +689,22 @@ async def test_a_call_past_the_limits_is_refused_by_the_fields_name(path, field:
 async def test_a_temperature_too_small_to_divide_by_is_refused(path):
     async with serving(path) as engine:
         with pytest.raises(BadRequest) as refused:
-            await Client(engine, Sampling(temperature=1e-9)).open(prompt_of(3))
+            await DraftClient(engine, Sampling(temperature=1e-9)).open(prompt_of(3))
         assert refused.value.field == "temperature"
 
 
 async def test_more_texts_than_there_is_room_for_are_refused(path):
     async with serving(path, max_sessions=1) as engine:
-        client = Client(engine)
+        client = DraftClient(engine)
         await client.open(prompt_of(3))
         with pytest.raises(Overloaded):
-            await Client(engine).open(prompt_of(3))
+            await DraftClient(engine).open(prompt_of(3))
         await client.close()
 
 
 async def test_a_forward_that_breaks_ends_its_sessions_alone(path, oracle, monkeypatch):
     async with serving(path) as engine:
-        client, other = Client(engine), Client(engine)
+        client, other = DraftClient(engine), DraftClient(engine)
         await client.open(prompt_of(3))
         await other.open(prompt_of(4))
         with monkeypatch.context() as patch:
@@ -719,13 +719,13 @@ async def test_a_forward_that_breaks_ends_its_sessions_alone(path, oracle, monke
 
 async def test_a_scheduler_that_breaks_gives_up_its_texts_and_serves_on(path, oracle, monkeypatch):
     async with serving(path) as engine:
-        client = Client(engine)
+        client = DraftClient(engine)
         await client.open(prompt_of(3))
         with monkeypatch.context() as patch:
             patch.setattr(engine._scheduler, "next", lambda: 1 / 0)
             with pytest.raises(EngineFailed):
                 await client.draft(CHAIN)
-        again = Client(engine)
+        again = DraftClient(engine)
         await again.open(prompt_of(4))
         oracle.check(await again.draft(TREE), again.ids, TREE, GREEDY)
         await again.close()
@@ -734,7 +734,7 @@ async def test_a_scheduler_that_breaks_gives_up_its_texts_and_serves_on(path, or
 async def test_a_stopped_engine_says_so(path):
     engine = DrafterEngine.load(path, name="tiny", states=NoStates())
     engine.start()
-    client = Client(engine)
+    client = DraftClient(engine)
     await client.open(prompt_of(3))
     engine.stop()
     engine.stop()
@@ -767,7 +767,7 @@ def test_an_option_that_means_nothing_is_refused(path, field, options):
 async def test_bfloat16_texts_share_forwards(path):
     """Trees of several texts lie in slots that are not side by side."""
     async with serving(path, dtype="bfloat16") as engine:
-        clients = [Client(engine) for _ in range(3)]
+        clients = [DraftClient(engine) for _ in range(3)]
         await asyncio.gather(*(client.open(prompt_of(20, i)) for i, client in enumerate(clients)))
         for shape in (TREE, DYNAMIC):
             trees = await asyncio.gather(*(client.draft(shape) for client in clients))
@@ -781,7 +781,7 @@ async def test_bfloat16_drafts_and_restores_its_own_states(path):
     states = MemoryStates()
     async with serving(path, states, dtype="bfloat16") as engine:
         first, closed = await one_turn(engine, prompt_of(20))
-        client = Client(engine)
+        client = DraftClient(engine)
         assert (await client.open(first.ids)).restored == closed.saved
         assert (await client.draft(TREE)).rows == TREE.rows
         await client.close()

@@ -14,15 +14,15 @@ import pytest
 import torch
 from tiny_drafters import FAMILIES, VOCABULARY, make_drafter
 
-from drafter_service.models import Model, load_model
-from drafter_service.models.memory import Memory
-from drafter_service.plan import EMPTY_TEXT, NO_NODE, Chains, Fold, Level
+from drafter_service.models import DrafterModel, load_model
+from drafter_service.models.memory import DrafterMemory
+from drafter_service.plan import EMPTY_TEXT, NO_NODE, Chains, Level, TextFold
 
 TEXTS, NODES = 4, 64
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> DrafterModel:
     return load_model(checkpoint_of(request.param, tmp_path_factory), torch.float32, torch.device("cpu"))[0]
 
 
@@ -36,7 +36,7 @@ def ints(*values: int) -> np.ndarray:
     return np.array(values, np.int64)
 
 
-def read(model: Model, text: list[int]) -> tuple[torch.Tensor, Memory]:
+def read(model: DrafterModel, text: list[int]) -> tuple[torch.Tensor, DrafterMemory]:
     """Logits after a text, by one chain over a memory of its own, and that memory, which has the text in slot 1."""
     memory = model.memory(texts=2, nodes=1)
     rows = Chains(np.array([text]), ints(len(text)), ints(0), ints(EMPTY_TEXT), ints(1), ints())
@@ -102,7 +102,7 @@ def chains_of(stories: list[Story], lengths: list[int], roots: list[int]) -> Cha
     return Chains(tokens, ints(*lengths), ints(*(story.covers for story in stories)), source, target, ints(*roots))
 
 
-def compare_text(model: Model, memory: Memory, story: Story) -> None:
+def compare_text(model: DrafterModel, memory: DrafterMemory, story: Story) -> None:
     saved = memory.save(story.slot, story.covers)
     straight = read(model, story.ids[: story.covers])[1].save(1, story.covers)
     assert saved.keys() == straight.keys()
@@ -149,7 +149,7 @@ def test_every_node_is_its_path_read_straight_and_every_fold_the_text_read_strai
                 continue
             path = story.path(int(rng.integers(0, len(story.slots))))
             source = story.slot if story.covers else EMPTY_TEXT
-            folds.append(Fold(story.covers, source, story.slot, tuple(story.slots[node] for node in path)))
+            folds.append(TextFold(story.covers, source, story.slot, tuple(story.slots[node] for node in path)))
             story.ids[story.covers :] = [story.tokens[node] for node in path]
             story.covers = len(story.ids)
         if folds:
@@ -172,7 +172,7 @@ def test_a_tree_of_mamba2_holds_inputs_and_no_state(tmp_path_factory):
     assert many.node_bytes * 4 < many.text_bytes(10)
 
 
-def held(memory: Memory) -> int:
+def held(memory: DrafterMemory) -> int:
     """Bytes of all tensors that a memory has, however deep they are kept, each storage once."""
     found: dict[int, int] = {}
     seen: set[int] = set()

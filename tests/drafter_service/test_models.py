@@ -15,8 +15,8 @@ from tiny_mamba import FAMILIES, PADDED, VOCABULARY, Family, make_checkpoint, ma
 from transformers import PreTrainedModel
 
 from drafter_service.models import load_model
-from drafter_service.models.memory import Memory
-from drafter_service.plan import EMPTY_TEXT, NO_NODE, Chains, Fold, Level
+from drafter_service.models.memory import DrafterMemory
+from drafter_service.plan import EMPTY_TEXT, NO_NODE, Chains, Level, TextFold
 
 CPU = torch.device("cpu")
 Made = dict[Family, tuple[PreTrainedModel, dict[str, Path]]]
@@ -37,19 +37,19 @@ def tokens(count: int) -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (count,), generator=torch.Generator().manual_seed(1))
 
 
-def chained(memory: Memory, text: torch.Tensor, start: int, source: int, target: int) -> torch.Tensor:
+def chained(memory: DrafterMemory, text: torch.Tensor, start: int, source: int, target: int) -> torch.Tensor:
     """A text, or a part of it, as one chain; hidden [T, d]"""
     one = np.array([[len(text)], [start], [source], [target]])
     return memory.chain(Chains(text[None].numpy(), *one, np.zeros(0, np.int64)))[0]
 
 
-def stepped(memory: Memory, token: torch.Tensor, start: int, text: int) -> torch.Tensor:
+def stepped(memory: DrafterMemory, token: torch.Tensor, start: int, text: int) -> torch.Tensor:
     """One token as the root of a tree, which the text then goes through; hidden [1, d]. The text begins in slot 0."""
     one, source, node = np.ones(1, np.int64), np.array([text if start else EMPTY_TEXT]), np.array([1])
     at, alone = np.array([start]), np.ones((1, 1, 1), np.bool_)
     level = Level(token.numpy(), np.array([NO_NODE]), at, one, source, at, node[None], alone)
     hidden = memory.level(level)
-    memory.fold([Fold(start, int(source[0]), text, (1,))])
+    memory.fold([TextFold(start, int(source[0]), text, (1,))])
     return hidden
 
 
@@ -164,7 +164,7 @@ def test_a_state_spaces_configuration_that_means_another_function_is_refused(mad
         load_model(folder, torch.float32, CPU)
 
 
-class Unsafe:
+class UnsafePickle:
     """Runs code when unpickled."""
 
     def __reduce__(self):
@@ -174,6 +174,6 @@ class Unsafe:
 def test_a_pickled_checkpoint_runs_no_code(made, tmp_path):
     folder = tmp_path / "checkpoint"
     shutil.copytree(made["mamba"][1]["state-spaces"], folder)
-    torch.save({"backbone.embedding.weight": Unsafe()}, folder / "pytorch_model.bin")
+    torch.save({"backbone.embedding.weight": UnsafePickle()}, folder / "pytorch_model.bin")
     with pytest.raises(BadRequest, match="plain weights"):
         load_model(folder, torch.float32, CPU)

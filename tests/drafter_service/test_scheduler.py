@@ -9,8 +9,8 @@ from dendro.text import Limits, Sampling, Tokens
 from dendro.tree import DraftTree
 from tree_layers.states import SlotPool
 
-from drafter_service.plan import Outcome, Plan
-from drafter_service.scheduler import Scheduler, Session
+from drafter_service.plan import DraftOutcome, DraftPlan
+from drafter_service.scheduler import DrafterText, DraftScheduler
 
 SESSIONS, PROMPT = 3, (5, 6, 7)
 SMALL, LARGE = LevelShape((2, 2)), DynamicShape(16, 5, 7)
@@ -24,28 +24,28 @@ class Waiting:
     def settle(self, value: object) -> None: ...
 
 
-def forward(scheduler: Scheduler) -> Plan | None:
+def forward(scheduler: DraftScheduler) -> DraftPlan | None:
     plan = scheduler.next()
     if plan is not None:
         shape = len(plan.scored), plan.width
-        scheduler.apply(Outcome(np.tile(np.arange(plan.width), (shape[0], 1)), np.zeros(shape, np.float32)))
+        scheduler.apply(DraftOutcome(np.tile(np.arange(plan.width), (shape[0], 1)), np.zeros(shape, np.float32)))
     return plan
 
 
-def opened(scheduler: Scheduler, name: int) -> Session:
+def opened(scheduler: DraftScheduler, name: int) -> DrafterText:
     text = Tokens()
     text.extend(PROMPT)
     update = TextUpdate(bytes([name]) * 16, len(text), text.digests[-1], 0, PROMPT)
     return scheduler.open(Waiting(), OpenCall(update, Terms(Sampling(), Limits(100), "", ())), 0, 1 << 20)
 
 
-def draft(scheduler: Scheduler, session: Session, shape: TreeShape) -> None:
+def draft(scheduler: DraftScheduler, session: DrafterText, shape: TreeShape) -> None:
     update = TextUpdate(session.opening, len(PROMPT), session.text.tokens.digests[-1], len(PROMPT), ())
     scheduler.draft(Waiting(), DraftCall(update, shape))
 
 
 def test_a_round_that_waits_for_many_slots_is_not_passed_by_those_that_need_few():
-    scheduler = Scheduler("d", SlotPool(1 + 2 * SESSIONS), SlotPool(1 + LARGE.forwarded), SESSIONS, 8)
+    scheduler = DraftScheduler("d", SlotPool(1 + 2 * SESSIONS), SlotPool(1 + LARGE.forwarded), SESSIONS, 8)
     first, large, last = [opened(scheduler, name) for name in range(SESSIONS)]
     while forward(scheduler) is not None:
         pass

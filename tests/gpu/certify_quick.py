@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.progress import Progress
 from step import DEVICE, DRY, require_device, write_result
 
-from cluster.certify.command import QUICK, Size, run_certify
+from cluster.certify.command import QUICK, CertifySize, run_certify
 from cluster.certify.promises import show
 from cluster.config import Config, demo_config
 
-TINY = Size(
+TINY = CertifySize(
     greedy_prompts=1, greedy_tokens=8, prompts=1, tokens=4, draws=500, far_draws=20, own_prompts=1, own_tokens=8
 )
 

@@ -19,14 +19,14 @@ from tree_kernels.warp import Warp
 from cluster.config import DEMO_MODELS
 from drafter_service.engine import DrafterEngine
 from verifier_service.device import DeviceRunner
-from verifier_service.rows import NO_ROWS, Plan, pack, text_rows
+from verifier_service.rows import NO_ROWS, StepPlan, pack, text_rows
 from verifier_service.walk import Draw
 
 TIMES = 1 if DRY else 50
 OPERATIONS = 25
 
 
-def plan_of(runner: DeviceRunner, rows: int, warp: Warp) -> Plan:
+def plan_of(runner: DeviceRunner, rows: int, warp: Warp) -> StepPlan:
     """A round with a bushy tree of so many rows below a text of a few tokens."""
     ids = list(range(3, 20))
     tree = DraftTree.of([ids[-1], *range(20, 19 + rows)], [-1, *(row // 4 for row in range(rows - 1))])

@@ -39,7 +39,7 @@ TAIL_LINES = 15
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class GpuStep:
     """A script of this folder, or tests for pytest."""
 
     name: str
@@ -63,14 +63,14 @@ class Step:
 
 
 STEPS = (
-    Step("versions", 60, script="versions.py"),
-    Step("ceilings", 60, script="ceilings.py"),
-    Step("kernels", 120, tests=("tests/kernels/test_accelerated.py",), dry=("-k", "noise or walks or accepted")),
-    Step("device", 180, tests=("tests/verifier_service/test_device.py",), dry=("-k", "recorded or host_arrays")),
-    Step("rows", 90, script="rows.py"),
-    Step("capture", 90, script="capture.py"),
-    Step("profile", 120, script="profile_steps.py"),
-    Step("certify", 240, script="certify_quick.py"),
+    GpuStep("versions", 60, script="versions.py"),
+    GpuStep("ceilings", 60, script="ceilings.py"),
+    GpuStep("kernels", 120, tests=("tests/kernels/test_accelerated.py",), dry=("-k", "noise or walks or accepted")),
+    GpuStep("device", 180, tests=("tests/verifier_service/test_device.py",), dry=("-k", "recorded or host_arrays")),
+    GpuStep("rows", 90, script="rows.py"),
+    GpuStep("capture", 90, script="capture.py"),
+    GpuStep("profile", 120, script="profile_steps.py"),
+    GpuStep("certify", 240, script="certify_quick.py"),
 )
 
 
@@ -126,7 +126,7 @@ def environment(dry: bool, site: Path) -> dict[str, str]:
     return os.environ | given
 
 
-def run(step: Step, dry: bool, left_s: float, env: dict[str, str], log: Path) -> Done:
+def run(step: GpuStep, dry: bool, left_s: float, env: dict[str, str], log: Path) -> Done:
     """Run a step in a process group of its own; kill the group when its time is over."""
     limit = min(DRY_LIMIT_S if dry else step.limit_s, left_s)
     began = time.monotonic()

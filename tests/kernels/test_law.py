@@ -32,7 +32,7 @@ def random_probs(rng: np.random.Generator, vocabulary: int = VOCABULARY) -> Prob
     return tuple(Fraction(weight, sum(weights)) for weight in weights)
 
 
-class Model:
+class LawModel:
     """A law of the next token after each text, made up once."""
 
     def __init__(self, seed: int) -> None:
@@ -73,7 +73,7 @@ class NextDraw(Exception):
         self.row = row
 
 
-def emitted_law(tree: Tree, model: Model) -> Law:
+def emitted_law(tree: Tree, model: LawModel) -> Law:
     """What one walk emits, over every draw of the target at every visited row."""
     law: Law = defaultdict(Fraction)
     waiting: list[tuple[Text, Fraction]] = [((), Fraction(1))]
@@ -94,7 +94,7 @@ def emitted_law(tree: Tree, model: Model) -> Law:
     return law
 
 
-def completed(law: Law, model: Model, length: int) -> Law:
+def completed(law: Law, model: LawModel, length: int) -> Law:
     """The law of the first `length` tokens, short answers going on by plain decoding."""
     done: Law = defaultdict(Fraction)
     waiting = list(law.items())
@@ -109,7 +109,7 @@ def completed(law: Law, model: Model, length: int) -> Law:
 
 @pytest.mark.parametrize("guesses", [0, 1, 2, 3])
 def test_the_walk_keeps_the_joint_law_for_every_tree(guesses):
-    model = Model(guesses)
+    model = LawModel(guesses)
     trees = list(all_trees(guesses))
     assert len(trees) == {0: 1, 1: 3, 2: 15, 3: 105}[guesses]
     for tree in trees:
@@ -136,10 +136,10 @@ def token_at(probs: Probs, point: Fraction) -> int:
 
 
 Points = Sequence[Fraction]  # the noise of each position
-Build = Callable[[Text, Points, Model, Model], Tree]
+Build = Callable[[Text, Points, LawModel, LawModel], Tree]
 
 
-def guesses_of(drafter: Model, text: Text, points: Points, width: int) -> list[int]:
+def guesses_of(drafter: LawModel, text: Text, points: Points, width: int) -> list[int]:
     """The drafter's token under the shared noise, then the others."""
     if len(text) >= len(points):
         return list(TOKENS[:width])
@@ -147,7 +147,7 @@ def guesses_of(drafter: Model, text: Text, points: Points, width: int) -> list[i
     return [first, *(t for t in TOKENS if t != first)][:width]
 
 
-def two_levels(text: Text, points: Points, drafter: Model, widths: Callable[[Text], int]) -> Tree:
+def two_levels(text: Text, points: Points, drafter: LawModel, widths: Callable[[Text], int]) -> Tree:
     tree: Tree = [0], [-1]
     for row in range(1 + VOCABULARY):
         if row < len(tree[0]):
@@ -183,7 +183,7 @@ def spiteful(text, points, drafter, target):
     return ([0, coming], [-1, 0]) if coming != 1 else ([0, 0, 2], [-1, 0, 0])
 
 
-def decoded(build: Build, target: Model, drafter: Model, by_row: bool = False) -> Law:
+def decoded(build: Build, target: LawModel, drafter: LawModel, by_row: bool = False) -> Law:
     """The law of two tokens, over all noise, in as many rounds as it takes. `by_row` plants the bug."""
     drawing = [target.probs[text] for length in range(2) for text in product(TOKENS, repeat=length)]
     guessing = [drafter.probs[text] for length in range(2) for text in product(TOKENS, repeat=length)]
@@ -208,7 +208,7 @@ def decoded(build: Build, target: Model, drafter: Model, by_row: bool = False) -
 @pytest.mark.parametrize("build", [off, chain, fork, adaptive, spiteful])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_trees_made_from_the_shared_noise_keep_the_joint_law(build, seed):
-    target, drafter = Model(seed), Model(seed + 100)
+    target, drafter = LawModel(seed), LawModel(seed + 100)
     assert total_variation(decoded(build, target, drafter), target.joint(2)) < LOSSLESS
 
 
@@ -216,7 +216,8 @@ def test_trees_made_from_the_shared_noise_keep_the_joint_law(build, seed):
 def test_noise_keyed_by_row_instead_of_position_would_lose_the_joint_law(build):
     """Each round begins at row 0, so the token after a rejected round repeats the noise of the one before it."""
     worst = max(
-        total_variation(decoded(build, Model(s), Model(s + 100), by_row=True), Model(s).joint(2)) for s in (0, 1)
+        total_variation(decoded(build, LawModel(s), LawModel(s + 100), by_row=True), LawModel(s).joint(2))
+        for s in (0, 1)
     )
     assert worst > LOSSY
 

@@ -18,7 +18,7 @@ NEAR = 16
 
 
 @dataclass
-class Case:
+class AttentionCase:
     """Texts with keys of their own, spread over one pool, and rows that stand in them."""
 
     heads: int
@@ -160,7 +160,7 @@ def prefilled(case, base, parents):
 )
 def test_every_row_is_the_softmax_over_its_own_path(variant, dtype, atol, rel_rms):
     kv_heads = 2 if variant == "grouped" else 4
-    case = Case(4, kv_heads, 16, dtype)
+    case = AttentionCase(4, kv_heads, 16, dtype)
     case.window = 20 if variant == "window" else None
     case.softcap = 2.0 if variant == "softcap" else None
     case.sinks = case.random(4) if variant == "sinks" else None
@@ -177,7 +177,7 @@ def test_every_row_is_the_softmax_over_its_own_path(variant, dtype, atol, rel_rm
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(5, 5, 64), (6, 2, 64), (4, 1, 16)])
 def test_a_row_has_the_same_bits_alone_in_a_chunk_and_in_a_tree(base, heads, kv_heads, dim):
-    case = Case(heads, kv_heads, dim)
+    case = AttentionCase(heads, kv_heads, dim)
     text, chunked = prefilled(case, base, TREES["fork"])
     tree = rows_of(text)[base - 1 :]
     in_tree = case.run([(text, tree)])
@@ -191,7 +191,7 @@ def test_a_row_has_the_same_bits_alone_in_a_chunk_and_in_a_tree(base, heads, kv_
 def test_a_guess_has_the_bits_it_has_once_it_is_committed():
     """The path of a tree, written down and computed as plain text, row by row."""
     for base in (15, 16, 50, 64, 130):
-        case = Case(6, 2, 64)
+        case = AttentionCase(6, 2, 64)
         tree, _ = prefilled(case, base, TREES["fork"])
         path = [0, 2, 6, 12, 18]
         guessed = case.run([(tree, [base - 1 + node for node in range(len(tree["parents"]))])])[path]
@@ -207,7 +207,7 @@ def test_a_guess_has_the_bits_it_has_once_it_is_committed():
 
 def test_sessions_side_by_side_have_the_bits_they_have_alone():
     for kv_heads in (1, 2, 6):
-        case = Case(6, kv_heads, 64)
+        case = AttentionCase(6, kv_heads, 64)
         texts = [
             prefilled(case, base, TREES[name])[0]
             for base, name in (
@@ -231,7 +231,7 @@ def test_sessions_side_by_side_have_the_bits_they_have_alone():
 
 
 def test_a_window_hides_far_and_near_keys_bit_for_bit_alike():
-    case = Case(4, 2, 16, window=40)
+    case = AttentionCase(4, 2, 16, window=40)
     text, chunked = prefilled(case, 300, TREES["fork"])
     for row in (10, 39, 40, 41, 104, 200, 299):
         assert torch.equal(case.run([(text, [row])])[0], chunked[row])
@@ -243,10 +243,10 @@ import os, sys
 sys.path[:0] = {paths!r}
 import torch
 torch.set_num_threads({threads})
-from test_tree_attention import Case, TREES, prefilled, rows_of
+from test_tree_attention import AttentionCase, TREES, prefilled, rows_of
 bad = []
 for dtype in (torch.float32, torch.bfloat16):
-    case = Case(6, 2, 64, dtype)
+    case = AttentionCase(6, 2, 64, dtype)
     text, chunked = prefilled(case, 330, TREES["fork"])
     for count in (1, 2, 7, 8, 9, 16, 46, 48, 64, 100, 256, 300):
         rows = list(range(330 - count, 330))

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from tree_kernels.tree_conv import tree_conv
 from tree_kernels.tree_scan import (
     ROW_MULTIPLE,
-    Fold,
+    BlockFold,
     Group,
-    Inputs,
     Paths,
+    TokenInputs,
     fold,
     fold_in_order,
     tree_scan,
@@ -55,7 +55,7 @@ def random_inputs(generator, slots, heads, width, groups, size, dtype=torch.floa
     dt = F.softplus(torch.randn(slots, heads, generator=generator, dtype=torch.float64) * 5)
     for each in (x, B, dt):
         each[0] = 0
-    return Inputs(x.to(dtype), B.to(dtype), dt if dtype == torch.float64 else dt.float())
+    return TokenInputs(x.to(dtype), B.to(dtype), dt if dtype == torch.float64 else dt.float())
 
 
 def stepped(inputs, state, path, A, C, D):
@@ -73,9 +73,9 @@ def stepped(inputs, state, path, A, C, D):
 def repeated(inputs, own, groups):
     """Inputs of which so many heads have an x and so many groups a B, and the same with those of each in its place."""
     heads, readers = inputs.x.shape[1], inputs.B.shape[1]
-    few = Inputs(inputs.x[:, :own].contiguous(), inputs.B[:, :groups].contiguous(), inputs.dt)
+    few = TokenInputs(inputs.x[:, :own].contiguous(), inputs.B[:, :groups].contiguous(), inputs.dt)
     x, B = few.x.repeat_interleave(heads // own, 1), few.B.repeat_interleave(readers // groups, 1)
-    return few, Inputs(x, B, inputs.dt)
+    return few, TokenInputs(x, B, inputs.dt)
 
 
 def relative(found, truth):
@@ -145,7 +145,9 @@ def test_folds_are_steps_one_after_another(kind):
     inputs = random_inputs(generator, 40, heads, width, groups, size, torch.float32)
     states = torch.randn(3, heads, width, size, generator=generator)
     blocks = torch.randperm(39, generator=generator)[:32].view(2, 16) + 1
-    done = run(inputs, states, [Fold(2, blocks[0], 1), Fold(-1, blocks[1], -1), Fold(0, blocks[1], -1)], A)
+    done = run(
+        inputs, states, [BlockFold(2, blocks[0], 1), BlockFold(-1, blocks[1], -1), BlockFold(0, blocks[1], -1)], A
+    )
     zeros, nothing = torch.zeros(groups, size), torch.zeros(heads)
     first = stepped(inputs, states[2].double(), blocks[0].tolist(), A, zeros, nothing)[1]
     second = stepped(inputs, first, blocks[1].tolist(), A, zeros, nothing)[1]
@@ -161,7 +163,7 @@ def test_a_row_may_start_from_what_the_step_folded():
     inputs = random_inputs(generator, 30, heads, width, groups, size, torch.float32)
     states = torch.zeros(1, heads, width, size)
     C = torch.randn(1, groups, size, generator=generator)
-    folds = [Fold(0, torch.arange(1, 17), -1)]
+    folds = [BlockFold(0, torch.arange(1, 17), -1)]
     paths = Paths(torch.arange(17, 30)[None], [Group(-1, torch.zeros(8, dtype=torch.int64), 1)], folds)
     y = tree_scan(inputs, states, fold(inputs, states, folds, A), paths, inputs.x[29:], C, A, D)
     truth, _ = stepped(inputs, states[0].double(), list(range(1, 30)), A, C[0], D)
@@ -173,7 +175,7 @@ def test_decays_that_underflow_give_no_infinities_and_hide_siblings_wholly(run):
     """200 nats of decay a token: whatever lies behind a token is gone, and a sibling's huge input never shows."""
     heads, width, size = 2, 1, 4
     slots = 12
-    inputs = Inputs(torch.ones(slots, heads, width), torch.ones(slots, 1, size), torch.full((slots, heads), 200.0))
+    inputs = TokenInputs(torch.ones(slots, heads, width), torch.ones(slots, 1, size), torch.full((slots, heads), 200.0))
     inputs.x[9] = 1e30  # row 3, nobody's ancestor
     for each in inputs:
         each[0] = 0
@@ -217,7 +219,7 @@ def test_heads_that_share_x_and_b_are_heads_with_copies_of_them(own, groups):
     inputs = random_inputs(generator, 40, heads, width, readers, size, torch.float32)
     few, whole = repeated(inputs, own, groups)
     at = torch.tensor([path[-1] for path in paths])
-    folds = [Fold(2, torch.arange(1, 17), 1), Fold(0, torch.arange(20, 36), -1)]
+    folds = [BlockFold(2, torch.arange(1, 17), 1), BlockFold(0, torch.arange(20, 36), -1)]
     for found, truth in zip(fold(few, states, folds, A), fold(whole, states, folds, A), strict=True):
         assert relative(found, truth) < 1e-6
     y = tree_scan(few, states, [], packed(paths, 2), few.x[at], C, A, D)

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 import torch
 from dendro.tree import DraftTree
-from routers import LAWS, Router, alone, guessing
+from routers import LAWS, RoundByRound, alone, guessing
 from tiny_models import make_checkpoint
 from tree_kernels.tree_attention import PAGE, near_window
 from tree_kernels.warp import Warp
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from verifier_service.device import GREEDY, DeviceRunner, Drawn, Inputs, Shape
+from verifier_service.device import GREEDY, DeviceRunner, Drawn, StepBuffers, StepShape
 from verifier_service.engine import VerifierEngine
-from verifier_service.models import Target, load_target
+from verifier_service.models import LoadedTarget, load_target
 from verifier_service.recurrent import Arrangement
 from verifier_service.rows import NO_ROWS, pack, text_rows
 from verifier_service.shards import Bounds
@@ -83,9 +83,9 @@ async def test_trees_and_company_change_no_token(engine, folder):
     rng = np.random.default_rng(0)
     async with running(engine) as ours:
         truths = await alone(ours, PROMPTS, LAWS, COUNT)
-        routers = [Router(ours, prompt, law, COUNT) for prompt, law in zip(PROMPTS, LAWS, strict=True)]
+        routers = [RoundByRound(ours, prompt, law, COUNT) for prompt, law in zip(PROMPTS, LAWS, strict=True)]
         trees = [guessing(rng, truth) for truth in truths]
-        assert await asyncio.gather(*map(Router.finish, routers, trees)) == truths
+        assert await asyncio.gather(*map(RoundByRound.finish, routers, trees)) == truths
         assert ours.stats()["guesses"] > 0 and ours.stats()["pages_held"] == 0
     # In float32, on numbers that are not near each other, the reference draws the same.
     reference = VerifierEngine.load(folder, name="tiny", dtype=torch.float32, max_length=96, max_sessions=3)
@@ -204,7 +204,7 @@ def test_a_replayed_step_gives_the_walks_of_an_unrecorded_one(folder):
 def test_rows_that_only_pad_write_to_the_zero_page_alone(folder):
     runner = runner_of(folder, None)
     with torch.inference_mode():
-        runner._warm(Shape(8, 8, GREEDY, alone=True))
+        runner._warm(StepShape(8, 8, GREEDY, alone=True))
     assert not runner.pages.stores[0][:, PAGE:].any()
 
 
@@ -214,8 +214,8 @@ def test_checks_multiply_as_many_rows_by_the_head_as_steps_do(folder, monkeypatc
     runner = runner_of(folder, None)
     monkeypatch.setattr("verifier_service.runner.HEAD_ROWS", 8)
     asked = []
-    logits = Target.logits
-    monkeypatch.setattr(Target, "logits", lambda self, *rows: asked.append(len(rows[2])) or logits(self, *rows))
+    logits = LoadedTarget.logits
+    monkeypatch.setattr(LoadedTarget, "logits", lambda self, *rows: asked.append(len(rows[2])) or logits(self, *rows))
     runner.tree_logits([5, 6, 7], DraftTree.of([7, *range(9, 20)], [-1, *range(11)]))
     assert asked[-1] == 16
 
@@ -237,7 +237,7 @@ class Copying:
 
 def test_host_arrays_are_not_rewritten_before_the_device_has_read_them():
     copied = Copying()
-    inputs = copied.inputs = Inputs({"a": (3,)}, torch.int64, torch.device("cpu"), copied)
+    inputs = copied.inputs = StepBuffers({"a": (3,)}, torch.int64, torch.device("cpu"), copied)
     inputs.clear()
     inputs.host["a"][:] = 7
     inputs.upload()

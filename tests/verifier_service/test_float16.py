@@ -11,7 +11,7 @@ import tiny_models
 import torch
 from dendro.errors import BadRequest
 from exactness import announces_what_it_must
-from routers import LAWS, Router, alone, guessing
+from routers import LAWS, RoundByRound, alone, guessing
 from safetensors.torch import load_file, save_file
 from tiny_hybrids import paths_below, tree_below
 
@@ -48,7 +48,7 @@ async def test_trees_change_no_token_of_a_target_in_float16(folders, family):
         try:
             rng = np.random.default_rng(0)
             truths = await alone(engine, [ids], LAWS[:1], 16)
-            router = Router(engine, ids, LAWS[0], 16)
+            router = RoundByRound(engine, ids, LAWS[0], 16)
             assert await router.finish(guessing(rng, truths[0], 90)) == truths[0]
         finally:
             await engine.stop()

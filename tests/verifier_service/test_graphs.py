@@ -18,7 +18,7 @@ class Cuda:
         self.current, self.pools, self.failing, self.modes, self.spoilt = "main", 0, failing, [], set()
 
     def current_stream(self):
-        return Stream(self.current)
+        return FakeCudaStream(self.current)
 
     def graph_pool_handle(self):
         self.pools += 1
@@ -46,7 +46,7 @@ class Cuda:
         self.current = before
 
 
-class Stream:
+class FakeCudaStream:
     def __init__(self, name="beside"):
         self.name = name
 
@@ -59,7 +59,7 @@ def cuda(monkeypatch):
     fake = Cuda(failing=1)
     for name in ("current_stream", "graph_pool_handle", "stream", "graph"):
         monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Stream", FakeCudaStream)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     return fake
 

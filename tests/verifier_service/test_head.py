@@ -11,7 +11,7 @@ import tiny_hybrids
 import tiny_models
 import torch
 from dendro.tree import DraftTree
-from routers import Router
+from routers import RoundByRound
 
 from verifier_service.engine import VerifierEngine
 from verifier_service.models.head import HEAD_ROWS, Logits
@@ -19,7 +19,7 @@ from verifier_service.models.head import HEAD_ROWS, Logits
 ROWS = 2 * HEAD_ROWS + 8
 
 
-class Counted:
+class CountedHead:
     """A head that knows which blocks it was given and which of its logits still live."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Counted:
 
 
 def test_a_block_is_computed_when_one_of_its_rows_is_asked_for_and_no_other_is():
-    head, hidden = Counted(), torch.arange(float(ROWS))[:, None]
+    head, hidden = CountedHead(), torch.arange(float(ROWS))[:, None]
     logits = Logits(hidden, head)
     assert head.firsts == []
     assert [float(logits.row(row)) for row in (0, 7, ROWS - 1)] == [0.0, 70.0, 10.0 * (ROWS - 1)]
@@ -46,7 +46,7 @@ def test_a_block_is_computed_when_one_of_its_rows_is_asked_for_and_no_other_is()
 
 
 def test_one_block_is_held_at_a_time():
-    head = Counted()
+    head = CountedHead()
     logits = Logits(torch.arange(float(ROWS))[:, None], head)
     for row in range(ROWS):
         logits.row(row)
@@ -135,7 +135,7 @@ async def test_a_walk_that_ends_at_the_root_computes_one_block(family, tmp_path)
 
     await engine.start()
     try:
-        plain, guessing = Router(engine, prompt), Router(engine, prompt)
+        plain, guessing = RoundByRound(engine, prompt), RoundByRound(engine, prompt)
         for router in (plain, guessing):
             await router.open()
         answer = (await plain.round()).tokens[0]

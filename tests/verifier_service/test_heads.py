@@ -9,7 +9,7 @@ from cases import few_of
 from dendro.errors import BadRequest
 from exactness import announces_what_it_must
 from made_once import made_once
-from routers import LAWS, Router, arrive_at_random, guessing, watch_logits
+from routers import LAWS, RoundByRound, arrive_at_random, guessing, watch_logits
 from tiny_hybrids import FAMILIES, VOCABULARY, make_checkpoint, oracle, paths_below, tree_below
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
 from tree_kernels.tree_attention import PAGE
@@ -158,11 +158,11 @@ async def test_random_rounds_leave_the_logits_of_straight_decoding(models, famil
     await engine.start()
     try:
         prompt = rng.integers(0, VOCABULARY, 20).tolist()
-        straight = Router(engine, prompt, LAWS[1], 150)
+        straight = RoundByRound(engine, prompt, LAWS[1], 150)
         await straight.open()
         while len(straight.text) < straight.end - 1:
             await straight.round()
-        router = Router(engine, prompt, LAWS[1], 150)
+        router = RoundByRound(engine, prompt, LAWS[1], 150)
         await router.open()
         trees = guessing(rng, straight.answer, VOCABULARY)
         accepted = 0

@@ -17,7 +17,7 @@ from tiny_mamba import make_state_spaces
 from torch import nn
 from transformers.models.mamba2 import modeling_mamba2
 
-from cluster.certify.checks import Library
+from cluster.certify.checks import LibraryModel
 from verifier_service.engine import VerifierEngine
 from verifier_service.models import load_target
 from verifier_service.models.reading import load_library_model
@@ -102,7 +102,7 @@ def test_mixers_of_several_groups_have_norms_by_groups_whatever_transformers_mak
     truth = torch.stack([oracle(model, path) for path in paths])
     monkeypatch.setattr(modeling_mamba2, "MambaRMSNormGated", OldNorm)
     for checkpoint in (folder, tmp_path / "own"):
-        library = Library(checkpoint, torch.float32).model
+        library = LibraryModel(checkpoint, torch.float32).model
         assert (torch.stack([oracle(library, path) for path in paths]) - truth).abs().max() < 1e-4
         assert (logits_in(checkpoint) - truth).abs().max() < 1e-4
 

@@ -13,7 +13,7 @@ from dendro.calls import OpenCall, VerifyCall
 from dendro.errors import BadRequest, NotFound, Overloaded
 from dendro.text import Tokens
 from dendro.tree import DraftTree
-from routers import LAWS, Router, alone, arrive_at_random, guessing, watch_logits
+from routers import LAWS, RoundByRound, alone, arrive_at_random, guessing, watch_logits
 from tiny_models import WINDOW, make_checkpoint
 from tree_kernels.tree_attention import PAGE
 from tree_kernels.tree_walk import Walk
@@ -21,9 +21,9 @@ from tree_layers.memory import pages_for
 
 from verifier_service.budget import StepCosts, path_in, reached, subtree, worthwhile
 from verifier_service.engine import VerifierEngine
-from verifier_service.memory import Memory, TextMemory, most_pages, salt_of
-from verifier_service.rows import Outcome
-from verifier_service.scheduler import Ask, Capacity, Scheduler
+from verifier_service.memory import PageTable, TextMemory, most_pages, salt_of
+from verifier_service.rows import StepOutcome
+from verifier_service.scheduler import Ask, Capacity, StepScheduler
 
 SIZES = (8, 16, 24, 32, 48, 64)
 
@@ -64,14 +64,14 @@ async def test_a_text_that_finds_no_place_waits_its_turn_and_one_too_many_is_ref
     engine = engine_of(folder, max_sessions=2, max_waiting=1)
     await engine.start()
     try:
-        first, second, third = (Router(engine, [token, 2, 3]) for token in (1, 2, 3))
+        first, second, third = (RoundByRound(engine, [token, 2, 3]) for token in (1, 2, 3))
         await first.open()
         await second.open()
         waiting = asyncio.ensure_future(third.open())
         await asyncio.sleep(0.05)
         assert not waiting.done()
         with pytest.raises(Overloaded, match="2 texts are open and 1 wait"):
-            await Router(engine, [4, 2, 3]).open()
+            await RoundByRound(engine, [4, 2, 3]).open()
         await first.close()
         assert (await waiting).processed == 2
         for router in (second, third):
@@ -86,7 +86,7 @@ async def test_a_waiting_text_whose_caller_leaves_makes_room(folder):
     engine = engine_of(folder, max_sessions=1, max_waiting=1)
     await engine.start()
     try:
-        first, second, third = (Router(engine, [token, 2, 3]) for token in (1, 2, 3))
+        first, second, third = (RoundByRound(engine, [token, 2, 3]) for token in (1, 2, 3))
         await first.open()
         waiting = asyncio.ensure_future(second.open())
         await asyncio.sleep(0.02)
@@ -109,7 +109,7 @@ async def test_a_text_that_can_never_fit_is_refused_at_once_with_the_numbers(fol
     await engine.start()
     try:
         with pytest.raises(BadRequest, match="needs 4 pages of 64 tokens; there are 2"):
-            await Router(engine, [1] * 100, count=100).open()
+            await RoundByRound(engine, [1] * 100, count=100).open()
     finally:
         await engine.stop()
 
@@ -132,11 +132,11 @@ async def test_equal_beginnings_are_computed_once_but_never_across_tenants(folde
     await engine.start()
     try:
         prompt = np.random.default_rng(1).integers(0, 256, 150).tolist()
-        whole = await Router(engine, prompt).finish()
-        again = Router(engine, prompt)
+        whole = await RoundByRound(engine, prompt).finish()
+        again = RoundByRound(engine, prompt)
         opened = await again.open()
         assert (opened.restored, opened.processed) == (128, 21)
-        other = Router(engine, prompt, tenant="another")
+        other = RoundByRound(engine, prompt, tenant="another")
         assert (await other.open()).restored == 0
         for router in (again, other):
             while len(router.text) < router.end:
@@ -153,12 +153,12 @@ async def test_a_text_cut_inside_a_shared_page_harms_nobody(folder):
     await engine.start()
     try:
         prompt = np.random.default_rng(2).integers(0, 256, 140).tolist()
-        whole = await Router(engine, prompt).finish()
-        first, second = Router(engine, prompt), Router(engine, prompt)
+        whole = await RoundByRound(engine, prompt).finish()
+        first, second = RoundByRound(engine, prompt), RoundByRound(engine, prompt)
         await first.open()
         await second.open()
         changed = prompt[:100] + [7, 8, 9]
-        expected = await Router(engine, changed).finish()
+        expected = await RoundByRound(engine, changed).finish()
         first.text = Tokens()  # its router takes tokens back, and goes on in another way
         first.text.extend(changed)
         first.prompt, first.known, first.end = changed, 100, len(changed) + 24
@@ -176,7 +176,7 @@ async def test_a_text_cut_inside_a_shared_page_harms_nobody(folder):
 
 
 def test_a_text_that_gives_its_pages_back_finds_them_until_they_are_wanted():
-    memory, ids = Memory(4), list(range(3 * PAGE))
+    memory, ids = PageTable(4), list(range(3 * PAGE))
     text = TextMemory(salt_of("a"))
     assert memory.grow(text, len(ids))
     memory.append(text, ids)
@@ -196,7 +196,7 @@ def test_a_text_that_gives_its_pages_back_finds_them_until_they_are_wanted():
 
 
 def test_pages_computed_twice_become_one():
-    memory, ids = Memory(4), list(range(PAGE))
+    memory, ids = PageTable(4), list(range(PAGE))
     texts = [TextMemory(salt_of("")) for _ in range(2)]
     for text in texts:
         memory.grow(text, PAGE)
@@ -292,13 +292,13 @@ def scheduler_of(**limits):
         "first_scratch": 30 * PAGE,
         "end_ids": frozenset(),
     }
-    return Scheduler(Capacity(**said | limits))
+    return StepScheduler(Capacity(**said | limits))
 
 
 @pytest.mark.parametrize("guesses, rows", [(0, 16), (3, 16), (11, 24), (14, 24), (15, 24)])
 async def test_a_prompt_beside_a_tree_takes_every_row_that_would_only_pad(guesses, rows):
     scheduler = scheduler_of(step_rows=64, prefill_rows=16)
-    speaker, newcomer = Router(None, [1], count=9), Router(None, range(50), count=9)
+    speaker, newcomer = RoundByRound(None, [1], count=9), RoundByRound(None, range(50), count=9)
     tree = DraftTree.of(list(range(1, guesses + 2)), [-1, *[0] * guesses])
     calls = [OpenCall(router.update(), router.terms) for router in (speaker, newcomer)]
     speaker.known = 1
@@ -312,26 +312,26 @@ async def test_a_verdict_says_how_many_of_its_own_trees_guesses_were_left_out():
     scheduler = scheduler_of(step_rows=16, prefill_rows=8, sizes=(8, 16))
     replies = []
     for place, (guesses, value) in enumerate([(9, -1.0), (7, -2.0)]):
-        router = Router(None, [1], count=9)
+        router = RoundByRound(None, [1], count=9)
         tree = DraftTree.of(range(1, guesses + 2), [-1, *[0] * guesses], [0.0, *[value] * guesses])
         scheduler.submit(Ask(OpenCall(router.update(), router.terms), asyncio.get_running_loop().create_future()))
         router.known = 1
         replies.append(asyncio.get_running_loop().create_future())
         scheduler.submit(Ask(VerifyCall(router.update(), tree), replies[place]))
     plan = scheduler.next()
-    scheduler.apply(Outcome(tuple(Walk((0,), (99,), ()) for _ in plan.draws), 1000, 1000))
+    scheduler.apply(StepOutcome(tuple(Walk((0,), (99,), ()) for _ in plan.draws), 1000, 1000))
     assert [reply.result().trimmed for reply in replies] == [0, 2]
 
 
 @pytest.mark.parametrize("cold", [True, False])
 async def test_the_time_of_a_step_that_compiled_is_no_steps_price(cold):
     scheduler = scheduler_of()
-    router, reply = Router(None, [1], count=9), asyncio.get_running_loop().create_future()
+    router, reply = RoundByRound(None, [1], count=9), asyncio.get_running_loop().create_future()
     scheduler.submit(Ask(OpenCall(router.update(), router.terms), asyncio.get_running_loop().create_future()))
     router.known = 1
     scheduler.submit(Ask(VerifyCall(router.update(), DraftTree.root_only(1)), reply))
     scheduler.next()
-    scheduler.apply(Outcome((Walk((0,), (99,), ()),), 9_000_000, 9_000_000, cold))
+    scheduler.apply(StepOutcome((Walk((0,), (99,), ()),), 9_000_000, 9_000_000, cold))
     assert reply.result().cold is cold
     assert bool(scheduler.costs._us) is not cold
 
@@ -345,7 +345,7 @@ class TakingTurns:
         self.now = 100.0
         monkeypatch.setattr("verifier_service.scheduler.time.perf_counter", lambda: self.now)
         self.scheduler, self.away_s = scheduler_of(), away_s
-        self.routers = [Router(None, [place + 1], count=50) for place in range(len(away_s))]
+        self.routers = [RoundByRound(None, [place + 1], count=50) for place in range(len(away_s))]
         self.due = {}
         self.sharers = 0  # texts of the last step, by its verdicts
         for router in self.routers:
@@ -366,7 +366,7 @@ class TakingTurns:
     def run(self, plan):
         self.now += self.STEP_S  # whatever the number of rows: memory is what a step waits for
         walks = tuple(Walk((0,), (7,), ()) for _ in plan.draws)
-        self.scheduler.apply(Outcome(walks, 19_000, int(1e6 * self.STEP_S)))
+        self.scheduler.apply(StepOutcome(walks, 19_000, int(1e6 * self.STEP_S)))
 
     def rounds(self, count, places=None):
         """Steps that `count` rounds of every text take, or of those at `places`, while the others stay away."""
@@ -436,7 +436,11 @@ async def test_a_lone_text_never_waits(monkeypatch):
 
 async def test_no_step_has_more_rows_than_a_step_may_have_though_a_text_was_set_back():
     scheduler = scheduler_of(step_rows=32, prefill_rows=8)
-    routers = [Router(None, [1], count=9), Router(None, [2], count=9), Router(None, range(41), count=9)]
+    routers = [
+        RoundByRound(None, [1], count=9),
+        RoundByRound(None, [2], count=9),
+        RoundByRound(None, range(41), count=9),
+    ]
     replies = []
 
     def submit(call):
@@ -447,7 +451,7 @@ async def test_no_step_has_more_rows_than_a_step_may_have_though_a_text_was_set_
         plan = scheduler.next()
         assert plan is not None
         assert len(plan.tokens) <= 32
-        scheduler.apply(Outcome(tuple(Walk((0,), (7,), ()) for _ in plan.draws), 1, 1))
+        scheduler.apply(StepOutcome(tuple(Walk((0,), (7,), ()) for _ in plan.draws), 1, 1))
 
     for router in routers:
         submit(OpenCall(router.update(), router.terms))
@@ -495,9 +499,9 @@ async def test_texts_longer_than_the_pool_keep_their_tokens_where_windows_slide(
         prompts = [begins[k % 2] + rng.integers(0, 256, int(rng.integers(1, 90))).tolist() for k in range(6)]
         laws = [LAWS[k % len(LAWS)] for k in range(len(prompts))]
         truths = await alone(roomy, prompts, laws, 90)
-        routers = [Router(engine, prompt, law, 90) for prompt, law in zip(prompts, laws, strict=True)]
+        routers = [RoundByRound(engine, prompt, law, 90) for prompt, law in zip(prompts, laws, strict=True)]
         trees = [guessing(rng, truth) for truth in truths]
-        assert await asyncio.gather(*map(Router.finish, routers, trees)) == truths
+        assert await asyncio.gather(*map(RoundByRound.finish, routers, trees)) == truths
         stats = engine.stats()
         assert stats["set_back"] > 0 and stats["shared_tokens"] > 0
         assert stats["pages_held"] == stats["sessions"] == 0
@@ -511,9 +515,9 @@ async def test_a_long_text_holds_no_more_than_its_window_needs(sliding):
     await engine.start()
     try:
         assert pages_for(501) > MOST
-        await Router(engine, [5] * 300, count=200).finish()
+        await RoundByRound(engine, [5] * 300, count=200).finish()
         assert engine.stats()["pages_held_at_most"] <= MOST
-        router = Router(engine, [5] * 300, count=200)
+        router = RoundByRound(engine, [5] * 300, count=200)
         await router.open()
         assert engine.stats()["pages_held"] <= pages_for(WINDOW + 9) + 1, "the window, and what may be cut"
         await router.close()
@@ -525,8 +529,8 @@ async def test_a_text_cut_back_behind_what_was_dropped_is_computed_again(sliding
     engine = sliding_engine(sliding)
     await engine.start()
     try:
-        truth = await Router(engine, range(30), count=250).finish()
-        router = Router(engine, range(30), count=250)
+        truth = await RoundByRound(engine, range(30), count=250).finish()
+        router = RoundByRound(engine, range(30), count=250)
         await router.open()
         while len(router.text) < 230:
             await router.round(DraftTree.of([router.text.ids[-1], 1, 2], [-1, 0, 0]))
@@ -542,9 +546,9 @@ async def test_a_text_cut_inside_a_shared_page_sees_all_that_its_rows_see(slidin
     seen = watch_logits(engine)
     await engine.start()
     try:
-        straight = Router(engine, range(30), count=190)
+        straight = RoundByRound(engine, range(30), count=190)
         await straight.finish()
-        router = Router(engine, range(30), count=190)
+        router = RoundByRound(engine, range(30), count=190)
         await router.open()
         while len(router.text) < 3 * PAGE + 3:
             await router.round()
@@ -561,7 +565,7 @@ async def test_a_text_cut_inside_a_shared_page_sees_all_that_its_rows_see(slidin
 @pytest.mark.parametrize(("window", "slack"), [(70, 9), (1, 3), (64, 17), (129, 2), (300, 17)])
 def test_whatever_is_cut_every_page_that_the_next_rows_see_is_there(window, slack, share):
     rng = np.random.default_rng(window)
-    memory = Memory(40, share, window, slack)
+    memory = PageTable(40, share, window, slack)
     text = TextMemory(salt_of(""))
     ids = rng.integers(0, 256, 2000).tolist()
     for _ in range(400):
@@ -584,7 +588,7 @@ def test_whatever_is_cut_every_page_that_the_next_rows_see_is_there(window, slac
 
 
 def test_pages_out_of_sight_are_free_and_those_in_sight_are_not():
-    memory = Memory(8, share=False, window=100, slack=4)
+    memory = PageTable(8, share=False, window=100, slack=4)
     text = TextMemory(salt_of(""))
     memory.grow(text, 6 * PAGE)
     memory.append(text, range(PAGE + 102))  # the next rows, and those that may come back, are at 162 and later

@@ -14,7 +14,7 @@ import torch
 from dendro.errors import BadRequest
 from dendro.state import MemoryStates
 from exactness import announces_what_it_must
-from routers import LAWS, Router
+from routers import LAWS, RoundByRound
 from safetensors.torch import load_file, save_file
 from tiny_hybrids import VOCABULARY, make_mamba_in_llama, oracle, paths_below, tree_below
 
@@ -159,11 +159,11 @@ async def test_a_session_without_attention_goes_on_at_another_replica_from_what_
     for engine in engines:
         await engine.start()
     try:
-        first = Router(engines[0], range(3, 40), LAWS[1], 30)
+        first = RoundByRound(engines[0], range(3, 40), LAWS[1], 30)
         await first.finish()
-        other = Router(engines[1], first.text.ids, LAWS[1], 30)
+        other = RoundByRound(engines[1], first.text.ids, LAWS[1], 30)
         assert (await other.open()).restored == len(first.text.ids) - 1
-        again = Router(engine_of(tmp_path), first.text.ids, LAWS[1], 30)
+        again = RoundByRound(engine_of(tmp_path), first.text.ids, LAWS[1], 30)
         await again.engine.start()
         try:
             assert await other.go_on() == await again.finish()

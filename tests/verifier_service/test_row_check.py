@@ -16,7 +16,7 @@ from torch import nn
 import verifier_service.models as models
 from cluster.certify.command import _exactness
 from verifier_service.engine import VerifierEngine
-from verifier_service.row_check import Trace
+from verifier_service.row_check import RowTrace
 
 MAKERS = {"llama": make_checkpoint, "mixtral": make_experts, "mamba2": make_hybrid}
 
@@ -112,7 +112,7 @@ def test_tests_of_bits_are_not_run_where_no_form_keeps_them_and_fail_where_the_f
 def test_the_parts_of_experts_are_not_compared_row_by_row():
     """Each part's rows are in an order of its own."""
 
-    class Experts(nn.Module):
+    class UnevenExperts(nn.Module):
         has_gate, is_transposed = True, False
 
         def __init__(self):
@@ -122,8 +122,8 @@ def test_the_parts_of_experts_are_not_compared_row_by_row():
         def forward(self, x):
             return self.down_proj(x.flip(0)).flip(0)
 
-    model, rows, order = nn.Sequential(Experts()), torch.randn(8, 5), torch.tensor([3, 1, 2, 0])
-    whole, part = Trace(), Trace()
+    model, rows, order = nn.Sequential(UnevenExperts()), torch.randn(8, 5), torch.tensor([3, 1, 2, 0])
+    whole, part = RowTrace(), RowTrace()
     with whole.of(model, 8):
         model(rows)
     with part.of(model, 4):
@@ -138,7 +138,7 @@ def test_a_trace_compares_every_dtype_bit_by_bit():
 
     model = nn.Sequential(Casts())
     rows = torch.randn(8, 5)
-    whole, same, other = Trace(), Trace(), Trace()
+    whole, same, other = RowTrace(), RowTrace(), RowTrace()
     with whole.of(model, 8):
         model(rows)
     with same.of(model, 4):

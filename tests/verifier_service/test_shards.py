@@ -18,7 +18,7 @@ from cases import few_of
 from dendro.errors import BadRequest, PeerLost
 from dendro.text import Sampling
 from dendro.tree import DraftTree
-from routers import LAWS, Router, arrive_at_random
+from routers import LAWS, RoundByRound, arrive_at_random
 from tiny_models import END, PADDED, VOCABULARY, make_checkpoint, randomise, write_tokenizer
 from tree_kernels.tree_attention import PAGE
 
@@ -141,7 +141,7 @@ async def test_a_worker_that_dies_ends_the_replica_within_seconds(folder, idle):
     await engine.start()
     lost = asyncio.create_task(engine.lost())
     try:
-        router = Router(engine, range(40), Sampling(temperature=1.0, seed=5), count=200)
+        router = RoundByRound(engine, range(40), Sampling(temperature=1.0, seed=5), count=200)
         await router.open()
         asking = None if idle else asyncio.create_task(router.go_on())
         await asyncio.sleep(0.2)
@@ -155,7 +155,7 @@ async def test_a_worker_that_dies_ends_the_replica_within_seconds(folder, idle):
             with pytest.raises(PeerLost, match="worker 1 of 2"):
                 await router.round()
             with pytest.raises(PeerLost):
-                await Router(engine, [1]).open()
+                await RoundByRound(engine, [1]).open()
     finally:
         await engine.stop()
     await until(lambda: not workers(), 10)

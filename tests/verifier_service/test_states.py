@@ -16,14 +16,14 @@ from dendro.state import MemoryStates, NoStates
 from dendro.tree import DraftTree
 from exactness import bitwise_or_skip
 from made_once import made_once
-from routers import LAWS, Router, alone, arrive_at_random, guessing, watch_logits
+from routers import LAWS, RoundByRound, alone, arrive_at_random, guessing, watch_logits
 from tiny_hybrids import FAMILIES, VOCABULARY, make_checkpoint, oracle, paths_below, tree_below
 from transformers.models.bamba.modeling_bamba import BambaAttention
 from tree_kernels.tree_attention import PAGE
 
 from verifier_service.engine import VerifierEngine
-from verifier_service.memory import Memory, TextMemory
-from verifier_service.recurrent import Arrangement, Extent, Places, last_writers
+from verifier_service.memory import PageTable, TextMemory
+from verifier_service.recurrent import Arrangement, Extent, StatePool, last_writers
 
 MIXED = ("mamba", "mamba2", "bamba", "mamba_in_llama")
 """One of each kind: Mamba-1, Mamba-2, with attention, and with heads that share x and B."""
@@ -78,7 +78,7 @@ async def test_greedy_answers_are_those_of_the_full_forward(models, family):
         truth = list(prompt)
         for _ in range(24):
             truth.append(int(oracle(model, truth).argmax()))
-        found = await Router(engine, prompt, count=24).finish(guessing(rng, truth[21:], VOCABULARY))
+        found = await RoundByRound(engine, prompt, count=24).finish(guessing(rng, truth[21:], VOCABULARY))
         assert found == truth[21:]
     finally:
         await engine.stop()
@@ -117,11 +117,11 @@ async def test_a_thousand_random_rounds_leave_the_state_and_the_logits_of_straig
     await engine.start()
     try:
         prompt = rng.integers(0, VOCABULARY, 20).tolist()
-        straight = Router(engine, prompt, LAWS[1], count)
+        straight = RoundByRound(engine, prompt, LAWS[1], count)
         await straight.open()
         while len(straight.text) < straight.end - 1:
             await straight.round()
-        router = Router(engine, prompt, LAWS[1], count)
+        router = RoundByRound(engine, prompt, LAWS[1], count)
         await router.open()
         trees = chains(rng, straight.answer)
         accepted, dropped = set(), 0
@@ -184,8 +184,8 @@ async def test_a_text_cut_back_behind_its_ring_is_computed_again(models, family)
     engine = engine_of(models(family)[0])
     await engine.start()
     try:
-        truth = await Router(engine, range(30), LAWS[1], 200).finish()
-        router = Router(engine, range(30), LAWS[1], 200)
+        truth = await RoundByRound(engine, range(30), LAWS[1], 200).finish()
+        router = RoundByRound(engine, range(30), LAWS[1], 200)
         await router.open()
         while len(router.text) < 180:
             await router.round(DraftTree.of([router.text.ids[-1], 1, 2], [-1, 0, 0]))
@@ -203,7 +203,7 @@ async def test_a_prompt_longer_than_its_ring_is_kept_as_far_as_it_is_needed(mode
     try:
         rng = np.random.default_rng(4)
         prompt = rng.integers(0, VOCABULARY, 400).tolist()
-        router = Router(engine, prompt, count=1)
+        router = RoundByRound(engine, prompt, count=1)
         await router.open()
         place = next(iter(engine.scheduler.sessions.values())).memory.place
         assert place.high == 399 and place.folded == 398 // 16 - 1
@@ -216,7 +216,7 @@ def test_a_place_can_be_cut_by_its_slack_wherever_it_stands():
     """What rows after a cut look back on is in the ring, and their checkpoint not written over."""
     for block, depth in ((16, 16), (16, 3), (32, 20)):
         extent = Extent.of(block, depth + 1, depth)
-        places = Places(1, extent)
+        places = StatePool(1, extent)
         place = places.take()
         for tokens in range(1, 300):
             deepest = tokens - 1 + depth
@@ -230,7 +230,7 @@ def test_a_place_can_be_cut_by_its_slack_wherever_it_stands():
 
 def test_arrangements_give_every_place_slots_of_its_own():
     arranged = Arrangement.of(places=3, block=16, depth=8, step_rows=128)
-    places = Places(arranged.places, arranged.extent)
+    places = StatePool(arranged.places, arranged.extent)
     owned = [places.take() for _ in range(3)] + [arranged.own_place()]
     tokens = [set(place.token_slots(np.arange(4096)).tolist()) for place in owned]
     states = [{place.state_slot(block) for block in range(1, 500)} for place in owned]
@@ -293,10 +293,10 @@ async def test_a_memory_that_cannot_be_copied_is_not_kept_and_the_engine_goes_on
     monkeypatch.setattr(engine.runner, "save", broken)
     await engine.start()
     try:
-        router = Router(engine, range(40), LAWS[1], 8)
+        router = RoundByRound(engine, range(40), LAWS[1], 8)
         await router.open()
         assert (await router.close()).saved == 0
-        truth = await Router(engine, range(40), LAWS[1], 8).finish()
+        truth = await RoundByRound(engine, range(40), LAWS[1], 8).finish()
         assert len(truth) == 8 and not store.blobs and engine.stats()["sessions"] == 0
     finally:
         await engine.stop()
@@ -313,7 +313,7 @@ async def test_a_close_that_the_end_of_the_engine_overtakes_is_answered(models, 
 
     monkeypatch.setattr(engine.runner, "save", slow)
     await engine.start()
-    routers = [Router(engine, range(start, start + 40), LAWS[1], 8) for start in (0, 1)]
+    routers = [RoundByRound(engine, range(start, start + 40), LAWS[1], 8) for start in (0, 1)]
     for router in routers:
         await router.open()
     closing = [asyncio.ensure_future(router.close()) for router in routers]
@@ -338,9 +338,9 @@ def test_a_hybrid_of_another_family_says_so(models, tmp_path):
 
 async def two_turns(first, second, family_law=LAWS[1], marks=()):
     """A turn at one engine, and the next at another; what the second opening found, and both answers."""
-    one = Router(first, range(3, 40), family_law, 30)
+    one = RoundByRound(first, range(3, 40), family_law, 30)
     begin = await one.finish()
-    other = Router(second, [*one.text.ids, 7, 8, 9], family_law, 30)
+    other = RoundByRound(second, [*one.text.ids, 7, 8, 9], family_law, 30)
     other.terms = replace(other.terms, marks=(len(one.text.ids), *marks))
     opened = await other.open()
     return opened, begin, await other.go_on()
@@ -379,12 +379,12 @@ async def test_a_text_of_any_length_is_restored_bit_for_bit(models, length):
         await engine.start()
     try:
         prompt = [(7 * place) % VOCABULARY for place in range(length + 1)]
-        one = Router(engines[0], prompt, LAWS[1], 60)
+        one = RoundByRound(engines[0], prompt, LAWS[1], 60)
         await one.open()
         assert (await one.close()).saved == length
-        other = Router(engines[1], prompt, LAWS[1], 60)
+        other = RoundByRound(engines[1], prompt, LAWS[1], 60)
         assert (await other.open()).restored == length
-        truth = await Router(engines[2], prompt, LAWS[1], 60).finish()
+        truth = await RoundByRound(engines[2], prompt, LAWS[1], 60).finish()
         assert await other.go_on(chains(np.random.default_rng(length), truth)) == truth
     finally:
         for engine in engines:
@@ -411,9 +411,9 @@ async def test_a_session_takes_turn_after_turn_of_any_length_beside_other_texts(
     keeps, plain = (engine_of(folder, dtype, states=states, max_length=768) for states in (MemoryStates(), NoStates()))
 
     async def turn(engine, ids, added, number):
-        router = Router(engine, ids, LAWS[1], 4)
+        router = RoundByRound(engine, ids, LAWS[1], 4)
         router.terms = replace(router.terms, marks=(len(ids) - added,))
-        other = Router(engine, [(5 * place + number) % VOCABULARY for place in range(40)], LAWS[2], 5)
+        other = RoundByRound(engine, [(5 * place + number) % VOCABULARY for place in range(40)], LAWS[2], 5)
         await other.open()
         opened, _ = await asyncio.gather(router.open(), other.round())
         return opened, router.text, await asyncio.gather(router.go_on(), other.go_on())
@@ -443,13 +443,13 @@ async def test_a_saved_memory_that_cannot_be_put_in_place_costs_its_text_time_an
 
     await engine.start()
     try:
-        first = Router(engine, range(40), LAWS[1], 20)
+        first = RoundByRound(engine, range(40), LAWS[1], 20)
         await first.finish()
         ids = [*first.text.ids, 7, 8, 9]
         monkeypatch.setattr(engine.runner, "restore", broken)
-        other = Router(engine, range(50, 80), LAWS[1], 20)
+        other = RoundByRound(engine, range(50, 80), LAWS[1], 20)
         await other.open()
-        again = Router(engine, ids, LAWS[1], 20)
+        again = RoundByRound(engine, ids, LAWS[1], 20)
         again.terms = replace(again.terms, marks=(len(first.text.ids),))
         opened, _ = await asyncio.gather(again.open(), other.round())
         assert (opened.restored, opened.processed) == (0, len(ids) - 1)
@@ -473,13 +473,13 @@ async def test_faults_in_idle_time_and_while_saving_end_no_text(models, monkeypa
     monkeypatch.setattr(engine.runner, "prepare", broken)
     await engine.start()
     try:
-        router = Router(engine, range(40), LAWS[1], 20)
+        router = RoundByRound(engine, range(40), LAWS[1], 20)
         await router.open()
         for _ in range(5):
             await router.round()
             await asyncio.sleep(0.01)  # the engine is idle
         assert (await router.close()).saved == 0
-        assert len(await Router(engine, range(40), LAWS[1], 20).finish()) == 20
+        assert len(await RoundByRound(engine, range(40), LAWS[1], 20).finish()) == 20
     finally:
         await engine.stop()
 
@@ -488,7 +488,7 @@ def test_a_saved_memory_newer_than_the_next_row_needs_is_not_taken():
     """The next row would start from an older checkpoint than the saved one: what lies there is another text's."""
     extent = Extent.of(16, 9, 8)
     for length, tokens, stands in ((33, 17, True), (33, 1, False), (33, 33, True), (15, 15, True), (40, 8, False)):
-        memory = Memory(8, places=Places(1, extent))
+        memory = PageTable(8, places=StatePool(1, extent))
         assert memory.restore(TextMemory(b""), list(range(length)), tokens) is stands, (length, tokens)
 
 
@@ -500,12 +500,12 @@ async def test_a_damaged_state_is_a_miss(models):
     await plain.start()
     try:
         for damage in (lambda blob: blob[:-1] + bytes([blob[-1] ^ 1]), lambda blob: blob[: len(blob) // 2]):
-            one = Router(engine, range(40), LAWS[1], 20)
+            one = RoundByRound(engine, range(40), LAWS[1], 20)
             truth = await one.finish()
             store.blobs = {name: damage(blob) for name, blob in store.blobs.items()}
             opened, _, end = await two_turns(engine, engine)
             assert end == (await two_turns(plain, plain))[2]
-        other = Router(engine, [*one.text.ids], LAWS[1], 20)
+        other = RoundByRound(engine, [*one.text.ids], LAWS[1], 20)
         assert (await other.open()).restored == 0 and truth
         assert engine.stats()["states_refused"] >= 1
         await other.close()
@@ -521,13 +521,13 @@ async def test_a_text_that_is_set_back_after_it_was_restored_is_computed_again(m
     await engine.start()
     try:
         prompts = [[place + 1] * 50 for place in range(3)]
-        truths = [await Router(engine, prompt, LAWS[1], 60).finish() for prompt in prompts]
+        truths = [await RoundByRound(engine, prompt, LAWS[1], 60).finish() for prompt in prompts]
         store.blobs.clear()
         for prompt in prompts:
-            router = Router(engine, prompt, LAWS[1], 60)
+            router = RoundByRound(engine, prompt, LAWS[1], 60)
             await router.open()
             await router.close()
-        found = await asyncio.gather(*(Router(engine, prompt, LAWS[1], 60).finish() for prompt in prompts))
+        found = await asyncio.gather(*(RoundByRound(engine, prompt, LAWS[1], 60).finish() for prompt in prompts))
         assert found == truths
         assert engine.stats()["set_back"] > 0 and engine.stats()["states_restored"] >= 3
     finally:
@@ -539,7 +539,7 @@ async def test_a_hybrid_puts_nothing_by(models):
     engine = engine_of(models("bamba")[0], states=store)
     await engine.start()
     try:
-        await Router(engine, range(40), count=4).finish()
+        await RoundByRound(engine, range(40), count=4).finish()
         assert not store.blobs
     finally:
         await engine.stop()

@@ -42,16 +42,16 @@ from verifier_service.models.mamba_in_llama import MambaInLlamaConfig, library_c
 from verifier_service.models.mixers import MIXER_FAMILIES, seat_mixers
 from verifier_service.models.norms import group_norms
 from verifier_service.models.reading import check_scales, load_library_model
-from verifier_service.models.seats import ATTENTION, Run, Seat
+from verifier_service.models.seats import ATTENTION, ForwardContext, Seat
 from verifier_service.models.sharded import check_divisible, take_off_wrappers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Target:
+class LoadedTarget:
     """A loaded target and what is to be known of it."""
 
     model: PreTrainedModel
-    run: Run  # what its attention reads; set before each forward
+    run: ForwardContext  # what its attention reads; set before each forward
     layouts: tuple[Layout, ...]  # one per attention layer, in the order in which they run
     mixers: tuple[MixerLayout, ...]  # one per state-space mixer
     facts: Facts
@@ -114,7 +114,7 @@ def load_target(
     threads: int = 1,
     group: Collectives | None = None,
     tokenizer: Path | None = None,
-) -> Target:
+) -> LoadedTarget:
     """Load a checkpoint to run with these numbers of rows, or this worker's shard of it where there is a group; then
     torch's own process group must be there too. Raises BadRequest, saying what is wrong with it.
 
@@ -135,7 +135,7 @@ def _load(
     buckets: Sequence[int],
     threads: int,
     group: Collectives | None,
-) -> Target:
+) -> LoadedTarget:
     check_config(folder, read_config(folder))
     facts = read_facts(folder, tokenizer_folder)
     vocabulary, fingerprint = facts.vocabulary, weights_fingerprint(folder)
@@ -188,7 +188,7 @@ def _load(
     outputs = head.out_features
     join = take_off_wrappers(folder, model) if group is not None else None
     model = model.to(device).eval().requires_grad_(False)
-    run = Run(threads=threads if device.type == "cpu" else 1)
+    run = ForwardContext(threads=threads if device.type == "cpu" else 1)
     shared = group is not None and head.out_features < outputs
     in_blocks = device.type == "cpu" and not shared
     head_forms = RowForms([bucket for bucket in buckets if bucket <= HEAD_ROWS or not in_blocks], run.threads)
@@ -207,7 +207,7 @@ def _load(
     text = model.config.get_text_config()
     positions = facts.positions or getattr(text, "max_position_embeddings", None) or 1 << 31
     layouts = _take_seats(folder, model, seated, run, vocabulary, positions, bool(mixers))
-    return Target(
+    return LoadedTarget(
         model=model,
         run=run,
         layouts=layouts,
@@ -244,7 +244,7 @@ def _gathering_head(head: nn.Linear, outputs: int, vocabulary: int, forms: RowFo
 
 
 def _take_seats(
-    folder: Path, model: PreTrainedModel, head: Head, run: Run, vocabulary: int, positions: int, mixers: bool
+    folder: Path, model: PreTrainedModel, head: Head, run: ForwardContext, vocabulary: int, positions: int, mixers: bool
 ) -> tuple[Layout, ...]:
     """Seat our attention in the model and find out by forwards what its layers attend. Raises FamilyError.
 
@@ -259,7 +259,7 @@ def _take_seats(
     return tuple(layer.layout for layer in run.probed)
 
 
-def _window(run: Run) -> int | None:
+def _window(run: ForwardContext) -> int | None:
     """The widest sliding window of the layers; None where one has none."""
     windows = [layer.window for layer in run.probed]
     return None if None in windows or not windows else max(window for window in windows if window is not None)

@@ -33,7 +33,7 @@ from tree_layers.memory import Pages, pages_for
 
 from verifier_service.models.head import Head
 from verifier_service.models.mixers import MIXER_FAMILIES
-from verifier_service.models.seats import ATTENTION, ProbedLayer, Run, Seat, seat_attention
+from verifier_service.models.seats import ATTENTION, ForwardContext, ProbedLayer, Seat, seat_attention
 from verifier_service.rows import Ints, text_rows
 
 
@@ -188,7 +188,7 @@ cache."""
 class _Probing:
     """What the probe records of a model's layers."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: ForwardContext) -> None:
         self.run = run
         self.masks: dict[int, Callable[..., Any]] = {}  # mask functions, by the address of the mask made of each
         self.kept: list[Tensor] = []  # the masks, so that their addresses are not used again
@@ -306,7 +306,7 @@ def _has_one(config: Any) -> bool:
     return isinstance(config, PretrainedConfig) and hasattr(config, "_attn_implementation_internal")
 
 
-def probe_layers(folder: Path, model: PreTrainedModel, run: Run) -> None:
+def probe_layers(folder: Path, model: PreTrainedModel, run: ForwardContext) -> None:
     """Fill `run.probed` by a forward with the probe: one entry for each layer that attends. Raises FamilyError."""
     kind = model.config.model_type
     probing = _Probing(run)
@@ -352,7 +352,9 @@ def _beside_attention(model: PreTrainedModel) -> Property | None:
     return None
 
 
-def check_logits(folder: Path, model: PreTrainedModel, head: Head, run: Run, vocabulary: int, positions: int) -> None:
+def check_logits(
+    folder: Path, model: PreTrainedModel, head: Head, run: ForwardContext, vocabulary: int, positions: int
+) -> None:
     """Compare our attention's logits of a short text with those of the library's own; the text's rows are in order in
     one step and shuffled in another. Raises FamilyError.
 
@@ -399,7 +401,9 @@ def _by_the_library(model: PreTrainedModel, tokens: Tensor, positions: Tensor | 
         return _logits(model, tokens, positions)
 
 
-def _by_our_seats(model: PreTrainedModel, run: Run, tokens: Tensor, order: Tensor, apart: Head | None = None) -> Tensor:
+def _by_our_seats(
+    model: PreTrainedModel, run: ForwardContext, tokens: Tensor, order: Tensor, apart: Head | None = None
+) -> Tensor:
     """Logits [rows, vocabulary] of a text, in its order, by our attention in a step that has the rows in another.
 
     apart: this head makes them, after a forward of the layers alone

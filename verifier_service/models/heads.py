@@ -41,7 +41,7 @@ def repeats_of(mixer: Any) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorRanges:
     """Ranges of a tensor along one dimension, side by side."""
 
     dim: int
@@ -62,7 +62,7 @@ class _PartOfFile:
     """A file's tensor of which a part is read; transformers asks for all of it when it is wanted."""
 
     whole: Any
-    part: Part
+    part: TensorRanges
 
     def __getitem__(self, all_of_it: object) -> Tensor:
         return self.part.of(self.whole)
@@ -107,17 +107,17 @@ class ByHeads(TensorParallelLayer):
 ALL_PARALLEL_STYLES.register(BY_HEADS, ByHeads())
 
 
-def parts_of(mixer: Any, rank: int, size: int) -> dict[str, Part]:
+def parts_of(mixer: Any, rank: int, size: int) -> dict[str, TensorRanges]:
     """Which part of each of a whole mixer's parameters is a worker's, by name. Raises ValueError, with the numbers,
     where it cannot be dealt out evenly. Those that are not named are every worker's."""
     inner = mixer.intermediate_size
     if hasattr(mixer, "x_proj"):
         mine = _share(inner, "channels of a mixer", rank, size)
-        channels = Part(0, (mine,))
+        channels = TensorRanges(0, (mine,))
         dealt = {
-            "in_proj.weight": Part(0, (mine, _after(inner, mine))),
-            "x_proj.weight": Part(1, (mine,)),
-            "out_proj.weight": Part(1, (mine,)),
+            "in_proj.weight": TensorRanges(0, (mine, _after(inner, mine))),
+            "x_proj.weight": TensorRanges(1, (mine,)),
+            "out_proj.weight": TensorRanges(1, (mine,)),
         }
         whole = ("conv1d.weight", "conv1d.bias", "dt_proj.weight", "dt_proj.bias", "A_log", "D")
         dealt |= dict.fromkeys(whole, channels)
@@ -139,12 +139,12 @@ def parts_of(mixer: Any, rank: int, size: int) -> dict[str, Part]:
         seen = (x, _after(after_x, B), _after(after_B, C))
         rows = (gate, *(_after(inner, each) for each in seen), _after(inner + mixer.conv_dim, mine))
         dealt = {
-            "in_proj.weight": Part(0, rows),
-            "out_proj.weight": Part(1, (gate,)),
-            "norm.weight": Part(0, (gate,)),
+            "in_proj.weight": TensorRanges(0, rows),
+            "out_proj.weight": TensorRanges(1, (gate,)),
+            "norm.weight": TensorRanges(0, (gate,)),
         }
-        dealt |= dict.fromkeys(("conv1d.weight", "conv1d.bias"), Part(0, seen))
-        dealt |= dict.fromkeys(("A_log", "D", "dt_bias"), Part(0, (mine,)))
+        dealt |= dict.fromkeys(("conv1d.weight", "conv1d.bias"), TensorRanges(0, seen))
+        dealt |= dict.fromkeys(("A_log", "D", "dt_bias"), TensorRanges(0, (mine,)))
     dealt["in_proj.bias"] = dealt["in_proj.weight"]
     there = {name for name, _ in mixer.named_parameters()}
     return {name: part for name, part in dealt.items() if name in there}
@@ -188,7 +188,7 @@ class Deal:
 
     kind: type[PreTrainedModel]
     plan: dict[str, str]  # for transformers, beside the family's own
-    parts: dict[str, Part]  # of the mixers' parameters, by their names from `layers.` on
+    parts: dict[str, TensorRanges]  # of the mixers' parameters, by their names from `layers.` on
 
     @contextmanager
     def tensors(self, folder: Path) -> Iterator[dict[str, Any]]:
@@ -210,7 +210,7 @@ def deal_out(folder: Path, config: Any, rank: int, size: int) -> Deal:
         names[id(whole.get_input_embeddings())]: VOCABULARY,
         names[id(whole.get_output_embeddings())]: "colwise_gather_output",
     }
-    parts: dict[str, Part] = {}
+    parts: dict[str, TensorRanges] = {}
     for name, module in whole.named_modules():
         if is_mixer(module):
             plan[as_rule(name)] = BY_HEADS

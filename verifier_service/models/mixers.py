@@ -18,8 +18,8 @@ from tree_layers.errors import CheckpointError
 from tree_layers.tree_mixers import MixerLayout, TreeMamba1, TreeMamba2, silu, softplus
 
 from verifier_service.collectives import Collectives
-from verifier_service.models.heads import Part, SpreadNorm, is_mixer, repeats_of
-from verifier_service.models.seats import Run
+from verifier_service.models.heads import SpreadNorm, TensorRanges, is_mixer, repeats_of
+from verifier_service.models.seats import ForwardContext
 
 MIXER_FAMILIES = {
     *("mamba", "falcon_mamba", "mamba2"),
@@ -28,7 +28,7 @@ MIXER_FAMILIES = {
 
 
 def seat_mixers(
-    folder: Path, model: PreTrainedModel, run: Run, group: Collectives | None = None
+    folder: Path, model: PreTrainedModel, run: ForwardContext, group: Collectives | None = None
 ) -> tuple[MixerLayout, ...]:
     """Replace every mixer's forward by ours; returns what their layers remember, in order.
 
@@ -49,7 +49,7 @@ def _check(folder: Path, module: Any) -> None:
         raise CheckpointError(f"{folder}: its mixers' activation {module.activation!r} is not supported")
 
 
-def _seat_mamba2(module: Any, run: Run, index: int, group: Collectives | None) -> MixerLayout:
+def _seat_mamba2(module: Any, run: ForwardContext, index: int, group: Collectives | None) -> MixerLayout:
     inner, channels, heads = module.intermediate_size, module.conv_dim, module.num_heads
     layout = MixerLayout(
         channels=channels,
@@ -77,7 +77,7 @@ def _seat_mamba2(module: Any, run: Run, index: int, group: Collectives | None) -
         assert group is not None
         module.norm.group = group
     if group is not None and hasattr(module, "mup_vector"):
-        module.mup_vector = Part(2, module.dealt_rows.ranges).of(module.mup_vector)
+        module.mup_vector = TensorRanges(2, module.dealt_rows.ranges).of(module.mup_vector)
 
     def forward(self: Any, hidden_states: Tensor, *_: Any, **ignored: Any) -> Tensor:
         if run.recurrent is None:  # a probe
@@ -95,7 +95,7 @@ def _seat_mamba2(module: Any, run: Run, index: int, group: Collectives | None) -
     return layout
 
 
-def _seat_mamba1(module: Any, run: Run, index: int, group: Collectives | None) -> MixerLayout:
+def _seat_mamba1(module: Any, run: ForwardContext, index: int, group: Collectives | None) -> MixerLayout:
     inner, size, rank = module.intermediate_size, module.ssm_state_size, module.time_step_rank
     layout = MixerLayout(inner, heads=inner, width=1, groups=1, size=size, dtype=module.conv1d.weight.dtype)
     weight, bias = _convolution(module.conv1d)

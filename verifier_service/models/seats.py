@@ -35,7 +35,7 @@ class ProbedLayer:
 
 
 @dataclass(slots=True)
-class Run:
+class ForwardContext:
     """What all seats of a model share: its pages, and the rows of the forward that runs now."""
 
     threads: int = 1  # of large products, and of the attention and scans of many rows, on a CPU
@@ -68,7 +68,7 @@ class Seat:
 
     __slots__ = ("index", "run")
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: ForwardContext) -> None:
         self.run = run
         self.index = -1
 

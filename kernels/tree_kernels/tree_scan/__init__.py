@@ -2,10 +2,10 @@
 
 from tree_kernels.tree_scan.reference import (
     ROW_MULTIPLE,
-    Fold,
+    BlockFold,
     Group,
-    Inputs,
     Paths,
+    TokenInputs,
     fold,
     fold_in_order,
     tree_scan,
@@ -14,9 +14,9 @@ from tree_kernels.tree_scan.reference import (
 
 __all__ = [
     "ROW_MULTIPLE",
-    "Fold",
+    "BlockFold",
     "Group",
-    "Inputs",
+    "TokenInputs",
     "Paths",
     "fold",
     "fold_in_order",

@@ -24,7 +24,7 @@ ROW_MULTIPLE = 8
 """Rows of a product are padded to a multiple of this: fewer, or others, take different paths through the library."""
 
 
-class Inputs(NamedTuple):
+class TokenInputs(NamedTuple):
     """What a layer keeps of every token, by slot; `x`, `B` after the convolution, `dt` after softplus and clamp."""
 
     x: Tensor  # [slots, X, P]
@@ -42,7 +42,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Fold:
+class BlockFold:
     """A checkpoint moved on by one block of tokens."""
 
     source: int  # as a group's; 0 is the zero state
@@ -76,7 +76,7 @@ class Paths:
 
     columns: Tensor
     groups: Sequence[Group]
-    folds: Sequence[Fold]
+    folds: Sequence[BlockFold]
     _gathers: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     _slots: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     _waves: list[Waves] = field(default_factory=list)
@@ -108,7 +108,14 @@ class Paths:
 
 
 def tree_scan(
-    inputs: Inputs, states: Tensor, folded: Sequence[Tensor], paths: Paths, x: Tensor, C: Tensor, A: Tensor, D: Tensor
+    inputs: TokenInputs,
+    states: Tensor,
+    folded: Sequence[Tensor],
+    paths: Paths,
+    x: Tensor,
+    C: Tensor,
+    A: Tensor,
+    D: Tensor,
 ) -> Tensor:
     """Mamba-2 of every row along its own path (ALGORITHMS 6.1, and 6.4 for the rule of checkpoints).
 
@@ -144,7 +151,7 @@ def tree_scan(
     return y
 
 
-def fold(inputs: Inputs, states: Tensor, folds: Sequence[Fold], A: Tensor) -> list[Tensor]:
+def fold(inputs: TokenInputs, states: Tensor, folds: Sequence[BlockFold], A: Tensor) -> list[Tensor]:
     """The state after each fold's block, [H, P, N]; a fold may begin where an earlier one ended."""
     own, width = inputs.x.shape[1:]
     heads, (groups, size) = inputs.dt.shape[1], inputs.B.shape[1:]
@@ -166,7 +173,14 @@ def fold(inputs: Inputs, states: Tensor, folds: Sequence[Fold], A: Tensor) -> li
 
 
 def tree_scan_in_order(
-    inputs: Inputs, states: Tensor, folded: Sequence[Tensor], paths: Paths, x: Tensor, C: Tensor, A: Tensor, D: Tensor
+    inputs: TokenInputs,
+    states: Tensor,
+    folded: Sequence[Tensor],
+    paths: Paths,
+    x: Tensor,
+    C: Tensor,
+    A: Tensor,
+    D: Tensor,
 ) -> Tensor:
     """Mamba-1 of every row along its own path: the recurrence, one token after another (ALGORITHMS 6.7).
 
@@ -186,7 +200,7 @@ def tree_scan_in_order(
     return y.addcmul_(x.float(), D[:, None])
 
 
-def fold_in_order(inputs: Inputs, states: Tensor, folds: Sequence[Fold], A: Tensor) -> list[Tensor]:
+def fold_in_order(inputs: TokenInputs, states: Tensor, folds: Sequence[BlockFold], A: Tensor) -> list[Tensor]:
     """`fold` for Mamba-1; A [H, N]."""
     done: list[Tensor] = []
     for each in folds:
@@ -212,7 +226,7 @@ def _source(source: int, states: Tensor, folded: Sequence[Tensor]) -> Tensor:
     return states[source] if source >= 0 else folded[-1 - source]
 
 
-def _step(inputs: Inputs, state: Tensor, columns: Tensor, A: Tensor) -> Tensor:
+def _step(inputs: TokenInputs, state: Tensor, columns: Tensor, A: Tensor) -> Tensor:
     """state [n, H, P, N] moved on by one token each."""
     dt = inputs.dt.index_select(0, columns)[..., None]  # [n, H, 1]
     decay = (dt * A).exp_()[:, :, None]

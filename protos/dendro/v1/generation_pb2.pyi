@@ -456,11 +456,11 @@ class GenerateComplete(_message.Message):
         """
 
     @_builtins.property
-    def drafter(self) -> Global___Opening:
+    def drafter(self) -> Global___OpeningStats:
         """drafter is what opening the text took at the drafter. Absent where none drafted."""
 
     @_builtins.property
-    def target(self) -> Global___Opening:
+    def target(self) -> Global___OpeningStats:
         """target is what opening the text took at the verifier. Absent where an answer is told from its record."""
 
     def __init__(
@@ -470,8 +470,8 @@ class GenerateComplete(_message.Message):
         usage: Global___Usage | None = ...,
         speculation: Global___SpeculationStats | None = ...,
         session: _builtins.str = ...,
-        drafter: Global___Opening | None = ...,
-        target: Global___Opening | None = ...,
+        drafter: Global___OpeningStats | None = ...,
+        target: Global___OpeningStats | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["drafter", b"drafter", "speculation", b"speculation", "target", b"target", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -654,7 +654,7 @@ class SpeculationStats(_message.Message):
 Global___SpeculationStats: _TypeAlias = SpeculationStats  # noqa: Y015
 
 @_typing.final
-class Opening(_message.Message):
+class OpeningStats(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RESTORED_TOKENS_FIELD_NUMBER: _builtins.int
@@ -679,7 +679,7 @@ class Opening(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Opening: _TypeAlias = Opening  # noqa: Y015
+Global___OpeningStats: _TypeAlias = OpeningStats  # noqa: Y015
 
 @_typing.final
 class GetServerInfoRequest(_message.Message):

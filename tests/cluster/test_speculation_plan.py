@@ -14,14 +14,14 @@ from dendro.shapes import OFF, LevelShape, TreeShape
 from dendro.text import Finish, Sampling, Verdict
 from dendro.tree import DraftTree
 from dendro.v1 import generation_pb2 as pb
-from edge import END, SERVED, FakePlaces, config, ingress, plain_answer, resume_of
+from edge import END, SERVED, EdgePeers, config, ingress, plain_answer, resume_of
 
 from cluster.api.local import LocalClient
-from cluster.peers.places import Places
+from cluster.peers.places import Peers
 from cluster.policies import Experience, Offer, PaperUCB, RatioUCB, Static
-from cluster.router.account import Tally
+from cluster.router.account import RoundAccount
 from cluster.router.ingress import Ingress
-from cluster.router.speculation import Asked, what_is_asked
+from cluster.router.speculation import SpeculationPlan, plan_speculation
 from cluster.sessions import MemorySessions
 
 PROMPT = "walk the "
@@ -29,9 +29,9 @@ IDS = list(PROMPT.encode())
 CHAIN = LevelShape((1, 1, 1))
 
 
-def asked(said: Speculation | str, **sections: object) -> Asked:
+def asked(said: Speculation | str, **sections: object) -> SpeculationPlan:
     message = build_request(PROMPT, speculation=said).speculation
-    return what_is_asked(message, "demo", config(**sections), Experience(), Sampling())
+    return plan_speculation(message, "demo", config(**sections), Experience(), Sampling())
 
 
 # What is asked
@@ -78,7 +78,7 @@ def test_off_asks_for_no_tree_and_auto_is_the_servers_policy_on_the_servers_arms
     assert isinstance(off.policy, Static) and off.policy.shape == OFF and off.name == "off"
     assert isinstance(auto.policy, RatioUCB) and auto.name == "ratio_ucb"
     assert [str(arm) for arm in auto.policy.arms] == ["off", "(1,1,1)", "(2,1)"]
-    absent = what_is_asked(pb.Speculation(), "demo", config(), Experience(), Sampling())
+    absent = plan_speculation(pb.Speculation(), "demo", config(), Experience(), Sampling())
     assert absent.name == "ratio_ucb" and absent.free
 
 
@@ -169,7 +169,7 @@ def test_what_contradicts_itself_is_refused_by_its_name(field: str, said: Specul
 
 def test_a_mode_that_nobody_knows_is_refused():
     with pytest.raises(BadRequest) as refused:
-        what_is_asked(pb.Speculation(mode=9), "demo", config(), Experience(), Sampling())  # type: ignore[arg-type]
+        plan_speculation(pb.Speculation(mode=9), "demo", config(), Experience(), Sampling())  # type: ignore[arg-type]
     assert refused.value.field == "speculation.mode"
 
 
@@ -181,12 +181,12 @@ def test_a_number_that_its_field_cannot_hold_is_refused_before_it_is_sent(field:
 
 
 async def test_only_what_asks_for_nothing_is_not_counted_as_fixed():
-    router = ingress(FakePlaces())
+    router = ingress(EdgePeers())
     seen = []
     for said in (Speculation(), Speculation(max_nodes=3), Speculation(Mode.OFF)):
         async for event in LocalClient(router).generate(PROMPT, speculation=said, max_new_tokens=3):
             del event
-            seen.append((said.mode, said.max_nodes, router.experience["demo"].shared.fixed))
+            seen.append((said.mode, said.max_nodes, router.experience["demo"].concurrency.fixed))
     assert {each for each in seen if each[2]} == {(Mode.AUTO, 3, 1), (Mode.OFF, None, 1)}
 
 
@@ -198,7 +198,7 @@ async def test_the_shorter_of_two_deadlines_bounds_the_wait_for_a_draft(server_m
     """A draft takes half a minute: a round that waited for it would not end in time."""
     drafter, verifier = fakes.FakeDrafter(pause_s=30.0), fakes.FakeVerifier()
     settings = config(router={"draft_timeout_ms": server_ms})
-    places = Places(settings, {"demo": fakes.NearPool(verifier)}, {"mamba": fakes.NearPool(drafter)})
+    places = Peers(settings, {"demo": fakes.FakePool(verifier)}, {"mamba": fakes.FakePool(drafter)})
     client = LocalClient(Ingress(settings, places, MemorySessions(), SERVED))
     async with asyncio.timeout(10):
         done = await client.generate_text(
@@ -236,7 +236,7 @@ SAID = [
 @pytest.mark.parametrize("tokens", range(1, 10))
 async def test_an_account_adds_up_and_is_that_of_the_stream_and_no_token_changes(said: Speculation, tokens: int):
     """At every length, so that the limit cuts the last round at every place."""
-    client = LocalClient(ingress(FakePlaces()))
+    client = LocalClient(ingress(EdgePeers()))
     done = await client.generate_text(PROMPT, speculation=said, temperature=1.0, seed=3, max_new_tokens=tokens)
     stats = done.complete.speculation
     assert list(done.token_ids) == plain_answer(IDS, Sampling(temperature=1.0, seed=3), tokens)
@@ -244,7 +244,7 @@ async def test_an_account_adds_up_and_is_that_of_the_stream_and_no_token_changes
 
 
 async def test_an_answer_without_trees_is_accounted_for_with_zeros_where_nothing_was_drafted():
-    done = await LocalClient(ingress(FakePlaces())).generate_text(PROMPT, speculation="off", max_new_tokens=7)
+    done = await LocalClient(ingress(EdgePeers())).generate_text(PROMPT, speculation="off", max_new_tokens=7)
     stats = done.complete.speculation
     assert (stats.policy, stats.rounds, stats.pulls, stats.emitted) == ("off", 7, {"off": 7}, {1: 7})
     guesses = (stats.drafted_tokens, stats.accepted_tokens, stats.discarded_tokens, stats.trimmed_tokens)
@@ -256,12 +256,12 @@ async def test_a_resumed_answer_accounts_for_the_rounds_of_its_own_stream():
     held = plain_answer(IDS, Sampling(), 3)
     request = build_request(PROMPT, speculation="(1,1,1)", max_new_tokens=9)
     request.resume.CopyFrom(resume_of(IDS, held))
-    events = [event async for event in ingress(FakePlaces()).generate(request)]
+    events = [event async for event in ingress(EdgePeers()).generate(request)]
     account = events[-1].complete.speculation
     assert (account.rounds, dict(account.emitted), account.emitted_tokens) == (2, {4: 1, 2: 1}, 6)
 
 
-class Clock:
+class StepClock:
     """A clock that a test moves."""
 
     def __init__(self) -> None:
@@ -285,7 +285,7 @@ def verdict(emitted: int, length: int, verify_us: int, queue_us: int, trimmed: i
 
 def test_a_tally_on_paper():
     """Five rounds with the times that they took in milliseconds, and all that the account must say of them."""
-    clock, experience = Clock(), Experience()
+    clock, experience = StepClock(), Experience()
     rounds = [  # shape, tree, verdict, wall in ms
         (CHAIN, drafted(3, 2000), verdict(4, 4, 5000, 1000), 50.0),  # the first: 42 ms of it are its opening
         (CHAIN, drafted(3, 2000), verdict(2, 2, 5000, 0, trimmed=1), 9.0),
@@ -293,14 +293,16 @@ def test_a_tally_on_paper():
         (OFF, drafted(0, 0), verdict(1, 1, 4001, 0), 4.0),  # a peer that counts more than was there: a rounding
         (CHAIN, drafted(3, 2000), verdict(2, 4, 5000, 0), 8.0),  # cut: two accepted, one more and the target's not
     ]
-    with experience.shared.running() as place:
-        tally = Tally(Asked("fixed", Scripted([shape for shape, *_ in rounds])), experience, place, 0.0, clock)
+    with experience.concurrency.running() as place:
+        account = RoundAccount(
+            SpeculationPlan("fixed", ScriptedPolicy([shape for shape, *_ in rounds])), experience, place, 0.0, clock
+        )
         for shape, tree, found, wall_ms in rounds:
             clock.now_s += 0.25  # between rounds: the client is slow
-            assert tally.choose() == shape
+            assert account.choose() == shape
             clock.now_s += (wall_ms + 0.0005) / 1e3
-            tally.learn(shape, tree, found)
-    account = tally.account
+            account.learn(shape, tree, found)
+    account = account.stats
     assert account == pb.SpeculationStats(
         policy="fixed",
         rounds=5,
@@ -325,7 +327,7 @@ def test_a_tally_on_paper():
     assert account.decode_us == pytest.approx(4 * 250_000 + 30_000, abs=10)
 
 
-class Scripted:
+class ScriptedPolicy:
     """Chooses what it was told to."""
 
     def __init__(self, shapes: list[TreeShape]) -> None:
@@ -381,7 +383,7 @@ async def test_an_end_of_text_that_cuts_a_round_is_accounted_for(monkeypatch: py
     """The target's third token ends the text; the chain's guesses go on past it."""
     spoken = plain_answer(IDS, Sampling(), 12)
     monkeypatch.setattr("edge.next_token", lambda ids, _: END if len(ids) == len(IDS) + 2 else spoken[len(ids) % 12])
-    done = await LocalClient(ingress(FakePlaces())).generate_text(PROMPT, speculation="(1,1,1)", max_new_tokens=12)
+    done = await LocalClient(ingress(EdgePeers())).generate_text(PROMPT, speculation="(1,1,1)", max_new_tokens=12)
     stats = done.complete.speculation
     assert done.complete.finish is Finish.END_OF_TEXT and len(done.token_ids) == 3
     assert (stats.emitted, stats.cut_tokens, stats.accepted_tokens, stats.discarded_tokens) == ({3: 1}, 1, 3, 0)
