@@ -16,7 +16,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dendro.client import REASON_MARK
+from dendro.answer import REASON_MARK
 from dendro.errors import BadRequest, one_line
 from dendro.serving import Leases, Replica
 from dendro.state import StateStore

@@ -25,7 +25,8 @@ from typing import Annotated, Any, TypeVar
 
 import psutil
 import typer
-from dendro.client import Asking, AsyncClient, Options, Speculation
+from dendro.answer import Options, Speculation
+from dendro.client import Asking, AsyncClient
 from dendro.errors import BadRequest, DendroError
 from rich.console import Console
 

@@ -7,7 +7,8 @@ import statistics
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 
-from dendro.client import Asking, Complete, Completion, Event, OpeningStats, Options, Round, SpeculationStats, collect
+from dendro.answer import Complete, Completion, Event, OpeningStats, Options, Round, SpeculationStats, collect
+from dendro.client import Asking
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text as RichText

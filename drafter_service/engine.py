@@ -29,7 +29,8 @@ from drafter_service.grow import most_processed
 from drafter_service.models import load_model
 from drafter_service.plan import DraftPlan
 from drafter_service.runner import DraftRunner
-from drafter_service.scheduler import Answer, Consumed, DraftScheduler, Ready
+from drafter_service.scheduler import DraftScheduler
+from drafter_service.texts import Answer, Consumed, Ready
 
 log = logging.getLogger(__name__)
 

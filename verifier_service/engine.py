@@ -30,9 +30,10 @@ from tree_layers.memory import pages_for
 from verifier_service.memory import most_pages
 from verifier_service.models import load_target
 from verifier_service.recurrent import Arrangement
+from verifier_service.requests import Ask, Call, Capacity, Saved, VerifierText
 from verifier_service.runner import StepRunner, buckets_up_to
 from verifier_service.runners import runner_for
-from verifier_service.scheduler import Ask, Call, Capacity, Saved, StepScheduler, VerifierText
+from verifier_service.scheduler import StepScheduler
 from verifier_service.shards import Bounds, Crew, Starter, free_bytes
 from verifier_service.worker import start_processes
 

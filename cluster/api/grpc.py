@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from contextlib import aclosing
 
 import grpc.aio
-from dendro.client import CHANNEL_OPTIONS, REASON_KEY, TENANT_KEY
+from dendro.answer import REASON_KEY
+from dendro.client import CHANNEL_OPTIONS, TENANT_KEY
 from dendro.errors import DendroError, EngineFailed, NotFound, Overloaded, one_line
 from dendro.v1 import generation_pb2 as pb
 from dendro.v1 import generation_pb2_grpc

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from dendro.client import AnswerProgress, Asking, Event
+from dendro.answer import AnswerProgress, Event
+from dendro.client import Asking
 from dendro.v1 import generation_pb2 as pb
 
 from cluster.router.ingress import Ingress

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from dendro.client import AsyncClient, Complete, Round
+from dendro.answer import Complete, Round
+from dendro.client import AsyncClient
 from dendro.errors import EngineFailed
 
 from cluster.bench.baselines import BaselineProcess

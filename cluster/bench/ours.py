@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from dendro.client import AsyncClient, Complete, Round, SpeculationStats
+from dendro.answer import Complete, Round, SpeculationStats
+from dendro.client import AsyncClient
 from dendro.errors import EngineFailed
 
 from cluster.bench.measurement import RoundTimes, TimedAnswer

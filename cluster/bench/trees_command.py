@@ -43,10 +43,7 @@ from cluster.bench.trees import (
     WIDE,
     TreesRecord,
     ablation_rows,
-    aims_of,
     arm_rows,
-    calibration_rows,
-    causes_rows,
     cut_trees,
     fixed_arms,
     grown_arms,
@@ -54,6 +51,8 @@ from cluster.bench.trees import (
     share_rows,
     streams,
 )
+from cluster.bench.trees_aims import aims_of
+from cluster.bench.trees_causes import calibration_rows, causes_rows
 from cluster.bench.trees_context import measure_contexts
 from cluster.config import DEMO_MODELS, Config
 from cluster.demo.kinds import KINDS, kind_prompts

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dendro.client import Asking, Speculation
+from dendro.answer import Speculation
+from dendro.client import Asking
 from dendro.errors import EngineFailed
 
 Step = Callable[[], None]

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
+from dendro.answer import Speculation
 from dendro.calls import CloseCall, DraftCall, OpenCall, Terms, TextUpdate, VerifyCall, new_opening
-from dendro.client import Asking, Speculation
+from dendro.client import Asking
 from dendro.shapes import OFF, BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape
 from dendro.text import Limits, Sampling, Text
 from dendro.tree import DraftTree

@@ -10,6 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from dendro.calls import CloseCall, Closed, Hello, OpenCall, Opened, Terms, TextUpdate, new_opening
 from dendro.errors import DendroError
+from dendro.smoothing import smoothed
 from dendro.text import Text
 from tree_layers.checkpoint import Facts
 
@@ -29,8 +30,6 @@ STRIKES = 3
 # or two. The floors keep a scheduler's hiccup from counting as lateness.
 DRAFT_FACTOR, DRAFT_FLOOR_S = 3.0, 0.020
 VERIFY_FACTOR, VERIFY_FLOOR_S = 2.0, 0.060
-SMOOTHING = 0.2
-"""Weight of the newest measurement in the usual times."""
 
 
 class Peer(Protocol):
@@ -71,20 +70,16 @@ class Pace:
     verify_s: float = 0.0
 
     def drafted(self, seconds: float, depth: int) -> None:
-        self.draft_level_s = _smoothed(self.draft_level_s, seconds / max(depth, 1))
+        self.draft_level_s = smoothed(self.draft_level_s, seconds / max(depth, 1))
 
     def verified(self, seconds: float) -> None:
-        self.verify_s = _smoothed(self.verify_s, seconds)
+        self.verify_s = smoothed(self.verify_s, seconds)
 
     def deadline_s(self, depth: int, longest_s: float) -> float:
         """How long a round waits for a tree of `depth` levels."""
         patience = max(VERIFY_FACTOR * self.verify_s, VERIFY_FLOOR_S) if self.verify_s else longest_s
         usual = max(DRAFT_FACTOR * self.draft_level_s * depth, DRAFT_FLOOR_S) if self.draft_level_s else longest_s
         return min(usual, patience, longest_s)
-
-
-def _smoothed(usual: float, newest: float) -> float:
-    return newest if not usual else usual + SMOOTHING * (newest - usual)
 
 
 @dataclass(slots=True)

@@ -15,7 +15,8 @@ from statistics import fmean, median
 import numpy as np
 import numpy.typing as npt
 import torch
-from dendro.client import Asking, Complete, Round, SpeculationStats
+from dendro.answer import Complete, Round, SpeculationStats
+from dendro.client import Asking
 from dendro.errors import BadRequest, EngineFailed
 from dendro.shapes import TreeShape, child_counts
 from dendro.text import Sampling

@@ -13,7 +13,8 @@ import edge
 import pytest
 import torch
 import typer
-from dendro.client import AsyncClient, SpeculationStats
+from dendro.answer import SpeculationStats
+from dendro.client import AsyncClient
 from dendro.errors import BadRequest, EngineFailed
 from dendro.text import Sampling
 from layouts import FORMS, copy_as

@@ -56,7 +56,6 @@ from cluster.bench.trees import (
     TreesRecord,
     acceptance,
     best_static,
-    causes_of,
     cut_trees,
     dynamic_shapes,
     emitted_per_round,
@@ -65,8 +64,8 @@ from cluster.bench.trees import (
     lengths,
     level_shapes_up_to,
     likeliest_tree,
-    reliability,
 )
+from cluster.bench.trees_causes import causes_of, reliability
 from cluster.bench.trees_command import TreesSettings, analyse, bench_trees, cost_rows, parse_drafters
 from cluster.bench.trees_context import context_rows, key_bytes
 from cluster.bench.trees_report import facts_of, plot, tables_of

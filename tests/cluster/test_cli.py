@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 import psutil
 import pytest
 from cases import few_of
-from dendro.client import SpeculationStats
+from dendro.answer import SpeculationStats
 from dendro.text import Sampling
 from edge import EdgePeers, ingress, plain_answer
 from typer.testing import CliRunner, Result

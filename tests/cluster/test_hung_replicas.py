@@ -16,7 +16,8 @@ import psutil
 import pytest
 import torch
 from dendro import serving
-from dendro.client import AsyncClient, Round
+from dendro.answer import Round
+from dendro.client import AsyncClient
 from dendro.errors import PeerLost
 from dendro.serving import Leases
 from dendro.shapes import OFF

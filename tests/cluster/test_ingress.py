@@ -13,7 +13,8 @@ import grpc.aio
 import pytest
 import redis
 import redis.asyncio
-from dendro.client import REASON_KEY, AsyncClient, Mode, Round, Speculation, Started
+from dendro.answer import REASON_KEY, Mode, Round, Speculation, Started
+from dendro.client import AsyncClient
 from dendro.errors import BadRequest, Conflict, EngineFailed, NotFound, PeerLost
 from dendro.text import Finish, Sampling
 from dendro.v1 import generation_pb2 as pb

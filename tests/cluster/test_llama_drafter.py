@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import tiny_models
-from dendro.client import Asking, Complete, Round
+from dendro.answer import Complete, Round
+from dendro.client import Asking
 
 from cluster.config import Config
 from cluster.running import local_client

@@ -8,7 +8,7 @@ import pytest
 import tiny_mamba
 import tiny_models
 import torch
-from dendro.client import Speculation
+from dendro.answer import Speculation
 from dendro.errors import BadRequest
 
 from cluster.certify.checks import LibraryModel

@@ -9,7 +9,8 @@ import time
 
 import psutil
 import pytest
-from dendro.client import AsyncClient, Round
+from dendro.answer import Round
+from dendro.client import AsyncClient
 from fakes import FakeVerifier, plain
 from toy_cluster import LOADERS, toy_config
 

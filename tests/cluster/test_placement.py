@@ -115,7 +115,8 @@ def test_on_serve_a_request_is_one_call_per_replica_and_a_killed_replica_costs_n
     """One start of Ray for all that needs it: it takes 15 s of the two cores."""
     import psutil
     import ray  # noqa: F401 - before the cluster starts, as a program may have done
-    from dendro.client import AsyncClient, Round
+    from dendro.answer import Round
+    from dendro.client import AsyncClient
     from toy_cluster import LOADERS, toy_config
 
     from cluster import deploy

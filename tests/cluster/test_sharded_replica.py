@@ -11,7 +11,8 @@ import sys
 import psutil
 import pytest
 import tiny_models
-from dendro.client import AsyncClient, Round
+from dendro.answer import Round
+from dendro.client import AsyncClient
 from dendro.text import Sampling
 from routers import RoundByRound
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import fakes
 import pytest
-from dendro.client import Completion, Mode, Speculation, SpeculationStats, build_request
+from dendro.answer import Completion, Mode, Speculation, SpeculationStats, build_request
 from dendro.errors import BadRequest
 from dendro.shapes import OFF, LevelShape, TreeShape
 from dendro.text import Finish, Sampling, Verdict

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import tiny_hybrids
-from dendro.client import Asking, Completion
+from dendro.answer import Completion
+from dendro.client import Asking
 
 from cluster.config import Config
 from cluster.running import local_client

@@ -10,8 +10,9 @@ from itertools import count
 import grpc
 import grpc.aio
 import pytest
-from dendro import client as client_module
-from dendro.client import REASON_KEY, AsyncClient, Client, Complete, Completion, Round, Started, build_request
+from dendro import answer as answer_module
+from dendro.answer import REASON_KEY, Complete, Completion, Round, Started, build_request
+from dendro.client import AsyncClient, Client
 from dendro.errors import BadRequest, Conflict, EngineFailed, NotFound, Overloaded, PeerLost, one_line
 from dendro.v1 import generation_pb2 as pb
 from dendro.v1 import generation_pb2_grpc
@@ -74,7 +75,7 @@ async def serving(script: Script) -> AsyncIterator[tuple[Scripted, str]]:
 
 @pytest.fixture(autouse=True)
 def no_long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(answer_module, "FIRST_PAUSE_S", 0.001)
 
 
 @pytest.fixture(params=["asyncio", "blocking"])

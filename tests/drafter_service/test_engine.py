@@ -30,7 +30,7 @@ from drafter_service.confidence import CANDIDATES, Calibration
 from drafter_service.engine import DrafterEngine, node_slots, text_slots
 from drafter_service.models import DrafterModel, load_model
 from drafter_service.plan import Chains
-from drafter_service.scheduler import DraftRound
+from drafter_service.texts import DraftRound
 
 CPU = torch.device("cpu")
 CHAIN, TREE, WIDE = LevelShape((1, 1, 1, 1)), LevelShape((3, 2, 2, 1, 1)), LevelShape((12, 2))

@@ -10,7 +10,8 @@ from dendro.tree import DraftTree
 from tree_layers.states import SlotPool
 
 from drafter_service.plan import DraftOutcome, DraftPlan
-from drafter_service.scheduler import DrafterText, DraftScheduler
+from drafter_service.scheduler import DraftScheduler
+from drafter_service.texts import DrafterText
 
 SESSIONS, PROMPT = 3, (5, 6, 7)
 SMALL, LARGE = LevelShape((2, 2)), DynamicShape(16, 5, 7)

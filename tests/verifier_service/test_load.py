@@ -22,8 +22,9 @@ from tree_layers.memory import pages_for
 from verifier_service.budget import StepCosts, path_in, reached, subtree, worthwhile
 from verifier_service.engine import VerifierEngine
 from verifier_service.memory import PageTable, TextMemory, most_pages, salt_of
+from verifier_service.requests import Ask, Capacity
 from verifier_service.rows import StepOutcome
-from verifier_service.scheduler import Ask, Capacity, StepScheduler
+from verifier_service.scheduler import StepScheduler
 
 SIZES = (8, 16, 24, 32, 48, 64)
 

@@ -1,0 +1,55 @@
+"""The bars that `dendro bench trees` exists to reach."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from cluster.bench.statistics import Estimate
+from cluster.bench.trees import ALL, CONFIGURED, FULL, Row, best_policy
+from cluster.bench.trees_causes import three_causes
+
+DYNAMIC_BAR, BEST_ARM_BAR, OFF_BAR = 1.2, 0.97, 0.98
+
+
+# Aims
+def _aim(aim: str, bar: float, found: Estimate | Mapping[str, float], why: str = "") -> Row:
+    said = found.as_json() if isinstance(found, Estimate) else found
+    few = f"few prompts: the interval covers {said['coverage']:.0%}" if said["coverage"] < 0.9 else ""
+    row: Row = {
+        "aim": aim,
+        "value": said["median"],
+        "interval": [said["low"], said["high"]],
+        "bar": bar,
+        "met": said["median"] >= bar,
+    }
+    if words := "; ".join(filter(None, (why if not row["met"] else "", few))):
+        row["why"] = words
+    return row
+
+
+def aims_of(ablation: Sequence[Row], causes: Sequence[Row], policies: Sequence[Row]) -> list[Row]:
+    """The aims, from the rows alone."""
+    why = {(row["temperature"], row["tree_rows"]): three_causes(row) for row in causes}
+    aims = [
+        _aim(
+            f"dynamic tree over the best static one, emitted per round, {row['tree_rows']} rows, "
+            f"temperature {row['temperature']:g}",
+            DYNAMIC_BAR,
+            row["over_best_static"],
+            why[row["temperature"], row["tree_rows"]],
+        )
+        for row in ablation
+        if row["way"] == FULL
+    ]
+    for temperature in dict.fromkeys(row["temperature"] for row in policies):
+        name = best_policy(policies, temperature)
+        for row in policies:
+            if (row["temperature"], row["policy"], row["arms"]) != (temperature, name, CONFIGURED) or row[
+                "kind"
+            ] == ALL:
+                continue
+            at = f"{row['kind']}, temperature {temperature:g}"
+            found = f"it chose {row['best_arm']} in {row['best_arm_share']:.0%} of rounds"
+            aims.append(_aim(f"{name} over the best fixed arm, {at}", BEST_ARM_BAR, row["over_best"], found))
+            aims.append(_aim(f"{name} over off, {at}", OFF_BAR, row["over_off"]))
+    return aims
