@@ -1,4 +1,4 @@
-# `make help` says what there is. Everything happens in .venv, which is made where there is none.
+# `make help` lists the targets. All of them use .venv, which is created if missing.
 
 PYTHON ?= python3
 VENV := .venv
@@ -9,17 +9,17 @@ TORCH := torch==2.13.0
 .DEFAULT_GOAL := help
 .PHONY: help setup dev demo test check clean gpu gpu-dry gpu-wheels
 
-help: ## say what there is
+help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(VENV)/.setup ## .venv with all that serving needs, an embedded Redis included
+setup: $(VENV)/.setup ## .venv with everything for serving, an embedded Redis included
 
-dev: $(VENV)/.dev ## the same, and what tests and checks need
+dev: $(VENV)/.dev ## the same, and everything for tests and checks
 
-demo: setup ## the main job, end to end, and nothing left behind
+demo: setup ## a small cluster answers two turns of a session and stops; no process remains
 	@$(BIN)/dendro demo
 
-test: dev ## all tests but the longest, which CI runs too; in two processes
+test: dev ## all tests except those marked long, in two processes
 	@$(BIN)/python -m pytest -m "not long" -n 2 --dist loadfile
 
 check: dev ## ruff, mypy, import contracts, generated stubs up to date
@@ -30,7 +30,7 @@ check: dev ## ruff, mypy, import contracts, generated stubs up to date
 	@$(BIN)/python protos/generate.py --check
 
 # A GPU machine has torch, triton, transformers and pytest, but no .venv and no network. Our other dependencies are
-# taken there as wheels, in .wheels.
+# copied there as wheels, in .wheels.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 GPU_OUT ?= gpu-results/$(shell date -u +%Y%m%d-%H%M%S)
 WHEELS := .wheels
@@ -39,7 +39,7 @@ WHEEL_TARGET := --python-version 3.12 --implementation cp --platform manylinux_2
 gpu: ## all checks and measurements that need a GPU, in ten minutes; results in gpu-results/
 	@$(GPU_PYTHON) tests/gpu/run.py --wheels $(WHEELS) --out $(GPU_OUT)
 
-gpu-dry: ## the same here, in Triton's interpreter, with tiny sizes
+gpu-dry: ## the same on this machine's CPU, in Triton's interpreter, with tiny sizes
 	@$(GPU_PYTHON) tests/gpu/run.py --wheels $(WHEELS) --out $(GPU_OUT) --dry
 
 gpu-wheels: $(BIN)/python ## what `make gpu` needs on a machine without a network, into .wheels
@@ -56,15 +56,15 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 13) else "Python 3.11 or 3.12 is needed: make PYTHON=python3.11 ...")'
 	@$(PYTHON) -m venv $(VENV)
 
-# torch comes first and by version: what is installed after it takes it as it is.
+# torch is installed first, at a fixed version; later installs keep it.
 $(VENV)/.setup: pyproject.toml | $(BIN)/python
 	@echo "installing torch (the largest part)"
 	@$(PIP) "$(TORCH)"
-	@echo "installing dendroaspis and what it serves with"
+	@echo "installing dendroaspis and its serving dependencies"
 	@$(PIP) --editable '.[serve,embedded]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.setup
-	@echo "installing what tests and checks need"
+	@echo "installing the dependencies of tests and checks"
 	@$(PIP) --editable '.[serve,embedded,dev]'
 	@touch $@

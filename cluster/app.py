@@ -2,8 +2,7 @@
 
 client -> Serve's gRPC proxy -> Router -> (lease) -> drafter and verifier replicas, each with a gRPC address of its own
 
-The builder is the only place that wires; with bench, certify and demo, the only one that knows the services. The
-deployments are thin shells around plain objects.
+`build` connects the deployments, which are thin shells around plain objects.
 """
 
 from __future__ import annotations
@@ -51,25 +50,26 @@ log = logging.getLogger("dendro.app")
 
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 1.0, 3.0
 DRAIN_MARGIN_S = 30.0
-"""A replica that is taken away may finish the longest request, and this much more."""
+"""A replica that is removed has the time limit of a request, and this much more, to finish its requests."""
 CONCURRENT_REQUESTS = 1024
-"""Requests of one router at once. What the engines can hold bounds them sooner."""
+"""Concurrent requests of one router. The capacity of the engines is reached sooner."""
 LOOK_BACK_S, METRICS_INTERVAL_S = 5.0, 1.0
-"""Autoscaling goes by the mean of the leases over so long, told by every replica and router so often."""
+"""Autoscaling uses the mean number of leases over LOOK_BACK_S; replicas and routers report it each METRICS_INTERVAL_S.
+"""
 LAST_WORDS_S = 0.2
-"""What a replica that has to end leaves its streams for telling so."""
+"""How long a replica with a lost worker waits before it exits, so that its streams can send the error."""
 
 
 class _Shell:
-    """What the deployments of engines share: Serve calls `lease`, and the rest is the replica's."""
+    """What the deployments of engines share. Serve calls `lease`; routers call the replica's own gRPC server."""
 
     _engine: Any
     _replica: Replica
 
     async def lease(self) -> AsyncIterator[dict[str, str]]:
-        """Address and lease, once; then nothing until the lease ends on the replica's own stream."""
-        async with aclosing(self._replica.lease()) as said:
-            async for item in said:
+        """Yields address and lease token once, then waits until the lease ends on the replica's own stream."""
+        async with aclosing(self._replica.lease()) as items:
+            async for item in items:
                 yield item
 
     async def stats(self) -> dict[str, int]:
@@ -81,7 +81,7 @@ class _Shell:
         if fault := self._engine.fault():
             raise RuntimeError(fault)
 
-    async def __del__(self) -> None:  # Serve awaits it when the replica was drained
+    async def __del__(self) -> None:  # Serve awaits it once the replica is drained
         await self._replica.stop()
         await stop_engine(self._engine)
 
@@ -99,7 +99,7 @@ class DrafterShell(_Shell):
     ) -> None:
         from drafter_service.servicer import serve_drafter
 
-        _log_beside_serve()
+        _log_to_serve_file()
         self._engine = load(name, drafter, states())
         await start_engine(self._engine)
         self._replica = await serve_drafter(
@@ -120,7 +120,7 @@ class VerifierShell(_Shell):
     ) -> None:
         from verifier_service.servicer import serve_verifier
 
-        _log_beside_serve()
+        _log_to_serve_file()
         self._engine = load(name, target, states())
         await start_engine(self._engine)
         self._replica = await serve_verifier(
@@ -130,7 +130,7 @@ class VerifierShell(_Shell):
             self._watch = asyncio.create_task(self._end_with_engine())
 
     async def _end_with_engine(self) -> None:
-        """A replica that lost a worker ends, and Serve makes another at once; of health checks it would want three."""
+        """Exit when a worker is lost: Serve replaces an exited replica at once, an unhealthy one after three checks."""
         reason = await self._engine.lost()
         await asyncio.sleep(LAST_WORDS_S)
         log.error("this replica ends: %s", reason)
@@ -138,10 +138,10 @@ class VerifierShell(_Shell):
 
 
 class LoadIngress(Protocol):
-    """Makes a router's ingress from what it needs of the cluster."""
+    """Makes a router's ingress."""
 
     def __call__(
-        self, config: Config, places: ServePeers, sessions: RedisSessions, *, priors: RedisPriors
+        self, config: Config, peers: ServePeers, sessions: RedisSessions, *, priors: RedisPriors
     ) -> Ingress: ...
 
 
@@ -156,10 +156,10 @@ class RouterShell:
         drafters: dict[str, DeploymentHandle],
         ingress: LoadIngress = Ingress,
     ) -> None:
-        _log_beside_serve()
-        places = ServePeers(config, targets, drafters)
+        _log_to_serve_file()
+        peers = ServePeers(config, targets, drafters)
         priors = RedisPriors(redis_url, config.redis.prior_ttl_s)
-        self._ingress = ingress(config, places, RedisSessions(redis_url, config.redis.record_ttl_s), priors=priors)
+        self._ingress = ingress(config, peers, RedisSessions(redis_url, config.redis.record_ttl_s), priors=priors)
 
     async def Generate(self, request: pb.GenerateRequest, grpc_context: Any) -> AsyncIterator[pb.GenerateResponse]:
         tenant = tenant_of(dict(grpc_context.invocation_metadata() or ()))
@@ -167,7 +167,7 @@ class RouterShell:
             async with aclosing(self._ingress.generate(request, tenant)) as events:
                 async for event in events:
                     yield event
-        except Exception as error:  # the border: nothing of the inside passes it
+        except Exception as error:  # every error becomes a status; details of internal ones stay here
             code, details, reason = status_of(error)
             if code is code.INTERNAL:
                 log.exception("request %s failed", one_line(request.request_id, MAX_REQUEST_ID))
@@ -180,7 +180,7 @@ class RouterShell:
 
 
 class _RedisStatesAt:
-    """Makes a replica's store where it runs: connections do not travel."""
+    """Makes a replica's store in the replica's process, as connections cannot be sent to one."""
 
     def __init__(self, url: str, ttl_s: int) -> None:
         self._url = url
@@ -198,7 +198,7 @@ def build(
     verifier: Callable[[str, TargetConfig, StateStore], LocalVerifier] = load_replica,
     ingress: LoadIngress = Ingress,
 ) -> Application:
-    """The application of a configuration. The loaders are parameters, so that tests deploy engines of their own."""
+    """The application of a configuration. The loaders are parameters, so that tests can deploy their own engines."""
     longest_s = config.router.request_timeout_s + DRAIN_MARGIN_S
     states = _RedisStatesAt(redis_url, config.redis.state_ttl_s)
     common: dict[str, Any] = {
@@ -240,14 +240,14 @@ def build(
     return router.bind(config, redis_url, targets, drafters, ingress)
 
 
-def application(said: dict[str, Any]) -> Application:
-    """What a Serve configuration file names as its import path: our whole configuration as the application's arguments.
+def application(fields: dict[str, Any]) -> Application:
+    """The import path of a Serve configuration file, whose application arguments are our whole configuration.
 
-    Raises BadRequest where it does not fit, or names no Redis: nobody starts one here.
+    Raises BadRequest where it is invalid or has no Redis url: no embedded server is started here.
     """
-    config = pinned(Config.of(said, Path.cwd()))
+    config = pinned(Config.of(fields, Path.cwd()))
     if not config.redis.url:
-        raise BadRequest("redis.url", "is empty; a cluster that Serve deploys needs a Redis that is there")
+        raise BadRequest("redis.url", "is empty; a cluster that Serve deploys needs a running Redis")
     return build(config, config.redis.address(os.environ))
 
 
@@ -258,7 +258,7 @@ def _deployment(shell: type, **options: Any) -> Any:
 
 
 def _replicas_of(model: ModelConfig) -> dict[str, Any]:
-    """A number, or how Serve finds one. A lease is a call in progress to Serve: what its autoscaling counts."""
+    """A fixed replica count, or Serve's autoscaling options. Serve counts a lease as an ongoing request."""
     scaling = model.autoscaling
     if scaling is None:
         return {"num_replicas": model.replicas}
@@ -283,8 +283,8 @@ def _group_of(target: TargetConfig) -> dict[str, Any]:
     return {"placement_group_bundles": bundles, "placement_group_strategy": "PACK"}
 
 
-def _log_beside_serve() -> None:
-    """Our lines go where Serve's go: into the replica's own log."""
+def _log_to_serve_file() -> None:
+    """Log to the replica's own file, as Serve does."""
     ours = logging.getLogger("dendro")
     ours.setLevel(logging.INFO)
     for handler in logging.getLogger("ray.serve").handlers:

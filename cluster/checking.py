@@ -1,4 +1,4 @@
-"""What `dendro check` finds out: whether a configuration can be served on this machine, before anything is started."""
+"""`dendro check`: whether a configuration can be served on this machine, before anything is started."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ NOT_LOADED = "-"
 
 @dataclass(slots=True)
 class ModelReport:
-    """One entry of `targets` or `drafters`. Bytes are of one replica; None where the model was not loaded."""
+    """One entry of `targets` or `drafters`. Bytes are those of one replica; None where the model was not loaded."""
 
     name: str
     kind: str
     dtype: str
     replicas: int
-    commit: str  # of a name on the hub
+    commit: str  # empty for a folder
     weights: int | None
     memory: dict[str, int] | None = None
     exactness: str = ""  # of a loaded target: bitwise or margin
     arms: list[str] = field(default_factory=list)  # of a target
-    left_out: dict[str, str] = field(default_factory=dict)  # arms of the configuration that it has not, and why
+    left_out: dict[str, str] = field(default_factory=dict)  # configured arms that it cannot use, and why
 
     @property
     def total(self) -> int | None:
@@ -59,7 +59,7 @@ class Pair:
 
 @dataclass(slots=True)
 class Report:
-    """What was found. `problems`: why the configuration cannot be served, each beginning with its field."""
+    """The result of a check. `problems`: why the configuration cannot be served, each beginning with its field."""
 
     targets: list[ModelReport] = field(default_factory=list)
     drafters: list[ModelReport] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Report:
     problems: list[str] = field(default_factory=list)
 
     def add_problem(self, problem: BadRequest | str) -> None:
-        """Facts and a load may show the same one."""
+        """Add a problem once: reading facts and loading may find the same one."""
         if str(problem) not in self.problems:
             self.problems.append(str(problem))
 
@@ -85,10 +85,10 @@ def examine(config: Config, load: bool, show_line: Callable[[str], None]) -> Rep
         positions = facts.targets[name].positions
         if positions is not None and target.max_length > positions:
             report.add_problem(f"targets.{name}.max_length: {target.max_length}; the model has {positions} positions")
-        made = _describe(report, "targets", name, target, facts.targets[name])
-        made.arms = [str(shape) for shape in config.arms_of(name)]
-        made.left_out = _left_out(config, name, target)
-        report.targets.append(made)
+        entry = _describe(report, "targets", name, target, facts.targets[name])
+        entry.arms = [str(shape) for shape in config.arms_of(name)]
+        entry.left_out = _left_out(config, name, target)
+        report.targets.append(entry)
     for name, drafter in config.drafters.items():
         report.drafters.append(_describe(report, "drafters", name, drafter, facts.drafters[name]))
     for name, of, fit in pairs_of(config, facts):
@@ -118,7 +118,7 @@ def _describe(report: Report, section: str, name: str, model: ModelConfig, facts
 
 
 def _left_out(config: Config, name: str, target: TargetConfig) -> dict[str, str]:
-    """Arms of the configuration that a target has not."""
+    """Configured arms that a target cannot use, each with the reason."""
     reasons = {}
     for shape in config.speculation.shapes:
         if not target.holds(shape):
@@ -131,49 +131,49 @@ def _left_out(config: Config, name: str, target: TargetConfig) -> dict[str, str]
 
 def _load_all(config: Config, report: Report, show_line: Callable[[str], None]) -> None:
     longest = max(target.max_length for target in config.targets.values())
-    entries = [*(("targets", made) for made in report.targets), *(("drafters", made) for made in report.drafters)]
-    for place, (section, made) in enumerate(entries, 1):
-        show_line(f"loading {section}.{made.name}, {place} of {len(entries)} ...")
+    entries = [*(("targets", entry) for entry in report.targets), *(("drafters", entry) for entry in report.drafters)]
+    for place, (section, entry) in enumerate(entries, 1):
+        show_line(f"loading {section}.{entry.name}, {place} of {len(entries)} ...")
         try:
             if section == "targets":
-                _load_target(config, made)
+                _load_target(config, entry)
             else:
-                _load_drafter(config, made, longest)
+                _load_drafter(config, entry, longest)
         except BadRequest as error:
             given = error.field.startswith(section)
-            field_of = error.field if given else f"{section}.{made.name}.{error.field}"
+            field_of = error.field if given else f"{section}.{entry.name}.{error.field}"
             report.add_problem(f"{field_of}: {error.reason}")
         except (DendroError, CheckpointError, MemoryError) as error:
-            report.add_problem(f"{section}.{made.name}: {error or type(error).__name__}")
+            report.add_problem(f"{section}.{entry.name}: {error or type(error).__name__}")
         gc.collect()  # the model is freed before the next one is loaded
 
 
-def _load_target(config: Config, made: ModelReport) -> None:
+def _load_target(config: Config, entry: ModelReport) -> None:
     from cluster.engines import load_verifier
 
-    target = fetched_model(f"targets.{made.name}", config.targets[made.name])
-    engine: Any = load_verifier(made.name, target, MemoryStates())
+    target = fetched_model(f"targets.{entry.name}", config.targets[entry.name])
+    engine: Any = load_verifier(entry.name, target, MemoryStates())
     try:
-        held = engine.memory_bytes()  # of this process, and of each other worker as much
-        made.memory = {part: count * target.tensor_parallel for part, count in held.items()}
-        made.weights = _weights(target) or made.weights
-        made.exactness = asyncio.run(engine.hello()).exactness
+        own = engine.memory_bytes()  # of this process; each other worker needs as much
+        entry.memory = {part: count * target.tensor_parallel for part, count in own.items()}
+        entry.weights = _weights(target) or entry.weights
+        entry.exactness = asyncio.run(engine.hello()).exactness
     finally:
         asyncio.run(engine.stop())
 
 
-def _load_drafter(config: Config, made: ModelReport, longest: int) -> None:
+def _load_drafter(config: Config, entry: ModelReport, longest: int) -> None:
     from cluster.engines import load_drafter
 
-    drafter = fetched_model(f"drafters.{made.name}", config.drafters[made.name])
-    engine: Any = load_drafter(made.name, drafter, MemoryStates())
-    made.memory = engine.memory_bytes(longest)
-    made.weights = _weights(drafter) or made.weights
+    drafter = fetched_model(f"drafters.{entry.name}", config.drafters[entry.name])
+    engine: Any = load_drafter(entry.name, drafter, MemoryStates())
+    entry.memory = engine.memory_bytes(longest)
+    entry.weights = _weights(drafter) or entry.weights
     engine.stop()
 
 
 def _weights(model: ModelConfig) -> int | None:
-    """Bytes of a model's weights, whose files are here."""
+    """Bytes of a model's weights, whose files are on this machine."""
     numbers = read_facts(model.checkpoint, model.tokenizer).numbers
     return None if numbers is None else numbers * BYTES_OF[model.dtype]
 
@@ -184,17 +184,17 @@ def show(console: Console, report: Report) -> None:
     for column in ("model", "kind", "dtype", "replicas", "weights", "head", "pages", "states", "in all", "exactness"):
         models.add_column(column, justify="left" if column in ("model", "kind", "dtype", "exactness") else "right")
     for section, entries in (("targets", report.targets), ("drafters", report.drafters)):
-        for made in entries:
-            memory = made.memory or {}
+        for entry in entries:
+            memory = entry.memory or {}
             parts = [_size(memory.get(part)) for part in ("head", "pages", "states")]
-            sizes = (_size(made.weights), *parts, _size(made.total))
+            sizes = (_size(entry.weights), *parts, _size(entry.total))
             models.add_row(
-                f"{section}.{made.name}",
-                made.kind,
-                made.dtype,
-                str(made.replicas),
+                f"{section}.{entry.name}",
+                entry.kind,
+                entry.dtype,
+                str(entry.replicas),
                 *sizes,
-                made.exactness or NOT_LOADED,
+                entry.exactness or NOT_LOADED,
             )
     console.print(models)
     if report.pairs:
@@ -204,9 +204,9 @@ def show(console: Console, report: Report) -> None:
         for pair in report.pairs:
             pairs.add_row(pair.drafter, pair.target, "yes" if pair.fits else "no", pair.why)
         console.print(pairs)
-    for made in report.targets:
-        console.print(f"arms of {made.name}: {', '.join(made.arms)}", markup=False, soft_wrap=True)
-        for arm, why in made.left_out.items():
+    for entry in report.targets:
+        console.print(f"arms of {entry.name}: {', '.join(entry.arms)}", markup=False, soft_wrap=True)
+        for arm, why in entry.left_out.items():
             console.print(f"  left out: {arm}: {why}", markup=False, soft_wrap=True)
     for problem in report.problems:
         console.print(f"cannot be served: {problem}", style="red", markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Look at checkpoints before anything is started: a missing file is then one clear line, not a replica's log."""
+"""Checks checkpoints before anything is started, so that a missing file is one clear error, not a replica's log."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ log = logging.getLogger("dendro.checkpoints")
 def check_checkpoints(config: Config) -> None:
     """Raises BadRequest, naming the field, for a checkpoint that lacks a file or a pair that does not fit together.
 
-    Whether a model's kind is supported, and whether its weights fit its configuration, its engine says when it loads.
+    Whether a model's kind is supported, and whether its weights fit its configuration, is checked by its engine when it
+    loads.
     """
     facts = read_cluster(config)
     for section, models in (("targets", config.targets), ("drafters", config.drafters)):
@@ -39,7 +40,7 @@ class ClusterFacts:
 
 
 def read_cluster(config: Config) -> ClusterFacts:
-    """Raises BadRequest, naming the field, for what is missing but weights."""
+    """Raises BadRequest, naming the field, for missing files other than weights."""
     return ClusterFacts(
         {name: target_facts(name, target) for name, target in config.targets.items()},
         {name: drafter_facts(name, drafter) for name, drafter in config.drafters.items()},
@@ -54,7 +55,7 @@ def pairs_of(config: Config, facts: ClusterFacts) -> Iterator[tuple[str, str, To
 
 
 def check_pairs(config: Config, facts: ClusterFacts) -> None:
-    """Raises BadRequest, naming the field, for a drafter that does not fit a target of its own."""
+    """Raises BadRequest, naming the field, for a drafter that does not fit one of its targets."""
     for drafter, target, fit in pairs_of(config, facts):
         if not fit.fits:
             raise misfit(drafter, target, fit)
@@ -65,12 +66,12 @@ def check_pairs(config: Config, facts: ClusterFacts) -> None:
 
 
 def misfit(drafter: str, target: str, fit: TokenFit) -> BadRequest:
-    """The refusal of a pair."""
+    """The error for a pair that does not fit."""
     return BadRequest(f"drafters.{drafter}.checkpoint", f"does not fit target {target}: {fit.refusal}")
 
 
 def target_facts(name: str, target: TargetConfig) -> Facts:
-    """Facts of a target and its tokenizer. Raises BadRequest, naming the field, for what is missing but weights."""
+    """Facts of a target and its tokenizer. Raises BadRequest, naming the field, for missing files except weights."""
     facts = _facts(target, f"targets.{name}")
     if facts.tokens is None:
         raise BadRequest(f"targets.{name}.checkpoint", f"{facts.folder}: {NO_TOKENIZER}")
@@ -78,8 +79,8 @@ def target_facts(name: str, target: TargetConfig) -> Facts:
 
 
 def drafter_facts(name: str, drafter: DrafterConfig) -> Facts:
-    """Facts of a drafter, which state-spaces publishes without a tokenizer. Raises BadRequest, naming the field, for
-    what is missing but weights."""
+    """Facts of a drafter, which may have no tokenizer, as those of state-spaces. Raises BadRequest, naming the field,
+    for missing files other than weights, and for quantised weights."""
     facts = _facts(drafter, f"drafters.{name}")
     try:
         refuse_quantised(facts)
@@ -100,8 +101,8 @@ def _facts(model: ModelConfig, where: str) -> Facts:
 
 
 def check_weights(model: ModelConfig, where: str) -> None:
-    """Raises BadRequest, naming the field `where`, for a folder without whole weights."""
-    if model.checkpoint_name:  # each node fetches them for itself, and says what is missing
+    """Raises BadRequest, naming the field `where`, for a folder whose weights are missing or incomplete."""
+    if model.checkpoint_name:  # each node fetches them, and raises for what is missing
         return
     try:
         weight_files(model.checkpoint)
@@ -110,6 +111,7 @@ def check_weights(model: ModelConfig, where: str) -> None:
 
 
 def check_library_has(checkpoint: Path, where: str = "target") -> None:
-    """Raises BadRequest for a model that transformers would load as another, to compare with or to change."""
+    """Raises BadRequest for a model that transformers would load as another kind. For commands that load one with
+    transformers, to compare with it or to modify it."""
     if (checkpoint / MAMBA_CONFIG).exists():
         raise BadRequest(where, f"{checkpoint} is a Mamba-in-Llama, which transformers has no class for: name another")

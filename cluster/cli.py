@@ -1,6 +1,6 @@
 """The command `dendro`. Each command imports what it needs when it runs; nothing here imports torch.
 
-Environment that arithmetic depends on is set before anything is imported: see CONTRIBUTING.md, "Numbers on a CPU".
+Environment variables that arithmetic depends on are set before other imports: see CONTRIBUTING.md, "Numbers on a CPU".
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ PACKAGES = ("torch", "transformers", "ray")
 
 
 def _print_version(wanted: bool) -> None:
-    """Versions of the distribution, of Python and of what arithmetic depends on; none of them is imported."""
+    """Print the versions of the distribution, Python and PACKAGES, without importing them, and exit."""
     if not wanted:
         return
     found = {name: _version_of(name) for name in ("dendroaspis", *PACKAGES)}
@@ -99,7 +99,7 @@ Result = TypeVar("Result")
 
 
 def _run(work: Coroutine[Any, Any, Result]) -> Result:
-    """Run a command to its end. A SIGTERM ends it as Ctrl-C does, so that nothing that was started stays behind."""
+    """Run a command to its end. A SIGTERM ends it as Ctrl-C does, so that everything that it started is stopped."""
 
     async def main() -> Result:
         task = asyncio.ensure_future(work)
@@ -115,12 +115,13 @@ def _run(work: Coroutine[Any, Any, Result]) -> Result:
 
 @asynccontextmanager
 async def _client(config: Path | None, address: str, local: bool) -> AsyncIterator[Asking]:
-    """A client of the cluster at `address`; else of engines in this process; else of a cluster that ends with it."""
+    """A client of the cluster at `address`; else, where `local`, of engines in this process; else of a cluster that is
+    started here and ends with the context."""
     if address and local:
         raise BadRequest("--local", "cannot be given together with --address")
     if address:
         if config is not None:
-            raise BadRequest("--config", "belongs to a cluster that is started here; --address names one that runs")
+            raise BadRequest("--config", "belongs to a cluster that is started here; --address names a running one")
         async with AsyncClient(address) as client:
             yield client
     elif local:
@@ -137,7 +138,7 @@ def serve(
         Path | None, typer.Argument(help="A cluster's YAML file. Default: the bundled demo.", show_default=False)
     ] = None,
     ray: Annotated[
-        str, typer.Option(help="A Ray that is running, such as `auto`. Default: one is started, and ends with us.")
+        str, typer.Option(help="A running Ray, such as `auto`. Default: one is started here, and stopped at the end.")
     ] = "",
 ) -> None:
     """Serve a cluster until Ctrl-C; prints the address that clients call."""
@@ -164,8 +165,8 @@ def write_config(
 ) -> None:
     """Write Ray Serve's own configuration of a cluster, for `serve deploy` and KubeRay.
 
-    Relative folders become absolute: they must lie at the same place on every node. Revisions of names on the hub
-    become commits, which every node fetches for itself. The file must name a Redis and a port for gRPC.
+    Relative folders become absolute: they must be at the same path on every node. Revisions of names on the hub become
+    commits, which every node fetches. The file must name a Redis and a port for gRPC.
     """
     from cluster.hub import pinned
     from cluster.serve_config import as_yaml
@@ -187,9 +188,8 @@ def check(
     ] = True,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report here.")] = None,
 ) -> None:
-    """Say before anything is started whether a configuration can be served here: which drafter fits which target, what
-    memory it takes, which exactness this processor gives, which arms the targets hold. Exit status 2 where it cannot.
-    """
+    """Check, before anything is started, whether a configuration can be served here: which drafter fits which target,
+    the memory, the exactness on this processor, and the arms of each target. Exit status 2 where it cannot."""
     from cluster.checking import as_report, examine, show
 
     report = examine(_config(config), load, lambda line: errors.print(line, style="dim", markup=False))
@@ -202,12 +202,12 @@ def check(
 
 @app.command()
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to go on from.")],
+    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
     address: Annotated[str, typer.Option(help="A running cluster, host:port. Default: one is started.")] = "",
     local: Annotated[bool, typer.Option("--local", help="Engines in this process: no Ray, no Redis.")] = False,
     config: ConfigOption = None,
     model: Annotated[str, typer.Option(help="The target's name. Default: the first.")] = "",
-    session: Annotated[str, typer.Option(help="Go on with this session.")] = "",
+    session: Annotated[str, typer.Option(help="Continue this session.")] = "",
     keep_session: Annotated[bool, typer.Option("--keep-session", help="Begin a session; prints its token.")] = False,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option("--top-k", help="0 keeps all.")] = 0,
@@ -218,30 +218,30 @@ def generate(
     speculation: Annotated[
         str,
         typer.Option(
-            help="auto lets a policy pick a tree for every round, off asks for none, and a shape is asked for in every "
-            "round: 3,2,1, nodes(2,1), beam(4,3), dynamic(6,5,24) or, without a drafter, proposed(7). Changes no token."
+            help="auto: a policy picks the shape of every round. off: no trees. Or a shape for every round: 3,2,1, "
+            "nodes(2,1), beam(4,3), dynamic(6,5,24) or, without a drafter, proposed(7). Changes no token."
         ),
     ] = "auto",
-    policy: Annotated[str, typer.Option(help="What auto picks with. Default: the server's.")] = "",
+    policy: Annotated[str, typer.Option(help="The policy of auto. Default: the server's.")] = "",
     max_nodes: Annotated[
         int | None,
         typer.Option(
             "--max-nodes",
-            help="The most guesses of a round. auto leaves larger trees out; a larger shape is refused. Default: what "
-            "the target takes.",
+            help="The most guesses of a round. auto leaves larger trees out; a larger shape is refused. Default: the "
+            "target's limit.",
         ),
     ] = None,
     draft_deadline_ms: Annotated[
         int | None,
         typer.Option(
             "--draft-deadline-ms",
-            help="The longest a round waits for its tree; without it, it is plain decoding. Can only shorten the "
-            "server's own limit.",
+            help="The longest a round waits for its draft; a round whose draft is late is plain decoding. Can only "
+            "shorten the server's own limit.",
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object instead of the stream.")] = False,
 ) -> None:
-    """Stream an answer; the tokens of each round have a colour of their own."""
+    """Stream an answer; its rounds alternate between two colours."""
     options: Options = {
         "model": model,
         "session": session,
@@ -277,8 +277,8 @@ def demo(
     prompt: Annotated[str, typer.Option(help="Default: a held-out passage of the demo's corpus.")] = "",
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens")] = 96,
 ) -> None:
-    """The main job, end to end: one router, one verifier and one drafter on Ray Serve with a Redis; two turns of a
-    session; what came of it; and nothing left behind."""
+    """Start one router, one verifier and one drafter on Ray Serve with a Redis; generate two turns of a session; show
+    their statistics; stop all processes."""
     console = Console(highlight=False)
     checked = _config(config)
     where = "in this process" if local else "one router, one verifier, one drafter and a Redis on Ray Serve"
@@ -286,9 +286,9 @@ def demo(
 
     async def run() -> frozenset[psutil.Process]:
         async with _client(config, "", local) as client:
-            said = prompt or _demo_prompt(checked)
+            first = prompt or _demo_prompt(checked)
             started = descendants()
-            await tour(console, client, said, SECOND_TURN, max_new_tokens)
+            await tour(console, client, first, SECOND_TURN, max_new_tokens)
             console.print("Shutting down ...")
             return started | descendants()
 
@@ -309,8 +309,8 @@ def _demo_prompt(config: Config) -> str:
 ELSEWHERE = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 
-def _hand_over(module: str, function: str, context: typer.Context) -> None:
-    """Run a command that lives, with its own options and help, in a module that is slow to import."""
+def _run_from(module: str, function: str, context: typer.Context) -> None:
+    """Run a command that is defined, with its options and help, in a module that is slow to import."""
     command = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
     command.command()(getattr(importlib.import_module(module), function))
     command(args=context.args, prog_name=context.command_path)
@@ -318,54 +318,55 @@ def _hand_over(module: str, function: str, context: typer.Context) -> None:
 
 @train.command("demo", context_settings=ELSEWHERE, add_help_option=False)
 def train_demo(context: typer.Context) -> None:
-    """Train the demo pair: a small Llama on Python's standard library, three drafters distilled from it, a Mamba-2."""
-    _hand_over("cluster.demo.train", "main", context)
+    """Train the demo's models on Python's standard library: a small Llama, three drafters distilled from it, and a
+    second target, a Mamba-2."""
+    _run_from("cluster.demo.train", "main", context)
 
 
 @app.command("certify", context_settings=ELSEWHERE, add_help_option=False)
 def certify(context: typer.Context) -> None:
-    """Check the promises: the target's own tokens, whatever the speculation; exit status 1 when one is broken."""
-    _hand_over("cluster.certify.command", "certify", context)
+    """Check that answers have the target's own tokens whatever the speculation. Exit status 1 where a check fails."""
+    _run_from("cluster.certify.command", "certify", context)
 
 
 @app.command("tune", context_settings=ELSEWHERE, add_help_option=False)
 def tune(context: typer.Context) -> None:
-    """Find the trees that suit a target, its drafter and this machine, beside the configured arms."""
-    _hand_over("cluster.tune.command", "tune", context)
+    """Find the fastest trees for a target, its drafter and this machine, and compare them with the configured arms."""
+    _run_from("cluster.tune.command", "tune", context)
 
 
 @bench.command("speed", context_settings=ELSEWHERE, add_help_option=False)
 def bench_speed(context: typer.Context) -> None:
     """Compare speeds with transformers and with speculation off."""
-    _hand_over("cluster.bench.command", "bench_speed", context)
+    _run_from("cluster.bench.command", "bench_speed", context)
 
 
 @bench.command("load", context_settings=ELSEWHERE, add_help_option=False)
 def bench_load(context: typer.Context) -> None:
-    """Measure many clients at once, beside transformers' batches."""
-    _hand_over("cluster.bench.load_command", "bench_load", context)
+    """Measure many concurrent clients, next to transformers' batches."""
+    _run_from("cluster.bench.load_command", "bench_load", context)
 
 
 @bench.command("context", context_settings=ELSEWHERE, add_help_option=False)
 def bench_context(context: typer.Context) -> None:
     """Measure what a longer context costs a round."""
-    _hand_over("cluster.bench.context_command", "bench_context", context)
+    _run_from("cluster.bench.context_command", "bench_context", context)
 
 
 @bench.command("trees", context_settings=ELSEWHERE, add_help_option=False)
 def bench_trees(context: typer.Context) -> None:
-    """Compare ways to guess, and the policies that choose among them, on recorded answers."""
-    _hand_over("cluster.bench.trees_command", "bench_trees", context)
+    """Compare arms, and the policies that choose among them, on recorded answers."""
+    _run_from("cluster.bench.trees_command", "bench_trees", context)
 
 
 @bench.command("tree-scan", context_settings=ELSEWHERE, add_help_option=False)
 def bench_tree_scan(context: typer.Context) -> None:
     """Measure what a tree costs a state-space layer."""
-    _hand_over("cluster.bench.tree_scan_command", "bench_tree_scan", context)
+    _run_from("cluster.bench.tree_scan_command", "bench_tree_scan", context)
 
 
 def main() -> None:
-    """The entry point: an error of the family is one line and exit status 2 (bad input) or 1."""
+    """The entry point. A DendroError is printed as one line; exit status 2 for bad input, else 1."""
     try:
         app()
     except DendroError as error:

@@ -1,4 +1,4 @@
-"""Start the cluster on Ray Serve below this process, and end it."""
+"""Start the cluster on Ray Serve, in processes below this one, and stop it."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from cluster.config import Config
 from cluster.serve_config import APPLICATION, ENVIRONMENT, ROUTE, SERVICER
 
 OBJECT_STORE_BYTES = 100 << 20
-"""Nothing of ours travels through Ray's object store; this is near the least that it takes."""
+"""Near the minimum that Ray accepts: we do not use its object store."""
 STOP_S = 20.0
-_ray_processes: list[psutil.Process] = []  # what Ray started below this process; one cluster at a time
+_ray_processes: list[psutil.Process] = []  # those that Ray started below this process; one cluster at a time
 
 AUTHENTICATION = {"RAY_AUTH_MODE": "token"}
-"""As Ray does by itself where nothing is said, and then tells every user of it."""
+"""Ray's default, set explicitly to silence its warning."""
 
 
 def start(config: Config, redis_url: str, ray_address: str = "", **loaders: Any) -> str:
-    """Start Ray and Serve in processes below this one and deploy; the address clients call. `stop` ends all of it.
+    """Start Ray and Serve in processes below this one and deploy. Returns the address that clients call.
+    `stop` ends what this started.
 
-    ray_address: of a Ray that is running and stays, whose processes were started with ENVIRONMENT; only Serve is ours.
+    ray_address: of a running Ray, whose processes were started with ENVIRONMENT; it keeps running, only Serve is ours.
     """
-    # Ray reads its mode when it is imported: said later, only the processes that it starts would go by it.
+    # Ray reads its mode when it is imported; set later, it would apply only to the processes that Ray starts.
     for key, value in (ENVIRONMENT if "ray" in sys.modules else ENVIRONMENT | AUTHENTICATION).items():
         os.environ.setdefault(key, value)
     import ray
@@ -71,7 +72,7 @@ def start(config: Config, redis_url: str, ray_address: str = "", **loaders: Any)
 
 
 def stop() -> None:
-    """End what `start` began, and see that no process of it is left. May be called again."""
+    """Stop what `start` started; kills processes of Ray that remain after STOP_S. May be called again."""
     import ray
     from ray import serve
 
@@ -81,7 +82,7 @@ def stop() -> None:
             ours += process.children(recursive=True)
     _ray_processes.clear()
     try:
-        # Ray prints to our output that calls to Serve's controller failed, when it is we who end the controller.
+        # Ray prints to our output that calls to Serve's controller failed, as the controller is stopped here.
         with contextlib.redirect_stdout(io.StringIO()):
             if ray.is_initialized():
                 serve.shutdown()
@@ -90,14 +91,14 @@ def stop() -> None:
             ray.shutdown()
         _, left = psutil.wait_procs(ours, timeout=STOP_S)
         for process in left:
-            log.warning("process %d of Ray did not end by itself", process.pid)
+            log.warning("process %d of Ray did not end within %g s; killing it", process.pid, STOP_S)
             with contextlib.suppress(psutil.Error):
                 process.kill()
         psutil.wait_procs(left, timeout=STOP_S)
 
 
 def deployment_stats(deployment: str) -> dict[str, int]:
-    """The counters of a deployment's replica, by a Serve call of its own; of one of them, where there are several."""
+    """The counters of a deployment's replica, by a Serve call; where there are several replicas, of any one of them."""
     from ray import serve
 
     return serve.get_deployment_handle(deployment, APPLICATION).stats.remote().result()

@@ -1,4 +1,4 @@
-"""Engines of one process: their loaders, what Ray must give them, and how they start and stop."""
+"""Engines of one process: loading, starting and stopping them, and their Ray options."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from cluster.hub import fetched_model
 from cluster.peers.opening import Peer
 
 if TYPE_CHECKING:
-    from verifier_service.shards import Summons
+    from verifier_service.shards import Invitation
 
 
 class Engine(Peer, Protocol):
-    """An engine of this process has a life of its own, too."""
+    """A peer in this process, which is started and stopped here."""
 
     def start(self) -> Awaitable[None] | None: ...
     def stop(self) -> Awaitable[None] | None:
-        """Ends the work at hand; those who still wait are told so."""
+        """End the work in progress; waiting calls get an error."""
         ...
 
     def stats(self) -> dict[str, int]:
@@ -33,7 +33,7 @@ class Engine(Peer, Protocol):
         ...
 
     def fault(self) -> str:
-        """Why it can serve nothing now, such as a step that does not come back; empty where it is well."""
+        """Why it cannot serve now, such as a step that does not return; empty where it can."""
         ...
 
 
@@ -46,20 +46,20 @@ class LocalVerifier(VerifierPeer, Engine, Protocol):
 
 
 async def start_engine(engine: Engine) -> None:
-    """Start an engine, whether it does so at once or has to be awaited."""
+    """Start an engine, whose `start` may or may not have to be awaited."""
     if (starting := engine.start()) is not None:
         await starting
 
 
 async def stop_engine(engine: Engine) -> None:
-    """Stop an engine; one that joins its thread is left to do so without holding the loop up."""
+    """Stop an engine. Calls its `stop` in a thread, as it may join one, which would block the loop."""
     if (stopping := await asyncio.to_thread(engine.stop)) is not None:
         await stopping
 
 
 def engine_environment(threads: int) -> dict[str, str]:
-    """What must stand in an engine's environment before torch is imported: its threads, and arithmetic whose rows do
-    not depend on their neighbours."""
+    """Environment variables that must be set before an engine imports torch: its threads, and arithmetic in which a row
+    does not depend on the other rows of its step."""
     return {
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
@@ -90,7 +90,7 @@ def load_drafter(name: str, drafter: DrafterConfig, states: StateStore) -> Local
 def load_verifier(name: str, target: TargetConfig, states: StateStore, **workers: Any) -> LocalVerifier:
     """A verifier's engine, not started yet. Raises BadRequest for a checkpoint that cannot be used.
 
-    workers: where those of a sharded target are started, if not as processes below this one.
+    workers: how to start the workers of a sharded target; by default they are processes below this one.
     """
     import torch
 
@@ -119,7 +119,7 @@ def load_verifier(name: str, target: TargetConfig, states: StateStore, **workers
 
 
 def load_replica(name: str, target: TargetConfig, states: StateStore) -> LocalVerifier:
-    """The same in a replica of Serve: the workers of a sharded target are actors in the replica's placement group."""
+    """`load_verifier` in a Serve replica: workers of a sharded target are actors in the replica's placement group."""
     if target.tensor_parallel == 1:
         return load_verifier(name, target, states)
     start_workers = partial(_start_actors, name, target)
@@ -134,16 +134,16 @@ class Worker:
         here = fetched_model(f"targets.{name}", target)
         return here.checkpoint, here.tokenizer_folder
 
-    def work(self, summons: Summons) -> None:
+    def work(self, summons: Invitation) -> None:
         from verifier_service.worker import work
 
         work(summons)
 
 
-_workers: list[Any] = []  # handles of this replica's actors, which live as long as these
+_workers: list[Any] = []  # handles of this replica's actors: an actor ends when its handle is dropped
 
 
-def _start_actors(name: str, target: TargetConfig, summons: Sequence[Summons]) -> None:
+def _start_actors(name: str, target: TargetConfig, summons: Sequence[Invitation]) -> None:
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -155,7 +155,7 @@ def _start_actors(name: str, target: TargetConfig, summons: Sequence[Summons]) -
         options = actor_options(target.resources, engine_environment(target.threads))
         workers.append(ray.remote(Worker).options(scheduling_strategy=place, max_restarts=0, **options).remote())
     _workers.extend(workers)
-    if target.on_hub:  # fetched before they join: a download may take longer than joining may
+    if target.on_hub:  # before they join, as a download may exceed the time limit of joining
         here = Worker().fetch(name, target)
         for there in ray.get([worker.fetch.remote(name, target) for worker in workers]):
             if there != here:
@@ -169,7 +169,7 @@ def _start_actors(name: str, target: TargetConfig, summons: Sequence[Summons]) -
 
 
 def device_of(model: ModelConfig) -> str:
-    """Ray shows a replica the accelerators that it asked for, and no other."""
+    """Ray shows a replica only the accelerators that it requested."""
     return "cuda" if model.resources.gpu else "cpu"
 
 
@@ -183,7 +183,7 @@ def actor_options(resources: Resources, environment: dict[str, str]) -> dict[str
 
 
 def node_address() -> str:
-    """This machine's address as its cluster knows it."""
+    """This machine's address in the Ray cluster."""
     import ray
 
     return str(ray.util.get_node_ip_address())

@@ -1,7 +1,7 @@
 """Checkpoints by their names on a model hub, through `huggingface_hub`: its cache, its token, its variables.
 
-A name's revision is resolved to a commit once, where a cluster is started, and travels in the configuration; every node
-then fetches that commit into a cache of its own. Only the files that a model needs are fetched. No code is.
+A name's revision is resolved to a commit once, where a cluster is started, and sent with the configuration; every node
+then fetches that commit into its own cache. Only the files that a model needs are fetched, and no code.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from tree_layers.tokens import TOKENIZER_FILES
 from cluster.config import Config, ModelConfig
 
 READ_FOR_TOKENIZER = (*TOKENIZER_FILES, "special_tokens_map.json", "chat_template.jinja")
-"""What we and transformers read of a tokenizer; fetched where these names are there."""
+"""Files of a tokenizer that we and transformers read; fetched where they exist."""
 SMALL_FILES = (CONFIG, GENERATION, MAMBA_CONFIG, *READ_FOR_TOKENIZER)
-"""What describes a model and its tokenizer; fetched where these names are there."""
+"""Files that describe a model and its tokenizer; fetched where they exist."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 AnyModel = TypeVar("AnyModel", bound=ModelConfig)
 
 
 def pinned(config: Config) -> Config:
-    """The configuration with the commit of every name on the hub in its `revision`. A folder stays as it is, and so
-    does a revision that is a commit already. Raises BadRequest, naming the field, or PeerLost."""
+    """The configuration with the revision of every name on the hub resolved to a commit. Folders, and revisions that
+    are commits, are unchanged. Raises BadRequest, naming the field, or PeerLost."""
     return _changed(config, _pin)
 
 
 def fetched(config: Config, weights: bool = True) -> Config:
     """The configuration with this machine's folders instead of names on the hub, which are fetched into the cache.
 
-    weights: whether they are wanted too; a router needs the small files alone. Raises as `pinned` does.
+    weights: whether to fetch these too; a router needs only the small files. Raises as `pinned` does.
     """
     return _changed(config, lambda where, model: fetched_model(where, model, weights))
 
@@ -84,9 +84,9 @@ def _pin(where: str, model: AnyModel) -> AnyModel:
 
 
 def _snapshot(name: str, revision: str, files: Sequence[str], bars: bool = False) -> Path:
-    """The folder of the cache in which a commit's files are, these among them as far as the hub has them.
+    """The cache's folder of a commit, with those of `files` that the hub has.
 
-    bars: whether their progress is shown, where standard error is a terminal.
+    bars: whether to show progress, where standard error is a terminal.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.constants import HF_HUB_DISABLE_PROGRESS_BARS
@@ -98,7 +98,7 @@ def _snapshot(name: str, revision: str, files: Sequence[str], bars: bool = False
 
     shown = tqdm if bars and sys.stderr.isatty() else Silent
     if shown is tqdm and not HF_HUB_DISABLE_PROGRESS_BARS:
-        enable_progress_bars()  # loading a model switches them off, with transformers' own
+        enable_progress_bars()  # loading a model disables them, with transformers' own
     return Path(snapshot_download(name, revision=revision or None, allow_patterns=list(files), tqdm_class=shown))
 
 
@@ -108,19 +108,19 @@ def _fetch(field: str, name: str, revision: str, weights: bool) -> Path:
         return folder
     from huggingface_hub import HfApi
 
-    there = set(HfApi().list_repo_files(name, revision=revision or None))
+    existing = set(HfApi().list_repo_files(name, revision=revision or None))
     for single, index in WEIGHT_FILES:
-        if single in there:
+        if single in existing:
             return _snapshot(name, revision, [single], bars=True)
-        if index in there:
+        if index in existing:
             return _snapshot(name, revision, shards_of(_snapshot(name, revision, [index]), index), bars=True)
-    endings = sorted({Path(file).suffix for file in there} & {".gguf", ".onnx", ".pth", ".h5", ".msgpack"})
+    endings = sorted({Path(file).suffix for file in existing} & {".gguf", ".onnx", ".pth", ".h5", ".msgpack"})
     others = f"; what it has ends in {', '.join(endings)}" if endings else ""
     raise BadRequest(field, f"{name} has no weights in model.safetensors or pytorch_model.bin{others}")
 
 
 def _has_weights(folder: Path) -> bool:
-    """Whether a folder of the cache has a model's whole weights."""
+    """Whether a folder of the cache has all weights of a model."""
     try:
         return bool(weight_files(folder))
     except CheckpointError:
@@ -129,7 +129,7 @@ def _has_weights(folder: Path) -> bool:
 
 @contextmanager
 def _explained(field: str, name: str, revision: str) -> Iterator[None]:
-    """Errors of the hub as ours: what the operator can do about it."""
+    """Map errors of the hub to ours, with what the operator can do."""
     from huggingface_hub import constants, errors
 
     hub = constants.ENDPOINT
@@ -152,7 +152,7 @@ def _explained(field: str, name: str, revision: str) -> Iterator[None]:
         why = "HF_HUB_OFFLINE is set" if offline else f"the hub does not answer: {_first_line(error)}"
         raise BadRequest(
             field,
-            f"{here} it is not whole in the cache {constants.HF_HUB_CACHE}, and {why}. Fetch it where there is a "
+            f"{here} it is not complete in the cache {constants.HF_HUB_CACHE}, and {why}. Fetch it where there is a "
             "network, or name a folder",
         ) from error
     except errors.HFValidationError as error:

@@ -1,8 +1,8 @@
-"""Whether a drafter fits a target: by what their token ids mean, never by sizes or bytes of files.
+"""Whether a drafter fits a target: by the texts of their token ids, never by sizes or bytes of files.
 
 Never compared: configured vocabularies, merges, normalisers, pre-tokenisers, decoders, chat templates and the drafter's
-end ids. Only the target's tokenizer meets text, and verification is by id and exact: a token that means another thing
-to the drafter costs acceptance and changes no token.
+end ids. Only the target's tokenizer processes text, and verification compares ids exactly: an id with another text in
+the drafter costs acceptance and changes no token.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tree_layers.checkpoint import Facts
 from tree_layers.tokens import TokenTable
 
 ONE_IN = 100
-"""A drafter is refused above one different text in so many. Tokenizers of one family differ in no token or in one,
+"""A drafter is refused where more than one text in ONE_IN differs. Tokenizers of one family differ in no token or one,
 those of two families in thousands."""
 SHOWN = 3
 
@@ -39,7 +39,7 @@ class TokenFit:
     note: str = ""  # what differs and costs nothing: added tokens, longer tails
     shared: int = 0  # ordinary ids that both have
     different: int = 0  # of these, ids with another text
-    first: tuple[Difference, ...] = ()  # the first three of these
+    first: tuple[Difference, ...] = ()  # the first SHOWN of these
 
     @property
     def fits(self) -> bool:
@@ -47,7 +47,7 @@ class TokenFit:
 
 
 def fit_of(target: Facts, drafter: Facts) -> TokenFit:
-    """Compare the token tables of a target, which has one, and of a drafter."""
+    """Compare the token tables of a target, which must have one, and of a drafter."""
     assert target.tokens is not None, "a target is not served without a tokenizer"
     if drafter.tokens is None:
         return _without_tokenizer(target, drafter)
@@ -62,14 +62,14 @@ def fit_of(target: Facts, drafter: Facts) -> TokenFit:
     if not ordinary:
         refusal = "the two tokenizers have no ordinary token id in common"
     elif ONE_IN * len(unlike) > len(ordinary):
-        refusal = f"{counted}. It drafts for targets of its own tokenizer; name them in `targets`"
+        refusal = f"{counted}. It can draft only for targets with its own tokenizer; name them in `targets`"
     elif unlike:
         warning = f"{counted}; drafts with them are not accepted"
     return TokenFit(refusal, warning, _note(ours, theirs), len(ordinary), len(unlike), first)
 
 
 def _without_tokenizer(target: Facts, drafter: Facts) -> TokenFit:
-    """state-spaces publishes no tokenizer: its count of tokens stands for one."""
+    """state-spaces publishes no tokenizer, so the numbers of tokens are compared."""
     assert target.tokens is not None
     if drafter.unpadded == target.tokens.size:
         return TokenFit("", note=f"has no tokenizer; its {drafter.unpadded} tokens are taken to be the target's")
@@ -80,7 +80,7 @@ def _without_tokenizer(target: Facts, drafter: Facts) -> TokenFit:
 
 
 def _note(ours: TokenTable, theirs: TokenTable) -> str:
-    """Added tokens that differ, and ids that one side alone has."""
+    """The number of added tokens that differ, and of ids that only one side has."""
     both = ours.texts.keys() & theirs.texts.keys()
     added = sum(ours.texts[token] != theirs.texts[token] for token in both & (ours.added | theirs.added))
     alone = len(ours.texts) - len(both), len(theirs.texts) - len(both)

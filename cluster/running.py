@@ -1,4 +1,4 @@
-"""Start what a command needs, and stop all of it again: a cluster on Ray Serve, or the engines in this process."""
+"""Start and stop what a command needs: a cluster on Ray Serve, or the engines in this process."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def _is_error(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR
 
 
-def _take_signals_back() -> None:
-    """Ray puts a handler of its own beneath Python's: on a SIGTERM it would end the process before the cluster is
-    stopped."""
+def _restore_sigterm_handler() -> None:
+    """Install Python's SIGTERM handler again: Ray sets one beneath Python's that ends the process before the cluster
+    is stopped."""
     handler = signal.getsignal(signal.SIGTERM)
     if handler is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
@@ -40,7 +40,7 @@ def _take_signals_back() -> None:
 
 def _ready(config: Config, here: bool) -> Config:
     """A checked configuration whose revisions are pinned. `here`: the weights are loaded on this machine, so those on
-    the hub are fetched now, where there may be a terminal for the progress."""
+    the hub are fetched now, while a terminal can show the progress."""
     config = pinned(config)
     check_checkpoints(config)
     if here:
@@ -50,15 +50,15 @@ def _ready(config: Config, here: bool) -> Config:
 
 @asynccontextmanager
 async def running_cluster(config: Config, ray_address: str = "") -> AsyncIterator[str]:
-    """The address of a cluster that runs as long as the context does, with a Redis of its own where none is named.
+    """Yields the address of a cluster that runs as long as the context. Starts a Redis if the configuration names none.
 
-    ray_address: of a Ray that is there already; one is started where none is named.
+    ray_address: of a running Ray; empty starts one.
     """
     config = await asyncio.to_thread(_ready, config, not ray_address)
     from cluster import deploy
 
-    # What Ray and Serve have to say stands in their log files; a command's output is for its user. (Levels would not
-    # hold: both set their own.)
+    # Only errors of Ray and Serve reach the command's output; the rest is in their log files. A filter, since both set
+    # their loggers' levels themselves.
     for name in ("ray._private.worker", "ray.serve"):
         logging.getLogger(name).addFilter(_is_error)
 
@@ -67,47 +67,47 @@ async def running_cluster(config: Config, ray_address: str = "") -> AsyncIterato
         starting = asyncio.ensure_future(asyncio.to_thread(deploy.start, config, url, ray_address))
         try:
             address = await asyncio.shield(starting)
-        except asyncio.CancelledError:  # the thread goes on, and what it starts must not outlive us
+        except asyncio.CancelledError:  # the thread goes on: wait for it, then stop what it started
             await asyncio.wait({starting})
             await asyncio.to_thread(deploy.stop)
             raise
-        except RuntimeError as error:  # Serve's, for a deployment that did not come up
+        except RuntimeError as error:  # raised by Serve for a deployment that did not start
             raise EngineFailed(
                 f"cluster: {error} The replicas' logs are in /tmp/ray/session_latest/logs/serve."
             ) from error
-        _take_signals_back()
+        _restore_sigterm_handler()
         try:
             yield address
         finally:
-            # Ray would print that the controller, which it is told to end, has ended.
+            # Hides Ray's message that the controller has ended: it is ended on purpose.
             with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
                 await asyncio.to_thread(deploy.stop)
 
 
 @asynccontextmanager
 async def local_ingress(config: Config) -> AsyncIterator[Ingress]:
-    """An ingress with the engines in this process: no Ray, no sockets, no Redis."""
+    """Yields an ingress with the engines in this process: no Ray, no sockets, no Redis."""
     config = await asyncio.to_thread(_ready, config, True)
-    os.environ.setdefault("TQDM_DISABLE", "1")  # transformers' bar for weights that load in a moment
+    os.environ.setdefault("TQDM_DISABLE", "1")  # hides transformers' progress bar, as loading takes a moment
     from cluster.peers.local import LocalPeers
 
-    places = await asyncio.to_thread(LocalPeers.load, config, MemoryStates())
+    peers = await asyncio.to_thread(LocalPeers.load, config, MemoryStates())
     try:
-        yield Ingress(config, places, MemorySessions())
+        yield Ingress(config, peers, MemorySessions())
     finally:
-        await places.close()
+        await peers.close()
 
 
 @asynccontextmanager
 async def local_client(config: Config) -> AsyncIterator[LocalClient]:
-    """A client of engines in this process."""
+    """Yields a client of engines in this process."""
     async with local_ingress(config) as ingress:
         yield LocalClient(ingress)
 
 
 @asynccontextmanager
 async def running(config: Config, local: bool) -> AsyncIterator[str]:
-    """The address of a server that runs as long as the context does: a cluster, or this process where `local`."""
+    """Yields the address of a server that runs as long as the context: a cluster, or this process if `local`."""
     if not local:
         async with running_cluster(config) as address:
             yield address
@@ -126,6 +126,6 @@ def descendants() -> frozenset[psutil.Process]:
 
 
 def survivors(processes: frozenset[psutil.Process], timeout_s: float) -> list[str]:
-    """Those that are still there after `timeout_s`, each with its name and id."""
+    """Names and ids of the processes that still run after `timeout_s`; zombies do not count."""
     _, alive = psutil.wait_procs(processes, timeout=timeout_s)
     return [f"{process.name()} ({process.pid})" for process in alive if process.status() != psutil.STATUS_ZOMBIE]

@@ -1,8 +1,8 @@
-"""Session records: the text of a conversation, and just enough beside it to go on from it anywhere.
+"""Session records: the text of a conversation, and what any replica needs to continue it.
 
-A record is the truth of a session; states are worth only time. Of two writers that read the same version one gets
+The record alone defines a session; saved states only save time. Of two writers that read the same version one gets
 Conflict. A session's token is made here: 128 random bits and a tag that binds them to the tenant. A token that is
-unknown, foreign, forged or expired gets one and the same answer.
+unknown, of another tenant, forged or expired always gets the same error.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ ID_BYTES = 16
 TAG_BYTES = 16
 SECRET_BYTES = 32
 MAX_TOKEN = 64
-"""Characters; a token of ours has 45."""
+"""Characters; our tokens have 45."""
 CALL_BUDGET_S = 1.0
 RECORD_FORMAT = 3
 KEPT_TURNS = 8
-"""Turns whose requests are answered from the record when they come again. An attempt that its client left ends within
-`router.request_timeout_s`, so this bounds the turns that may be written between it and the next attempt."""
+"""Last turns of a record whose requests, if retried, are answered from it. An attempt that its client left ends within
+`router.request_timeout_s`; this bounds the turns that may be written between it and the next attempt."""
 
 Answer = TypeVar("Answer")
 
@@ -45,52 +45,52 @@ class Turn:
     """One turn of a session: the request that wrote it, and which part of the text is its prompt and its answer."""
 
     request: str
-    start: int  # length of the text that the turn's prompt was added to, ...
-    prompt: int  # ... of that with the prompt, ...
-    end: int  # ... and with the answer
+    start: int  # length of the text before the turn
+    prompt: int  # length including the turn's prompt
+    end: int  # length including its answer
     seed: int
     finish: str  # why the answer ended
-    target: str  # digest of what the answer's tokens depend on beside the text (`Hello.target`)
+    target: str  # digest of what the answer's tokens depend on besides the text (`Hello.target`)
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What is kept of a session. `version` counts its turns; 0 is a session that was never written."""
+    """A session as it is stored. `version` counts its turns; 0 is a session that was never written."""
 
     tokens: tuple[int, ...]  # the whole text: prompts and answers
     seed: int
     sample_index: int
     marks: tuple[int, ...]  # lengths at which turns ended, in order
     version: int
-    model: str  # the target's name ...
-    tokenizer: str  # ... and the fingerprint of its tokenizer, without which the tokens mean nothing
+    model: str  # the target's name
+    tokenizer: str  # the fingerprint of its tokenizer, which decides what the tokens mean
     turns: tuple[Turn, ...]  # the last KEPT_TURNS, in order
 
     def turn_of(self, request: str) -> Turn | None:
-        """The kept turn that a request wrote."""
+        """The turn that a request wrote; None where it is not among those kept."""
         return next((turn for turn in self.turns if turn.request == request), None)
 
 
 class Sessions(Protocol):
-    """Keeps records by token."""
+    """Stores records by token."""
 
     async def new_token(self, tenant: str) -> str:
         """A token for a session that does not exist yet."""
         ...
 
     async def read(self, token: str, tenant: str) -> Record:
-        """Raises NotFound for a token that is not this tenant's or no longer known, PeerLost where nobody answers."""
+        """Raises NotFound for a token that is expired or another tenant's, PeerLost where the store does not answer."""
         ...
 
     async def write(self, token: str, tenant: str, record: Record) -> None:
-        """Write version `record.version` over the one before it, or where none is there any more: a record is the
-        whole text. Raises Conflict where another version is there, NotFound for a token that is not this tenant's,
-        PeerLost where nobody answers."""
+        """Replace the version before `record.version`, or write where none is stored: a record has the whole text.
+        Raises Conflict where another version is stored, NotFound for a token that is not this tenant's, PeerLost where
+        the store does not answer."""
         ...
 
 
 def unknown_session() -> NotFound:
-    """The one answer for every token that leads nowhere."""
+    """The same error for every token without a session."""
     return NotFound("session: there is no such session")
 
 
@@ -101,14 +101,14 @@ def make_token(tenant: str, secret: bytes) -> str:
 
 
 def check_token(token: str, tenant: str, secret: bytes) -> str:
-    """The session's id, hex; raises NotFound for a token that we did not make for this tenant."""
+    """The session's id in hex. Raises NotFound for a token that we did not make for this tenant."""
     if len(token) > MAX_TOKEN:  # before any work is done on it
         raise unknown_session()
     try:
         name, _ = (base64.urlsafe_b64decode(part + "==") for part in token.split("."))
     except ValueError:
         raise unknown_session() from None
-    # Compared as written: base64 has several spellings of the same bytes, and a session one name.
+    # Compared as text, so that a session has one token: base64 has several encodings of the same bytes.
     if len(name) != ID_BYTES or not hmac.compare_digest(token, _spell(name, _tag(tenant, name, secret))):
         raise unknown_session()
     return name.hex()
@@ -130,7 +130,7 @@ def pack_record(record: Record) -> bytes:
 
 
 def unpack_record(blob: bytes) -> Record:
-    """The record of a blob; raises NotFound for one that is not whole: what cannot be read is not there."""
+    """The record of a blob. Raises NotFound for one that cannot be read, as for one that does not exist."""
     try:
         fields = json.loads(blob)
         if fields.pop("format") != RECORD_FORMAT:
@@ -169,8 +169,8 @@ class MemorySessions:
 
 
 class RedisSessions:
-    """Records in Redis, each with a time to live that every write renews. No call takes longer than `budget_s`, its
-    round trips and retries together. Of one event loop."""
+    """Records in Redis, each with a time to live that every write renews. No call takes longer than `budget_s`, with
+    all its round trips. Not thread-safe: bound to one event loop."""
 
     def __init__(self, url: str, ttl_s: int, budget_s: float = CALL_BUDGET_S) -> None:
         self._redis = redis.asyncio.Redis.from_url(url, socket_connect_timeout=budget_s)
@@ -210,8 +210,8 @@ class RedisSessions:
         await self._redis.aclose()
 
     async def _compare_and_set(self, key: str, record: Record) -> None:
-        """WATCH, compare, MULTI: prevents two turns that read the same version from both being kept. (The session's
-        Redis user need not have EVAL.)"""
+        """WATCH, compare, MULTI: prevents two turns that read the same version from both being written. (Without EVAL,
+        which the Redis user may not be allowed to call.)"""
         async with self._redis.pipeline(transaction=True) as pipe:
             await pipe.watch(key)
             found = await pipe.get(key)
@@ -224,8 +224,8 @@ class RedisSessions:
                 raise Conflict("session: another request wrote it first; read it again") from None
 
     async def _secret(self) -> bytes:
-        """The cluster's secret: the first router makes it, all find it in Redis. It is read with every call: after a
-        loss of data the first router that calls writes the one that it knew, or a new one, and all take that."""
+        """The cluster's secret: the first router makes it, all others read it from Redis. It is read at every call:
+        after a loss of data the first router to call writes the one that it knew, or a new one, and all use that."""
         secret = await self._ask(lambda: self._redis.get(SECRET_KEY))
         if secret is None:
             known = self._known_secret or secrets.token_bytes(SECRET_BYTES)
@@ -252,14 +252,14 @@ class RedisSessions:
 
 
 def _bytes(answer: bytes | str) -> bytes:
-    """Redis answers in bytes unless it was asked to decode, which the type of its answers cannot say."""
+    """Narrows the type of an answer: the client does not decode, so it is bytes."""
     assert isinstance(answer, bytes)
     return answer
 
 
 def check_version(blob: bytes | None, record: Record) -> None:
-    """Raise Conflict where `blob`, the record in the store, is not the version before `record`'s. No blob is no
-    conflict: the record expired or was lost."""
+    """Raise Conflict where `blob`, the record in the store, is not the version before `record`'s. Without a blob there
+    is no conflict: the record has expired or was lost."""
     if not blob:
         return
     found = unpack_record(blob).version

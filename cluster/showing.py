@@ -1,4 +1,4 @@
-"""What the commands print: an answer with the tokens of its rounds told apart, and what there is to say of it."""
+"""What the commands print: an answer with its rounds marked, and its statistics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.text import Text as RichText
 
 ROUND_STYLES = ("bold cyan", "bold yellow")
 MARK = "|"
-"""Stands between rounds where there are no colours."""
+"""Printed between rounds where the console has no colours."""
 
 
 class RoundsPrinter:
@@ -35,14 +35,14 @@ class RoundsPrinter:
         self._console.file.flush()
 
     async def show_all(self, events: AsyncIterator[Event]) -> Completion:
-        """Print a stream's rounds as they come; the whole answer when it is complete."""
-        taken = []
+        """Print a stream's rounds as they come. Returns the whole answer."""
+        received = []
         async for event in events:
-            taken.append(event)
+            received.append(event)
             if isinstance(event, Round):
                 self.show(event)
         self._console.print()
-        return collect(taken)
+        return collect(received)
 
 
 def as_json(done: Completion) -> str:
@@ -67,7 +67,7 @@ def as_json(done: Completion) -> str:
 
 
 def pulls_line(pulls: dict[str, int]) -> str:
-    """`(3,2,1) in 9 rounds, off in 2`, the most frequent first."""
+    """`(3,2,1) x 9, off x 2`, the most frequent first."""
     ordered = sorted(pulls.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{shape} x {count}" for shape, count in ordered)
 
@@ -82,10 +82,10 @@ def opening_line(opening: OpeningStats | None) -> str:
 
 
 def account_lines(stats: SpeculationStats) -> tuple[str, ...]:
-    """An answer's account of its rounds, for people: what was guessed, what rounds gave, and where their time went."""
+    """An answer's statistics, as text: its guesses, shapes, tokens by round, and times."""
     if not stats.rounds:
-        return ("no rounds: the answer was there already",)
-    trimmed = f" ({stats.trimmed_tokens} of them never looked at)" if stats.trimmed_tokens else ""
+        return ("no rounds: the answer was complete already",)
+    trimmed = f" ({stats.trimmed_tokens} of them not verified)" if stats.trimmed_tokens else ""
     late = f"; {stats.late_drafts} drafts late or lost" if stats.late_drafts else ""
     lengths = ", ".join(f"{tokens} in {rounds}" for tokens, rounds in sorted(stats.emitted.items()))
     parts_us = {
@@ -115,13 +115,13 @@ def answer_line(complete: Complete) -> str:
 
 
 async def speeds(client: Asking, prompt: str, options: Options, repetitions: int) -> dict[str, float]:
-    """Median tokens per second of the same answer with speculation and without, measured in turn."""
+    """Median tokens per second of the same answer with speculation and without, measured alternately."""
     seen: dict[str, list[float]] = {"auto": [], "off": []}
     for _ in range(repetitions):
         for speculation, found in seen.items():
-            asked = options.copy()
-            asked["speculation"] = speculation
-            done = await client.generate_text(prompt, **asked)
+            changed = options.copy()
+            changed["speculation"] = speculation
+            done = await client.generate_text(prompt, **changed)
             found.append(done.complete.speculation.tokens_per_s)
     return {speculation: statistics.median(found) for speculation, found in seen.items()}
 
@@ -131,13 +131,13 @@ async def tour(
 ) -> None:
     """What `dendro demo` shows: two turns of one session, then speed with speculation and without."""
     coloured = console.color_system is not None
-    told = "two colours in turn" if coloured else f"a {MARK} between them"
-    console.print(f"[bold]Turn one.[/] The prompt, then the answer, the tokens of each round told apart by {told}:\n")
+    separator = "its rounds in two alternating colours" if coloured else f"a {MARK} between its rounds"
+    console.print(f"[bold]Turn one.[/] The prompt, then the answer, {separator}:\n")
     console.print(RichText(prompt, "dim"), end="", soft_wrap=True)
     one = await RoundsPrinter(console, marks=True).show_all(
         client.generate(prompt, keep_session=True, max_new_tokens=new_tokens)
     )
-    console.print(f"\n[bold]Turn two[/] goes on with the same session; only this is sent: {second!r}\n")
+    console.print(f"\n[bold]Turn two[/] continues the session; only this is sent: {second!r}\n")
     console.print(RichText(second, "dim"), end="", soft_wrap=True)
     session = one.complete.session
     two = await RoundsPrinter(console, marks=True).show_all(
@@ -165,4 +165,4 @@ async def tour(
         f"({ratio:.2f} x; medians of {repetitions}, in turn). The tokens are the same either way."
     )
     if not session:
-        console.print("[yellow]The session could not be kept: is Redis there?[/]")
+        console.print("[yellow]The session could not be saved: is Redis running?[/]")

@@ -1,4 +1,4 @@
-"""States and priors by name in Redis: a cache that may be slow, full or gone, and must never hold a request up."""
+"""States and priors by name in Redis: a cache that may be slow, full or gone, so every call has a time limit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REDIS_FAULTS = (redis.exceptions.RedisError, OSError, TimeoutError)
 
 
 async def within(budget_s: float, call: Coroutine[Any, Any, Answer]) -> Answer:
-    """The call's answer, or TimeoutError when the time is over.
+    """The call's answer. Raises TimeoutError after `budget_s`.
 
     Does not wait for a cancelled call to end: redis-py sends UNWATCH before it releases the connection, and waits
     seconds for the answer of a frozen server.
@@ -45,17 +45,17 @@ async def within(budget_s: float, call: Coroutine[Any, Any, Answer]) -> Answer:
 
 
 _CANCELLED: set[asyncio.Task[Any]] = set()
-"""Calls that have not ended yet: the loop itself keeps no task alive."""
+"""Cancelled calls that have not ended yet, referenced here since the event loop keeps no task alive."""
 
 
 def _ended(task: asyncio.Task[Any]) -> None:
     _CANCELLED.discard(task)
     if not task.cancelled():
-        task.exception()  # else asyncio logs that nobody retrieved it
+        task.exception()  # else asyncio logs that it was never retrieved
 
 
 class CircuitBreaker:
-    """After `failures` failures in a row nobody asks for `open_s` seconds; then one call may try."""
+    """After `failures` consecutive failures no call is allowed for `open_s` seconds; then one call may probe."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class CircuitBreaker:
         self._shut_until = 0.0
 
     def allows(self) -> bool:
-        """Whether a call may be made now. When the pause is over, the one that asks first is the probe."""
+        """Whether a call may be made now. After the pause the first caller makes the probe."""
         if self._in_a_row < self.failures:
             return True
         if self.clock() < self._shut_until:
@@ -89,7 +89,7 @@ class CircuitBreaker:
 
 @dataclass(slots=True)
 class StoreCounters:
-    """What became of the calls. `skipped` were not made, the circuit being open; `refused` were too large."""
+    """Calls by outcome. `skipped` were not made, as the circuit was open; `refused` were too large."""
 
     hits: int = 0
     misses: int = 0
@@ -102,7 +102,7 @@ class StoreCounters:
 class RedisStates:
     """dendro.state.StateStore in Redis. No call raises, and none takes longer than `budget_s`.
 
-    Of one event loop: that which makes the first call.
+    Not thread-safe: bound to the event loop of the first call.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class RedisStates:
         self.counters = StoreCounters()
 
     async def load(self, name: str) -> bytes | None:
-        """The blob of that name, or None where there is none or none can be had in time."""
+        """The blob of that name; None where there is none or Redis does not answer in time."""
         blob = await self._ask(lambda: self._redis.get(self.prefix + name))
         if not isinstance(blob, bytes):
             self.counters.misses += 1
@@ -130,7 +130,7 @@ class RedisStates:
         return blob
 
     async def save(self, name: str, blob: bytes) -> bool:
-        """Keep a blob for the time to live; False where it was not kept."""
+        """Store a blob for `ttl_s`. Returns whether it was stored."""
         if len(blob) > MAX_STATE_BYTES:
             self.counters.refused += 1
             return False
@@ -160,14 +160,14 @@ async def _awaited(call: Callable[[], Awaitable[Answer]]) -> Answer:
 
 
 class RedisPriors:
-    """cluster.policies.prior.PriorStore in Redis, as patient as `RedisStates`. Of two routers that write one key the
-    last one's stays: what the other learned is a hint lost, and in that router still known."""
+    """cluster.policies.prior.PriorStore in Redis, with the time limits of `RedisStates`. Of two routers that write one
+    key the last write stays; what the other learned remains in that router only."""
 
     def __init__(self, url: str, ttl_s: int, budget_s: float = CALL_BUDGET_S) -> None:
         self.blobs = RedisStates(url, ttl_s, budget_s, prefix=PRIOR_PREFIX)
 
     async def load(self, key: PriorKey) -> Prior | None:
-        """None where there is none, none can be had in time, or what is there is not whole."""
+        """None where there is none, Redis does not answer in time, or the stored prior is invalid."""
         blob = await self.blobs.load(key.name)
         return None if blob is None else unpack_prior(blob)
 

@@ -1,1 +1,1 @@
-"""The drafters: small Mambas that guess, and the training that makes them agree with their target."""
+"""The drafter: its models (Mamba, Llama, Qwen), its serving engine and its training."""

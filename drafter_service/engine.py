@@ -1,4 +1,4 @@
-"""The drafter's engine: calls in, trees out. The model runs in one thread of its own; callers wait on their loop.
+"""The drafter's engine: calls in, trees out. The model runs in a thread of its own; callers wait on an event loop.
 
 call -> inbox -> [ scheduler.next -> runner.run -> scheduler.apply ] -> answer
 """
@@ -30,13 +30,13 @@ from drafter_service.models import load_model
 from drafter_service.plan import DraftPlan
 from drafter_service.runner import DraftRunner
 from drafter_service.scheduler import DraftScheduler
-from drafter_service.texts import Answer, Consumed, Ready
+from drafter_service.texts import Answer, MemoryComplete, Prefilled
 
 log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TREES = 8
-"""Full trees whose nodes fit at once, the kept ones of idle sessions among them."""
+"""Full trees for which there are node slots, kept trees of idle sessions included."""
 
 
 class _Ticket:
@@ -59,11 +59,11 @@ class _Ticket:
         return await self._future
 
     def settle(self, value: object) -> None:
-        """From any thread. A caller that has gone, or whose loop has closed, is not there to be told."""
+        """Answer the caller, from any thread. Does nothing if the caller was cancelled or its loop is closed."""
         try:
             self._loop.call_soon_threadsafe(self._settle, value)
         except RuntimeError:
-            log.debug("the loop of a caller is closed")
+            log.debug("an answer is discarded: the event loop of its caller is closed")
 
     def _settle(self, value: object) -> None:
         if self._future.done():
@@ -76,15 +76,15 @@ class _Ticket:
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """A closed session's memory."""
+    """The memory of a closed session."""
 
-    ready: Ready
+    ready: MemoryComplete
     arrays: Arrays
 
 
 @dataclass
 class DrafterCounters:
-    """What happened since the start; only ever grows."""
+    """Totals since the start."""
 
     forwards: int = 0
     rows: int = 0  # tokens through the model
@@ -104,8 +104,9 @@ class DrafterEngine:
         threads: int,
         longest_step_s: float = LONGEST_STEP_S,
     ) -> None:
-        """`runner` has `text_slots` and `node_slots` of these limits. An engine with a step that takes longer than
-        `longest_step_s` counts as hung."""
+        """runner: has `text_slots` and `node_slots` of these limits
+        longest_step_s: `fault` reports a step that takes longer
+        """
         self._watch = StepWatch(longest_step_s)
         self._hello = hello
         self._runner = runner
@@ -136,12 +137,12 @@ class DrafterEngine:
         prefill_chunk: int = 64,
         longest_step_s: float = LONGEST_STEP_S,
     ) -> DrafterEngine:
-        """Load a checkpoint. Raises BadRequest, naming the argument, for one that cannot be used.
+        """Load a checkpoint. Raises BadRequest with the name of an argument that cannot be used.
 
-        tokenizer: the folder with the tokenizer, where that is not the checkpoint
+        tokenizer: the folder with the tokenizer, if it is not the checkpoint's
         dtype: of weights and activations, float32, bfloat16 or float16
-        threads: the model's share of the processor's cores
-        max_rows: of a tree, its root among them   prefill_chunk: tokens of a prompt per forward
+        threads: CPU threads of the model
+        max_rows: of a tree, root included   prefill_chunk: tokens of a prompt per forward
         """
         if dtype not in DTYPES:
             raise BadRequest("dtype", f"must be one of {sorted(DTYPES)}, got {dtype!r}")
@@ -180,54 +181,54 @@ class DrafterEngine:
         return cls(hello, runner, states, max_sessions, prefill_chunk, threads, longest_step_s)
 
     def start(self) -> None:
-        """Start the engine's thread. Calls that came before are served now."""
+        """Start the engine's thread, which also serves calls made before."""
         if self._thread is not None:
-            raise RuntimeError("the engine has started already")
+            raise RuntimeError("the engine was started before")
         self._thread = threading.Thread(target=self._work, name=f"drafter-{self._hello.model}", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop once the forward at work is done. Who still waits is told PeerLost. May be repeated."""
+        """Stop after the current forward; waiting callers get PeerLost. May be repeated."""
         if self._thread is not None and self._thread.is_alive():
             self._inbox.put(None)
             self._thread.join()
 
     def stats(self) -> dict[str, int]:
-        """What was done since the start, and what is held now."""
+        """Counters since the start, open sessions and free slots."""
         kept = asdict(self._shelf.counters)
         free = {"free_slots": self.free_slots, "free_nodes": self.free_nodes}
         return asdict(self.counters) | kept | {"sessions": self.sessions} | free
 
     def memory_bytes(self, longest: int) -> dict[str, int]:
-        """Bytes of all text and node slots at most, as `states`, where no text is longer than `longest` tokens."""
+        """Most bytes of all text and node slots, as `states`, if no text is longer than `longest` tokens."""
         limits, memory = self._hello, self._runner.memory
         texts, nodes = text_slots(self._max_sessions), node_slots(limits.max_rows, limits.max_depth)
         return {"states": texts * memory.text_bytes(longest) + nodes * memory.node_bytes}
 
     def fault(self) -> str:
-        """Why this engine cannot serve; empty while it can."""
+        """Why this engine cannot serve; empty if it can."""
         if self._thread is not None and not self._thread.is_alive():
-            return "its thread has ended"
+            return "the engine's thread has ended"
         return self._watch.fault()
 
     @property
     def sessions(self) -> int:
-        """Texts that are open."""
+        """Number of open texts."""
         return self._scheduler.sessions
 
     @property
     def free_slots(self) -> int:
-        """Text slots that nothing holds; all but one where no text is open."""
+        """Free text slots; all but slot 0 if no text is open."""
         return self._scheduler.texts.free
 
     @property
     def free_nodes(self) -> int:
-        """Node slots that nothing holds; all but one where no tree is grown or kept."""
+        """Free node slots; all but slot 0 if no tree is growing or kept."""
         return self._scheduler.nodes.free
 
     @property
     def held_bytes(self) -> int:
-        """Memory of the texts and trees that are held."""
+        """Most bytes of the text and node slots in use, with texts of `max_length` tokens."""
         limits, memory = self._hello, self._runner.memory
         texts = text_slots(self._max_sessions) - 1 - self.free_slots
         nodes = node_slots(limits.max_rows, limits.max_depth) - 1 - self.free_nodes
@@ -244,9 +245,9 @@ class DrafterEngine:
         return self._hello
 
     async def open(self, call: OpenCall) -> Opened:
-        """Open a text and consume all of it but the root, from the longest saved state that is found.
+        """Open a text and prefill all of it but the root, from the longest saved state that is found.
 
-        Raises BadRequest, naming the field, and Overloaded. Cancelling it closes the opening.
+        Raises BadRequest, with the field's name, and Overloaded. Cancelling it closes the opening.
         """
         arrived_ns = time.perf_counter_ns()
         self._check(call.update)
@@ -269,7 +270,7 @@ class DrafterEngine:
             if arrays is not None:
                 try:
                     self._runner.memory.load(session.slot, arrays)
-                except Exception:  # a text without its state costs time alone
+                except Exception:  # the whole text is prefilled instead
                     log.exception("a saved state of %d tokens could not be loaded", restored)
                     self._scheduler.not_restored(session)
                     restored = 0
@@ -279,22 +280,22 @@ class DrafterEngine:
         except asyncio.CancelledError:
             self._inbox.put((ticket, lambda: self._scheduler.give_up(call.update.opening)))
             raise
-        assert isinstance(consumed, Consumed)
+        assert isinstance(consumed, Prefilled)
         return Opened(restored, consumed.processed, (time.perf_counter_ns() - arrived_ns) // 1000)
 
     async def draft(self, call: DraftCall) -> DraftTree:
-        """A tree of the shape asked for, in full. A call of the same opening that is still at work gives way.
+        """A full tree of the call's shape. An unfinished earlier call of the opening is answered with its root alone.
 
-        Raises NotFound for an opening or text that is not held, and BadRequest, naming the field.
+        Raises NotFound for an opening or text that is not open here, and BadRequest, with the field's name.
         """
         self._check(call.update)
         shape, limits = call.shape, self._hello
         if not shape.off and not shape.drafted:
-            raise BadRequest("shape", f"{shape} is nothing that a drafter makes")
+            raise BadRequest("shape", f"{shape} is not a shape that a drafter can grow")
         if shape.depth > limits.max_depth:
-            raise BadRequest("shape", f"{shape} is {shape.depth} deep; this drafter goes to {limits.max_depth}")
+            raise BadRequest("shape", f"{shape} has depth {shape.depth}; this drafter allows {limits.max_depth}")
         if shape.rows > limits.max_rows:
-            raise BadRequest("shape", f"{shape} has {shape.rows} rows; this drafter's trees have {limits.max_rows}")
+            raise BadRequest("shape", f"{shape} has {shape.rows} rows; this drafter allows {limits.max_rows}")
         if shape.width > limits.vocabulary:
             raise BadRequest("shape", f"{shape} is wider than the vocabulary of {limits.vocabulary} tokens")
         ticket = _Ticket()
@@ -303,9 +304,9 @@ class DrafterEngine:
         return tree
 
     async def close(self, call: CloseCall) -> Closed:
-        """End an opening and put its memory by, under its name. Raises NotFound where it is not open.
+        """End an opening and save its memory to the state store. Raises NotFound if it is not open.
 
-        A text that has outgrown the model is forgotten instead.
+        The memory of a text that is longer than `max_length` is discarded.
         """
         ticket = _Ticket()
         if call.update.base > self._hello.max_length:
@@ -320,7 +321,7 @@ class DrafterEngine:
         return Closed(await self._shelf.put(saved.ready.tenant, ids, saved.ready.digest, saved.arrays))
 
     async def _ask(self, ticket: _Ticket, work: Callable[[], None]) -> object:
-        """Have the engine's thread do `work`, and wait until the ticket is settled."""
+        """Run `work` on the engine's thread and wait for the ticket's answer."""
         if self._thread is not None and not self._thread.is_alive():
             raise PeerLost(f"drafter {self._hello.model} has stopped")
         self._inbox.put((ticket, work))
@@ -328,40 +329,40 @@ class DrafterEngine:
 
     def _check(self, update: TextUpdate) -> None:
         if update.base < 1:
-            raise BadRequest("update.base", "the text is empty: there is no root")
+            raise BadRequest("update.base", "the text is empty and has no root")
         if update.base > self._hello.max_length:
             limit = self._hello.max_length
-            raise BadRequest("update.base", f"is {update.base} tokens; a text of this drafter has at most {limit}")
+            raise BadRequest("update.base", f"is {update.base} tokens; this drafter allows at most {limit}")
 
     # -- the engine's thread -------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        torch.set_num_threads(self._threads)  # this thread's share; other engines of the process set their own
+        torch.set_num_threads(self._threads)  # applies to this thread; other engines of the process set their own
         with torch.inference_mode():
             idle = True
-            while self._take_in(wait=idle):
+            while self._run_calls(wait=idle):
                 try:
                     with self._watch.busy():
                         plan = self._scheduler.next()
                         self._fold()
                         if plan is not None:
                             self._forward(plan)
-                        self._give_out()
+                        self._send_answers()
                         idle = plan is None and not self._prepare_noise()
                 except Exception as error:
-                    log.exception("the drafter's scheduler broke; all its texts are given up")
-                    self._begin_anew(EngineFailed(f"drafter: {error}"))
-        self._begin_anew(PeerLost(f"drafter {self._hello.model} has stopped"))
+                    log.exception("the drafter's scheduler failed; all its texts are closed")
+                    self._reset(EngineFailed(f"drafter: {error}"))
+        self._reset(PeerLost(f"drafter {self._hello.model} has stopped"))
 
-    def _begin_anew(self, reason: DendroError) -> None:
-        """Forget every text, and tell who waits for one."""
+    def _reset(self, reason: DendroError) -> None:
+        """Close every text and answer all waiting callers with `reason`."""
         for ticket in self._scheduler.tickets():
             ticket.settle(reason)
         self._scheduler = self._fresh()
         self._runner.forget_all()
 
-    def _take_in(self, wait: bool) -> bool:
-        """Do what callers ask, waiting for one where there is nothing else to do; false when it is time to stop."""
+    def _run_calls(self, wait: bool) -> bool:
+        """Run all queued calls, with `wait` at least one; False if the engine is to stop."""
         while True:
             try:
                 item = self._inbox.get(block=wait)
@@ -377,11 +378,11 @@ class DrafterEngine:
             except DendroError as error:
                 ticket.settle(error)
             except Exception as error:
-                log.exception("a call broke the drafter's scheduler")
+                log.exception("a call to the drafter's scheduler failed")
                 ticket.settle(EngineFailed(f"drafter: {error}"))
 
     def _fold(self) -> None:
-        """Fold what texts went through, before the nodes' slots are written again and memories are saved."""
+        """Run the scheduler's folds, before the nodes' slots are overwritten and memories are saved."""
         if self._scheduler.folds:
             self._runner.fold(self._scheduler.folds)
             self._scheduler.folds.clear()
@@ -396,14 +397,14 @@ class DrafterEngine:
         self.counters.forwards += 1
         self.counters.rows += plan.rows.count
 
-    def _give_out(self) -> None:
-        """Settle what has been answered. A closing session's memory is copied out before its slot is free."""
+    def _send_answers(self) -> None:
+        """Send the scheduler's answers. A closing session's memory is copied before its slot is freed."""
         scheduler = self._scheduler
-        assert not scheduler.folds, "a memory would be saved before it is complete"
+        assert not scheduler.folds, "folds must run before a memory is saved"
         while scheduler.answers:
             ticket, answer = scheduler.answers.pop(0)
             value: Answer | _Saved = answer
-            if isinstance(answer, Ready):
+            if isinstance(answer, MemoryComplete):
                 value = _Saved(answer, self._runner.memory.save(answer.slot, len(answer.ids)) if answer.ids else {})
                 scheduler.forget(answer.session)
             self.counters.trees += isinstance(answer, DraftTree)
@@ -412,7 +413,7 @@ class DrafterEngine:
             self._runner.forget(scheduler.ended.pop())
 
     def _prepare_noise(self) -> bool:
-        """With nothing else to do, compute one row of noise of the rounds to come; whether there was one to compute."""
+        """Compute one row of noise for later rounds, while idle; False if there is none to compute."""
         wanted = self._scheduler.noise_wanted
         for session in list(wanted):
             if self._runner.prepare(session, wanted[session]):
@@ -422,13 +423,13 @@ class DrafterEngine:
 
 
 def text_slots(max_sessions: int) -> int:
-    """Text slots of a drafter: the empty memory, and two per text (as opened, and up to date)."""
+    """Text slots of a drafter: slot 0, and two per text (the memory at the end of opening, and the current one)."""
     return 1 + 2 * max_sessions
 
 
 def node_slots(max_rows: int, max_depth: int) -> int:
-    """Node slots of a drafter: nobody's, those of `TREES` full trees, and no fewer than any one tree takes.
+    """Node slots of a drafter: slot 0, and enough for `TREES` full trees and for any single tree.
 
-    A dynamic tree processes rows that it drops again: dynamic(16,16,63) keeps 63 guesses and has processed 241 rows.
+    A dynamic tree may process more rows than it keeps: dynamic(16,16,63) processes 241 rows and keeps 63 guesses.
     """
     return 1 + max(TREES * max_rows, most_processed(max_rows, max_depth))

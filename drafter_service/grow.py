@@ -1,7 +1,7 @@
 """Draft trees while they grow, level by level.
 
-Rows are numbered in order of level, a parent's children side by side and best first. Which of a level's rows go through
-the model, its *frontier*, is for the kind of shape to say; they need not lie side by side.
+Rows are numbered level by level, a parent's children adjacent and best first. The kind of shape decides which rows of a
+level go through the model, the *frontier*; they need not be adjacent.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from dendro.shapes import MAX_K, BeamShape, DynamicShape, LevelShape, NodeShape,
 from dendro.tree import FloatArray, IntArray
 
 LEAST_CHANCE = -80.0
-"""Logarithm below which a guess's chance is not told apart from none; keeps sums over a path finite."""
+"""Lower bound of a log confidence; keeps sums over a path finite."""
 
 
 @dataclass
 class Growth(ABC):
-    """One tree. The rows that have been through the model, and so have candidates, are numbered in that order."""
+    """One tree. Its processed rows, which went through the model and have candidates, are numbered in that order."""
 
     root: int
     shape: TreeShape
@@ -29,11 +29,11 @@ class Growth(ABC):
     values: list[float] = field(init=False)
     level: int = 0  # of the frontier
     frontier: list[int] = field(default_factory=lambda: [0])  # rows of the next forward, ascending
-    place: dict[int, int] = field(default_factory=dict)  # row -> its number among the processed
-    candidates: list[IntArray] = field(default_factory=list)  # of each processed row, best first
-    scores: list[FloatArray] = field(default_factory=list)  # of these
+    place: dict[int, int] = field(default_factory=dict)  # row -> its number among the processed rows
+    candidates: list[IntArray] = field(default_factory=list)  # [k] of each processed row, best first
+    scores: list[FloatArray] = field(default_factory=list)  # [k] of these candidates
     first_child: list[int] = field(default_factory=list)  # row of each processed row's best candidate
-    children: list[int] = field(default_factory=list)  # how many of its candidates became rows
+    children: list[int] = field(default_factory=list)  # number of each processed row's candidates that became rows
 
     def __post_init__(self) -> None:
         self.tokens, self.parents, self.values = [self.root], [-1], [0.0]
@@ -44,18 +44,18 @@ class Growth(ABC):
 
     @property
     def finished(self) -> bool:
-        """The rows that are left are leaves, whose scores nobody needs."""
+        """All remaining rows are leaves, whose candidates are not needed."""
         return self.level == self.shape.depth
 
-    def extend(self, candidates: IntArray, scores: FloatArray, chances: FloatArray) -> None:
-        """Give the rows of the frontier their children: of each row so many of its first candidates.
+    def extend(self, candidates: IntArray, scores: FloatArray, confidences: FloatArray) -> None:
+        """Add the children of each row of the frontier, which are the first of its candidates.
 
-        candidates [frontier, k], best first   scores [frontier, k] what ordered them
-        chances [frontier, k] log of their confidence, never increasing along a row; k at least the shape's width
+        candidates [frontier, k], best first   scores [frontier, k] by which they are ordered
+        confidences [frontier, k] logarithms, never increasing along a row; k at least the shape's width
         """
         width = self.shape.width
         above = np.array([self.values[row] for row in self.frontier], np.float32)[:, None]
-        reached = np.clip(chances[:, :width], LEAST_CHANCE, 0.0) + above
+        reached = np.clip(confidences[:, :width], LEAST_CHANCE, 0.0) + above
         counts = self._counts(reached)
         taken = np.arange(width) < counts[:, None]
         values, first = reached[taken], len(self.tokens)
@@ -72,25 +72,25 @@ class Growth(ABC):
 
     @abstractmethod
     def _counts(self, reached: FloatArray) -> IntArray:
-        """[frontier] children of each row. reached [frontier, width] the value that each candidate would have."""
+        """[frontier] number of children of each row. reached [frontier, width] value of each candidate as a row."""
 
     def _next(self, first: int, values: FloatArray) -> list[int]:
-        """Those of the rows just made, `first` and on, that go through the model. values [rows just made]"""
+        """The next frontier, from the rows just added: `first` and those after it. values [rows added]"""
         return list(range(first, first + len(values)))
 
     def child(self, row: int, token: int) -> int | None:
-        """The row below a processed one that carries this token, or none."""
+        """The child of a processed row that has this token, or None."""
         place = self.place[row]
         hits = np.flatnonzero(self.candidates[place][: self.children[place]] == token)
         return self.first_child[place] + int(hits[0]) if len(hits) else None
 
     def arrays(self) -> tuple[IntArray, IntArray, FloatArray]:
-        """Tokens, parents and values, as a DraftTree wants them."""
+        """Tokens, parents and values, as for `DraftTree`."""
         return np.array(self.tokens, np.int64), np.array(self.parents, np.int64), np.array(self.values, np.float32)
 
 
 class LevelGrowth(Growth):
-    """Every row of a level has as many children."""
+    """All rows of a level have the same number of children."""
 
     shape: LevelShape
 
@@ -99,7 +99,7 @@ class LevelGrowth(Growth):
 
 
 class NodeGrowth(Growth):
-    """Each row has the children that its number names. Rows without any are leaves, on whatever level."""
+    """The shape sets the number of children of each row; rows without children are leaves, on any level."""
 
     shape: NodeShape
 
@@ -107,14 +107,14 @@ class NodeGrowth(Growth):
         return np.array([self.shape.children[row] for row in self.frontier], np.int64)
 
     def _next(self, first: int, values: FloatArray) -> list[int]:
-        named = self.shape.children[first : first + len(values)]
-        return [row for row, count in enumerate(named, first) if count]
+        counts = self.shape.children[first : first + len(values)]
+        return [row for row, count in enumerate(counts, first) if count]
 
 
 class BeamGrowth(Growth):
-    """Of what a level's rows offer, the `beams` candidates of greatest value are kept, wherever they hang.
+    """Of all candidates of a level, the `beams` of greatest value become rows, under any parents.
 
-    A row's values do not increase along its candidates, so what is kept of them are its first.
+    A row's values do not increase along its candidates, so its kept candidates are its first.
     """
 
     shape: BeamShape
@@ -125,7 +125,7 @@ class BeamGrowth(Growth):
 
 
 class DynamicGrowth(Growth):
-    """EAGLE-2: a level's k rows of greatest value get k children each, and of all rows the greatest stay at the end."""
+    """EAGLE-2: a level's k rows of greatest value get k children each; at the end the `total` best guesses remain."""
 
     shape: DynamicShape
 
@@ -140,12 +140,12 @@ class DynamicGrowth(Growth):
         k, steps = self.shape.k, self.shape.steps
         depths = np.repeat(np.arange(steps + 1), [1, k] + [k * k] * (steps - 1))
         kept = rerank(values, depths, parents, self.shape.total)
-        # A kept row's parent is kept, and kept rows are in ascending order: its number is its place among them.
+        # Kept rows are ascending and include all parents: a parent's new row is its position in `kept`.
         return tokens[kept], np.append(-1, np.searchsorted(kept, parents[kept[1:]])), values[kept]
 
 
 def growth_of(root: int, shape: TreeShape) -> Growth:
-    """A tree of this shape that has its root alone."""
+    """A tree of this shape with only its root."""
     match shape:
         case LevelShape():
             return LevelGrowth(root, shape)
@@ -155,44 +155,44 @@ def growth_of(root: int, shape: TreeShape) -> Growth:
             return BeamGrowth(root, shape)
         case DynamicShape():
             return DynamicGrowth(root, shape)
-    raise TypeError(f"{shape} is of a kind that is not known here")
+    raise TypeError(f"a drafter cannot grow a tree of shape {shape}")
 
 
 def most_processed(max_rows: int, max_depth: int) -> int:
-    """The most rows that any tree of so many rows and levels takes through the model.
+    """An upper bound of the rows that a tree within these limits puts through the model.
 
-    A dynamic tree's beat all others': they may be more than the rows that it keeps.
+    A dynamic tree may process more rows than it keeps.
     """
     steps = min(max_depth, max_rows - 1)
     return max(max_rows - 1, 1 + (steps - 1) * MAX_K, 1)
 
 
 def greatest(values: FloatArray, count: int) -> IntArray:
-    """Indices of the `count` greatest values, the greatest first; the lower index first among equals."""
+    """Indices of the `count` greatest values, descending; of equal values, the lower index first."""
     return np.argsort(-values, kind="stable")[:count]
 
 
 def rerank(values: FloatArray, depths: IntArray, parents: IntArray, total: int) -> IntArray:
-    """The root and the `total` guesses of greatest value, ascending, such that each one's parent is among them.
+    """The root and the `total` guesses of greatest value, as ascending rows; each guess's parent is included.
 
     values [rows] float32, at most 0, none above its parent's   depths [rows] below 256
     parents [rows] row 0 is the root, and a parent comes before its children
 
-    Ordered by (value descending, depth ascending, index ascending), a row comes after all its ancestors, so that any
-    beginning of the order is closed; by the value alone it may not, as confidences of exactly 1 are common (ALGORITHMS
-    4.1). The order is that of one integer key, so it is exact:
+    Rows are ordered by (value descending, depth ascending, index ascending). A row then comes after all its ancestors,
+    so every prefix of the order is a tree. The value alone does not ensure this, as confidences of exactly 1 are common
+    (ALGORITHMS 4.1). The order is that of one integer key, so it is exact:
 
         | order-preserving bits of the value, 32 | 255 - depth, 8 | 2**24 - 1 - index, 24 |
     """
-    bits = (values.astype(np.float32) + np.float32(0)).view(np.uint32)  # + 0: there are two zeros
+    bits = (values.astype(np.float32) + np.float32(0)).view(np.uint32)  # + 0 makes -0.0 equal to 0.0
     ordered = np.where(bits >> np.uint32(31), ~bits, bits | np.uint32(1 << 31)).astype(np.uint64)
     low = ((255 - depths) << 24) | (2**24 - 1 - np.arange(len(values)))
     key = (ordered << np.uint64(32)) | low.astype(np.uint64)
     kept = np.sort(np.argpartition(key, len(key) - 1 - total)[len(key) - 1 - total :])
-    assert kept[0] == 0 and np.isin(parents[kept[1:]], kept).all(), "a guess was kept without its parent"
+    assert kept[0] == 0 and np.isin(parents[kept[1:]], kept).all(), "a guess is kept without its parent"
     return kept
 
 
-def ranks(growth_ranks: dict[int, int], start: int, stop: int, unknown: int) -> npt.NDArray[np.int32]:
-    """The trace of text positions start..stop-1; a rank that was never computed counts as past all candidates."""
-    return np.array([growth_ranks.get(position, unknown) for position in range(start, stop)], np.int32)
+def ranks(known: dict[int, int], start: int, stop: int, unknown: int) -> npt.NDArray[np.int32]:
+    """The ranks of text positions start..stop-1; `unknown` where none was computed."""
+    return np.array([known.get(position, unknown) for position in range(start, stop)], np.int32)

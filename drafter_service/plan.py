@@ -1,8 +1,7 @@
-"""What the scheduler has the runner do, as plain arrays.
+"""The drafter's forwards, planned by the scheduler and run by the runner, as plain arrays.
 
-A *text slot* holds the memory of a text, a *node slot* what a model keeps of one node of a tree: a whole memory, or no
-more than the node's inputs. Which of them, and so what is done here, is the business of the model's memory. Slot 0 of
-either kind is nobody's: the empty text, and no node.
+A *text slot* holds the memory of a text. A *node slot* holds what a model stores of one node of a tree: a whole state,
+the node's inputs, or its keys and values. Slot 0 of either kind is reserved: the empty text, and no node.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ NO_NODE = 0
 
 @dataclass(frozen=True, slots=True)
 class Chains:
-    """Consecutive tokens of several texts, a row each."""
+    """Consecutive tokens of several texts, one row per text."""
 
     tokens: IntArray  # [rows, time]
-    lengths: IntArray  # [rows] tokens that count, 1 to time
+    lengths: IntArray  # [rows] tokens of each row without padding, 1 to time
     starts: IntArray  # [rows] tokens that the source has consumed
     source: IntArray  # [rows] text slot each row starts from
     target: IntArray  # [rows] text slot each row ends in; may be its source
-    roots: IntArray  # [rows] node slot of the row's last token, which stays out of the text and is one of at least two;
-    # or none at all: then all tokens go into the text
+    roots: IntArray  # [rows] node slot of the row's last token, which is not put into the text; lengths are at least 2.
+    # Empty: all tokens are put into the text
 
     @property
     def kept(self) -> IntArray:
-        """[rows] tokens that go into the text."""
+        """[rows] number of tokens that go into the text."""
         return self.lengths - 1 if len(self.roots) else self.lengths
 
     @property
@@ -44,16 +43,16 @@ class Chains:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """New nodes of several trees, tree after tree: a level of each, the root alone among them."""
+    """New nodes of several trees, tree after tree: one level of each. A root is a level."""
 
     tokens: IntArray  # [rows]
-    parents: IntArray  # [rows] node slot above, NO_NODE for a root
+    parents: IntArray  # [rows] node slot of the parent, NO_NODE for a root
     positions: IntArray  # [rows] of the tokens in their texts
-    counts: IntArray  # [trees] rows of each
-    texts: IntArray  # [trees] text slot that each hangs off
+    counts: IntArray  # [trees] rows of each tree
+    texts: IntArray  # [trees] slot of each tree's text
     starts: IntArray  # [trees] tokens that this text has consumed: the root's position
-    nodes: IntArray  # [trees, most] slots of all nodes of each so far, the new ones last; NO_NODE before its first
-    lines: BoolArray  # [trees, most, most] whether node j is on the path of node i, itself on its own
+    nodes: IntArray  # [trees, most] slots of each tree's nodes, the new ones last; padded with NO_NODE at the front
+    lines: BoolArray  # [trees, most, most] whether node j is node i or one of its ancestors
 
     @property
     def slots(self) -> IntArray:
@@ -69,28 +68,28 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
-    """One forward, and which candidates it is for."""
+    """One forward, and the tokens whose candidates are wanted."""
 
     rows: Chains | Level
     scored: IntArray  # [scored] row * time + t of the tokens whose candidates are wanted, ascending
-    sessions: IntArray  # [scored] number of the session: whose law and noise
+    sessions: IntArray  # [scored] number of the session, which sets the ordering and the noise
     positions: IntArray  # [scored] position of the token to be guessed
     width: int  # candidates per scored token
 
 
 @dataclass(frozen=True, slots=True)
 class TextFold:
-    """A text that went through nodes of its tree: what they hold goes into the text's memory."""
+    """The accepted nodes of a text's tree, whose contents go into the text's memory."""
 
     start: int  # tokens that the source has consumed
     source: int  # text slot
     target: int  # text slot; may be the source
-    path: tuple[int, ...]  # node slots from the root on, at least one
+    path: tuple[int, ...]  # node slots of a path that begins at the root, at least one
 
 
 @dataclass(frozen=True, slots=True)
 class DraftOutcome:
-    """What a forward found, for each scored token."""
+    """The candidates of each scored token of a forward."""
 
     candidates: IntArray  # [scored, width] best first
-    scores: FloatArray  # [scored, width] what ordered them: logits / T plus noise, never increasing along a row
+    scores: FloatArray  # [scored, width] by which they are ordered: logits / T plus noise, never increasing along a row

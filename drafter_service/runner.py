@@ -1,4 +1,4 @@
-"""Runs the scheduler's plans on the model. Tensors are its business; texts and callers are not."""
+"""Runs the scheduler's plans on the model. Handles tensors, but no texts and no callers."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ class DraftLaw:
     """How a session's guesses are ordered."""
 
     warp: Warp
-    vocabulary: int  # guesses are below it: the drafter's or the target's, whichever is smaller
-    noise: NoiseRows | None  # none at temperature 0
+    vocabulary: int  # guesses are below it: the smaller of the drafter's and the target's
+    noise: NoiseRows | None  # None at temperature 0
 
 
 class DraftRunner:
-    """A model, its memory, and the law of each session. Used by one thread, in inference mode."""
+    """A model, its memory, and the `DraftLaw` of each session. Used by one thread, in inference mode."""
 
     def __init__(self, model: DrafterModel, texts: int, nodes: int, device: torch.device) -> None:
-        """texts, nodes: slots of either kind, number 0 among them."""
+        """texts, nodes: number of slots of either kind, slot 0 included."""
         self.model = model
         self.device = device
         self.memory = model.memory(texts, nodes)
         self._laws: dict[int, DraftLaw] = {}
 
     def admit(self, session: int, sampling: Sampling, vocabulary: int) -> None:
-        """Set how a session's guesses are ordered. vocabulary: the target's. Raises ValueError of the warp."""
+        """Set how a session's guesses are ordered. vocabulary: the target's. Raises the ValueError of `Warp`."""
         warp = Warp(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
         guessed = min(vocabulary, self.model.vocabulary)
         rows = NoiseRows(sampling.seed, guessed, sampling.sample_index)
         self._laws[session] = DraftLaw(warp, guessed, None if warp.greedy else rows)
 
     def forget(self, session: int) -> None:
-        """Forget a session's law. Harmless where it is not known."""
+        """Drop a session's law, if there is one."""
         self._laws.pop(session, None)
 
     def forget_all(self) -> None:
         self._laws.clear()
 
     def prepare(self, session: int, positions: range) -> bool:
-        """Compute one missing row of noise of these positions; whether there was one. Earlier rows are dropped."""
+        """Compute one missing row of noise of these positions; False if none is missing. Drops earlier rows."""
         law = self._laws.get(session)
         if law is None or law.noise is None:
             return False
@@ -65,7 +65,7 @@ class DraftRunner:
         return False
 
     def fold(self, folds: Sequence[TextFold]) -> None:
-        """Bring texts up to the nodes that they went through."""
+        """Fold accepted nodes into the memories of their texts."""
         self.memory.fold(folds)
 
     def run(self, plan: DraftPlan) -> DraftOutcome:
@@ -82,7 +82,7 @@ class DraftRunner:
         return self._order(self.model.logits(hidden), plan)
 
     def _order(self, logits: Tensor, plan: DraftPlan) -> DraftOutcome:
-        """The candidates of each scored row under its own session's law. logits [scored, V]"""
+        """The candidates of each scored row, ordered by the law of its session. logits [scored, V]"""
         laws = [self._laws[session] for session in plan.sessions.tolist()]
         width = min(plan.width, *(law.vocabulary for law in laws))
         groups: dict[tuple[Warp, int], list[int]] = {}
@@ -102,12 +102,12 @@ class DraftRunner:
         return DraftOutcome(candidates, found)
 
     def _noise(self, laws: list[DraftLaw], rows: range | list[int], plan: DraftPlan) -> Tensor | None:
-        """[rows, V] noise of the token that each row guesses; none at temperature 0."""
+        """[rows, V] noise of the token that each row guesses; None at temperature 0."""
         picked = [(laws[row].noise, int(plan.positions[row])) for row in rows]
         noise, position = picked[0]
         if noise is None:
             return None
-        if all(other is noise and place == position for other, place in picked):  # a level of one session
+        if all(other is noise and place == position for other, place in picked):  # a level of one tree
             return noise.row(position).to(self.device).expand(len(picked), -1)
         return torch.stack([source.row(place) for source, place in picked if source is not None]).to(self.device)
 
@@ -115,7 +115,7 @@ class DraftRunner:
 def _candidates(logits: Tensor, warp: Warp, noise: Tensor | None, width: int) -> tuple[Tensor, Tensor]:
     """The best `width` ids of each row in order, and their scores.
 
-    The first guess may owe its place to the warp's masks and not to its score, which then counts as the greatest.
+    The warp's masks may put a guess first whose score is not the greatest; its score is then set to the greatest.
     """
     ranking = drafter_ranking(logits, warp, noise, width)
     if warp.masks:

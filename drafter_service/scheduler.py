@@ -1,9 +1,11 @@
-"""Decides what the drafter's next forward is made of. Texts, slots and trees are its business; tensors are not.
+"""Plans the drafter's next forward. Handles texts, slots and trees, but no tensors.
 
-A session's life: `open` gives it a text; forwards of kind *chain* bring its memory up to the text; `draft` makes a
-round: a chain through the root, then one row per waiting node and level, until `DraftTree` is answered; the nodes are
-kept until the next call says which of them the text went through, and these are folded into the text's memory; `close`
-brings the memory up to the text and hands its slot out to be saved.
+A session's life:
+1. `open` gives it a text. Forwards of kind *prompt* prefill all of it but the root.
+2. `draft` starts a round. The root runs in a *chain* with the tokens before it that the memory lacks, or alone in a
+   *level*. Forwards of kind *level* follow until the `DraftTree` is answered.
+3. The round's nodes are kept until the next call. Those that the text went through are folded into its memory.
+4. `close` prefills all but the root and answers `MemoryComplete`, whose slot the engine saves.
 
 All sessions that wait for the same kind of forward share it, whatever their shapes; they join and leave between levels.
 """
@@ -19,26 +21,26 @@ from tree_layers.states import SlotPool
 from drafter_service.confidence import CANDIDATES, Calibration
 from drafter_service.grow import growth_of, ranks
 from drafter_service.plan import EMPTY_TEXT, NO_NODE, Chains, DraftOutcome, DraftPlan, Level, TextFold
-from drafter_service.texts import Answer, Consumed, DrafterText, DraftRound, Ready, Ticket, _check_tokens
+from drafter_service.texts import Answer, DrafterText, DraftRound, MemoryComplete, Prefilled, Ticket, check_tokens
 
 CATCH_UP = 8
-"""Tokens that an idle session may lag behind its text before it is worth a forward of its own."""
+"""Tokens that the memory of an idle session lacks when it is prefilled without waiting for a call."""
 PREFILL_EVERY = 4
-"""One forward in so many goes to prompts, where both prompts and rounds wait."""
+"""One in this many forwards is a prefill while both prompts and rounds wait."""
 PREFILL_ROWS = 8
-"""Prompts in one forward."""
+"""Most prompts in one forward."""
 
 
 class DraftScheduler:
-    """Sessions, slots and what comes next. `answers` collects what callers are to be told.
+    """Sessions, slots and the next forward. `answers` collects the answers to callers.
 
-    `folds` are to be run, and taken away, as soon as `next` returns: before its plan, which may write the nodes' slots,
-    and before answers are given, as memories are saved then.
+    The engine runs and clears `folds` as soon as `next` returns: before its plan, which may overwrite the nodes' slots,
+    and before it sends `answers`, for which it saves memories.
     """
 
     def __init__(self, name: str, texts: SlotPool, nodes: SlotPool, max_sessions: int, chunk: int) -> None:
-        """texts: at least 1 + 2 * max_sessions slots   nodes: 1 and at least what one round may need
-        chunk: tokens of a prompt per forward
+        """texts: at least 1 + 2 * max_sessions slots   nodes: at least 1 + the most that a round needs
+        chunk: most tokens of a prompt per forward
         """
         self.name = name
         self.texts = texts
@@ -47,15 +49,13 @@ class DraftScheduler:
         self.chunk = chunk
         self.answers: list[tuple[Ticket, Answer]] = []
         self.folds: list[TextFold] = []
-        self.ended: list[int] = []  # sessions that are gone, for the runner to forget
-        self.calibrations = {True: Calibration(), False: Calibration()}  # of greedy texts, and of sampled ones
-        self.noise_wanted: dict[
-            int, range
-        ] = {}  # session -> positions whose noise to have ready; earlier ones are done
-        self._sessions: dict[bytes, DrafterText] = {}  # the one used last at the end
+        self.ended: list[int] = []  # numbers of closed sessions, for the runner to drop
+        self.calibrations = {True: Calibration(), False: Calibration()}  # of greedy texts and of sampled texts
+        self.noise_wanted: dict[int, range] = {}  # session -> positions to prepare noise for; drops earlier noise
+        self._sessions: dict[bytes, DrafterText] = {}  # least recently used first
         self._numbers = 0
         self._turn = 0
-        self._planned: list[tuple[DrafterText, range]] = []  # of the plan at work: each session's rows
+        self._planned: list[tuple[DrafterText, range]] = []  # rows of each session in the current plan
         self._kind = ""
 
     @property
@@ -65,39 +65,39 @@ class DraftScheduler:
     # -- calls ---------------------------------------------------------------------------------------------------
 
     def open(self, ticket: Ticket, call: OpenCall, restored: int, vocabulary: int) -> DrafterText:
-        """Take a text in. `restored` of its tokens are about to be loaded into the slot of the session returned.
+        """Open a text. The caller loads a memory of `restored` of its tokens into the slot of the returned session.
 
         vocabulary: the target's; ids of the text are below it. Raises Overloaded and BadRequest. An opening that is
-        there already is opened afresh.
+        open already is closed first.
         """
         if call.update.start != 0:
             raise BadRequest("update.start", f"a text is opened from its beginning, not from {call.update.start}")
         if (old := self._sessions.get(call.update.opening)) is not None:
             self._end(old, NotFound("opening: was opened again"))
         if len(self._sessions) >= self.max_sessions:
-            raise Overloaded(f"{len(self._sessions)} texts are open at drafter {self.name}, the most it takes")
+            raise Overloaded(f"{len(self._sessions)} texts are open at drafter {self.name}, its maximum")
         self._numbers += 1
         session = DrafterText(self._numbers, call.update.opening, call.terms, vocabulary)
-        _check_tokens(session, call.update)
+        check_tokens(session, call.update)
         session.text.follow(call.update)
         if restored:
             (session.slot,), session.covers = self.texts.take(1), restored
         session.opened = (ticket, restored)
-        self._want_noise(session, range(session.base, session.base + CANDIDATES))
+        self._request_noise(session, range(session.base, session.base + CANDIDATES))
         self._sessions[session.opening] = session
         return session
 
     def not_restored(self, session: DrafterText) -> None:
-        """Process the whole text of a session just opened, as its saved state could not be loaded."""
+        """Prefill the whole text of a session just opened, because its saved state could not be loaded."""
         assert session.opened is not None and session.slot != EMPTY_TEXT
         self.texts.give([session.slot])
         session.slot, session.covers = EMPTY_TEXT, 0
         session.opened = (session.opened[0], 0)
 
     def draft(self, ticket: Ticket, call: DraftCall) -> None:
-        """Start a round. A round of this text that is still at work gives way and is answered with its root alone."""
+        """Start a round. An unfinished round of this text is stopped and answered with its root alone."""
         session = self._follow(call.update)
-        self._give_way(session)
+        self._stop_round(session)
         root = session.text.ids[-1]
         if call.shape.off:
             self.answers.append((ticket, DraftTree.root_only(root, self.name)))
@@ -108,32 +108,32 @@ class DraftScheduler:
     def close(self, ticket: Ticket, call: CloseCall) -> None:
         """End a session once its memory has consumed the text up to its root."""
         session = self._follow(call.update)
-        self._give_way(session)
+        self._stop_round(session)
         if session.opened is not None:
             self.answers.append((session.opened[0], NotFound("opening: was closed before it was ready")))
             session.opened = None
         session.closing = ticket
 
     def forget(self, session: int, reason: DendroError | None = None) -> None:
-        """Free all that a session held; who waits for it is told the reason. Harmless where it is gone."""
+        """Free all that a session holds and answer its callers with the reason. No effect if it is closed."""
         found = next((kept for kept in self._sessions.values() if kept.number == session), None)
         if found is not None:
             self._end(found, reason or NotFound("opening: is closed"))
 
     def give_up(self, opening: bytes) -> None:
-        """Free an opening whose caller has gone. Harmless where it is not there."""
+        """Free an opening whose caller has gone. No effect if it is not open."""
         if opening in self._sessions:
-            self._end(self._sessions[opening], NotFound("opening: was given up"))
+            self._end(self._sessions[opening], NotFound("opening: was abandoned by its caller"))
 
     def tickets(self) -> list[Ticket]:
-        """Everybody who waits, those whose answer is ready among them."""
+        """All waiting callers, including those whose answer is ready."""
         waiting = [ticket for ticket, _ in self.answers]
         for session in self._sessions.values():
             waiting += self._waiting(session)
         return waiting
 
     def fail(self, reason: str) -> None:
-        """A forward broke: end the sessions that took part, whose memory can no longer be trusted."""
+        """End the sessions of a failed forward, as their memory may be wrong."""
         for session, _ in self._planned:
             if self._sessions.get(session.opening) is session:
                 self._end(session, EngineFailed(reason))
@@ -142,20 +142,20 @@ class DraftScheduler:
     # -- forwards ------------------------------------------------------------------------------------------------
 
     def next(self) -> DraftPlan | None:
-        """The next forward, or none where nothing waits."""
+        """The next forward, or None if nothing waits."""
         self._drop_cancelled()
-        self._settle()
+        self._fold_and_answer()
         self._planned = []
         growing, starting, prompts = [], [], []
-        room = True  # once a round waits for slots, those that came after it wait too, or its turn might never come
+        room = True  # rounds get slots in order: once one waits for slots, later ones wait too, so that none starves
         for session in list(self._sessions.values()):
             if session.round is not None and session.round.growth.processed:
                 growing.append(session)
-            elif session.opened is None and session.round is not None and self._near(session):
+            elif session.opened is None and session.round is not None and self._reaches_root(session):
                 room = room and self._reserve(session)
                 if room:
                     starting.append(session)
-            elif self._lacks(session):
+            elif self._needs_prefill(session):
                 prompts.append(session)
         singles = [session for session in starting if session.base - session.covers == 1]
         chains = [session for session in starting if session.base - session.covers > 1]
@@ -170,28 +170,28 @@ class DraftScheduler:
         return self._plan_prompts(late[:PREFILL_ROWS]) if late else None
 
     def apply(self, outcome: DraftOutcome) -> None:
-        """Take in what the forward of the last plan found."""
+        """Apply the outcome of the last plan's forward."""
         at = 0
         for session, rows in self._planned:
-            work = session.round
+            draft_round = session.round
             if self._kind == "prompt":
                 session.covers = rows.stop
                 continue
-            assert work is not None
+            assert draft_round is not None
             found = slice(at, at + len(rows))
             at += len(rows)
-            if self._kind == "chain":  # one row: the text from `rows.start` on, the root last; a rank for all but that
+            if self._kind == "chain":  # text from `rows.start` to the root; all but the root rank the token after them
                 session.covers = rows.stop - 1
                 for place, covered in enumerate(range(rows.start + 1, rows.stop)):
                     at_row = found.start + place
-                    self._note(session, covered, outcome.candidates[at_row], outcome.scores[at_row])
+                    self._record_rank(session, covered, outcome.candidates[at_row], outcome.scores[at_row])
                 found = slice(found.stop - 1, found.stop)
             scores = outcome.scores[found]
-            work.growth.extend(outcome.candidates[found], scores, work.calibration.confidences(scores))
-            if work.growth.finished:
-                self._finish(session, work)
+            draft_round.growth.extend(outcome.candidates[found], scores, draft_round.calibration.confidences(scores))
+            if draft_round.growth.finished:
+                self._finish(session, draft_round)
         self._planned = []
-        self._settle()
+        self._fold_and_answer()
 
     def _plan_prompts(self, sessions: list[DrafterText]) -> DraftPlan:
         self._kind = "prompt"
@@ -204,7 +204,7 @@ class DraftScheduler:
         return self._chain_plan([session.round.slots[0] for session in sessions if session.round is not None])
 
     def _chain_plan(self, roots: list[int]) -> DraftPlan:
-        """A row of consecutive text for each planned session; candidates where there are roots."""
+        """One row of consecutive text per planned session; scored if there are roots."""
         lengths = np.array([len(rows) for _, rows in self._planned], np.int64)
         tokens = np.zeros((len(lengths), int(lengths.max())), np.int64)
         places, numbers, positions = [], [], []
@@ -228,7 +228,7 @@ class DraftScheduler:
         return DraftPlan(rows, *scored, self._width())
 
     def _plan_level(self, sessions: list[DrafterText]) -> DraftPlan:
-        """One row for each waiting node: the roots of some sessions, deeper levels of others."""
+        """One row per node of each session's frontier: the roots of some sessions, deeper levels of others."""
         self._kind = "level"
         self._planned = []
         tokens: list[int] = []
@@ -237,28 +237,28 @@ class DraftScheduler:
         positions: list[int] = []
         trees: list[DraftRound] = []
         for session in sessions:
-            work = session.round
-            assert work is not None
-            growth, slots, rows = work.growth, work.slots, work.growth.frontier
+            draft_round = session.round
+            assert draft_round is not None
+            growth, slots, rows = draft_round.growth, draft_round.slots, draft_round.growth.frontier
             new = range(growth.processed, growth.processed + len(rows))
             if growth.level:
                 above = [growth.place[growth.parents[row]] for row in rows]
-                work.lines[new.start : new.stop] |= work.lines[above]
+                draft_round.lines[new.start : new.stop] |= draft_round.lines[above]
                 parents += [slots[place] for place in above]
             else:
                 parents.append(NO_NODE)
             tokens += [growth.tokens[row] for row in rows]
             numbers += [session.number] * len(rows)
-            positions += [work.base + growth.level] * len(rows)
+            positions += [draft_round.base + growth.level] * len(rows)
             self._planned.append((session, new))
-            trees.append(work)
+            trees.append(draft_round)
         sizes = [new.stop for _, new in self._planned]
         most = max(sizes)
         nodes = np.full((len(trees), most), NO_NODE, np.int64)
         lines = np.zeros((len(trees), most, most), np.bool_)
-        for tree, (work, size) in enumerate(zip(trees, sizes, strict=True)):
-            nodes[tree, most - size :] = work.slots[:size]
-            lines[tree, most - size :, most - size :] = work.lines[:size, :size]
+        for tree, (draft_round, size) in enumerate(zip(trees, sizes, strict=True)):
+            nodes[tree, most - size :] = draft_round.slots[:size]
+            lines[tree, most - size :, most - size :] = draft_round.lines[:size, :size]
         guessed = np.array(positions, np.int64)
         level = Level(
             tokens=np.array(tokens, np.int64),
@@ -274,48 +274,48 @@ class DraftScheduler:
 
     def _width(self) -> int:
         rounds = (session.round for session, _ in self._planned)
-        return max([CANDIDATES, *(work.shape.width for work in rounds if work is not None)])
+        return max([CANDIDATES, *(draft_round.shape.width for draft_round in rounds if draft_round is not None)])
 
     # -- a session's memory --------------------------------------------------------------------------------------
 
     def _follow(self, update: TextUpdate) -> DrafterText:
-        """The session of a call, its text brought up to it, and nothing remembered of a text that was cut."""
+        """The session of a call, its text updated and state past a cut discarded. Raises NotFound and BadRequest."""
         session = self._sessions.get(update.opening)
         if session is None:
             raise NotFound("opening: is not open here")
         if session.closing is not None or session.ended:
             raise NotFound("opening: is being closed")
-        _check_tokens(session, update)
-        stands = session.text.follow(update)
+        check_tokens(session, update)
+        common = session.text.follow(update)  # tokens shared by the old and new text
         self._sessions[update.opening] = self._sessions.pop(update.opening)
-        for work in (session.kept, session.round):
-            if work is not None and stands < work.base:
-                self._drop_tree(session, work)
-        # The root is never in the memory at rest, so that a call for the same text finds what it needs.
-        if session.covers > min(stands, session.base - 1):
+        for draft_round in (session.kept, session.round):
+            if draft_round is not None and common < draft_round.base:
+                self._drop_tree(session, draft_round)
+        # Between calls the memory never covers the root, so that a repeated call for the same text can run it again.
+        if session.covers > min(common, session.base - 1):
             self._release(session)
-            usable = session.first_covers <= min(stands, session.base - 1)
+            usable = session.first_covers <= min(common, session.base - 1)
             session.slot = session.first_slot if usable else EMPTY_TEXT
             session.covers = session.first_covers if usable else 0
-        if session.first_covers > stands:
+        if session.first_covers > common:
             self.texts.give([session.first_slot])
             session.first_slot, session.first_covers = EMPTY_TEXT, 0
-        if session.traced is not None and session.traced > stands:
-            session.traced = stands
-        session.ranks = {position: rank for position, rank in session.ranks.items() if position < stands}
+        if session.traced is not None and session.traced > common:
+            session.traced = common
+        session.ranks = {position: rank for position, rank in session.ranks.items() if position < common}
         return session
 
-    def _adopt(self, session: DrafterText) -> None:
-        """Have the nodes of the last tree that the text went through folded into its memory; all are given back."""
-        work = session.kept
-        if work is None:
+    def _fold_kept(self, session: DrafterText) -> None:
+        """Add a fold of the last tree's nodes that the text went through to `folds`, and free all its nodes."""
+        draft_round = session.kept
+        if draft_round is None:
             return
-        ids, growth, row, covers = session.text.ids, work.growth, 0, work.base
+        ids, growth, row, covers = session.text.ids, draft_round.growth, 0, draft_round.base
         path: list[int] = []
         while row in growth.place and covers < session.base:
             place = growth.place[row]
-            path.append(work.slots[place])
-            self._note(session, covers, growth.candidates[place], growth.scores[place])
+            path.append(draft_round.slots[place])
+            self._record_rank(session, covers, growth.candidates[place], growth.scores[place])
             child = growth.child(row, ids[covers])
             covers += 1
             if child is None:
@@ -326,17 +326,17 @@ class DraftScheduler:
             self._own_slot(session)
             self.folds.append(TextFold(session.covers, source, session.slot, tuple(path)))
             session.covers += len(path)
-        self._drop_tree(session, work)
+        self._drop_tree(session, draft_round)
 
-    def _note(self, session: DrafterText, position: int, candidates: IntArray, scores: FloatArray) -> None:
-        """Remember which of a row's candidates the text went on with, and learn from it."""
+    def _record_rank(self, session: DrafterText, position: int, candidates: IntArray, scores: FloatArray) -> None:
+        """Record the rank of the text's token at `position` among a row's candidates, and fit the calibration to it."""
         hits = np.flatnonzero(candidates[:CANDIDATES] == session.text.ids[position])
         rank = int(hits[0]) if len(hits) else CANDIDATES
         session.ranks[position] = rank
         self.calibrations[session.greedy] = self.calibrations[session.greedy].learn(scores, rank)
 
     def _own_slot(self, session: DrafterText) -> None:
-        """Make sure that the session's slot may be written: neither the zero slot nor the one kept from opening."""
+        """Ensure that the session's slot is writable: neither slot 0 nor the slot kept from opening."""
         if session.slot in (EMPTY_TEXT, session.first_slot):
             (session.slot,) = self.texts.take(1)
 
@@ -346,13 +346,15 @@ class DraftScheduler:
         session.slot = EMPTY_TEXT
 
     def _reserve(self, session: DrafterText) -> bool:
-        """Take all slots that the round will need, so that a round that has begun ends. Kept trees of idle sessions,
-        the one used longest ago first, give theirs up."""
-        work = session.round
-        assert work is not None
-        if work.slots:
+        """Take all node slots that the round needs, so that a started round can finish; False if there are too few.
+
+        Evicts kept trees as needed, those of the least recently used session first.
+        """
+        draft_round = session.round
+        assert draft_round is not None
+        if draft_round.slots:
             return True
-        wanted = work.shape.forwarded
+        wanted = draft_round.shape.forwarded
         for other in list(self._sessions.values()):
             if self.nodes.free >= wanted:
                 break
@@ -360,95 +362,98 @@ class DraftScheduler:
                 self._drop_tree(other, other.kept)
         if self.nodes.free < wanted:
             return False
-        work.slots = self.nodes.take(wanted)
-        work.lines = np.eye(wanted, dtype=np.bool_)
+        draft_round.slots = self.nodes.take(wanted)
+        draft_round.lines = np.eye(wanted, dtype=np.bool_)
         return True
 
-    def _drop_tree(self, session: DrafterText, work: DraftRound) -> None:
-        self.nodes.give(work.slots)
-        work.slots = []
-        if session.kept is work:
+    def _drop_tree(self, session: DrafterText, draft_round: DraftRound) -> None:
+        self.nodes.give(draft_round.slots)
+        draft_round.slots = []
+        if session.kept is draft_round:
             session.kept = None
 
-    def _near(self, session: DrafterText) -> bool:
-        """Whether one chain reaches through the root."""
+    def _reaches_root(self, session: DrafterText) -> bool:
+        """Whether one chain covers the rest of the text, root included."""
         return session.base - session.covers <= self.chunk
 
-    def _lacks(self, session: DrafterText) -> bool:
-        """Whether somebody waits for this session's memory to come nearer to its text."""
+    def _needs_prefill(self, session: DrafterText) -> bool:
+        """Whether a caller waits and the memory does not reach up to the root."""
         waits = session.opened is not None or session.closing is not None or session.round is not None
         return waits and session.covers < session.base - 1
 
     def _lag(self, session: DrafterText) -> int:
+        """Tokens before the root that an idle session's memory lacks after a fold; 0 if busy or below CATCH_UP."""
         idle = session.round is None and session.closing is None
         if not idle or session.base - 1 - session.covers < CATCH_UP:
             return 0
-        self._adopt(session)
+        self._fold_kept(session)
         return session.base - 1 - session.covers
 
-    def _want_noise(self, session: DrafterText, positions: range) -> None:
+    def _request_noise(self, session: DrafterText, positions: range) -> None:
         if session.terms.sampling.temperature > 0:
             self.noise_wanted[session.number] = positions
 
     # -- ends ----------------------------------------------------------------------------------------------------
 
-    def _finish(self, session: DrafterText, work: DraftRound) -> None:
-        """Answer with the tree, and keep its nodes for the next call."""
-        start = session.traced if session.traced is not None else work.base
-        trace = ranks(session.ranks, start, work.base, CANDIDATES)
-        tokens, parents, values = work.growth.arrays()
-        assert work.ticket is not None
-        tree = DraftTree(tokens, parents, values, self.name, trace, work.ticket.waited_us, len(self._planned))
-        self.answers.append((work.ticket, tree))
-        session.traced = work.base
+    def _finish(self, session: DrafterText, draft_round: DraftRound) -> None:
+        """Answer with the tree and keep its nodes for the next call."""
+        start = session.traced if session.traced is not None else draft_round.base
+        trace = ranks(session.ranks, start, draft_round.base, CANDIDATES)
+        tokens, parents, values = draft_round.growth.arrays()
+        assert draft_round.ticket is not None
+        tree = DraftTree(tokens, parents, values, self.name, trace, draft_round.ticket.waited_us, len(self._planned))
+        self.answers.append((draft_round.ticket, tree))
+        session.traced = draft_round.base
         session.ranks = {}
-        work.ticket, session.round, session.kept = None, None, work
-        # The next round starts somewhere behind this tree, at most one token past its leaves.
-        self._want_noise(session, range(work.base, work.base + 2 * work.shape.depth + 1))
+        draft_round.ticket, session.round, session.kept = None, None, draft_round
+        # The next root is at most one token past this tree's leaves; its tree is assumed to be as deep.
+        self._request_noise(session, range(draft_round.base, draft_round.base + 2 * draft_round.shape.depth + 1))
 
-    def _settle(self) -> None:
-        """Fold what the text went through where a round, an opening or a close is about to build on it."""
+    def _fold_and_answer(self) -> None:
+        """Fold kept trees before a round or a close, and answer openings and closes whose memory is complete."""
         for session in list(self._sessions.values()):
             if session.closing is not None or (session.round is not None and not session.round.growth.processed):
-                self._adopt(session)
+                self._fold_kept(session)
             if session.covers < session.base - 1:
                 continue
             if session.opened is not None:
                 (ticket, restored), session.opened = session.opened, None
                 session.first_slot, session.first_covers = session.slot, session.covers
-                self.answers.append((ticket, Consumed(session.covers - restored)))
+                self.answers.append((ticket, Prefilled(session.covers - restored)))
             if session.closing is not None:
                 text = session.text.tokens
                 ids = tuple(text.ids[: session.covers])
-                ready = Ready(session.number, session.slot, ids, text.digests[session.covers], session.terms.tenant)
+                ready = MemoryComplete(
+                    session.number, session.slot, ids, text.digests[session.covers], session.terms.tenant
+                )
                 self.answers.append((session.closing, ready))
                 session.closing, session.ended = None, True
 
-    def _give_way(self, session: DrafterText) -> None:
-        """Stop the round at work, if any; what it has processed is kept like a finished tree's."""
-        work = session.round
-        if work is None:
+    def _stop_round(self, session: DrafterText) -> None:
+        """Stop the unfinished round, if there is one; its processed nodes are kept like those of a finished tree."""
+        draft_round = session.round
+        if draft_round is None:
             return
         session.round = None
-        if work.ticket is not None:
-            self.answers.append((work.ticket, DraftTree.root_only(work.growth.root, self.name)))
-            work.ticket = None
-        if not work.slots:
+        if draft_round.ticket is not None:
+            self.answers.append((draft_round.ticket, DraftTree.root_only(draft_round.growth.root, self.name)))
+            draft_round.ticket = None
+        if not draft_round.slots:
             return
-        if work.growth.processed:
-            session.kept = work
+        if draft_round.growth.processed:
+            session.kept = draft_round
         else:
-            self._drop_tree(session, work)
+            self._drop_tree(session, draft_round)
 
     def _drop_cancelled(self) -> None:
         for session in list(self._sessions.values()):
             if session.round is not None and session.round.ticket is not None and session.round.ticket.cancelled:
-                self._give_way(session)
+                self._stop_round(session)
 
     def _end(self, session: DrafterText, reason: Exception) -> None:
-        for work in (session.kept, session.round):
-            if work is not None:
-                self._drop_tree(session, work)
+        for draft_round in (session.kept, session.round):
+            if draft_round is not None:
+                self._drop_tree(session, draft_round)
         self.answers += [(ticket, reason) for ticket in self._waiting(session)]
         self.texts.give({session.slot, session.first_slot} - {EMPTY_TEXT})
         self.noise_wanted.pop(session.number, None)

@@ -1,4 +1,4 @@
-"""The drafter on the wire: frames of calls in, frames of trees out. All that it knows of drafting is its engine."""
+"""The drafter's gRPC service: frames of calls in, frames of trees out. Forwards to an engine."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def _frame(hello: calls_pb2.Hello | None, answers: list[drafter_pb2.DrafterAnswe
     return drafter_pb2.TreeFrame(hello=hello, answers=answers)
 
 
-DIALECT: ReplicaKind[drafter_pb2.DraftFrame, drafter_pb2.TreeFrame, DraftCall] = ReplicaKind(
+REPLICA_KIND: ReplicaKind[drafter_pb2.DraftFrame, drafter_pb2.TreeFrame, DraftCall] = ReplicaKind(
     calls=_calls, call_from=wire.drafter_call_from, answer=wire.drafter_answer_message, frame=_frame
 )
 
 
 class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
-    """The shell that gRPC calls."""
+    """Forwards gRPC streams to a `StreamServer`."""
 
     def __init__(self, streams: StreamServer[Any, Any, Any]) -> None:
         self._streams = streams
@@ -46,16 +46,16 @@ async def serve_drafter(
     port: int = 0,
     fault: Callable[[], str] | None = None,
 ) -> Replica:
-    """Serve an engine that has started; the replica is the caller's to stop. Without `leases`, none is asked for.
+    """Serve a started engine; the caller stops the returned replica. Without `leases`, calls need no lease.
 
-    fault: why the engine cannot serve, empty while it can; called once a second.
+    fault: why the engine cannot serve, empty if it can; called once a second.
     """
 
     async def draft(call: DraftCall) -> Any:
         return await engine.draft(call)
 
     hello = await engine.hello()
-    streams = StreamServer(engine, draft, DIALECT, hello, leases)
+    streams = StreamServer(engine, draft, REPLICA_KIND, hello, leases)
     servicer = DrafterServicer(streams)
     return await serve(
         streams,

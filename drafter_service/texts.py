@@ -1,4 +1,4 @@
-"""What a drafter's scheduler is asked, what it answers, and what it knows of a text."""
+"""The texts, rounds and answers of a drafter's scheduler."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from drafter_service.plan import EMPTY_TEXT, BoolArray
 
 
 class Ticket(Protocol):
-    """One caller that waits for an answer."""
+    """A caller that waits for an answer."""
 
     @property
     def cancelled(self) -> bool: ...
@@ -33,42 +33,42 @@ class Ticket(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class MemoryComplete:
     """The memory of a closing session is complete: save its slot, then `forget` the session."""
 
     session: int
     slot: int
-    ids: tuple[int, ...]  # what the slot has consumed
+    ids: tuple[int, ...]  # tokens that the slot has consumed
     digest: int
     tenant: str
 
 
 @dataclass(frozen=True, slots=True)
-class Consumed:
-    """Opening is done."""
+class Prefilled:
+    """A text is open and prefilled."""
 
     processed: int
 
 
-Answer = DraftTree | Consumed | Ready | Exception
+Answer = DraftTree | Prefilled | MemoryComplete | Exception
 
 
 @dataclass(eq=False)
 class DraftRound:
-    """A draft call at work. Its tree grows once the chain through the root is planned."""
+    """A draft call in progress. Its tree begins to grow with the forward of its root."""
 
-    ticket: Ticket | None  # none: the tree is answered or given up, and kept for its nodes
+    ticket: Ticket | None  # None: answered or stopped; the round is kept for its nodes
     shape: TreeShape
     base: int
     growth: Growth
-    calibration: Calibration  # as it was when the round came: one for all of its rows
+    calibration: Calibration  # of the round's start, the same for all its rows
     slots: list[int] = field(default_factory=list)  # of the rows that go through the model, in order
-    lines: BoolArray = field(default_factory=lambda: np.zeros((0, 0), np.bool_))  # as a Level's, of all its slots
+    lines: BoolArray = field(default_factory=lambda: np.zeros((0, 0), np.bool_))  # as in `Level`, of all its slots
 
 
 @dataclass(eq=False)
 class DrafterText:
-    """One opening. `slot` has consumed `ids[:covers]`; the nodes of a tree hang off it."""
+    """One opening. `slot` has consumed `ids[:covers]`; a tree's nodes continue from there."""
 
     number: int
     opening: bytes
@@ -77,13 +77,13 @@ class DrafterText:
     text: PeerText = field(default_factory=PeerText)
     slot: int = EMPTY_TEXT
     covers: int = 0
-    first_slot: int = EMPTY_TEXT  # the memory as it was when opening was done: where to start again after a deep cut
+    first_slot: int = EMPTY_TEXT  # the memory at the end of opening, from which a text restarts after a deep cut
     first_covers: int = 0
     round: DraftRound | None = None
     kept: DraftRound | None = None
-    traced: int | None = None  # text length at the last answered tree
-    ranks: dict[int, int] = field(default_factory=dict)  # of text positions, among the drafter's own candidates
-    opened: tuple[Ticket, int] | None = None  # who waits for opening, and the tokens that were restored
+    traced: int | None = None  # length of the text at the last tree answered; None: no tree yet
+    ranks: dict[int, int] = field(default_factory=dict)  # text position -> rank of its token
+    opened: tuple[Ticket, int] | None = None  # the caller of `open`, and the number of restored tokens
     closing: Ticket | None = None
     ended: bool = False  # its memory is being saved
 
@@ -96,6 +96,6 @@ class DrafterText:
         return self.terms.sampling.temperature == 0
 
 
-def _check_tokens(session: DrafterText, update: TextUpdate) -> None:
+def check_tokens(session: DrafterText, update: TextUpdate) -> None:
     if update.tokens and not 0 <= min(update.tokens) <= max(update.tokens) < session.vocabulary:
         raise BadRequest("update.tokens", f"a token lies outside the vocabulary of {session.vocabulary}")

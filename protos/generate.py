@@ -1,6 +1,6 @@
-"""Regenerate the code beside the .proto files; with --check, say whether it is fresh instead.
+"""Regenerate the code of the .proto files; with --check, fail if it is stale instead.
 
-Generated files are never edited. `make check` runs the second form.
+Generated files are never edited. `make check` runs it with --check.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
 
 
 def generate(out: Path) -> list[Path]:
-    """Write the generated code of every .proto file below this folder into `out`; their paths relative to it."""
+    """Write the generated code of every .proto file below this folder into `out`. Returns the files' relative paths."""
     sources = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.proto"))
     command = [sys.executable, "-m", "grpc_tools.protoc", f"--proto_path={ROOT}"]
     command += [f"--{kind}_out={out}" for kind in ("python", "mypy", "grpc_python", "mypy_grpc")]

@@ -1,4 +1,4 @@
-"""Tests row independence where a library uses other instructions: `python capabilities.py NAME VALUE FOLDER`.
+"""Tests row independence with other instructions of a library: `python capabilities.py NAME VALUE FOLDER`.
 
 NAME is an environment variable that this process was started with: ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA or MKL_CBWR.
 The process first prints what the library reports that it uses. Where that is not VALUE, it prints NOT RUN and exits
@@ -22,7 +22,7 @@ TESTS = Path(__file__).parent
 CHECKS = (
     "kernels/test_elementwise.py",
     "kernels/test_linear.py",
-    "kernels/test_tree_scan.py::test_a_tree_scan_in_order_is_each_path_by_itself_bit_for_bit",
+    "kernels/test_tree_scan.py::test_a_tree_scan_in_order_equals_each_path_separately_bit_for_bit",
     "verifier_service/test_experts.py::test_every_kind_of_experts_has_the_librarys_sums_and_independent_rows",
     "verifier_service/test_experts.py::test_every_familys_rows_are_independent",
     "verifier_service/test_states.py::test_every_familys_rows_are_independent",
@@ -57,8 +57,8 @@ def reported(name: str) -> str:
 
 def honoured(name: str, value: str, report: str) -> bool:
     """Whether the library reports that it uses what the value asks for."""
-    wanted = ISA_NAMES[value] if name == "ONEDNN_MAX_CPU_ISA" else value
-    return report.casefold() == wanted.casefold()
+    expected = ISA_NAMES[value] if name == "ONEDNN_MAX_CPU_ISA" else value
+    return report.casefold() == expected.casefold()
 
 
 def certified(folder: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Parameters of tests of which `make test` runs a few and CI runs all."""
+"""Parameters of tests: `make test` runs a few of them, CI all."""
 
 from __future__ import annotations
 

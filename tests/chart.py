@@ -1,4 +1,4 @@
-"""The chart rendered by Helm's own engine, without a cluster, and its manifests held against their schemas."""
+"""Renders the chart with Helm's own engine, without a cluster, and has a strict schema for its manifests."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def serve_config(values: dict[str, Any] | None = None) -> dict[str, Any]:
 
 @cache
 def strict_crd() -> dict[str, Any]:
-    """KubeRay's schema with nothing left over: an unknown key is an error wherever the schema names keys."""
+    """KubeRay's schema, made strict: an unknown key is an error wherever the schema names keys."""
     versions = yaml.safe_load(CRD.read_text())["spec"]["versions"]
     schema = next(each for each in versions if each["name"] == "v1")["schema"]["openAPIV3Schema"]
 

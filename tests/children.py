@@ -8,7 +8,7 @@ import sys
 from fakes import FakeDrafter, FakeVerifier, new_text
 
 from cluster.peers.opening import Leased, Opening
-from cluster.peers.stream import VERIFIER, FarVerifier, PeerStream
+from cluster.peers.stream import VERIFIER, PeerStream, RemoteVerifier
 from drafter_service.servicer import serve_drafter
 from verifier_service.servicer import serve_verifier
 
@@ -23,7 +23,7 @@ async def main(kind: str, *words: str) -> None:
     else:
         address, token = words
         stream = await PeerStream.connect(address, VERIFIER)
-        await Opening(Leased(FarVerifier(stream), stream.hello, token), new_text()).open(new_text())
+        await Opening(Leased(RemoteVerifier(stream), stream.hello, token), new_text()).open(new_text())
         print("open", flush=True)
     await asyncio.Event().wait()
 

@@ -1,4 +1,4 @@
-"""What every process of ours sets before it imports torch, for the tests as well (see CONTRIBUTING.md)."""
+"""Sets the environment that our processes set before they import torch (see CONTRIBUTING.md)."""
 
 import os
 

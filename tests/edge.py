@@ -1,4 +1,4 @@
-"""Stand-ins for the edge's tests: a byte tokenizer, and places whose target is a hash of the text before each token."""
+"""Fakes for the ingress's tests: a byte tokenizer, and peers whose target is a hash of the text before each token."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ class ByteTokenizer:
 
 
 def next_token(ids: Sequence[int], sampling: Sampling) -> int:
-    """What the fake target says after `ids`: a function of text and seed, in bytes that are text of any kind."""
+    """The fake target's token after `ids`: a function of text and seed; a byte of a one-byte or longer character."""
     seed = sampling.seed if sampling.temperature else 0
     digest = hashlib.sha256(f"{seed}:{sampling.sample_index}:{list(ids)}".encode()).digest()
-    spoken = "the snake walks the tree; σ τ € 𝛼 ".encode()
-    return spoken[digest[0] % len(spoken)]
+    alphabet = "the snake walks the tree; σ τ € 𝛼 ".encode()
+    return alphabet[digest[0] % len(alphabet)]
 
 
 def plain_answer(prompt: Sequence[int], sampling: Sampling, count: int) -> list[int]:
-    """What every stream must give, whatever happens on the way."""
+    """The answer that every stream must have, whatever fails on the way."""
     ids = list(prompt)
     for _ in range(count):
         ids.append(next_token(ids, sampling))
@@ -60,11 +60,11 @@ def plain_answer(prompt: Sequence[int], sampling: Sampling, count: int) -> list[
 
 
 HELLO = Hello(3, "demo", "weights", "bytes", VOCABULARY, MAX_LENGTH, 64, 16, "float32", "bitwise", 1, (END,))
-"""The hello of verifiers where a test sets no other."""
+"""The hello of verifiers unless a test sets another."""
 
 
 def resume_of(prompt: Sequence[int], held: Sequence[int] = (), seed: int = 0, target: str = HELLO.target) -> pb.Resume:
-    """What a client sends that has these tokens of an answer to a prompt."""
+    """The resume of a client that has the tokens `held` of an answer to a prompt."""
     text = Tokens()
     text.extend(prompt)
     return pb.Resume(
@@ -73,23 +73,23 @@ def resume_of(prompt: Sequence[int], held: Sequence[int] = (), seed: int = 0, ta
 
 
 class EdgeVerifier:
-    """Walks the tree with the hash for a target."""
+    """Verifies trees with the hash as its target."""
 
-    def __init__(self, places: EdgePeers, text: Text) -> None:
-        self.places = places
+    def __init__(self, peers: EdgePeers, text: Text) -> None:
+        self.peers = peers
         self.moves = 0
-        self.hello = places.hello
+        self.hello = peers.hello
         self.opened = Opened(0, len(text) - 1, 10)
 
     async def meet(self) -> Hello:
-        return self.places.hello or HELLO
+        return self.peers.hello or HELLO
 
     async def verify(self, text: Text, tree: DraftTree) -> Verdict:
-        self.places.rounds += 1
-        await asyncio.sleep(self.places.pause_s)
-        if self.places.dead:
+        self.peers.rounds += 1
+        await asyncio.sleep(self.peers.pause_s)
+        if self.peers.dead:
             raise PeerLost("verifier: there is none")
-        if self.places.broken:
+        if self.peers.broken:
             raise RuntimeError("secret of the inside")
         ids, row, emitted, path, ranks = list(text.ids), 0, [], [], []
         while True:
@@ -107,21 +107,21 @@ class EdgeVerifier:
         return cut_verdict(verdict, frozenset({END}), len(text), text.limits)
 
     async def close(self, text: Text) -> None:
-        self.places.note_closed("verifier", text)
+        self.peers.note_closed("verifier", text)
 
 
 class EdgeDrafter:
-    """Knows the hash too: its first guess is right."""
+    """Drafts with the same hash: its first-ranked guesses are right."""
 
-    def __init__(self, places: EdgePeers, text: Text) -> None:
-        self.places = places
+    def __init__(self, peers: EdgePeers, text: Text) -> None:
+        self.peers = peers
         self.opened: Opened | None = None
 
     async def draft(self, text: Text, shape: TreeShape) -> DraftTree:
-        if shape.off or self.places.drafter_lost:
+        if shape.off or self.peers.drafter_lost:
             return replace(DraftTree.root_only(text.root), missed=not shape.off)
         self.opened = self.opened or Opened(0, len(text) - 1, 10)
-        if not isinstance(shape, LevelShape):  # the first guesses of each, one below the other
+        if not isinstance(shape, LevelShape):  # other shapes: a chain of first guesses
             shape = LevelShape((1,) * shape.depth)
         ids, levels = list(text.ids), []
         for count, width in zip(shape.levels, shape.widths, strict=True):
@@ -132,30 +132,30 @@ class EdgeDrafter:
         return full_tree(text.root, shape, levels)
 
     async def close(self, text: Text) -> None:
-        self.places.note_closed("drafter", text)
+        self.peers.note_closed("drafter", text)
 
 
 class EdgePeers:
-    """Hands out the fakes, and breaks them where a test says so."""
+    """Makes the fakes; a test sets how they fail."""
 
     def __init__(self) -> None:
         self.pause_s = 0.0
         self.dead = self.broken = self.drafter_lost = False
         self.rounds = 0
-        self.hello: Hello | None = None  # what verifiers say of themselves
+        self.hello: Hello | None = None  # of verifiers; None: HELLO
         self.texts: list[Text] = []
         self.deadlines_s: list[float] = []
-        self.adaptive: list[bool] = []  # of each drafter that was asked for: whether its rounds cut a wait short
+        self.adaptive: list[bool] = []  # the argument, of each drafter made
         self.closed: list[tuple[str, tuple[int, ...]]] = []
-        self.all_closed = asyncio.Event()  # both handles of a request
+        self.all_closed = asyncio.Event()  # set when both handles of a request are closed
 
-    def note_closed(self, who: str, text: Text) -> None:
-        self.closed.append((who, tuple(text.ids)))
+    def note_closed(self, kind: str, text: Text) -> None:
+        self.closed.append((kind, tuple(text.ids)))
         if len(self.closed) % 2 == 0:
             self.all_closed.set()
 
     def drafter(
-        self, target: str, text: Text, company: RunningRequest, deadline_s: float = math.inf, adaptive: bool = True
+        self, target: str, text: Text, gate: RunningRequest, deadline_s: float = math.inf, adaptive: bool = True
     ) -> EdgeDrafter:
         self.deadlines_s.append(deadline_s)
         self.adaptive.append(adaptive)
@@ -167,7 +167,7 @@ class EdgePeers:
 
 
 def config(**sections: object) -> Config:
-    """One target with one drafter, whose checkpoints nobody opens."""
+    """One target with one drafter, whose checkpoints are never opened."""
     return Config.model_validate(
         {
             "targets": {"demo": {"checkpoint": "target", "max_length": MAX_LENGTH, "max_depth": 8}},
@@ -182,6 +182,6 @@ SERVED = {"demo": Served("demo", ByteTokenizer(), VOCABULARY, MAX_LENGTH, frozen
 
 
 def ingress(
-    places: EdgePeers, sessions: Sessions | None = None, priors: PriorStore | None = None, **sections: object
+    peers: EdgePeers, sessions: Sessions | None = None, priors: PriorStore | None = None, **sections: object
 ) -> Ingress:
-    return Ingress(config(**sections), places, sessions or MemorySessions(), SERVED, priors)
+    return Ingress(config(**sections), peers, sessions or MemorySessions(), SERVED, priors)

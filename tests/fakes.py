@@ -1,4 +1,4 @@
-"""A drafter and a verifier of a toy language, honest in everything but their models; and places to find them."""
+"""A drafter and a verifier that follow the protocol with toy models, and pools that lease them."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from dendro.text import Limits, Sampling, Text, Verdict, cut_verdict
 from dendro.tree import DraftTree, full_tree
 
 from cluster.peers.opening import Leased
-from cluster.peers.stream import DRAFTER, VERIFIER, FarDrafter, FarVerifier, Streams
+from cluster.peers.stream import DRAFTER, VERIFIER, RemoteDrafter, RemoteVerifier, Streams
 
 VOCABULARY = 101
 END = 100
 
 
 def toy_token(ids: Sequence[int], sampling: Sampling) -> int:
-    """What the toy target says after `ids`: a function of its last tokens, its length and, when warm, the seed."""
+    """The toy target's token after `ids`: a function of the last three, the length and, if sampled, the seed."""
     noise = (sampling.seed, sampling.sample_index) if sampling.temperature else ()
     digest = hashlib.blake2b(repr((ids[-3:], len(ids), noise)).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") % (VOCABULARY - 1)
 
 
 def plain(prompt: Sequence[int], count: int, sampling: Sampling | None = None) -> list[int]:
-    """The answer that every run must give."""
+    """The answer that every run must have."""
     ids = list(prompt)
     for _ in range(count):
         ids.append(toy_token(ids, sampling or Sampling()))
@@ -60,7 +60,7 @@ class _Held:
 
 
 class _Fake:
-    """What both share: texts by opening, and the ways to break."""
+    """What both share: texts by opening, and settings that make calls wait or fail."""
 
     model = "toy"
     fingerprint = "toy-weights"
@@ -69,7 +69,7 @@ class _Fake:
     def __init__(self, tokenizer: str = "toy-tokens", pause_s: float = 0.0, facts_digest: str = "toy-facts") -> None:
         self.tokenizer = tokenizer
         self.facts_digest = facts_digest
-        self.vocabularies: set[int] = set()  # that texts were opened with
+        self.vocabularies: set[int] = set()  # with which texts were opened
         self.pause_s = pause_s  # of every draft and verification
         self.open_pause_s = 0.0
         self.max_sessions = 1000
@@ -123,7 +123,7 @@ class _Fake:
         return Opened(restored=0, processed=call.update.base - 1, open_us=int(1e6 * self.open_pause_s))
 
     async def before_opened(self) -> None:
-        """What every opening waits for; a test may set another."""
+        """Awaited by every opening; a test may set another."""
 
     async def close(self, call: CloseCall) -> Closed:
         held = self.held.pop(call.update.opening, None)
@@ -135,7 +135,7 @@ class _Fake:
         return Closed(saved=call.update.base - 1)
 
     def forget(self) -> None:
-        """Lose every text, as a replica does that was restarted."""
+        """Lose every text, as a restarted replica does."""
         self.held.clear()
 
     async def _follow(self, call: DraftCall | VerifyCall) -> _Held:
@@ -154,7 +154,7 @@ class _Fake:
 
 
 class FakeVerifier(_Fake):
-    """Walks trees with the toy target."""
+    """Verifies trees with the toy target."""
 
     exactness = "bitwise"
 
@@ -184,10 +184,10 @@ class FakeVerifier(_Fake):
 
 
 class FakeDrafter(_Fake):
-    """Knows the toy target and errs now and then, as the text has it."""
+    """Drafts with the toy target, but where the right token is a multiple of 4 its first guess is wrong."""
 
     fingerprint = "toy-drafter"
-    spoil: DraftTree | None = None  # handed out instead of a tree of ours
+    spoil: DraftTree | None = None  # returned instead of a drafted tree
 
     async def draft(self, call: DraftCall) -> DraftTree:
         began_ns = time.perf_counter_ns()
@@ -206,7 +206,7 @@ class FakeDrafter(_Fake):
 
 
 class FakePool:
-    """One engine of this process."""
+    """A pool of one engine in this process."""
 
     def __init__(self, engine: FakeDrafter | FakeVerifier) -> None:
         self.engine = engine
@@ -217,13 +217,13 @@ class FakePool:
         return Leased(self.engine, await self.engine.hello(), "")
 
 
-class FarPool:
-    """Replicas at addresses, taken in turn; `lease_at`, where given, takes a lease there first."""
+class RemotePool:
+    """A pool of replicas at addresses, leased in turn; `lease_at`, if given, returns the lease token of an address."""
 
     def __init__(self, kind: str, addresses: list[str], lease_at=None) -> None:
         self.addresses = addresses
         self.streams = Streams(DRAFTER if kind == "drafter" else VERIFIER)
-        self.far = FarDrafter if kind == "drafter" else FarVerifier
+        self.far = RemoteDrafter if kind == "drafter" else RemoteVerifier
         self.lease_at = lease_at
         self.leases = 0
 

@@ -1,4 +1,4 @@
-"""Tries a causal family of transformers as a target: it is served and certified here, or refused for a property.
+"""Tries causal families of transformers as targets: each is served and certified here, or refused for a property.
 
 python tests/families.py                write docs/families.md from tests/families.json
 python tests/families.py --check        exit with 1 where docs/families.md is out of date
@@ -50,7 +50,7 @@ class Tried:
 
 
 def try_family(family: str, folder: Path) -> Tried:
-    """Make a tiny checkpoint in the folder and try to serve it. Raises AssertionError where it is served wrongly."""
+    """Make a tiny checkpoint in the folder and try to serve it. Raises AssertionError if it is served wrongly."""
     logging.set_verbosity_error()
     made = make_checkpoint(folder, family)
     try:
@@ -85,7 +85,7 @@ def _paths(ids: list[int]) -> list[list[int]]:
 
 
 def _has_the_librarys_logits(engine: VerifierEngine, folder: Path) -> None:
-    """Greedy answers are the library's token for token, and logits of trees the library's up to rounding."""
+    """Assert that greedy answers are the library's, and that the logits of trees are the library's up to TOLERANCE."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
     def oracle(ids: list[int]) -> torch.Tensor:
@@ -107,7 +107,7 @@ def _has_the_librarys_logits(engine: VerifierEngine, folder: Path) -> None:
 
 
 def _certify_trees(engine: VerifierEngine) -> None:
-    """Where the engine announces `bitwise`, a row of a tree has the bits of plain decoding."""
+    """Assert that a row of a tree has the bits of plain decoding if the engine announces `bitwise`."""
     for length in LENGTHS:
         ids = _text(length)
         found = engine.logits_of(ids, _tree(ids[-1]))
@@ -148,7 +148,7 @@ def written(data: dict[str, Any]) -> str:
         "# Families that can be targets",
         "",
         "Written by `python tests/families.py` from `tests/families.json`. A family is a `model_type` of transformers;",
-        f"version {data['transformers']} was tried. A target of a family that is not served is refused when it is",
+        f"version {data['transformers']} was tested. A target of a family that is not served is refused when it is",
         "loaded; the error names the property that is the reason. The check is of the checkpoint itself, not of its",
         "family's name: a checkpoint of a served family is refused where its settings give it such a property (rotary",
         "embeddings of type `dynamic` or `longrope`, for example), and one of a family in neither table is loaded if",
@@ -195,11 +195,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--record", nargs="+", metavar="NAME", default=[])
-    wanted = parser.parse_args()
-    if wanted.record:
-        record(FAMILIES if wanted.record == ["all"] else wanted.record)
+    given = parser.parse_args()
+    if given.record:
+        record(FAMILIES if given.record == ["all"] else given.record)
     page = written(read())
-    if wanted.check:
+    if given.check:
         return 0 if PAGE.is_file() and PAGE.read_text() == page else 1
     PAGE.write_text(page)
     return 0

@@ -1,4 +1,4 @@
-"""Writes checkpoints' files in the forms in which they are published."""
+"""Writes the files of checkpoints in their published forms."""
 
 from __future__ import annotations
 

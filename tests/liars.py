@@ -1,4 +1,4 @@
-"""Peers whose answers have any number in any field: a field of an honest engine's message is changed as it is sent."""
+"""Peers with wrong values in their answers: one field of a correct message is changed before it is sent."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ NUMBERS = {
     FieldDescriptor.CPPTYPE_BOOL: (False, True),
     FieldDescriptor.CPPTYPE_STRING: ("", "\n", "x" * 5000, "\u202e"),
 }
-"""By type of field: the ends of its range, and what is next to the bounds that we have."""
+"""Values by type of field: the ends of its range, and those next to our bounds."""
 
 
 def numeric_fields(message: Any) -> list[tuple[Any, FieldDescriptor]]:
-    """Every field that is not a message, of a message and those in it that are present."""
+    """All fields that are no messages, of a message and of the messages set in it."""
     found = []
     for each in message.DESCRIPTOR.fields:
         if each.cpp_type != FieldDescriptor.CPPTYPE_MESSAGE:
@@ -35,7 +35,7 @@ def numeric_fields(message: Any) -> list[tuple[Any, FieldDescriptor]]:
 
 
 def lie(message: Any, chance: random.Random, spare: tuple[str, ...] = ()) -> None:
-    """Change one field to any value of its type, but for those named in `spare`."""
+    """Change one field, not one named in `spare`, to a value of its type."""
     fields = [(part, each) for part, each in numeric_fields(message) if each.name not in spare]
     if not fields:
         return
@@ -44,40 +44,40 @@ def lie(message: Any, chance: random.Random, spare: tuple[str, ...] = ()) -> Non
     if not each.is_repeated:
         setattr(part, each.name, chance.choice(numbers))
         return
-    said = list(getattr(part, each.name))
+    values = list(getattr(part, each.name))
     match chance.randrange(4):
-        case 0 if said:
-            said[chance.randrange(len(said))] = chance.choice(numbers)
+        case 0 if values:
+            values[chance.randrange(len(values))] = chance.choice(numbers)
         case 1:
-            said += [chance.choice(numbers)] * chance.choice((1, 64, 70_000))
+            values += [chance.choice(numbers)] * chance.choice((1, 64, 70_000))
         case 2:
-            del said[chance.randrange(len(said) + 1) :]
+            del values[chance.randrange(len(values) + 1) :]
         case _:
-            said = [chance.choice(numbers) for _ in said]
+            values = [chance.choice(numbers) for _ in values]
     del getattr(part, each.name)[:]
-    getattr(part, each.name).extend(said)
+    getattr(part, each.name).extend(values)
 
 
 def lying(
-    dialect: ReplicaKind[Any, Any, Any], chance: random.Random, often: float, about: Callable[[Any], Any]
+    kind: ReplicaKind[Any, Any, Any], chance: random.Random, often: float, about: Callable[[Any], Any]
 ) -> ReplicaKind[Any, Any, Any]:
-    """The same dialect; `often` of its answers have a field changed of the message that `about` picks of the answer."""
+    """The same kind, but a share `often` of its answers has one field changed, in the message `about(answer)`."""
 
     def answer(number: int, outcome: Any) -> Any:
-        message = dialect.answer(number, outcome)
+        message = kind.answer(number, outcome)
         if chance.random() < often:
             lie(about(message), chance, spare=("call",))
         return message
 
-    return replace(dialect, answer=answer)
+    return replace(kind, answer=answer)
 
 
-def lying_hello(dialect: ReplicaKind[Any, Any, Any], chance: random.Random) -> ReplicaKind[Any, Any, Any]:
-    """The same dialect; a field of the hello is changed."""
+def lying_hello(kind: ReplicaKind[Any, Any, Any], chance: random.Random) -> ReplicaKind[Any, Any, Any]:
+    """The same kind, but one field of the hello is changed."""
 
     def frame(hello: Any, answers: list[Any]) -> Any:
         if hello is not None:
             lie(hello, chance, spare=("protocol",))
-        return dialect.frame(hello, answers)
+        return kind.frame(hello, answers)
 
-    return replace(dialect, frame=frame)
+    return replace(kind, frame=frame)

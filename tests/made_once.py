@@ -1,4 +1,4 @@
-"""Checkpoints for a module's tests, each made when a test first wants it."""
+"""Checkpoints for a module's tests, each made at its first use."""
 
 from __future__ import annotations
 

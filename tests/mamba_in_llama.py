@@ -1,6 +1,6 @@
-"""Mamba-in-Llama by its definition: a Llama of the library with mixers that go on by one token after another.
+"""Mamba-in-Llama by its definition: transformers' Llama with mixers that process one token after another.
 
-Nothing of ours is in it, so it is the oracle where the library has no class.
+It has none of our code, so it is the oracle of this family, for which transformers has no class.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 class Mixer(nn.Module):
     """Weights under a checkpoint's names, and the recurrence in float32."""
 
-    def __init__(self, said: dict[str, Any]) -> None:
+    def __init__(self, fields: dict[str, Any]) -> None:
         super().__init__()
-        self.inner, self.shared, self.state = said["d_inner"], said["d_xb"], said["ssm_cfg"]["d_state"]
-        self.heads = said["ssm_cfg"]["ngroups"]
-        self.dt_limit = said["ssm_cfg"].get("dt_limit", (0.0, float("inf")))
+        self.inner, self.shared, self.state = fields["d_inner"], fields["d_xb"], fields["ssm_cfg"]["d_state"]
+        self.heads = fields["ssm_cfg"]["ngroups"]
+        self.dt_limit = fields["ssm_cfg"].get("dt_limit", (0.0, float("inf")))
         channels = 2 * self.shared + self.inner
-        self.in_proj = nn.Linear(said["d_model"], self.inner + channels + self.heads, bias=False)
-        taps = said["ssm_cfg"].get("d_conv", 4)
+        self.in_proj = nn.Linear(fields["d_model"], self.inner + channels + self.heads, bias=False)
+        taps = fields["ssm_cfg"].get("d_conv", 4)
         self.conv1d = nn.Conv1d(channels, channels, taps, groups=channels, padding=taps - 1)
         self.dt_bias = nn.Parameter(torch.zeros(self.heads))
         self.A_log = nn.Parameter(torch.zeros(self.heads))
         self.D = nn.Parameter(torch.zeros(self.heads))
-        self.norm = LlamaRMSNorm(self.inner)  # for its weight alone
-        self.out_proj = nn.Linear(self.inner, said["d_model"], bias=False)
+        self.norm = LlamaRMSNorm(self.inner)  # only its weight is used
+        self.out_proj = nn.Linear(self.inner, fields["d_model"], bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [1, tokens, d_model]"""
@@ -56,29 +56,29 @@ class Mixer(nn.Module):
         return self.out_proj(y.flatten(1) * self.norm.weight)[None]
 
 
-class MambaInLlamaLayer(nn.Module):
-    def __init__(self, config: LlamaConfig, said: dict[str, Any]) -> None:
+class ReferenceMambaInLlamaLayer(nn.Module):
+    def __init__(self, config: LlamaConfig, fields: dict[str, Any]) -> None:
         super().__init__()
-        self.mamba = Mixer(said)
+        self.mamba = Mixer(fields)
         self.mlp = LlamaMLP(config)
-        self.input_layernorm = LlamaRMSNorm(config.hidden_size, said["rms_norm_eps"])
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, said["rms_norm_eps"])
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, fields["rms_norm_eps"])
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, fields["rms_norm_eps"])
 
     def forward(self, hidden: Tensor, **ignored: Any) -> Tensor:
         hidden = hidden + self.mamba(self.input_layernorm(hidden))
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-def make_oracle(config: LlamaConfig, said: dict[str, Any]) -> LlamaForCausalLM:
-    """Of Llama's configuration and what `mamba_config.json` says."""
+def make_oracle(config: LlamaConfig, fields: dict[str, Any]) -> LlamaForCausalLM:
+    """The model of a Llama's configuration and the fields of `mamba_config.json`."""
     model = LlamaForCausalLM(config)
-    for place in set(range(config.num_hidden_layers)) - set(said["attn_layers"]):
-        model.model.layers[place] = MambaInLlamaLayer(config, said)
+    for place in set(range(config.num_hidden_layers)) - set(fields["attn_layers"]):
+        model.model.layers[place] = ReferenceMambaInLlamaLayer(config, fields)
     return model.eval()
 
 
 def describe(config: LlamaConfig, attn_layers: list[int], ssm: dict[str, Any]) -> dict[str, Any]:
-    """What `mamba_config.json` says of mixers with as many heads as the attention has."""
+    """The fields of `mamba_config.json` for mixers with as many heads as the attention has."""
     return {
         "d_model": config.hidden_size,
         "ssm_cfg": {"expand": 1, "ngroups": config.num_attention_heads, "d_state": config.head_dim, **ssm},
@@ -93,7 +93,7 @@ def describe(config: LlamaConfig, attn_layers: list[int], ssm: dict[str, Any]) -
     }
 
 
-def save(folder: Path, model: LlamaForCausalLM, said: dict[str, Any]) -> None:
-    """Write a checkpoint, but for its tokenizer."""
+def save(folder: Path, model: LlamaForCausalLM, fields: dict[str, Any]) -> None:
+    """Write a checkpoint without a tokenizer."""
     model.save_pretrained(folder)
-    (folder / "mamba_config.json").write_text(json.dumps(said))
+    (folder / "mamba_config.json").write_text(json.dumps(fields))

@@ -1,7 +1,7 @@
 """Makes tiny checkpoints with the facts of published ones, and docs/pairs.md, the table of which drafter fits which.
 
-Kept are vocabularies, paddings, key names of configurations, layer layouts, names and forms of files, which tokenizer
-files exist and how tokenizers differ. Width and depth are shrunk.
+The checkpoints keep vocabularies, paddings, key names of configurations, layer layouts, names and forms of files, the
+tokenizer files that exist and the differences of tokenizers. Width and depth are shrunk.
 
 python tests/published.py                   writes docs/pairs.md
 python tests/published.py PAIR FOLDER       writes the shrunk pair; then: dendro generate FOLDER/cluster.yaml --local
@@ -35,7 +35,7 @@ Form = Literal["safetensors", "bin", "sharded .bin", "sharded safetensors"]
 
 @dataclass(frozen=True)
 class Words:
-    """A tokenizer whose texts are made of the family's name and the id, so those of two families differ everywhere."""
+    """A tokenizer whose token texts are the family's name and the id, so those of two families all differ."""
 
     family: str
     ordinary: int
@@ -89,11 +89,11 @@ class Published:
 
     @property
     def state_spaces(self) -> bool:
-        """Whether it is in state-spaces' own layout."""
+        """Whether its files have state-spaces' own layout."""
         return self.kind in ("mamba", "mamba2")
 
     def facts(self) -> Facts:
-        """Facts with the published numbers; there is no such folder."""
+        """Facts with the published numbers; the folder does not exist."""
         return Facts(
             folder=Path(self.name),
             layout="state-spaces" if self.state_spaces else "transformers",
@@ -108,7 +108,7 @@ class Published:
 
 
 def state_spaces(size: str, kind: Literal["mamba", "mamba2"] = "mamba") -> Published:
-    """Of state-spaces: config.json and pytorch_model.bin, no tokenizer; rows padded to a multiple of 8 or 16."""
+    """One of state-spaces: config.json, pytorch_model.bin and no tokenizer; rows padded to a multiple of 8 or 16."""
     return Published(f"state-spaces/{kind}-{size}", kind, 50280 if kind == "mamba" else 50288, NEOX, "bin", "")
 
 
@@ -138,7 +138,7 @@ QWEN3_8B = Published("Qwen/Qwen3-8B", "qwen3", 151936, QWEN3, "sharded safetenso
 class PublishedPair:
     drafter: Published
     target: Published
-    tokenizer: Published | None = None  # with the tokenizer that is configured, where the target has none
+    tokenizer: Published | None = None  # whose tokenizer is configured, if the target has none
 
     def __str__(self) -> str:
         return f"{self.drafter.short_name}-for-{self.target.short_name}"
@@ -270,9 +270,9 @@ def write_tokenizer(published: Published, folder: Path) -> None:
 
 HEAD = """# Published pairs
 
-Which published drafters fit which published targets, by the rule of `cluster/pairing.py`: what token ids mean
-decides, and never the size of a vocabulary or the bytes of a file. `dendro serve` refuses a pair that does not fit
-and says why. The sizes below are those of the published checkpoints, kept in `tests/published.py`; the texts of their
+Which published drafters fit which published targets, by the rule of `cluster/pairing.py`: the meaning of token ids
+decides, never the size of a vocabulary or the bytes of a file. `dendro serve` refuses a pair that does not fit, with
+the reason. The sizes below are those of the published checkpoints, kept in `tests/published.py`; the texts of their
 tokens are made up there. `tests/cluster/test_pairs.py` serves each pair that fits, with width and depth shrunk. This
 page is made by `python tests/published.py`.
 
@@ -312,7 +312,7 @@ def configuration(pair: PublishedPair) -> str:
 
 
 def write_pair(pair: PublishedPair, folder: Path) -> Path:
-    """Write both checkpoints and the target's tokenizer, where that is another checkpoint's; returns cluster.yaml."""
+    """Write both checkpoints and, if it is another checkpoint's, the target's tokenizer; returns cluster.yaml."""
     entry = {"dtype": "float32", "max_length": 64, "max_rows": 8, "max_depth": 4, "max_sessions": 2}
     target = entry | {"checkpoint": str(make(pair.target, folder / "target", seed=1))}
     if pair.tokenizer is not None:

@@ -1,4 +1,4 @@
-"""Routers that speak to a verifier's engine directly, and trees in which the truth is somewhere."""
+"""Requests that call a verifier's engine directly, and random trees that contain the target's tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LAWS = (Sampling(), Sampling(temperature=1.0, seed=5), Sampling(temperature=0.7,
 
 
 class RoundByRound:
-    """One request's view of the engine."""
+    """One request at the engine, round by round."""
 
     def __init__(self, engine, prompt, sampling=None, count=24, tenant=""):
         self.engine, self.prompt = engine, list(prompt)
@@ -40,14 +40,14 @@ class RoundByRound:
         verdict = await self.engine.verify(call)
         for above, row, token in zip(verdict.path, verdict.path[1:], verdict.tokens, strict=False):
             assert tree.parents[row] == above and tree.tokens[row] == token, (
-                "the path is none of the tree that was sent"
+                "the path is not one of the tree that was sent"
             )
             assert tree.children(above)[verdict.ranks[verdict.path.index(above)]] == row
         self.text.extend(verdict.tokens)
         return verdict
 
     def back_to(self, length):
-        """Drop what came after so many tokens, as if no verdict had told of it."""
+        """Drop the tokens after `length`, as if their verdicts had not arrived."""
         before = Tokens()
         before.extend(self.text.ids[:length])
         self.text, self.known = before, min(self.known, length)
@@ -71,7 +71,7 @@ class RoundByRound:
 
 
 def guessing(rng, truth, vocabulary=256):
-    """Trees of random shape, in which the true continuation is somewhere, as far as luck has it."""
+    """Trees of random shape. Below a true row, the true token is a child with probability 0.8 or more."""
 
     def tree(router):
         tokens, parents, values = [router.text.ids[-1]], [-1], [0.0]
@@ -88,8 +88,8 @@ def guessing(rng, truth, vocabulary=256):
                         parents.append(parent)
                         values.append(float(rng.normal()) - 1.0)
                         below.append(len(tokens) - 1)
-            wanted = truth[done + step] if done + step < len(truth) else None
-            right = next((row for row in below if parents[row] == right and tokens[row] == wanted), -1)
+            true_token = truth[done + step] if done + step < len(truth) else None
+            right = next((row for row in below if parents[row] == right and tokens[row] == true_token), -1)
             level = below[:4]
         return DraftTree.of(tokens, parents, np.minimum(values, 0.0))
 
@@ -97,7 +97,7 @@ def guessing(rng, truth, vocabulary=256):
 
 
 def watch_logits(engine):
-    """{session: {position: logits}} of every row that is visited from now on, for tests that compare their bits."""
+    """{session: {position: logits}} of every row that is walked from now on, for tests that compare their bits."""
     bitwise_or_skip(engine)
     seen, walk = {}, engine.runner.walker.walk
 
@@ -112,13 +112,13 @@ def watch_logits(engine):
 
 
 async def alone(engine, prompts, laws, count):
-    """What each text is answered when no other is there, for tests that compare other answers with it."""
+    """The answer to each text when it runs alone, for tests that compare other answers with it."""
     bitwise_or_skip(engine)
     return [await RoundByRound(engine, prompt, law, count).finish() for prompt, law in zip(prompts, laws, strict=True)]
 
 
 async def arrive_at_random(engine, prompts, laws, count, rng, vocabulary=256, leaving=False):
-    """Send texts at random times, with random trees, and check that each is answered as when it is alone.
+    """Send texts at random times, with random trees, and check that each has the answer that it has alone.
 
     leaving: every fifth text is closed after five rounds
     """

@@ -1,4 +1,4 @@
-"""A model hub on the loopback, with what `huggingface_hub` needs of one: commits, listings, files with etags."""
+"""A model hub on 127.0.0.1 with all that `huggingface_hub` requests: commits, listings, files with etags."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Files = dict[str, bytes]
 class Repository:
     commits: dict[str, Files] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
-    gated: bool = False  # refused without TOKEN
+    gated: bool = False  # requests without TOKEN are refused
 
 
 TOKEN = "hf_of_the_tests"
 
 
 class SmallHub:
-    """Repositories, and every request that came: (method, path, token)."""
+    """Repositories, and every request received: (method, path, token)."""
 
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
@@ -126,7 +126,7 @@ def _handler(hub: SmallHub) -> type[BaseHTTPRequestHandler]:
 
 @contextmanager
 def small_hub() -> Iterator[SmallHub]:
-    """A hub that is served as long as the context."""
+    """Yields a hub that is served as long as the context."""
     hub = SmallHub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub))
     hub.url = f"http://127.0.0.1:{server.server_port}"
@@ -141,7 +141,7 @@ def small_hub() -> Iterator[SmallHub]:
 
 
 def use(monkeypatch: pytest.MonkeyPatch, url: str, cache: Path, offline: bool = False, token: str = "") -> None:
-    """What the environment variables of `huggingface_hub` do where they are set before it is imported."""
+    """Set the constants that `huggingface_hub` reads from environment variables when it is imported."""
     constants = huggingface_hub.constants
     monkeypatch.setattr(constants, "ENDPOINT", url)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")

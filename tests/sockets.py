@@ -1,4 +1,4 @@
-"""Fakes behind real sockets, in this process or in one of their own."""
+"""Fakes behind real sockets, in this process or in child processes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from dendro.serving import Leases, Replica
-from fakes import FakeDrafter, FakeVerifier, FarPool
+from fakes import FakeDrafter, FakeVerifier, RemotePool
 
 from drafter_service.servicer import serve_drafter
 from verifier_service.servicer import serve_verifier
 
 
 @asynccontextmanager
-async def drafter_at(engine: FakeDrafter, leases: Leases | None = None) -> AsyncIterator[tuple[Replica, FarPool]]:
+async def drafter_at(engine: FakeDrafter, leases: Leases | None = None) -> AsyncIterator[tuple[Replica, RemotePool]]:
     replica = await serve_drafter(engine, leases)
-    pool = FarPool("drafter", [replica.address])
+    pool = RemotePool("drafter", [replica.address])
     try:
         yield replica, pool
     finally:
@@ -28,9 +28,9 @@ async def drafter_at(engine: FakeDrafter, leases: Leases | None = None) -> Async
 
 
 @asynccontextmanager
-async def verifier_at(engine: FakeVerifier, leases: Leases | None = None) -> AsyncIterator[tuple[Replica, FarPool]]:
+async def verifier_at(engine: FakeVerifier, leases: Leases | None = None) -> AsyncIterator[tuple[Replica, RemotePool]]:
     replica = await serve_verifier(engine, leases)
-    pool = FarPool("verifier", [replica.address])
+    pool = RemotePool("verifier", [replica.address])
     try:
         yield replica, pool
     finally:
@@ -39,7 +39,7 @@ async def verifier_at(engine: FakeVerifier, leases: Leases | None = None) -> Asy
 
 
 async def process(*words: str) -> tuple[asyncio.subprocess.Process, str]:
-    """One of the processes of children.py, and the first line it prints."""
+    """Start a process of children.py; returns it with the first line that it prints."""
     child = await asyncio.create_subprocess_exec(
         sys.executable,
         str(Path(__file__).parent / "children.py"),
@@ -60,7 +60,7 @@ async def end(*children: asyncio.subprocess.Process) -> None:
 
 
 async def until(holds, timeout_s: float = 10.0) -> None:
-    """Wait for a condition; AssertionError when it does not come to hold."""
+    """Wait until `holds()` is true. Raises TimeoutError."""
     async with asyncio.timeout(timeout_s):
-        while not holds():  # noqa: ASYNC110  # what is waited for happens in code that knows no event of ours
+        while not holds():  # noqa: ASYNC110  # the code that makes it true sets no event
             await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""`make gpu`: whatever happens to a step, the others run and all results are written."""
+"""`make gpu`: if a step fails, hangs or dies, the others run and all results are written."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_other_steps_run_when_a_step_fails_hangs_or_dies(gpu, tmp_path, monkeypa
         assert {"results/results.json", "results/logs/hangs.txt"} <= set(archive.getnames())
 
 
-def test_no_step_begins_when_the_time_for_all_is_over(gpu, tmp_path, monkeypatch):
+def test_no_step_begins_after_the_time_for_all_steps(gpu, tmp_path, monkeypatch):
     (tmp_path / "good.py").write_text(GOOD)
     monkeypatch.setattr(gpu, "STEPS", (gpu.GpuStep("good", 60.0, script=str(tmp_path / "good.py")),))
     monkeypatch.setattr(gpu, "BUDGET_S", 0.0)
@@ -73,7 +73,7 @@ def test_no_step_begins_when_the_time_for_all_is_over(gpu, tmp_path, monkeypatch
 
 
 def test_steps_run_where_pip_fails_and_git_is_missing(gpu, tmp_path, monkeypatch):
-    """pip refuses the wheel, which is no archive; no program of the machine can be found by its name."""
+    """pip refuses the wheel, which is no archive; PATH has no programs."""
     (tmp_path / "wheels").mkdir()
     (tmp_path / "wheels" / "no_such_package-1.0-py3-none-any.whl").write_text("no archive")
     (tmp_path / "good.py").write_text(GOOD)
@@ -87,7 +87,7 @@ def test_steps_run_where_pip_fails_and_git_is_missing(gpu, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("name", ["result.json", "report.xml"])
-def test_half_a_file_of_a_killed_step_ends_no_run(gpu, tmp_path, name):
+def test_a_truncated_file_of_a_killed_step_does_not_end_the_run(gpu, tmp_path, name):
     (tmp_path / "result.json").write_text('{"speed": 7}')
     (tmp_path / "report.xml").write_text("<testsuites><testcase name='one'/></testsuites>")
     (tmp_path / name).write_text('{"spe' if name == "result.json" else "<testsui")
@@ -106,7 +106,7 @@ def test_failed_tests_are_named(gpu, tmp_path):
 
 
 @pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="there is an accelerator")
-def test_without_an_accelerator_nothing_is_reported_of_one(gpu, tmp_path):
+def test_without_an_accelerator_a_step_fails_without_a_result(gpu, tmp_path):
     step = next(step for step in gpu.STEPS if step.name == "ceilings")
     done = gpu.run(step, False, 60.0, gpu.environment(False, tmp_path), tmp_path / "log.txt")
     assert (done.outcome, done.result) == ("failed", {})

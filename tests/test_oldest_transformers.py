@@ -1,5 +1,5 @@
-"""Under the oldest transformers that pyproject.toml allows all our modules can be imported, and targets have the logits
-that they have under the installed one.
+"""With the oldest transformers that pyproject.toml allows, all our modules can be imported, and targets have the same
+logits as with the installed one.
 
 That release and its dependencies are installed into a folder that comes first on the path. Torch is the installed one.
 """
@@ -54,7 +54,7 @@ def logits_of(folder):
 
 
 def oldest_release() -> str:
-    """The lower bound of transformers in pyproject.toml, in full."""
+    """The lower bound of transformers in pyproject.toml, with three numbers."""
     serve = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["serve"]
     bound = next(found for each in serve if (found := re.match(r"transformers>=([\d.]+)", each)))
     return ".".join([*bound[1].split("."), "0", "0"][:3])
@@ -74,7 +74,7 @@ def modules() -> list[str]:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_all_modules_import_and_targets_have_the_same_logits_under_the_oldest_transformers(tmp_path):
+def test_all_modules_import_and_targets_have_the_same_logits_with_the_oldest_transformers(tmp_path):
     version = oldest_release()
     oldest = tmp_path / "oldest"
     fetched = subprocess.run(

@@ -1,4 +1,4 @@
-"""Tiny checkpoints of every kind of drafter, of one tokenizer."""
+"""Tiny checkpoints of every kind of drafter, with one tokenizer."""
 
 from __future__ import annotations
 

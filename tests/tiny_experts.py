@@ -1,4 +1,4 @@
-"""Tiny checkpoints of families with experts, of random weights."""
+"""Tiny checkpoints of families with experts, with random weights."""
 
 from __future__ import annotations
 

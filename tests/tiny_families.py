@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 VOCABULARY = 64
 WINDOW = 24
-"""Of every layer with a window."""
+"""The window of every layer that has one."""
 
 FAMILIES = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 
@@ -79,7 +79,7 @@ LEFT_OPEN: dict[str, dict[str, Any]] = {
     "gemma4_assistant": {"text_config": {"model_type": "gemma4_text", **ASSISTANT}},
     "gemma4_unified_assistant": {"text_config": {"model_type": "gemma4_unified_text", **ASSISTANT}},
 }
-"""Arguments of configurations that cannot be made without any."""
+"""Arguments of configurations that cannot be made without arguments."""
 QWEN4 = {
     "indexer_n_heads": 2,
     "indexer_kv_heads": 1,
@@ -151,7 +151,7 @@ def _over(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def shrink(config: dict[str, Any]) -> dict[str, Any]:
-    """A configuration with smaller numbers, as are those of the configurations inside it."""
+    """A configuration with smaller numbers, also in the configurations inside it."""
     count = next((config[key] for key in LAYER_COUNTS if isinstance(config.get(key), int)), None)
     layers = _kept_layers(config, count) if count else []
     small: dict[str, Any] = {}
@@ -213,8 +213,8 @@ def _kept_layers(config: dict[str, Any], count: int) -> list[int]:
 
 
 def randomise(model: PreTrainedModel, seed: int) -> None:
-    """Draw every parameter at random, norms and biases too. Vectors stay near their initial values, as a recurrence may
-    not bear others; `tiny_models.randomise` replaces them."""
+    """Set every parameter at random, also norms and biases. Vectors stay near their initial values, as a recurrence may
+    be unstable with others; `tiny_models.randomise` replaces them."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -228,7 +228,7 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
 
 
 def make_checkpoint(folder: Path, family: str, seed: int = 0) -> bool:
-    """Write a checkpoint of random weights and a tokenizer of VOCABULARY tokens into `folder`.
+    """Write a checkpoint with random weights and a tokenizer of VOCABULARY tokens into `folder`.
 
     False where transformers makes no model of the family: then the folder has the default configuration and no weights.
     """

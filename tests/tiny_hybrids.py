@@ -1,4 +1,4 @@
-"""Tiny checkpoints of every state-space and hybrid family that is served, of random weights."""
+"""Tiny checkpoints of every state-space and hybrid family that is served, with random weights."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ FAMILIES = (*DRAFTING, *SETTINGS, "mamba_in_llama")
 
 
 def make_checkpoint(folder: Path, family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """Write a checkpoint into `folder` and return the library's model of it, in float32; of Mamba-in-Llama, our own
-    oracle."""
+    """Write a checkpoint into `folder` and return the library's model of it, in float32; for Mamba-in-Llama, the oracle
+    of `mamba_in_llama.py`."""
     if family == "mamba_in_llama":
         return make_mamba_in_llama(folder, seed, **changes)
     if family in DRAFTING:
@@ -132,15 +132,15 @@ def make_mamba_in_llama(
     mixers: dict[str, Any] | None = None,
     **changes: Any,
 ) -> PreTrainedModel:
-    """A Llama of which all layers but these have mixers, four heads of which share two x and B.
+    """Write and return a Llama with mixers in all layers but `attn_layers`; their four heads share two x and B.
 
-    ssm: what else `ssm_cfg` says   mixers: and `mamba_config.json`   changes: of Llama's configuration
+    ssm: more fields of `ssm_cfg`   mixers: of `mamba_config.json`   changes: of Llama's configuration
     """
     config = LlamaConfig(**{**COMMON, **ATTENTION, "num_hidden_layers": 3, "eos_token_id": None, **changes})
-    said = mamba_in_llama.describe(config, list(attn_layers), ssm or {}) | (mixers or {})
-    model = mamba_in_llama.make_oracle(config, said)
+    fields = mamba_in_llama.describe(config, list(attn_layers), ssm or {}) | (mixers or {})
+    model = mamba_in_llama.make_oracle(config, fields)
     randomise(model, seed)
-    mamba_in_llama.save(folder, model, said)
+    mamba_in_llama.save(folder, model, fields)
     write_tokenizer(folder)
     return model
 

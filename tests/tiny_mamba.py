@@ -1,4 +1,4 @@
-"""Tiny Mamba-1 and Mamba-2 checkpoints of random weights, in Hugging Face's layout and in state-spaces' own."""
+"""Tiny Mamba-1 and Mamba-2 checkpoints with random weights, in Hugging Face's layout and in state-spaces' own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForC
 Family = Literal["mamba", "mamba2"]
 FAMILIES: tuple[Family, ...] = ("mamba", "mamba2")
 VOCABULARY = 96
-PADDED = 104  # tokens the model has and the tokenizer does not: their logits must never be seen
+PADDED = 104  # the model's tokens; the logits of those that the tokenizer lacks must never be used
 
 
 def tiny_config(family: Family, vocabulary: int = PADDED, **changes: Any) -> MambaConfig | Mamba2Config:
@@ -28,7 +28,7 @@ def tiny_config(family: Family, vocabulary: int = PADDED, **changes: Any) -> Mam
 
 
 def randomise(model: PreTrainedModel, seed: int) -> None:
-    """Every parameter at random, norms, A_log, D and all biases included: none may pass by being neutral."""
+    """Set every parameter at random, also norms, A_log, D and biases: a neutral one could be left out unnoticed."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -65,7 +65,7 @@ def make_checkpoint(folder: Path, family: Family, seed: int = 0) -> PreTrainedMo
 
 
 def make_state_spaces(folder: Path, model: PreTrainedModel) -> None:
-    """Write a model of ours in the layout of state-spaces' releases: other names, other configuration, pickled."""
+    """Write a model in the layout of state-spaces' releases: other tensor names and configuration keys, pickled."""
     config = model.config
     if isinstance(config, MambaConfig):
         ssm = {"d_state": config.state_size}

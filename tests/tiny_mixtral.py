@@ -1,4 +1,4 @@
-"""A tiny Mixtral of random weights, a Mamba with its tokenizer as its drafter, and a configuration that serves them.
+"""A tiny Mixtral with random weights, a Mamba of the same tokenizer as its drafter, and a configuration of both.
 
 python tests/tiny_mixtral.py FOLDER     then: dendro certify FOLDER/cluster.yaml --quick
 """
@@ -39,7 +39,7 @@ def make_target(folder: Path, seed: int = 0) -> MixtralForCausalLM:
     )
     model = MixtralForCausalLM(config)
     tiny_models.randomise(model, seed)
-    with torch.no_grad():  # as training leaves it: transformers' generate never takes a token of the padding
+    with torch.no_grad():  # so that transformers' generate never emits a token of the padding
         model.lm_head.weight[tiny_models.VOCABULARY :] = 0
     model.save_pretrained(folder)
     tiny_models.write_tokenizer(folder)
@@ -47,7 +47,7 @@ def make_target(folder: Path, seed: int = 0) -> MixtralForCausalLM:
 
 
 def make_drafter(folder: Path, seed: int = 1) -> None:
-    """Write a Mamba of random weights with the target's tokenizer into `folder`."""
+    """Write a Mamba with random weights and the target's tokenizer into `folder`."""
     model = MambaForCausalLM(tiny_mamba.tiny_config("mamba", tiny_models.PADDED))
     tiny_mamba.randomise(model, seed)
     model.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Tiny Llama, GPT-NeoX and Mistral checkpoints of random weights, with a byte-level tokenizer."""
+"""Tiny Llama, GPT-NeoX and Mistral checkpoints with random weights and a byte-level tokenizer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Family = Literal["llama", "neox", "mistral"]
 FAMILIES: tuple[Family, ...] = ("llama", "neox", "mistral")
 WINDOW = 70  # of Mistral's layers
 VOCABULARY = 257  # one token per byte, and the end of text
-PADDED = 264  # tokens the model has and the tokenizer does not: their logits must never be seen
+PADDED = 264  # the model's tokens; the logits of those that the tokenizer lacks must never be used
 END = 256
 
 
@@ -38,14 +38,14 @@ def byte_tokenizer(count: int = 256) -> Tokenizer:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Every byte is a token, and so is the end of text."""
+    """One token per byte, and the end of text."""
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens(["<|end|>"])
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def randomise(model: PreTrainedModel, seed: int) -> None:
-    """Every parameter at random, norms and biases included: none may pass by being neutral."""
+    """Set every parameter at random, also norms and biases: a neutral one could be left out unnoticed."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -61,7 +61,7 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
 
 
 def make_model(family: Family, seed: int = 0, **settings: Any) -> PreTrainedModel:
-    """A tiny model; `settings` are the configuration's own words."""
+    """A tiny model; `settings` are fields of its configuration."""
     common: dict[str, Any] = {
         "vocab_size": PADDED,
         "hidden_size": 64,

@@ -1,4 +1,4 @@
-"""The real deployments around the fakes: what a cluster test starts."""
+"""A configuration and loaders for cluster tests: real deployments around the fakes."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ def toy_verifier(name, model, states) -> FakeVerifier:
     return FakeVerifier(pause_s=0.004)
 
 
-def toy_ingress(config, places, sessions, *, priors) -> Ingress:
+def toy_ingress(config, peers, sessions, *, priors) -> Ingress:
     served = Served("toy", ToyTokenizer(), VOCABULARY, 2048, frozenset({END}), "float32")
-    return Ingress(config, places, sessions, {"toy": served}, priors)
+    return Ingress(config, peers, sessions, {"toy": served}, priors)
 
 
 LOADERS = {"drafter": toy_drafter, "verifier": toy_verifier, "ingress": toy_ingress}
 
 
 def load_until_hung(name, target, states):
-    """The verifier of a checkpoint. Its step does not come back once there is a file `hang` beside the checkpoint's
-    folder; it makes it a file `hung` with the replica's process id, so that no other replica hangs."""
+    """The verifier of a checkpoint. Its step never returns once a file `hang` is beside the checkpoint's folder; the
+    step renames it to `hung` and writes the replica's process id into it, so that no other replica hangs."""
     engine = load_replica(name, target, states)
     run, hang = engine.runner.run, target.checkpoint.with_name("hang")
 

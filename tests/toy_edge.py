@@ -1,4 +1,4 @@
-"""The whole edge with fakes of the toy language behind real sockets."""
+"""An ingress with the toy fakes behind real sockets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COUNT = 30
 
 
 class RecordedPriors:
-    """Keeps what is written, as bytes."""
+    """Keeps saved priors as bytes; loads none."""
 
     def __init__(self) -> None:
         self.blobs: dict[PriorKey, bytes] = {}
@@ -35,18 +35,18 @@ class RecordedPriors:
 
 @asynccontextmanager
 async def edge(drafter: FakeDrafter, verifier: FakeVerifier, **sections: object):
-    """An ingress with one replica of each, behind sockets; `sections` are of its configuration."""
+    """Yields an ingress with both engines behind sockets, and its priors; `sections` are of its configuration."""
     async with AsyncExitStack() as stack:
         _, drafters = await stack.enter_async_context(drafter_at(drafter))
         _, verifiers = await stack.enter_async_context(verifier_at(verifier))
         config, priors = toy_config(**sections), RecordedPriors()
         served = Served("toy", ToyTokenizer(), VOCABULARY, 2048, frozenset({END}), "float32")
-        places = Peers(config, {"toy": verifiers}, {"helper": drafters}, patience_s=1.0)
-        yield Ingress(config, places, MemorySessions(), {"toy": served}, priors), priors
+        peers = Peers(config, {"toy": verifiers}, {"helper": drafters}, patience_s=1.0)
+        yield Ingress(config, peers, MemorySessions(), {"toy": served}, priors), priors
 
 
 def asking(speculation: str) -> pb.GenerateRequest:
-    """The request of these tests: `auto`, or a shape that it fixes."""
+    """A request with PROMPT and speculation `auto` or a fixed shape."""
     request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), max_new_tokens=COUNT)
     if speculation != "auto":
         request.speculation.mode, request.speculation.shape = pb.Speculation.MODE_FIXED, speculation

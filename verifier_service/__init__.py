@@ -1,1 +1,1 @@
-"""The verifier: a Transformer target that says what it makes of draft trees, for many texts at once."""
+"""The verifier: runs a target that verifies the draft trees of many texts in one step."""

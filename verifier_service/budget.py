@@ -1,9 +1,8 @@
-"""How many guesses a step is worth, and which: when many texts share a forward, speculation is shed first.
+"""Chooses how many guesses a step verifies, and which: under load, guesses are dropped first.
 
-With `b` rows that must be computed and the guesses of all texts sorted by the chance p that they are reached, the step
-gives (texts + p_1 + ... + p_m) tokens in T(b + m), and m is chosen for the most tokens per second (ALGORITHMS 10.4,
-after TurboSpec's goodput). The target's tokens do not depend on the trees, so leaving guesses out loses nothing but
-their chance.
+With `b` rows that must be computed and the guesses of all texts sorted by the probability p that they are reached, the
+step emits (texts + p_1 + ... + p_m) expected tokens in T(b + m), and m maximises the tokens per second (ALGORITHMS
+10.4, after TurboSpec's goodput). The target's tokens do not depend on the trees, so dropping guesses changes none.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from dendro.tree import DraftTree
 
 SMOOTHING = 0.1
 OUTLIER = 3.0
-"""A step that took longer than this many times the usual counts as that."""
+"""A step's time counts as at most this many times the usual one."""
 
 Floats = npt.NDArray[np.float64]
 
 
 class StepCosts:
-    """What steps took, by their padded number of rows. Between the sizes that were seen, a straight line."""
+    """Times of steps by padded number of rows, linear between the sizes that were seen."""
 
     def __init__(self) -> None:
         self._us: dict[int, float] = {}
@@ -37,11 +36,11 @@ class StepCosts:
 
     @property
     def known(self) -> bool:
-        """Whether there is a line at all."""
+        """Whether two sizes were seen, which a line needs."""
         return len(self._us) > 1
 
     def us(self, rows: npt.NDArray[np.int64]) -> Floats:
-        """The time of steps of so many rows; past the largest seen, the line from the smallest through it goes on."""
+        """Times of steps of so many rows; past the largest size seen, on the line through it and the smallest."""
         sizes = sorted(self._us)
         times = np.maximum.accumulate([self._us[size] for size in sizes])  # more rows are not faster
         slope = (times[-1] - times[0]) / (sizes[-1] - sizes[0])
@@ -50,7 +49,7 @@ class StepCosts:
 
 
 def reached(tree: DraftTree) -> Floats:
-    """[rows] the chance that each row is reached, by the drafter's word; no row's is above its parent's."""
+    """[rows] the drafter's probability that each row is reached, at most its parent's."""
     values = tree.values.astype(np.float64)
     for row in range(1, tree.rows):
         values[row] = min(values[row], values[tree.parents[row]])
@@ -63,7 +62,7 @@ def worthwhile(
     """The trees without the guesses that are not worth their rows.
 
     must: rows that the step has anyway, the trees' roots among them   most: guesses that fit   sizes: numbers of rows
-    that steps are padded to. Ancestors of a guess that stays all stay; where chances are equal, the earlier text's.
+    that steps are padded to. The ancestors of a kept guess are kept; of equal chances, the earlier text's come first.
     """
     chances = [reached(tree) for tree in trees]
     order = sorted(
@@ -91,8 +90,8 @@ def subtree(tree: DraftTree, rows: Sequence[int]) -> DraftTree:
 
 
 def path_in(tree: DraftTree, tokens: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Rows and ranks of the path in a whole tree that carries these tokens below the root: a subtree's walk, told in
-    the rows of the tree that was sent."""
+    """Rows and ranks of the path in a whole tree that has these tokens below the root: translates a subtree's walk into
+    the tree that was sent."""
     path, ranks = [0], list[int]()
     for token in tokens:
         children = tree.children(path[-1])

@@ -1,7 +1,7 @@
-"""What the workers of one sharded target say to each other inside a forward: sums and gathers, in the order of ranks.
+"""Sums and gathers over the workers of one sharded target inside a forward, in the order of ranks.
 
-The order is what makes a row's bits the same whatever is beside it: libraries add in an order that depends on the
-number of rows. Every worker ends up with the same bits.
+The fixed order makes a row's bits independent of the other rows: libraries add in an order that depends on the number
+of rows. Every worker gets the same bits.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 SLOT_BYTES = 1 << 20
-"""Of one worker's part of an exchange; what is longer goes in several."""
+"""Bytes of one worker's part of an exchange; a longer tensor takes several exchanges."""
 LINE_BYTES = 64
-"""Flags stand on cache lines of their own."""
+"""Bytes of a cache line; each flag has its own."""
 SHARED_FOLDER = Path("/dev/shm")
 
 EAGER_TURNS = 200
-"""Looks at the others' flags before the processor is offered to somebody else: a few tens of microseconds."""
+"""Polls of another worker's flag before the first yield of the CPU: a few tens of microseconds."""
 PATIENT_S, PAUSE_S = 0.002, 0.0001
-"""After so long the wait is no busy one any more, and every pause the others' lives are looked at."""
+"""After PATIENT_S the wait sleeps for PAUSE_S between polls, and checks each time that the other workers are alive."""
 FROZEN_S = 60.0
-"""A worker that says nothing for so long, in the middle of a step, counts as lost."""
+"""A worker that does not answer for so long within a step counts as lost."""
 
 
 class WorkerLost(RuntimeError):
-    """A worker of the group died, or says nothing any more; the group cannot go on without it."""
+    """A worker of the group died or no longer answers; the group cannot go on without it."""
 
 
 class Collectives(Protocol):
-    """A group of workers that run one forward together. Every one of them calls the same, in the same order."""
+    """A group of workers that run one forward together. All of them make the same calls in the same order."""
 
     rank: int
     size: int
@@ -50,8 +50,8 @@ class Collectives(Protocol):
         ...
 
     def gather(self, part: Tensor, width: int) -> Tensor:
-        """All workers' columns side by side, in the order of ranks: [..., width], of which each has the next
-        `shard_width(width)` or, at the end, what is left."""
+        """All workers' columns side by side, in the order of ranks: [..., width]. Each worker has the next
+        `shard_width(width)` columns or, at the end, the remaining ones."""
         ...
 
 
@@ -78,15 +78,15 @@ def _padded(part: Tensor, width: int, size: int) -> Tensor:
 
 
 class SharedMemory:
-    """Workers on one machine: parts lie in memory that all of them see, and nobody is woken.
+    """Workers on one machine exchange parts in shared memory, by polling.
 
-    An exchange: write the own part, raise the own flag to the number of the exchange, wait for all flags. Two sets of
-    parts take turns: who raises a flag for the next exchange has read the parts of the last, so a set is free when its
-    turn comes again. x86 shows stores to others in the order in which they were made; elsewhere this is not used.
+    An exchange: write the own part, set the own flag to the number of the exchange, wait for all flags. Two sets of
+    parts alternate: a worker that sets its flag for the next exchange has read the parts of the last, so a set is free
+    when its turn comes again. Relies on x86, where stores become visible in program order; not used elsewhere.
     """
 
     def __init__(self, rank: int, size: int, memory: mmap.mmap, check: Callable[[], None]) -> None:
-        """check: raises WorkerLost when another of the group is gone; called while it is waited for."""
+        """check: raises WorkerLost when another worker of the group is gone; called while waiting."""
         self.rank = rank
         self.size = size
         self._check = check
@@ -115,7 +115,7 @@ class SharedMemory:
         return torch.cat([torch.cat(column).view(mine.shape) for column in columns], -1)[..., :width]
 
     def _exchange(self, mine: Tensor) -> list[Tensor]:
-        """Everybody's flat tensor of one length. The views stand until the exchange after the next."""
+        """All workers' flat tensors of one length. The views are valid until the exchange after the next."""
         self._turn += 1
         places = self._parts[self._turn & 1, :, : mine.numel() * mine.element_size()]
         views = [place.view(mine.dtype) for place in places]
@@ -135,22 +135,22 @@ class SharedMemory:
             waited = time.perf_counter() - started
             if waited < PATIENT_S:
                 os.sched_yield()
-                time.sleep(0)  # lets go of the interpreter, too
+                time.sleep(0)  # releases the GIL, too
                 continue
             self._check()
             if waited > FROZEN_S:
-                raise WorkerLost(f"worker {rank} says nothing for {FROZEN_S:g} s")
+                raise WorkerLost(f"worker {rank} has not answered for {FROZEN_S:g} s")
             time.sleep(PAUSE_S)
 
 
 def can_share_memory(device: torch.device) -> bool:
-    """Whether this machine's workers may meet in shared memory."""
+    """Whether workers on this machine may exchange parts in shared memory."""
     return device.type == "cpu" and SHARED_FOLDER.is_dir() and platform.machine() in ("x86_64", "AMD64")
 
 
 @contextlib.contextmanager
 def new_memory(size: int) -> Iterator[tuple[mmap.mmap, Path]]:
-    """Memory for a group, and the path by which others on this machine find it until the context ends."""
+    """Memory for a group, and the path by which other processes on this machine open it until the context ends."""
     path = SHARED_FOLDER / f"dendro-{secrets.token_hex(8)}"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -174,7 +174,7 @@ def join_memory(path: Path, size: int) -> mmap.mmap | None:
 
 
 class ProcessGroup:
-    """Workers anywhere: torch's own process group brings all parts to everybody, and each adds them in order."""
+    """Workers on any machines: torch's process group gathers all parts, and each worker adds them in order."""
 
     def __init__(self) -> None:
         self.rank = dist.get_rank()

@@ -1,8 +1,8 @@
-"""Steps on an accelerator: one upload of a plan, one download of its walks, and no look at a value in between.
+"""Steps on an accelerator: one upload of a plan, one download of its walks, and no synchronisation in between.
 
-Forward, noise, filters, walk and the keeping of accepted keys are one sequence of operations on tensors of a fixed
-shape. A step without prompt rows is recorded as a graph when the engine is loaded, once for each number of rows that
-steps are padded to, and replayed from then on.
+Forward, noise, filters, walk and the copying of accepted keys are one sequence of operations on tensors of a fixed
+shape. A step without prompt rows is recorded as a graph when the engine is loaded, once for each kind of drawing and
+number of rows that steps are padded to, and replayed from then on.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from verifier_service.walk import Draw
 log = logging.getLogger("dendro.verifier")
 
 GREEDY, SAMPLED, FILTERED = range(3)
-"""What drawing needs: no noise where all texts are greedy, no sorting where none has a filter."""
+"""Kinds of drawing: without noise where all texts are greedy, without sorting where none has a filter."""
 
 ATTEMPTS = 2
-"""How often the recording of a step is tried: another thread may have disturbed the first attempt."""
+"""Attempts to record a step: another thread may disturb the first one."""
 
 
 class Copied(Protocol):
-    """The part of torch.cuda.Event that tells when the last upload has been read."""
+    """The part of torch.cuda.Event used to wait until the last upload has been read."""
 
     def record(self) -> None: ...
     def synchronize(self) -> None: ...
 
 
 class StepBuffers:
-    """A step's arrays, at addresses that stay: on the host in one piece, on the device as views of one piece.
+    """A step's arrays at fixed addresses: views of one buffer on the host and of one on the device.
 
-    The host's are written after `clear`, which waits until the device has read what was uploaded before.
+    Write the host's arrays after `clear`, which waits until the device has read the last upload.
     """
 
     def __init__(
@@ -90,22 +90,22 @@ class StepShape:
     """What a step of one kind is padded to."""
 
     rows: int
-    drawn: int  # rows whose logits are wanted
+    drawn: int  # rows whose logits are needed
     drawing: int  # GREEDY, SAMPLED or FILTERED
-    alone: bool  # there is no row but those of trees: it may be captured
+    alone: bool  # it has no rows but those of trees, so it may be captured
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What came of a step, on the device."""
+    """A step's result, on the device."""
 
     paths: Tensor  # [texts, max_depth + 1] wanted rows that were visited
     emitted: Tensor  # [texts, max_depth + 1] the token drawn at each
-    lengths: Tensor  # [texts] how many of them count
+    lengths: Tensor  # [texts] how many of them are valid
 
 
 class DeviceRunner(StepRunner):
-    """A runner whose attention, noise and walks are the kernels for accelerators."""
+    """A runner whose attention, noise and walks are accelerator kernels."""
 
     def __init__(
         self,
@@ -127,14 +127,14 @@ class DeviceRunner(StepRunner):
         self._ran: set[StepShape] = set()  # their kernels are compiled
 
     def warm_up(self) -> None:
-        """Run a step of each number of rows and each kind of drawing, and record those that can be recorded. The
-        largest come first, as graphs share memory.
+        """Run a step of each number of rows and each kind of drawing, and record those that can be recorded, the
+        largest first, as graphs share memory.
 
-        All rows are padding, so they write to the zero page alone. Of steps with prompt rows one is run for each number
-        of rows: with another number of wanted rows it runs the same kernels.
+        All rows are padding, so only the zero page is written. Of steps with prompt rows one is run for each number of
+        rows: the same kernels run for any number of wanted rows.
         """
         if self.crew is not None or (self.device.type == "cpu" and self._graphs is None):
-            return  # the checks have run every number of rows on workers; an interpreter compiles nothing
+            return  # workers ran every number of rows in the checks; Triton's interpreter compiles nothing
         began = time.perf_counter()
         with torch.inference_mode():
             for rows in sorted(self.buckets, reverse=True):
@@ -152,19 +152,19 @@ class DeviceRunner(StepRunner):
         """One forward and the walks of its trees; accepted guesses are kept."""
         started = time.perf_counter()
         if self.crew is not None:
-            self.crew.tell(replace(plan, draws=()))
+            self.crew.broadcast(replace(plan, draws=()))
         with torch.inference_mode():
             shape = self._shape_of(plan)
             inputs = self._upload(plan, shape)
             began = time.perf_counter()
             cold = shape not in self._ran
             drawn = self._replayed(shape, inputs)
-            said = torch.cat([drawn.paths, drawn.emitted, drawn.lengths[:, None]], 1).cpu().numpy()
+            found = torch.cat([drawn.paths, drawn.emitted, drawn.lengths[:, None]], 1).cpu().numpy()
         forwarded = time.perf_counter()
-        walks = [_walk(draw, row, self._bounds.max_depth + 1) for draw, row in zip(plan.draws, said, strict=False)]
-        kept = self._accepted(plan, walks)  # kept here already
+        walks = [_walk(draw, row, self._bounds.max_depth + 1) for draw, row in zip(plan.draws, found, strict=False)]
+        kept = self._accepted(plan, walks)  # the step has copied them here
         if self.crew is not None and len(kept.source):
-            self.crew.tell(kept)
+            self.crew.broadcast(kept)
         ended = time.perf_counter()
         return StepOutcome(tuple(walks), int(1e6 * (forwarded - began)), int(1e6 * (ended - started)), cold)
 
@@ -172,7 +172,7 @@ class DeviceRunner(StepRunner):
         """Noise is computed within the step."""
 
     def forget(self, sessions: Sequence[int]) -> None:
-        """Nothing is kept."""
+        """No noise is kept."""
 
     # The arrays
 
@@ -224,7 +224,7 @@ class DeviceRunner(StepRunner):
         rows, wanted = len(plan.tokens), plan.wanted
         whole["tokens"][:rows] = plan.tokens
         whole["positions"][:rows] = plan.positions
-        # A guess may stand past the model's last position; its text may not, so such a row never counts.
+        # A guess may be past the model's last position, but the text may not: such a row never counts.
         whole["places"][:rows] = np.minimum(plan.positions, self.target.max_positions - 1)
         whole["slots"][:rows] = plan.slots
         whole["near"][:rows] = plan.near
@@ -248,9 +248,9 @@ class DeviceRunner(StepRunner):
             whole["first"][tree], whole["count"][tree] = draw.wanted, len(draw.tokens)
 
     def _begin(self, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor]:
-        """For forwards that draw nothing: of checks, and of workers that follow."""
+        """For forwards without drawing: those of checks, and of workers other than the leader."""
         if self.crew is not None:
-            self.crew.tell(replace(plan, draws=()))
+            self.crew.broadcast(replace(plan, draws=()))
         inputs, _ = self._upload(replace(plan, draws=()), self._shape_of(replace(plan, draws=())))
         return self._seen(inputs.device)
 
@@ -266,7 +266,7 @@ class DeviceRunner(StepRunner):
     # The step
 
     def _step(self, shape: StepShape, inputs: tuple[StepBuffers, StepBuffers]) -> Drawn:
-        """Everything from rows to kept keys. Asks the device for nothing."""
+        """Everything from rows to copied keys, without synchronisation."""
         given, real = (each.device for each in inputs)
         logits = self.target.logits(*self._seen(given))
         if shape.drawing == GREEDY:
@@ -287,7 +287,7 @@ class DeviceRunner(StepRunner):
         return Drawn(paths, picked[paths], lengths)
 
     def _replayed(self, shape: StepShape, inputs: tuple[StepBuffers, StepBuffers]) -> Drawn:
-        """Replay a step's graph, which is recorded first where there is none; run the step where it cannot be."""
+        """Replay a step's graph, which is recorded first if needed; run the step where it cannot be recorded."""
         if shape.alone and self._graphs is not None and not self._settled(shape):
             self._record(self._graphs, shape, inputs)
         self._ran.add(shape)
@@ -316,12 +316,12 @@ class DeviceRunner(StepRunner):
             log.warning("verifier: steps of %d rows run without a graph", shape.rows)
 
 
-def _walk(draw: Draw, said: Ints, width: int) -> Walk:
-    """A downloaded walk: paths, emitted tokens and their number, side by side."""
-    length = int(said[-1])
-    path = (said[:length] - draw.wanted).tolist()
+def _walk(draw: Draw, found: Ints, width: int) -> Walk:
+    """found: a downloaded row of visited rows, emitted tokens and their number, side by side."""
+    length = int(found[-1])
+    path = (found[:length] - draw.wanted).tolist()
     ranks = []
     for row in path[1:]:
         siblings = np.flatnonzero(draw.parents == draw.parents[row])
         ranks.append(int(np.searchsorted(siblings, row)))
-    return Walk(tuple(path), tuple(said[width : width + length].tolist()), tuple(ranks))
+    return Walk(tuple(path), tuple(found[width : width + length].tolist()), tuple(ranks))

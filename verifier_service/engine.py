@@ -1,6 +1,6 @@
-"""The verifier as a peer: calls in, answers out, and one thread in which the model runs.
+"""The verifier as a peer: an asyncio loop schedules calls, and the model runs in one thread.
 
-open, verify, close -> Scheduler.submit -> the loop: plan = next(); outcome = run(plan); apply(outcome) -> answers
+open, verify, close -> StepScheduler.submit -> loop: plan = next(); outcome = run(plan); apply(outcome) -> answers
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tree_layers.memory import pages_for
 from verifier_service.memory import most_pages
 from verifier_service.models import load_target
 from verifier_service.recurrent import Arrangement
-from verifier_service.requests import Ask, Call, Capacity, Saved, VerifierText
+from verifier_service.requests import Call, Capacity, PendingCall, Saved, VerifierText
 from verifier_service.runner import StepRunner, buckets_up_to
 from verifier_service.runners import runner_for
 from verifier_service.scheduler import StepScheduler
@@ -40,11 +40,11 @@ from verifier_service.worker import start_processes
 log = logging.getLogger("dendro.verifier")
 
 NOISE_AHEAD = 6
-"""Positions past the next base whose noise is computed in idle time: about the deepest tree that is ever drafted."""
+"""Positions past the next base whose noise is computed in idle time: about the depth of the deepest drafted trees."""
 
 
 class VerifierEngine:
-    """Implements `dendro.calls.VerifierPeer` for one target. Of one event loop, from `start` to `stop`."""
+    """Implements `dendro.calls.VerifierPeer` for one target. Bound to one event loop, from `start` to `stop`."""
 
     def __init__(
         self,
@@ -55,9 +55,9 @@ class VerifierEngine:
         longest_step_s: float = LONGEST_STEP_S,
         dependent: Sequence[str] = (),
     ) -> None:
-        """shelf: for the states of texts, where the scheduler `saves` them. longest_step_s: after so long in one step
-        the engine counts as hung. dependent: products, and numbers of rows, with which a row's bits depend on other
-        rows; empty where the exactness is `bitwise`."""
+        """shelf: store of the states of texts, where the capacity `saves` them. longest_step_s: a longer step counts as
+        hung. dependent: products, and numbers of rows, with which a row's bits depend on other rows; empty where the
+        exactness is `bitwise`."""
         self._watch = StepWatch(longest_step_s)
         self.scheduler = scheduler
         self.runner = runner
@@ -65,11 +65,11 @@ class VerifierEngine:
         self._shelf = shelf
         self.dependent = tuple(dependent)
         self._saving: set[asyncio.Task[None]] = set()
-        # A thread's number of threads is its own, taken from whoever set one last in this process.
+        # torch keeps its number of threads per thread; a new thread starts with the last one set in this process.
         self._thread = ThreadPoolExecutor(1, "verifier", torch.set_num_threads, (runner.target.run.threads,))
         self._work = asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
-        self._lost: str | None = None  # why it will answer no more
+        self._lost: str | None = None  # why it answers no more calls
         self._ended = asyncio.Event()
 
     @classmethod
@@ -100,18 +100,16 @@ class VerifierEngine:
         """Load a checkpoint and check the engine's rows; takes seconds. Raises BadRequest, naming the field.
 
         tokenizer: the folder with the tokenizer, where that is not the checkpoint.
-        states: where the memory of a state-space target's texts is put by when they are closed, and found again; a
-        target with attention puts nothing by.
+        states: store of the memory of closed texts of a state-space target; a target with attention saves nothing.
         max_length: tokens of a text, prompt and answer. max_sessions: texts that hold memory at once; `max_waiting`
-        more may wait for their turn. pool_tokens: tokens of all texts that are open; or memory_fraction: the share of
-        the device's free memory that they may take, once the weights are loaded; by default there is room for
-        `max_sessions` of the longest. share_prefixes: whether texts of one tenant that begin alike share that part's
-        memory and computation; those of a target with states never do. prefill_chunk: rows of a step, and so of a
-        chunk of a prompt.
-        tensor_parallel: workers that have a shard of the target each, this process among them; the others are started
-        by `start_workers` and come to `host`, an address of this machine.
+        more may wait for a place. pool_tokens: tokens of all open texts; or memory_fraction: their share of the
+        device's free memory once the weights are loaded; by default there is room for `max_sessions` of the longest.
+        share_prefixes: whether texts of one tenant that begin alike share that part's memory and computation; those of
+        a target with states never do. prefill_chunk: rows of a step, and so of a chunk of a prompt.
+        tensor_parallel: workers with a shard of the target each, including this process; the others are started by
+        `start_workers` and connect to `host`, an address of this machine.
         On a CPU, `MKL_CBWR=AUTO,STRICT` must be in the environment before torch is imported; without it the
-        engine works and announces the exactness `margin`.
+        engine works and reports the exactness `margin`.
         """
         device = torch.device(device)
         if not 1 <= max_rows <= MAX_ROWS or not 0 <= max_depth < MAX_ROWS:
@@ -121,14 +119,14 @@ class VerifierEngine:
         if device.type == "cpu":
             torch.set_num_threads(threads)
         if pool_tokens is not None and memory_fraction is not None:
-            raise BadRequest("memory_fraction", "and pool_tokens both say how large the pool is: name one")
+            raise BadRequest("memory_fraction", "and pool_tokens both set the size of the pool: set only one")
         if memory_fraction is not None and not 0 < memory_fraction <= 1:
             raise BadRequest("memory_fraction", f"{memory_fraction}; above 0 and at most 1")
         if tensor_parallel < 1:
             raise BadRequest("tensor_parallel", f"{tensor_parallel}; at least 1")
         longest = pages_for(max_length + max_depth)
         buckets = buckets_up_to(prefill_chunk)
-        with contextlib.ExitStack() as undo:  # of what was begun, where the rest fails
+        with contextlib.ExitStack() as undo:  # stops the crew where a later line fails
             crew = None
             if tensor_parallel == 1:
                 target = load_target(path, dtype, device, buckets, threads, tokenizer=tokenizer)
@@ -145,7 +143,7 @@ class VerifierEngine:
             if pool_tokens is not None:
                 pages = pages_for(pool_tokens)
             elif memory_fraction is not None:
-                sharing = crew.size if crew is not None and crew.memory_is_shared else 1  # workers of one memory
+                sharing = crew.size if crew is not None and crew.memory_is_shared else 1  # workers on one machine
                 taken = sharing * states_bytes
                 bytes_left = int(memory_fraction * free_bytes(device)) - taken
                 if bytes_left < 0:
@@ -202,7 +200,7 @@ class VerifierEngine:
             hello = Hello(
                 protocol=PROTOCOL_VERSION,
                 model=name,
-                # Sums of shards round differently: texts move between replicas of one degree alone.
+                # Sums of shards round differently: texts move only between replicas of one degree.
                 fingerprint=target.fingerprint + (f"-tp{tensor_parallel}" if crew is not None else ""),
                 tokenizer=target.facts.tokenizer,
                 vocabulary=target.vocabulary,
@@ -234,7 +232,7 @@ class VerifierEngine:
         return self._hello
 
     async def open(self, call: OpenCall) -> Opened:
-        """Consume a text up to its root. Raises BadRequest, or Overloaded where all places or pages are taken."""
+        """Consume a text up to its root. Raises BadRequest, or Overloaded with `max_sessions + max_waiting` texts."""
         saved = None
         if self._shelf is not None:
             length, arrays = await self._shelf.find(call)
@@ -242,13 +240,12 @@ class VerifierEngine:
         return await self._ask(call, saved)
 
     async def verify(self, call: VerifyCall) -> Verdict:
-        """What the target makes of a tree. Raises NotFound for an unknown opening, BadRequest for a tree that is none
-        of its text's; the opening lives on."""
+        """Verify a tree. Raises NotFound for an unknown opening or another text, BadRequest for a tree or text that
+        cannot be verified; the opening stays open."""
         return await self._ask(call)
 
     async def close(self, call: CloseCall) -> Closed:
-        """End an opening. A state-space target's memory of the text is put by first, under its name; keys stay on this
-        replica, and only as long as the opening."""
+        """End an opening. A state-space target's memory of the text is saved first; attention keys are never saved."""
         return await self._ask(call)
 
     async def _ask(self, call: Call, saved: Saved | None = None) -> Any:
@@ -257,22 +254,22 @@ class VerifierEngine:
         if self._loop is None or self._loop.done():
             raise PeerLost("verifier: it is not running")
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self.scheduler.submit(Ask(call, reply, saved=saved))
+        self.scheduler.submit(PendingCall(call, reply, saved=saved))
         self._work.set()
         try:
             return await reply
         except asyncio.CancelledError:
-            if isinstance(call, OpenCall):  # it may have been answered just now: nobody else would close it
-                unheard: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-                unheard.cancel()
-                self.scheduler.submit(Ask(CloseCall(call.update), unheard))
-            self._work.set()  # what it held is free at the next step
+            if isinstance(call, OpenCall):  # it may have been answered just now: no caller is left to close it
+                discarded: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+                discarded.cancel()
+                self.scheduler.submit(PendingCall(CloseCall(call.update), discarded))
+            self._work.set()  # its memory is released by the next `next`
             raise
 
-    # Its life
+    # Start and stop
 
     async def start(self) -> None:
-        """Begin to answer."""
+        """Start the loop that answers calls."""
         if self._loop is not None:
             raise RuntimeError("the engine was started before")
         self._loop = asyncio.create_task(self._run())
@@ -280,13 +277,13 @@ class VerifierEngine:
             loop = asyncio.get_running_loop()
 
             def lose(reason: str) -> None:
-                with contextlib.suppress(RuntimeError):  # the loop has ended, and everything with it
+                with contextlib.suppress(RuntimeError):  # the event loop is closed
                     loop.call_soon_threadsafe(self._lose, reason)
 
             self.runner.crew.watch(lose)
 
     async def stop(self) -> None:
-        """Fail what waits, end the thread. May be called twice, and without a start."""
+        """Fail pending calls and end the thread. May be called twice, and without `start`."""
         if self._loop is not None:
             self._loop.cancel()
             await asyncio.gather(self._loop, return_exceptions=True)
@@ -297,28 +294,28 @@ class VerifierEngine:
             await asyncio.to_thread(self.runner.crew.stop)
 
     def fault(self) -> str:
-        """Why this engine can serve nothing now; empty where it is well."""
+        """Why this engine cannot serve now; empty where it can."""
         ended = self._loop is not None and self._loop.done()
         return self._lost or ("its loop has ended" if ended else self._watch.fault())
 
     async def lost(self) -> str:
-        """Wait until a worker of a sharded target is lost, and with it the engine; says what happened."""
+        """Wait until a worker of a sharded target, and so the engine, is lost; returns the reason."""
         await self._ended.wait()
         return str(self._lost)
 
     def _lose(self, reason: str) -> None:
-        """Its texts go on elsewhere: those who wait are told so at once."""
+        """Fail all calls with PeerLost at once, so that their texts go on at another replica."""
         if self._lost is None:
-            log.error("verifier: %s; the group of workers is given up", reason)
+            log.error("verifier: %s; this replica answers no more calls", reason)
             self._lost = reason
             self.scheduler.give_up(PeerLost(f"verifier: {reason}"))
             self._ended.set()
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
-        ahead: list[tuple[int, int]] = []  # (session, position) of noise to compute while nothing else is to do
+        ahead: list[tuple[int, int]] = []  # (session, position) of noise to compute in idle time
         while self._lost is None:
-            self._work.clear()  # what comes from now on wakes the loop, whatever it does meanwhile
+            self._work.clear()  # any call from now on wakes the loop
             try:
                 plan = self.scheduler.next()
             except Exception as error:
@@ -336,7 +333,7 @@ class VerifierEngine:
                         outcome = await loop.run_in_executor(self._thread, self.runner.run, plan)
                 except Exception as error:
                     log.exception("verifier: a step of %d rows failed", len(plan.tokens))
-                    if self.runner.crew is not None:  # its workers no longer stand at one place
+                    if self.runner.crew is not None:  # its workers are no longer in step
                         self._lose(str(error))
                         return
                     self.scheduler.fail(error)
@@ -347,11 +344,11 @@ class VerifierEngine:
                     self._give_up(error)
                     continue
                 ahead = [(session, base + step) for step in range(NOISE_AHEAD) for session, base in likely]
-                # Answers are handed out before anything else is begun.
+                # Callers get their answers before anything else starts.
                 await asyncio.sleep(0)
             idle = plan is None
             while (leaving := self.scheduler.next_leaving()) is not None:
-                await self._put_by(*leaving)
+                await self._save(*leaving)
                 idle = False
             if not idle:
                 continue
@@ -359,7 +356,7 @@ class VerifierEngine:
                 try:
                     with self._watch.busy():
                         await loop.run_in_executor(self._thread, self.runner.prepare, *ahead.pop(0))
-                except Exception:  # the round that needs this noise computes it then, or fails by itself
+                except Exception:  # the round that needs this noise computes it then, or fails
                     log.exception("verifier: noise could not be computed ahead")
             else:
                 with contextlib.suppress(TimeoutError):
@@ -367,9 +364,9 @@ class VerifierEngine:
                         await self._work.wait()
 
     async def _restore(self, session: VerifierText, saved: Saved) -> bool:
-        """Put a saved memory in place; false where that fails, which is logged: the text is then computed."""
+        """Restore a saved memory; false where that fails, which is logged: the text is then computed."""
         place, loop = session.memory.place, asyncio.get_running_loop()
-        if place is None:  # all texts were given up meanwhile
+        if place is None:  # all texts were ended meanwhile
             return False
         try:
             with self._watch.busy():
@@ -377,12 +374,12 @@ class VerifierEngine:
                     self._thread, self.runner.restore, place, saved.length, saved.tokens, saved.arrays
                 )
         except Exception:
-            log.exception("verifier: a saved memory of %d tokens could not be put in place", saved.length)
+            log.exception("verifier: a saved memory of %d tokens could not be restored", saved.length)
             return False
         return True
 
-    async def _put_by(self, session: VerifierText, ask: Ask) -> None:
-        """Copy a closed text's memory, which is free then, and save it while others go on."""
+    async def _save(self, session: VerifierText, ask: PendingCall) -> None:
+        """Copy a closed text's memory, release it, and save the copy in the background."""
         assert isinstance(ask.call, CloseCall) and self._shelf is not None
         shelf, arrays = self._shelf, None
         ids = list(session.memory.consumed)
@@ -403,7 +400,7 @@ class VerifierEngine:
             covered = 0
             try:
                 covered = await shelf.put(session.terms.tenant, ids, digest, arrays) if arrays else 0
-            except Exception:  # a state that is not saved costs time, and no token
+            except Exception:  # a state that is not saved costs time, but changes no token
                 log.exception("verifier: the memory of a closed text could not be saved")
             ask.answer(Closed(covered))
 
@@ -412,12 +409,12 @@ class VerifierEngine:
         task.add_done_callback(self._saving.discard)
 
     def _give_up(self, error: Exception) -> None:
-        """The scheduler broke, by our own fault: no text's place is known for sure any more, but the replica lives."""
-        log.exception("verifier: the scheduler broke; all its texts are given up")
+        """The scheduler raised: its state is unreliable, so all texts end; the replica goes on."""
+        log.exception("verifier: the scheduler failed; all its texts end")
         self.scheduler.give_up(EngineFailed(f"verifier: {error}"))
 
     def stats(self) -> dict[str, int]:
-        """What was done since the start, and what is held now."""
+        """Counters since the start, and what is held now."""
         memory = self.scheduler.memory
         return {
             **asdict(self.scheduler.counters),
@@ -432,8 +429,8 @@ class VerifierEngine:
     # For checks: the target's own logits, without a session
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes that this process holds beside the weights: `pages` and `states` of texts, and the `head`'s copy of its
-        rows for the tokenizer's tokens in float32, packed or not."""
+        """Bytes that this process holds beside the weights: `pages` and `states` of texts, and the `head`'s float32
+        copy of its rows for the tokenizer's tokens, packed or not."""
         target, arrangement = self.runner.target, self.runner.arrangement
         head = target.model.get_output_embeddings()
         return {
@@ -446,8 +443,8 @@ class VerifierEngine:
         """Logits [rows, vocabulary] float32, on the host, of every row of a tree whose root is the last token of the
         text `ids`.
 
-        What a drafter made of the target itself needs. Costs a prefill of what the last call's text lacks: for certify
-        and tests, not for serving. Blocks until the model's thread is free; may be called from any thread, and before
-        `start`.
+        For drafters made from the target itself, certify and tests, not for serving: costs a prefill of the tokens
+        after the common prefix with the last call's text. Blocks until the model's thread is free; may be called from
+        any thread, and before `start`.
         """
         return self._thread.submit(self.runner.tree_logits, ids, tree).result().cpu()

@@ -11,13 +11,13 @@ Result = TypeVar("Result")
 
 
 class RecordedStep(Protocol):
-    """A recorded step; `replay` runs it again on what lies at the same addresses."""
+    """A recorded step; `replay` runs it again on the contents of the same addresses."""
 
     def replay(self) -> None: ...
 
 
 class Graphs(Protocol):
-    """What records steps."""
+    """Records steps."""
 
     def record(self, step: Callable[[], Result]) -> tuple[RecordedStep, Result]:
         """Run a step once without recording, then record it. Returns the recording, and the tensors that each replay
@@ -29,10 +29,10 @@ class Graphs(Protocol):
 
 
 class CudaGraphs:
-    """CUDA graphs. They share one pool, so those recorded first should be the largest: later ones use their memory.
+    """CUDA graphs. They share one pool, so the largest should be recorded first: later ones reuse its memory.
 
-    Other threads of the process may allocate and launch meanwhile: a thread-local recording fails by its own thread's
-    calls alone. (In the default, global, mode any thread's cudaMalloc breaks it.)
+    Other threads of the process may allocate and launch meanwhile: a thread-local recording fails only through calls of
+    its own thread. (In the default, global, mode any thread's cudaMalloc breaks it.)
     """
 
     def __init__(self) -> None:
@@ -42,18 +42,18 @@ class CudaGraphs:
         current = torch.cuda.current_stream()
         beside = torch.cuda.Stream()
         beside.wait_stream(current)
-        with torch.cuda.stream(beside):  # the first run compiles kernels and makes libraries choose
+        with torch.cuda.stream(beside):  # the first run compiles kernels, and libraries choose theirs
             step()
         current.wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
         try:
-            # A recording that fails leaves its own stream current: the outer context puts ours back.
+            # A recording that fails leaves its own stream current: the outer context restores ours.
             with (
                 torch.cuda.stream(current),
                 torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
             ):
                 result = step()
         except RuntimeError:
-            self._pool = torch.cuda.graph_pool_handle()  # torch still takes the old one for being recorded to
+            self._pool = torch.cuda.graph_pool_handle()  # torch treats the old one as still being recorded to
             raise
         return graph, result

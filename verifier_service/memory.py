@@ -1,12 +1,12 @@
-"""What the texts hold of the paged pool: growth as they grow, pages shared by equal beginnings. Plain numbers.
+"""The texts' pages in the pool: they grow with the texts and are shared by equal beginnings. Plain numbers.
 
-A page full of committed tokens is published under a name that stands for these tokens and all before them, salted by
-tenant; a text that begins alike holds the same page. Shared pages are never written: a text that is cut inside one
-leaves it and computes that page's tokens again on a page of its own, which has the same bits.
+A page full of committed tokens is published under a hash of these tokens and all before them, salted by tenant; a text
+that begins alike holds the same page. Shared pages are never written: a text that is cut inside one releases it and
+computes that page's tokens again on a page of its own, which has the same bits.
 
-Where all layers of the model have a sliding window, a text gives back the pages that none of its rows will see again.
-Where a model has states, a text that holds pages has a place for them too (`recurrent.py`), and shares nothing: a page
-says nothing of the state after it.
+Where all layers of the model have a sliding window, a text releases the pages that none of its rows will see again.
+Where a model has states, a text that holds pages has a place for states too (`recurrent.py`), and shares nothing: a
+page does not contain the state after it.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from verifier_service.recurrent import StatePool, TextStates
 
 @dataclass(slots=True)
 class TextMemory:
-    """What one text holds: pages by position, and the tokens whose keys are in their places on them."""
+    """What one text holds: pages by position, and the tokens whose keys are on them."""
 
     salt: bytes
-    pages: list[int] = field(default_factory=list)  # 0, the zero page, for one that was given back as out of sight
-    unseen: int = 0  # how many of the leading ones are
+    pages: list[int] = field(default_factory=list)  # 0, the zero page, for one that was released as out of sight
+    unseen: int = 0  # number of leading pages that were released as out of sight
     consumed: list[int] = field(default_factory=list)
     names: list[bytes] = field(default_factory=list)  # of the leading pages that are published
     place: TextStates | None = None  # of its states, where the target has any
 
 
 def most_pages(tokens: int, window: int | None, slack: int, rows: int) -> int:
-    """Pages that a text of so many tokens holds at most at once, where a step computes `rows` of them. The others are
-    those of `PageTable`."""
+    """The most pages that a text of so many tokens holds at once, where a step computes `rows` of them. window, slack:
+    as in `PageTable`."""
     whole = pages_for(tokens)
     return whole if window is None else min(whole, pages_for(window + slack + rows) + 1)
 
 
 def salt_of(tenant: str) -> bytes:
-    """What the names of a tenant's pages begin with: nobody shares, or can time, another tenant's."""
+    """The start of a tenant's hash chains: no tenant shares, or can time, another's pages."""
     return hashlib.blake2b(tenant.encode(), digest_size=16, person=b"dendro.pages").digest()
 
 
 class PageTable:
-    """The pool's pages among the texts."""
+    """Assigns the pool's pages to texts."""
 
     def __init__(
         self,
@@ -58,15 +58,15 @@ class PageTable:
         places: StatePool | None = None,
     ) -> None:
         """share: whether texts that begin alike hold the same pages. window: positions that a row sees, itself among
-        them, where every layer has a sliding window; slack: tokens by which a text may be cut without going back
-        further than its pages. places: for states; as many as there are texts that hold pages at once."""
+        them, where every layer has a sliding window; slack: tokens by which a text may be cut and still hold the pages
+        that its next rows see. places: for states; as many as texts that hold pages at once."""
         self.book = PageBook(pages)
         self.places = places
         self._share = share and places is None
         self._window = window
         self._slack = slack
-        self.shared_tokens = 0  # tokens that no text had to compute because another had
-        self.peak = 0  # pages held at once
+        self.shared_tokens = 0  # tokens found on published pages and not computed
+        self.peak = 0  # most pages held at once
 
     @property
     def held(self) -> int:
@@ -74,9 +74,9 @@ class PageTable:
         return self.book.pages - self.book.free
 
     def adopt(self, text: TextMemory, ids: Sequence[int]) -> int:
-        """Give a text that holds nothing the published pages that begin as it does; how many tokens they cover.
+        """Give an empty text the published pages of its beginning; returns how many tokens they cover.
 
-        `ids` are those that may be consumed: all but the root.
+        ids: the tokens that may be consumed: all but the root.
         """
         assert not text.pages and not text.consumed
         if not self._share:
@@ -96,11 +96,11 @@ class PageTable:
         return len(text.consumed)
 
     def lacks(self, text: TextMemory, tokens: int) -> int:
-        """Pages that a text must be given before it can hold so many tokens."""
+        """Pages that a text lacks to hold so many tokens."""
         return max(pages_for(tokens) - len(text.pages), 0)
 
     def grow(self, text: TextMemory, tokens: int) -> bool:
-        """Let a text hold so many tokens; false, and nothing changed, where the free pages do not suffice."""
+        """Let a text hold so many tokens; false, without a change, where too few pages are free."""
         lacking = self.lacks(text, tokens)
         if lacking > self.book.free:
             return False
@@ -111,9 +111,8 @@ class PageTable:
         return True
 
     def restore(self, text: TextMemory, ids: Sequence[int], tokens: int) -> bool:
-        """Let a text that holds nothing have consumed these tokens, the last `tokens` of them as inputs after a
-        checkpoint. False, and nothing changed, where there is no room, or where the next row would start from an older
-        checkpoint."""
+        """Mark these tokens as consumed by an empty text, the last `tokens` of them as inputs after a checkpoint.
+        False, without a change, where there is no room, or where the next row would start from an older checkpoint."""
         assert self.places is not None and not text.consumed
         block, rest = divmod(len(ids) - tokens, self.places.extent.block)
         if rest or not 0 <= block <= self.places.extent.oldest(len(ids)) or not self.grow(text, len(ids)):
@@ -124,8 +123,8 @@ class PageTable:
         return True
 
     def append(self, text: TextMemory, ids: Sequence[int]) -> None:
-        """The keys of these tokens, which follow what was consumed, are in their places; full pages are published, and
-        those that are out of sight given back."""
+        """Mark these next tokens, whose keys are now in place, as consumed; full pages are published, and those out of
+        sight released."""
         text.consumed += ids
         if text.place is not None:
             text.place.append(len(text.consumed))
@@ -154,15 +153,15 @@ class PageTable:
     def cut(self, text: TextMemory, length: int) -> None:
         """Forget what was consumed past `length` tokens.
 
-        The text's own pages are written over later. Published pages are given back, also the one that `length` lies in,
+        The text's own pages are overwritten later. Published pages are released, also the one that `length` lies in,
         whose first tokens are then computed again. Everything is forgotten where the next rows would see a page that
-        was given back as out of sight, or a state that was written over.
+        was released as out of sight, or a state that was overwritten.
         """
         if length >= len(text.consumed):
             return
         published = length < len(text.names) * PAGE
         if published:
-            length -= length % PAGE  # the first row that is computed again stands here, and sees further back
+            length -= length % PAGE  # the first row that is computed again is here, and sees further back
         if self._seen_from(length) < text.unseen or (text.place is not None and not text.place.can_cut(length)):
             self.release(text)
         elif published:
@@ -174,7 +173,7 @@ class PageTable:
             text.place.cut(length)
 
     def release(self, text: TextMemory) -> None:
-        """Take all pages back. Published ones keep what is on them until they are wanted for something else."""
+        """Release all pages. Published ones keep their contents until they are reused."""
         self.book.give(text.pages[text.unseen :])
         text.pages, text.consumed, text.names, text.unseen = [], [], [], 0
         if text.place is not None and self.places is not None:

@@ -1,12 +1,12 @@
-"""What texts hold of a state-space target's memory, and what a step does with it. Plain numbers.
+"""A text's slots in the memory of a state-space target, and a step's rows over them. Plain numbers.
 
 A text has a *place*: a ring for the inputs of its newest tokens, and a few checkpoints of its states. A row at position
 p starts from the checkpoint at `block * (p // block - 1)` and takes the inputs since, in order of position (ALGORITHMS
-6.4). So it lags by at least a block, which holds the deepest tree, and every row of a tree starts inside the committed
-text; and its bits depend on nothing but its path.
+6.4). The checkpoint is at least a block behind the row, and a block holds the deepest tree: so every row of a tree
+starts inside the committed text, and its bits depend only on its path.
 
-All rows of a step write scratch slots, in their order. What the walks accept is then copied into the rings: one way for
-prompts, plain decoding and trees.
+All rows of a step write scratch slots, in order. Accepted rows are then copied into the rings, in the same way for
+prompts, decode steps and trees.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from dendro.tree import DraftTree
 Ints = npt.NDArray[np.int64]
 
 NOT_KEPT = -1
-"""The target of a checkpoint that a step alone needs."""
+"""The target of a checkpoint that only its own step needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """How much a place holds, for trees of some depth and cuts of up to `slack` tokens."""
+    """The size of a place."""
 
     block: int  # tokens of a block: R of ALGORITHMS 6.4
     ring: int  # tokens
@@ -34,13 +34,13 @@ class Extent:
 
     @classmethod
     def of(cls, block: int, slack: int, depth: int) -> Extent:
-        """What a text needs that is never cut by more than `slack` without being computed again."""
-        # The next row stands at most `slack` before the last token, and looks back less than two blocks.
+        """Of a text that is computed again when it is cut by more than `slack` tokens."""
+        # The next row is at most `slack` before the last token, and takes inputs of less than two blocks before it.
         return cls(block, -(-(2 * block + slack) // block) * block, (depth + slack - 1) // block + 2)
 
     @classmethod
     def of_whole(cls, block: int, tokens: int, depth: int) -> Extent:
-        """One that holds any text of so many tokens whole."""
+        """Of a place that holds a whole text of up to so many tokens."""
         return cls(block, -(-tokens // block) * block + block, (tokens + depth) // block + 1)
 
     def oldest(self, length: int) -> int:
@@ -51,14 +51,14 @@ class Extent:
 
 @dataclass(slots=True)
 class TextStates:
-    """One text's part of the memory, and how far it got."""
+    """One text's part of the memory, and what it holds."""
 
     extent: Extent
     first_token: int  # slot of the ring
     first_state: int  # slot of the checkpoints
-    folded: int = 0  # the newest checkpoint that stands: the state after `folded` blocks
-    lowest: int = 0  # the oldest that was not written over
-    high: int = 0  # tokens that the ring has seen
+    folded: int = 0  # the newest valid checkpoint: the state after `folded` blocks
+    lowest: int = 0  # the oldest checkpoint that was not overwritten
+    high: int = 0  # tokens written to the ring so far
 
     def token_slots(self, positions: Ints) -> Ints:
         """Where the inputs of committed tokens are kept."""
@@ -74,31 +74,31 @@ class TextStates:
         self.lowest = max(self.lowest, block - self.extent.checkpoints + 1)
 
     def append(self, tokens: int) -> None:
-        """The text has consumed so many tokens in all."""
+        """The text has now consumed so many tokens in all."""
         self.high = max(self.high, tokens)
 
     def can_cut(self, length: int) -> bool:
-        """Whether all that a text of this length needs still stands."""
+        """Whether all that a text of this length needs is still held."""
         block = self.extent.oldest(length)
         return (not block or block >= self.lowest) and block * self.extent.block >= self.high - self.extent.ring
 
     def base_of(self, length: int) -> int:
-        """The checkpoint that the rows after so many tokens start from, or an older one: what is kept of a text that
-        is put by, with the inputs since."""
+        """The checkpoint that is saved with a text of this length, beside the inputs since: the one that its next row
+        starts from, or an older one."""
         return min(self.extent.oldest(length), self.folded)
 
     def restore(self, block: int, length: int) -> None:
-        """This checkpoint and the inputs after it, up to this length, have been put into place."""
+        """This checkpoint and the inputs after it, up to this length, are restored."""
         self.folded = self.lowest = block
         self.high = length
 
     def cut(self, length: int) -> None:
-        """The text is this long now. Only where it can be cut so."""
+        """Shorten the text to this length. Requires `can_cut`."""
         self.folded = min(self.folded, length // self.extent.block)
 
 
 class StatePool:
-    """Which places are free."""
+    """Gives out and takes back places."""
 
     def __init__(self, count: int, extent: Extent) -> None:
         self.count = count
@@ -114,22 +114,22 @@ class StatePool:
         return place_of(self._free.pop() - 1, self.extent)
 
     def give(self, place: TextStates) -> None:
-        """Take a place back."""
+        """Return a place to the pool."""
         self._free.append((place.first_token - 1) // self.extent.ring + 1)
 
 
 def place_of(index: int, extent: Extent) -> TextStates:
-    """The place of this number, where all are alike; slot 0 is nobody's."""
+    """The place of this number, where all have one extent; slot 0 belongs to none."""
     return TextStates(extent, 1 + index * extent.ring, 1 + index * extent.checkpoints)
 
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """Where everything lies: the texts' places, one for the runner's own checks, and scratch for a step's rows."""
+    """The layout of the memory: the texts' places, one for the runner's own checks, and scratch for a step's rows."""
 
     extent: Extent
     places: int
-    whole: Extent  # of the runner's own
+    whole: Extent  # of the runner's own place
     scratch: int  # the first token slot for a step's rows
     tokens: int  # token slots in all
     states: int  # state slots in all
@@ -137,23 +137,23 @@ class Arrangement:
     @classmethod
     def of(cls, places: int, block: int, depth: int, step_rows: int) -> Arrangement:
         """For so many texts, blocks of so many tokens, trees of this depth and steps of so many rows."""
-        extent = Extent.of(block, depth + 1, depth)  # a router that drops a verdict cuts a text by a path
+        extent = Extent.of(block, depth + 1, depth)  # a dropped verdict cuts a text by a path
         whole = Extent.of_whole(block, step_rows, depth)
         scratch = 1 + places * extent.ring + whole.ring
         states = 1 + places * extent.checkpoints + whole.checkpoints
         return cls(extent, places, whole, scratch, scratch + step_rows, states)
 
     def own_place(self) -> TextStates:
-        """The runner's own, for a text of which nothing is there."""
+        """The runner's own place, empty."""
         after = place_of(self.places, self.extent)
         return TextStates(self.whole, after.first_token, after.first_state)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FoldOf:
-    """A checkpoint moved on by a block."""
+    """A checkpoint advanced by a block."""
 
-    source: int  # slot of the states; -1 - f for what the step's fold f gives
+    source: int  # slot of the states; -1 - f for the result of the step's fold f
     columns: Ints  # [block] slots of the block's inputs
     target: int  # slot of the states, or NOT_KEPT
 
@@ -163,15 +163,15 @@ class RecurrentRows:
     """A step's rows, or one text's of them, for a target with states."""
 
     columns: Ints  # [rows, 2 * block] slots of the inputs at positions from the row's checkpoint on; 0 where none is
-    own: Ints  # [rows] the column of each row's own
+    own: Ints  # [rows] the column of the row's own input
     homes: Ints  # [rows] the slot of its position in its text's ring
-    sources: Ints  # [rows] the checkpoint that it starts from, as a fold's source
+    sources: Ints  # [rows] the checkpoint that it starts from, as in `FoldOf.source`
     folds: tuple[FoldOf, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _InputSlots:
-    """Where the inputs of one text's tokens are, for a step."""
+    """The slots of the inputs of one text's tokens during a step."""
 
     place: TextStates
     committed: Ints  # [n] positions of rows of this step, in any order
@@ -197,12 +197,12 @@ def recurrent_rows(
 ) -> RecurrentRows:
     """One text's rows of a step: committed ones at these positions, then a tree's, whose root stands at `root`.
 
-    scratch: the slot of the first of these rows   folds: how many of the step are others', before these. Says to the
-    place which checkpoints the step writes.
+    scratch: the slot of the first of these rows   folds: how many folds of the step come before these. Records in
+    `place` which checkpoints the step writes.
     """
     block = place.extent.block
     positions = committed
-    certain = committed  # the last position of a row's path that is no guess
+    certain = committed  # the last position of a row's path that is not a guess
     trail = np.zeros((len(committed), 1), np.int64)  # column d: the slot of the row's ancestor at depth d
     known = committed
     if tree is not None:
@@ -258,8 +258,8 @@ def pack_recurrent(parts: Sequence[RecurrentRows]) -> RecurrentRows:
 
 
 def last_writers(source: Ints, target: Ints) -> tuple[Ints, Ints]:
-    """A copy in which several rows have one target, as one in which the last of them does: a long chunk of a prompt
-    goes round its ring more than once."""
+    """A copy without the rows whose target a later row has too: a long chunk of a prompt goes round its ring more than
+    once."""
     _, first = np.unique(target[::-1], return_index=True)
     rows = np.sort(len(target) - 1 - first)
     return source[rows], target[rows]

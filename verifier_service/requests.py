@@ -1,4 +1,4 @@
-"""What a verifier's scheduler is asked, what it answers, and what it knows of a text."""
+"""The calls, limits, texts and counters of a verifier's scheduler."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ Call = OpenCall | VerifyCall | CloseCall
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What the engine holds and runs at once. Computed when it is loaded."""
+    """The limits of an engine, computed when it is loaded."""
 
     vocabulary: int
     max_length: int  # tokens of a text
     max_rows: int  # rows of a tree
     max_depth: int
     max_sessions: int  # texts that hold pages at once
-    max_waiting: int  # texts that wait for their turn behind them
+    max_waiting: int  # texts that may wait for a place behind them
     step_rows: int  # rows of a step
     sizes: tuple[int, ...]  # numbers of rows that a step is padded to
-    prefill_rows: int  # rows of a step that are kept for prompts; where few trees wait, all that a step has with them
+    prefill_rows: int  # rows of a step reserved for prompts; beside few rows of trees, the size of the whole step
     pages: int  # for texts
     share_prefixes: bool
-    first_scratch: int  # the slots for guesses begin here
+    first_scratch: int  # the first slot for guesses
     end_ids: frozenset[int]
     window: int | None = None  # positions that a row sees at most, where every layer has a sliding window
-    saves: bool = False  # a text's whole memory is small, and is put by when it is closed
+    saves: bool = False  # a text's whole memory is small, and is saved when it is closed
     recurrent: Arrangement | None = None  # of the memory of a target with states
 
     def pages_of(self, tokens: int) -> int:
-        """Pages that a text of so many tokens, guesses included, holds at most at once."""
+        """The most pages that a text of so many tokens, guesses included, holds at once."""
         return most_pages(tokens, self.window, self.slack, self.step_rows + self.max_depth)
 
     @property
     def slack(self) -> int:
-        """Tokens by which a router cuts a text as a matter of course, when it drops a verdict."""
+        """The most tokens by which a dropped verdict shortens a text."""
         return self.max_depth + 1
 
     @property
@@ -56,7 +56,7 @@ class Capacity:
 
 
 class Reply(Protocol):
-    """Where an answer goes: an asyncio future, or anything like it."""
+    """Receives an answer: an asyncio future or similar."""
 
     def done(self) -> bool: ...
     def set_result(self, answer: Any) -> None: ...
@@ -68,22 +68,22 @@ class Saved:
     """A state-space text's memory after `length` tokens."""
 
     length: int
-    tokens: int  # the newest ones, whose inputs it has
+    tokens: int  # number of newest tokens whose inputs it holds
     arrays: Mapping[str, Array]
 
 
 @dataclass(slots=True, eq=False)
-class Ask:
+class PendingCall:
     """A call that waits for its answer."""
 
     call: Call
     reply: Reply
     arrived: float = field(default_factory=time.perf_counter)
-    saved: Saved | None = None  # what the store has of a text that is opened
+    saved: Saved | None = None  # the stored memory of a text that is opened
 
     @property
     def given_up(self) -> bool:
-        """Its caller waits no longer."""
+        """The caller no longer waits."""
         return self.reply.done()
 
     def answer(self, answer: Any) -> None:
@@ -104,15 +104,15 @@ class VerifierText:
     warp: Warp
     text: PeerText
     memory: TextMemory
-    opening: Ask | None = None  # until the prompt is consumed
-    asks: deque[Ask] = field(default_factory=deque)  # verifications, in order of arrival
-    admitted: bool = False  # it may hold pages; where not, it waits for its turn
-    answered: float | None = None  # when its last verdict left; None where none is expected to follow
+    opening: PendingCall | None = None  # until the prompt is consumed
+    asks: deque[PendingCall] = field(default_factory=deque)  # verifications, in order of arrival
+    admitted: bool = False  # it may hold pages; until then it waits
+    answered: float | None = None  # time of its last verdict; None where no round is expected next
     rows: int = 1  # of its last tree
-    away_s: float = 0.0  # what its router usually takes to come back with the next round
-    counted: bool = False  # among those that had to wait
-    restored: int = 0  # tokens that were there when it was admitted first
-    saved: Saved | None = None  # what the store has of it, until it is admitted
+    away_s: float = 0.0  # smoothed time from a verdict to its router's next round
+    counted: bool = False  # already counted as `waited`
+    restored: int = 0  # tokens that were restored or shared when it was admitted
+    saved: Saved | None = None  # its stored memory, until it is admitted
 
     @property
     def lacking(self) -> int:
@@ -121,30 +121,30 @@ class VerifierText:
 
     @property
     def waits(self) -> bool:
-        """Somebody waits for it to come on."""
+        """Whether a call waits for it."""
         return self.opening is not None or bool(self.asks)
 
 
 @dataclass(slots=True)
 class VerifierCounters:
-    """What happened since the start; only ever grows."""
+    """Counters since the start; they never decrease."""
 
     steps: int = 0
     step_us: int = 0  # from the choice of a step's rows to its answers
     forward_us: int = 0  # of that, the model's forward
     rows: int = 0
     guesses: int = 0  # of them, rows of trees below a root
-    trimmed: int = 0  # guesses that were sent and left out
-    waited: int = 0  # texts that had to wait for their turn
-    refused: int = 0  # texts for which even the queue had no place
-    set_back: int = 0  # times that a text gave its pages to an older one, to be computed again
+    trimmed: int = 0  # guesses that were sent and left out of the step
+    waited: int = 0  # texts that had to wait to be admitted
+    refused: int = 0  # texts refused because the queue was full
+    preempted: int = 0  # preemptions: a text's pages went to an older one, and it is computed again
 
 
 @dataclass(slots=True, eq=False)
 class _Share:
-    """What one session has in a step."""
+    """One text's rows of a step."""
 
     session: VerifierText
-    prefill: int  # committed rows, from what is consumed on
-    ask: Ask | None  # with its tree
-    tree: DraftTree | None = None  # what the step takes of it
+    prefill: int  # committed rows, after those consumed
+    ask: PendingCall | None  # with its tree
+    tree: DraftTree | None = None  # the part of it in the step

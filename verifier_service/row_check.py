@@ -53,8 +53,8 @@ class RowTrace:
     def first_difference(self, other: RowTrace, rows: Tensor) -> str:
         """The first place where this trace's rows [k] differ from the other's first k rows.
 
-        It is a module's input where all modules before it gave equal results: the difference is then in what their
-        parent computed itself.
+        A module's input is the place where the results of all modules before it are equal: then their parent's own
+        computation differs.
         """
         for mine, its in zip(self._seen, other._seen, strict=False):
             if mine.place != its.place:

@@ -1,4 +1,4 @@
-"""What a step is made of: rows of texts, where each stands, what it sees and where its keys go. Plain arrays."""
+"""A step as plain arrays: rows of texts, their positions, the keys that each sees and the slots of its own."""
 
 from __future__ import annotations
 
@@ -21,42 +21,42 @@ NO_ROWS: Ints = np.zeros(0, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class Far:
-    """Rows [start, stop) of a plan and the pages of their text that any of them sees as far, in order."""
+    """Rows [start, stop) of a plan, and the pages of their text with far keys of any of them, in order."""
 
     start: int
     stop: int
     pages: tuple[int, ...]
-    first: int  # the index of the first of them in the text
+    first: int  # the index of the first page in the text
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """One step. It can be sent to shards, or feed a graph."""
+    """One step. It can be sent to shards, or fill a graph's buffers."""
 
     tokens: Ints  # [rows]
     positions: Ints  # [rows]
-    slots: Ints  # [rows] where the row's key and value go: its home if it is certain, a scratch slot if it is a guess
-    homes: Ints  # [rows] the slot of its position in its text: where it is kept if the walk accepts it
+    slots: Ints  # [rows] where the row's key and value are written: a scratch slot for a guess, else its home
+    homes: Ints  # [rows] the slot of its position in its text: where an accepted guess is copied to
     near: Ints  # [rows, 2 * near] slots of the keys at near * (p // near - 1) + column; 0 where there is none
     far: tuple[Far, ...]
-    wanted: Ints  # [k] rows whose logits are asked for
+    wanted: Ints  # [k] rows whose logits are needed
     draws: tuple[Draw, ...]
     recurrent: RecurrentRows | None = None  # of a target with states
 
     @property
     def certain(self) -> npt.NDArray[np.bool_]:
-        """[rows] which rows are no guesses."""
+        """[rows] true for rows that are not guesses."""
         return self.slots == self.homes
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What came of a plan."""
+    """The result of a plan."""
 
     walks: tuple[Walk, ...]  # one per draw
     forward_us: int  # of the model, attention included
     run_us: int  # of all of the step's work in the model's thread
-    cold: bool = False  # kernels were compiled or recorded in it: later steps of its shape take less time
+    cold: bool = False  # kernels were compiled or recorded: later steps of its shape take less time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,13 +89,13 @@ def text_rows(
 ) -> TextRows:
     """Committed rows, at these positions of a text, then the rows of a tree whose root is the text's last token.
 
-    pages: of the text, by position. The guesses' keys go to slots from `scratch` on, in order; all the others' to
-    their homes. What a row sees must be in its place already, or be a row of the same step. window: of the layer that
-    sees furthest, where none sees all.
+    pages: of the text, by position. Keys of guesses go to slots from `scratch` on, in order; all others to their
+    homes. The keys that a row sees must be in place already, or be of rows of the same step. window: the widest sliding
+    window; None where a layer sees all.
     """
     root = len(ids) - 1
     tokens = np.array([ids[position] for position in committed.tolist()], np.int64)
-    positions, certain = committed, committed  # certain: the last position of a row's path that is no guess
+    positions, certain = committed, committed  # certain: the last position of a row's path that is not a guess
     trail = np.zeros((len(committed), 1), np.int64)  # column d: the slot of the row's guess at depth d
     if tree is not None:
         depths = tree.depths
@@ -120,7 +120,7 @@ def text_rows(
 
 def _near(table: Ints, positions: Ints, certain: Ints, trail: Ints, near: int) -> Ints:
     keys = first_near(positions, near)[:, None] + np.arange(2 * near)
-    seen = np.clip(keys, 0, positions[:, None])  # in range, whatever is hidden below
+    seen = np.clip(keys, 0, positions[:, None])  # clipped to valid positions; hidden columns become 0 below
     depth = seen - certain[:, None]
     guessed = depth > 0
     committed = np.where(guessed, 0, seen)

@@ -1,4 +1,4 @@
-"""Runs a step: rows into the model, logits into walks, accepted rows into their places. Knows no request."""
+"""Runs a step: rows through the model, logits into walks, accepted rows into their slots. Handles no requests."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ from verifier_service.walk import Walker
 SMALL_BUCKETS = tuple(range(8, 65, 8))
 
 CHECKED_ROWS = 32
-"""Rows that the check at start looks at in each small bucket."""
+"""Rows that the check at start compares in each smaller bucket."""
 
 
 def buckets_up_to(step_rows: int) -> tuple[int, ...]:
-    """Numbers of rows that a step is padded to: multiples of 8 to 64, then half-way and full powers of two."""
+    """Numbers of rows that a step is padded to: multiples of 8 up to 64, then 96, 128, 192, 256, ... The last is
+    `step_rows`, rounded up to a multiple of 8."""
     buckets = [bucket for bucket in SMALL_BUCKETS if bucket < step_rows]
     size = 64
     while size < step_rows:
@@ -42,10 +43,10 @@ def buckets_up_to(step_rows: int) -> tuple[int, ...]:
 
 
 class StepRunner:
-    """Owns the model, its pages and the noise. Of one thread at a time."""
+    """Owns the model, its pages and the noise. Not thread-safe: one thread at a time."""
 
     def __init__(self, target: LoadedTarget, bounds: Bounds, buckets: Sequence[int], crew: Crew | None = None) -> None:
-        """crew: the workers that have the target's other shards, with runners of the same memory."""
+        """crew: the workers with the target's other shards, whose runners have the same bounds."""
         self.target = target
         self.crew = crew
         self.near = bounds.near
@@ -53,7 +54,7 @@ class StepRunner:
         self.buckets = tuple(buckets)
         self.walker = Walker(target.vocabulary)
         self.own_pages = range(1 + bounds.pages, 1 + bounds.pages + bounds.own_pages)
-        self._own_text: list[int] = []  # tokens whose keys lie on them
+        self._own_text: list[int] = []  # tokens whose keys are on them
         self.pages = Pages(target.layouts, bounds.pages + bounds.own_pages, buckets[-1], self.device)
         target.run.pages = self.pages
         self.arrangement = bounds.arrangement
@@ -80,16 +81,16 @@ class StepRunner:
         return self._logits(self._begin(plan)).all()[: len(plan.wanted)]
 
     def _logits(self, inputs: tuple[Tensor, Tensor, Tensor]) -> Logits:
-        """Of the padded wanted rows. A single block is made with the layers: a second call of the model costs time too;
-        and so does a head that workers share."""
+        """Logits of the padded wanted rows. A single block, and a head that workers share, run in one call of the model
+        with the layers: a second call costs time."""
         if len(inputs[2]) <= HEAD_ROWS or self.target.head.together:
             return Logits.made(self.target.logits(*inputs))
         return Logits(self.target.hidden(*inputs), self.target.logits_of)
 
     def _begin(self, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor]:
-        """Tell the crew and the seats of a step's rows; returns the padded tokens, positions and wanted rows."""
+        """Send a step's rows to the crew and the seats; returns the padded tokens, positions and wanted rows."""
         if self.crew is not None:
-            self.crew.tell(replace(plan, draws=()))
+            self.crew.broadcast(replace(plan, draws=()))
         count = len(plan.tokens)
         padded = self._bucket(count)
         positions = self._tensor(plan.positions)
@@ -107,7 +108,7 @@ class StepRunner:
                 plan.recurrent, padded, self.arrangement.scratch, self.device
             )
         missing = (0, padded - count)
-        # A guess may stand past the model's last position; its text may not, so such a row never counts.
+        # A guess may be past the model's last position, but the text may not: such a row never counts.
         places = torch.nn.functional.pad(positions.clamp(max=self.target.max_positions - 1), missing)
         tokens = torch.nn.functional.pad(self._tensor(plan.tokens), missing)
         wanted = np.zeros(self._bucket(len(plan.wanted)), np.int64)
@@ -115,7 +116,7 @@ class StepRunner:
         return tokens, places, self._tensor(wanted)
 
     def keep(self, kept: AcceptedSlots) -> None:
-        """Copy accepted guesses from scratch slots to their places, and accepted rows' inputs to mixers into rings."""
+        """Copy accepted guesses' keys from scratch slots to their homes, and accepted rows' mixer inputs into rings."""
         if len(kept.source):
             self.pages.append(self._tensor(kept.source), self._tensor(kept.target))
         if len(kept.inputs):
@@ -123,37 +124,37 @@ class StepRunner:
             self.target.run.recurrent.keep(self._tensor(kept.inputs), self._tensor(kept.rings))
 
     def save(self, place: TextStates, length: int) -> dict[str, Array]:
-        """What a text of so many consumed tokens needs to go on elsewhere."""
+        """What a text of so many consumed tokens needs to go on at another replica."""
         assert self.target.run.recurrent is not None
         block = place.base_of(length)
         slots = place.token_slots(np.arange(block * place.extent.block, length))
         return self.target.run.recurrent.save(self._tensor(slots), place.state_slot(block))
 
     def restore(self, place: TextStates, length: int, tokens: int, arrays: Mapping[str, Array]) -> None:
-        """Put what `save` returned into the place of a text of that length: a checkpoint, and the inputs of the
-        `tokens` after it. The checkpoint's number follows from these: `place.folded` may be past it by now."""
+        """Load what `save` returned into the place of a text of that length: a checkpoint, and the inputs of the
+        `tokens` after it. The checkpoint's number is computed from these, as `place.folded` may be past it by now."""
         assert self.target.run.recurrent is not None
         slots = place.token_slots(np.arange(length - tokens, length))
         block = (length - tokens) // place.extent.block
         self.target.run.recurrent.load(arrays, self._tensor(slots), place.state_slot(block))
 
     def warm_up(self) -> None:
-        """Compile and record ahead what the first step of a kind would. Called once, before any text."""
+        """Compile and record what the first step of a kind would otherwise. Called once, before any text."""
 
     def prepare(self, session: int, position: int) -> None:
-        """Compute noise ahead, in idle time."""
+        """Compute noise in advance, in idle time."""
         self.walker.prepare(session, position)
 
     def forget(self, sessions: Sequence[int]) -> None:
-        """These sessions are closed."""
+        """Drop the noise of closed sessions."""
         for session in sessions:
             self.walker.forget(session)
 
     def tree_logits(self, ids: Sequence[int], tree: DraftTree) -> Tensor:
         """Logits [rows, vocabulary] float32 of a tree whose root is the last token of a text.
 
-        What a drafter made of the target itself needs. Uses pages of the runner's own, which remember the last text:
-        no session is touched.
+        For drafters made from the target itself. Uses the runner's own pages, which keep the last text; texts of
+        sessions are not affected.
         """
         if len(ids) + int(tree.depths.max()) > len(self.own_pages) * PAGE:
             raise ValueError(f"ids: {len(ids)} tokens; there is room for {len(self.own_pages) * PAGE}")
@@ -173,14 +174,14 @@ class StepRunner:
         return self._text_rows(ids, NO_ROWS, tree)
 
     def logits_are_finite(self, seed: int = 0) -> bool:
-        """Whether the logits of a few random tokens are finite: float16 ends at 65504."""
+        """Whether the logits of a few random tokens are finite: float16 has no number above 65504."""
         rows = min(self.buckets[0], self.target.max_positions)
         ids = np.random.default_rng(seed).integers(0, self.target.vocabulary, rows).tolist()
         return bool(torch.isfinite(self._whole_text(ids)).all())
 
     def check_rows(self, seed: int = 0) -> list[str]:
-        """Run the largest bucket, then every bucket on rows of it in other places. Returns the buckets whose logits
-        have other bits, each with the first module whose results have."""
+        """Run the largest bucket, then every bucket on shuffled rows of it. Returns the buckets whose logits have other
+        bits, each with the first module whose results have other bits."""
         largest = min(self.buckets[-1], self.target.max_positions, len(self.own_pages) * PAGE)
         generator = np.random.default_rng(seed)
         ids = generator.integers(0, self.target.vocabulary, largest).tolist()
@@ -203,7 +204,7 @@ class StepRunner:
         return logits
 
     def _first_in(self, ids: Sequence[int], differ: Mapping[int, Ints]) -> dict[int, str]:
-        """Where rows [bucket] of a text first get other bits than in a step of the whole text, by bucket."""
+        """By bucket, the first place where its rows of a text have other bits than in a step of the whole text."""
         if not differ:
             return {}
         whole, places = RowTrace(), {}
@@ -217,7 +218,7 @@ class StepRunner:
         return places
 
     def _text_rows(self, ids: Sequence[int], committed: Ints, tree: DraftTree | None) -> Tensor:
-        """Logits of these rows of a text that lies on the runner's own pages, in one step."""
+        """Logits of these rows of a text on the runner's own pages, in one step."""
         part = text_rows(ids, committed, tree, self.own_pages, self.pages.scratch, self.near, self.target.window)
         if self.target.mixers:
             scratch = self.arrangement.scratch
@@ -232,7 +233,7 @@ class StepRunner:
         return logits
 
     def _accepted(self, plan: StepPlan, walks: Sequence[Walk]) -> AcceptedSlots:
-        """What the walks accepted."""
+        """The slots of what the walks accepted."""
         rows = [draw.first + row for draw, walked in zip(plan.draws, walks, strict=True) for row in walked.path[1:]]
         inputs = rings = NO_ROWS
         if plan.recurrent is not None:
@@ -241,11 +242,11 @@ class StepRunner:
         return AcceptedSlots(plan.slots[rows], plan.homes[rows], inputs, rings)
 
     def _keep(self, kept: AcceptedSlots) -> None:
-        """Keep it here and, where there is a crew, at all its workers."""
+        """Run `keep` here and at all workers of the crew."""
         if not len(kept.source) and not len(kept.inputs):
             return
         if self.crew is not None:
-            self.crew.tell(kept)
+            self.crew.broadcast(kept)
         self.keep(kept)
 
     def _bucket(self, rows: int) -> int:
@@ -260,7 +261,7 @@ def _on(device: torch.device, array: Ints) -> Tensor:
 
 
 def recurrent_step(rows: RecurrentRows, padded: int, scratch: int, device: torch.device) -> RecurrentStep:
-    """A step's rows as its mixers see them, written to slots from `scratch` on; those that only pad have no path."""
+    """A step's rows for its mixers, written to slots from `scratch` on; rows of padding have no path."""
     tensor = partial(_on, device)
     missing = (0, padded - len(rows.columns))
     groups = []

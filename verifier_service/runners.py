@@ -1,4 +1,4 @@
-"""Which runner a target gets: on an accelerator with captured steps, sharded, or plain."""
+"""Chooses a target's runner: `StepRunner` on a CPU or with mixers, else `DeviceRunner`."""
 
 from __future__ import annotations
 

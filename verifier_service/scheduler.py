@@ -1,7 +1,7 @@
-"""Which rows of which texts the next step takes. Sees requests, plain arrays and page numbers; never a tensor.
+"""Chooses the rows of the next step. Handles requests, plain arrays and page numbers, no tensors.
 
-ask ->  inbox  -> next(): settle what needs no forward, then pack one step -> Plan
-Outcome -> apply(): what the memory now covers, and the answers
+Ask -> submit() -> next(): answer calls that need no forward, then pack one step -> StepPlan
+StepOutcome -> apply(): record what the memory now covers, and answer
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ from tree_kernels.warp import Warp
 from verifier_service.budget import StepCosts, path_in, worthwhile
 from verifier_service.memory import PageTable, TextMemory, salt_of
 from verifier_service.recurrent import StatePool, recurrent_rows
-from verifier_service.requests import Ask, Capacity, Saved, VerifierCounters, VerifierText, _Share
+from verifier_service.requests import Capacity, PendingCall, Saved, VerifierCounters, VerifierText, _Share
 from verifier_service.rows import NO_ROWS, StepOutcome, StepPlan, pack, text_rows
 from verifier_service.walk import Draw
 
 LINGER = 0.75
-"""The share of the time that a common step would save which a round may wait for others that are about to come back:
-two texts that take turns pay for two steps a token, two that go together for little more than one."""
+"""Longest wait for rounds expected soon, as a share of the time that one common step saves over two separate ones."""
 
 
 class StepScheduler:
-    """Owns the sessions, their pages and the order of things. `next` and `apply` alternate."""
+    """Owns the texts, their pages and their order. `next` and `apply` alternate."""
 
     def __init__(self, capacity: Capacity) -> None:
         self.capacity = capacity
@@ -45,25 +44,25 @@ class StepScheduler:
         self.memory = PageTable(capacity.pages, capacity.share_prefixes, capacity.window, capacity.slack, places)
         self.counters = VerifierCounters()
         self.costs = StepCosts()
-        self.sessions: dict[bytes, VerifierText] = {}  # in order of age
-        self._inbox: deque[Ask] = deque()
+        self.sessions: dict[bytes, VerifierText] = {}  # the oldest first
+        self._inbox: deque[PendingCall] = deque()
         self._numbers = 0
         self._closed: list[int] = []
         self._restoring: list[tuple[VerifierText, Saved]] = []
-        self._leaving: deque[tuple[VerifierText, Ask]] = deque()
+        self._leaving: deque[tuple[VerifierText, PendingCall]] = deque()
         self._running: list[_Share] = []
-        # Of the last step: the choice of its rows, their packing, and its answers.
+        # Times of the last step: its `next` began, packing began, its answers were sent.
         self._began = self._started = self._ended = 0.0
-        self.linger_s = 0.0  # how long to wait for more calls before `next` is asked again, though some are there
+        self.linger_s = 0.0  # how long to wait for more calls before `next`, though some are pending
         self._size = 0  # rows of the last plan, padded
 
-    def submit(self, ask: Ask) -> None:
-        """Take in a call; it is looked at by the next `next`."""
+    def submit(self, ask: PendingCall) -> None:
+        """Queue a call; the next `next` handles it."""
         self._inbox.append(ask)
 
     def next(self) -> StepPlan | None:
-        """The next step, or None where nothing needs one, where it should wait for `linger_s`, or where saved memories
-        are to be put in place first (`take_restoring`). Answers at once what needs no step."""
+        """The next step. None where no text needs one, where it should wait for `linger_s`, or where saved memories
+        must be restored first (`take_restoring`). Answers calls that need no step at once."""
         began = time.perf_counter()
         while self._inbox:
             ask = self._inbox.popleft()
@@ -77,7 +76,7 @@ class StepScheduler:
             if session.opening is not None and session.opening.given_up:
                 self._free(opening)
         self._admit()
-        if self._restoring:  # a step that is packed now would read checkpoints that are not in place yet
+        if self._restoring:  # a step packed now would read checkpoints that are not restored yet
             self.linger_s, self._running = 0.0, []
             return None
         self.linger_s = self._worth_waiting()
@@ -94,33 +93,32 @@ class StepScheduler:
         return plan
 
     def _worth_waiting(self) -> float:
-        """How long the next step should be put off for the sake of those who are about to join it; mostly 0."""
+        """Seconds to delay the next step for rounds that are expected soon; mostly 0."""
         if not self.costs.known:
             return 0.0
         now = time.perf_counter()
         usual_s = self.costs.us(np.array([self._size]))[0] / 1e6
-        began, back, rows, others = math.inf, math.inf, 0, 0
+        waiting_since, next_return, rows, others = math.inf, math.inf, 0, 0
         for session in self.sessions.values():
             if session.opening is not None and session.admitted:
                 return 0.0
             if session.asks:
                 call = session.asks[0].call
                 assert isinstance(call, VerifyCall)
-                # The step that ran meanwhile is no waiting for others: else two halves would take turns for ever.
-                began = min(began, max(session.asks[0].arrived, self._ended))
+                # Time under a running step does not count as waiting: else two halves would alternate for ever.
+                waiting_since = min(waiting_since, max(session.asks[0].arrived, self._ended))
                 rows += call.tree.rows
             elif session.answered is not None and max(session.away_s, now - session.answered) < usual_s:
-                back = min(back, session.answered + session.away_s)
+                next_return = min(next_return, session.answered + session.away_s)
                 others += session.rows
         if not rows or not others:
             return 0.0
-        apart, other, together = self.costs.us(np.array([rows, others, rows + others]))
-        until = began + LINGER * (apart + other - together) / 1e6
-        return max(until - now, 0.0) if back <= until else 0.0
+        rows_us, others_us, together_us = self.costs.us(np.array([rows, others, rows + others]))
+        until = waiting_since + LINGER * (rows_us + others_us - together_us) / 1e6
+        return max(until - now, 0.0) if next_return <= until else 0.0
 
     def apply(self, outcome: StepOutcome) -> list[tuple[int, int]]:
-        """Take in what came of the last plan and answer. Returns (session, base) of the rounds likely to come next and
-        to need noise."""
+        """Record the last plan's outcome and answer. Returns (session, base) of likely next rounds that need noise."""
         walks = iter(outcome.walks)
         likely = []
         if not outcome.cold:
@@ -147,7 +145,7 @@ class StepScheduler:
         return likely
 
     def fail(self, error: Exception) -> None:
-        """The last plan's forward failed: its texts are lost, the others go on."""
+        """The last plan's forward failed: its texts end with EngineFailed, the others go on."""
         for share in self._running:
             for opening, session in list(self.sessions.items()):
                 if session is share.session:
@@ -155,7 +153,7 @@ class StepScheduler:
         self._running = []
 
     def give_up(self, reason: DendroError) -> None:
-        """End all texts, and tell whoever waits why."""
+        """End all texts and fail all pending calls with `reason`."""
         for ask in self._inbox:
             ask.fail(reason)
         self._inbox.clear()
@@ -166,13 +164,13 @@ class StepScheduler:
             self._free(opening, reason)
 
     def take_closed(self) -> tuple[int, ...]:
-        """Numbers of sessions that ended since they were last taken."""
+        """Numbers of the sessions that ended since the last call."""
         closed, self._closed = tuple(self._closed), []
         return closed
 
-    # What a call does when it is taken in
+    # Handling a call
 
-    def _take(self, ask: Ask) -> None:
+    def _take(self, ask: PendingCall) -> None:
         call = ask.call
         if isinstance(call, OpenCall):
             self._open(ask, call)
@@ -184,14 +182,14 @@ class StepScheduler:
             if self.capacity.saves and not ask.given_up and self._leave(session, ask, call):
                 return
             self._free(call.update.opening)
-            ask.answer(Closed(saved=0))  # the keys of a Transformer stay on no shelf
+            ask.answer(Closed(saved=0))  # attention keys are never saved
             return
         if session.answered is not None:
             session.away_s = smoothed(session.away_s, ask.arrived - session.answered)
             session.answered = None
         session.asks.append(ask)
 
-    def _open(self, ask: Ask, call: OpenCall) -> None:
+    def _open(self, ask: PendingCall, call: OpenCall) -> None:
         capacity, update = self.capacity, call.update
         self._check_text(update.base, update.tokens)
         longest = call.terms.limits.max_length
@@ -214,16 +212,16 @@ class StepScheduler:
             self.counters.refused += 1
             raise Overloaded(
                 f"sessions: {capacity.max_sessions} texts are open and {len(self.sessions) - capacity.max_sessions} "
-                f"wait, the most that may"
+                f"wait, the most allowed"
             )
         self._numbers += 1
         memory = TextMemory(salt_of(call.terms.tenant))
         session = VerifierText(self._numbers, call.terms, warp, text, memory, opening=ask, saved=ask.saved)
         self.sessions[update.opening] = session
 
-    def _leave(self, session: VerifierText, ask: Ask, call: CloseCall) -> bool:
-        """Let a closed text's memory be put by first; false where it does not cover the text."""
-        if call.update.base > self.capacity.max_length:  # no text here is so long: spare the digest of its tokens
+    def _leave(self, session: VerifierText, ask: PendingCall, call: CloseCall) -> bool:
+        """Queue a closed text's memory to be saved; false where it does not cover the text."""
+        if call.update.base > self.capacity.max_length:  # longer than any text here: do not hash its tokens
             return False
         try:
             self._follow_text(session, call.update)
@@ -235,33 +233,32 @@ class StepScheduler:
         self._leaving.append((session, ask))
         return True
 
-    def next_leaving(self) -> tuple[VerifierText, Ask] | None:
-        """A closed text whose memory is to be put by. It stands until the text is `gone`; one that was set back
-        meanwhile has none."""
+    def next_leaving(self) -> tuple[VerifierText, PendingCall] | None:
+        """The next closed text whose memory is to be saved; it keeps its memory, unless preempted, until `gone`."""
         return self._leaving.popleft() if self._leaving else None
 
     def gone(self, call: CloseCall) -> None:
-        """A leaving text's memory was copied."""
+        """A closed text's memory was copied: release it."""
         self._free(call.update.opening)
 
     def take_restoring(self) -> list[tuple[VerifierText, Saved]]:
-        """Saved memories to put in place before `next` packs a step; `restored` is called for each of them."""
+        """Saved memories to restore before `next` packs a step; call `restored` for each of them."""
         restoring, self._restoring = self._restoring, []
         return restoring
 
-    def restored(self, session: VerifierText, stands: bool) -> None:
-        """A saved memory was put in place; where that failed (`stands` is false), its text will be computed."""
-        if session not in self.sessions.values():  # all texts were given up meanwhile
+    def restored(self, session: VerifierText, succeeded: bool) -> None:
+        """A saved memory was restored; where that failed, its text will be computed."""
+        if session not in self.sessions.values():  # all texts were ended meanwhile
             return
-        if not stands:
+        if not succeeded:
             self.memory.release(session.memory)
             session.restored = 0
         self._settle_opening(session)
 
     def _admit(self) -> None:
-        """Let texts that wait have their turn, in order of age, as long as there are places and pages for them."""
+        """Admit waiting texts, the oldest first, while there are places and pages for them."""
         places = self.capacity.max_sessions - sum(session.admitted for session in self.sessions.values())
-        blocked = False  # a short text does not overtake a long one for ever
+        blocked = False  # strictly in order: a short text never overtakes a long one
         for session in self.sessions.values():
             if session.admitted:
                 continue
@@ -303,7 +300,7 @@ class StepScheduler:
             session.opening = None
 
     def _free(self, opening: bytes, error: DendroError | None = None) -> None:
-        """End an opening, if there is one: its pages are free at once."""
+        """End an opening, if it exists, and release its pages."""
         session = self.sessions.pop(opening, None)
         if session is None:
             return
@@ -317,21 +314,21 @@ class StepScheduler:
         session.asks.clear()
         session.opening = None
 
-    # What goes into a step
+    # Packing a step
 
     def _pick(self) -> list[_Share]:
-        """Trees first, in order of arrival, each with what its text lacks before it; prompts share what is left."""
+        """Trees first, in order of arrival, each with the rows its text lacks; prompts share the remaining rows."""
         ready = []
         for session in self.sessions.values():
             if session.opening is None and (ask := self._followed(session)) is not None:
                 ready.append((ask.arrived, session, ask))
         for session in self.sessions.values():
             if session.waits and session.admitted and not session.memory.pages:
-                # Set back: what others have published of its text is as good as computed.
+                # Preempted: adopt the pages of its text that others have published.
                 self.memory.adopt(session.memory, session.text.ids[:-1])
         ready.sort(key=lambda each: each[0])
         step_rows, prefill_rows = self.capacity.step_rows, self.capacity.prefill_rows
-        # Texts that come on by prompt rows alone: being opened, or set back and too long for one step.
+        # Texts that need rows of prompts: being opened, or preempted and too long for one step.
         prompts = any(
             session.admitted
             and (session.opening is not None or (session.asks and session.lacking >= step_rows - prefill_rows))
@@ -340,7 +337,7 @@ class StepScheduler:
         room = step_rows - (prefill_rows if prompts else 0)
         shares: list[_Share] = []
         taken: set[int] = set()
-        for _, session, ask in ready:  # the roots, and what lies before them
+        for _, session, ask in ready:  # the roots and the missing rows before them
             assert isinstance(ask.call, VerifyCall)
             deepest = len(session.text.ids) + int(ask.call.tree.depths.max())
             if session.lacking < room and self._hold(session, deepest, taken):
@@ -351,7 +348,7 @@ class StepScheduler:
         room = step_rows
         if shares:
             used = sum(share.prefill + share.tree.rows for share in shares if share.tree is not None)
-            # Prompts get what the trees leave of their part, or half of it, and the rows that would only pad the step.
+            # Prompts get what the trees leave of `prefill_rows`, at least half of it, and all rows of padding.
             wanted = used + max(prefill_rows - used, prefill_rows // 2)
             room = min(self._padded(wanted), step_rows) - used
         for session in list(self.sessions.values()):  # the oldest first
@@ -370,7 +367,7 @@ class StepScheduler:
         return sizes[min(bisect_left(sizes, rows), len(sizes) - 1)]
 
     def _trim(self, shares: Sequence[_Share], room: int) -> None:
-        """Leave out of the trees what does not fit, and what is not worth its rows."""
+        """Drop the guesses that do not fit or are not worth their rows."""
         trees = [share.tree for share in shares if share.tree is not None]
         must = sum(share.prefill + 1 for share in shares)
         kept = worthwhile(trees, must, room, self.capacity.sizes, self.costs)
@@ -379,18 +376,17 @@ class StepScheduler:
         self.counters.trimmed += sum(tree.guesses for tree in trees) - sum(tree.guesses for tree in kept)
 
     def _hold(self, session: VerifierText, tokens: int, taken: set[int]) -> bool:
-        """Let a text hold so many tokens, at the cost of younger ones where it must be; false where even that does not
-        do. Texts that are `taken` into the step keep what they hold."""
+        """Let a text hold so many tokens, preempting younger ones outside `taken`; false where that is not enough."""
         while not self.memory.grow(session.memory, tokens):
             others = [other for other in self.sessions.values() if other.memory.pages and other.number not in taken]
             if not others or others[-1].number <= session.number:
                 return False
             self.memory.release(others[-1].memory)
-            self.counters.set_back += 1
+            self.counters.preempted += 1
         return True
 
-    def _followed(self, session: VerifierText) -> Ask | None:
-        """The session's first call that is in order, its text brought up to it."""
+    def _followed(self, session: VerifierText) -> PendingCall | None:
+        """The session's first valid call, its text updated to it; invalid calls before it are failed."""
         while session.asks:
             ask = session.asks[0]
             if not ask.given_up:
@@ -404,7 +400,7 @@ class StepScheduler:
         return None
 
     def _follow(self, session: VerifierText, call: VerifyCall) -> None:
-        """Bring the session's text up to a call; what the memory holds past the common part is dropped."""
+        """Update the session's text to a call; memory past the common part is dropped."""
         self._check_text(call.update.base, call.update.tokens)
         if call.update.base >= session.terms.limits.max_length:
             raise BadRequest("text", f"has reached its limit of {session.terms.limits.max_length} tokens")
@@ -413,12 +409,12 @@ class StepScheduler:
 
     def _follow_text(self, session: VerifierText, update: TextUpdate) -> None:
         consumed = session.memory.consumed
-        stands = min(session.text.follow(update), len(consumed))
-        # The last verdict's path was appended at once: it stands as far as its tokens came back with this call.
+        valid = min(session.text.follow(update), len(consumed))
+        # `apply` appended the last verdict's path: it stays valid as far as this call's tokens repeat it.
         ids = session.text.ids
-        while stands < len(consumed) and stands < len(ids) and consumed[stands] == ids[stands]:
-            stands += 1
-        self.memory.cut(session.memory, min(stands, len(ids) - 1))  # the root is consumed with its tree
+        while valid < len(consumed) and valid < len(ids) and consumed[valid] == ids[valid]:
+            valid += 1
+        self.memory.cut(session.memory, min(valid, len(ids) - 1))  # the root is consumed with its tree
 
     def _check_tree(self, call: VerifyCall, root: int) -> None:
         tree, capacity = call.tree, self.capacity
@@ -432,34 +428,28 @@ class StepScheduler:
             raise BadRequest("tree.parents", f"depth {tree.depths.max()}; a tree here has at most {capacity.max_depth}")
 
     def _pack(self, shares: Sequence[_Share]) -> StepPlan:
-        parts, draws = [], []
+        parts, draws, capacity = [], [], self.capacity
         start, guesses, folds, wanted = 0, 0, 0, [NO_ROWS]
         for share in shares:
             session, tree = share.session, share.tree
             done = len(session.memory.consumed)
             committed = np.arange(done, done + share.prefill)
-            scratch = self.capacity.first_scratch + guesses
+            scratch = capacity.first_scratch + guesses
             if tree is not None:
                 first = start + share.prefill
                 draws.append(self._draw(session, tree, first, sum(map(len, wanted))))
                 wanted.append(np.arange(first, first + tree.rows))
                 guesses += tree.guesses
             part = text_rows(
-                session.text.ids,
-                committed,
-                tree,
-                session.memory.pages,
-                scratch,
-                self.capacity.near,
-                self.capacity.window,
+                session.text.ids, committed, tree, session.memory.pages, scratch, capacity.near, capacity.window
             )
-            if self.capacity.recurrent is not None and session.memory.place is not None:
+            if capacity.recurrent is not None and session.memory.place is not None:
                 rows = recurrent_rows(
                     session.memory.place,
                     committed,
                     len(session.text.ids) - 1,
                     tree,
-                    self.capacity.recurrent.scratch + start,
+                    capacity.recurrent.scratch + start,
                     folds,
                 )
                 part = replace(part, recurrent=rows)
@@ -483,10 +473,10 @@ class StepScheduler:
             sample_index=sampling.sample_index,
         )
 
-    def _verdict(self, share: _Share, ask: Ask, walked: Walk, outcome: StepOutcome) -> Verdict:
+    def _verdict(self, share: _Share, ask: PendingCall, walked: Walk, outcome: StepOutcome) -> Verdict:
         assert isinstance(ask.call, VerifyCall) and share.tree is not None
         session = share.session
-        path, ranks = path_in(ask.call.tree, walked.tokens[:-1])  # the step's tree may have been less than was sent
+        path, ranks = path_in(ask.call.tree, walked.tokens[:-1])  # the step's tree may be a part of the one sent
         verdict = Verdict(
             tokens=walked.tokens,
             path=path,

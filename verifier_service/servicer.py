@@ -1,4 +1,4 @@
-"""The verifier on the wire: frames of calls in, frames of verdicts out. What it knows of verifying is its engine."""
+"""The verifier's gRPC service: frames of calls in, frames of verdicts out."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def _frame(hello: calls_pb2.Hello | None, answers: list[verifier_pb2.VerifierAns
     return verifier_pb2.VerdictFrame(hello=hello, answers=answers)
 
 
-DIALECT: ReplicaKind[verifier_pb2.VerifyFrame, verifier_pb2.VerdictFrame, VerifyCall] = ReplicaKind(
+REPLICA_KIND: ReplicaKind[verifier_pb2.VerifyFrame, verifier_pb2.VerdictFrame, VerifyCall] = ReplicaKind(
     calls=_calls, call_from=wire.verifier_call_from, answer=wire.verifier_answer_message, frame=_frame
 )
 
 
 class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
-    """The shell that gRPC calls."""
+    """The class that gRPC calls; `StreamServer` does the work."""
 
     def __init__(self, streams: StreamServer[Any, Any, Any]) -> None:
         self._streams = streams
@@ -46,16 +46,16 @@ async def serve_verifier(
     port: int = 0,
     fault: Callable[[], str] | None = None,
 ) -> Replica:
-    """Serve an engine that has started; the replica is the caller's to stop. Without `leases`, none is asked for.
+    """Serve a started engine; the caller stops the replica. Without `leases`, calls need no lease.
 
-    fault: called once a second; returns why the engine can serve nothing now, and "" where it is well.
+    fault: called once a second; returns why the engine cannot serve now, "" where it can.
     """
 
     async def verify(call: VerifyCall) -> Any:
         return await engine.verify(call)
 
     hello = await engine.hello()
-    streams = StreamServer(engine, verify, DIALECT, hello, leases)
+    streams = StreamServer(engine, verify, REPLICA_KIND, hello, leases)
     servicer = VerifierServicer(streams)
     return await serve(
         streams,

@@ -1,9 +1,9 @@
-"""A target on several workers: one leads, answers calls and plans; the others run the same forwards on their shards.
+"""A target on several workers: the leader answers calls and plans; the others run the same forwards on their shards.
 
-leader: Crew.muster, load, set_out       each step: tell(plan), its own forward, tell(kept)
-worker: work: come, load, report, then do as the leader tells until the stream between them ends
+leader: Crew.muster, load, set_out       each step: broadcast(plan), its own forward, broadcast(kept)
+worker: work: connect, load, report, then run what the leader sends until the stream between them ends
 
-A group that loses one worker is lost as a whole: the stream ends, the others end with it.
+A group that loses one worker is lost as a whole: all streams end, and with them the other workers.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from verifier_service.recurrent import Arrangement
 from verifier_service.rows import Ints
 
 MUSTER_S = 120.0
-"""How long workers may take to come: processes have to start and to import torch."""
+"""How long workers may take to connect: processes have to start and to import torch."""
 GROUP_S = 600.0
 """How long torch's process group waits for a worker that reads its shard."""
 KEY_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Summons:
-    """What a worker needs to come to its leader. The key keeps strangers out."""
+class Invitation:
+    """What a worker needs to connect to its leader. Connections without the key are rejected."""
 
     rank: int
     host: str
@@ -58,8 +58,8 @@ class Summons:
     key: bytes
 
 
-Starter = Callable[[Sequence[Summons]], None]
-"""Starts a worker somewhere for each summons; it runs `verifier_service.worker.work`."""
+Starter = Callable[[Sequence[Invitation]], None]
+"""Starts a worker for each summons; the worker runs `verifier_service.worker.work`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +73,16 @@ class Shard:
     buckets: tuple[int, ...]
     threads: int
     size: int
-    meeting: tuple[str, int]  # host and port of the leader's store, where torch's process group meets
-    memory: Path | None  # the group's, where machines of this kind can share some
+    meeting: tuple[str, int]  # host and port of the leader's store, for torch's process group
+    memory: Path | None  # the group's shared memory, where this kind of machine supports it
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """A worker's report."""
 
-    fault: str = ""  # why its shard is not there
-    alone: bool = False  # it is not there because another gave up, who knows why
+    fault: str = ""  # why its shard is not loaded
+    alone: bool = False  # its shard is not loaded because another worker failed, which reports why
     token_bytes: int = 0
     free_bytes: int = 0
     dependent: tuple[str, ...] = ()  # linear layers whose rows depend on their neighbours
@@ -90,7 +90,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a runner sees and holds; every worker of a group the same, each for its own heads."""
+    """The sizes of a runner's memory: the same at every worker of a group, each for its own heads."""
 
     near: int  # positions of a near block
     pages: int  # for the scheduler to give out, numbered from 1
@@ -102,7 +102,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AcceptedSlots:
-    """Slots of accepted guesses and where their keys go; and of all accepted rows' inputs to mixers."""
+    """Source and target slots of accepted guesses' keys, and of all accepted rows' inputs to mixers."""
 
     source: Ints
     target: Ints
@@ -111,11 +111,11 @@ class AcceptedSlots:
 
 
 class Crew:
-    """A leader's workers. `tell`, and the forwards that follow from it, belong to one thread at a time."""
+    """A leader's workers. `broadcast`, and the forwards that follow it, belong to one thread at a time."""
 
     def __init__(self, streams: Sequence[Connection]) -> None:
         self.size = len(streams) + 1
-        self.memory_is_shared = False  # all of the group are on this machine, and meet in its memory
+        self.memory_is_shared = False  # all workers are on this machine and share memory
         self.reports: list[Loaded] = []
         self._streams = list(streams)
         self._sockets = [socket.socket(fileno=os.dup(stream.fileno())) for stream in streams]
@@ -124,18 +124,18 @@ class Crew:
 
     @classmethod
     def muster(cls, size: int, start: Starter, host: str = "127.0.0.1") -> Crew:
-        """Start `size - 1` workers and wait until they have come. Raises WorkerLost where one does not."""
+        """Start `size - 1` workers and wait until they have connected. Raises WorkerLost where one does not."""
         key = secrets.token_bytes(KEY_BYTES)
         streams: dict[int, Connection] = {}
         with socket.create_server((host, 0), backlog=size) as server:
-            start([Summons(rank, host, server.getsockname()[1], key) for rank in range(1, size)])
+            start([Invitation(rank, host, server.getsockname()[1], key) for rank in range(1, size)])
             deadline = time.monotonic() + MUSTER_S
             while len(streams) < size - 1:
                 server.settimeout(max(deadline - time.monotonic(), 0.001))
                 try:
                     stream, _ = server.accept()
                 except TimeoutError:
-                    raise WorkerLost(f"{len(streams)} of {size - 1} workers came within {MUSTER_S:g} s") from None
+                    raise WorkerLost(f"{len(streams)} of {size - 1} workers connected in {MUSTER_S:g} s") from None
                 rank = _rank_of(stream, key)
                 if rank is None:
                     stream.close()
@@ -153,61 +153,63 @@ class Crew:
         host: str = "127.0.0.1",
         tokenizer: Path | None = None,
     ) -> LoadedTarget:
-        """This worker's shard, while the others load theirs. Raises BadRequest for a checkpoint that cannot be sharded
-        so, WorkerLost where a worker dies over it."""
-        # The store takes a port and keeps it: one that was only looked up may be another process's by then.
+        """Load this worker's shard while the others load theirs. Raises BadRequest for a checkpoint that cannot be
+        sharded so, WorkerLost where a worker dies meanwhile."""
+        # The store binds its own port: a free port that is only looked up may be taken by then.
         store = dist.TCPStore(host, 0, self.size, True, timedelta(seconds=GROUP_S), wait_for_workers=False)
         with new_memory(self.size) as (memory, path):
             shared = path if can_share_memory(device) else None
             shard = Shard(
                 checkpoint, tokenizer, dtype, device.type, buckets, threads, self.size, (host, store.port), shared
             )
-            self.tell(shard)
-            self.memory_is_shared = all([self._hear(stream) for stream in self._streams])
-            self.tell(self.memory_is_shared)
+            self.broadcast(shard)
+            self.memory_is_shared = all([self._receive(stream) for stream in self._streams])
+            self.broadcast(self.memory_is_shared)
         target, report = load_shard(shard, 0, store, memory if self.memory_is_shared else None, self.check)
-        self.reports = [self._hear(stream) for stream in self._streams]
-        said = [report, *self.reports]
-        for fault in (each.fault for each in said if each.fault):
+        self.reports = [self._receive(stream) for stream in self._streams]
+        reports = [report, *self.reports]
+        for fault in (each.fault for each in reports if each.fault):
             raise BadRequest("checkpoint", fault)
-        if target is None or any(each.alone for each in said):
-            raise WorkerLost("a worker gave up while it loaded its shard")
+        if target is None or any(each.alone for each in reports):
+            raise WorkerLost("a worker failed while it loaded its shard")
         return target
 
     def pages(self, fraction: float, own: int, states: int) -> int:
-        """Pages that every worker can have of this share of its free memory, beside so many bytes of states, where this
-        one can have `own`."""
-        if self.memory_is_shared:  # one machine, one memory
+        """Pages that fit at every worker into `fraction` of its free memory, beside `states` bytes of states.
+
+        own: pages that fit at this worker
+        """
+        if self.memory_is_shared:  # all workers use this machine's memory
             return own // self.size
         rooms = [(int(fraction * report.free_bytes) - states) // (report.token_bytes * PAGE) for report in self.reports]
         return min(own, *rooms)
 
     def set_out(self, bounds: Bounds) -> None:
-        """The workers make their runners; from now on they do as they are told."""
-        self.tell(bounds)
+        """Let the workers make their runners; from now on they run the plans that are broadcast."""
+        self.broadcast(bounds)
 
     def watch(self, lost: Callable[[str], None]) -> None:
-        """Call `lost` once, in a thread of its own, when a worker dies."""
+        """Call `lost` once, in its own thread, when a worker dies."""
         self._watch = threading.Thread(target=self._wait_for_end, args=(lost,), name="shards", daemon=True)
         self._watch.start()
 
-    def tell(self, what: object) -> None:
-        """Say the same to all of them."""
-        words = pickle.dumps(what)
+    def broadcast(self, message: object) -> None:
+        """Send a message to all workers. Raises WorkerLost."""
+        pickled = pickle.dumps(message)
         try:
             for stream in self._streams:
-                stream.send_bytes(words)
+                stream.send_bytes(pickled)
         except OSError as error:
             raise WorkerLost(f"a worker is gone: {error}") from error
 
     def check(self) -> None:
-        """Raises WorkerLost where one of them is gone."""
+        """Raise WorkerLost where a worker is gone."""
         for rank, stream in enumerate(self._sockets, 1):
             if has_ended(stream):
                 raise WorkerLost(f"worker {rank} of {self.size} is gone")
 
     def stop(self) -> None:
-        """Let them go: their work ends with their streams. May be called twice."""
+        """Close the streams, which ends the workers. May be called twice."""
         self._wake.close()
         if self._watch is not None:
             self._watch.join()
@@ -216,7 +218,7 @@ class Crew:
         for peeked in self._sockets:
             peeked.close()
 
-    def _hear(self, stream: Connection) -> Any:
+    def _receive(self, stream: Connection) -> Any:
         try:
             return stream.recv()
         except (EOFError, OSError) as error:
@@ -224,7 +226,7 @@ class Crew:
             raise WorkerLost(f"worker {rank} of {self.size} died while it loaded its shard") from error
 
     def _wait_for_end(self, lost: Callable[[str], None]) -> None:
-        ready = wait([*self._streams, self._sleep])  # workers have nothing more to say: what can be read is an end
+        ready = wait([*self._streams, self._sleep])  # workers send nothing more: a readable stream has ended
         if self._sleep not in ready:
             rank = 1 + self._streams.index(ready[0])  # type: ignore[arg-type]
             lost(f"worker {rank} of {self.size} is gone")
@@ -233,14 +235,16 @@ class Crew:
 def load_shard(
     shard: Shard, rank: int, store: dist.Store, memory: mmap.mmap | None, check: Callable[[], None]
 ) -> tuple[LoadedTarget | None, Loaded]:
-    """A worker's part of a target, if it is there, and its report. The group meets at `store`. `check` raises
-    WorkerLost where the group broke."""
+    """Load a worker's part of a target; returns it, or None where that failed, and the report.
+
+    store: for torch's process group   check: raises WorkerLost where another worker is gone
+    """
     device = torch.device(shard.device)
     if device.type == "cuda":
         device = torch.device("cuda", rank if torch.cuda.device_count() > 1 else 0)
         os.environ["LOCAL_RANK"] = str(device.index)  # read by transformers
     elif torch.cuda.is_available():
-        return None, Loaded("shards on processors want CUDA_VISIBLE_DEVICES to be empty")
+        return None, Loaded("shards on CPUs need an empty CUDA_VISIBLE_DEVICES")
     if dist.is_initialized():
         return None, Loaded("this process has a shard of another target")
     dist.init_process_group(
@@ -262,7 +266,7 @@ def load_shard(
         return None, Loaded(alone=True)
     finally:
         if memory is not None:
-            dist.destroy_process_group()  # it was for reading the shards
+            dist.destroy_process_group()  # only needed to read the shards
 
 
 def has_ended(stream: socket.socket) -> bool:
@@ -276,17 +280,17 @@ def has_ended(stream: socket.socket) -> bool:
 
 
 def _rank_of(stream: socket.socket, key: bytes) -> int | None:
-    """Who has come; None for a stranger. Nothing is unpickled before the key is seen."""
+    """The rank of a worker that connects; None without the key. Nothing is unpickled before the key is checked."""
     stream.settimeout(5.0)
     try:
-        said = stream.recv(KEY_BYTES + 1, socket.MSG_WAITALL)
+        received = stream.recv(KEY_BYTES + 1, socket.MSG_WAITALL)
     except OSError:
         return None
-    if len(said) != KEY_BYTES + 1 or not hmac.compare_digest(said[:-1], key):
+    if len(received) != KEY_BYTES + 1 or not hmac.compare_digest(received[:-1], key):
         return None
     stream.settimeout(None)
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return said[-1]
+    return received[-1]
 
 
 def free_bytes(device: torch.device) -> int:

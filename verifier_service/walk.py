@@ -1,4 +1,4 @@
-"""The walk down a step's trees, and the noise that its texts draw with."""
+"""Walks a step's trees, and keeps the noise that texts sample with."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tree_kernels.warp import Warp, tokens_of
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """A tree to be walked: plain values, the parameters of its request among them."""
+    """A tree to walk and its request's sampling parameters. Plain values."""
 
-    session: int  # whose noise is kept under this number
+    session: int  # the noise is kept under this number
     first: int  # row of the step that is its root
     wanted: int  # row of the step's logits that is its root's; the others follow
     base: int  # length of the text: the position of the token drawn after the root
@@ -37,7 +37,7 @@ class Walker:
         self._noise: dict[int, NoiseRows] = {}
 
     def walk(self, draw: Draw, logits: Callable[[int], Tensor]) -> Walk:
-        """logits: a row of the step's logits -> [1, vocabulary] float32. Asked for visited rows alone, in order."""
+        """logits: a row of the step's logits -> [1, vocabulary] float32. Called for visited rows only, in order."""
         noise = self._rows(draw) if not draw.warp.greedy else None
 
         def pick(row: int) -> int:
@@ -49,18 +49,18 @@ class Walker:
         return walk(draw.tokens.tolist(), draw.parents.tolist(), pick)
 
     def prepare(self, session: int, position: int) -> None:
-        """Compute the noise of a position that a session may soon draw at, unless it is there or the session is not."""
+        """Compute the noise of a position in advance, unless it exists or the session is unknown."""
         if session in self._noise:
             self._noise[session].prepare([position])
 
     def forget(self, session: int) -> None:
-        """The session is closed."""
+        """Drop a closed session's noise."""
         self._noise.pop(session, None)
 
     def _rows(self, draw: Draw) -> NoiseRows:
         noise = self._noise.get(draw.session)
         if noise is None:
             noise = self._noise[draw.session] = NoiseRows(draw.seed, self._vocabulary, draw.sample_index)
-        # A verdict may be dropped and its tokens drawn anew, but never from before the base of a later call.
+        # A dropped verdict's tokens are drawn again, but never from before the base of a later call.
         noise.forget_before(draw.base)
         return noise

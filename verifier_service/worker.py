@@ -1,4 +1,4 @@
-"""A worker of a sharded target: comes when it is summoned, loads its shard, and runs its leader's plans."""
+"""A worker of a sharded target: connects to its leader, loads its shard, and runs the leader's plans."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ import torch.distributed as dist
 from verifier_service.collectives import WorkerLost, join_memory
 from verifier_service.rows import StepPlan
 from verifier_service.runners import runner_for
-from verifier_service.shards import GROUP_S, AcceptedSlots, Bounds, Shard, Summons, has_ended, load_shard
+from verifier_service.shards import GROUP_S, AcceptedSlots, Bounds, Invitation, Shard, has_ended, load_shard
 
 
-def start_processes(summons: Sequence[Summons]) -> None:
-    """Workers as processes below this one."""
+def start_processes(summons: Sequence[Invitation]) -> None:
+    """Start workers as child processes."""
     context = multiprocessing.get_context("spawn")
     for each in summons:
         context.Process(target=work, args=(each,), name=f"shard {each.rank}", daemon=True).start()
 
 
-def work(summons: Summons) -> None:
-    """Serve a leader until the stream to it ends. Blocks, in the thread in which the shard runs."""
+def work(summons: Invitation) -> None:
+    """Serve a leader until the stream to it ends. Blocks; the shard runs in the calling thread."""
     caller = socket.create_connection((summons.host, summons.port))
     caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     caller.sendall(summons.key + bytes([summons.rank]))
@@ -52,8 +52,8 @@ def _serve(stream: Connection, rank: int) -> None:
     stream.send(report)
     if target is None:
         return
-    said: Bounds = stream.recv()
-    runner = runner_for(target, said, shard.buckets)
+    bounds: Bounds = stream.recv()
+    runner = runner_for(target, bounds, shard.buckets)
     while True:
         order: StepPlan | AcceptedSlots = stream.recv()
         if isinstance(order, StepPlan):

@@ -1,4 +1,4 @@
-"""The public gRPC API on a plain server: messages in, messages out, errors as gRPC statuses."""
+"""The public gRPC API on a plain gRPC server. Errors become gRPC statuses."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from cluster.router.admission import MAX_REQUEST_ID
 from cluster.router.ingress import Ingress, log
 
 READ_GRACE_S = 5.0
-"""How long after its limit a request's call stays open for a client that does not read: its peers are free by then."""
+"""How long after its time limit a request's call stays open for a client that does not read. Its peers are released by
+then."""
 ABORT_S = 1.0
-"""How long sending the status of a call may take whose client does not read."""
+"""How long sending the status may take to a client that does not read."""
 
 
 def status_of(error: BaseException) -> tuple[grpc.StatusCode, str, str]:
-    """Code, details and reason (the value of `dendro-reason`) of an error; of our own faults no detail is told."""
+    """Code, details and reason (the value of `dendro-reason`) of an error. Internal errors carry no details."""
     if isinstance(error, DendroError) and not isinstance(error, EngineFailed):
         reason = "session-unknown" if isinstance(error, NotFound) else type(error).__name__
         return error.code, one_line(str(error)), reason
@@ -33,8 +34,8 @@ def status_of(error: BaseException) -> tuple[grpc.StatusCode, str, str]:
 
 def tenant_of(metadata: Mapping[str, str | bytes]) -> str:
     """The tenant that the gateway wrote into the metadata; empty where there is no gateway."""
-    said = metadata.get(TENANT_KEY, "")
-    return said.decode(errors="replace") if isinstance(said, bytes) else said
+    value = metadata.get(TENANT_KEY, "")
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
@@ -48,14 +49,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request: pb.GenerateRequest,
         context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
     ) -> None:
-        """Write the events as the client takes them, for READ_GRACE_S longer than a request may last at most."""
+        """Write the events as the client reads them, until READ_GRACE_S after the request's time limit."""
         tenant = tenant_of(dict(context.invocation_metadata() or ()))
         unread = asyncio.timeout(self._ingress.config.router.request_timeout_s + READ_GRACE_S)
         try:
             async with unread, aclosing(self._ingress.generate(request, tenant)) as events:
                 async for event in events:
                     await context.write(event)
-        except Exception as raised:  # the border: nothing of the inside passes it
+        except Exception as raised:  # every error becomes a status; details of internal ones stay here
             error = Overloaded("request: its answer was not read in time") if unread.expired() else raised
             code, details, reason = status_of(error)
             if code is grpc.StatusCode.INTERNAL:
@@ -77,7 +78,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
 
 async def serve_plain(ingress: Ingress, host: str = "127.0.0.1", port: int = 0) -> tuple[grpc.aio.Server, str]:
-    """Serve an ingress without Ray: the server, for the caller to stop, and its address. Port 0 takes a free one."""
+    """Serve an ingress without Ray. Returns the server, which the caller must stop, and its address. Port 0: a free
+    port."""
     server = grpc.aio.server(options=CHANNEL_OPTIONS)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(ingress), server)
     bound = server.add_insecure_port(f"{host}:{port}")

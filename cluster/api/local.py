@@ -13,7 +13,8 @@ from cluster.router.ingress import Ingress
 
 
 class LocalClient(Asking):
-    """A client of an ingress in this process: the same events without a socket. A broken stream is an error here."""
+    """A client of an ingress in this process: the same events without a socket. A broken stream is an error, not
+    resumed."""
 
     def __init__(self, ingress: Ingress, tenant: str = "") -> None:
         self._ingress = ingress

@@ -1,1 +1,1 @@
-"""`dendro bench`: what is compared runs side by side, interleaved, and every bar is judged from the printed rows."""
+"""`dendro bench`: contenders are measured interleaved in one run, and every aim is judged from the reported rows."""

@@ -1,7 +1,7 @@
-"""What the transformers library makes of the same prompts: `generate`, its prompt lookup and its assisted generation.
+"""Answers of the transformers library: `generate`, its prompt lookup, its assisted generation and its batches.
 
-They run in a process of their own, with the threads and the environment that our engines get, and time themselves, so
-that what stands between the two processes is not counted against them.
+They run in a separate process with our engines' threads and environment, and time themselves there, so that the
+communication between the processes is not counted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ASSISTANT_TOKENS = 5
 
 
 class TokenClock:
-    """A streamer that only notes when tokens come, and how many. The prompt is the first thing it is handed."""
+    """A streamer that records when tokens come, and how many. The first entry is the prompt."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -56,10 +56,10 @@ class Baselines:
         device = "cuda" if torch.cuda.is_available() else "cpu"
 
         def load(path: Path) -> Any:
-            # The library picks its fused attention by itself, and refuses to be asked for it by a model without any.
+            # The library defaults to fused attention; requesting it fails for models without attention.
             model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
             model = model.eval().to(device)
-            # All rows answer with the same number of tokens, so nothing may end an answer sooner.
+            # All rows must answer with the same number of tokens, so no end id may stop one early.
             model.config.eos_token_id = None
             model.generation_config.eos_token_id = None
             model.generation_config.pad_token_id = 0
@@ -75,7 +75,7 @@ class Baselines:
             config.assistant_confidence_threshold = 0.0
 
     def answer(self, row: str, prompt: Sequence[int], temperature: float, seed: int, tokens: int) -> TimedAnswer:
-        """`tokens` new tokens after a prompt, timed from the call to the last of them. The plain law when sampling."""
+        """`tokens` new tokens after a prompt, timed from the call to the last one. No top-k or top-p."""
         torch, clock = self._torch, TokenClock()
         options: dict[str, object] = {"do_sample": False}
         if temperature > 0:
@@ -101,9 +101,9 @@ class Baselines:
         return TimedAnswer(tuple(answer), seconds, clock.times[1] - started, clock.counts[1], len(clock.times) - 1)
 
     def batch(self, row: str, prompts: Sequence[Sequence[int]], tokens: int) -> dict[str, float]:
-        """Greedy answers of `tokens` tokens to all prompts at once: `tokens` in all and the `seconds` they took.
+        """Greedy answers of `tokens` tokens to all prompts at once: the total `tokens` and the `seconds` taken.
 
-        The prompts have one length, so that nothing is padded.
+        All prompts must have the same length: nothing is padded.
         """
         torch = self._torch
         ids = torch.tensor([list(prompt) for prompt in prompts], device=self.device)
@@ -118,8 +118,8 @@ class Baselines:
             from transformers import GenerationConfig
 
             config = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
-            said = self.target.generate_batch(inputs=ids.tolist(), generation_config=config, progress_bar=False)
-            count = sum(len(each.generated_tokens) for each in said.values())
+            answers = self.target.generate_batch(inputs=ids.tolist(), generation_config=config, progress_bar=False)
+            count = sum(len(each.generated_tokens) for each in answers.values())
         else:
             raise BadRequest("row", f"{row!r} is none of {BATCH}, {CONTINUOUS}")
         seconds = time.perf_counter() - started
@@ -129,7 +129,7 @@ class Baselines:
 
 
 def serve_lines(target: Path, assistant: Path | None, dtype: str, threads: int) -> None:
-    """Answer one JSON line on standard output for each on standard input, until there are no more."""
+    """Write one JSON line to standard output for each one read from standard input, until its end."""
     from transformers.utils import logging
 
     lines = os.fdopen(os.dup(1), "w", buffering=1)
@@ -141,14 +141,14 @@ def serve_lines(target: Path, assistant: Path | None, dtype: str, threads: int) 
     for line in sys.stdin:
         try:
             call = json.loads(line)
-            said: dict[str, Any] = baselines.batch(**call) if "prompts" in call else asdict(baselines.answer(**call))
-        except Exception as error:  # the other process raises it
-            said = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(said), file=lines)
+            reply: dict[str, Any] = baselines.batch(**call) if "prompts" in call else asdict(baselines.answer(**call))
+        except Exception as error:  # raised by the other process
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(reply), file=lines)
 
 
 class BaselineProcess:
-    """The baselines in a process of their own. Use as an asynchronous context; starting takes seconds.
+    """The baselines in a separate process. Use as an asynchronous context; starting takes seconds.
 
     `environment` is added to this process's own.
     """
@@ -191,22 +191,22 @@ class BaselineProcess:
         self._process.stdout.close()
 
     async def answer(self, row: str, prompt: Sequence[int], temperature: float, seed: int, tokens: int) -> TimedAnswer:
-        """As Baselines.answer; raises EngineFailed with what went wrong over there."""
+        """As Baselines.answer; raises EngineFailed with the other process's error."""
         call = {"row": row, "prompt": list(prompt), "temperature": temperature, "seed": seed, "tokens": tokens}
-        said = json.loads(await asyncio.to_thread(self._ask, json.dumps(call)))
-        if "error" in said:
-            raise EngineFailed(f"{row}: {said['error']}")
-        return TimedAnswer(**said | {"tokens": tuple(said["tokens"])})
+        reply = json.loads(await asyncio.to_thread(self._request, json.dumps(call)))
+        if "error" in reply:
+            raise EngineFailed(f"{row}: {reply['error']}")
+        return TimedAnswer(**reply | {"tokens": tuple(reply["tokens"])})
 
     async def batch(self, row: str, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[int, float]:
-        """As Baselines.batch: tokens and seconds; raises EngineFailed with what went wrong over there."""
+        """As Baselines.batch: tokens and seconds; raises EngineFailed with the other process's error."""
         call = {"row": row, "prompts": [list(prompt) for prompt in prompts], "tokens": tokens}
-        said = json.loads(await asyncio.to_thread(self._ask, json.dumps(call)))
-        if "error" in said:
-            raise EngineFailed(f"{row}: {said['error']}")
-        return int(said["tokens"]), float(said["seconds"])
+        reply = json.loads(await asyncio.to_thread(self._request, json.dumps(call)))
+        if "error" in reply:
+            raise EngineFailed(f"{row}: {reply['error']}")
+        return int(reply["tokens"]), float(reply["seconds"])
 
-    def _ask(self, line: str) -> str:
+    def _request(self, line: str) -> str:
         assert self._process.stdin
         self._process.stdin.write(line + "\n")
         self._process.stdin.flush()

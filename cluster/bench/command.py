@@ -1,4 +1,4 @@
-"""`dendro bench speed`: start what is compared, measure it, say what came of it."""
+"""`dendro bench speed`: start our cluster and the library, measure both, report."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from cluster.bench.baselines import BaselineProcess
 from cluster.bench.costly import costly_checkpoint
 from cluster.bench.machine import describe_machine, describe_run
 from cluster.bench.measurement import BASELINES, GENERATE
-from cluster.bench.ours import Ours
+from cluster.bench.ours import ClusterClient
 from cluster.bench.speed import (
     COSTLY,
     DEMO,
@@ -48,16 +48,16 @@ from cluster.engines import engine_environment
 from cluster.running import running
 
 THREADS = 2
-MAMBA2_TARGET = "target_mamba2"  # among the demo's models
-TIME_LIMIT_S = 1140.0  # of a whole run, warm-up and starting included: a minute under 20
-COSTLY_SHARE = 0.7  # of the time, where both targets are measured
-CHECKED_PROMPTS = 2  # answered in every way before any is timed; of two or three, one
-PLAIN_WIDTH = 150  # columns, where the output is no terminal
+MAMBA2_TARGET = "target_mamba2"  # folder among the demo's models
+TIME_LIMIT_S = 1140.0  # of a whole run, startup and warm-up included: 19 minutes
+COSTLY_SHARE = 0.7  # of the time limit, for the first of two targets
+CHECKED_PROMPTS = 2  # answered in every way before timing starts; 1 if there are fewer than 4
+PLAIN_WIDTH = 150  # columns, if the output is not a terminal
 QUICK_PROMPTS, QUICK_TOKENS, QUICK_REPETITIONS = 2, 16, 1
 
 
 class Which(StrEnum):
-    """The targets that are measured."""
+    """The targets to measure."""
 
     DEMO = "demo"
     COSTLY = "costly"
@@ -71,7 +71,7 @@ class Which(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SpeedSettings:
-    """What a run was asked for, once checked."""
+    """Validated options of a run."""
 
     targets: tuple[str, ...]
     prompts: int
@@ -91,7 +91,7 @@ class SpeedSettings:
 
 
 def parse_temperatures(text: str) -> tuple[float, ...]:
-    """Read `0,1`: different finite numbers, none negative."""
+    """Parse `0,1`: distinct finite numbers, none negative."""
     try:
         found = tuple(float(part) for part in text.split(","))
     except ValueError:
@@ -102,10 +102,10 @@ def parse_temperatures(text: str) -> tuple[float, ...]:
 
 
 def target_config(models: Path, name: str) -> Config:
-    """The demo's configuration with THREADS threads, its target swapped for a costly one where that is meant.
+    """The demo's configuration with THREADS threads; a name other than `demo` replaces its target by a costly one.
 
-    Nothing is shared between texts: prompts come again, and the library computes them again. Nor does any of the demo's
-    proposers know a tenant's past answers: every way gives the same ones.
+    The prefix cache is off: prompts repeat, and the library has none. The demo's proposers do not use earlier answers:
+    these contain the next ones, as all rows give the same answers.
     """
     config = demo_config(models)
     (target,) = config.targets.values()
@@ -117,13 +117,13 @@ def target_config(models: Path, name: str) -> Config:
 
 
 def parameter_count(checkpoint: Path) -> int:
-    """Parameters of a checkpoint, by the heads of its weight files; tied ones are stored and counted once."""
+    """Parameters of a checkpoint, by the headers of its weight files; tied ones are stored and counted once."""
     return sum(map(math.prod, tensor_shapes(weight_files(checkpoint)).values()))
 
 
 @asynccontextmanager
 async def contenders_for(config: Config, settings: SpeedSettings) -> AsyncIterator[Contenders]:
-    """Both sides of one target, started together, stopped together."""
+    """Start our cluster and the library for one target; both stop at the end."""
     (target,) = config.targets.values()
     assistant = settings.models / "llama"
     if not (assistant / "config.json").exists():
@@ -133,20 +133,20 @@ async def contenders_for(config: Config, settings: SpeedSettings) -> AsyncIterat
     )
     try:
         async with running(config, settings.local) as address, AsyncClient(address) as client, library:
-            yield Contenders(library, Ours(client))
+            yield Contenders(library, ClusterClient(client))
     finally:
         library.stop()
 
 
 async def run_speed(settings: SpeedSettings, progress: Callable[[str, int], Callable[[], None]]) -> dict[str, Any]:
-    """The whole measurement; the report as plain values. `progress(title, steps)` begins a bar and returns its step."""
+    """Run the whole measurement; returns the report. `progress(title, steps)` begins a bar and returns its step."""
     started = time.monotonic()
     tokenizer = load_tokenizer(settings.models)
     texts = held_out_prompts(settings.prompts, PROMPT_TOKENS, tokenizer, settings.models)
     prompts = tuple(prompt.token_ids for prompt in texts)
     rows: list[dict[str, Any]] = []
     targets: dict[str, dict[str, Any]] = {}
-    for place, name in enumerate(settings.targets):
+    for index, name in enumerate(settings.targets):
         config = target_config(settings.models, name)
         (target,) = config.targets.values()
         shapes = tuple(str(shape) for shape in config.arms_of(name) if shape != OFF_SHAPE)
@@ -157,16 +157,16 @@ async def run_speed(settings: SpeedSettings, progress: Callable[[str, int], Call
             settings.temperatures,
             settings.repetitions,
             shapes,
-            BASELINES if name != MAMBA2 else (GENERATE,),  # the library's others want a cache that can be cut
+            BASELINES if name != MAMBA2 else (GENERATE,),  # the library's others need a cache that can be cropped
             settings.seed,
         )
-        share = 1.0 if place == len(settings.targets) - 1 else COSTLY_SHARE
+        share = 1.0 if index == len(settings.targets) - 1 else COSTLY_SHARE
         async with contenders_for(config, settings) as contenders:
             checked = min(CHECKED_PROMPTS, max(len(prompts) // 2, 1))
             step = progress(f"{name} target: check and warm-up", checked * len(settings.temperatures) * len(plan.rows))
             identity = await check_and_warm(plan, contenders, checked, step)
-            left = TIME_LIMIT_S * share - (time.monotonic() - started)
-            measured = await measure(plan, contenders, left, progress(f"{name} target: measuring", plan.answers))
+            remaining_s = TIME_LIMIT_S * share - (time.monotonic() - started)
+            measured = await measure(plan, contenders, remaining_s, progress(f"{name} target: measuring", plan.answers))
         measured.identity.add(identity)
         rows += rows_of(measured)
         targets[name] = {
@@ -193,7 +193,7 @@ async def run_speed(settings: SpeedSettings, progress: Callable[[str, int], Call
 
 
 class Bars:
-    """Progress bars that redraw themselves when an answer is done and at no other time: no thread runs beside."""
+    """Progress bars that are redrawn only when a step is done: without a refresh thread."""
 
     def __init__(self, console: Console) -> None:
         self.progress = Progress(
@@ -223,28 +223,28 @@ def bench_speed(
         bool, typer.Option("--quick", help="About a minute: few prompts, short answers, one target.")
     ] = False,
     json: Annotated[Path | None, typer.Option(help="Write the report as JSON.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write a picture; its suffix says of what kind.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a plot; the suffix sets its format.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="Write the tables as Markdown.")] = None,
-    prompts: Annotated[int | None, typer.Option(help="Held-out prompts. (default 16; quick 2)")] = None,
-    tokens: Annotated[
-        int | None, typer.Option(help="New tokens of every answer. (default as the model card recommends; quick 16)")
+    prompts: Annotated[int | None, typer.Option(help="Number of held-out prompts. (default 16; quick 2)")] = None,
+    tokens: Annotated[int | None, typer.Option(help="New tokens of every answer. (default 64; quick 16)")] = None,
+    repetitions: Annotated[
+        int | None, typer.Option(help="Repetitions of each prompt at each temperature. (default 2; quick 1)")
     ] = None,
-    repetitions: Annotated[int | None, typer.Option(help="At each temperature. (default 2; quick 1)")] = None,
     target: Annotated[
         Which | None,
         typer.Option(
-            help="mamba2 is the costly form of the demo's Mamba-2 target. (default both; quick costly)",
+            help="What to measure; mamba2: the costly form of the demo's Mamba-2 target. (default both; quick costly)",
             show_default=False,
         ),
     ] = None,
-    temperatures: Annotated[str, typer.Option(help="Separated by commas.")] = "0,1",
-    local: Annotated[bool, typer.Option("--local", help="Our engines in this process, without Ray.")] = False,
-    seed: Annotated[int, typer.Option(help="Of the order, and of what is drawn.")] = 0,
-    models: Annotated[Path, typer.Option(help="A folder as `dendro train demo` writes it.")] = DEMO_MODELS,
+    temperatures: Annotated[str, typer.Option(help="Sampling temperatures, separated by commas.")] = "0,1",
+    local: Annotated[bool, typer.Option("--local", help="Run our engines in this process, without Ray.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the order and of sampling.")] = 0,
+    models: Annotated[Path, typer.Option(help="Folder written by `dendro train demo`.")] = DEMO_MODELS,
 ) -> None:
     """Compare speeds: transformers' generate, its prompt lookup and its assisted generation; ours without speculation,
-    with each static tree and with the policy. All in one run, interleaved, on the demo target and on a costly one of
-    the same function. Ends with status 1 where ours answered differently with speculation than without.
+    with each configured shape and with the policy. All in one run, interleaved, on the demo target and on a costly one
+    of the same function. Exits with status 1 if ours answered differently with speculation than without.
     """
     settings = SpeedSettings(
         targets=(target or (Which.COSTLY if quick else Which.BOTH)).names,
@@ -256,7 +256,7 @@ def bench_speed(
         seed=seed,
         models=models,
     )
-    logging.disable_progress_bar()  # the library's own, while it loads: ours are beside it
+    logging.disable_progress_bar()  # the library's loading bars would mix with ours
     bars = Bars(Console(stderr=True))
     with bars.progress:
         report = asyncio.run(run_speed(settings, bars.begin))
@@ -269,5 +269,5 @@ def bench_speed(
 
 
 def different(report: dict[str, Any]) -> Sequence[str]:
-    """The answers of ours that speculation changed: there should be none."""
+    """Our answers that speculation changed; expected to be none."""
     return [line for target in report["targets"].values() for line in target["identity"]["differences"]]

@@ -1,8 +1,7 @@
-"""What a longer context costs: a round of the engine, and the library's decoding step, at one length after another.
+"""Cost by context length: a round of the engine, and the library's decode step.
 
-The text and the shape stay; only the number of tokens before them grows. Every verdict is dropped, so that the same
-round can be asked again. The engine is in this process: what stands between router and engine does not grow with
-the context.
+Only the number of tokens before the round changes. Verdicts are not committed, so that the same round can be repeated.
+The engine runs in this process: costs between router and engine do not grow with the context.
 """
 
 from __future__ import annotations
@@ -32,26 +31,26 @@ OFF, CHAIN, TREE = "off", "(1,1,1,1)", "(3,2,1)"
 LIBRARY = "transformers, one token"
 WAYS = (OFF, CHAIN, TREE, LIBRARY)
 SPARE = 64
-"""Tokens that a text may have past the longest context."""
+"""Room of a text past its context, in tokens."""
 CHUNK = 256
-"""Tokens that the library is given at once, as our engine is."""
+"""Tokens of a prefill chunk of the library; our engine's default."""
 READ_BYTES = 512 << 20
-"""What is read to see how fast memory is: far more than caches hold."""
+"""Read to measure memory bandwidth: far more than caches hold."""
 
 
 @dataclass(slots=True)
 class ContextRow:
-    """What was measured at one length."""
+    """The measurements at one context length."""
 
     context: int
-    prefill_s: float = 0.0  # of the engine, for all of it
-    session_bytes: int = 0  # of the pages that the text held
+    prefill_s: float = 0.0  # of the engine, for the whole context
+    session_bytes: int = 0  # of the text's pages
     seconds: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
 
 
 def with_positions(checkpoint: Path, positions: int, folder: Path) -> Path:
-    """The same checkpoint with a greater last position, in `folder`. It costs what a model trained for such texts
-    costs; what it says of them means nothing."""
+    """The same checkpoint with a greater last position, in `folder`. It costs the same as a model trained for such
+    texts; its output for them is meaningless."""
     made = folder / checkpoint.name
     made.mkdir()
     for file in checkpoint.iterdir():
@@ -64,10 +63,10 @@ def with_positions(checkpoint: Path, positions: int, folder: Path) -> Path:
 
 
 def tree_of(shape: str, root: int) -> DraftTree:
-    """A tree of guesses that all differ."""
+    """A tree of this shape whose guesses all differ."""
     parsed = TreeShape.parse(shape)
     if not isinstance(parsed, LevelShape):
-        raise BadRequest("shape", f"{shape} has no widths of levels; write (3,2,1)")
+        raise BadRequest("shape", f"{shape} is not given by widths of levels, such as (3,2,1)")
     tokens, parents, level = [root], [-1], [0]
     for width in parsed.widths:
         below = []
@@ -81,7 +80,7 @@ def tree_of(shape: str, root: int) -> DraftTree:
 
 
 class EngineRounds:
-    """One text at a time, on an engine of this process."""
+    """Rounds of one text at an engine of this process."""
 
     def __init__(self, engine: VerifierEngine, ids: Sequence[int]) -> None:
         self._engine = engine
@@ -105,7 +104,7 @@ class EngineRounds:
 
 
 class LibrarySteps:
-    """transformers' own decoding with its cache, attention by sdpa."""
+    """transformers' own decoding with its cache and sdpa attention."""
 
     def __init__(self, checkpoint: Path, dtype: str, device: torch.device) -> None:
         from transformers import AutoModelForCausalLM
@@ -142,38 +141,38 @@ async def measure_context(
     repetitions: int,
     step: Callable[[], None],
 ) -> list[ContextRow]:
-    """All ways at every length, interleaved; the first round of each is not counted."""
+    """All ways at every length, interleaved; the first round of each is warm-up."""
     token_bytes = engine.runner.target.token_bytes
     found = []
     for context in contexts:
         text = list(ids[:context])
-        rounds, length = EngineRounds(engine, text), ContextRow(context)
-        length.prefill_s = await _timed(rounds.open)
+        rounds, row = EngineRounds(engine, text), ContextRow(context)
+        row.prefill_s = await _timed(rounds.open)
         library.fill(text)
         for repetition in range(repetitions + 1):
             for way in (OFF, CHAIN, TREE):
                 seconds = await _timed(rounds.round, way)
                 if repetition:
-                    length.seconds[way].append(seconds)
+                    row.seconds[way].append(seconds)
             started = time.perf_counter()
             library.step(text[-1])
             if repetition:
-                length.seconds[LIBRARY].append(time.perf_counter() - started)
+                row.seconds[LIBRARY].append(time.perf_counter() - started)
             step()
-        length.session_bytes = engine.stats()["pages_held"] * PAGE * token_bytes
+        row.session_bytes = engine.stats()["pages_held"] * PAGE * token_bytes
         await rounds.close()
-        found.append(length)
+        found.append(row)
     return found
 
 
-async def _timed(what: Callable[..., Awaitable[None]], *given: str) -> float:
+async def _timed(call: Callable[..., Awaitable[None]], *arguments: str) -> float:
     started = time.perf_counter()
-    await what(*given)
+    await call(*arguments)
     return time.perf_counter() - started
 
 
 def read_bandwidth(device: torch.device, times: int = 7) -> float:
-    """Bytes a second that a sum over a large tensor reads; the median."""
+    """Bytes per second read by a sum over READ_BYTES; the median of `times` after a warm-up."""
     values = torch.ones(READ_BYTES // 4, device=device)
     rates = []
     for _ in range(times + 1):
@@ -191,15 +190,15 @@ def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def fit_of(lengths: Sequence[ContextRow], way: str, token_bytes: int) -> dict[str, Any]:
-    """How a way's cost grows: a line through each repetition's measurements, and how far medians lie from theirs.
+    """The growth of a way's cost: a line's slope by repetition, and the residuals of the medians from their line.
 
-    token_bytes: keys and values of one token, which every round must read.
+    token_bytes: keys and values of one token, which every round reads.
     """
     repetitions = len(lengths[0].seconds[way])
     slopes = [line([(each.context, each.seconds[way][k]) for each in lengths])[1] for k in range(repetitions)]
     medians = [(each.context, statistics.median(each.seconds[way])) for each in lengths]
     intercept, slope = line(medians)
-    off = [abs(intercept + slope * context - seconds) / seconds for context, seconds in medians]
+    residuals = [abs(intercept + slope * context - seconds) / seconds for context, seconds in medians]
     estimate = median_estimate([1e6 * slope for slope in slopes])
     return {
         "way": way,
@@ -207,7 +206,7 @@ def fit_of(lengths: Sequence[ContextRow], way: str, token_bytes: int) -> dict[st
         "slope_us_per_token": estimate.as_json(),
         "bytes_per_token": token_bytes,
         "read_gb_per_second": round(token_bytes / slope / 1e9, 2) if slope > 0 else None,
-        "largest_residual": round(max(off), 4),
+        "largest_residual": round(max(residuals), 4),
     }
 
 

@@ -1,4 +1,4 @@
-"""`dendro bench context`: load the engine and the library, let the context grow, say what it costs."""
+"""`dendro bench context`: load the engine and the library, measure both at growing contexts, report."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ COLOURS = {OFF: "#b8b8b8", CHAIN: "#5b8db8", TREE: "#2a7f62", LIBRARY: "#d98e04"
 
 
 def parse_contexts(text: str) -> tuple[int, ...]:
-    """Read `256,1024`: different whole numbers from 2 up, two of them at least."""
+    """Parse `256,1024`: at least two distinct integers, each at least 2."""
     try:
         found = tuple(sorted(int(part) for part in text.split(",")))
     except ValueError:
         raise BadRequest("contexts", f"{text!r} is not a list of numbers such as 256,1024") from None
     if len(found) < 2 or found[0] < 2 or len(set(found)) != len(found):
-        raise BadRequest("contexts", f"{text!r}: name at least two, each of at least 2 tokens and once")
+        raise BadRequest("contexts", f"{text!r}: name at least two, each at least 2 tokens and named once")
     return found
 
 
@@ -60,7 +60,7 @@ async def run_context(
     models: Path,
     begin: Callable[[str, int], Callable[[], None]],
 ) -> dict[str, Any]:
-    """The whole measurement; the report as plain values."""
+    """Run the whole measurement; returns the report."""
     started = time.monotonic()
     config = target_config(models, name)
     (target,) = config.targets.values()
@@ -68,8 +68,8 @@ async def run_context(
     torch.set_num_threads(THREADS)
     prompts = held_out_prompts(-(-contexts[-1] // PROMPT_TOKENS), PROMPT_TOKENS, load_tokenizer(models), models)
     ids = [token for prompt in prompts for token in prompt.token_ids]
-    with tempfile.TemporaryDirectory() as aside:
-        checkpoint = with_positions(target.checkpoint, contexts[-1] + 2 * SPARE, Path(aside))
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = with_positions(target.checkpoint, contexts[-1] + 2 * SPARE, Path(folder))
         library = LibrarySteps(checkpoint, target.dtype, device)
         engine = VerifierEngine.load(
             checkpoint,
@@ -108,12 +108,12 @@ async def run_context(
 
 
 def facts_of(report: Report) -> Iterator[str]:
-    """What the figures rest on, a line each."""
+    """Lines about the conditions of the measurement."""
     yield from machine_facts(report)
     plan = report["plan"]
     yield (
         f"The {plan['target']} target: {plan['parameters']:,} parameters in {plan['dtype']}, its last position raised "
-        f"to the longest context (what it says there means nothing); {plan['repetitions']} repetitions, interleaved"
+        f"to the longest context (its output there is meaningless); {plan['repetitions']} repetitions, interleaved"
     )
     yield (
         f"A sum over {READ_BYTES >> 20} MiB reads {report['read_gb_per_second']:.1f} GB/s here. Ours keeps keys and "
@@ -144,7 +144,7 @@ def tables_of(report: Report) -> Iterator[Cells]:
             )
         )
     yield "A round, median and 90 %", columns, cells
-    lines = ("", "fixed ms", "us per token", "90 %", "bytes per token", "read at GB/s", "farthest from the line")
+    lines = ("", "fixed ms", "us per token", "90 %", "bytes per token", "GB/s", "largest residual")
     fits: list[tuple[str, ...]] = [
         (
             fit["way"],
@@ -157,7 +157,7 @@ def tables_of(report: Report) -> Iterator[Cells]:
         )
         for fit in report["fits"]
     ]
-    yield "The line through them", lines, fits
+    yield "Fitted lines", lines, fits
 
 
 def plot(report: Report, path: Path) -> None:
@@ -188,18 +188,19 @@ def plot(report: Report, path: Path) -> None:
 def bench_context(
     quick: Annotated[bool, typer.Option("--quick", help="Under a minute: three lengths, five repetitions.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write the report as JSON.")] = None,
-    plot_to: Annotated[
-        Path | None, typer.Option("--plot", help="Write a picture; its suffix says of what kind.")
-    ] = None,
+    plot_to: Annotated[Path | None, typer.Option("--plot", help="Write a plot; the suffix sets its format.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="Write the tables as Markdown.")] = None,
     target: Annotated[Which, typer.Option(help="The demo target, or the costly one made from it.")] = Which.COSTLY,
     contexts: Annotated[
-        str | None, typer.Option(help="Tokens, by commas. (default 256 to 8192, doubling; quick 256,1024,2048)")
+        str | None,
+        typer.Option(help="Tokens, separated by commas. (default 256 to 8192, doubling; quick 256,1024,2048)"),
     ] = None,
-    repetitions: Annotated[int | None, typer.Option(min=1, help="(default 15; quick 5)", show_default=False)] = None,
-    models: Annotated[Path, typer.Option(help="A folder as `dendro train demo` writes it.")] = DEMO_MODELS,
+    repetitions: Annotated[
+        int | None, typer.Option(min=1, help="Repetitions of each round. (default 15; quick 5)", show_default=False)
+    ] = None,
+    models: Annotated[Path, typer.Option(help="Folder written by `dendro train demo`.")] = DEMO_MODELS,
 ) -> None:
-    """What a longer context costs a round: time, memory and the bytes that must be read, without speculation, with a
+    """Measure a round by context length: time, memory and the bytes that must be read, without speculation, with a
     chain and with a tree, beside transformers' own decoding step. The engine runs in this process.
     """
     if target not in (Which.DEMO, Which.COSTLY):

@@ -1,8 +1,8 @@
-"""A costly target: the function of a small checkpoint at the cost of a large one.
+"""A costly target: computes the function of a small checkpoint at the cost of a large one.
 
-A Transformer's MLPs get more hidden units, whose gate and up rows are random and whose columns of the output projection
-are zero. So each of them is read from memory, computed and added to the sum, as nothing. A Mamba-2's mixers get more
-groups of heads in the same way: each with its own part of the gated norm, so that the old ones are normed as before.
+A Transformer's MLPs get more hidden units, with random gate and up rows and zero columns in the output projection: they
+are read and computed, and add zero. A Mamba-2's mixers get more groups of heads in the same way. The gated norm is per
+group, so the old groups are normed as before.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from cluster.checkpoints import check_library_has
 
 PARAMETERS = 100_000_000
 WIDTH_STEP = 1280
-"""Widths are multiples of this, and so of 256 and of 320: of the blocks in which libraries multiply."""
+"""Widths are multiples of this, hence of 256 and 320, the block sizes of matrix libraries."""
 SEED = 20
-FORMAT = 1  # counts up when the same source should give another costly target
+FORMAT = 1  # increase when the same source must give another costly target
 
 
 def cache_folder() -> Path:
-    """Where made checkpoints are kept between runs."""
+    """Folder of the checkpoints made by earlier runs."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dendroaspis"
 
 
@@ -55,7 +55,7 @@ def _linear(mlp: nn.Module, name: str) -> nn.Linear:
 
 
 def costly_width(model: PreTrainedModel, parameters: int) -> int:
-    """The smallest multiple of WIDTH_STEP that brings the model to `parameters`, and is at least as wide as it is."""
+    """The smallest multiple of WIDTH_STEP, not below the model's width, that gives it at least `parameters`."""
     mlps = _mlps(model)
     width = model.config.intermediate_size
     total = sum(parameter.numel() for parameter in model.parameters())  # tied weights are counted once
@@ -65,7 +65,7 @@ def costly_width(model: PreTrainedModel, parameters: int) -> int:
 
 
 def _grown(linear: nn.Linear, rows: int, columns: int, generator: torch.Generator | None) -> nn.Linear:
-    """The layer with `rows` outputs and `columns` inputs; new weights are random at the scale of the old, or zero."""
+    """The layer with `rows` outputs and `columns` inputs; new weights are random at the old ones' scale, or zero."""
     old = linear.weight.data
     wide = torch.zeros(rows, columns, dtype=old.dtype)
     if generator is not None:
@@ -82,7 +82,7 @@ def _grown(linear: nn.Linear, rows: int, columns: int, generator: torch.Generato
 
 
 def widen(model: PreTrainedModel, width: int) -> None:
-    """Widen every MLP of a Llama-like model to `width` hidden units, in place, leaving its function what it was."""
+    """Widen every MLP of a Llama-like model to `width` hidden units, in place; its function stays the same."""
     generator = torch.Generator().manual_seed(SEED)
     for mlp in _mlps(model):
         hidden = _linear(mlp, "gate_proj").in_features
@@ -93,16 +93,16 @@ def widen(model: PreTrainedModel, width: int) -> None:
 
 
 def add_head_groups(model: PreTrainedModel, times: int) -> PreTrainedModel:
-    """A Mamba-2 model of the same function with `times` as many groups of heads, and states as many times as large."""
+    """A Mamba-2 model of the same function with `times` as many groups of heads, and `times` as large states."""
     generator = torch.Generator().manual_seed(SEED)
     old, config = model.config, copy.deepcopy(model.config)
     config.num_heads, config.n_groups, config.expand = old.num_heads * times, old.n_groups * times, old.expand * times
     wide: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
     inner, shared = int(old.expand * old.hidden_size), old.n_groups * old.state_size
-    seen = (inner, shared, shared)  # what the convolution sees: x, B, C
+    convolved = (inner, shared, shared)  # inputs of the convolution: x, B, C
 
     def spread(weight: torch.Tensor, parts: tuple[int, ...]) -> torch.Tensor:
-        """Rows in parts, each followed by random ones at the scale of the old."""
+        """The rows of each part, each part followed by random rows at the scale of the old."""
         more = []
         for part in weight.split(parts):
             extra = torch.randn((times - 1) * len(part), *part.shape[1:], generator=generator)
@@ -112,9 +112,9 @@ def add_head_groups(model: PreTrainedModel, times: int) -> PreTrainedModel:
     def grown(name: str, weight: torch.Tensor) -> torch.Tensor:
         match name.rpartition("mixer.")[2] if "mixer." in name else "":
             case "in_proj.weight" | "in_proj.bias":
-                return spread(weight, (inner, *seen, old.num_heads))
+                return spread(weight, (inner, *convolved, old.num_heads))
             case "conv1d.weight" | "conv1d.bias":
-                return spread(weight, seen)
+                return spread(weight, convolved)
             case "A_log" | "D" | "dt_bias" | "norm.weight":
                 return weight.repeat(times)
             case "out_proj.weight":
@@ -126,7 +126,7 @@ def add_head_groups(model: PreTrainedModel, times: int) -> PreTrainedModel:
 
 
 def costly_times(model: PreTrainedModel, parameters: int) -> int:
-    """How many times as many groups of heads bring a Mamba-2 model to `parameters`."""
+    """The factor on the groups of heads that gives a Mamba-2 model at least `parameters` parameters."""
     total = sum(parameter.numel() for parameter in model.parameters())
     mixers = sum(parameter.numel() for name, parameter in model.named_parameters() if "mixer." in name)
     return 1 + max(math.ceil((parameters - total) / mixers), 0)
@@ -140,7 +140,7 @@ def _made_costly(model: PreTrainedModel, parameters: int) -> PreTrainedModel:
 
 
 def _digest(source: Path, parameters: int) -> str:
-    """Names the costly target of a checkpoint: its weights, its configuration and what we make of them."""
+    """Hash of a checkpoint's weights and configuration, and of the constants of its costly target."""
     digest = hashlib.sha256(f"{FORMAT} {SEED} {WIDTH_STEP} {parameters}".encode())
     for file in sorted(source.glob("*")):
         if file.name == "config.json" or file.suffix == ".safetensors":
@@ -149,10 +149,10 @@ def _digest(source: Path, parameters: int) -> str:
 
 
 def costly_checkpoint(source: Path, folder: Path | None = None, parameters: int | None = None) -> Path:
-    """The folder of a costly target made from the checkpoint at `source`; made once, then found again.
+    """The folder of the costly target of the checkpoint at `source`; made once, then reused.
 
     An ordinary Hugging Face checkpoint of at least `parameters` parameters (None: PARAMETERS) in the dtype of its
-    source, with the source's tokenizer. Raises BadRequest where the source is neither Llama-like nor a Mamba-2.
+    source, with the source's tokenizer. Raises BadRequest if the source is neither Llama-like nor a Mamba-2.
     """
     parameters = PARAMETERS if parameters is None else parameters
     if not (source / "config.json").exists():
@@ -163,11 +163,11 @@ def costly_checkpoint(source: Path, folder: Path | None = None, parameters: int 
         return made
     model = _made_costly(AutoModelForCausalLM.from_pretrained(source), parameters)
     made.parent.mkdir(parents=True, exist_ok=True)
-    # Written aside and moved in one step: a run that is stopped half-way leaves nothing that looks finished.
-    with tempfile.TemporaryDirectory(dir=made.parent) as aside:
-        half = Path(aside) / "checkpoint"
-        model.save_pretrained(half)
+    # Written elsewhere, then renamed: an interrupted run leaves no checkpoint that looks complete.
+    with tempfile.TemporaryDirectory(dir=made.parent) as temporary:
+        unfinished = Path(temporary) / "checkpoint"
+        model.save_pretrained(unfinished)
         for file in source.glob("*token*"):
-            shutil.copy(file, half)
-        half.rename(made)
+            shutil.copy(file, unfinished)
+        unfinished.rename(made)
     return made

@@ -1,7 +1,7 @@
-"""What a round costs, measured piece by piece: a verifier's step by its rows, a drafter's tree by its shape.
+"""Measured costs of the parts of a round: a verifier's step by its rows, a drafter's tree by its shape.
 
-A round that is replayed is charged by this table, so that its time is the same whenever it is replayed, and two ways to
-go differ by what they do alone. Router, hops and queues are not in it: `dendro bench speed` has those.
+Replayed rounds take the times of this table, so replays are deterministic and arms can be compared. Costs of router,
+hops and queues are not included: `dendro bench speed` measures those.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from cluster.policies.sequoia import forwarded_rows
 
 STEP_ROWS = (1, *range(8, MAX_ROWS + 1, 8))
 LEVEL_ROWS = (1, 2, 4, 8, 16, 31)
-"""Of a drafter's level. A tree of 64 rows has no wider one that goes through the model, but for a dynamic tree's."""
+"""Forwarded rows of a drafter's level. A static tree of 64 rows forwards at most 31 per level; a dynamic one more."""
 
 
 @dataclass(slots=True)
 class ReplayCosts:
-    """Microseconds at one temperature; medians once measured."""
+    """Median costs in microseconds, at one temperature."""
 
-    step: dict[int, float] = field(default_factory=dict)  # of the verifier, by rows
-    draft: dict[TreeShape, float] = field(default_factory=dict)  # of the drafter's tree
+    step: dict[int, float] = field(default_factory=dict)  # rows -> verifier step
+    draft: dict[TreeShape, float] = field(default_factory=dict)  # shape -> drafting a tree
 
     def step_us(self, rows: int) -> float:
-        """A step of so many rows: those of the next number measured, as steps are padded."""
+        """A step of `rows` rows: the cost of the next larger measured number, as steps are padded."""
         fitting = [measured for measured in self.step if measured >= rows]
         return self.step[min(fitting)]
 
     def draft_us(self, shape: TreeShape) -> float:
-        """A tree of this shape; predicted from levels where it was not measured."""
+        """Drafting a tree of this shape; predicted from its levels if it was not measured."""
         if not shape.drafted:
             return 0.0
         return self.draft[shape] if shape in self.draft else self.predicted_draft_us(shape)
 
     def round_us(self, shape: TreeShape) -> float:
-        """A round in which the tree is as large as it may be."""
+        """A round whose tree has all of its shape's rows."""
         return self.draft_us(shape) + self.step_us(shape.rows)
 
     def level_us(self, rows: int) -> float:
-        """A level of so many rows: what a tree of two levels takes more than one of a single level as wide."""
+        """A level of `rows` rows: the cost of tree (rows,1) less that of (rows); linear between measured numbers."""
         measured = {wide: self.draft[two] - self.draft[one] for wide, (one, two) in level_shapes().items()}
         above = min((wide for wide in measured if wide >= rows), default=max(measured))
         below = max((wide for wide in measured if wide <= rows), default=above)
@@ -56,32 +56,32 @@ class ReplayCosts:
         return measured[below] + share * (measured[above] - measured[below])
 
     def predicted_draft_us(self, shape: TreeShape) -> float:
-        """A static tree by its levels: the root's, which every tree has, and those of rows that get children."""
+        """A static tree: the root's level plus the levels whose rows have children. Raises ValueError for others."""
         if not is_static(shape):
-            raise ValueError(f"shape: what {shape} costs was not measured")
+            raise ValueError(f"shape: the cost of {shape} was not measured")
         return self.draft[LevelShape((1,))] + sum(map(self.level_us, forwarded_rows(shape)[1:]))
 
 
 def level_shapes() -> Mapping[int, tuple[LevelShape, LevelShape]]:
-    """Rows of a level -> a tree in which it is not read, and one in which it is, alike but for that."""
+    """Rows of a level -> two trees whose drafting differs only by the forward of that level."""
     return {rows: (LevelShape((rows,)), LevelShape((rows, 1))) for rows in LEVEL_ROWS}
 
 
 def star(root: int, rows: int) -> DraftTree:
-    """A tree of so many rows."""
+    """A tree of `rows` rows: all guesses are children of the root."""
     return DraftTree.of([root, *range(rows - 1)], [-1] + [0] * (rows - 1))
 
 
-async def _timed(what: Awaitable[Any]) -> float:
+async def _timed(call: Awaitable[Any]) -> float:
     started = time.perf_counter()
-    await what
+    await call
     return 1e6 * (time.perf_counter() - started)
 
 
 async def measure_steps(
     verifier: VerifierPeer, ids: Sequence[int], temperature: float, repetitions: int, step: Callable[[], None]
 ) -> dict[int, float]:
-    """A verifier's step by rows, on one text, interleaved. Verdicts are dropped; the first of each is not counted."""
+    """Rows -> a verifier's step, on one text, interleaved. Verdicts are not committed; each first step is warm-up."""
     peer = EngineText(ids, Sampling(temperature=temperature))
     await peer.open(verifier, MAX_ROWS)
     times: dict[int, list[float]] = {rows: [] for rows in STEP_ROWS}
@@ -101,9 +101,9 @@ async def measure_drafts(
     repetitions: int,
     step: Callable[[], None],
 ) -> dict[TreeShape, float]:
-    """A drafter's tree by shape, on one text, interleaved. The first of each is not counted.
+    """Shape -> drafting a tree, on one text, interleaved. The first draft of each shape is warm-up.
 
-    Each begins where the last one did: the root is read anew, as in a round of which nothing was guessed.
+    All drafts start at the same text length: each reads the root again, as after a round that accepted no guess.
     """
     peer = EngineText(ids, Sampling(temperature=temperature))
     await peer.open(drafter, MAX_ROWS)

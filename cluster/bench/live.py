@@ -1,4 +1,4 @@
-"""Recorded rounds once more, with drafter and verifier: what the clock says, and whether they emit what was said."""
+"""Recorded rounds again with drafter and verifier: their real time, and whether they emit as replayed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cluster.bench.traces import SPARE, EngineText, Trace, TracedAnswer
 
 
 def live_shapes() -> tuple[TreeShape, ...]:
-    """A few of each kind: every one takes as long as it is slow."""
+    """A few shapes of different kinds; few, as each is measured in real time."""
     return (OFF, LevelShape((1, 1, 1, 1)), LevelShape((3, 2, 1)), DynamicShape(4, 5, 15))
 
 
@@ -28,36 +28,35 @@ async def live_rounds(
     answer: TracedAnswer,
     after_round: Callable[[], None] = lambda: None,
 ) -> tuple[list[int], float]:
-    """N of every round of one answer as drafter and verifier find it, and the seconds of all; one after the other.
+    """N of every round of one answer with drafter and verifier, one round after the other; and the seconds of all.
 
-    Of the answer, only the prompt, how it is drawn and how long it gets are told to them.
+    Drafter and verifier get the prompt, the sampling parameters and a length limit, not the recorded tokens.
     """
     peer = EngineText(answer.ids[: answer.begin], answer.sampling)
     await peer.open(verifier, answer.tokens + 2 * SPARE)
     await peer.open(drafter, answer.tokens + 2 * SPARE)
-    held = len(peer.text)
-    known = held  # of the text, by the drafter as `held` is by the verifier
+    verifier_length = drafter_length = len(peer.text)  # tokens of the text that each has received
     emitted: list[int] = []
     started = time.perf_counter()
     while len(peer.text) < answer.end:
         tree = DraftTree.root_only(peer.text.ids[-1])
         if not shape.off:
-            tree, known = await peer.draft(drafter, shape, known), len(peer.text)
-        verdict = await peer.verify(verifier, tree, held)
-        held = len(peer.text)
+            tree, drafter_length = await peer.draft(drafter, shape, drafter_length), len(peer.text)
+        verdict = await peer.verify(verifier, tree, verifier_length)
+        verifier_length = len(peer.text)
         peer.text.extend(verdict.tokens)
         emitted.append(verdict.length)
         after_round()
     seconds = time.perf_counter() - started
     await peer.close(verifier)
-    await peer.close(drafter, known)
+    await peer.close(drafter, drafter_length)
     return emitted, seconds
 
 
 async def live_row(
     drafter: DrafterPeer, verifier: VerifierPeer, shape: TreeShape, traces: Sequence[Trace], costs: ReplayCosts
 ) -> dict[str, Any]:
-    """What one arm does by the clock, beside what was predicted of it on the same answers."""
+    """One arm's rate in real time, beside the rate predicted for the same answers."""
     rounds = tokens = differences = 0
     seconds = predicted_us = 0.0
     for trace in traces:

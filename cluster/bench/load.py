@@ -1,7 +1,7 @@
-"""What a cluster gives under load: closed loops of so many clients, and requests that arrive by chance.
+"""A cluster's throughput and latency under load: closed loops of clients, and Poisson arrivals.
 
-A *block* is one way of answering at one load. Blocks of all ways follow one another in an order drawn anew for each
-repetition, so that a ratio is of two blocks of the same minute.
+A *block* is one way of answering at one load. In each repetition the blocks of a load follow one another in random
+order, so that the two blocks of a ratio are close in time.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ FIXED = "(3,2,1)"
 WAYS = (OFF, FIXED, AUTO)
 PERCENTILES = (50, 95, 99)
 CONTINUOUS_REPETITIONS = 1
-"""Of the library's `generate_batch`: a tenth as fast as the others, it would take most of the time."""
+"""Repetitions of the library's `generate_batch`: a tenth as fast as the others, more would take most of the time."""
 FIRST_SAMPLE_S, SAMPLE_S = 0.5, 1.0
-"""When the pages in use are looked at: seldom, as each look is a call that takes its part of the machine."""
+"""First time and interval of sampling the pages in use; rare, as each sample is a call that loads the machine."""
 
 Prompt = Sequence[int]
 Stats = Callable[[], Awaitable[Mapping[str, int]]]
 
 
 @dataclass(slots=True)
-class Block:
-    """What one block came to."""
+class LoadBlock:
+    """The measurements of one block."""
 
     way: str
     load: str  # "16 clients", "0.5 of capacity"
@@ -45,13 +45,13 @@ class Block:
     tokens: int = 0
     seconds: float = 0.0
     first_s: list[float] = field(default_factory=list)  # from each request to its first token
-    between_s: list[float] = field(default_factory=list)  # between tokens: a chunk's wait, shared by its tokens
-    guesses: int = 0  # rows below a root that were verified
-    trimmed: int = 0  # and those that were left out
-    pages: int = 0  # in use, the most that any look found
-    shapes: Counter[str] = field(default_factory=Counter)  # rounds that asked for each
-    steps_us: int = 0  # of the verifier
-    forwards_us: int = 0  # of them, the model's
+    between_s: list[float] = field(default_factory=list)  # between tokens: a chunk's wait divided among its tokens
+    guesses: int = 0  # verified
+    trimmed: int = 0  # guesses sent for which the step had no room
+    pages: int = 0  # in use, the greatest sample
+    shapes: Counter[str] = field(default_factory=Counter)  # requested shape -> rounds
+    steps_us: int = 0  # of the verifier's steps
+    forwards_us: int = 0  # of these, the model's forwards
 
     @property
     def rate(self) -> float:
@@ -67,7 +67,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 
 class Loader:
-    """Clients of a running cluster. Answers are greedy: the load is what is measured."""
+    """Clients of a running cluster. Answers are greedy."""
 
     def __init__(self, client: AsyncClient, prompts: Sequence[Prompt], tokens: int, stats: Stats) -> None:
         self._client = client
@@ -75,38 +75,38 @@ class Loader:
         self._tokens = tokens
         self._stats = stats
 
-    async def closed(self, block: Block, clients: int, answers: int) -> Block:
-        """Each client asks again as soon as it was answered, `answers` times."""
+    async def closed(self, block: LoadBlock, clients: int, answers: int) -> LoadBlock:
+        """Each client sends `answers` requests, each as soon as the one before is answered."""
 
-        async def one(place: int) -> None:
+        async def one(index: int) -> None:
             for turn in range(answers):
-                await self._answer(block, self._prompts[(place + turn * clients) % len(self._prompts)])
+                await self._answer(block, self._prompts[(index + turn * clients) % len(self._prompts)])
 
-        return await self._timed(block, [one(place) for place in range(clients)])
+        return await self._timed(block, [one(index) for index in range(clients)])
 
-    async def open(self, block: Block, per_second: float, requests: int, seed: int) -> Block:
-        """Requests arrive by a Poisson process, whatever became of the earlier ones."""
+    async def open(self, block: LoadBlock, per_second: float, requests: int, seed: int) -> LoadBlock:
+        """Requests arrive by a Poisson process, whether or not earlier ones are answered."""
         generator, at, times = random.Random(seed), 0.0, []
         for _ in range(requests):
             at += generator.expovariate(per_second)
             times.append(at)
 
-        async def one(place: int) -> None:
-            await asyncio.sleep(times[place])
-            await self._answer(block, self._prompts[place % len(self._prompts)])
+        async def one(index: int) -> None:
+            await asyncio.sleep(times[index])
+            await self._answer(block, self._prompts[index % len(self._prompts)])
 
-        return await self._timed(block, [one(place) for place in range(requests)])
+        return await self._timed(block, [one(index) for index in range(requests)])
 
-    async def _timed(self, block: Block, work: Sequence[Awaitable[None]]) -> Block:
+    async def _timed(self, block: LoadBlock, work: Sequence[Awaitable[None]]) -> LoadBlock:
         before = await self._stats()
-        looking = asyncio.ensure_future(self._look(block))
+        sampling = asyncio.ensure_future(self._sample_pages(block))
         started = time.perf_counter()
         try:
             await asyncio.gather(*work)
         finally:
             block.seconds = time.perf_counter() - started
-            looking.cancel()
-        await asyncio.wait({looking})
+            sampling.cancel()
+        await asyncio.wait({sampling})
         after = await self._stats()
         block.guesses = after.get("guesses", 0) - before.get("guesses", 0)
         block.trimmed = after.get("trimmed", 0) - before.get("trimmed", 0)
@@ -114,13 +114,13 @@ class Loader:
         block.forwards_us = after.get("forward_us", 0) - before.get("forward_us", 0)
         return block
 
-    async def _look(self, block: Block) -> None:
+    async def _sample_pages(self, block: LoadBlock) -> None:
         await asyncio.sleep(FIRST_SAMPLE_S)
         while True:
             block.pages = max(block.pages, (await self._stats()).get("pages_held", 0))
             await asyncio.sleep(SAMPLE_S)
 
-    async def _answer(self, block: Block, prompt: Prompt) -> None:
+    async def _answer(self, block: LoadBlock, prompt: Prompt) -> None:
         started = last = time.perf_counter()
         count = 0
         async for event in self._client.generate(
@@ -148,7 +148,7 @@ class LoadPlan:
     tokens: int
     clients: tuple[int, ...]
     answers: int  # of every client of a block
-    arrivals: tuple[float, ...]  # of the open loops, as shares of what the largest closed one gave without speculation
+    arrivals: tuple[float, ...]  # of the open loops, as shares of the largest closed loop's rate without speculation
     requests: int  # of every open-loop block
     repetitions: int
     seed: int
@@ -162,24 +162,24 @@ class LoadPlan:
 
 async def measure_load(
     plan: LoadPlan, loader: Loader, library: BaselineProcess, step: Callable[[], None]
-) -> tuple[list[Block], dict[str, str]]:
-    """All blocks; and what a baseline said that could not do its part."""
+) -> tuple[list[LoadBlock], dict[str, str]]:
+    """All blocks, and the errors of baselines that failed."""
     order = random.Random(plan.seed)
-    blocks: list[Block] = []
+    blocks: list[LoadBlock] = []
     silent: dict[str, str] = {}
-    for way in WAYS:  # warm-up: every way once, and the sizes of steps that a full house makes
-        await loader.closed(Block(way, "warm-up", 0), max(plan.clients), 1)
-    for clients in plan.clients:  # what the policy learns of a load, it learns once in a router's life
-        await loader.closed(Block(AUTO, "warm-up", 0), clients, 1)
+    for way in WAYS:  # warm-up: every way, and the step sizes at full load
+        await loader.closed(LoadBlock(way, "warm-up", 0), max(plan.clients), 1)
+    for clients in plan.clients:  # the policy learns each load once per router
+        await loader.closed(LoadBlock(AUTO, "warm-up", 0), clients, 1)
     for repetition in range(plan.repetitions):
         for clients in order.sample(plan.clients, len(plan.clients)):
             ways = (*WAYS, BATCH, CONTINUOUS) if repetition < CONTINUOUS_REPETITIONS else (*WAYS, BATCH)
             for way in order.sample(ways, len(ways)):
-                block = Block(way, closed_load(clients), repetition)
+                block = LoadBlock(way, closed_load(clients), repetition)
                 if way in WAYS:
                     blocks.append(await loader.closed(block, clients, plan.answers))
                 elif way not in silent:
-                    prompts = [plan.prompts[place % len(plan.prompts)] for place in range(clients)]
+                    prompts = [plan.prompts[index % len(plan.prompts)] for index in range(clients)]
                     try:
                         block.tokens, block.seconds = await library.batch(way, prompts, plan.tokens)
                         blocks.append(block)
@@ -191,7 +191,7 @@ async def measure_load(
         for share in plan.arrivals:
             per_second = share * full / plan.tokens
             for way in order.sample(WAYS, len(WAYS)):
-                block = Block(way, open_load(share), repetition)
+                block = LoadBlock(way, open_load(share), repetition)
                 seed = plan.seed + repetition  # the same arrivals for all ways
                 blocks.append(await loader.open(block, per_second, plan.requests, seed))
                 step()
@@ -206,17 +206,17 @@ def open_load(share: float) -> str:
     return f"{share:g} of capacity"
 
 
-def ratio(blocks: Sequence[Block], load: str, over: str, under: str) -> Estimate:
+def ratio(blocks: Sequence[LoadBlock], load: str, over: str, under: str) -> Estimate:
     """Tokens per second of one way over another's at one load, paired by repetition."""
     rates = {(block.way, block.repetition): block.rate for block in blocks if block.load == load}
     pairs = [(rates[over, each], rates[under, each]) for way, each in rates if way == over and (under, each) in rates]
     return median_estimate([high / low for high, low in pairs])
 
 
-def rows_of(blocks: Sequence[Block]) -> list[dict[str, Any]]:
-    """One row for each load and way, in the order of the plan."""
+def rows_of(blocks: Sequence[LoadBlock]) -> list[dict[str, Any]]:
+    """One row for each load and way: closed loops first, by size."""
     rows = []
-    for load in dict.fromkeys(block.load for block in sorted(blocks, key=_place)):
+    for load in dict.fromkeys(block.load for block in sorted(blocks, key=_load_order)):
         for way in (*WAYS, BATCH, CONTINUOUS):
             mine = [block for block in blocks if (block.load, block.way) == (load, way)]
             if not mine:
@@ -244,13 +244,13 @@ def rows_of(blocks: Sequence[Block]) -> list[dict[str, Any]]:
     return rows
 
 
-def _place(block: Block) -> tuple[int, float]:
+def _load_order(block: LoadBlock) -> tuple[int, float]:
     number = float(block.load.split()[0])
     return ("client" not in block.load, number)
 
 
-def aims_of(blocks: Sequence[Block], clients: Sequence[int]) -> list[dict[str, Any]]:
-    """What the figures are held against."""
+def aims_of(blocks: Sequence[LoadBlock], clients: Sequence[int]) -> list[dict[str, Any]]:
+    """The aims of the bench, computed from its blocks."""
     aims = []
 
     def add(aim: str, found: Estimate, bar: float, met: bool) -> None:
@@ -261,7 +261,7 @@ def aims_of(blocks: Sequence[Block], clients: Sequence[int]) -> list[dict[str, A
     if 1 in clients:
         found = ratio(blocks, one, AUTO, OFF)
         add("policy over off, one client", found, 1.0, found.low > 1.0)
-    for load in dict.fromkeys(block.load for block in sorted(blocks, key=_place)):
+    for load in dict.fromkeys(block.load for block in sorted(blocks, key=_load_order)):
         rates = {way: median(b.rate for b in blocks if (b.load, b.way) == (load, way)) for way in (OFF, FIXED)}
         better = max(rates, key=rates.__getitem__)
         found = ratio(blocks, load, AUTO, better)

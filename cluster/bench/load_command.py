@@ -1,4 +1,4 @@
-"""`dendro bench load`: start a cluster and the library, load both, say what came of it."""
+"""`dendro bench load`: start a cluster and the library, load both, report."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PROMPTS = 32
 
 
 def parse_clients(text: str) -> tuple[int, ...]:
-    """Read `1,4,16`: different whole numbers from 1 up."""
+    """Parse `1,4,16`: distinct integers, each at least 1."""
     try:
         found = tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -47,14 +47,14 @@ def parse_clients(text: str) -> tuple[int, ...]:
 
 
 async def run_load(plan: LoadPlan, models: Path, progress: Callable[[str, int], Callable[[], None]]) -> dict[str, Any]:
-    """The whole measurement; the report as plain values."""
+    """Run the whole measurement; returns the report."""
     started = time.monotonic()
     config = target_config(models, COSTLY)
     (target,) = config.targets.values()
-    places = max(plan.clients)
-    target = target.model_copy(update={"max_sessions": max(places, target.max_sessions)})
+    texts = max(plan.clients)
+    target = target.model_copy(update={"max_sessions": max(texts, target.max_sessions)})
     drafters = {
-        name: each.model_copy(update={"max_sessions": max(places, each.max_sessions)})
+        name: each.model_copy(update={"max_sessions": max(texts, each.max_sessions)})
         for name, each in config.drafters.items()
     }
     config = config.model_copy(update={"targets": {COSTLY: target}, "drafters": drafters})
@@ -91,42 +91,45 @@ async def run_load(plan: LoadPlan, models: Path, progress: Callable[[str, int], 
 
 
 def bench_load(
-    quick: Annotated[bool, typer.Option("--quick", help="A minute or two: few clients, one repetition.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="One or two minutes: few clients, one repetition.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write the report as JSON.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write a picture; its suffix says of what kind.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a plot; the suffix sets its format.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="Write the tables as Markdown.")] = None,
     clients: Annotated[
-        str | None, typer.Option(help="Of the closed loops, separated by commas. (default 1,2,4,8,16,32; quick 1,4)")
+        str | None,
+        typer.Option(help="Clients of the closed loops, separated by commas. (default 1,2,4,8,16,32; quick 1,4)"),
     ] = None,
     tokens: Annotated[
         int | None, typer.Option(min=2, help="New tokens of every answer. (default 64; quick 32)")
     ] = None,
     answers: Annotated[
-        int | None, typer.Option(min=1, help="Of every client of a closed loop. (default 2; quick 1)")
+        int | None, typer.Option(min=1, help="Answers for every client of a closed loop. (default 2; quick 1)")
     ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Of every open loop.")] = 16,
-    repetitions: Annotated[int | None, typer.Option(min=1, help="(default 5; quick 1)", show_default=False)] = None,
-    seed: Annotated[int, typer.Option(help="Of the order, and of the arrivals.")] = 0,
-    models: Annotated[Path, typer.Option(help="A folder as `dendro train demo` writes it.")] = DEMO_MODELS,
+    requests: Annotated[int, typer.Option(min=1, help="Requests of every open loop.")] = 16,
+    repetitions: Annotated[
+        int | None, typer.Option(min=1, help="Repetitions of every block. (default 5; quick 1)", show_default=False)
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the order and of the arrivals.")] = 0,
+    models: Annotated[Path, typer.Option(help="Folder written by `dendro train demo`.")] = DEMO_MODELS,
 ) -> None:
-    """Load a cluster with many clients, on the costly target: closed loops of more and more clients, then requests that
-    arrive by chance; without speculation, with one tree and with the policy, beside transformers' batches.
+    """Load a cluster with many clients, on the costly target: closed loops of increasing numbers of clients, then
+    Poisson arrivals; without speculation, with one tree and with the policy, beside transformers' batches.
 
-    The whole of it takes some 25 minutes on two cores.
+    Takes about 25 minutes on two cores.
     """
 
-    def said(value: int | None, default: int, quickly: int) -> int:
+    def chosen(value: int | None, default: int, quickly: int) -> int:
         return value if value is not None else quickly if quick else default
 
     prompts = held_out_prompts(PROMPTS, PROMPT_TOKENS, load_tokenizer(models), models)
     plan = LoadPlan(
         prompts=tuple(prompt.token_ids for prompt in prompts),
-        tokens=said(tokens, TOKENS, QUICK_TOKENS),
+        tokens=chosen(tokens, TOKENS, QUICK_TOKENS),
         clients=parse_clients(clients) if clients is not None else QUICK_CLIENTS if quick else CLIENTS,
-        answers=said(answers, ANSWERS, QUICK_ANSWERS),
+        answers=chosen(answers, ANSWERS, QUICK_ANSWERS),
         arrivals=QUICK_ARRIVALS if quick else ARRIVALS,
         requests=requests,
-        repetitions=said(repetitions, REPETITIONS, QUICK_REPETITIONS),
+        repetitions=chosen(repetitions, REPETITIONS, QUICK_REPETITIONS),
         seed=seed,
     )
     bars = Bars(Console(stderr=True))

@@ -1,4 +1,4 @@
-"""The findings of `dendro bench load` for people and for machines. Nothing is computed here."""
+"""The report of `dendro bench load` as facts, tables and plot. Nothing is measured here."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ COLOURS = {"off": "#b8b8b8", WAYS[1]: "#d98e04", "auto": "#2a7f62"}
 
 
 def facts_of(report: Report) -> Iterator[str]:
-    """What the figures rest on, a line each."""
+    """Lines about the conditions of the measurement."""
     yield from machine_facts(report)
     plan = report["plan"]
     yield (
-        f"The costly target: {plan['parameters']:,} parameters in {plan['dtype']}, drafted for by {plan['drafter']}; "
+        f"The costly target: {plan['parameters']:,} parameters in {plan['dtype']}, drafter {plan['drafter']}; "
         f"answers of {plan['tokens']} tokens after prompts of {plan['prompt_tokens']}, greedy; closed loops of "
         f"{plan['answers']} answers for each client, open loops of {plan['requests']} requests; "
         f"{plan['repetitions']} repetitions, interleaved; {CONTINUOUS} in {plan['continuous_repetitions']} of them"
@@ -99,7 +99,7 @@ def plot(report: Report, path: Path) -> None:
 
 
 def _loads(rows: Sequence[Mapping[str, Any]]) -> list[float]:
-    """How many clients, or which share of the capacity."""
+    """The number of clients, or the share of the capacity."""
     return [float(row["load"].split()[0]) for row in rows]
 
 

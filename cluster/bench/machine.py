@@ -1,4 +1,4 @@
-"""What a measurement ran on."""
+"""The machine and the command of a measurement."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUMERICS = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_CBWR", "ONEDNN_MAX_CPU_IS
 
 
 def processor_name() -> str:
-    """The processor's own name; its architecture where the system does not tell."""
+    """The processor's model name; its architecture if the system does not report one."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text().splitlines():
@@ -41,7 +41,7 @@ def _version(library: str) -> str | None:
 
 
 def describe_machine(threads: int) -> dict[str, object]:
-    """The `machine` object of a report; `threads` is what each engine was given."""
+    """The `machine` object of a report; `threads` are those of each engine."""
     accelerator = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "processor": processor_name(),
@@ -56,7 +56,7 @@ def describe_machine(threads: int) -> dict[str, object]:
 
 
 def describe_run(started: float, local: bool, seed: int) -> dict[str, object]:
-    """The `settings` object of a report; `started` by the monotonic clock."""
+    """The `settings` object of a report; `started` is a time of the monotonic clock."""
     return {
         "command": " ".join(["dendro", *sys.argv[1:]]),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -68,7 +68,7 @@ def describe_run(started: float, local: bool, seed: int) -> dict[str, object]:
 
 
 def commit_of(folder: Path) -> str:
-    """The commit of the checkout that `folder` is in, with a plus where files differ from it."""
+    """The commit of `folder`'s checkout, with a plus if tracked files differ; `unknown` without a checkout or git."""
 
     def git(*arguments: str) -> str:
         done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False)

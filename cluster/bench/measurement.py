@@ -1,4 +1,4 @@
-"""What is measured of one answer, and the names of what is compared."""
+"""The measurements of one answer, and the names of the compared rows."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ BASELINES = (GENERATE, LOOKUP, ASSISTED)
 
 @dataclass(frozen=True, slots=True)
 class RoundTimes:
-    """Where the time of an answer's mean round went, as router and peers counted it. In milliseconds."""
+    """Milliseconds of an answer's mean round, by part, as the router and its peers measured them."""
 
-    total_ms: float  # of a round after the first, which waits for the prefill
-    draft_ms: float  # the drafter was busy or queued with it
-    verify_ms: float  # the verifier was busy with it
-    queue_ms: float  # it waited at the verifier
-    shapes: Mapping[str, int]  # how often each was asked for
+    total_ms: float  # of the rounds after the first, which includes the prefill
+    draft_ms: float  # drafting, and waiting at the drafter
+    verify_ms: float  # verifying
+    queue_ms: float  # waiting at the verifier
+    shapes: Mapping[str, int]  # requested shape -> rounds
 
     @property
     def hop_ms(self) -> float:
-        """The round less the time in which either peer says it was busy or queued with it."""
+        """The rest of the round: neither drafting, nor verifying, nor waiting at a peer."""
         return self.total_ms - self.draft_ms - self.verify_ms - self.queue_ms
 
 
@@ -39,9 +39,9 @@ class TimedAnswer:
     tokens: tuple[int, ...]
     seconds: float  # from the request to the last token
     first_seconds: float  # from the request to the first tokens
-    first_tokens: int  # that came together
-    round_count: int  # times that tokens were emitted
-    rounds: RoundTimes | None = None  # of ours alone
+    first_tokens: int  # of the first chunk
+    round_count: int  # chunks of tokens
+    rounds: RoundTimes | None = None  # None for the library's answers and for answers of one round
 
     @property
     def tokens_per_second(self) -> float:
@@ -49,14 +49,14 @@ class TimedAnswer:
 
     @property
     def decode_tokens_per_second(self) -> float | None:
-        """The rate after the first tokens, which the prefill is part of; None where all came together."""
+        """The rate after the first chunk, whose time includes the prefill; None if that was the only one."""
         if len(self.tokens) <= self.first_tokens:
             return None
         return (len(self.tokens) - self.first_tokens) / (self.seconds - self.first_seconds)
 
 
 class Contender(Protocol):
-    """Answers a prompt in one of its ways."""
+    """Answers a prompt in the way that `row` names."""
 
     async def answer(
         self, row: str, prompt: Sequence[int], temperature: float, seed: int, tokens: int

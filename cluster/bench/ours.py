@@ -1,4 +1,4 @@
-"""Our own side of a measurement: what a client of a running cluster sees."""
+"""Measures the answers of a running cluster at its client."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cluster.bench.measurement import RoundTimes, TimedAnswer
 
 
 def mean_round(stats: SpeculationStats) -> RoundTimes | None:
-    """The mean round of an answer; None where one round was all."""
+    """The mean round of an answer; None for fewer than two rounds."""
     if stats.rounds < 2:
         return None
     return RoundTimes(
@@ -25,16 +25,17 @@ def mean_round(stats: SpeculationStats) -> RoundTimes | None:
     )
 
 
-class Ours:
-    """Answers over the public gRPC API, so the client's hop and the router's are in the time."""
+class ClusterClient:
+    """Answers over the public gRPC API: times include the client's and the router's hops."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
 
     async def answer(self, row: str, prompt: Sequence[int], temperature: float, seed: int, tokens: int) -> TimedAnswer:
-        """`tokens` tokens after a prompt; `row` is what the request says for `speculation`.
+        """`tokens` tokens after a prompt; `row` is the request's `speculation`.
 
-        Timed from the request to the last tokens; the stream's end is waited for, so that the cluster idles afterwards.
+        Timed from the request to the last tokens. Returns at the stream's end, when the cluster is idle again. Raises
+        EngineFailed for another number of tokens.
         """
         times: list[float] = []
         rounds: list[Round] = []

@@ -1,7 +1,7 @@
-"""Policies on recorded answers: the real policy object chooses and learns, the traces say what came of it.
+"""Replay of policies on recorded answers: the real policy object chooses and learns.
 
-What a round emitted is the trace's, what it took the cost table's. So the same choices always have the same outcome,
-and what a policy did can be held against what every arm alone would have done on the same text.
+Emitted tokens come from the trace, times from the cost table. So replays are deterministic, and a policy can be
+compared with every fixed arm on the same text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cluster.proposers.lookup import Lookup
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class ReplayedRound:
     """One round of a replay."""
 
     shape: TreeShape
@@ -38,7 +38,7 @@ class ReplayedAnswer:
     """All rounds of one answer."""
 
     trace: Trace
-    rounds: tuple[Played, ...]
+    rounds: tuple[ReplayedRound, ...]
 
     @property
     def tokens_per_second(self) -> float:
@@ -54,17 +54,17 @@ class ReplayedAnswer:
 
 
 def sibling_ranks(tree: DraftTree, path: Sequence[int]) -> tuple[int, ...]:
-    """Of each guess on a path, its rank among its siblings."""
+    """The rank among its siblings of each guess on a path."""
     return tuple(tree.children(above).index(row) for above, row in pairwise(path))
 
 
 def run_fixed(shape: TreeShape, trace: Trace, costs: ReplayCosts) -> ReplayedAnswer:
-    """One answer with the same shape in every round."""
+    """Replay one answer with the same shape in every round."""
     draft_us = costs.draft_us(shape)
     return ReplayedAnswer(
         trace,
         tuple(
-            Played(shape, emitted, draft_us + costs.step_us(trace.rows(shape, base)))
+            ReplayedRound(shape, emitted, draft_us + costs.step_us(trace.rows(shape, base)))
             for base, emitted in trace.rounds(shape)
         ),
     )
@@ -73,12 +73,14 @@ def run_fixed(shape: TreeShape, trace: Trace, costs: ReplayCosts) -> ReplayedAns
 def run_policy(
     policy: InformedPolicy, experience: Experience, trace: Trace, costs: ReplayCosts, chances: Chances | None = None
 ) -> ReplayedAnswer:
-    """One answer as a policy that begins now goes through it. Learning is the policy's, the experience's, and that of
-    `chances`, with which it is told what is proposed."""
+    """Replay one answer with a new policy. The policy, the experience and `chances` learn from it.
+
+    Without `chances`, the policy gets no proposals.
+    """
     answer = trace.answer
-    rounds: list[Played] = []
-    base = traced = answer.begin
-    with experience.concurrency.running() as place:
+    rounds: list[ReplayedRound] = []
+    base = ranked = answer.begin  # ranks of ids[:ranked] were reported
+    with experience.concurrency.running() as running:
         while base < answer.end:
             proposal = trace.proposals[base - answer.begin] if chances and trace.proposals else None
             offer = partial(chances.tree, Lookup.name, proposal) if chances and proposal else None
@@ -86,7 +88,7 @@ def run_policy(
             draft_us, step_us = costs.draft_us(shape), costs.step_us(trace.rows(shape, base))
             tree = replace(trace.tree(shape, base), draft_us=round(draft_us), texts=1)
             if shape.drafted:
-                tree, traced = replace(tree, trace=trace.told(traced, base)), base
+                tree, ranked = replace(tree, trace=trace.reported_ranks(ranked, base)), base
             path = trace.path(shape, base)
             verdict = Verdict(
                 tokens=answer.ids[base : base + len(path)],
@@ -100,10 +102,10 @@ def run_policy(
             if chances and proposal:
                 chances.learn(Lookup.name, proposal, verdict.tokens)
             policy.learn(shape, tree, verdict)
-            place.begun()
-            if rounds:  # as in the router: the first waits for its text to be opened
+            running.begun()
+            if rounds:  # as in the router: the first round includes opening the text
                 experience.learn_time(shape, tree, verdict, draft_us + step_us)
-            rounds.append(Played(shape, len(path), draft_us + step_us))
+            rounds.append(ReplayedRound(shape, len(path), draft_us + step_us))
             base += len(path)
     return ReplayedAnswer(trace, tuple(rounds))
 
@@ -111,9 +113,9 @@ def run_policy(
 def run_stream(
     name: str, arms: Sequence[TreeShape], traces: Sequence[Trace], costs: ReplayCosts, passes: int
 ) -> Iterator[list[ReplayedAnswer]]:
-    """The answers one after the other, several times over, with one experience as a router has it: a list per pass.
+    """Replay all answers in order, `passes` times, with one experience as in a router; a list per pass.
 
-    Begins with an experience that knows nothing; every answer gets a policy of its own.
+    The experience starts empty; every answer gets a new policy.
     """
     experience, chances = (
         Experience(Concurrency(attends=True)),
@@ -127,7 +129,7 @@ def run_stream(
 
 
 def shares(runs: Sequence[ReplayedAnswer], window: int, wanted: Callable[[Trace], bool]) -> list[dict[str, float]]:
-    """How often each arm was chosen in one window of rounds after the other, over the answers that are wanted."""
+    """The share of each arm in consecutive windows of `window` rounds, over the answers that `wanted` selects."""
     rounds = [played.shape for run in runs if wanted(run.trace) for played in run.rounds]
     found = []
     for start in range(0, len(rounds), window):

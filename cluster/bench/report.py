@@ -1,4 +1,4 @@
-"""A bench's findings for people and for machines: tables, Markdown, JSON, a plot. Nothing is computed here."""
+"""A bench's report as tables, Markdown, JSON and plot. Nothing is measured here."""
 
 from __future__ import annotations
 
@@ -114,19 +114,23 @@ def tables_of(report: Report) -> Iterator[Cells]:
         yield title, SPEED_COLUMNS, [_speed_cells(row) for row in rows]
         split = [_split_cells(row) for row in rows if "round_ms" in row]
         if split:
-            yield f"{title}: where a round goes", SPLIT_COLUMNS, split
+            yield f"{title}: parts of a round", SPLIT_COLUMNS, split
         fits = [row for row in report["step_fits"] if (row["target"], row["temperature"]) == (target, temperature)]
         model = [row for row in report["cost_model"] if (row["target"], row["temperature"]) == (target, temperature)]
         if fits:
             yield f"{title}: a step's time by its rows n, fitted", FIT_COLUMNS, [_fit_cells(row) for row in fits]
         if model:
-            yield f"{title}: the same fit through the other shapes' steps", MODEL_COLUMNS, [*map(_model_cells, model)]
+            yield (
+                f"{title}: predictions of the same fit to the other shapes' steps",
+                MODEL_COLUMNS,
+                [*map(_model_cells, model)],
+            )
     if report["aims"]:
         yield aims_table(report)
 
 
 def machine_facts(report: Report) -> Iterator[str]:
-    """Where, when and with what the figures were measured, a line each."""
+    """Lines about the machine, the date and the settings of a measurement."""
     machine, settings = report["machine"], report["settings"]
     libraries = ", ".join(f"{name} {version}" for name, version in machine["libraries"].items())
     environment = ", ".join(f"{name}={value}" for name, value in machine["environment"].items())
@@ -137,26 +141,26 @@ def machine_facts(report: Report) -> Iterator[str]:
         f"Hardware: {machine['processor']}, {machine['cores']} cores, accelerator {machine['accelerator'] or 'none'}; "
         f"{machine['threads']} threads for each engine"
     )
-    yield f"Software: Python {machine['python']}, {libraries}; environment {environment or 'as it is by default'}"
+    yield f"Software: Python {machine['python']}, {libraries}; environment {environment or 'default'}"
 
 
 def facts_of(report: Report) -> Iterator[str]:
-    """What the figures of `dendro bench speed` rest on, a line each."""
+    """Lines about the conditions of `dendro bench speed`."""
     yield from machine_facts(report)
     for name, target in report["targets"].items():
         check = target["identity"]
-        agreed = f"{len(check['differences'])} differ" if check["differences"] else "all the same"
+        agreed = f"{len(check['differences'])} differ" if check["differences"] else "all identical"
         yield (
             f"The {name} target: {target['parameters']:,} parameters in {target['dtype']}, "
-            f"drafted for by {target['drafter']}; "
+            f"drafter {target['drafter']}; "
             f"{target['prompts']} prompts of {target['prompt_tokens']} tokens, each {target['repetitions']} times; "
-            f"ours in every way against ours without speculation: {check['answers_compared']} answers, "
+            f"ours with speculation compared with ours without: {check['answers_compared']} answers, "
             f"{check['tokens_compared']:,} tokens, {agreed}" + (f"; {target['note']}" if target["note"] else "")
         )
 
 
 def show(console: Console, report: Report) -> None:
-    """Print the report of `dendro bench speed` for people."""
+    """Print the report of `dendro bench speed`."""
     show_tables(console, facts_of(report), tables_of(report))
     for target in report["targets"].values():
         for line in target["identity"]["differences"][:10]:
@@ -164,13 +168,13 @@ def show(console: Console, report: Report) -> None:
 
 
 def show_tables(console: Console, facts: Iterable[str], tables: Iterable[Cells]) -> None:
-    """Print facts and tables for people."""
+    """Print facts and tables."""
     for fact in facts:
         console.print(fact, highlight=False, markup=False)
     for title, columns, rows in tables:
         table = Table(title=title, title_justify="left")
-        for place, column in enumerate(columns):
-            left = place == 0 or column in ("why", "shapes picked")
+        for index, column in enumerate(columns):
+            left = index == 0 or column in ("why", "shapes picked")
             table.add_column(column, justify="left" if left else "right", overflow="fold")
         for cells in rows:
             table.add_row(*cells)
@@ -178,7 +182,7 @@ def show_tables(console: Console, facts: Iterable[str], tables: Iterable[Cells])
 
 
 def as_markdown(report: Report, facts: Iterable[str], tables: Iterable[Cells], command: str = "") -> str:
-    """The same figures as Markdown, ready to be committed. command: whose they are; default: the bench's."""
+    """The report as Markdown. command: the title; default: the bench's command."""
     lines = [f"# {command or 'dendro bench ' + report['bench']}", "", *(f"- {fact}" for fact in facts)]
     for title, columns, rows in tables:
         lines += ["", f"## {title}", "", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
@@ -195,7 +199,7 @@ def write_reports(
     markdown: Path | None,
     plot: Path | None,
 ) -> None:
-    """Write the forms of a bench's report that were asked for."""
+    """Write a bench's report in every format that has a path."""
     for path in (json, markdown, plot):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -212,9 +216,9 @@ def as_json(report: Report) -> str:
 
 
 def plot(report: Report, path: Path) -> None:
-    """Bars of tokens per second with their intervals, and below them where a round goes.
+    """Bars of tokens per second with their intervals, and below them the parts of a round.
 
-    One column for each target and temperature; the kind of picture is that of the path's suffix.
+    One column for each target and temperature; the path's suffix sets the format.
     """
     import matplotlib
 

@@ -1,4 +1,4 @@
-"""`dendro bench speed`: the plan of the measurement, the rows computed from it and the aims computed from the rows."""
+"""`dendro bench speed`: the plan, the measurement, the rows computed from it and the aims computed from the rows."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ MAMBA2 = "mamba2"
 """The costly form of the demo's Mamba-2 target."""
 AIM_THREADS = 2
 COMPARED = (*BASELINES, OFF)
-"""The rows that every other row is put in relation to."""
+"""The rows to which the ratios of all others are reported."""
 
 POLICY_BARS = {0.0: 2.0, 1.0: 1.3}  # policy over ours-off, by temperature
 OFF_BAR = 0.97  # ours-off over generate
 ABOVE_BAR = 1.0  # policy over the best transformers row: the lower end of its interval
 HOP_BAR = 0.1  # hops as a share of a round
 FORMS = {1: "c + k n", 2: "c + k n + k2 n^2"}
-"""Of a step's time by its rows: of degree 1 for a target that has states alone."""
+"""A step's time by its rows n, by degree; 1 is for targets without attention."""
 
 Row = dict[str, Any]
 
@@ -44,7 +44,7 @@ class SpeedPlan:
     tokens: int  # new tokens of every answer
     temperatures: tuple[float, ...]
     repetitions: int
-    shapes: tuple[str, ...]  # static shapes; neither `off` nor `auto`
+    shapes: tuple[str, ...]  # the configured shapes; neither `off` nor `auto`
     baselines: tuple[str, ...]
     seed: int
 
@@ -61,11 +61,11 @@ class SpeedPlan:
         return len(self.rows) * len(self.prompts) * len(self.temperatures) * self.repetitions
 
     def answer_seed(self, prompt: int, repetition: int) -> int:
-        """One seed for all rows of a pair: ours must draw the same tokens with it."""
+        """One seed for all rows of a pair: all rows of ours must sample the same tokens."""
         return self.seed * 1_000_003 + repetition * 1009 + prompt
 
     def order(self, repetition: int, temperature: float, prompt: int) -> list[str]:
-        """The rows in an order of chance that the seed fixes: none is always measured after the same other one."""
+        """The rows in a seeded random order, so that no row always follows the same other one."""
         rows = list(self.rows)
         random.Random(f"{self.seed}/{self.target}/{repetition}/{temperature}/{prompt}").shuffle(rows)
         return rows
@@ -73,7 +73,7 @@ class SpeedPlan:
 
 @dataclass(slots=True)
 class Identity:
-    """Whether ours answered with the same tokens in every way, at every temperature; `off` is the measure."""
+    """Whether ours answered with the same tokens in every way, at every temperature; `off` is the reference."""
 
     answers_compared: int = 0
     tokens_compared: int = 0
@@ -83,10 +83,10 @@ class Identity:
         self.answers_compared += 1
         self.tokens_compared += len(off)
         if tuple(ours) != tuple(off):
-            place = next(
+            position = next(
                 (i for i, (a, b) in enumerate(zip(ours, off, strict=False)) if a != b), min(len(ours), len(off))
             )
-            self.differences.append(f"{name}: token {place + 1} differs from that without speculation")
+            self.differences.append(f"{name}: token {position + 1} differs from that without speculation")
 
     def add(self, other: Identity) -> None:
         self.answers_compared += other.answers_compared
@@ -103,7 +103,7 @@ class Identity:
 
 @dataclass(slots=True)
 class SpeedResult:
-    """Everything that came of one target's plan."""
+    """All measurements of one target's plan."""
 
     plan: SpeedPlan
     answers: dict[tuple[str, float], dict[Key, TimedAnswer]] = field(default_factory=dict)  # by row and temperature
@@ -116,7 +116,7 @@ class SpeedResult:
 
 @dataclass(frozen=True, slots=True)
 class Contenders:
-    """Who answers: the library and ours. While one is asked, the other idles."""
+    """The library and our cluster. While one answers, the other idles."""
 
     library: Contender
     ours: Contender
@@ -136,7 +136,7 @@ def _compare_ours(
 
 
 async def check_and_warm(plan: SpeedPlan, contenders: Contenders, prompts: int, step: Callable[[], None]) -> Identity:
-    """Answer the first prompts in every way, before any is timed: warms both sides and shows that ours agree.
+    """Answer the first prompts in every way, before timing starts: warms up both sides and compares ours.
 
     `step` is called after each answer; there are prompts * temperatures * rows of them.
     """
@@ -154,14 +154,14 @@ async def check_and_warm(plan: SpeedPlan, contenders: Contenders, prompts: int, 
 async def measure(plan: SpeedPlan, contenders: Contenders, seconds: float, step: Callable[[], None]) -> SpeedResult:
     """Every prompt at every temperature in every way, interleaved; all prompts once before any is repeated.
 
-    Ends sooner where the next prompt would not fit into `seconds`: all rows lose the same ones, and `note` says so.
+    Ends early if the next prompt would exceed `seconds`: all rows lose the same prompts, and `note` reports it.
     """
     measured = SpeedResult(plan, {(row, temperature): {} for row in plan.rows for temperature in plan.temperatures})
     passes = [(repetition, prompt) for repetition in range(plan.repetitions) for prompt in range(len(plan.prompts))]
     started = time.monotonic()
     for done, (repetition, prompt) in enumerate(passes):
         if done and (time.monotonic() - started) * (done + 1) / done > seconds:
-            measured.note = f"the time limit ended it after {done} of {len(passes)} passes over all rows"
+            measured.note = f"the time limit ended the measurement after {done} of {len(passes)} passes over all rows"
             break
         for temperature in plan.temperatures:
             found = {}
@@ -182,7 +182,7 @@ def _by_prompt(values: Mapping[Key, float]) -> list[float]:
 
 
 def _round_split(rounds: Mapping[Key, RoundTimes]) -> Row:
-    """The mean round of each answer, by parts, as a median over prompts; the hops' share of it; the shapes of all."""
+    """Medians over prompts of the mean round's parts and of the hops' share, and each shape's share of the rounds."""
     parts = {
         part: {key: getattr(each, f"{part}_ms") for key, each in rounds.items()}
         for part in ("draft", "verify", "queue", "hop", "total")
@@ -199,7 +199,7 @@ def _round_split(rounds: Mapping[Key, RoundTimes]) -> Row:
 
 
 def rows_of(measured: SpeedResult) -> Iterator[Row]:
-    """One row for each thing measured at each temperature."""
+    """One report row for each row of the plan at each temperature."""
     plan = measured.plan
     for temperature in plan.temperatures:
         for name in plan.rows:
@@ -239,9 +239,9 @@ def rows_of(measured: SpeedResult) -> Iterator[Row]:
 
 
 def _shapes_of(rows: Sequence[Row]) -> Iterator[tuple[str, float, list[Row], dict[str, int], Mapping[str, float]]]:
-    """By target and temperature: the shapes that were measured, each one's rows as padded, and the policy's choices.
+    """By target and temperature: the measured shapes, each one's padded number of rows, and the policy's arm shares.
 
-    Without proposals: how many rows they have is the text's to say.
+    Without proposed shapes, whose numbers of rows depend on the text.
     """
     groups = dict.fromkeys((row["target"], row["temperature"]) for row in rows)
     for target, temperature in groups:
@@ -255,8 +255,8 @@ def _shapes_of(rows: Sequence[Row]) -> Iterator[tuple[str, float, list[Row], dic
 
 
 def step_fits_of(rows: Sequence[Row]) -> Iterator[Row]:
-    """What a step takes by its rows, by the policy's own arithmetic over the shapes that were measured: T(n) = c + k n
-    for the Mamba-2 target, c + k n + k2 n^2 for those with attention (ALGORITHMS 10.2)."""
+    """A step's time by its rows, fitted to the measured shapes with the policy's own arithmetic: T(n) = c + k n for the
+    Mamba-2 target, c + k n + k2 n^2 for those with attention (ALGORITHMS 10.2)."""
     for target, temperature, shapes, counts, _ in _shapes_of(rows):
         if len(set(counts.values())) < 2:
             continue
@@ -271,10 +271,10 @@ def step_fits_of(rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def cost_model_of(rows: Sequence[Row]) -> Iterator[Row]:
-    """What the steps of the other shapes make of each shape, beside what was measured.
+    """Each shape's step time and rate as predicted from the other shapes' steps, beside the measured ones.
 
-    T(n) as `step_fits_of` has it, without the shape itself; a round is that and what draft, queue and hops took. Only
-    where at least three shapes were measured.
+    T(n) is fitted as in `step_fits_of`, without the shape itself; draft, queue and hops of a predicted round are the
+    measured ones. Left out if the other shapes have fewer than two different numbers of rows.
     """
     for target, temperature, shapes, counts, picked in _shapes_of(rows):
         degree = degree_of(target != MAMBA2)
@@ -301,12 +301,12 @@ def cost_model_of(rows: Sequence[Row]) -> Iterator[Row]:
             }
 
 
-def _estimate(said: Mapping[str, float]) -> Estimate:
-    return Estimate(said["median"], said["low"], said["high"], said["coverage"])
+def _estimate(fields: Mapping[str, float]) -> Estimate:
+    return Estimate(fields["median"], fields["low"], fields["high"], fields["coverage"])
 
 
 def _aim(aim: str, bar: float, unmeasured: str, found: Estimate | None = None, judged: str = "median") -> Row:
-    """One aim. `judged` is the part of the estimate that must reach the bar; or `ceiling`."""
+    """One aim. `judged`: `median` or `low` must be at least the bar; `ceiling`: the median must be at most the bar."""
     if unmeasured or found is None:
         return {"aim": aim, "value": None, "interval": None, "bar": bar, "met": None, "why": unmeasured}
     value = found.low if judged == "low" else found.median
@@ -318,7 +318,7 @@ def _aim(aim: str, bar: float, unmeasured: str, found: Estimate | None = None, j
 
 
 def aims_of(rows: Sequence[Row], threads: int, accelerator: object, dropped: str = "") -> list[Row]:
-    """The aims of the bench, from its rows alone. `dropped` says why nothing may be judged, where that is so."""
+    """The aims of the bench, computed from its rows. None is judged if `dropped` has a reason."""
     unmeasured = dropped
     if accelerator is not None:
         unmeasured = unmeasured or f"the bars are for a processor; this ran on {accelerator}"
@@ -358,7 +358,7 @@ def aims_of(rows: Sequence[Row], threads: int, accelerator: object, dropped: str
             _aim(
                 f"hops as a share of the policy's rounds, {at}",
                 HOP_BAR,
-                missing or ("" if share else "the policy's rounds were not told"),
+                missing or ("" if share else "the policy's rounds were not reported"),
                 _estimate(share) if share else None,
                 "ceiling",
             )

@@ -1,4 +1,4 @@
-"""Medians with intervals that assume nothing of the distribution, and ratios of paired measurements."""
+"""Medians with distribution-free intervals, and ratios of paired measurements."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ CONFIDENCE = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A median and an interval that holds the true one with a chance of at least `coverage`."""
+    """A median, and an interval that contains the true median with a probability of at least `coverage`."""
 
     median: float
     low: float
     high: float
-    coverage: float  # below 0.9 where there are fewer than 5 values: then the interval is their range
+    coverage: float  # below 0.9 for fewer than 5 values, whose interval is their range
 
     def as_json(self) -> dict[str, float]:
         return {
@@ -29,9 +29,9 @@ class Estimate:
 
 
 def median_estimate(values: Sequence[float]) -> Estimate:
-    """The median with its interval by order statistics, as the sign test gives it: exact for any distribution.
+    """The median and its interval by order statistics (sign test): exact for any distribution.
 
-    The k-th smallest and the k-th largest of n values miss the true median with a chance of 2 P(Binomial(n, 1/2) < k);
+    The k-th smallest and the k-th largest of n values miss the true median with probability 2 P(Binomial(n, 1/2) < k);
     k is the largest for which that is at most 1 - CONFIDENCE. Of 16 values these are the 5th and the 12th.
     """
     if not values:
@@ -46,14 +46,14 @@ def median_estimate(values: Sequence[float]) -> Estimate:
 
 
 Key = tuple[int, int]
-"""(prompt, repetition): what makes two measurements a pair."""
+"""(prompt, repetition); measurements with the same key are a pair."""
 
 
 def paired_ratio(over: Mapping[Key, float], under: Mapping[Key, float]) -> Estimate:
     """The median over prompts of `over / under`, paired by prompt and repetition.
 
-    A prompt's ratio is the geometric mean of its repetitions', so that no prompt counts twice. Raises ValueError where
-    the two were not measured on the same pairs.
+    A prompt's ratio is the geometric mean over its repetitions, so every prompt counts once. Raises ValueError if the
+    keys differ.
     """
     if over.keys() != under.keys():
         raise ValueError(f"paired_ratio: {len(over)} and {len(under)} measurements are not pairs")
@@ -65,7 +65,7 @@ def paired_ratio(over: Mapping[Key, float], under: Mapping[Key, float]) -> Estim
 
 
 def repeat_difference(values: Mapping[Key, float]) -> float | None:
-    """The median over prompts of the relative range of a prompt's repetitions; None where nothing was repeated."""
+    """The median over prompts of the relative range of a prompt's repetitions; None without repetitions."""
     groups: dict[int, list[float]] = {}
     for (prompt, _), value in values.items():
         groups.setdefault(prompt, []).append(value)

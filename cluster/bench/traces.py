@@ -1,14 +1,13 @@
-"""What a drafter would have guessed, at every place of answers that are known: recorded once, replayed by every arm.
+"""What a drafter would guess at every position of known answers: recorded once, replayed by every arm.
 
-Every mode of ours is lossless: the target's tokens are the same whatever is guessed. So once they are known, what a
-round emits from a text of length L is found without the target, by walking down the drafter's tree:
+Speculation is lossless: the target's tokens do not depend on the guesses. So once they are known, a round's acceptance
+length N from a text of length L follows without the target, by walking down the drafter's tree:
 
     N = 1 + the number of the answer's tokens ids[L], ids[L + 1], ... on a path below the root
 
-In a tree of static shape the way down is the drafter's ranks of these tokens given the true text, which one forward
-over the text gives for all places and all shapes (ALGORITHMS 2.4). What beams and dynamic trees hold hangs on guesses
-beside the text as well: of those a tree is grown at every place, by the drafter's own engine. What is proposed without
-a model follows from the text alone.
+In a tree of static shape, the path follows from the drafter's ranks of these tokens given the true text, which one
+forward over the text gives for all positions and all shapes (ALGORITHMS 2.4). Beams and dynamic trees also depend on
+guesses beside the text: the drafter's engine grows one at every position. Proposals follow from the text alone.
 """
 
 from __future__ import annotations
@@ -41,42 +40,42 @@ from drafter_service.models import MODELS, load_model
 from drafter_service.plan import EMPTY_TEXT, Chains
 
 CANDIDATES = 16
-"""Ordered guesses that are recorded of each place."""
+"""Guesses recorded per position, best first."""
 SPARE = 16
-"""Tokens that an answer goes on for past those measured: a round that begins at the last one is not cut."""
+"""Tokens of an answer after the measured ones: a round that begins at the last of those is not cut short."""
 DRAFTER_DTYPE = "float32"
-"""In it the order of guesses is the text's alone, and rounds replay exactly; in bfloat16 it also hangs on how the text
-was cut into forwards. On a processor it costs the same."""
+"""In float32 the order of guesses depends on the text alone, so rounds replay exactly; in bfloat16 it also depends on
+how the text was split into forwards. On a CPU both cost the same."""
 DEEPEST = 16
-"""Of what is proposed: as deep as targets take trees unless they are configured otherwise."""
+"""Depth limit of proposals: a target's default limit of tree depth."""
 TRACED = 8
-"""Candidates among which an engine ranks the text's tokens for policies."""
+"""Candidates among which an engine reports the ranks of the text's tokens."""
 
 
 def is_static(shape: TreeShape) -> bool:
-    """Whether ranks alone say what a shape emits."""
+    """Whether ranks alone determine N of a round of this shape."""
     return isinstance(shape, LevelShape | NodeShape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TracedAnswer:
-    """What the target writes after one prompt."""
+    """The target's answer to one prompt."""
 
     kind: str
     name: str  # of the prompt
     temperature: float
     seed: int
-    ids: tuple[int, ...]  # prompt, the tokens measured, SPARE more
+    ids: tuple[int, ...]  # prompt, the measured tokens, SPARE more
     begin: int  # tokens of the prompt
-    tokens: int  # that are measured
+    tokens: int  # measured
 
     @property
     def end(self) -> int:
-        """The length of the text at which no further round begins."""
+        """The text length from which no further round begins."""
         return self.begin + self.tokens
 
     def rounds(self, emitted: Callable[[int], int]) -> Iterator[tuple[int, int]]:
-        """(base, N) of every round, where a round from a text of length `base` emits `emitted(base)` tokens."""
+        """(base, N) of every round, if a round from a text of length `base` emits `emitted(base)` tokens."""
         base = self.begin
         while base < self.end:
             count = emitted(base)
@@ -90,39 +89,39 @@ class TracedAnswer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Guesses:
-    """A drafter's guesses of every token of an answer, given the true text before it: [tokens + SPARE] rows, of which
-    row i is of ids[begin + i]."""
+    """A drafter's guesses of every token of an answer, given the true text before it: [tokens + SPARE] rows; row i
+    guesses ids[begin + i]."""
 
-    candidates: IntArray  # [rows, CANDIDATES] best first, with the position's noise
-    scores: FloatArray  # [rows, CANDIDATES] what ordered them: logits / T plus noise, logits at temperature 0
-    chances: FloatArray  # [rows, CANDIDATES] log of the drafter's own law, without noise
-    ranks: IntArray  # [rows] of the target's token among all of the vocabulary
-    entropy: FloatArray  # [rows] of the drafter's own law, in nats
+    candidates: IntArray  # [rows, CANDIDATES] best first, by score
+    scores: FloatArray  # [rows, CANDIDATES] logits / T plus the position's noise; logits at temperature 0
+    chances: FloatArray  # [rows, CANDIDATES] log-probabilities of the drafter, without noise
+    ranks: IntArray  # [rows] of the target's token in the whole vocabulary
+    entropy: FloatArray  # [rows] of the drafter's distribution, in nats
 
 
 @dataclass(slots=True, eq=False)
 class Trace:
-    """One answer as one drafter sees it."""
+    """One drafter's guesses for one answer."""
 
     answer: TracedAnswer
     guesses: Guesses
     trees: dict[TreeShape, list[DraftTree]] = field(default_factory=dict)  # at begin, begin + 1, ..., end - 1
-    proposals: list[Proposal] = field(default_factory=list)  # of prompt lookup, at the same places
+    proposals: list[Proposal] = field(default_factory=list)  # of prompt lookup, at the same positions
     _emitted: dict[TreeShape, list[int]] = field(default_factory=dict)
 
     def path(self, shape: TreeShape, base: int) -> tuple[int, ...]:
-        """The rows that the text goes through in a round from its length `base`, the root first; N of them."""
+        """The N rows on the text's path in a round from text length `base`, the root first."""
         if shape in self.trees:
             return walk(self.trees[shape][base - self.answer.begin], self.answer.ids[base:])
         if not is_static(shape):
-            raise ValueError(f"shape: no trees of {shape} were recorded, and ranks do not say what is in them")
+            raise ValueError(f"shape: no trees of {shape} were recorded, and ranks do not determine them")
         return static_path(shape, self.guesses.ranks[base - self.answer.begin :].tolist())
 
     def emitted(self, shape: TreeShape, base: int) -> int:
         """N of a round from a text of length `base`."""
         if shape not in self._emitted:
-            places = range(self.answer.begin, self.answer.end)
-            self._emitted[shape] = [len(self.path(shape, place)) for place in places]
+            positions = range(self.answer.begin, self.answer.end)
+            self._emitted[shape] = [len(self.path(shape, position)) for position in positions]
         return self._emitted[shape][base - self.answer.begin]
 
     def rounds(self, shape: TreeShape) -> Iterator[tuple[int, int]]:
@@ -130,7 +129,7 @@ class Trace:
         return self.answer.rounds(lambda base: self.emitted(shape, base))
 
     def tree(self, shape: TreeShape, base: int) -> DraftTree:
-        """The tree of a round. Of a static shape that was not grown, only the form: its tokens mean nothing."""
+        """The tree of a round. If a static shape was not grown, the tokens are placeholders."""
         if shape in self.trees:
             return self.trees[shape][base - self.answer.begin]
         children = child_counts(shape)
@@ -141,14 +140,14 @@ class Trace:
         """Rows of the tree of a round."""
         return self.tree(shape, base).rows if shape in self.trees else shape.rows
 
-    def told(self, start: int, stop: int) -> npt.NDArray[np.int32]:
-        """The ranks of text tokens start..stop-1 as an engine tells them with a tree."""
+    def reported_ranks(self, start: int, stop: int) -> npt.NDArray[np.int32]:
+        """The ranks of text tokens start..stop-1 as an engine reports them with a tree, at most TRACED."""
         ranks = self.guesses.ranks[start - self.answer.begin : stop - self.answer.begin]
         return np.minimum(ranks, TRACED).astype(np.int32)
 
 
 def walk(tree: DraftTree, tokens: Sequence[int]) -> tuple[int, ...]:
-    """The rows on the path that these tokens take from the root, the root among them."""
+    """The rows on the path of these tokens from the root, the root included."""
     edges = zip(tree.parents, tree.tokens, strict=True)
     children = {(int(above), int(token)): row for row, (above, token) in enumerate(edges)}
     path = [0]
@@ -162,12 +161,12 @@ def walk(tree: DraftTree, tokens: Sequence[int]) -> tuple[int, ...]:
 
 @functools.cache
 def _first_children(shape: TreeShape) -> tuple[int, ...]:
-    """The row of each row's best candidate, where it has children."""
+    """The row of each row's first child; meaningless for rows without children."""
     return tuple((1 + np.cumsum(child_counts(shape)) - child_counts(shape)).tolist())
 
 
 def static_path(shape: TreeShape, ranks: Sequence[int]) -> tuple[int, ...]:
-    """The rows that a text takes through a static tree, when its tokens have these ranks."""
+    """The rows on a text's path through a static tree, if its tokens have these ranks."""
     counts, first = child_counts(shape), _first_children(shape)
     path = [0]
     for rank in ranks:
@@ -187,7 +186,7 @@ class EngineText:
         self._opening = opening_id()
 
     def update(self, start: int) -> TextUpdate:
-        """The text from `start` on, as a call says it."""
+        """A call's text: the tokens from `start` on."""
         ids = self.text.ids
         return TextUpdate(self._opening, len(ids), self.text.digests[-1], start, tuple(ids[start:]))
 
@@ -202,14 +201,14 @@ class EngineText:
         return await verifier.verify(VerifyCall(self.update(start), tree))
 
     async def close(self, engine: DrafterPeer | VerifierPeer, start: int | None = None) -> None:
-        """End it; the engine holds ids[:start] (None: all of it)."""
+        """Close it; the engine has ids[:start] (None: all of it)."""
         await engine.close(CloseCall(self.update(len(self.text) if start is None else start)))
 
 
 async def write_answer(
     verifier: VerifierPeer, kind: str, name: str, prompt: Sequence[int], temperature: float, seed: int, tokens: int
 ) -> TracedAnswer:
-    """The target's own answer, by plain decoding."""
+    """The target's answer, by plain decoding."""
     peer = EngineText(prompt, Sampling(temperature=temperature, seed=seed))
     await peer.open(verifier, tokens + SPARE + 1)
     held = len(prompt)
@@ -226,11 +225,11 @@ class Forward:
     """A drafter's logits over a whole text, in one forward."""
 
     def __init__(self, checkpoint: Path, dtype: str) -> None:
-        """Of a checkpoint that the drafter's service does not know (a Transformer), the library's model."""
+        """Loads the library's model if the drafter's service does not support the checkpoint's type."""
         self.served = read_config(checkpoint)["model_type"] in MODELS
-        place = torch.device("cpu")
+        device = torch.device("cpu")
         if self.served:
-            self._ours, _ = load_model(checkpoint, DTYPES[dtype], place)
+            self._ours, _ = load_model(checkpoint, DTYPES[dtype], device)
             self._memory = self._ours.memory(texts=2, nodes=1)
         else:
             from transformers import AutoModelForCausalLM
@@ -239,7 +238,7 @@ class Forward:
 
     @torch.inference_mode()
     def logits(self, ids: Sequence[int]) -> torch.Tensor:
-        """[len(ids), V] float32, of the token after each."""
+        """[len(ids), V] float32: of the token after each."""
         if not self.served:
             found: torch.Tensor = self._library(torch.tensor([ids])).logits[0].float()
             return found
@@ -250,7 +249,7 @@ class Forward:
 
 @torch.inference_mode()
 def guesses_of(forward: Forward, answer: TracedAnswer) -> Guesses:
-    """What a drafter guesses at every place of an answer."""
+    """A drafter's guesses at every position of an answer."""
     logits = forward.logits(answer.ids[:-1])[answer.begin - 1 :]
     warp = Warp(answer.temperature)
     noise = None
@@ -259,29 +258,29 @@ def guesses_of(forward: Forward, answer: TracedAnswer) -> Guesses:
         noise = torch.stack([rows.row(position) for position in range(answer.begin, len(answer.ids))])
     width = min(CANDIDATES, logits.shape[1])
     ranking = drafter_ranking(logits, warp, noise, logits.shape[1])
-    law = (logits if warp.greedy else logits / warp.temperature).log_softmax(1)
-    told = torch.tensor(answer.ids[answer.begin :])
+    log_probs = (logits if warp.greedy else logits / warp.temperature).log_softmax(1)
+    true = torch.tensor(answer.ids[answer.begin :])
     ids = ranking.ids[:, :width]
     return Guesses(
         candidates=ids.numpy(),
         scores=ranking.scores[:, :width].numpy(),
-        chances=law.gather(1, ids).numpy(),
-        ranks=(ranking.ids == told[:, None]).int().argmax(1).numpy().astype(np.int64),
-        entropy=-(law.exp() * law).sum(1).numpy(),
+        chances=log_probs.gather(1, ids).numpy(),
+        ranks=(ranking.ids == true[:, None]).int().argmax(1).numpy().astype(np.int64),
+        entropy=-(log_probs.exp() * log_probs).sum(1).numpy(),
     )
 
 
 async def grow_trees(
     drafter: DrafterPeer, traces: Sequence[Trace], shapes: Sequence[TreeShape], step: Callable[[], None]
 ) -> None:
-    """Record a tree of each shape at every place of these answers, which are equally long and grow side by side."""
+    """Record a tree of each shape at every position of these answers, drafted together; they must be equally long."""
     peers = [EngineText(trace.answer.ids[: trace.answer.begin], trace.answer.sampling) for trace in traces]
     await asyncio.gather(*(peer.open(drafter, trace.answer.tokens) for peer, trace in zip(peers, traces, strict=True)))
     for trace in traces:
         trace.trees |= {shape: [] for shape in shapes}
-    for place in range(traces[0].answer.tokens):
+    for offset in range(traces[0].answer.tokens):
         for shape in shapes:
-            start = len(peers[0].text) - (shape == shapes[0] and place > 0)
+            start = len(peers[0].text) - (shape == shapes[0] and offset > 0)
             grown = await asyncio.gather(*(peer.draft(drafter, shape, start) for peer in peers))
             for trace, tree in zip(traces, grown, strict=True):
                 trace.trees[shape].append(tree)
@@ -292,13 +291,13 @@ async def grow_trees(
 
 
 def record_proposals(trace: Trace, shapes: Sequence[ProposedShape]) -> None:
-    """Record what prompt lookup proposes at every place of an answer, and the rows of it that trees of these shapes
-    have by its own word of how sure it is."""
+    """Record what prompt lookup proposes at every position of an answer, and the trees of these shapes made of it by
+    the proposer's own acceptance estimates."""
     answer, lookup, chances = trace.answer, Lookup(), Chances()
     limits = Limits(len(answer.ids) + 1, ignore_end=True)
     trace.trees |= {shape: [] for shape in shapes}
-    for place in range(answer.begin, answer.end):
-        text = Text(answer.ids[:place], answer.sampling, limits)
+    for position in range(answer.begin, answer.end):
+        text = Text(answer.ids[:position], answer.sampling, limits)
         lookup.grow(text)
         proposal = lookup.propose(text, OFFERED, DEEPEST)
         trace.proposals.append(proposal)
@@ -307,19 +306,19 @@ def record_proposals(trace: Trace, shapes: Sequence[ProposedShape]) -> None:
 
 
 def disagreements(trace: Trace, shape: TreeShape) -> int:
-    """Places at which ranks and the grown trees of a static shape do not emit alike."""
+    """The number of positions where ranks and grown trees of a static shape give different N."""
     begin, ranks = trace.answer.begin, trace.guesses.ranks.tolist()
     return sum(
-        len(walk(tree, trace.answer.ids[begin + place :])) != len(static_path(shape, ranks[place:]))
-        for place, tree in enumerate(trace.trees[shape])
+        len(walk(tree, trace.answer.ids[begin + offset :])) != len(static_path(shape, ranks[offset:]))
+        for offset, tree in enumerate(trace.trees[shape])
     )
 
 
 def trimmed(tree: DraftTree, rows: int) -> DraftTree:
-    """The root and the guesses of greatest value, so that there are `rows` rows; among equals the shallower, then the
-    first. No row's value is above its parent's, so what is kept is a tree (ALGORITHMS 4.1).
+    """The root and the guesses of greatest value, `rows` rows in all; of equals the shallower, then the first. No row's
+    value exceeds its parent's, so the kept rows form a tree (ALGORITHMS 4.1).
 
-    What a dynamic tree keeps of fewer guesses is what is kept so of a greater one, grown with the same k and depth.
+    A dynamic tree trimmed to fewer guesses equals one grown to them with the same k and depth.
     """
     order = np.lexsort((np.arange(tree.rows), tree.depths, -tree.values))
     kept = np.sort(order[:rows])

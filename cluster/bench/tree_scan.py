@@ -1,7 +1,7 @@
-"""What a tree costs one Mamba-2 layer: packed, as a batch of its paths, and by transformers' chunk scan.
+"""The cost of a tree in one Mamba-2 layer: packed, as a batch of its paths, and by transformers' chunk scan.
 
-The layer is random, of a published model's size. A text stands one and a half blocks behind its checkpoint, and a tree
-below it is computed in every way, interleaved. Ours are the mixers and the rows that the engine runs.
+The layer has random weights and a published model's size. The text ends one and a half blocks after its checkpoint; a
+tree below it is computed in every way, interleaved. Ours are the mixers and the rows that the engine runs.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ WIDTH = 4
 """Taps of the convolution."""
 VOCABULARY = 50288
 LIBRARY_BOUND = 1e-3
-"""How far ours and the library's may be apart, relative: all is float32 but what the convolution gives, and a sum in
-another order may round to another bfloat16."""
+"""Bound of the relative difference of ours and the library's: all is float32 but the convolution's output, where
+another order of summation may round to another bfloat16."""
 AIM_ROWS = 15
 SPEED_BAR, MEMORY_BAR = 1.0, 1.05
 MEMORY_ROWS = 63
@@ -55,7 +55,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class ScanModelSize:
-    """A Mamba-2 model's."""
+    """The sizes of a Mamba-2 model."""
 
     name: str
     hidden: int
@@ -74,7 +74,7 @@ class ScanModelSize:
 
     @property
     def weight_bytes(self) -> int:
-        """Of a checkpoint in bfloat16, the embeddings tied to the head."""
+        """Bytes of a checkpoint in bfloat16, with embeddings tied to the head."""
         inner, channels = self.heads * self.width, self.layout.channels
         layer = self.hidden * (inner + channels + self.heads) + (WIDTH + 1) * channels + 3 * self.heads
         layer += inner + inner * self.hidden + self.hidden
@@ -106,7 +106,7 @@ class ScanTree:
 
     @cached_property
     def paths(self) -> tuple[tuple[int, ...], ...]:
-        """Of every row: the rows from the root to it, itself last."""
+        """For every row, the rows from the root to it, itself last."""
         paths: list[tuple[int, ...]] = []
         for row, parent in enumerate(self.parents):
             paths.append((*paths[parent], row) if row else (row,))
@@ -114,7 +114,7 @@ class ScanTree:
 
     @cached_property
     def leaves(self) -> tuple[tuple[int, ...], ...]:
-        """The paths that no other goes on."""
+        """The paths to the leaves."""
         return tuple(path for row, path in enumerate(self.paths) if row not in self.parents)
 
     @property
@@ -133,7 +133,7 @@ def binary(depth: int) -> ScanTree:
 
 
 def beams(steps: int, width: int, seed: int) -> ScanTree:
-    """A beam search that keeps everything, as in STree's Table 1: a beam goes on one of the step before, at random."""
+    """A beam search without pruning, as in STree's Table 1: each beam continues a random one of the step before."""
     rng = np.random.default_rng([seed, steps, width])
     parents, before = [-1], [0]
     for _ in range(steps):
@@ -144,10 +144,10 @@ def beams(steps: int, width: int, seed: int) -> ScanTree:
 
 
 def rows_of(trails: Sequence[Sequence[int]], root: int, block: int, checkpoints: Sequence[int]) -> RecurrentRows:
-    """Rows by the slots of their tokens from position `root` on, their own last.
+    """Rows of a step. trails: for each row the slots of its path from position `root` on, its own last.
 
-    The text's position p is in slot 1 + p. checkpoints: the state slot after so many blocks, for each number of them.
-    The same as `recurrent_rows` makes, which knows no tree of more rows than a request may hold.
+    The text's position p is in slot 1 + p. checkpoints[n]: the state slot after n blocks. Equals `recurrent_rows`, but
+    has no limit on the rows of a tree.
     """
     text = np.arange(1, root + 1)
     columns = np.zeros((len(trails), 2 * block), np.int64)
@@ -156,15 +156,15 @@ def rows_of(trails: Sequence[Sequence[int]], root: int, block: int, checkpoints:
         path = np.concatenate([text, trail]).astype(np.int64)
         position = len(path) - 1
         start = block * (position // block - 1)
-        seen = path[max(start, 0) :]
+        inputs = path[max(start, 0) :]
         own[row], sources[row] = position - start, checkpoints[max(position // block - 1, 0)]
-        columns[row, own[row] + 1 - len(seen) : own[row] + 1] = seen
+        columns[row, own[row] + 1 - len(inputs) : own[row] + 1] = inputs
     return RecurrentRows(columns, own, np.zeros(len(trails), np.int64), sources, ())
 
 
 @dataclass(frozen=True, slots=True)
 class ScanInputs:
-    """What a layer's linear part hands on, for the rows of one tree."""
+    """The outputs of a layer's input projection, for the rows of one tree."""
 
     raw: Tensor  # [rows, channels] before the convolution
     dt: Tensor  # [rows, H] before softplus
@@ -174,11 +174,11 @@ def _padded(rows: int) -> int:
     return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
-class Layer:
+class ScanLayer:
     """One layer of random weights and the memory of one text, of which `root` tokens are consumed."""
 
     def __init__(self, size: ScanModelSize, block: int, rows: int, seed: int) -> None:
-        """rows: the most that a step has."""
+        """rows: the most rows of a step."""
         self.size, self.block, self.root = size, block, 2 * block + block // 2
         self.scratch = 1 + self.root
         layout = size.layout
@@ -201,7 +201,7 @@ class Layer:
         return torch.randn(*shape, generator=self._generator)
 
     def inputs(self, rows: int) -> ScanInputs:
-        """Of so many rows."""
+        """Random inputs of `rows` rows."""
         layout = self.size.layout
         return ScanInputs(self._random(rows, layout.channels).bfloat16(), self._random(rows, layout.heads).bfloat16())
 
@@ -216,12 +216,12 @@ class Layer:
         (self.memory.states[3],) = fold(self.memory.inputs, self.memory.states, [rest], self.mixer.A)
 
     def step(self, trails: Sequence[Sequence[int]]) -> RecurrentStep:
-        """A step whose rows write slots from the scratch on, in their order, padded for its products alone."""
+        """A step whose rows write consecutive slots from `scratch` on; padding is for matrix products only."""
         rows = rows_of(trails, self.root, self.block, (0, 1, 2))
         return recurrent_step(rows, _padded(len(trails)), self.scratch, CPU)
 
     def ours(self, given: ScanInputs, trails: Sequence[Sequence[int]]) -> Callable[[], Tensor]:
-        """Rows at these paths of scratch slots; the call gives y [rows, H P]."""
+        """Rows at these paths of scratch slots; the returned function computes y [rows, H P]."""
         step = self.step(trails)
         missing = len(step.slots) - len(trails)
         raw, dt = (F.pad(each, (0, 0, 0, missing)) for each in (given.raw, given.dt))
@@ -232,7 +232,7 @@ class Layer:
         return self.ours(given, [[self.scratch + row for row in path] for path in shape.paths])
 
     def unrolled(self, given: ScanInputs, shape: ScanTree) -> Callable[[], Tensor]:
-        """The rows of all paths from the root to a leaf, each path with slots of its own."""
+        """The rows of all paths from the root to a leaf, each path with its own slots."""
         index = torch.tensor([row for path in shape.leaves for row in path])
         trails, first = [], self.scratch
         for path in shape.leaves:
@@ -241,16 +241,16 @@ class Layer:
         return self.ours(ScanInputs(given.raw[index], given.dt[index]), trails)
 
     def library(self, given: ScanInputs, shape: ScanTree, ring: bool) -> Callable[[], Tensor]:
-        """The paths as a batch for transformers' chunk scan; the call gives y [rows, H P] of all paths.
+        """The paths as a batch for transformers' chunk scan; the returned function computes y [rows, H P].
 
-        ring: from the checkpoint, with the tokens since in front, and not from the newest state.
+        ring: start from the checkpoint, with the tokens since it prepended, instead of from the newest state.
 
-        The convolution sees the tree's tokens alone, the text's last inputs in front of them.
+        The convolution runs over the tree's tokens alone, after the text's last inputs.
         """
         layout, mixer, memory = self.size.layout, self.mixer, self.memory
         batch, longest = len(shape.leaves), max(map(len, shape.leaves))
         index = torch.tensor([[*path, *[path[-1]] * (longest - len(path))] for path in shape.leaves])
-        wanted = torch.tensor([place < len(path) for path in shape.leaves for place in range(longest)])
+        wanted = torch.tensor([index < len(path) for path in shape.leaves for index in range(longest)])
         raw, dt = given.raw[index], given.dt[index].float()
         before = memory.raw[self.root + 2 - WIDTH : self.root + 1].expand(batch, -1, -1)
         weight, bias = mixer.conv_weight.t().contiguous(), mixer.conv_bias
@@ -263,11 +263,11 @@ class Layer:
         parts = (layout.heads * layout.width, shared, shared)
 
         def run() -> Tensor:
-            seen = torch.cat([before, raw], 1).transpose(1, 2)
-            mixed = causal_conv1d_fn(seen.float(), weight, bias, "silu")[..., WIDTH - 1 :].to(raw.dtype)
+            convolved = torch.cat([before, raw], 1).transpose(1, 2)
+            mixed = causal_conv1d_fn(convolved.float(), weight, bias, "silu")[..., WIDTH - 1 :].to(raw.dtype)
             x, B, C = mixed.transpose(1, 2).split(parts, -1)
             x = torch.cat([ring_x, x.unflatten(-1, (layout.heads, layout.width))], 1)
-            # The ring's own answers are not asked for, so any C will do there.
+            # The ring's outputs are discarded, so its C may have any value.
             B, C = (torch.cat([ring_B, each.unflatten(-1, (layout.groups, layout.size))], 1) for each in (B, C))
             y = mamba2_chunk_scan(
                 x,
@@ -287,7 +287,7 @@ class Layer:
 
 
 def shapes_of(quick: bool, seed: int) -> tuple[ScanTree, ...]:
-    """All that are measured; a quick run has no beams."""
+    """The measured trees; a quick run has no beams."""
     trees = [binary(depth) for depth in BINARY_DEPTHS]
     if not quick:
         trees += [beams(steps, width, seed) for steps in BEAM_STEPS for width in BEAM_WIDTHS]
@@ -296,14 +296,14 @@ def shapes_of(quick: bool, seed: int) -> tuple[ScanTree, ...]:
 
 @dataclass(slots=True)
 class ScanResult:
-    """What one tree cost in every way."""
+    """The measurements of one tree in every way."""
 
     shape: ScanTree
     seconds: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
     temporary_bytes: dict[str, int] = field(default_factory=dict)
 
     def over_packed(self, way: str) -> Estimate:
-        """How many times as long this way takes, by pairs."""
+        """The paired ratio of this way's time to packed's."""
         over, packed = self._keyed(way), self._keyed(PACKED)
         return paired_ratio(over, packed)
 
@@ -311,7 +311,7 @@ class ScanResult:
         return {(repetition, 0): seconds for repetition, seconds in enumerate(self.seconds[way])}
 
 
-def ways_of(layer: Layer, shape: ScanTree) -> dict[str, Callable[[], Tensor]]:
+def ways_of(layer: ScanLayer, shape: ScanTree) -> dict[str, Callable[[], Tensor]]:
     """The tree in every way, from the same inputs."""
     given = layer.inputs(shape.rows)
     return {
@@ -323,8 +323,8 @@ def ways_of(layer: Layer, shape: ScanTree) -> dict[str, Callable[[], Tensor]]:
 
 
 def check_agreement(shape: ScanTree, ways: Mapping[str, Callable[[], Tensor]]) -> float:
-    """How far the library's answers are from ours, relative. Raises EngineFailed where that is far, and where a row of
-    the tree has not the very bits that it has on its path alone."""
+    """The relative difference of the library's results from ours. Raises EngineFailed if it reaches LIBRARY_BOUND, or
+    if a packed row is not bitwise equal to the same row on its own path."""
     packed = ways[PACKED]()[torch.tensor([row for path in shape.leaves for row in path])]
     if not torch.equal(packed, ways[UNROLLED]()):
         raise EngineFailed(f"{shape.name}: rows packed in a tree differ from the same rows on their own paths")
@@ -335,9 +335,9 @@ def check_agreement(shape: ScanTree, ways: Mapping[str, Callable[[], Tensor]]) -
 
 
 def measure_tree_scan(
-    layer: Layer, shapes: Sequence[ScanTree], repetitions: int, step: Callable[[], None]
+    layer: ScanLayer, shapes: Sequence[ScanTree], repetitions: int, step: Callable[[], None]
 ) -> tuple[list[ScanResult], float]:
-    """All ways of all trees, interleaved, after one round that is not counted; and the library's largest distance."""
+    """All ways of all trees, interleaved, after a warm-up; also the library's largest relative difference."""
     found = [ScanResult(shape) for shape in shapes]
     with torch.inference_mode():
         ways = [ways_of(layer, shape) for shape in shapes]
@@ -348,7 +348,7 @@ def measure_tree_scan(
         order = random.Random(0)
         for _ in range(repetitions):
             for each, mine in zip(found, ways, strict=True):
-                # What ran before leaves caches as it does: no way always comes after the same one.
+                # Caches depend on what ran before: no way always follows the same one.
                 for way in order.sample(WAYS, len(WAYS)):
                     started = time.perf_counter()
                     mine[way]()
@@ -358,7 +358,7 @@ def measure_tree_scan(
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:
-    """The most that torch holds at once in tensors made by the call, its answer among them."""
+    """Peak bytes of torch tensors allocated by the call, its result included."""
     from torch.profiler import ProfilerActivity, profile
 
     with tempfile.TemporaryDirectory() as folder:
@@ -378,7 +378,7 @@ def peak_bytes(run: Callable[[], Any]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ScanMemory:
-    """What a whole model holds for one text and a step of one shape, in bytes."""
+    """The memory of a whole model for one text and a step of one tree, in bytes."""
 
     size: str
     name: str
@@ -386,8 +386,8 @@ class ScanMemory:
     weights: int
     kept: int  # the text's checkpoints and ring
     scratch: int  # the inputs of a step's rows
-    temporaries: int  # the most at once in a step
-    logits: int  # of which; of one block of rows
+    temporaries: int  # peak of a step
+    logits: int  # of the temporaries; of one block of rows
 
     @property
     def total(self) -> int:
@@ -395,14 +395,14 @@ class ScanMemory:
 
 
 def plain_of(memory: Sequence[ScanMemory], other: ScanMemory) -> ScanMemory:
-    """The same model's when it decodes plainly."""
+    """The same model's memory in plain decoding."""
     return next(each for each in memory if each.size == other.size and each.rows == 1)
 
 
 def model_memory(size: ScanModelSize, block: int, shapes: Sequence[ScanTree]) -> list[ScanMemory]:
-    """Of each shape packed, by an engine whose deepest tree is that shape.
+    """The memory for each tree, packed, at an engine whose deepest tree it is.
 
-    The temporaries are those of a model of one layer: what a layer makes is gone when the next begins.
+    Temporaries are measured on a model of one layer: a layer's are freed before the next layer's are allocated.
     """
     layout = size.layout
     run = ForwardContext()
@@ -422,7 +422,7 @@ def model_memory(size: ScanModelSize, block: int, shapes: Sequence[ScanTree]) ->
     model = model.bfloat16().eval().requires_grad_(False)
     seat_mixers(Path("random"), model, run)
     head = model.lm_head.weight.float()
-    layer = Layer(size, block, max(shape.rows for shape in shapes), seed=0)
+    layer = ScanLayer(size, block, max(shape.rows for shape in shapes), seed=0)
     run.recurrent = RecurrentMemory([layout], len(layer.memory.raw), len(layer.memory.states), CPU)
     found = []
     for shape in shapes:
@@ -467,7 +467,7 @@ def rows_of_report(found: Sequence[ScanResult]) -> list[dict[str, Any]]:
 
 
 def aims_of(rows: Sequence[Mapping[str, Any]], memory: Sequence[ScanMemory]) -> list[dict[str, Any]]:
-    """Never slower than the paths unrolled, and hardly more memory than plain decoding."""
+    """The aims: never slower than unrolled paths, and at most MEMORY_BAR times the memory of plain decoding."""
     aims: list[dict[str, Any]] = []
     for row in rows:
         if row["rows"] >= AIM_ROWS:
@@ -479,7 +479,7 @@ def aims_of(rows: Sequence[Mapping[str, Any]], memory: Sequence[ScanMemory]) -> 
                     "interval": [ratio["low"], ratio["high"]],
                     "bar": SPEED_BAR,
                     "met": ratio["low"] > SPEED_BAR,
-                    "why": "the lower end above it",
+                    "why": "judged by the interval's lower end",
                 }
             )
     for each in memory:

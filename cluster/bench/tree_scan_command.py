@@ -1,4 +1,4 @@
-"""`dendro bench tree-scan`: one layer's trees in every way, and what they hold of memory."""
+"""`dendro bench tree-scan`: time one layer's trees in every way, and measure their memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from cluster.bench.tree_scan import (
     SIZES,
     UNROLLED,
     WAYS,
-    Layer,
+    ScanLayer,
     ScanMemory,
     ScanModelSize,
     aims_of,
@@ -46,7 +46,7 @@ COLOURS = {PACKED: "#2a7f62", UNROLLED: "#5b8db8", LIBRARY: "#d98e04", NEWEST: "
 
 
 def parse_size(text: str) -> ScanModelSize:
-    """One of the published models'."""
+    """The sizes of a published model."""
     if text not in SIZES:
         raise BadRequest("size", f"{text!r} is none of {', '.join(SIZES)}")
     return SIZES[text]
@@ -60,14 +60,14 @@ def run_tree_scan(
     seed: int,
     begin: Callable[[str, int], Callable[[], None]],
 ) -> dict[str, Any]:
-    """The whole measurement; the report as plain values."""
+    """Run the whole measurement; returns the report."""
     started = time.monotonic()
     if block not in NEAR_CHOICES:
         raise BadRequest("block", f"{block} is none of {', '.join(map(str, NEAR_CHOICES))}")
     torch.set_num_threads(THREADS)
-    logging.set_verbosity_error()  # that the library has no kernels of its own here is what the report says
+    logging.set_verbosity_error()  # the library warns of missing kernels; the report states it
     shapes = shapes_of(quick, seed)
-    layer = Layer(size, block, max(shape.unrolled_rows for shape in shapes), seed)
+    layer = ScanLayer(size, block, max(shape.unrolled_rows for shape in shapes), seed)
     found, far = measure_tree_scan(layer, shapes, repetitions, begin(f"a layer of {size.name}", repetitions + 1))
     sizes = (size,) if quick else tuple(SIZES.values())
     trees = (binary(0), binary(5), beams(BEAM_STEPS[-1], BEAM_WIDTHS[-1], seed))
@@ -115,7 +115,7 @@ def _memory(each: ScanMemory, plain: ScanMemory) -> dict[str, Any]:
 
 
 def facts_of(report: Report) -> Iterator[str]:
-    """What the figures rest on, a line each."""
+    """Lines about the conditions of the measurement."""
     yield from machine_facts(report)
     plan = report["plan"]
     yield (
@@ -123,12 +123,12 @@ def facts_of(report: Report) -> Iterator[str]:
         f"{plan['groups']} group, state width {plan['state']}; inputs in bfloat16, decays and sums in float32"
     )
     yield (
-        f"The tree's root stands {plan['ring_tokens']} tokens behind the checkpoint, in blocks of {plan['block']}; "
-        f"{plan['repetitions']} repetitions of everything, interleaved, after one that is not counted"
+        f"The tree's root is {plan['ring_tokens']} tokens after the checkpoint, in blocks of {plan['block']}; "
+        f"{plan['repetitions']} repetitions of everything, interleaved, after a warm-up"
     )
     yield (
-        "A time is that of the convolution and the scan, from the linear layer's output to y, in every way; without "
-        "linear layers, folds, and the lists of indices that all layers of a step share"
+        "Times are of the convolution and the scan, from the linear layer's output to y, in every way; without "
+        "linear layers, folds, and the index lists that all layers of a step share"
     )
     yield (
         f"{PACKED}: each row of the tree once. {UNROLLED}: all rows of all paths from the root to a leaf, by the same "
@@ -140,22 +140,22 @@ def facts_of(report: Report) -> Iterator[str]:
     )
     yield (
         f"{NEWEST}: the same from a state after the text's last token: less work, for an engine that keeps such states "
-        "and does not ask for the same bits in prompts, plain decoding and trees"
+        "and does not need the same bits in prefill, plain decoding and trees"
     )
     yield (
         "Before measuring: every packed row has the bits of the same row on its own path; the library's answers are "
         f"within {plan['largest_difference']:.1e} of ours, relative"
     )
     yield (
-        "Temporaries: the most that torch holds at once in tensors made by the call, its answer among them, by "
-        "torch.profiler; what its libraries take beside torch is not seen"
+        "Temporaries: peak bytes of torch tensors allocated by the call, its result included, by torch.profiler; "
+        "allocations of libraries outside torch are not counted"
     )
     yield (
-        "Memory of a model: weights in bfloat16, embeddings counted once; one text's checkpoints and ring, as an "
-        "engine keeps them whose deepest tree is this one; scratch for the rows of this step, padded to 8; the "
+        "Memory of a model: weights in bfloat16, embeddings counted once; one text's checkpoints and ring, for "
+        "an engine whose deepest tree is this one; scratch for the rows of this step, padded to 8; the "
         "temporaries of a whole step, linear layers and float32 logits of "
-        f"at most {HEAD_ROWS} rows at a time among them. Not counted: the engine's float32 copy of the head, its own "
-        "place for its checks, scratch and temporaries of prompts"
+        f"at most {HEAD_ROWS} rows at a time among them. Not counted: the engine's float32 copy of the head, the "
+        "text states of its own checks, scratch and temporaries of prompts"
     )
 
 
@@ -225,7 +225,7 @@ def tables_of(report: Report) -> Iterator[Cells]:
 
 
 def plot(report: Report, path: Path) -> None:
-    """Milliseconds of a step over a tree's rows, and how many times as long the others take."""
+    """Milliseconds of a step over a tree's rows, and the ratios of the other ways to packed."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -255,19 +255,23 @@ def plot(report: Report, path: Path) -> None:
 
 
 def bench_tree_scan(
-    quick: Annotated[bool, typer.Option("--quick", help="Some seconds: binary trees alone, five repetitions.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A few seconds: binary trees alone, five repetitions.")
+    ] = False,
     json: Annotated[Path | None, typer.Option(help="Write the report as JSON.")] = None,
-    plot_to: Annotated[
-        Path | None, typer.Option("--plot", help="Write a picture; its suffix says of what kind.")
-    ] = None,
+    plot_to: Annotated[Path | None, typer.Option("--plot", help="Write a plot; the suffix sets its format.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="Write the tables as Markdown.")] = None,
-    size: Annotated[str, typer.Option(help="The published Mamba-2 whose layer it is: 130m to 2.7b.")] = "130m",
-    block: Annotated[int, typer.Option(help="Tokens of a block: 16, 32 or 64, no less than the deepest tree.")] = 16,
-    repetitions: Annotated[int | None, typer.Option(min=1, help="(default 20; quick 5)", show_default=False)] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights, inputs and beams.")] = 0,
+    size: Annotated[str, typer.Option(help="Published Mamba-2 model of the layer's size: 130m to 2.7b.")] = "130m",
+    block: Annotated[
+        int, typer.Option(help="Tokens of a block: 16, 32 or 64, at least the depth of the deepest tree.")
+    ] = 16,
+    repetitions: Annotated[
+        int | None, typer.Option(min=1, help="Repetitions of each step. (default 20; quick 5)", show_default=False)
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights, inputs and beams.")] = 0,
 ) -> None:
-    """What a tree costs a state-space layer: packed, as a batch of its paths, and by transformers' chunk scan; and what
-    a model with trees holds of memory, against plain decoding. Runs on the processor, in this process.
+    """Time a tree in a state-space layer: packed, as a batch of its paths, and by transformers' chunk scan; and measure
+    the memory of a model with trees, relative to plain decoding. Runs on the CPU, in this process.
     """
     repeated = repetitions if repetitions is not None else QUICK_REPETITIONS if quick else REPETITIONS
     bars = Bars(Console(stderr=True))

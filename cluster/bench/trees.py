@@ -1,4 +1,4 @@
-"""`dendro bench trees`: the rows and aims that follow from recorded answers and the cost table."""
+"""`dendro bench trees`: the report's rows, computed from recorded answers and the cost table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cluster.bench.traces import Trace, is_static, trimmed, walk
 from cluster.policies import POLICIES
 
 SIZES = (16, 25, 49)
-"""Rows at which ways to grow a tree are compared: (3,2,1), beam(6,4) and (3,3,2,1) have exactly these."""
+"""Rows at which ways to grow a tree are compared: those of (3,2,1), beam(6,4) and (3,3,2,1)."""
 PAPER = tuple(map(TreeShape.parse, ("(3,3,2,1)", "(3,2,2,1,1)", "(2,2,2,1,1,1)")))
 """The arms of the Mamba-drafters paper."""
 NAMED = tuple(
@@ -32,13 +32,13 @@ BEAMS = (BeamShape(5, 3), BeamShape(6, 4), BeamShape(8, 6))
 GROWN = ((4, 5), (8, 8))
 """k and depth of the dynamic trees."""
 MASTERS = tuple(DynamicShape(k, depth, 63) for k, depth in GROWN)
-"""Grown once; what fewer guesses would have kept is cut from them."""
+"""Grown once; smaller dynamic trees are trimmed from them."""
 WIDE = LevelShape((4, 2, 2, 1, 1))
-"""The static tree of which values choose guesses: static growth, dynamic rerank."""
+"""The static tree that is reranked by value: static growth, dynamic rerank."""
 PASSES = 2
-"""Over all answers: the first with an experience that knows nothing, the second is judged."""
+"""Passes over all answers: the first starts with an empty experience, the second is judged."""
 WINDOW = 16
-"""Rounds of a point in the plot of arm shares."""
+"""Rounds per point in the plot of arm shares."""
 ALL = "all"
 CONFIGURED, PAPERS = "configured", "paper"
 
@@ -46,7 +46,7 @@ Row = dict[str, Any]
 
 
 def dynamic_shapes(rows: int) -> tuple[DynamicShape, ...]:
-    """The dynamic trees of so many rows."""
+    """The dynamic trees of `rows` rows."""
     return tuple(DynamicShape(k, depth, rows - 1) for k, depth in GROWN)
 
 
@@ -57,14 +57,14 @@ def fixed_arms(configured: Sequence[TreeShape]) -> tuple[TreeShape, ...]:
 
 
 def grown_arms(configured: Sequence[TreeShape]) -> tuple[TreeShape, ...]:
-    """Those of which a drafter must grow trees at every place, the masters instead of the dynamic trees cut from
-    them. Of static shapes, whose rounds follow from ranks, those that policies choose among: they learn from what
-    trees promise."""
+    """The shapes of which the drafter grows trees at every position: MASTERS instead of the dynamic trees trimmed from
+    them. Rounds of static shapes follow from ranks, so of these only WIDE and the configured arms, from whose values
+    policies learn."""
     known = LevelShape | NodeShape | ProposedShape
     cut = {shape for rows in SIZES for shape in dynamic_shapes(rows)}
     others = [shape for shape in fixed_arms(configured) if not isinstance(shape, known) and shape not in cut]
-    judged = [shape for shape in configured if shape.drafted and is_static(shape)]
-    return (*MASTERS, *others, WIDE, *judged)
+    valued = [shape for shape in configured if shape.drafted and is_static(shape)]
+    return (*MASTERS, *others, WIDE, *valued)
 
 
 def cut_trees(trace: Trace) -> None:
@@ -76,12 +76,12 @@ def cut_trees(trace: Trace) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreesRecord:
-    """All that was measured, from which everything else follows."""
+    """All measurements; the report is computed from them."""
 
     traces: Mapping[tuple[str, float], Sequence[Trace]]  # by drafter and temperature, in the order of the stream
-    costs: Mapping[tuple[str, float], ReplayCosts]  # of the drafters that are served
-    drafter: str  # the one whose trees were grown
-    arms: tuple[TreeShape, ...]  # the configured ones, which policies choose among
+    costs: Mapping[tuple[str, float], ReplayCosts]  # of served drafters, by drafter and temperature
+    drafter: str  # whose trees were grown
+    arms: tuple[TreeShape, ...]  # the configured ones; policies choose among them
 
     @property
     def temperatures(self) -> tuple[float, ...]:
@@ -96,23 +96,23 @@ def of_kind(kind: str, traces: Sequence[Trace]) -> list[Trace]:
 
 
 def emitted_per_round(counts: Sequence[Sequence[int]]) -> float:
-    """Of all rounds of all answers."""
+    """Mean N over all rounds of all answers."""
     return sum(map(sum, counts)) / sum(map(len, counts))
 
 
 def lengths(shape: TreeShape, traces: Sequence[Trace]) -> list[list[int]]:
-    """N of every round of every answer, if all are of this shape."""
+    """N of every round of every answer, if all rounds have this shape."""
     return [[emitted for _, emitted in trace.rounds(shape)] for trace in traces]
 
 
 # (i) Arms
 def arm_rows(recorded: TreesRecord) -> Iterator[Row]:
-    """One row for each kind, temperature, drafter and arm; dynamic trees and beams of one drafter alone."""
+    """One row for each kind, temperature, drafter and arm; arms that are not static only for the main drafter."""
     for (drafter, temperature), traces in recorded.traces.items():
         costs = recorded.costs.get((drafter, temperature))
         for kind in (*recorded.kinds(), ALL):
             mine = of_kind(kind, traces)
-            off = {(place, 0): 1e6 / costs.round_us(OFF) for place in range(len(mine))} if costs else {}
+            off = {(index, 0): 1e6 / costs.round_us(OFF) for index in range(len(mine))} if costs else {}
             for shape in fixed_arms(recorded.arms):
                 if drafter != recorded.drafter and not is_static(shape):
                     continue
@@ -131,7 +131,7 @@ def arm_rows(recorded: TreesRecord) -> Iterator[Row]:
                 }
                 if costs:
                     runs = [run_fixed(shape, trace, costs) for trace in mine]
-                    rates = {(place, 0): run.tokens_per_second for place, run in enumerate(runs)}
+                    rates = {(index, 0): run.tokens_per_second for index, run in enumerate(runs)}
                     draft_us = costs.draft_us(shape)
                     row |= {
                         "draft_ms": round(draft_us / 1e3, 3),
@@ -142,9 +142,9 @@ def arm_rows(recorded: TreesRecord) -> Iterator[Row]:
                 yield row
 
 
-# (ii) Static trees, and what makes dynamic ones
+# (ii) Static trees, and the ablation of dynamic ones
 def level_shapes_up_to(rows: int, deepest: int = 8) -> list[LevelShape]:
-    """Trees of levels that never widen, of at most so many rows."""
+    """Trees whose widths never increase, of at most `rows` rows and `deepest` levels."""
     found = []
 
     def widen(widths: tuple[int, ...], last: int, used: int) -> None:
@@ -163,14 +163,14 @@ def level_shapes_up_to(rows: int, deepest: int = 8) -> list[LevelShape]:
 
 
 def acceptance(traces: Sequence[Trace], depths: int = 8, children: int = 8) -> np.ndarray:
-    """[depths, children] the chance that the j-th child of a row of depth d carries the target's token, given that the
-    text goes through that row; over all places, as far as ranks below `children` lead."""
+    """[depths, children] the probability that the j-th child of a row of depth d has the target's token, given that the
+    text's path includes that row; over all positions, along ranks below `children`."""
     counts = np.zeros((depths, children + 1))
     for trace in traces:
         ranks = np.minimum(trace.guesses.ranks, children)
-        for place in range(trace.answer.tokens):
+        for offset in range(trace.answer.tokens):
             for depth in range(depths):
-                rank = ranks[place + depth]
+                rank = ranks[offset + depth]
                 counts[depth, rank] += 1
                 if rank == children:
                     break
@@ -178,10 +178,10 @@ def acceptance(traces: Sequence[Trace], depths: int = 8, children: int = 8) -> n
 
 
 def likeliest_tree(accept: np.ndarray, rows: int) -> NodeShape:
-    """The static tree of so many rows that emits the most, where a child's chance hangs on depth and rank alone.
+    """The static tree of `rows` rows with the greatest N, if a child's acceptance depends on depth and rank alone.
 
-    What a row adds is the chance that it is reached, which is no greater than its parent's, nor (children in order of
-    chance) its elder sibling's: so the rows of greatest chance make a tree, and no other emits more.
+    A row adds its probability of being reached, which is at most its parent's and, with children in order of
+    probability, its previous sibling's. So the rows of greatest probability form a tree, and no other has a greater N.
     """
     depths, children = accept.shape
     accept = np.minimum.accumulate(accept, axis=1)
@@ -205,14 +205,14 @@ def likeliest_tree(accept: np.ndarray, rows: int) -> NodeShape:
 
 
 def best_static(traces: Sequence[Trace], rows: int) -> TreeShape:
-    """The static tree of at most so many rows that emits the most per round on these very answers."""
+    """Of the level shapes and the likeliest tree of at most `rows` rows, the one with the greatest mean N here."""
     candidates: list[TreeShape] = [*level_shapes_up_to(rows), likeliest_tree(acceptance(traces), rows)]
     return max(candidates, key=lambda shape: emitted_per_round(lengths(shape, traces)))
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """One way to grow a tree of so many rows."""
+class GrowthResult:
+    """One way to grow a tree, and its results."""
 
     name: str
     shape: str
@@ -223,32 +223,32 @@ class Way:
         return emitted_per_round(self.counts)
 
     def by_answer(self) -> dict[tuple[int, int], float]:
-        return {(place, 0): fmean(counts) for place, counts in enumerate(self.counts)}
+        return {(index, 0): fmean(counts) for index, counts in enumerate(self.counts)}
 
 
 STATIC, FITTED, STATIC_VALUE = "static levels", "static, the best in hindsight", "static growth, reranked by value"
 NO_RERANK, FULL = "dynamic growth, not reranked", "dynamic growth, reranked"
 
 
-def ways(traces: Sequence[Trace], rows: int) -> Iterator[Way]:
-    """EAGLE-2's ablation at one number of rows: growth by value or not, rerank by value or not."""
+def ways(traces: Sequence[Trace], rows: int) -> Iterator[GrowthResult]:
+    """EAGLE-2's ablation at one number of tree rows: growth by value or not, rerank by value or not."""
     named = [shape for shape in (*NAMED, *PAPER) if 1 < shape.rows <= rows]
     levels = max(named, key=lambda shape: emitted_per_round(lengths(shape, traces)))
-    yield Way(STATIC, str(levels), lengths(levels, traces))
+    yield GrowthResult(STATIC, str(levels), lengths(levels, traces))
     static = best_static(traces, rows)
-    yield Way(FITTED, str(static), lengths(static, traces))
+    yield GrowthResult(FITTED, str(static), lengths(static, traces))
 
     def cut(trace: Trace) -> Callable[[int], int]:
         ids, begin = trace.answer.ids, trace.answer.begin
         return lambda base: len(walk(trimmed(trace.trees[WIDE][base - begin], rows), ids[base:]))
 
     kept = [[emitted for _, emitted in trace.answer.rounds(cut(trace))] for trace in traces]
-    yield Way(STATIC_VALUE, f"{WIDE}, {rows - 1} kept", kept)
+    yield GrowthResult(STATIC_VALUE, f"{WIDE}, {rows - 1} kept", kept)
     for beam in BEAMS:
         if beam.rows == rows:
-            yield Way(NO_RERANK, str(beam), lengths(beam, traces))
+            yield GrowthResult(NO_RERANK, str(beam), lengths(beam, traces))
     dynamic = max(dynamic_shapes(rows), key=lambda shape: emitted_per_round(lengths(shape, traces)))
-    yield Way(FULL, str(dynamic), lengths(dynamic, traces))
+    yield GrowthResult(FULL, str(dynamic), lengths(dynamic, traces))
 
 
 def ablation_rows(recorded: TreesRecord) -> Iterator[Row]:
@@ -272,8 +272,8 @@ def ablation_rows(recorded: TreesRecord) -> Iterator[Row]:
 
 # Policies
 @dataclass(frozen=True, slots=True, eq=False)
-class Stream:
-    """What one policy did with one set of arms at one temperature."""
+class PolicyReplay:
+    """The replays of one policy with one set of arms at one temperature."""
 
     arms_name: str
     arms: tuple[TreeShape, ...]
@@ -285,14 +285,14 @@ class Stream:
         return [run for run in self.passes[which] if kind in (ALL, run.trace.answer.kind)]
 
 
-def streams(recorded: TreesRecord, step: Callable[[], None]) -> Iterator[Stream]:
+def streams(recorded: TreesRecord, step: Callable[[], None]) -> Iterator[PolicyReplay]:
     """Every policy, on the configured arms and on the paper's, at every temperature."""
     for temperature in recorded.temperatures:
         costs = recorded.costs[recorded.drafter, temperature]
         for arms_name, arms in ((CONFIGURED, recorded.arms), (PAPERS, PAPER)):
             for policy in POLICIES:
                 passes = run_stream(policy, arms, recorded.traces[recorded.drafter, temperature], costs, PASSES)
-                yield Stream(arms_name, arms, policy, temperature, tuple(passes))
+                yield PolicyReplay(arms_name, arms, policy, temperature, tuple(passes))
                 step()
 
 
@@ -303,18 +303,18 @@ def rate(runs: Sequence[ReplayedAnswer]) -> float:
 
 
 def _rates(runs: Sequence[ReplayedAnswer]) -> dict[tuple[int, int], float]:
-    return {(place, 0): run.tokens_per_second for place, run in enumerate(runs)}
+    return {(index, 0): run.tokens_per_second for index, run in enumerate(runs)}
 
 
 def best_arm(arms: Sequence[TreeShape], traces: Sequence[Trace], costs: ReplayCosts) -> TreeShape:
-    """The fixed arm of the greatest rate on these very answers."""
+    """The fixed arm of the greatest rate on these answers."""
     return max(arms, key=lambda arm: rate([run_fixed(arm, trace, costs) for trace in traces]))
 
 
-def policy_rows(recorded: TreesRecord, played: Sequence[Stream]) -> Iterator[Row]:
-    """One row for each policy, set of arms, kind and temperature; all but `cold_regret` of the second pass.
+def policy_rows(recorded: TreesRecord, played: Sequence[PolicyReplay]) -> Iterator[Row]:
+    """One row for each policy, set of arms, kind and temperature; all figures but `cold_regret` are of the last pass.
 
-    Rates are medians over prompts, as those of arms are; regrets are of all rounds of all answers together.
+    Rates are medians over prompts, as for fixed arms; regrets are over all rounds of all answers.
     """
     for stream in played:
         costs = recorded.costs[recorded.drafter, stream.temperature]
@@ -344,7 +344,7 @@ def policy_rows(recorded: TreesRecord, played: Sequence[Stream]) -> Iterator[Row
 
 
 def best_policy(rows: Sequence[Row], temperature: float) -> str:
-    """The policy whose worst kind is the best, on the configured arms."""
+    """The policy whose worst kind has the best ratio over the best fixed arm, on the configured arms."""
     worst: dict[str, float] = {}
     for row in rows:
         if (row["temperature"], row["arms"]) == (temperature, CONFIGURED) and row["kind"] != ALL:
@@ -352,8 +352,8 @@ def best_policy(rows: Sequence[Row], temperature: float) -> str:
     return max(worst, key=worst.__getitem__)
 
 
-def share_rows(recorded: TreesRecord, played: Sequence[Stream], rows: Sequence[Row]) -> Iterator[Row]:
-    """How the best policy's choices go over the rounds of each kind, both passes."""
+def share_rows(recorded: TreesRecord, played: Sequence[PolicyReplay], rows: Sequence[Row]) -> Iterator[Row]:
+    """The best policy's arm shares by windows of rounds, for each kind, over all passes."""
     for stream in played:
         if stream.arms_name != CONFIGURED or stream.policy != best_policy(rows, stream.temperature):
             continue

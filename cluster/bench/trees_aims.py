@@ -1,4 +1,4 @@
-"""The bars that `dendro bench trees` exists to reach."""
+"""The aims of `dendro bench trees`."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ DYNAMIC_BAR, BEST_ARM_BAR, OFF_BAR = 1.2, 0.97, 0.98
 
 # Aims
 def _aim(aim: str, bar: float, found: Estimate | Mapping[str, float], why: str = "") -> Row:
-    said = found.as_json() if isinstance(found, Estimate) else found
-    few = f"few prompts: the interval covers {said['coverage']:.0%}" if said["coverage"] < 0.9 else ""
+    estimate = found.as_json() if isinstance(found, Estimate) else found
+    few = f"few prompts: the interval covers {estimate['coverage']:.0%}" if estimate["coverage"] < 0.9 else ""
     row: Row = {
         "aim": aim,
-        "value": said["median"],
-        "interval": [said["low"], said["high"]],
+        "value": estimate["median"],
+        "interval": [estimate["low"], estimate["high"]],
         "bar": bar,
-        "met": said["median"] >= bar,
+        "met": estimate["median"] >= bar,
     }
-    if words := "; ".join(filter(None, (why if not row["met"] else "", few))):
-        row["why"] = words
+    if reasons := "; ".join(filter(None, (why if not row["met"] else "", few))):
+        row["why"] = reasons
     return row
 
 
 def aims_of(ablation: Sequence[Row], causes: Sequence[Row], policies: Sequence[Row]) -> list[Row]:
-    """The aims, from the rows alone."""
+    """The aims, computed from the rows."""
     why = {(row["temperature"], row["tree_rows"]): three_causes(row) for row in causes}
     aims = [
         _aim(

@@ -1,4 +1,4 @@
-"""Why one tree emits more than another: depth, width and reranking, and how well confidences are calibrated."""
+"""Why rounds of dynamic trees end, compared with static trees; how well confidences are calibrated."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from drafter_service.confidence import Calibration
 BINS = 10
 
 
-# Why dynamic trees emit no more
+# Why rounds of dynamic trees end
 @dataclass(slots=True)
 class Causes:
-    """How the rounds of one dynamic tree ended, and how they compare with a static tree's from the same places."""
+    """Why the rounds of one dynamic tree ended, and how its N compares with a static tree's at the same positions."""
 
     shape: str
     static: str
     rounds: int = 0
-    depth_reached: int = 0  # all levels were right
-    past_candidates: int = 0  # the token was past the k candidates of its row
-    left_out: int = 0  # it was among them, and its value too low for growth or rerank
-    lost_left_out: int = 0  # tokens that the k candidates of every row would have given those rounds more
-    ended_at: Counter[int] = field(default_factory=Counter)  # depth of the last right guess -> rounds
-    places: int = 0
-    static_too: int = 0  # places from which both emit as many
+    depth_reached: int = 0  # rounds with an accepted guess at every level
+    past_candidates: int = 0  # the next token was not among the k candidates of its row
+    left_out: int = 0  # it was a candidate, but its value was too low for growth or rerank
+    lost_left_out: int = 0  # more tokens of those rounds if all rows had their k candidates
+    ended_at: Counter[int] = field(default_factory=Counter)  # depth of the last accepted guess -> rounds
+    positions: int = 0
+    static_too: int = 0  # positions where both have the same N
     static_more: int = 0
     dynamic_more: int = 0
 
@@ -45,14 +45,14 @@ class Causes:
             "left_out_by_value": round(self.left_out / share, 4),
             "tokens_lost_by_leaving_out": round(self.lost_left_out / share, 4),
             "ended_at_depth": {str(depth): round(n / share, 4) for depth, n in sorted(self.ended_at.items())},
-            "static_emits_as_many": round(self.static_too / self.places, 4),
-            "static_emits_more": round(self.static_more / self.places, 4),
-            "dynamic_emits_more": round(self.dynamic_more / self.places, 4),
+            "static_emits_as_many": round(self.static_too / self.positions, 4),
+            "static_emits_more": round(self.static_more / self.positions, 4),
+            "dynamic_emits_more": round(self.dynamic_more / self.positions, 4),
         }
 
 
 def causes_of(dynamic: DynamicShape, static: TreeShape, traces: Sequence[Trace]) -> Causes:
-    """Why a dynamic tree's rounds end where they do, and what a static tree makes of the same places."""
+    """Why a dynamic tree's rounds end, and how its N compares with a static tree's at every position."""
     causes = Causes(str(dynamic), str(static))
     for trace in traces:
         begin, ranks = trace.answer.begin, trace.guesses.ranks
@@ -60,9 +60,8 @@ def causes_of(dynamic: DynamicShape, static: TreeShape, traces: Sequence[Trace])
             causes.rounds += 1
             causes.ended_at[emitted - 1] += 1
             below = ranks[base - begin : base - begin + dynamic.depth]
-            within = int(
-                np.argmax(np.append(below >= dynamic.k, True))
-            )  # tokens that are candidates, one after another
+            # leading tokens that are all candidates
+            within = int(np.argmax(np.append(below >= dynamic.k, True)))
             if emitted - 1 == dynamic.depth:
                 causes.depth_reached += 1
             elif emitted - 1 >= within:
@@ -72,7 +71,7 @@ def causes_of(dynamic: DynamicShape, static: TreeShape, traces: Sequence[Trace])
                 causes.lost_left_out += within - (emitted - 1)
         for base in range(begin, trace.answer.end):
             more = trace.emitted(dynamic, base) - trace.emitted(static, base)
-            causes.places += 1
+            causes.positions += 1
             causes.static_too += more == 0
             causes.static_more += more < 0
             causes.dynamic_more += more > 0
@@ -80,7 +79,7 @@ def causes_of(dynamic: DynamicShape, static: TreeShape, traces: Sequence[Trace])
 
 
 def causes_rows(recorded: TreesRecord, ablation: Sequence[Row]) -> Iterator[Row]:
-    """For each temperature and number of rows, of the dynamic tree and the best static one of the ablation."""
+    """One row for each temperature and tree size: the ablation's dynamic tree against its best static one."""
     for row in ablation:
         if row["way"] != FULL:
             continue
@@ -92,9 +91,9 @@ def causes_rows(recorded: TreesRecord, ablation: Sequence[Row]) -> Iterator[Row]
 
 
 def three_causes(causes: Row) -> str:
-    """The largest causes in words, with their numbers."""
-    said = {
-        f"from {causes['static_emits_as_many']:.0%} of places the static tree emits as many "
+    """The three largest causes as text, with their shares."""
+    texts = {
+        f"from {causes['static_emits_as_many']:.0%} of positions the static tree emits as many "
         f"(more from {causes['static_emits_more']:.0%}, fewer from {causes['dynamic_emits_more']:.0%})": causes[
             "static_emits_as_many"
         ],
@@ -105,43 +104,43 @@ def three_causes(causes: Row) -> str:
         f"({causes['tokens_lost_by_leaving_out']:.2f} tokens a round)": causes["left_out_by_value"],
         f"in {causes['all_levels_right']:.0%} the tree was too shallow": causes["all_levels_right"],
     }
-    return "; ".join(sorted(said, key=said.__getitem__, reverse=True)[:3])
+    return "; ".join(sorted(texts, key=texts.__getitem__, reverse=True)[:3])
 
 
 # (iii) Calibration
 def confidences(trace: Trace, calibration: Calibration) -> tuple[dict[str, np.ndarray], Calibration]:
-    """[places, candidates] chances that a drafter's candidates are taken to have, by three accounts.
+    """[positions, candidates] acceptance probabilities of a drafter's candidates, by three estimates.
 
-    `draft law`: softmax of logits / T, as EAGLE-2 has it. `margin`: softmax of the scores, noise included, over the
-    candidates. `calibrated`: what our drafter says, fitted while the text is written; it comes with what it knew at the
-    text's beginning, and what it knows at the end is returned.
+    `draft law`: softmax of logits / T, as in EAGLE-2. `margin`: softmax of the scores, noise included, over the
+    candidates. `calibrated`: our drafter's, learned along the text from `calibration` on; returns the calibration at
+    the text's end.
     """
-    guesses, places = trace.guesses, trace.answer.tokens
-    scores = guesses.scores[:places]
+    guesses, count = trace.guesses, trace.answer.tokens
+    scores = guesses.scores[:count]
     weights = np.exp(scores - scores[:, :1])
     calibrated = []
-    for row, rank in zip(scores, guesses.ranks[:places].tolist(), strict=True):
+    for row, rank in zip(scores, guesses.ranks[:count].tolist(), strict=True):
         calibrated.append(np.exp(calibration.confidences(row[None])[0]))
         calibration = calibration.learn(row, rank)
-    said = {
-        "draft law": np.exp(guesses.chances[:places]),
+    estimates = {
+        "draft law": np.exp(guesses.chances[:count]),
         "margin": weights / weights.sum(1, keepdims=True),
         "calibrated": np.stack(calibrated),
     }
-    return said, calibration
+    return estimates, calibration
 
 
 def calibration_rows(recorded: TreesRecord) -> Iterator[Row]:
-    """One row for each temperature and account: accepted over stated chance in ten bins, and their mean distance.
+    """One row for each temperature and estimate: share accepted in ten bins of stated probability, mean distance.
 
-    All recorded candidates of all places, given the true text before them: those of a bin were accepted so often.
+    Over all recorded candidates of all positions, given the true text before them.
     """
     for temperature in recorded.temperatures:
         stated: dict[str, list[np.ndarray]] = defaultdict(list)
         hits, calibration = [], Calibration()
         for trace in recorded.traces[recorded.drafter, temperature]:
-            said, calibration = confidences(trace, calibration)
-            for name, chances in said.items():
+            estimates, calibration = confidences(trace, calibration)
+            for name, chances in estimates.items():
                 stated[name].append(chances.ravel())
             ranks = trace.guesses.ranks[: trace.answer.tokens, None]
             hits.append((ranks == np.arange(trace.guesses.scores.shape[1])).ravel())
@@ -151,12 +150,12 @@ def calibration_rows(recorded: TreesRecord) -> Iterator[Row]:
 
 
 def reliability(stated: np.ndarray, accepted: np.ndarray) -> Row:
-    """Bins of stated chance with the share accepted, and the expected calibration error: their mean distance, weighed
-    by counts."""
-    place = np.minimum((stated * BINS).astype(int), BINS - 1)
+    """Bins of stated probability with the share accepted, and the expected calibration error: their mean distance,
+    weighted by counts."""
+    bin_of = np.minimum((stated * BINS).astype(int), BINS - 1)
     bins, error = [], 0.0
     for number in range(BINS):
-        here = place == number
+        here = bin_of == number
         count = int(here.sum())
         if not count:
             continue

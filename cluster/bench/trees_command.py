@@ -1,4 +1,4 @@
-"""`dendro bench trees`: let the target write, record what drafters would have guessed, replay every way to guess."""
+"""`dendro bench trees`: generate answers, record the drafters' guesses, replay every arm and policy."""
 
 from __future__ import annotations
 
@@ -63,20 +63,20 @@ from drafter_service.engine import DrafterEngine
 from verifier_service.engine import VerifierEngine
 
 DRAFTERS = ("mamba2", "mamba", "llama")
-"""The first is the one whose trees are grown, and for which policies choose."""
+"""The first is the main one: its trees are grown, and policies are replayed with it."""
 PROMPTS, QUICK_PROMPTS = 8, 1
 QUICK_TOKENS = 16
 REPETITIONS, QUICK_REPETITIONS = 15, 3
 CONTEXTS, QUICK_CONTEXTS = (256, 512, 1024, 2048, 4096, 8192), (256, 1024)
 SIDE_BY_SIDE = 8
-"""Texts that grow trees at once."""
+"""Texts that are drafted together."""
 MARGIN = 8
-"""Tokens of room past an answer."""
+"""Room past an answer, in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class TreesSettings:
-    """What a run was asked for, once checked."""
+    """Validated options of a run."""
 
     prompts: int  # of each kind
     tokens: int
@@ -84,7 +84,7 @@ class TreesSettings:
     temperatures: tuple[float, ...]
     drafters: tuple[str, ...]
     live: bool
-    contexts: tuple[int, ...]  # tokens; none: longer texts are left out
+    contexts: tuple[int, ...]  # tokens; empty: longer texts are not measured
     seed: int
     models: Path
 
@@ -100,10 +100,10 @@ class TreesSettings:
 
 
 def parse_drafters(text: str) -> tuple[str, ...]:
-    """Read `mamba2,mamba`: folders beside the target, each named once."""
+    """Parse `mamba2,mamba`: folders beside the target, each named once."""
     found = tuple(part.strip() for part in text.split(","))
     if not all(found) or len(set(found)) != len(found):
-        raise BadRequest("drafters", f"{text!r}: name folders of models, each once, by commas")
+        raise BadRequest("drafters", f"{text!r}: name folders of models, each once, separated by commas")
     return found
 
 
@@ -148,14 +148,14 @@ async def drafter_of(checkpoint: Path) -> AsyncIterator[DrafterEngine]:
 async def write_answers(
     verifier: VerifierEngine, settings: TreesSettings, temperature: float, step: Callable[[], None]
 ) -> list[TracedAnswer]:
-    """The target's answers to all prompts; kinds take turns, as in the stream that policies go through."""
+    """The target's answers to all prompts; kinds alternate, also in the order of the policies' replay."""
     tokenizer = load_tokenizer(settings.models)
     prompts = {kind: kind_prompts(kind, settings.prompts, PROMPT_TOKENS, tokenizer, settings.models) for kind in KINDS}
     answers = []
-    for place in range(settings.prompts):
+    for index in range(settings.prompts):
         for number, kind in enumerate(KINDS):
-            prompt = prompts[kind][place]
-            seed = settings.seed * 1_000_003 + place * len(KINDS) + number
+            prompt = prompts[kind][index]
+            seed = settings.seed * 1_000_003 + index * len(KINDS) + number
             answers.append(
                 write_answer(verifier, kind, prompt.name, prompt.token_ids, temperature, seed, settings.tokens)
             )
@@ -167,7 +167,7 @@ async def write_answers(
 async def record(
     settings: TreesSettings, begin: Callable[[str, int], Callable[[], None]]
 ) -> tuple[TreesRecord, dict[str, Any]]:
-    """Everything that is measured. Also facts of the plan, and the rounds by the clock."""
+    """Measure everything. Also returns the report's `plan` and `live`: facts, and rounds in real time."""
     config = target_config(settings.models, COSTLY)
     (target,) = config.targets.values()
     arms = config.arms_of(COSTLY)
@@ -177,7 +177,7 @@ async def record(
     costs: dict[tuple[str, float], ReplayCosts] = {}
     live: list[dict[str, Any]] = []
     grown = [*grown_arms(arms), PAPER[0]]
-    checked, differing, places = [shape for shape in grown if is_static(shape)], 0, 0
+    checked, differing, positions = [shape for shape in grown if is_static(shape)], 0, 0
     async with verifier_of(config, settings.prompts * len(KINDS), settings.tokens) as verifier:
         step = begin("answers", len(settings.temperatures))
         answers = {each: await write_answers(verifier, settings, each, step) for each in settings.temperatures}
@@ -210,10 +210,10 @@ async def record(
                         record_proposals(trace, [arm for arm in arms if isinstance(arm, ProposedShape)])
                         cut_trees(trace)
                         differing += sum(disagreements(trace, shape) for shape in checked)
-                        places += trace.answer.tokens
+                        positions += trace.answer.tokens
                 if settings.live:
                     shapes = live_shapes()
-                    step = begin("by the clock", len(settings.temperatures) * len(shapes))
+                    step = begin("real time", len(settings.temperatures) * len(shapes))
                     for temperature in settings.temperatures:
                         firsts = traces[name, temperature][: len(KINDS)]
                         for shape in shapes:
@@ -231,7 +231,7 @@ async def record(
         "prompt_tokens": PROMPT_TOKENS,
         "tokens": settings.tokens,
         "repetitions": settings.repetitions,
-        "places": places,
+        "places": positions,
         "checked_shapes": [str(shape) for shape in checked],
         "disagreements": differing,
     }
@@ -260,7 +260,7 @@ def cost_rows(recorded: TreesRecord) -> list[dict[str, Any]]:
 
 
 def analyse(recorded: TreesRecord, begin: Callable[[str, int], Callable[[], None]]) -> dict[str, Any]:
-    """All rows and aims, from what was recorded."""
+    """All rows and aims, computed from the record."""
     step = begin("policies", len(recorded.temperatures) * len(POLICIES) * 2)
     played = list(streams(recorded, step))
     policies = list(policy_rows(recorded, played))
@@ -279,15 +279,15 @@ def analyse(recorded: TreesRecord, begin: Callable[[str, int], Callable[[], None
 
 
 async def run_trees(settings: TreesSettings, begin: Callable[[str, int], Callable[[], None]]) -> dict[str, Any]:
-    """The whole measurement; the report as plain values."""
+    """Run the whole measurement; returns the report."""
     started = time.monotonic()
     torch.set_num_threads(THREADS)
-    recorded, said = await record(settings, begin)
+    recorded, measured = await record(settings, begin)
     found = analyse(recorded, begin)
     found["context"] = await measure_contexts(settings.models, settings.contexts, begin) if settings.contexts else []
     machine = describe_machine(THREADS)
     run = describe_run(started, local=True, seed=settings.seed)
-    return {"bench": "trees", "machine": machine, "settings": run} | said | found
+    return {"bench": "trees", "machine": machine, "settings": run} | measured | found
 
 
 def bench_trees(
@@ -295,19 +295,19 @@ def bench_trees(
         bool, typer.Option("--quick", help="Under a minute: one prompt of each kind, short answers, one drafter.")
     ] = False,
     json: Annotated[Path | None, typer.Option(help="Write the report as JSON.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write a picture; its suffix says of what kind.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a plot; the suffix sets its format.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="Write the tables as Markdown.")] = None,
     prompts: Annotated[
-        int | None, typer.Option(help="Of each kind: code, prose, edits; at most 9. (default 8; quick 1)")
+        int | None, typer.Option(help="Prompts of each kind: code, prose, edits; at most 9. (default 8; quick 1)")
     ] = None,
-    tokens: Annotated[int | None, typer.Option(help="Of every answer. (default 64; quick 16)")] = None,
-    repetitions: Annotated[int | None, typer.Option(help="Of each cost. (default 15; quick 3)")] = None,
-    temperatures: Annotated[str, typer.Option(help="Separated by commas.")] = "0,1",
+    tokens: Annotated[int | None, typer.Option(help="New tokens of every answer. (default 64; quick 16)")] = None,
+    repetitions: Annotated[int | None, typer.Option(help="Measurements of each cost. (default 15; quick 3)")] = None,
+    temperatures: Annotated[str, typer.Option(help="Sampling temperatures, separated by commas.")] = "0,1",
     drafters: Annotated[
         str | None,
         typer.Option(
-            help="Folders beside the target, by commas. The first one's trees are grown and policies play with it; of "
-            "the others, static trees alone. One that the drafter's service does not know is ranked and has no costs. "
+            help="Folders beside the target, separated by commas. All arms and policies are measured with the first, "
+            "static trees alone with the others. A drafter that the service does not support has ranks, but no costs. "
             "(default mamba2,mamba,llama; quick mamba2)",
             show_default=False,
         ),
@@ -315,21 +315,21 @@ def bench_trees(
     context: Annotated[
         bool,
         typer.Option(
-            "--context", help="Also rounds and memory after 256 to 8,192 tokens of text (quick 256 and 1,024)."
+            "--context", help="Also measure rounds and memory after 256 to 8,192 tokens of text (quick 256 and 1,024)."
         ),
     ] = False,
     live: Annotated[
-        bool, typer.Option(help="Some arms by the clock as well, with drafter and verifier in this process.")
+        bool, typer.Option(help="Also run some arms in real time, with drafter and verifier in this process.")
     ] = True,
-    seed: Annotated[int, typer.Option(help="Of what is drawn at temperatures above 0.")] = 0,
-    models: Annotated[Path, typer.Option(help="A folder as `dendro train demo` writes it.")] = DEMO_MODELS,
+    seed: Annotated[int, typer.Option(help="Seed of sampling at temperatures above 0.")] = 0,
+    models: Annotated[Path, typer.Option(help="Folder written by `dendro train demo`.")] = DEMO_MODELS,
 ) -> None:
     """Compare ways to guess: chains, static trees, beams, dynamic trees, and every policy that chooses among them, on
     code, prose and repetitive edits.
 
-    The target writes each answer once. What a drafter would have guessed is recorded at every place of it; as no way
-    to guess changes a token, all of them are then replayed on the same answers, and charged by a table of measured
-    costs of a costly target. The aims: dynamic trees emit at least 1.2 times what the best static tree of as many rows
+    The target generates each answer once, and a drafter's guesses are recorded at every position. As speculation
+    changes no token, all ways are then replayed on the same answers, with round times from a table of measured costs of
+    a costly target. The aims: dynamic trees emit at least 1.2 times what the best static tree of as many rows
     emits; the best policy reaches 97 % of the best fixed arm in hindsight on every kind of prompt, and 98 % of no
     speculation.
     """
@@ -345,7 +345,7 @@ def bench_trees(
         seed=seed,
         models=models,
     )
-    logging.disable_progress_bar()  # the library's own, while it loads: ours are beside it
+    logging.disable_progress_bar()  # the library's loading bars would mix with ours
     bars = Bars(Console(stderr=True))
     with bars.progress:
         report = asyncio.run(run_trees(settings, bars.begin))

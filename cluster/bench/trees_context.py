@@ -1,7 +1,7 @@
-"""Rounds after longer and longer texts: what they emit, how fast, and what both sides hold.
+"""Rounds at increasing text lengths: N, tokens per second and memory of both sides.
 
-By the clock, on the costly target with its last position raised. What it says after more tokens than it was trained on
-means nothing, so what rounds emit there does not either; what they cost does.
+Measured in real time, on the costly target with its last position raised. Beyond the length that it was trained on its
+output is meaningless, and so is N; the costs are valid.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from drafter_service.engine import DrafterEngine
 from verifier_service.engine import VerifierEngine
 
 TOKENS = 32
-"""Of an answer."""
+"""New tokens of an answer."""
 PASSAGE_TOKENS = 256
 ROOM = 4 * SPARE + TOKENS
 TRANSFORMER = "llama"
-"""A Transformer of the drafters' size, among the models: what its keys and values would take."""
+"""Folder of a Transformer of the drafters' size; the size of its keys and values is reported for comparison."""
 
 
 class Peak:
-    """The most that both sides have held after a round. Made while no text is open."""
+    """Peak memory of both sides, sampled after each round. Create it while no text is open."""
 
     def __init__(self, drafter: DrafterEngine, verifier: VerifierEngine) -> None:
         self._drafter, self._verifier = drafter, verifier
         self.drafter_bytes = self.pages = 0
 
-    def look(self) -> None:
+    def sample(self) -> None:
         self.drafter_bytes = max(self.drafter_bytes, self._drafter.held_bytes)
         self.pages = max(self.pages, self._verifier.stats()["pages_held"])
 
 
 def key_bytes(checkpoint: Path) -> int:
-    """Keys and values that a Transformer keeps of one token, in float32."""
+    """Bytes of a Transformer's keys and values per token, in float32."""
     config = json.loads((checkpoint / "config.json").read_text())
     heads = config["num_attention_heads"]
     width = config.get("head_dim") or config["hidden_size"] // heads
@@ -64,14 +64,14 @@ async def context_rows(
     page_bytes: int,
     step: Callable[[], None],
 ) -> list[dict[str, Any]]:
-    """One row for each length and shape, `off` the first. page_bytes: of the verifier's pages."""
+    """One row for each length and shape; `off` must be the first shape. page_bytes: of a page of the verifier."""
     rows: list[dict[str, Any]] = []
     for context in contexts:
         answer = TracedAnswer("context", str(context), 0.0, 0, tuple(ids[:context]), context, TOKENS)
         off = 0.0
         for shape in shapes:
             peak = Peak(drafter, verifier)
-            emitted, seconds = await live_rounds(drafter, verifier, shape, answer, peak.look)
+            emitted, seconds = await live_rounds(drafter, verifier, shape, answer, peak.sample)
             rate = sum(emitted) / seconds
             off = off or rate
             rows.append(
@@ -93,16 +93,16 @@ async def context_rows(
 async def measure_contexts(
     models: Path, contexts: Sequence[int], begin: Callable[[str, int], Callable[[], None]]
 ) -> list[dict[str, Any]]:
-    """Load both sides, let the text grow."""
+    """Load drafter and verifier, and measure at every length."""
     config = target_config(models, COSTLY)
     (target,) = config.targets.values()
     (name,) = config.drafters
     prompts = held_out_prompts(-(-contexts[-1] // PASSAGE_TOKENS), PASSAGE_TOKENS, load_tokenizer(models), models)
     ids = [token for prompt in prompts for token in prompt.token_ids]
     async with AsyncExitStack() as stack:
-        aside = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         verifier = VerifierEngine.load(
-            with_positions(target.checkpoint, contexts[-1] + 2 * ROOM, aside),
+            with_positions(target.checkpoint, contexts[-1] + 2 * ROOM, folder),
             name=COSTLY,
             dtype=getattr(torch, target.dtype),
             threads=THREADS,
@@ -117,9 +117,9 @@ async def measure_contexts(
         )
         drafter.start()
         stack.callback(drafter.stop)
-        of_page = PAGE * verifier.runner.target.token_bytes
+        page_bytes = PAGE * verifier.runner.target.token_bytes
         shapes = live_shapes()
         step = begin("longer texts", len(contexts) * len(shapes))
-        rows = await context_rows(drafter, verifier, ids, contexts, shapes, of_page, step)
-    of_token = key_bytes(models / TRANSFORMER)
-    return [row | {"transformer_drafter_bytes": of_token * row["context"]} for row in rows]
+        rows = await context_rows(drafter, verifier, ids, contexts, shapes, page_bytes, step)
+    token_bytes = key_bytes(models / TRANSFORMER)
+    return [row | {"transformer_drafter_bytes": token_bytes * row["context"]} for row in rows]

@@ -1,4 +1,4 @@
-"""The findings of `dendro bench trees` for people and for machines. Nothing is computed here."""
+"""The report of `dendro bench trees` as facts, tables and plot. Nothing is measured here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cluster.bench.report import Cells, Report, aims_table, machine_facts
 
 ARM_COLUMNS = ("", "rows", "emitted per round", "draft ms", "verify ms", "tokens/s", "90 %", "over off")
 CONFIGURATIONS = ("(3,3,2,1)", "(3,2,2,1,1)", "(2,2,2,1,1,1)", "(3,2,1)", "(1,1,1,1)")
-"""The columns of the paper's Table 5, and the demo's own best ones."""
+"""The columns of the paper's Table 5, and the demo's best ones."""
 CHAIN_OR_TREE = (
     "(1,1,1,1)",
     f"({','.join('1' * 15)})",
@@ -20,36 +20,36 @@ CHAIN_OR_TREE = (
     "dynamic(8,8,15)",
     "(3,2,2,1,1)",
 )
-"""A chain as deep as trees are, one of as many rows as three of them have, and the paper's tree."""
+"""A chain of 5 rows, a chain and three trees of 16 rows, and the paper's tree."""
 COLOURS = ("#2a7f62", "#d98e04", "#5b8db8", "#b23a48", "#8c8c8c", "#7a5195", "#b8b8b8", "#c9a227", "#3d405b", "#81b29a")
 
 
 def facts_of(report: Report) -> Iterator[str]:
-    """What the figures rest on, a line each."""
+    """Lines about the conditions of the measurement."""
     yield from machine_facts(report)
     plan = report["plan"]
     yield (
         f"The {plan['target']} target: {plan['parameters']:,} parameters in {plan['dtype']}; "
         f"{plan['prompts']} prompts of {plan['prompt_tokens']} tokens of each kind ({', '.join(plan['kinds'])}), "
-        f"answers of {plan['tokens']} tokens, recorded once: every way to guess is replayed on the same answers"
+        f"answers of {plan['tokens']} tokens, recorded once: all arms and policies are replayed on the same answers"
     )
     yield (
-        f"Trees grown at {plan['places']:,} places by {plan['drafter']} in {plan['drafter_dtype']}; other static "
-        f"shapes were read off the ranks, and where both were done ({', '.join(plan['checked_shapes'])}) "
+        f"Trees grown at {plan['places']:,} positions by {plan['drafter']} in {plan['drafter_dtype']}; rounds of "
+        f"other static shapes follow from ranks; where both were done ({', '.join(plan['checked_shapes'])}) "
         f"{plan['disagreements']} of {plan['places'] * len(plan['checked_shapes']):,} rounds differ"
     )
     yield (
-        "Tokens a second are predicted: tokens over the round times of the cost table, which has no router, hops or "
+        "Tokens per second are predicted: tokens over the round times of the cost table, without router, hops and "
         f"queues. Costs are medians of {plan['repetitions']}, interleaved, in one process. Trees of a drafter are "
-        "replayed as it makes them, without the proposals that the router would merge into them. Proposals are those "
-        "of prompt lookup; policies are told of them before they choose, as in the router"
+        "replayed without the proposals that the router would merge into them. Proposals are those "
+        "of prompt lookup; policies get them before they choose, as in the router"
     )
     check = report["live"]
     if check:
         yield (
-            f"Rounds with drafter and verifier beside them: {sum(row['rounds'] for row in check)} rounds, "
+            f"Measured in real time with drafter and verifier: {sum(row['rounds'] for row in check)} rounds, "
             f"{sum(row['differences'] for row in check)} of them emitted another number of tokens than replayed. Only "
-            "dynamic trees may: what their drafter takes to be likely is learned on between the recording and then"
+            "those of dynamic trees may: the drafter's confidences are calibrated further after the recording"
         )
 
 
@@ -110,7 +110,7 @@ def tables_of(report: Report) -> Iterator[Cells]:
 
 
 def _chain_or_tree(report: Report) -> Iterator[Cells]:
-    """Table 4 of the Mamba-drafters paper: with the steps of a chain, and with its rows."""
+    """Chains and trees, as in Table 4 of the Mamba-drafters paper."""
     found = {(row["kind"], row["temperature"], row["drafter"], row["arm"]): row for row in report["rows"]}
     columns = ("", "", "rows", "emitted per round", "draft ms", "tokens/s", "over off")
     cells: list[tuple[str, ...]] = []
@@ -125,7 +125,7 @@ def _chain_or_tree(report: Report) -> Iterator[Cells]:
 
 
 def _configurations(report: Report) -> Iterator[Cells]:
-    """Table 5: tokens a second by configuration and drafter; tokens per round where a drafter has no engine."""
+    """Table 5: tokens per second and N by configuration and drafter; N alone if a drafter is not served."""
     rows = report["rows"]
     found = {(row["kind"], row["temperature"], row["drafter"], row["arm"]): row for row in rows}
     cells: list[tuple[str, ...]] = []
@@ -133,15 +133,15 @@ def _configurations(report: Report) -> Iterator[Cells]:
         for kind in dict.fromkeys(row["kind"] for row in rows):
             for drafter in dict.fromkeys(row["drafter"] for row in rows):
                 mine = [found[kind, temperature, drafter, arm] for arm in CONFIGURATIONS]
-                said = (" / ".join(filter(None, (_rate(row), f"{row['emitted_per_round']:.2f}"))) for row in mine)
-                cells.append((f"{kind}, {temperature:g}", drafter, *said))
+                values = (" / ".join(filter(None, (_rate(row), f"{row['emitted_per_round']:.2f}"))) for row in mine)
+                cells.append((f"{kind}, {temperature:g}", drafter, *values))
     yield "Tokens/s / emitted per round by configuration (as Table 5)", ("", "drafter", *CONFIGURATIONS), cells
 
 
 def _search(report: Report) -> Iterator[Cells]:
     """Table 6: the paper's arms with search off and on."""
     kinds = dict.fromkeys(row["kind"] for row in report["policies"])
-    drafter = report["plan"]["drafter"]  # the one that policies play with
+    drafter = report["plan"]["drafter"]  # policies are replayed with it
     mine = [row for row in report["rows"] if row["drafter"] == drafter]
     arms = {(row["kind"], row["temperature"], row["arm"]): row for row in mine}
     for temperature in dict.fromkeys(row["temperature"] for row in report["policies"]):
@@ -158,7 +158,18 @@ def _search(report: Report) -> Iterator[Cells]:
 
 
 def _policies(report: Report) -> Iterator[Cells]:
-    columns = ("", "", "tokens/s", "best fixed arm", "tokens/s", "over it", "regret", "cold", "it chose it", "over off")
+    columns = (
+        "",
+        "",
+        "tokens/s",
+        "best fixed arm",
+        "tokens/s",
+        "over best arm",
+        "regret",
+        "cold regret",
+        "best arm's share",
+        "over off",
+    )
     for temperature in dict.fromkeys(row["temperature"] for row in report["policies"]):
         cells: list[tuple[str, ...]] = []
         for row in report["policies"]:
@@ -222,7 +233,7 @@ def _causes(report: Report) -> Iterator[Cells]:
         )
         for row in report["causes"]
     ]
-    yield "How rounds of dynamic trees end, and the best static tree from the same places", columns, cells
+    yield "How rounds of dynamic trees end, and the best static tree at the same positions", columns, cells
 
 
 def _calibration(report: Report) -> Iterator[Cells]:
@@ -230,8 +241,8 @@ def _calibration(report: Report) -> Iterator[Cells]:
     cells: list[tuple[str, ...]] = []
     for row in report["calibration"]:
         bins = {round(10 * each["from"]): each for each in row["bins"]}
-        said = (f"{bins[ten]['accepted']:.2f} ({bins[ten]['guesses']})" if ten in bins else "" for ten in range(10))
-        cells.append((f"{row['temperature']:g}", row["confidence"], f"{row['expected_error']:.4f}", *said))
+        shares = (f"{bins[ten]['accepted']:.2f} ({bins[ten]['guesses']})" if ten in bins else "" for ten in range(10))
+        cells.append((f"{row['temperature']:g}", row["confidence"], f"{row['expected_error']:.4f}", *shares))
     yield "Share accepted (guesses) by stated confidence (as Figure 6 of EAGLE-2)", columns, cells
 
 
@@ -247,7 +258,7 @@ def _costs(report: Report) -> Iterator[Cells]:
 
 
 def _live(report: Report) -> Cells:
-    columns = ("", "", "rounds", "tokens/s by the clock", "predicted", "emitted as replayed")
+    columns = ("", "", "rounds", "tokens/s in real time", "predicted", "emitted as replayed")
     cells: list[tuple[str, ...]] = [
         (
             f"{row['temperature']:g}",
@@ -259,20 +270,20 @@ def _live(report: Report) -> Cells:
         )
         for row in report["live"]
     ]
-    return "By the clock: drafter and verifier in this process, without a router", columns, cells
+    return "In real time: drafter and verifier in this process, without a router", columns, cells
 
 
 def _context(report: Report) -> Cells:
-    """Table 2 of the Mamba-drafters paper: tokens a second, emitted per round and memory as the text gets longer."""
+    """Table 2 of the Mamba-drafters paper: tokens per second, N and memory by text length."""
     columns = (
         "context",
         "",
         "emitted per round",
-        "tokens/s by the clock",
+        "tokens/s in real time",
         "over off",
         "verifier MiB",
         "drafter MiB",
-        "drafter's, if a Transformer's, MiB",
+        "Transformer drafter MiB",
     )
     cells: list[tuple[str, ...]] = [
         (
@@ -287,12 +298,12 @@ def _context(report: Report) -> Cells:
         )
         for row in report["context"]
     ]
-    title = "Longer texts (as Table 2): by the clock, most memory of one text; what the target says there means nothing"
+    title = "Longer texts (as Table 2): in real time, peak memory of one text; the target's output there is meaningless"
     return title, columns, cells
 
 
 def plot(report: Report, path: Path) -> None:
-    """For each temperature: the ablation, calibration, and how the best policy's choices go in each kind."""
+    """For each temperature: the ablation, calibration, and the best policy's arm shares for each kind."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -321,8 +332,8 @@ def _plot_ablation(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     sizes = list(dict.fromkeys(row["tree_rows"] for row in rows))
     for number, way in enumerate(dict.fromkeys(row["way"] for row in rows)):
         mine = {row["tree_rows"]: row["emitted_per_round"] for row in rows if row["way"] == way}
-        places = [place + 0.16 * (number - 2) for place, size in enumerate(sizes) if size in mine]
-        axis.bar(places, [mine[size] for size in sizes if size in mine], 0.15, color=COLOURS[number], label=way)
+        bars = [index + 0.16 * (number - 2) for index, size in enumerate(sizes) if size in mine]
+        axis.bar(bars, [mine[size] for size in sizes if size in mine], 0.15, color=COLOURS[number], label=way)
     axis.set_xticks(range(len(sizes)), [f"{size} rows" for size in sizes])
     axis.legend(frameon=False, fontsize=7, loc="upper left")
     axis.set_ylim(top=axis.get_ylim()[1] * 1.35)
@@ -340,7 +351,7 @@ def _plot_calibration(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _colours_of(shares: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """An arm's colour, the same in every plot; the first are those chosen most."""
+    """Arm -> colour, the same in every plot; the arms chosen most come first."""
     totals: Counter[str] = Counter()
     for row in shares:
         for window in row["shares"]:
@@ -349,10 +360,10 @@ def _colours_of(shares: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _plot_shares(axis: Any, row: Mapping[str, Any], colours: Mapping[str, str]) -> None:
-    """Stacked shares of the arms, window after window."""
+    """Stacked shares of the arms by windows of rounds."""
     windows = row["shares"]
     arms = [arm for arm in colours if any(arm in window for window in windows)]
-    rounds = [row["window_rounds"] * place for place in range(len(windows))]
+    rounds = [row["window_rounds"] * index for index in range(len(windows))]
     stacks = [[window.get(arm, 0.0) for window in windows] for arm in arms]
     axis.stackplot(rounds, stacks, labels=arms, colors=[colours[arm] for arm in arms], step="post")
     axis.axvline(row["second_pass_from_round"], color="black", linewidth=0.8)

@@ -1,4 +1,4 @@
-"""What certify asks, and how: the same questions to a cluster far away and to engines in this process."""
+"""The requests of `dendro certify`, sent to a remote cluster or to engines in this process."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from dendro.client import Asking
 from dendro.errors import EngineFailed
 
 Step = Callable[[], None]
-"""Called when an answer is done, for the progress bar."""
+"""Advances the progress bar; called after each answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingLaw:
-    """How the target's law is warped."""
+    """The temperature, top-k and top-p that warp the target's law."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -38,7 +38,7 @@ async def answer(
     tokens: int,
     model: str = "",
 ) -> list[int]:
-    """The ids of one answer of exactly `tokens` tokens. Raises EngineFailed where its account does not add up."""
+    """The ids of one answer of exactly `tokens` tokens. Raises EngineFailed if its statistics contradict each other."""
     done = await service.generate_text(
         prompt,
         model=model,
@@ -51,7 +51,7 @@ async def answer(
         ignore_end=True,
     )
     if wrong := done.complete.speculation.contradictions:
-        raise EngineFailed(f"{speculation}: an answer's account does not add up: {'; '.join(wrong)}")
+        raise EngineFailed(f"{speculation}: an answer's statistics contradict each other: {'; '.join(wrong)}")
     return list(done.token_ids)
 
 
@@ -67,10 +67,10 @@ async def answers(
     model: str = "",
 ) -> list[list[int]]:
     """One answer to each (prompt, seed), `at_once` of them at a time."""
-    places = asyncio.Semaphore(at_once)
+    slots = asyncio.Semaphore(at_once)
 
     async def one(prompt: Sequence[int], seed: int) -> list[int]:
-        async with places:
+        async with slots:
             ids = await answer(service, prompt, law, seed, speculation, tokens, model)
         step()
         return ids

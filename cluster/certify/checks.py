@@ -47,8 +47,8 @@ LAWS = tuple(
 )
 FP32_MARGIN = 1e-4
 MARGINS = {"float32": FP32_MARGIN, "float16": 0.25 / 8, "bfloat16": 0.25}
-"""How far apart the two best logits may be where a difference is excused, by dtype. A number of float16 has three bits
-more than one of bfloat16, so errors of rounding are an eighth."""
+"""By dtype, the margin of the two best logits below which a difference is excused. float16 has three mantissa bits more
+than bfloat16, so its rounding errors are an eighth."""
 MOST_EXCUSED = 2
 SHAPES_OF_ITS_OWN = (
     LevelShape((1, 1, 1, 1)),
@@ -60,9 +60,9 @@ SHAPES_OF_ITS_OWN = (
 )
 TEMPERATURES_OF_ITS_OWN = (0.0, 0.7, 1.0)
 TEMPERATURES_OF_FAULTS = (1.0, 2.0, 4.0, 8.0, 0.5)
-"""At which planted faults are tried: the warmer, the less certain the target."""
+"""Temperatures at which planted faults are tried, in this order; the higher, the flatter the target's law."""
 MOST_PLANTED_DRAWS = 1_000_000
-"""Draws of a planted rule; they are drawn from its law, not by a model."""
+"""Limit of the draws of a planted rule, which are drawn from its computed law, not by a model."""
 
 
 class LibraryModel:
@@ -75,7 +75,7 @@ class LibraryModel:
 
     @torch.inference_mode()
     def greedy(self, prompt: Sequence[int], tokens: int) -> list[int]:
-        """What `generate` answers without sampling; the end-of-text token does not end it."""
+        """`generate`'s answer without sampling; the end-of-text token does not end it."""
         ids = torch.tensor([list(prompt)])
         made = self.model.generate(
             ids,
@@ -93,7 +93,7 @@ class LibraryModel:
         return self.model(torch.tensor([list(ids)]), use_cache=False, logits_to_keep=1).logits[0, -1].float()
 
     def margin(self, ids: Sequence[int]) -> float:
-        """How far apart the two best logits are after `ids`."""
+        """The difference of the two best logits after `ids`."""
         best = self.logits(ids).topk(2).values
         return float(best[0] - best[1])
 
@@ -101,7 +101,7 @@ class LibraryModel:
 async def greedy_against_transformers(
     service: Asking, checkpoint: Path, prompts: Sequence[Prompt], tokens: int, speculation: Sequence[str], step: Step
 ) -> Promise:
-    """(a) Greedy answers in float32 are `generate`'s, excused only where its own two best logits lie within 1e-4."""
+    """(a) Greedy answers in float32 equal `generate`'s; excused: differences where its margin is below 1e-4."""
     promise = Promise("(a) greedy equals transformers' generate, float32")
     library = LibraryModel(checkpoint, torch.float32)
     theirs = [library.greedy(prompt, tokens) for prompt in prompts]
@@ -140,8 +140,8 @@ async def identity_under_sampling(
 ) -> Promise:
     """(b) Every shape, every policy, and 8 requests at once give the tokens of speculation off, for the same seeds.
 
-    `margin_of` is None for an exact verifier, where nothing is excused; else a first difference is, where the two best
-    logits lie within `excused_below` over the temperature.
+    `margin_of` is None for a bitwise verifier, where nothing is excused. Else a first difference is excused where the
+    margin of the two best logits is below `excused_below` / temperature.
     """
     promise = Promise("(b) sampled answers do not depend on speculation or load")
     seeds = [1000 + number for number in range(len(prompts))]
@@ -163,18 +163,18 @@ async def identity_under_sampling(
                     promise.excused += 1
                 else:
                     same = False
-                    promise.check(False, f"{law}: {_said(way)}, {at_once} at once, differs at token {place}")
+                    promise.check(False, f"{law}: {_way_name(way)}, {at_once} at once, differs at token {place}")
             same_ways += same
         promise.check(same_ways == len(ways), f"{law}: {same_ways} of {len(ways)} ways identical to off")
     return promise
 
 
 def ways_to_choose() -> list[tuple[Speculation, int]]:
-    """What `auto` is asked for, and how many requests at once: each policy, and a crowd with the server's own."""
+    """Speculation `auto` and the number of requests at once: each policy with 1, the server's own policy with 8."""
     return [*((Speculation(policy=policy), 1) for policy in POLICIES), (Speculation(), 8)]
 
 
-def _said(way: Speculation) -> str:
+def _way_name(way: Speculation) -> str:
     return way.shape or " by ".join(filter(None, (str(way.mode), way.policy)))
 
 
@@ -186,34 +186,34 @@ async def law_of_the_sampler(
     far_draws: int,
     step: Step,
 ) -> Promise:
-    """(c) First tokens over many seeds have the target's law: the plain sampler here, and the whole system."""
+    """(c) First tokens over many seeds follow the target's law, drawn in this process and by the served system."""
     promise = Promise("(c) the law: first tokens over many seeds")
     logits = logits_of(prompt, _root(prompt))[:1]
     for law in (SamplingLaw(1.0), SamplingLaw(0.7, 50), SamplingLaw(1.0, 0, 0.9)):
-        wanted = expected_law(logits[0], law.temperature, law.top_k, law.top_p)
+        expected = expected_law(logits[0], law.temperature, law.top_k, law.top_p)
         warp = Warp(law.temperature, law.top_k, law.top_p)
         near = [
             int(tokens_of(logits, warp, gumbel_noise(seed, [len(prompt)], logits.shape[-1]))[0])
             for seed in range(draws)
         ]
-        found = fit(near, wanted)
+        found = fit(near, expected)
         promise.answers += draws
-        promise.check(found.good, f"{law}, in process: {_described(found, wanted)}")
+        promise.check(found.good, f"{law}, in process: {_described(found, expected)}")
     law = SamplingLaw(1.0)
-    wanted = expected_law(logits[0], law.temperature)
+    expected = expected_law(logits[0], law.temperature)
     far = await answers(service, [prompt] * far_draws, range(far_draws), law, "off", 1, step, at_once=8)
-    found = fit([ids[0] for ids in far], wanted)
+    found = fit([ids[0] for ids in far], expected)
     promise.answers += far_draws
     promise.tokens_compared = 3 * draws + far_draws
-    promise.check(found.good, f"{law}, served: {_described(found, wanted)}")
+    promise.check(found.good, f"{law}, served: {_described(found, expected)}")
     return promise
 
 
 async def planted_faults_are_noticed(logits_of: LogitsOf, prompt: Prompt, tokens: int, step: Step) -> Promise:
-    """(d) The checks can fail: each planted rule breaks them, and the twin without one does not.
+    """(d) Each planted fault makes the checks fail, and the twin without a fault passes them.
 
-    A fault that changes nothing at one temperature, as where the target is almost certain, is tried at the next. One
-    that changes nothing at any of them is reported as not shown, and neither keeps nor breaks the promise.
+    A fault that changes no token at one temperature, such as where the target is almost certain, is tried at the next.
+    One that changes none at any temperature is reported as not shown, and neither keeps nor breaks the promise.
     """
     promise = Promise("(d) the checks notice planted faults")
     planted: tuple[tuple[type[TwinVerifier], int], ...] = ((TwinVerifier, 8), (KeyedByRow, 7), (OneTooMany, 8))
@@ -243,9 +243,9 @@ async def planted_faults_are_noticed(logits_of: LogitsOf, prompt: Prompt, tokens
 
 
 def lossy_rule_is_noticed(promise: Promise, logits: torch.Tensor, most_draws: int = MOST_PLANTED_DRAWS) -> None:
-    """Part of (d): draws by a lossy rule fail the comparison of (c), at the temperature that shows it with the fewest.
+    """Part of (d): draws by a lossy rule fail the comparison of (c), at the temperature that needs the fewest draws.
 
-    Where that takes more than `most_draws`, the number is reported, and the promise is neither kept nor broken by it.
+    If these are more than `most_draws`, their number is reported, and the promise is neither kept nor broken by it.
     """
     laws = [expected_law(logits, temperature) for temperature in TEMPERATURES_OF_FAULTS]
     faults = [top_k_as_if_sampled(law, 3) for law in laws]
@@ -261,7 +261,7 @@ def lossy_rule_is_noticed(promise: Promise, logits: torch.Tensor, most_draws: in
 
 
 def _described(found: LawFit, law: npt.NDArray[np.float64]) -> str:
-    """A comparison and its power."""
+    """A line of the report: a comparison and its power."""
     needed = draws_to_notice(top_k_as_if_sampled(law, 3), law)
     power = f"would show a lossy rule: {'yes' if found.draws >= needed else f'no, that takes {_number(needed)}'}"
     return f"{found.draws:,} seeds, {found.cells} cells, p = {found.p:.3g}; {power}"
@@ -274,8 +274,8 @@ def _number(draws: int) -> str:
 async def the_target_drafts_for_itself(
     verifier: VerifierEngine, prompts: Sequence[Prompt], tokens: int, step: Step
 ) -> Promise:
-    """(e) A drafter made of the target has every guess accepted, at every temperature, in chains and trees."""
-    promise = Promise("(e) the target, drafting for itself, is always right")
+    """(e) A drafter that runs the target has every guess accepted, at every temperature, in chains and trees."""
+    promise = Promise("(e) every guess of the target as its own drafter is accepted")
     drafter = own_drafter(verifier, await verifier.hello())
     drafter.start()
     try:
@@ -299,9 +299,9 @@ async def the_target_drafts_for_itself(
 async def _wholly_accepted(
     verifier: VerifierEngine, drafter: DrafterEngine, text: Text, shape: TreeShape
 ) -> list[bool]:
-    """Finish a text; whether each round went down its tree's first-ranked guesses to their end, whatever its limit cut.
+    """Finish a text. For each round: whether all first-ranked guesses of its tree were accepted, before any cut.
 
-    How deep these go is for a tree to say whose shape the chances choose.
+    Their number is read from the tree, as a dynamic shape's depth depends on the drafter's probabilities.
     """
     call = OpenCall(_update(new_opening(), text, 0), Terms(text.sampling, text.limits, "", ()))
     await asyncio.gather(verifier.open(call), drafter.open(call))
@@ -321,7 +321,7 @@ async def _wholly_accepted(
 
 
 def margin_in(checkpoint: Path, dtype: torch.dtype) -> Callable[[Sequence[int]], float]:
-    """The margin of the two best logits in a dtype; the model is loaded when first asked."""
+    """Computes the margin of the two best logits in a dtype; the model is loaded at the first call."""
     loaded: list[LibraryModel] = []
 
     def margin(ids: Sequence[int]) -> float:

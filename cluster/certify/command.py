@@ -1,4 +1,4 @@
-"""`dendro certify`: what it runs on, the order of the checks, the report."""
+"""`dendro certify`: the system that is checked, the order of the checks, the report."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cluster.bench.machine import describe_machine
 from cluster.certify import checks
 from cluster.certify.asking import Step
 from cluster.certify.promises import Promise, report, show
-from cluster.config import Config, TargetConfig, demo_config, settled_path
+from cluster.config import Config, TargetConfig, demo_config, resolved_path
 from cluster.demo.prompts import held_out_prompts
 from cluster.engines import device_of
 from cluster.hub import fetched, pinned
@@ -33,12 +33,12 @@ from verifier_service.engine import VerifierEngine
 
 PROMPT_TOKENS = 128
 OF_EACH_KIND = (NodeShape((2, 1, 1)), BeamShape(3, 2), DynamicShape(2, 3, 5))
-"""Kinds of trees that the default arms have none of."""
+"""Shapes of the kinds that no default arm has."""
 
 
 @dataclass(frozen=True, slots=True)
 class CertifySize:
-    """How much is asked."""
+    """Numbers of prompts, answer tokens and draws."""
 
     greedy_prompts: int
     greedy_tokens: int
@@ -78,8 +78,11 @@ def _prompts(count: int, folder: Path) -> list[checks.Prompt]:
 async def run_certify(
     config: Config, address: str, local: bool, size: CertifySize, progress: Progress
 ) -> list[Promise]:
-    """All promises, checked one after the other. Of a cluster at `address`, its first target is checked: dtype and
-    drafters are what it reports; engines that are started beside it have no drafter."""
+    """All promises, checked one after the other.
+
+    With `address`, the first target of that cluster is checked, with the dtype and drafters that the cluster reports;
+    engines that are started beside it have no drafter.
+    """
     drafts = bool(config.drafters_of(next(iter(config.targets))))
     if address:
         async with AsyncClient(address) as far:
@@ -99,7 +102,7 @@ async def run_certify(
         task = progress.add_task(title, total=steps)
         return lambda: progress.advance(task)
 
-    # (a) in float32: the cluster in that dtype; beside somebody's running cluster, an engine of our own.
+    # (a) is checked in float32: on a cluster in that dtype, or on local engines if `address` names another cluster.
     ways = ["off", "auto"]
     step = bar("(a) greedy against transformers", size.greedy_prompts * len(ways))
     exact = _with_dtype(config, "float32")
@@ -133,7 +136,7 @@ async def run_certify(
                     service, chosen, size.tokens, shapes, margin_of, checks.MARGINS[target.dtype], step
                 )
             )
-            found[-1].found.append(f"the verifier, in {target.dtype}, says of itself: {_exactness(engine)}")
+            found[-1].found.append(f"the verifier's exactness, in {target.dtype}: {_exactness(engine)}")
             step = bar("(c) the law", size.far_draws)
             found.append(
                 await checks.law_of_the_sampler(service, engine.logits_of, prompts[0], size.draws, size.far_draws, step)
@@ -151,7 +154,7 @@ async def run_certify(
 
 
 def _exactness(engine: VerifierEngine) -> str:
-    """What it announces and, where rows depend on their neighbours, which."""
+    """The announced exactness; for `margin`, with the products and row counts for which rows depend on others."""
     return f"margin, as rows depend on others ({'; '.join(engine.dependent)})" if engine.dependent else "bitwise"
 
 
@@ -172,22 +175,22 @@ def _own_engine(name: str, target: TargetConfig) -> VerifierEngine:
 
 def certify(
     config: Annotated[Path | None, typer.Argument(help="A configuration; default: the bundled demo.")] = None,
-    address: Annotated[str, typer.Option(help="A cluster that is running; needs --target.")] = "",
-    target: Annotated[Path | None, typer.Option(help="What that cluster serves: a folder, or a name on a hub.")] = None,
+    address: Annotated[str, typer.Option(help="A running cluster to check; needs --target.")] = "",
+    target: Annotated[Path | None, typer.Option(help="The target it serves: a folder, or a name on a hub.")] = None,
     local: Annotated[bool, typer.Option("--local", help="Engines in this process: no Ray, gRPC or Redis.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="A few prompts: minutes, and weaker.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report here.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Few prompts: takes minutes, checks less.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report as JSON.")] = None,
 ) -> None:
-    """Check the promises on held-out prompts: the target's own tokens and law, whatever the speculation.
+    """Check on held-out prompts that answers have the target's own tokens and law under every speculation.
 
-    Exit status 1 when a promise is broken. What is started is stopped.
+    Exit status 1 when a promise is broken or could not be checked. Everything started is stopped again.
     """
     if bool(address) != (target is not None) or (address and (config or local)):
-        raise BadRequest("address", "goes with --target, and with neither a configuration nor --local")
+        raise BadRequest("address", "needs --target, and excludes a configuration and --local")
     checked = Config.load(config) if config else demo_config()
     if target is not None:
         name, served = next(iter(checked.targets.items()))
-        served = served.model_copy(update={"checkpoint": settled_path(target, Path.cwd())})
+        served = served.model_copy(update={"checkpoint": resolved_path(target, Path.cwd())})
         checked = checked.model_copy(update={"targets": {name: served}})
     checked = fetched(pinned(checked))
     subject = address or (str(config) if config else "the bundled demo")

@@ -1,10 +1,10 @@
-"""Does a sampler draw from the law it should? A likelihood-ratio test whose null distribution is simulated.
+"""Tests whether a sampler draws from a given law, by a likelihood-ratio test with a simulated null distribution.
 
-Tokens are counted in cells: likely tokens have one each, the others share cells in order of chance, so that each cell
-is expected MIN_EXPECTED times or more. The statistic is G = 2 sum observed * log(observed / expected). Its distribution
-under the law comes from simulated draws of the same number, so the p-value holds for peaked laws and rare cells too: a
-right sampler fails one comparison with chance ALPHA at most, and the TESTS comparisons of one run of `dendro certify`
-together with chance FAMILY_ERROR at most.
+Tokens are counted in cells: likely tokens have one each, the others share cells in order of probability, so that each
+cell is expected MIN_EXPECTED times or more. The statistic is G = 2 sum observed * log(observed / expected). Its
+distribution under the law is simulated with the same number of draws, so the p-value holds for peaked laws and rare
+cells too: a correct sampler fails one comparison with probability at most ALPHA, and any of the TESTS comparisons of
+one run of `dendro certify` with probability at most FAMILY_ERROR.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ import numpy.typing as npt
 import torch
 
 Law = npt.NDArray[np.float64]
-"""[V] chances of tokens, which sum to 1."""
+"""[V] token probabilities; they sum to 1."""
 
 FAMILY_ERROR = 1e-4
-"""The chance that a run of certify calls a right sampler wrong."""
+"""Largest probability that a run of certify rejects a correct sampler."""
 TESTS = 4
-"""Comparisons of draws with a law in one run, all of promise (c)."""
+"""Comparisons of draws with a law in one run, all in promise (c)."""
 ALPHA = FAMILY_ERROR / TESTS
 SIMULATIONS = round(2 / ALPHA) - 1
 """The smallest p-value is ALPHA / 2."""
 BATCH = 100
-"""Simulations between two looks at how many exceed the statistic."""
+"""Simulations made at once, before those that reach the statistic are counted."""
 EXCEEDED = 50
-"""As many simulations that exceed the statistic settle that p is above ALPHA, and end the simulation."""
+"""The simulation ends after this many that reach the statistic: p is then above ALPHA."""
 
 MIN_EXPECTED = 5.0
 MAX_CELLS = 512
 MISSED = NormalDist().inv_cdf(1 - 1e-6)
-"""Standard deviations by which a fault's statistic must lie above the critical value: it is missed once in 10^6."""
+"""Standard deviations by which a fault's mean statistic must exceed the critical value to be missed once in 10^6."""
 SMALLEST_DRAWS, LARGEST_DRAWS, DRAWS_STEP = 10, 10**12, 1.1
-"""The numbers of draws that the power is computed for: from, to, and the factor between two."""
+"""Numbers of draws for which the power is computed: smallest, largest, and the factor between two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,10 @@ class LawFit:
 
 
 def expected_law(logits: torch.Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Law:
-    """[V] the target's law, in float64 and written apart from the kernel that is on trial.
+    """[V] the target's law in float64, computed independently of the kernel under test.
 
-    Top-k keeps the k largest (ties by lower id), top-p the shortest head of what is left that holds at least top_p.
+    Top-k keeps the k largest logits (ties: the lower id); top-p keeps the shortest head of these that has probability
+    top_p or more.
     """
     scores = logits.double().numpy() / temperature
     order = np.lexsort((np.arange(len(scores)), -scores))
@@ -73,15 +74,15 @@ def expected_law(logits: torch.Tensor, temperature: float, top_k: int = 0, top_p
 
 
 def fit(draws: Sequence[int], law: Law, seed: int = 0) -> LawFit:
-    """Compare draws (token ids) with a law. A draw of no chance at all makes p zero.
+    """Compare draws (token ids) with a law. A draw of probability 0 makes p zero.
 
-    seed: of the simulation. p is (1 + simulations that reach the statistic) / (1 + simulations).
+    seed: the simulation's. p is (1 + simulations that reach the statistic) / (1 + simulations).
     """
     return fit_counts(np.bincount(np.asarray(draws), minlength=len(law)), law, seed)
 
 
 def fit_counts(counts: npt.NDArray[np.int64], law: Law, seed: int = 0) -> LawFit:
-    """The same of the number of times that each token was drawn, [V]."""
+    """`fit`, from the number of times [V] that each token was drawn."""
     total = int(counts.sum())
     if counts[law == 0].any():
         return LawFit(total, 0, math.inf, 0.0)
@@ -97,10 +98,10 @@ def fit_counts(counts: npt.NDArray[np.int64], law: Law, seed: int = 0) -> LawFit
 
 
 def draws_to_notice(fault: Law, law: Law) -> int:
-    """The number of draws from `fault` with which `fit` against `law` fails, but for a chance of about 10^-6.
+    """The number of draws from `fault` with which `fit` against `law` fails with probability about 1 - 10^-6.
 
-    From the statistic's mean and deviation under the fault, by the normal approximation. LARGEST_DRAWS where more are
-    needed, as where the two laws are the same.
+    Computed from the statistic's mean and deviation under the fault, by the normal approximation. LARGEST_DRAWS if more
+    are needed, e.g. for equal laws.
     """
     draws = float(SMALLEST_DRAWS)
     while draws < LARGEST_DRAWS:
@@ -119,7 +120,7 @@ def draws_to_notice(fault: Law, law: Law) -> int:
 
 
 def _critical(freedom: int) -> float:
-    """The value that chi-square with so many degrees of freedom exceeds with chance ALPHA (Wilson and Hilferty)."""
+    """The value that chi-square with `freedom` degrees exceeds with probability ALPHA (Wilson and Hilferty)."""
     if not freedom:
         return math.inf
     part = 2 / (9 * freedom)
@@ -127,7 +128,7 @@ def _critical(freedom: int) -> float:
 
 
 def _cells(law: Law, draws: int) -> npt.NDArray[np.int64]:
-    """[V] the cell of each token, numbered from 0; tokens of no chance are in the last one."""
+    """[V] the cell of each token, numbered from 0; tokens of probability 0 are in the last one."""
     order = np.argsort(-law, kind="stable")
     least = max(MIN_EXPECTED / draws, 1 / MAX_CELLS)
     cells = np.empty(len(law), np.int64)
@@ -135,7 +136,7 @@ def _cells(law: Law, draws: int) -> npt.NDArray[np.int64]:
     cells[order[:alone]] = np.arange(alone)
     rest = np.cumsum(law[order[alone:]])
     total = float(rest[-1]) if len(rest) else 0.0
-    groups = max(int(total / least), 1)  # a rest that is expected less often is one cell all the same
+    groups = max(int(total / least), 1)  # at least one cell, even if it is expected less often
     if len(rest):
         share = np.ceil(rest / total * groups).astype(np.int64) - 1 if total else np.zeros(len(rest), np.int64)
         cells[order[alone:]] = alone + np.clip(share, 0, groups - 1)

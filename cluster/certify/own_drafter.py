@@ -1,7 +1,7 @@
-"""The target as its own drafter: the drafter service as it is, with the target for a model.
+"""The target as its own drafter: the unchanged drafter service with the target as its model.
 
-Every guess of its first rank must be what the target emits, at every temperature. A drafter that keys its noise in
-another way than the verifier does keeps all answers right and loses half of its acceptance: only this shows it.
+Every first-ranked guess must be the token that the target emits, at every temperature. A drafter that keys its noise
+differently from the verifier leaves all answers right and loses half of its acceptance; only this check detects it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SESSIONS, CHUNK = 2, 64
 
 
 class TokenMemory:
-    """A memory of a text that is the text, of a node the text up to it. A row's hidden: a count, and the tokens."""
+    """A drafter memory whose state of a text or node is its tokens. A hidden row is their number, then the tokens."""
 
     layout = "tokens-v1"
     node_bytes = 0
@@ -44,7 +44,7 @@ class TokenMemory:
 
     def check(self, arrays: Arrays, tokens: int) -> None:
         if set(arrays) != {"tokens"}:
-            raise ValueError(f"the arrays are {sorted(arrays)}, not tokens")
+            raise ValueError(f"the arrays are {sorted(arrays)}, not ['tokens']")
 
     def load(self, text: int, arrays: Arrays) -> None:
         self._texts[text] = arrays["tokens"].tolist()
@@ -54,7 +54,7 @@ class TokenMemory:
         for row, (kept, length) in enumerate(zip(rows.kept.tolist(), rows.lengths.tolist(), strict=True)):
             before, new = self._texts[int(rows.source[row])], rows.tokens[row].tolist()
             for time in range(length):
-                self._tell(read[row, time], before + new[: time + 1])
+                self._write_row(read[row, time], before + new[: time + 1])
             self._texts[int(rows.target[row])] = before + new[:kept]
             if len(rows.roots):
                 self._nodes[int(rows.roots[row])] = before + new[:length]
@@ -67,22 +67,22 @@ class TokenMemory:
         for row, (token, parent, slot, text) in enumerate(each):
             above = self._texts[text] if parent == NO_NODE else self._nodes[parent]
             self._nodes[slot] = [*above, token]
-            self._tell(read[row], self._nodes[slot])
+            self._write_row(read[row], self._nodes[slot])
         return read
 
     def fold(self, folds: Sequence[TextFold]) -> None:
         for fold in folds:
             self._texts[fold.target] = self._nodes[fold.path[-1]]
 
-    def _tell(self, row: Tensor, text: list[int]) -> None:
+    def _write_row(self, row: Tensor, text: list[int]) -> None:
         row[0] = len(text)
         row[1 : 1 + len(text)] = torch.tensor(text)
 
 
 class OwnModel:
-    """A verifier's target in the form of a drafter's model.
+    """A verifier's target with the interface of a drafter's model.
 
-    Slow, a target's forward for every row: for checks of a few answers.
+    Slow, one forward of the target per row: for checks of a few answers.
     """
 
     def __init__(self, verifier: VerifierEngine, vocabulary: int, longest: int) -> None:
@@ -99,9 +99,9 @@ class OwnModel:
 
 
 def own_drafter(verifier: VerifierEngine, hello: Hello) -> DrafterEngine:
-    """The drafter service around the target of a verifier that says `hello` of itself. Not started yet."""
+    """The drafter service around the target of a verifier with this hello; not started."""
     model = OwnModel(verifier, hello.vocabulary, hello.max_length + hello.max_depth)
-    said = replace(hello, dtype="float32", exactness="", end_ids=())
+    drafter_hello = replace(hello, dtype="float32", exactness="", end_ids=())
     nodes = node_slots(hello.max_rows, hello.max_depth)
     runner = DraftRunner(model, text_slots(SESSIONS), nodes, torch.device("cpu"))
-    return DrafterEngine(said, runner, MemoryStates(), SESSIONS, CHUNK, threads=1)
+    return DrafterEngine(drafter_hello, runner, MemoryStates(), SESSIONS, CHUNK, threads=1)

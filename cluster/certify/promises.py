@@ -1,4 +1,4 @@
-"""What was promised, what was found, and the report of both."""
+"""Promises with the findings of their checks, and the report of both."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from rich.table import Table
 
 @dataclass(slots=True)
 class Promise:
-    """One promise and what its check found. `kept` is None where it could not be checked here, and `why` says why."""
+    """One promise and its check's findings. `kept` is None if it could not be checked; `why` is then the reason."""
 
     promise: str
     kept: bool | None = None
     answers: int = 0
     tokens_compared: int = 0
     excused: int = 0
-    found: list[str] = field(default_factory=list)  # one line per thing that was looked at
-    broken: list[str] = field(default_factory=list)  # one line per difference
+    found: list[str] = field(default_factory=list)  # one line per finding that holds, and notes
+    broken: list[str] = field(default_factory=list)  # one line per finding that does not hold
     why: str = ""
 
     def check(self, holds: bool, line: str) -> None:
-        """Note one finding; the promise is kept as long as every finding holds."""
+        """Add one finding; the promise is kept as long as every finding holds."""
         (self.found if holds else self.broken).append(line)
         self.kept = holds and self.kept is not False
 
@@ -37,7 +37,7 @@ def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
 
 
 def report(promises: Sequence[Promise], machine: dict[str, object], subject: str) -> dict[str, object]:
-    """The JSON form: the same as a bench's, with `promises` for `aims`."""
+    """The report as JSON values: the form of a bench's, with `promises` instead of `aims`."""
     return {
         "bench": "certify",
         "subject": subject,
@@ -47,7 +47,7 @@ def report(promises: Sequence[Promise], machine: dict[str, object], subject: str
 
 
 def show(console: Console, promises: Sequence[Promise], subject: str) -> None:
-    """The same for people."""
+    """Print the report as a table; of the broken findings, the first 8."""
     table = Table(title=f"dendro certify: {subject}", show_lines=True)
     for column in ("promise", "kept", "answers", "tokens compared", "excused", "found"):
         table.add_column(column, overflow="fold", justify="right" if column[0] in "ate" else "left")

@@ -1,7 +1,7 @@
-"""A small twin of the system in this process, in which rules can be broken on purpose.
+"""A small copy of the system in this process, with faults planted that the checks must notice.
 
-No service has a switch for a lossy rule. Whether our checks could notice one is shown here instead: the same
-loop, the same kernels, and a planted fault.
+No service has a switch for a lossy rule, so the faults are planted here: the same loop and the same kernels, with one
+rule changed.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def warp_of(sampling: Sampling) -> Warp:
 
 
 class SelfDrafter:
-    """A drafter made of the target itself: grows its trees, level by level, from the target's own logits.
+    """Drafts with the target: grows its trees, level by level, from the target's own logits.
 
-    With the noise of the contract every one of its first guesses is what the target draws.
+    With the contract's noise, every first-ranked guess is the token that the target draws.
     """
 
     def __init__(self, logits_of: LogitsOf, sampling: Sampling) -> None:
@@ -51,7 +51,7 @@ class SelfDrafter:
             frontier = np.flatnonzero(tree.depths == depth)
             noise: torch.Tensor | None = None
             if self.warp.temperature:
-                position = len(text) + depth  # of the token that is drawn below a row of this depth
+                position = len(text) + depth  # of the token drawn after a row of this depth
                 noise = gumbel_noise(self.sampling.seed, [position], logits.shape[-1], self.sampling.sample_index)
                 noise = noise.expand(len(frontier), -1)
             order = drafter_order(logits[torch.from_numpy(frontier)], self.warp, noise, width)
@@ -61,14 +61,14 @@ class SelfDrafter:
 
 
 class TwinVerifier:
-    """The verifier's rule in a few lines. Its subclasses break it."""
+    """The verifier's acceptance rule. Each subclass plants a fault in it."""
 
     def __init__(self, logits_of: LogitsOf, sampling: Sampling) -> None:
         self.logits_of = logits_of
         self.sampling = sampling
         self.warp = warp_of(sampling)
         self.noise: NoiseRows | None = None
-        self.changed = 0  # tokens of the answer that the planted fault made others than the rule's
+        self.changed = 0  # tokens of the answer that the planted fault changed
 
     def drawn(self, logits: torch.Tensor, position: int) -> int:
         """The token that the target draws from logits [1, V] for an absolute position."""
@@ -78,7 +78,7 @@ class TwinVerifier:
         return int(tokens_of(logits, self.warp, noise)[0])
 
     def token_after(self, row: int, logits: torch.Tensor, text: Text, tree: DraftTree) -> int:
-        """The token drawn after a row of the tree, of whose logits [1, V] it is drawn."""
+        """The token drawn after a row of the tree, from that row's logits [1, V]."""
         return self.drawn(logits, len(text) + int(tree.depths[row]))
 
     def accept(self, text: Text, tree: DraftTree, pick: Callable[[int], int]) -> Walk:
@@ -101,7 +101,7 @@ class KeyedByRow(TwinVerifier):
 
 
 class OneTooMany(TwinVerifier):
-    """Planted: one guess more than the target agrees with is committed."""
+    """Planted: one guess more than the target accepts is committed."""
 
     def accept(self, text: Text, tree: DraftTree, pick: Callable[[int], int]) -> Walk:
         true = super().accept(text, tree, pick)
@@ -117,9 +117,10 @@ class OneTooMany(TwinVerifier):
 async def answer_of(
     prompt: Sequence[int], count: int, shape: TreeShape, verifier: TwinVerifier, drafter_seed: int
 ) -> list[int]:
-    """`count` tokens after a prompt, drafted by the target itself in one shape and judged by the twin's rule.
+    """`count` tokens after a prompt, drafted by the target itself in one shape and verified by the twin's rule.
 
-    A drafter with the verifier's own seed is always right; one with another is right as often as a good drafter.
+    With the verifier's seed, every first-ranked guess of the drafter is accepted; with another, as many as of a good
+    drafter.
     """
     text = Text(prompt, verifier.sampling, Limits(len(prompt) + count, ignore_end=True))
     drafter = SelfDrafter(verifier.logits_of, replace(verifier.sampling, seed=drafter_seed))
@@ -129,14 +130,14 @@ async def answer_of(
 
 
 def top_k_as_if_sampled(law: npt.NDArray[np.float64], k: int) -> npt.NDArray[np.float64]:
-    """Planted: the drafter's k likeliest tokens, judged as if they had been drawn from its law (u * q < p).
+    """Planted: the drafter's k likeliest tokens, verified as if sampled from its law (u * draft_prob < target_prob).
 
     law [V]: the target's. The drafter's is the same at 1.5 times the temperature. Returns the law [V] of the first
     token, computed and not sampled.
     """
     proposal = law ** (1 / 1.5)
     proposal /= proposal.sum()
-    residual, rejected = law.copy(), 1.0  # rejected: the chance that all guesses so far were
+    residual, rejected = law.copy(), 1.0  # rejected: the probability that no guess so far was accepted
     emitted = np.zeros_like(law)
     for guess in np.argsort(-proposal, kind="stable")[:k]:
         accepted = min(residual[guess] / proposal[guess], 1.0) if proposal[guess] > 0 else 1.0

@@ -1,1 +1,1 @@
-"""The demo pair: its text, training, measurements and checkpoints, all made by commands that any user can run."""
+"""The demo pair: its text, training, measurements and checkpoints. Any user can make all of them again."""

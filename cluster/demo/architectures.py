@@ -1,6 +1,6 @@
 """The models of the demo pair: two targets and three drafters of the same vocabulary.
 
-Serving on a CPU pays Python's overhead per layer, so all are shallow and wide.
+On a CPU each layer costs Python overhead, so all are shallow and wide.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DRAFTERS: tuple[DrafterName, ...] = get_args(DrafterName)
 TargetName = Literal["target", "target_mamba2"]
 TARGETS: tuple[TargetName, ...] = get_args(TargetName)
 
-# Parameters. The repository has room for one target of the Llama's size; the second is half of it.
+# Parameters. The second target has half as many, as the repository has no room for two of the Llama's size.
 TARGET_LIMIT: dict[TargetName, int] = {"target": 9_000_000, "target_mamba2": 4_800_000}
 DRAFTER_LIMIT = 1_200_000
 
@@ -44,7 +44,7 @@ _TOKENS: dict[str, Any] = {
 def target_config(name: TargetName) -> PreTrainedConfig:
     if name == "target_mamba2":
         return Mamba2Config(
-            hidden_size=352,  # twice the drafter's, as are heads and layers: it grows from that one
+            hidden_size=352,  # twice the drafter's, as are heads and layers: `grow` begins with that drafter
             head_dim=32,
             num_heads=22,
             state_size=64,
@@ -92,7 +92,7 @@ def drafter_config(name: DrafterName) -> PreTrainedConfig:
 
 
 def new_model(config: PreTrainedConfig, seed: int, device: torch.device) -> PreTrainedModel:
-    """A model of random weights, always the same ones for the same seed."""
+    """A model with random weights that the seed determines."""
     torch.manual_seed(seed)
     model: PreTrainedModel
     if isinstance(config, MambaConfig):

@@ -1,4 +1,4 @@
-"""How a training stage shows its progress."""
+"""The progress of a training stage: a bar on a terminal, printed lines elsewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LINE_EVERY_S = 30.0  # where the output is no terminal
 
 @contextmanager
 def stage_bar(name: str) -> Iterator[Callable[[float, str], None]]:
-    """Yields `report(fraction done, words)`: a bar on a terminal, now and then a line elsewhere."""
+    """Yields `report(fraction done, words)`: a bar on a terminal, a line every LINE_EVERY_S elsewhere."""
     console = Console()
     if not console.is_terminal:
         yield _line_printer(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -26,18 +27,23 @@ def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join(lines)
 
 
+def _listed(title: str, names: Iterable[str]) -> str:
+    text = f"{title}: {', '.join(f'`{name}`' for name in names)}."
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+
+
 def _millions(count: int) -> str:
     return f"{count / 1e6:.2f} M"
 
 
 def model_card(
-    stages: Mapping[Any, Mapping[str, Any]],  # stage -> what it left to say
+    stages: Mapping[Any, Mapping[str, Any]],  # stage -> its facts
     prompt_names: list[str],
     targets: Mapping[str, TargetFacts],
     drafters: Mapping[str, DrafterFacts],
-    acceptance: Mapping[str, Mapping[str, Acceptance]],  # target -> drafter -> on that target's answers
+    acceptance: Mapping[str, Mapping[str, Acceptance]],  # target -> drafter -> its acceptance
     seed: int,
-    hard_share: float,  # of a drafter's loss
+    hard_share: float,  # share of the text's next token in a drafter's loss
 ) -> str:
     """The card, as Markdown."""
     corpus, teacher = stages["corpus"], stages["teacher"]
@@ -87,23 +93,24 @@ def model_card(
         ),
     )
     under_limit = " and ".join(f"{facts.repetition.under_limit} (`{name}`)" for name, facts in targets.items())
-    held_out = ", ".join(f"`{name}`" for name in HELD_OUT)
-    measured_on = ", ".join(f"`{name}`" for name in prompt_names)
+    held_out = _listed("Held out of training and tokenizer", HELD_OUT)
+    measured_on = _listed("Measured on", prompt_names)
     return f"""# The demo pair
 
 A target, a second one of state-space layers, and three drafters, small enough to train on a laptop and to keep in git;
-written by `dendro train demo` (seed {seed}). They write Python, badly: they exist to show and to test speculation on
-real text.
+written by `dendro train demo` (seed {seed}). They write poor Python: they exist to show and test speculation on real
+text.
 
 ## Data
 
 The standard library of Python {corpus["python"]}, its `test` package included where installed:
 {corpus["files"]:,} files, {corpus["bytes"] / 1e6:.1f} MB, {_millions(corpus["tokens"])} tokens of a byte-level BPE of
 {VOCABULARY:,} tokens made from the same files.
-Digest (sha256 over the sorted lines `name sha256-of-file`): `{corpus["digest"]}`.
+Digest (sha256 over the sorted lines `name sha256-of-file`):
+`{corpus["digest"]}`.
 
-Held out of training and tokenizer: {held_out}.
-Their tests are part of the training text. The text is Python's, under the PSF licence.
+{held_out}
+Their tests are part of the training text. The text is Python's own source, under the PSF licence.
 
 ## Models
 
@@ -113,33 +120,34 @@ Their tests are part of the training text. The text is Python's, under the PSF l
 {KEPT} largest log-probabilities on {distilled} tokens; {own_share} of them are its own text at temperatures 0, 0.7
 and 1, the others the corpus's. {hard_share:.0%} of their loss is the text's next token. `target_mamba2` is a Mamba-2
 that begins as the drafter `mamba2` with twice its width, heads and layers, and is then trained on the text.
-Tokens seen count repetitions. Held-out loss is over all passages of `cluster/demo/held_out.json`, in fp32.
+Tokens seen include repetitions. Held-out loss is over all passages of `cluster/demo/held_out.json`, in fp32.
 The target's first guess is the text's next token in {agreement} of them.
-`dendro train demo --only target_mamba2 --out FOLDER` trains that one alone, for all of `--minutes`, with the
-vocabulary of the `target` that is in the folder.
+`dendro train demo --only target_mamba2 --out FOLDER` trains this one alone, for all of `--minutes`, with the
+vocabulary of the folder's `target`.
 
 ## Emitted per round
 
 Tokens per round, the target's own one included, on {PROMPTS} held-out prompts of {PROMPT_TOKENS} tokens with answers
 of {ANSWER_TOKENS} that the target wrote, under the shared-noise rule, by replaying the drafter's ranks of the target's
 text through static shapes; "ranked first" is the share of the target's tokens that were the drafter's first choice.
-No drafter was distilled from `target_mamba2`, but `mamba2` is what it grew from: the two agree more than strangers.
+No drafter was distilled from `target_mamba2`. It agrees most with `mamba2`, as it grew from that drafter.
 
 {emitted}
 
 ## Repetition, and the prompts
 
-A target this small loops when it is greedy, and text that loops is trivially predicted. So measurements use short
-answers and passages on which `target` does not: greedy answers of {ANSWER_TOKENS} tokens after prompts of
+Greedy answers of a target this small loop, and looping text is trivially predicted. So measurements use short answers
+and passages on which `target` does not loop: greedy answers of {ANSWER_TOKENS} tokens after prompts of
 {PROMPT_TOKENS} that repeat less than {REPEATED_LIMIT:.0%} of their 4-grams (these were chosen alike among all
-definitions of the held-out modules). Of {candidates} shipped passages so many do: {under_limit}.
-A target that loops more than another flatters every drafter more; compare drafters on one target, not targets.
-The share of repeated 4-grams in greedy answers, mean:
+definitions of the held-out modules). Of the {candidates} shipped passages these numbers meet the limit:
+{under_limit}.
+The more a target loops, the longer every drafter's acceptance length on it: compare drafters on one target, not
+targets. The mean share of repeated 4-grams in greedy answers:
 
 {repetition}
 
-Measured on: {measured_on}.
+{measured_on}
 
-`held_out_prompts` returns passages in the order of `measuring_prompts.json`, these first. Other lengths of prompt and
-longer answers repeat themselves differently.
+`held_out_prompts` returns passages in the order of `measuring_prompts.json`, these first. Prompts of other lengths and
+longer answers have other shares of repetition.
 """

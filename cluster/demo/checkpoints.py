@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cluster.demo.corpus import END_OF_TEXT
 
-# A state-space layer exponentiates these; they are tiny, and three digits of a bf16 are too few.
+# Small parameters of the state-space recurrence, for which the three digits of bf16 are too few.
 KEPT_IN_FP32 = ("A_log", ".D", "dt_bias", "dt_proj.bias")
 
 
 def export(model: PreTrainedModel, folder: Path, tokenizer_file: Path) -> None:
-    """Write the checkpoint beside `folder` and move it into its place, replacing what is there."""
+    """Write the checkpoint beside `folder`, then move it there; replaces an existing folder."""
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     weights = {
@@ -26,7 +26,9 @@ def export(model: PreTrainedModel, folder: Path, tokenizer_file: Path) -> None:
         if name != "lm_head.weight"  # tied to the embedding
     }
     model.save_pretrained(partial, state_dict=weights)
-    config = json.loads((partial / "config.json").read_text()) | {"dtype": "bfloat16"}  # of the file, not of training
+    config = json.loads((partial / "config.json").read_text()) | {
+        "dtype": "bfloat16"
+    }  # the dtype of the file, not of training
     (partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     (partial / "model.safetensors").chmod(0o644)
     shutil.copy(tokenizer_file, partial / "tokenizer.json")

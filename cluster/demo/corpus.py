@@ -1,7 +1,7 @@
-"""The demo pair's text: the standard library of the Python that runs, and the tokenizer made from it.
+"""The demo pair's text: the standard library of the running Python, and the tokenizer made from it.
 
-Every Python installation carries this corpus, so anybody can train the demo pair without a download. A fixed list of
-modules is held out of the training text and of the tokenizer; `prompts.py` ships pieces of them.
+Every Python installation has this corpus, so the demo pair can be trained without a download. A fixed list of modules
+is held out of the training text and of the tokenizer; `held_out.json` has passages of them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ HELD_OUT = (
     "timeit.py",
 )
 
-# Not code that a person would write: installed packages, files that are meant not to parse, and tables of characters.
+# No ordinary library code: installed packages, files that do not parse on purpose, and tables of characters.
 SKIPPED_FOLDERS = ("site-packages/", "dist-packages/", "lib2to3/tests/data/", "test/encoded_modules/", "encodings/")
 SKIPPED_PREFIXES = ("test/bad", "test/test_lib2to3/data/", "test/tokenizedata/")
 
@@ -70,7 +70,7 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class CorpusFacts:
-    """What the model card says of the text that the pair was trained on."""
+    """Facts of the pair's training text, for the model card."""
 
     python: str
     files: int
@@ -88,7 +88,7 @@ def _is_corpus_name(name: str) -> bool:
 
 
 def _read_source(path: Path) -> str | None:
-    """The file's text with Unix line ends, or None where its bytes are not what its coding line says."""
+    """The file's text with Unix line ends, or None if its bytes are invalid in its declared encoding."""
     try:
         with tokenize.open(path) as file:
             return file.read()

@@ -1,7 +1,7 @@
-"""A larger Mamba-2 that begins by saying what a smaller one says.
+"""Initialises a larger Mamba-2 so that it has the logits of a smaller one.
 
-The second target has the drafter's layers, wider and with new ones in between. A model of random weights would spend
-half of its training on getting to where the drafter is.
+The second target has the drafter's layers, wider and with new ones in between. From random weights, half of its
+training would be spent to reach the drafter's loss.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
 @torch.no_grad()
 def grow(small: Mamba2ForCausalLM, large: Mamba2ForCausalLM) -> None:
-    """Give `large`, which has random weights, those of `small`, so that both say the same.
+    """Copy the weights of `small` into `large`, which has random weights, so that both have the same logits.
 
-    Both have one group, heads of one width and states of one width; `large` has a multiple of the layers. What is new
-    gets zeros where it writes and keeps its random weights where it reads, so that it has a gradient.
+    Both have one group, the same head width and the same state width; `large` has a multiple of the layers. New parts
+    get output weights of zero and keep their random input weights, so that they have a gradient.
     """
     _widen(large.backbone.embeddings.weight.zero_(), small.backbone.embeddings.weight)
     _widen_norm(large.backbone.norm_f.weight, small.backbone.norm_f.weight)
@@ -37,7 +37,7 @@ def grow(small: Mamba2ForCausalLM, large: Mamba2ForCausalLM) -> None:
 
 
 def _widen_mixer(large: Mamba2Mixer, small: Mamba2Mixer) -> None:
-    # A new head's x is zero, and with it all that the head writes.
+    # A new head's x is zero, and so is its output.
     inner, bias = large.intermediate_size, large.conv1d.bias
     assert bias is not None
     large.in_proj.weight[inner : 2 * inner].zero_()
@@ -67,10 +67,10 @@ def _cut(weight: Tensor, sizes: list[int]) -> list[Tensor]:
 
 
 def _widen(large: Tensor, small: Tensor) -> None:
-    """`small` into the first cells of `large` along every axis."""
+    """Copy `small` into the first entries of `large` along every axis."""
     large[tuple(slice(size) for size in small.shape)] = small
 
 
 def _widen_norm(large: Tensor, small: Tensor) -> None:
-    """A norm's weight. Its mean square is over more cells, and the new ones are zero at first."""
+    """Copy a norm's weight, scaled: its mean square is over more channels, of which the new ones are zero at first."""
     large[: len(small)] = small * (len(small) / len(large)) ** 0.5

@@ -1,7 +1,6 @@
-"""Prompts of three kinds: code, prose from docstrings, repetitive edits. All of the held-out passages, and always the
-same.
+"""Prompts of three kinds, always the same ones of the held-out passages: code, prose of docstrings, repetitive edits.
 
-Kinds differ in how a drafter does: what follows an edit has been said before, what follows prose has not.
+Kinds differ in acceptance: the continuation of an edit occurs in the prompt, that of prose does not.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ KINDS = (CODE, PROSE, EDITS)
 DOCSTRING = re.compile(r'"""(.+?)(?:"""|\Z)', re.DOTALL)
 DEFINED = re.compile(r"(?:def|class) (\w+)")
 PROSE_LEFT = 64
-"""Tokens that a docstring goes on for after a prompt cut from it: the prompt must not end where prose does."""
+"""Tokens that a docstring must have after the prompt cut from it, so that the continuation is prose too."""
 BLOCK_TOKENS = 32
-"""Of the lines that an edit repeats: a prompt of 128 holds three copies or more, and the beginning of another."""
+"""Most tokens of the lines that an edit repeats: a prompt of 128 has three copies or more and the start of another."""
 
 
 def kind_prompts(
@@ -29,9 +28,8 @@ def kind_prompts(
 ) -> list[Prompt]:
     """The first `count` prompts of a kind, of exactly `length_tokens` tokens each.
 
-    code: those of `held_out_prompts`. prose: beginnings of long docstrings. edits: the first lines of a passage again
-    and again, each time under another name, so that the text is to go on with them. Raises ValueError where there are
-    fewer.
+    code: those of `held_out_prompts`. prose: beginnings of long docstrings. edits: copies of a passage's first lines,
+    each under another name, so that another copy is the likely continuation. Raises ValueError if there are fewer.
     """
     tokenizer = tokenizer or load_tokenizer(models)
     if kind == CODE:
@@ -56,14 +54,14 @@ def kind_prompts(
 
 
 def _prose(passage: Passage, tokenizer: Tokenizer, length_tokens: int) -> str | None:
-    """The longest docstring of a passage, from its quotes on; none where none is long enough."""
+    """The longest docstring of a passage, quotes included; None if it is not long enough."""
     longest = max((found[1] for found in DOCSTRING.finditer(passage.text)), key=len, default="")
     text = f'"""{longest}'
     return text if len(tokenizer.encode(text).ids) >= length_tokens + PROSE_LEFT else None
 
 
 def _edits(passage: Passage, tokenizer: Tokenizer, length_tokens: int) -> str | None:
-    """Copies of the passage's first lines, what they define renamed in each; none where they are few or too long."""
+    """Copies of the passage's first lines, their definition renamed in each; None if they are too few or too long."""
     defined = DEFINED.match(passage.text)
     block = _first_lines(passage.text, tokenizer)
     if defined is None or block is None:

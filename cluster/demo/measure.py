@@ -1,8 +1,8 @@
-"""What the model card says of the trained models, computed offline in plain PyTorch and fp32.
+"""The model card's measurements of the trained models, computed offline in plain PyTorch and fp32.
 
 Emitted per round is measured by replay, under the shared-noise rule (ALGORITHMS 3.5): the target's own text is fixed by
-its noise, so a drafter's ranks of that text's tokens, among its own scores with the same noise, say what every tree of
-static shape would have had accepted.
+its noise, so a drafter's ranks of that text's tokens, among its own scores with the same noise, determine which guesses
+of a tree of static shape are accepted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from drafter_service.training.students import StudentForward
 
 PROMPTS = 32
 PROMPT_TOKENS = 128
-ANSWER_TOKENS = 64  # longer greedy answers of so small a target loop
+ANSWER_TOKENS = 64  # longer greedy answers of a target this small loop
 LONG_ANSWER_TOKENS = 128
 TEMPERATURES = (0.0, 0.7, 1.0)
 SHAPES = ((1, 1, 1, 1), (3, 2, 2, 1, 1), (4, 2, 1, 1))
@@ -33,14 +33,14 @@ NOISE_SEED = 2024
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What the target wrote after each measuring prompt at one temperature."""
+    """The target's answers to the measuring prompts at one temperature."""
 
     temperature: float
     texts: Tensor  # [prompts, PROMPT_TOKENS + answer tokens] int64
     lengths: tuple[int, ...]  # answer tokens up to and with the first end of text
 
     def tokens(self) -> list[list[int]]:
-        """The answers, each to its end."""
+        """The answers, each up to its end."""
         answers: list[list[int]] = self.texts[:, PROMPT_TOKENS:].tolist()
         return [answer[:length] for answer, length in zip(answers, self.lengths, strict=True)]
 
@@ -85,7 +85,7 @@ def _shape_name(shape: tuple[int, ...]) -> str:
 def noise_rows(temperature: float, rows: int, positions: int) -> Tensor:
     """Gumbel noise for every answer position, the same for target and drafter: [rows, positions, vocabulary].
 
-    Zero at temperature 0. This is a measurement's noise, not the public contract's (DESIGN.md).
+    Zero at temperature 0. This noise is for measurements; it is not that of the public contract (DESIGN.md).
     """
     shape = (rows, positions, VOCABULARY)
     if temperature == 0:
@@ -101,7 +101,7 @@ def perturbed(logits: Tensor, temperature: float, noise: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def write_answers(target: PreTrainedModel, prompts: list[Prompt], temperature: float, length: int) -> Answers:
-    """Answers of `length` tokens; what follows an end of text is written, and not counted."""
+    """Answers of `length` tokens; tokens after an end of text are generated and not counted."""
     noise = noise_rows(temperature, len(prompts), length)
     texts = torch.tensor([prompt.token_ids for prompt in prompts])
     cache_name = "cache_params" if isinstance(target, Mamba2ForCausalLM) else "past_key_values"
@@ -131,9 +131,10 @@ def greedy_repetition(target: PreTrainedModel, prompts: list[Prompt], length: in
 
 
 def choose_prompts(target: PreTrainedModel, out: Path) -> None:
-    """Write which passages to measure on: those whose greedy answer repeats few 4-grams, in the shipped order.
+    """Write the order of the measuring passages: first those whose greedy answer repeats few 4-grams, in the shipped
+    order, then the others by their share.
 
-    Text that loops is trivially predicted and would flatter every drafter.
+    Looping text is trivially predicted, so it would raise the acceptance of every drafter.
     """
     (out / MEASURING_FILE).unlink(missing_ok=True)
     repeated = greedy_repetition(target, held_out_prompts(None, PROMPT_TOKENS, models=out))
@@ -149,7 +150,7 @@ def choose_prompts(target: PreTrainedModel, out: Path) -> None:
 
 
 def measure_repetition(target: PreTrainedModel, out: Path) -> Repetition:
-    """On the prompts of `choose_prompts`, which another target may have chosen."""
+    """Repetition on the prompts of `choose_prompts`, which may have been chosen with another target."""
     prompts = held_out_prompts(None, PROMPT_TOKENS, models=out)
     repeated = list(greedy_repetition(target, prompts).values())
     long = greedy_repetition(target, prompts[:PROMPTS], LONG_ANSWER_TOKENS)
@@ -208,9 +209,9 @@ def answer_ranks(drafter: PreTrainedModel, answers: Answers) -> Tensor:
 
 
 def emitted_per_round(ranks: list[list[int]], shape: tuple[int, ...]) -> float:
-    """Tokens per round when every round drafts `shape`: the accepted guesses and one token of the target's own.
+    """Tokens per round if every round drafts `shape`: the accepted guesses and one token of the target's own.
 
-    `ranks` has one list per answer. A round that the answer's end would cut short is not counted.
+    `ranks` has one list per answer. Rounds that the answer's end would cut short are not counted.
     """
     emitted = rounds = 0
     for answer in ranks:
@@ -226,7 +227,7 @@ def emitted_per_round(ranks: list[list[int]], shape: tuple[int, ...]) -> float:
 
 
 def measure_acceptance(drafter: PreTrainedModel, all_answers: list[Answers]) -> Acceptance:
-    """Of one target's answers, those of each temperature."""
+    """The drafter's acceptance on one target's answers, by temperature."""
     first_rank: dict[str, float] = {}
     emitted: dict[str, dict[str, float]] = {}
     for answers in all_answers:

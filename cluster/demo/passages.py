@@ -1,7 +1,7 @@
-"""Choose the passages of `held_out.json`: `python -m cluster.demo.passages`, for whoever ships another target.
+"""Choose the passages of `held_out.json`: `python -m cluster.demo.passages`. Needed when another target is shipped.
 
-A small target loops when it is greedy, and text that loops is trivially predicted. So of all definitions in the
-held-out modules those are shipped after which the target at `models` repeats itself least.
+Greedy answers of a small target loop, and looping text is trivially predicted. So of all definitions in the held-out
+modules those are shipped after which the target at `models` repeats itself least.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from cluster.demo.measure import greedy_repetition
 from cluster.demo.prompts import MODELS, PASSAGES_FILE, Passage, as_prompts, load_tokenizer
 
 PASSAGE_CHARS = 1900  # 256 tokens of prompt and at least 128 of continuation, at 3 to 4 characters a token
-APART_CHARS = 400  # beginnings of two passages of a module
+APART_CHARS = 400  # between the beginnings of two passages of a module
 PER_MODULE = 4
 
 
 def _passages_of(name: str, text: str) -> Iterator[Passage]:
-    """Passages of one module, each from a definition on; they may overlap."""
+    """Passages of one module, each beginning at a definition; they may overlap."""
     offsets = [0]
     for content in text.splitlines(keepends=True):
         offsets.append(offsets[-1] + len(content))
@@ -50,7 +50,7 @@ def candidate_passages(root: Path | None = None) -> list[Passage]:
 
 
 def choose_passages(models: Path = MODELS) -> list[Passage]:
-    """The `PER_MODULE` least repetitive passages of every module; every module's best first, then the second best."""
+    """The `PER_MODULE` least repetitive passages of every module: first each module's best, then each second best."""
     prompts = as_prompts(candidate_passages(), 128, load_tokenizer(models))
     repeated = greedy_repetition(load_fp32(models / "target", torch.device("cpu")), prompts)
     by_module: dict[str, list[str]] = defaultdict(list)

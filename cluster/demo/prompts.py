@@ -1,6 +1,6 @@
 """Prompts for measuring the demo pair: passages of the held-out modules, shipped as `held_out.json`.
 
-The passages are shipped, so that prompts do not depend on the Python that runs; `passages.py` chose them. They are
+The passages are shipped, so that prompts do not depend on the running Python; `passages.py` chose them. They are
 Python's own source text, under the PSF licence.
 """
 
@@ -28,7 +28,7 @@ class Passage:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt of exactly the asked-for length, and what the module says next."""
+    """A prompt of exactly the requested length, and its continuation in the module."""
 
     name: str  # of its passage
     text: str
@@ -45,13 +45,13 @@ def load_tokenizer(models: Path = MODELS) -> Tokenizer:
 
 
 def _measuring_order(models: Path) -> list[str]:
-    """Names of the passages, those first whose greedy answers the card found to repeat themselves least."""
+    """Names of the passages, those with few repetitions in the greedy answer first; empty without MEASURING_FILE."""
     chosen = models / MEASURING_FILE
     return list(json.loads(chosen.read_text())["order"]) if chosen.exists() else []
 
 
 def as_prompts(passages: Iterable[Passage], length_tokens: int, tokenizer: Tokenizer) -> list[Prompt]:
-    """A prompt of each passage that is long enough to go on for 128 tokens after it."""
+    """A prompt of each passage that has at least 128 tokens after the prompt."""
     prompts = []
     for passage in passages:
         ids = tokenizer.encode(passage.text).ids
@@ -69,8 +69,8 @@ def held_out_prompts(
 ) -> list[Prompt]:
     """The first `count` (None: all) measuring prompts of exactly `length_tokens` (at most 256) tokens; always the same.
 
-    Passages on which the target at `models` repeats itself least come first, since text that loops is trivially
-    predicted: the model card says for which lengths. `tokenizer` is that target's unless given.
+    Passages on which the target at `models` repeats itself least come first, since looping text is trivially predicted;
+    the model card states for which lengths. `tokenizer` is that target's unless given.
     """
     if length_tokens > 256:
         raise ValueError(f"prompts have at most 256 tokens, not {length_tokens}")

@@ -1,14 +1,14 @@
-"""`dendro train demo`: train the demo pair from the standard library of the Python that runs.
+"""`dendro train demo`: train the demo pair on the standard library of the running Python.
 
     python -m cluster.demo.train --minutes 120 --out demo-pair
 
 Stages, in order: corpus and tokenizer, target, the teacher's outputs (on that text, and on text that the target writes
-itself), the three drafters, a second target that is a Mamba-2, measurements with the model card. A stage that is
-finished is skipped; one that was killed goes on from its last state.
+itself), the three drafters, a second target that is a Mamba-2, measurements with the model card. A finished stage is
+skipped; a killed one is resumed from its last saved state.
 
     python -m cluster.demo.train --minutes 60 --out demo-pair --only target_mamba2
 
-trains one model alone, for all these minutes, on what earlier stages left in the folder: this one grows from `mamba2`.
+trains one model alone, for all these minutes, from the folder's output of earlier stages: this one grows from `mamba2`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ from drafter_service.training.teacher import ROW_TOKENS, TeacherFolder, write_te
 Stage = Literal["corpus", "target", "teacher", "mamba", "mamba2", "llama", "target_mamba2", "measure"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 
-# Of the whole time; the rest is for the corpus, the compiler and the measurements.
+# Shares of the whole time; the rest is for the corpus, the compiler and the measurements.
 SHARE: dict[Stage, float] = {
     "target": 0.34,
     "teacher": 0.075,
@@ -80,16 +80,17 @@ SHARE: dict[Stage, float] = {
     "target_mamba2": 0.24,
 }
 
-# Of a target's training step. The second has less time, and takes more and smaller steps in it.
+# Rows of a target's training step. The second target has less time, in which it takes more and smaller steps.
 TARGET_ROWS: dict[TargetName, int] = {"target": 12, "target_mamba2": 4}
 TARGET_LENGTH = 512
-DRAFTER_ROWS = 8  # of a drafter's, ROW_TOKENS long
-HARD_SHARE = 0.1  # of a drafter's loss; it teaches the tail that the teacher's kept log-probabilities leave out
+DRAFTER_ROWS = 8  # of a drafter's training step, ROW_TOKENS long
+# Share of the text's next token in a drafter's loss: it teaches the tail that the kept log-probabilities omit.
+HARD_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
-    """One training run of the pair, as the user asked for it."""
+    """One training run of the pair, as requested."""
 
     minutes: float
     seed: int
@@ -111,7 +112,7 @@ class TrainingPlan:
         return tokens
 
     def facts(self, stage: Stage) -> dict[str, Any]:
-        """What a finished stage left to say in the model card."""
+        """The facts of a finished stage, for the model card."""
         facts: dict[str, Any] = json.loads(self.done_file(stage).read_text())
         return facts
 
@@ -131,10 +132,10 @@ def _corpus(plan: TrainingPlan) -> dict[str, Any]:
         report(0.0, "reading")
         files = training_files()
         report(0.1, "training the tokenizer")
-        # What is trained alone joins the models that are there, and shares their vocabulary.
-        there = plan.out / "target" / "tokenizer.json"
-        joins = plan.only is not None and there.exists()
-        tokenizer = Tokenizer.from_file(str(there)) if joins else train_tokenizer(files)
+        # A model trained alone shares the vocabulary of the models in the folder.
+        existing = plan.out / "target" / "tokenizer.json"
+        joins = plan.only is not None and existing.exists()
+        tokenizer = Tokenizer.from_file(str(existing)) if joins else train_tokenizer(files)
         tokenizer.save(str(plan.work / "tokenizer.json"))
         report(0.4, "encoding")
         tokens = encode_corpus(files, tokenizer, plan.seed)
@@ -159,7 +160,7 @@ def _target(plan: TrainingPlan, name: TargetName) -> dict[str, Any]:
             return projected_loss(forward(inputs), model.lm_head.weight, labels)
 
     recipe = Recipe(plan.budget(name))
-    if name == "target_mamba2":  # the rates for random weights would undo what it begins with
+    if name == "target_mamba2":  # the rates for random weights would destroy the copied ones
         recipe = Recipe(plan.budget(name), matrix_rate=2e-3, other_rate=1e-3)
     trainer = Trainer(model, batch_loss, row_count * TARGET_LENGTH, recipe, plan.work / f"{name}.state")
     with stage_bar(name) as report:
@@ -205,7 +206,7 @@ def _drafter(plan: TrainingPlan, name: DrafterName) -> dict[str, Any]:
 
 
 def _measure(plan: TrainingPlan) -> dict[str, Any]:
-    """Measures what was exported, in fp32, and writes the card and the list of measuring prompts."""
+    """Measure the exported models in fp32; write the card and the list of measuring prompts."""
     with stage_bar("measure") as report:
         cpu = torch.device("cpu")
         report(0.0, "choosing prompts")
@@ -265,10 +266,10 @@ def train_demo(
 ) -> None:
     """Train the demo pair and write it to `out`: both targets, `mamba`, `mamba2`, `llama` and a model card.
 
-    Takes about `minutes` on any machine, on a GPU where there is one: the schedules run in time, and a faster machine
-    sees more tokens. May be repeated: finished stages are skipped and a killed one goes on, unless `resume` is false,
-    which begins anew. `stop_after` ends the run early after that stage; `only` runs none but that one, for all the
-    minutes, on what is in `out`. The trainer's files are in `out/.train`.
+    Uses a GPU if there is one. Takes about `minutes` on any machine, as schedules are by time: a faster machine sees
+    more tokens. May be repeated: finished stages are skipped and a killed one is resumed, unless `resume` is false,
+    which begins anew. `stop_after` ends the run after that stage; `only` runs `corpus` and that stage, for all the
+    minutes, from the contents of `out`. The trainer's files are in `out/.train`.
     """
     torch.set_num_threads(threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -292,11 +293,11 @@ def train_demo(
 def main(
     out: Annotated[Path, typer.Option(help="Folder of the checkpoints and the model card.")] = Path("demo-pair"),
     minutes: Annotated[float, typer.Option(help="Time for the whole training.")] = 120,
-    seed: Annotated[int, typer.Option(help="Of weights, order of text and sampled text.")] = 0,
-    resume: Annotated[bool, typer.Option(help="Go on where a run in the same folder stopped.")] = True,
+    seed: Annotated[int, typer.Option(help="Seed of weights, order of text and sampled text.")] = 0,
+    resume: Annotated[bool, typer.Option(help="Resume a stopped run in the same folder.")] = True,
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 2,
     stop_after: Annotated[Stage | None, typer.Option(help="End after this stage.")] = None,
-    only: Annotated[Stage | None, typer.Option(help="Train this one alone, for all the minutes.")] = None,
+    only: Annotated[Stage | None, typer.Option(help="Train this model alone, for all the minutes.")] = None,
 ) -> None:
     """Train the demo pair: a small Llama on Python's standard library, three drafters distilled from it, a Mamba-2."""
     train_demo(out, minutes, seed, resume, threads, stop_after, only)

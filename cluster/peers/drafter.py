@@ -1,4 +1,4 @@
-"""A request's drafter: one that is late, wrong or gone costs the round its speculation and nothing else."""
+"""A request's drafter. A late, wrong or lost one costs the round its speculation and nothing else."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ from cluster.peers.opening import (
     Opening,
     Pace,
     Pool,
+    checkpoint_mismatch,
     end_task,
     log,
-    unlike,
 )
 from cluster.peers.verifier import VerifierHandle
 
 FROZEN_S = 5.0
-"""How long a late draft may stay out before its drafter counts as frozen and another is leased."""
+"""How much longer a late draft may take before its drafter counts as hung and another is leased."""
 IDLE_ROUNDS = 32
-"""Rounds of `off` after which a drafter's lease is given back."""
+"""Consecutive rounds without a drafted shape after which a drafter's lease is released."""
 
 
 class SpeculationGate(Protocol):
-    """The requests that run beside one, as far as its drafter is concerned."""
+    """What a drafter's handle uses of the speculation trial of all running requests."""
 
     @property
-    def guesses(self) -> bool:
-        """Whether trees are still worth it, when a text is about to be opened for them."""
+    def speculates(self) -> bool:
+        """Whether the request may speculate; read just before its text is opened at a drafter."""
         ...
 
     def opening(self) -> AbstractContextManager[None]:
-        """While a drafter processes the text."""
+        """Entered while a drafter processes the text."""
         ...
 
 
 class DrafterHandle:
-    """A request's drafter. `draft` gives a tree in time, or the root alone; it never raises for a drafter's fault."""
+    """A request's drafter. `draft` returns a tree in time, or the root alone; it never raises for a drafter's fault."""
 
     def __init__(
         self,
@@ -65,14 +65,14 @@ class DrafterHandle:
         facts: Facts | None = None,
         vocabulary: int = 0,
     ) -> None:
-        """`longest_s` bounds every wait for a draft; a round that is not `adaptive` waits so long. The verifier's
-        limits are those that a tree must keep. Without `gate` a tree that is asked for is wanted. `facts` are what
-        the router knows of the drafter's checkpoint; a replica of another one is not used. `vocabulary` is the target's
-        by the router's facts, until its verifier says it."""
+        """`longest_s` bounds every wait for a draft; a round that is not `adaptive` waits up to it. Trees must keep the
+        verifier's limits. Without `gate` every requested tree is drafted. `facts`: of the drafter's checkpoint;
+        replicas of another one are not used. `vocabulary`: the target's by the router's facts, used until a verifier is
+        leased."""
         self._facts = facts
         self._vocabulary = vocabulary
         self.clock = CallTimes()
-        self.fallbacks: Counter[str] = Counter()  # rounds without the tree that was asked for, by reason
+        self.fallbacks: Counter[str] = Counter()  # rounds without the requested tree, by reason
         self.leases = 0
         self.saved = 0
         self.opened: Opened | None = None
@@ -83,40 +83,40 @@ class DrafterHandle:
         self._gate = gate
         self._adaptive = adaptive
         self._opening: Opening[DrafterPeer] | None = None
-        self._tried: Opening[DrafterPeer] | None = None
+        self._pending: Opening[DrafterPeer] | None = None
         self._idle = 0
         self._strikes = 0
-        self._given_up = ""  # why no drafter is asked any more in this request; empty: it is
+        self._given_up = ""  # why this request uses no drafter any more; empty while it does
         self._late_draft: asyncio.Task[None] | None = None
         self._pause_s = FIRST_BACKOFF_S
         self._not_before_s = 0.0
         self._closed = False
         self._background = BackgroundTasks()
-        self._opening_task: asyncio.Task[None] | None = None  # a text that never wants a tree costs no drafter anything
+        self._opening_task: asyncio.Task[None] | None = None  # None until a tree is requested
         verifier.on_refused_tree = self.strike
 
     def strike(self) -> None:
-        """The drafter made a tree that is none; after the third, it is asked for no more."""
+        """Count a malformed tree; after STRIKES of them no more are requested."""
         self._strikes += 1
 
     async def draft(self, text: Text, shape: TreeShape) -> DraftTree:
         if not shape.drafted:
-            self._rest(text)
+            self._skip(text)
             return DraftTree.root_only(text.root)
         self._idle = 0
         if self._opening_task is None:
-            await self._verifier_greets()  # by then it shows how many requests came with this one
-            if self._gate is not None and not self._gate.guesses:
-                return self._without(text, "unwanted")
+            await self._wait_for_verifier()  # requests that arrive with this one are counted by then
+            if self._gate is not None and not self._gate.speculates:
+                return self._root_alone(text, "unwanted")
             self._begin(text)
             await self._wait_first()
-        reason = self._unfit(text, shape)
+        reason = self._refusal(text, shape)
         if reason:
-            return self._without(text, reason)
+            return self._root_alone(text, reason)
         opening = self._opening
         if opening is None:
             self._begin(text)
-            return self._without(text, "opening")
+            return self._root_alone(text, "opening")
         return await self._draft(opening, text, shape)
 
     async def _draft(self, opening: Opening[DrafterPeer], text: Text, shape: TreeShape) -> DraftTree:
@@ -132,9 +132,9 @@ class DrafterHandle:
             raise
         wall_s = time.monotonic() - began_s
         if not work.done():
-            # The call stays: the peer has the text from it, and its answer says what the usual time really is.
+            # The call goes on: it carries the text to the peer, and its duration updates the usual time.
             self._late_draft = self._background.start(self._late(opening, work, began_s, text, shape))
-            return self._without(text, "late", wall_s)
+            return self._root_alone(text, "late", wall_s)
         try:
             tree = work.result()
             self._check(tree, text, shape)
@@ -142,48 +142,48 @@ class DrafterHandle:
             log.warning("drafter: its tree is refused: %s", error)
             opening.unsent(call.update)
             self.strike()
-            return self._without(text, "malformed", wall_s)
+            return self._root_alone(text, "malformed", wall_s)
         except NotFound as error:
             log.info("drafter: %s; the text is opened again", error)
             self._opening = None
             self._begin(text, opening)
-            return self._without(text, "stale", wall_s)
+            return self._root_alone(text, "stale", wall_s)
         except DendroError as error:
             log.info("drafter: %s", error)
-            self._leave(opening, text)
+            self._release(opening, text)
             self._back_off()
-            return self._without(text, "lost" if isinstance(error, PeerLost) else "failed", wall_s)
-        except Exception:  # a near engine's own fault costs the round its speculation, as a far one's does
+            return self._root_alone(text, "lost" if isinstance(error, PeerLost) else "failed", wall_s)
+        except Exception:  # an in-process engine's own fault; a remote one's is a DendroError
             log.exception("drafter: failed")
-            self._leave(opening, text)
+            self._release(opening, text)
             self._back_off()
-            return self._without(text, "failed", wall_s)
+            return self._root_alone(text, "failed", wall_s)
         self._pace.drafted(wall_s, shape.depth)
         self.clock.add(wall_s, tree.draft_us)
         self._pause_s = FIRST_BACKOFF_S
         return tree
 
     async def close(self, text: Text) -> None:
-        """Let go, with the text so that its last state can be saved. May be called again; never raises."""
+        """Close the opening; the peer saves its state of `text`. May be called again; never raises."""
         if self._closed:
             return
         self._closed = True
         await end_task(self._opening_task)
-        opening, self._opening = self._opening or self._tried, None
+        opening, self._opening = self._opening or self._pending, None
         if opening is not None:
             self.saved = await opening.close(text)
 
-    def _unfit(self, text: Text, shape: TreeShape) -> str:
-        """Why no tree of this shape can be asked for; empty where one can."""
+    def _refusal(self, text: Text, shape: TreeShape) -> str:
+        """Why no tree of this shape can be requested; empty where one can."""
         opening, target = self._opening, self._verifier.hello
         if not self._given_up and self._strikes >= STRIKES:
             self._given_up = "struck"
         if self._given_up:
             if opening is not None:
-                self._leave(opening, text)
+                self._release(opening, text)
             return self._given_up
         if self._late_draft is not None and not self._late_draft.done():
-            return "busy"  # with a tree that was too late: to wait for it again would pay for it twice
+            return "busy"  # with an earlier round's late tree: to wait for it again would cost twice
         for hello in (target, opening.hello if opening is not None else None):
             if hello is not None and (shape.rows > hello.max_rows or shape.depth > hello.max_depth):
                 return "limits"
@@ -193,13 +193,13 @@ class DrafterHandle:
         if tree.tokens[0] != text.root:
             raise BadRequest("tree.tokens", f"begins with {tree.tokens[0]}; the text's root is {text.root}")
         if tree.rows > shape.rows or int(tree.depths.max()) > shape.depth:
-            raise BadRequest("tree", f"has {tree.rows} rows and depth {tree.depths.max()}; asked was {shape}")
+            raise BadRequest("tree", f"has {tree.rows} rows and depth {tree.depths.max()}; requested was {shape}")
         target = self._verifier.hello
         if target is not None and (tree.tokens >= target.vocabulary).any():
-            raise BadRequest("tree.tokens", f"past the target's vocabulary of {target.vocabulary}")
+            raise BadRequest("tree.tokens", f"exceed the target's vocabulary of {target.vocabulary}")
 
-    async def _verifier_greets(self) -> None:
-        """Until a verifier is leased, or none was in time."""
+    async def _wait_for_verifier(self) -> None:
+        """Wait until a verifier is leased, or its first opening has failed."""
         verifier = asyncio.ensure_future(self._verifier.ready())
         greeted = asyncio.ensure_future(self._verifier.greeted.wait())
         try:
@@ -209,8 +209,8 @@ class DrafterHandle:
             greeted.cancel()
 
     async def _wait_first(self) -> None:
-        """The first round waits for the drafter no longer than for the verifier's own opening; a later one that is the
-        first to want a tree does not wait."""
+        """Wait for the drafter's opening, but no longer than for the verifier's. So a first tree that is requested in a
+        later round, when the verifier's text is open, does not wait."""
         if self._opening is None and self._opening_task is not None:
             verifier = asyncio.ensure_future(self._verifier.ready())
             try:
@@ -218,8 +218,8 @@ class DrafterHandle:
             finally:
                 verifier.cancel()
 
-    def _without(self, text: Text, reason: str, wall_s: float = 0.0) -> DraftTree:
-        """The round's plain decoding, at the cost that the drafter made."""
+    def _root_alone(self, text: Text, reason: str, wall_s: float = 0.0) -> DraftTree:
+        """The root alone, for a round of plain decoding; `wall_s` is the time that was spent waiting for a draft."""
         self.fallbacks[reason] += 1
         wall_us = int(1e6 * wall_s)
         self.clock.add(wall_s, wall_us)
@@ -233,39 +233,41 @@ class DrafterHandle:
         text: Text,
         shape: TreeShape,
     ) -> None:
-        """Learn from a draft that nobody waits for any more; a drafter that never answers is left."""
+        """Learn the duration of a late draft. A drafter that fails it, or does not answer within FROZEN_S, is
+        released."""
         await asyncio.wait({work}, timeout=FROZEN_S)
         if work.done() and not work.cancelled() and work.exception() is None:
             self._pace.drafted(time.monotonic() - began_s, shape.depth)
             return
         work.cancel()
         if not self._closed:
-            self._leave(opening, text)
+            self._release(opening, text)
 
-    def _rest(self, text: Text) -> None:
-        """A round without speculation; after many, the drafter is given back."""
+    def _skip(self, text: Text) -> None:
+        """Count a round without a draft; after IDLE_ROUNDS of them the drafter is released."""
         self._idle += 1
         if self._idle >= IDLE_ROUNDS and self._opening is not None:
-            self._leave(self._opening, text)
+            self._release(self._opening, text)
 
-    def _leave(self, opening: Opening[DrafterPeer], text: Text) -> None:
+    def _release(self, opening: Opening[DrafterPeer], text: Text) -> None:
         if self._opening is opening:
             self._opening = None
         self._background.start(opening.close(text))
 
     def _begin(self, text: Text, old: Opening[DrafterPeer] | None = None) -> None:
-        """Open in the background, unless that runs or is too soon. `old` is opened again under its own lease."""
+        """Open in the background, unless an opening runs or the last failure is too recent. `old` is replaced under its
+        own lease, at once."""
         running = self._opening_task is not None and not self._opening_task.done()
         if not running and not self._closed and (old is not None or time.monotonic() >= self._not_before_s):
-            self._opening_task = self._background.start(self._settle(text, old))
+            self._opening_task = self._background.start(self._lease_and_open(text, old))
 
     def _back_off(self) -> None:
-        """The next lease is not taken at once: what failed may fail again, at the cost of a text each time."""
+        """Delay the next lease: if it failed too, it would cost another prefill of the text."""
         self._not_before_s = time.monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, LONGEST_BACKOFF_S)
 
-    async def _settle(self, text: Text, old: Opening[DrafterPeer] | None = None) -> None:
-        """Open the text at a drafter, once; the next round that wants a tree tries again."""
+    async def _lease_and_open(self, text: Text, old: Opening[DrafterPeer] | None = None) -> None:
+        """Try once to open the text at a drafter; the next round that wants a tree retries."""
         with self._gate.opening() if self._gate is not None else contextlib.nullcontext():
             await self._open(text, old)
 
@@ -276,24 +278,26 @@ class DrafterHandle:
             else:
                 leased = await self._pool.lease()
                 self.leases += 1
-            if fault := unlike(leased.hello, self._facts):
+            if fault := checkpoint_mismatch(leased.hello, self._facts):
                 log.warning("drafter: is not used: %s", fault)
                 self._given_up = "mismatch"
                 return
             target = self._verifier.hello
-            opening = self._tried = Opening(leased, text, target.vocabulary if target is not None else self._vocabulary)
+            opening = self._pending = Opening(
+                leased, text, target.vocabulary if target is not None else self._vocabulary
+            )
             opened = await opening.open(text)
         except (DendroError, TimeoutError) as error:
             log.info("drafter: %s; trying again later", error or "does not answer")
             self._back_off()
-            if self._tried is not None:
-                self._background.start(self._tried.close(text))
-                self._tried = None
+            if self._pending is not None:
+                self._background.start(self._pending.close(text))
+                self._pending = None
         else:
             self.opened = self.opened or opened
-            self._opening, self._tried = opening, None
+            self._opening, self._pending = opening, None
         finally:
-            if old is not None:  # only now: a lease ends with the last of its openings
+            if old is not None:  # not before: a lease ends with the last of its openings
                 self._background.start(old.close(text))
 
 

@@ -17,7 +17,7 @@ E = TypeVar("E", bound=Engine)
 
 
 class LocalPool(Generic[E]):
-    """One engine of this process: leases are free, and there is always one. It starts with the first of them."""
+    """One engine of this process, which can always be leased. The first lease starts it."""
 
     def __init__(self, engine: E) -> None:
         self._engine = engine
@@ -31,7 +31,7 @@ class LocalPool(Generic[E]):
 
 
 class LocalPeers(Peers):
-    """The engines in this process: no Ray, no sockets."""
+    """Peers that are engines of this process: no Ray, no sockets."""
 
     def __init__(
         self, config: Config, targets: Mapping[str, LocalVerifier], drafters: Mapping[str, LocalDrafter]
@@ -45,7 +45,7 @@ class LocalPeers(Peers):
 
     @classmethod
     def load(cls, config: Config, states: StateStore) -> Self:
-        """Load every checkpoint of a configuration; takes seconds. They start with their first lease."""
+        """Load every checkpoint of a configuration; takes seconds. An engine starts with its first lease."""
         from cluster.engines import load_drafter, load_verifier
 
         return cls(
@@ -55,5 +55,5 @@ class LocalPeers(Peers):
         )
 
     async def close(self) -> None:
-        """Stop the engines, and wait for the work they are at."""
+        """Stop the engines, and wait for their work in progress."""
         await asyncio.gather(*map(stop_engine, self.engines))

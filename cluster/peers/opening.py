@@ -17,17 +17,17 @@ from tree_layers.checkpoint import Facts
 log = logging.getLogger("dendro.peers")
 
 OPEN_S = 120.0
-"""How long a peer may take to consume a text."""
+"""How long a peer may take to open a text."""
 CLOSE_S = 5.0
-"""How long a peer may take to save a state and let go."""
+"""How long a peer may take to save a state and close the opening."""
 FIRST_BACKOFF_S = 0.1
 LONGEST_BACKOFF_S = 3.0
 STRIKES = 3
 """Malformed trees after which a request asks for no more of them."""
 
 # The draft's deadline: min(max(3 * usual draft, 20 ms), max(2 * usual round at the verifier, 60 ms)). The first term
-# is generous to a drafter that merely had a slow moment, the second says what a late one may cost: a round's own price
-# or two. The floors keep a scheduler's hiccup from counting as lateness.
+# tolerates a short slowdown of the drafter; the second limits the cost of a late draft to two verifier rounds. The
+# floors keep scheduling jitter from counting as lateness.
 DRAFT_FACTOR, DRAFT_FLOOR_S = 3.0, 0.020
 VERIFY_FACTOR, VERIFY_FLOOR_S = 2.0, 0.060
 
@@ -46,11 +46,11 @@ P_co = TypeVar("P_co", bound=Peer, covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Leased(Generic[P_co]):
-    """A replica held for one request. It ends with the last opening that names `token`, by the replica's own count."""
+    """A replica held for one request. The replica ends the lease with the last opening that names `token`."""
 
     peer: P_co
     hello: Hello
-    token: str  # empty: the peer gives none
+    token: str  # empty: the peer has no leases
     address: str = ""  # of the replica; empty: it is in this process
 
 
@@ -58,15 +58,15 @@ class Pool(Protocol[P_co]):
     """Replicas that serve the same model."""
 
     async def lease(self) -> Leased[P_co]:
-        """Hold one of them. Raises PeerLost or Overloaded where there is none now."""
+        """Lease one of them. Raises PeerLost or Overloaded where none is available now."""
         ...
 
 
 @dataclass(slots=True)
 class Pace:
-    """What drafts and rounds usually take, over all requests of a pool. Seconds; zero: nothing is known yet."""
+    """Usual times of drafts and rounds, over all requests of a pool. Seconds; zero: not measured yet."""
 
-    draft_level_s: float = 0.0  # a drafter works by level, so a tree's time is told by its depth
+    draft_level_s: float = 0.0  # of one level of a tree: a drafter works by level
     verify_s: float = 0.0
 
     def drafted(self, seconds: float, depth: int) -> None:
@@ -93,7 +93,7 @@ class CallTimes:
 
     @property
     def hop_us(self) -> int:
-        """What was neither: frames, sockets and event loops."""
+        """Neither work nor queue: frames, sockets and event loops."""
         return self.wall_us - self.busy_us - self.queue_us
 
     def add(self, wall_s: float, busy_us: int, queue_us: int = 0) -> None:
@@ -112,7 +112,7 @@ class Opening(Generic[P]):
         self.hello = leased.hello
         self.leased = leased
         self._id = new_opening()
-        self._sent = 0  # tokens that the peer was told, and therefore holds or asks for
+        self._sent = 0  # tokens that the peer was sent
         self._terms = Terms(text.sampling, text.limits, text.tenant, text.marks, vocabulary)
 
     async def open(self, text: Text) -> Opened:
@@ -121,30 +121,31 @@ class Opening(Generic[P]):
             return await self.peer.open(call)
 
     def update(self, text: Text) -> TextUpdate:
-        """The text, less what the peer was told before. It counts as told: calls of a stream keep their order."""
+        """The tokens that the peer was not sent yet. They count as sent from here on: a stream keeps the order of its
+        calls."""
         base, start = len(text), self._sent
         self._sent = base
         return TextUpdate(self._id, base, text.digest(base), start, tuple(text.ids[start:]))
 
     def unsent(self, update: TextUpdate) -> None:
-        """The peer refused the call before it read the text."""
+        """Undo `update`: the peer refused the call before it read the text."""
         self._sent = update.start
 
     async def close(self, text: Text) -> int:
-        """End the opening; how many tokens the saved state covers. Never raises for a peer that is gone."""
+        """End the opening. Returns how many tokens the saved state covers. Never raises."""
         try:
             async with asyncio.timeout(CLOSE_S):
                 return (await self.peer.close(CloseCall(self.update(text)))).saved
         except (DendroError, TimeoutError) as error:
             log.info("close: %s", error or "the peer does not answer")
             return 0
-        except Exception:  # a near engine's own fault: the request is over all the same
+        except Exception:  # an in-process engine's own fault: the request is over anyway
             log.exception("close failed")
             return 0
 
 
 class BackgroundTasks:
-    """Tasks that outlive the call that began them, and are known."""
+    """Tasks that outlive the call that started them, referenced until they end; unexpected errors are logged."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -161,9 +162,9 @@ class BackgroundTasks:
             log.error("a background task failed", exc_info=task.exception())
 
 
-def unlike(hello: Hello, facts: Facts | None) -> str:
-    """How a replica differs from the router's facts of its checkpoint; empty where it does not, or where the router has
-    none. Whether a drafter's tokens mean what its target's do was found by these facts, before anything started."""
+def checkpoint_mismatch(hello: Hello, facts: Facts | None) -> str:
+    """How a replica differs from the router's facts of its checkpoint; empty where it does not, or without facts. By
+    these facts it was decided at start whether a drafter's tokens fit its target's."""
     if facts is None or hello.facts == facts.digest:
         return ""
     compared = (
@@ -176,7 +177,7 @@ def unlike(hello: Hello, facts: Facts | None) -> str:
 
 
 async def end_task(task: asyncio.Task[Any] | None) -> None:
-    """End a task that may have ended, and wait for it."""
+    """Cancel a task unless it is done, and wait for it."""
     if task is not None and not task.done():
         task.cancel()
         await asyncio.wait({task})

@@ -1,7 +1,7 @@
-"""Where texts can be opened: leases from Ray Serve's replicas, or the engines of this process.
+"""Makes the handles of peers, and leases replicas of Ray Serve for them.
 
-With app.py, the only module that knows Serve's interfaces. Serve chooses the replica, counts the lease as an ongoing
-request for as long as it lives, and hears of no round.
+Only this module, app.py and deploy.py use Serve's interfaces. Serve chooses the replica and counts a lease as one
+ongoing request; rounds do not pass through it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cluster.checkpoints import ClusterFacts
 from cluster.config import Config
 from cluster.peers.drafter import DrafterHandle, NoDrafter, SpeculationGate
 from cluster.peers.opening import Leased, Pace, Peer, Pool
-from cluster.peers.stream import DRAFTER, VERIFIER, FarDrafter, FarVerifier, PeerStream, Streams
+from cluster.peers.stream import DRAFTER, VERIFIER, PeerStream, RemoteDrafter, RemoteVerifier, Streams
 from cluster.peers.verifier import PATIENCE_S, VerifierHandle
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ P = TypeVar("P", bound=Peer)
 
 
 class ServePool(Generic[P]):
-    """The replicas of one deployment. Of one event loop: streams are bound to it."""
+    """The replicas of one deployment. Not thread-safe: its streams are bound to one event loop."""
 
     def __init__(self, handle: DeploymentHandle, streams: Streams, far: Callable[[PeerStream], P]) -> None:
         self._lease = handle.options(stream=True).lease
@@ -47,15 +47,16 @@ class ServePool(Generic[P]):
         self.leases = 0
 
     async def lease(self) -> Leased[P]:
-        """One streaming Serve call; its first item says where the replica is, and it ends when the lease does."""
+        """Lease a replica by a streaming Serve call. Its first item has the replica's address and the lease's token;
+        the call ends with the lease. Raises Overloaded or PeerLost."""
         from ray.exceptions import RayError
         from ray.serve.exceptions import BackPressureError, RayServeException
 
         answers: Any = self._lease.remote()
         try:
             async with asyncio.timeout(LEASE_S):
-                said: dict[str, str] = await anext(aiter(answers))
-                stream = await self._streams.to(said["address"])
+                granted: dict[str, str] = await anext(aiter(answers))
+                stream = await self._streams.to(granted["address"])
         except BackPressureError as error:
             raise Overloaded(f"lease: {error}") from None
         except TimeoutError:
@@ -71,10 +72,10 @@ class ServePool(Generic[P]):
         task = asyncio.create_task(self._hold(answers))
         self._held.add(task)
         task.add_done_callback(self._held.discard)
-        return Leased(self._far(stream), stream.hello, said["lease"], said["address"])
+        return Leased(self._far(stream), stream.hello, granted["lease"], granted["address"])
 
     async def _hold(self, answers: Any) -> None:
-        """Keep the call until the replica ends it: Serve cancels one that nobody holds."""
+        """Read the call until the replica ends it: Serve cancels a call without a reference."""
         from ray.exceptions import RayError
         from ray.serve.exceptions import RayServeException
 
@@ -86,7 +87,7 @@ class ServePool(Generic[P]):
 
 
 class Peers:
-    """Hands out the handles of a configuration's targets and drafters, each from its pool."""
+    """Makes handles of a configuration's targets and drafters, each from its pool."""
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class Peers:
         drafters: Mapping[str, Pool[DrafterPeer]],
         patience_s: float = PATIENCE_S,
     ) -> None:
-        """`patience_s` is how long a request looks for a verifier that can go on with it."""
+        """`patience_s`: how long a request tries to open its text at a verifier."""
         self._config = config
         self._patience_s = patience_s
         self._targets = targets
@@ -105,7 +106,7 @@ class Peers:
         self._verifiers: WeakKeyDictionary[Text, VerifierHandle] = WeakKeyDictionary()
 
     def expect(self, facts: ClusterFacts) -> None:
-        """From now on, use replicas of these checkpoints alone."""
+        """From now on, use only replicas of these checkpoints."""
         self._facts = facts
 
     def verifier(self, target: str, text: Text) -> VerifierHandle:
@@ -118,9 +119,10 @@ class Peers:
     def drafter(
         self, target: str, text: Text, gate: SpeculationGate, deadline_s: float = math.inf, adaptive: bool = True
     ) -> DrafterHandle | NoDrafter:
-        """A drafter for a text whose verifier was asked for before: the two have to fit. None is leased before a tree
-        is wanted, and its gate guesses. `deadline_s` is the request's own bound on the wait for a draft; the shorter
-        one holds. `adaptive` rounds wait no longer than a late draft may cost, others up to the bound."""
+        """A drafter for a text. `verifier` must have been called with the text before: trees keep that handle's limits.
+        The drafter is leased when a tree is requested and `gate.speculates`. `deadline_s` is the request's limit on the
+        wait for a draft; it can only shorten the configured one. `adaptive`: the wait is also bounded by what drafts
+        and rounds usually take (`Pace.deadline_s`)."""
         names = self._config.drafters_of(target)
         if not names:
             return NoDrafter()
@@ -143,7 +145,7 @@ class Peers:
 
 
 class ServePeers(Peers):
-    """Places on Ray Serve. Of one event loop."""
+    """Peers on Ray Serve. Not thread-safe: bound to one event loop."""
 
     def __init__(
         self,
@@ -154,6 +156,6 @@ class ServePeers(Peers):
         self._verifier_streams, self._drafter_streams = Streams(VERIFIER), Streams(DRAFTER)
         super().__init__(
             config,
-            {name: ServePool(handle, self._verifier_streams, FarVerifier) for name, handle in targets.items()},
-            {name: ServePool(handle, self._drafter_streams, FarDrafter) for name, handle in drafters.items()},
+            {name: ServePool(handle, self._verifier_streams, RemoteVerifier) for name, handle in targets.items()},
+            {name: ServePool(handle, self._drafter_streams, RemoteDrafter) for name, handle in drafters.items()},
         )

@@ -1,4 +1,4 @@
-"""The wire to peers: one gRPC stream per replica, shared by all requests of this process."""
+"""The gRPC streams to peers: one per replica, shared by all requests of this process."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from dendro.tree import DraftTree
 
 from cluster.peers.opening import log
 
-EOF = cast(Any, grpc.aio).EOF  # its stubs do not know it
+EOF = cast(Any, grpc.aio).EOF  # missing in its stubs
 
 CONNECT_S = 5.0
-"""How long a replica may take to answer a greeting."""
+"""How long a replica may take to answer the greeting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ VERIFIER = PeerKind(
 
 
 class PeerStream:
-    """One stream to one replica. Calls of all requests go into its frames; answers find their call by its number."""
+    """One stream to one replica. Calls of all requests share its frames; an answer carries its call's number."""
 
     def __init__(self, address: str, kind: PeerKind) -> None:
         self.address = address
@@ -62,7 +62,7 @@ class PeerStream:
         self._filled = asyncio.Event()
         self._next = 1
         self._tasks: list[asyncio.Task[None]] = []
-        self._lost = ""  # why; empty: it lives
+        self._lost = ""  # why; empty while the stream works
         self._ending: asyncio.Task[None] | None = None
         self._hello: Hello | None = None
         self.frames = 0  # written
@@ -70,7 +70,7 @@ class PeerStream:
 
     @classmethod
     async def connect(cls, address: str, kind: PeerKind) -> PeerStream:
-        """Greet a replica; raises PeerLost where none answers, or one that speaks another protocol."""
+        """Greet a replica. Raises PeerLost where it does not answer or has another protocol version."""
         stream = cls(address, kind)
         try:
             async with asyncio.timeout(CONNECT_S):
@@ -91,13 +91,13 @@ class PeerStream:
         await call.write(self._kind.frame(calls_pb2.Greeting(protocol=PROTOCOL_VERSION), []))
         first = await call.read()
         if first is EOF or first is None or not first.HasField("hello"):
-            raise PeerLost(f"{self.address}: says no hello")
+            raise PeerLost(f"{self.address}: sends no hello")
         try:
             self._hello = wire.hello_from(first.hello)
         except BadRequest as error:
             raise PeerLost(f"{self.address}: its hello is malformed: {error}") from None
         if self._hello.protocol != PROTOCOL_VERSION:
-            raise PeerLost(f"{self.address}: speaks protocol {self._hello.protocol}; this is {PROTOCOL_VERSION}")
+            raise PeerLost(f"{self.address}: has protocol version {self._hello.protocol}, not {PROTOCOL_VERSION}")
         self._tasks = [asyncio.create_task(self._read(call)), asyncio.create_task(self._write(call))]
 
     @property
@@ -111,7 +111,7 @@ class PeerStream:
         return bool(self._lost)
 
     async def call(self, ask: Any) -> Any:
-        """One call and its answer. Raises what the peer raised, PeerLost when the stream breaks under it."""
+        """Make a call and return its answer. Raises what the peer raised, and PeerLost when the stream breaks."""
         if self._lost:
             raise PeerLost(self._lost)
         number, self._next = self._next, self._next + 1
@@ -142,7 +142,7 @@ class PeerStream:
     async def _read(self, call: Any) -> None:
         with self._losing():
             while (frame := await call.read()) is not EOF:
-                if frame is None:  # what gRPC gives for bytes that are no message
+                if frame is None:  # gRPC's result for bytes that are not a message
                     raise PeerLost(f"{self.address}: sends bytes that are no frame")
                 for answer in frame.answers:
                     future = self._waiting.get(answer.call)
@@ -152,7 +152,7 @@ class PeerStream:
 
     @contextlib.contextmanager
     def _losing(self) -> Iterator[None]:
-        """Whatever ends the stream ends all that wait on it."""
+        """An error of the stream fails all calls that wait on it."""
         try:
             yield
         except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError, PeerLost) as error:
@@ -174,21 +174,21 @@ class PeerStream:
         await self._channel.close(None)
 
     async def close(self) -> None:
-        """End the stream; what waits on it is lost."""
+        """End the stream; waiting calls fail with PeerLost."""
         self._lose(f"{self.address}: the stream was closed")
         if self._ending is not None:
             await self._ending
 
 
 def status_text(error: Exception) -> str:
-    """What a peer's gRPC status says, in the words of our family."""
+    """An error's text; a gRPC status is first mapped to our own error."""
     if isinstance(error, grpc.aio.AioRpcError):
         return str(error_for(error.code(), one_line(error.details() or error.code().name)))
     return str(error) or type(error).__name__
 
 
-class _FarPeer:
-    """What a drafter and a verifier at the other end of a stream share."""
+class _RemotePeer:
+    """What remote drafters and verifiers share."""
 
     def __init__(self, stream: PeerStream) -> None:
         self.stream = stream
@@ -203,22 +203,22 @@ class _FarPeer:
         return cast(Closed, _expect(Closed, await self.stream.call(call)))
 
 
-class FarDrafter(_FarPeer):
-    """A drafter at the other end of a stream."""
+class RemoteDrafter(_RemotePeer):
+    """A drafter in another process."""
 
     async def draft(self, call: DraftCall) -> DraftTree:
-        """The tree. Its `draft_us` is no more than the call took."""
+        """The tree. Its `draft_us` is capped at the duration of the call."""
         began_s = time.monotonic()
         tree = cast(DraftTree, _expect(DraftTree, await self.stream.call(call)))
         took_us = _us_since(began_s)
         return replace(tree, draft_us=took_us) if tree.draft_us > took_us else tree
 
 
-class FarVerifier(_FarPeer):
-    """A verifier at the other end of a stream."""
+class RemoteVerifier(_RemotePeer):
+    """A verifier in another process."""
 
     async def verify(self, call: VerifyCall) -> Verdict:
-        """The verdict. Its `verify_us` and `queue_us` together are no more than the call took."""
+        """The verdict. Its `verify_us` and `queue_us` together are capped at the duration of the call."""
         began_s = time.monotonic()
         verdict = cast(Verdict, _expect(Verdict, await self.stream.call(call)))
         took_us = _us_since(began_s)
@@ -234,7 +234,7 @@ def _us_since(began_s: float) -> int:
 
 def _expect(kind: type, answer: object) -> object:
     if not isinstance(answer, kind):
-        raise EngineFailed(f"peer: answers with a {type(answer).__name__} where a {kind.__name__} was asked for")
+        raise EngineFailed(f"peer: answers with a {type(answer).__name__} instead of a {kind.__name__}")
     return answer
 
 
@@ -246,7 +246,7 @@ class Streams:
         self._streams: dict[str, asyncio.Task[PeerStream]] = {}
 
     async def to(self, address: str) -> PeerStream:
-        """The stream to a replica, made where there is none or where it was lost. Raises as `PeerStream.connect`."""
+        """The stream to a replica, connected where there is none or it was lost. Raises as `PeerStream.connect`."""
         known = self._streams.get(address)
         if known is not None and known.done() and (known.cancelled() or known.exception() or known.result().lost):
             del self._streams[address]

@@ -1,4 +1,4 @@
-"""A request's verifier: one that is lost is replaced, and the text opened at the next; the tokens are the same."""
+"""A request's verifier. A lost one is replaced, and the text opened at the next; the tokens are the same."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from cluster.peers.opening import (
     Opening,
     Pace,
     Pool,
+    checkpoint_mismatch,
     end_task,
     log,
-    unlike,
 )
 
 STEP_S = 30.0
-"""How long a verifier may take with a round, its queue included, before it counts as frozen."""
+"""How long a verifier may take for a round, its queue included, before it counts as hung."""
 PATIENCE_S = 60.0
-"""How long a request looks for a verifier that can go on with it."""
+"""How long a request tries to open its text at a verifier."""
 SLOW_OPENING = 1 / 3
-"""The share of the patience after which a text whose opening is not answered is opened at another replica besides."""
+"""Share of the patience after which a text whose opening is not answered is also opened at another replica."""
 
 
 class VerifierHandle:
-    """A request's verifier. `verify` gives the target's tokens, wherever the text has to be opened for it."""
+    """A request's verifier. `verify` returns the target's tokens, and opens the text at other replicas as needed."""
 
     def __init__(
         self,
@@ -46,36 +46,36 @@ class VerifierHandle:
         step_s: float = STEP_S,
         facts: Facts | None = None,
     ) -> None:
-        """`facts` are what the router knows of the target's checkpoint; a replica of another one is not used."""
+        """`facts`: of the target's checkpoint; replicas of another one are not used."""
         self._facts = facts
         self.clock = CallTimes()
         self.moves = 0  # times that the text was opened at another verifier
         self.reopened = 0  # times that it was opened again at the same
-        self.saved = 0  # tokens that the state covers which closing left behind
+        self.saved = 0  # tokens that the state saved at closing covers
         self.opened: Opened | None = None
         self.hello: Hello | None = None
-        self.greeted = asyncio.Event()  # `hello` is known
+        self.greeted = asyncio.Event()  # set once `hello` is
         self.on_refused_tree: Callable[[], None] | None = None
         self._pool = pool
         self._pace = pace
         self._patience_s = patience_s
         self._step_s = step_s
-        self._faults = 0  # openings and rounds since the last verdict that ended by a verifier's own fault
+        self._faults = 0  # openings and rounds since the last verdict that failed by a verifier's own fault
         self._began_with: Hello | None = None  # of the first verifier that was leased
         self._opening: Opening[VerifierPeer] | None = None
-        self._tried: Opening[VerifierPeer] | None = None  # the one that is under way
+        self._pending: Opening[VerifierPeer] | None = None  # the opening in progress
         self._closed = False
         self._background = BackgroundTasks()
-        self._opening_task: asyncio.Task[None] | None = self._background.start(self._settle(text))
+        self._opening_task: asyncio.Task[None] | None = self._background.start(self._lease_and_open(text))
 
     async def ready(self) -> None:
-        """Until the text is open for the first time, or its opening was given up; never raises."""
+        """Wait until the text is open for the first time, or opening it has failed; never raises."""
         task = self._opening_task
         if self._opening is None and task is not None:
             await asyncio.wait({task})
 
     async def meet(self) -> Hello:
-        """The hello of the first verifier that is leased. Raises PeerLost or Overloaded where none is leased within the
+        """Wait for the first leased verifier's hello. Raises PeerLost or Overloaded where none is leased within the
         patience."""
         if self.hello is None and (task := self._opening_task) is not None:
             greeted = asyncio.ensure_future(self.greeted.wait())
@@ -90,13 +90,13 @@ class VerifierHandle:
         return self.hello
 
     async def verify(self, text: Text, tree: DraftTree) -> Verdict:
-        """The target's verdict. Raises BadRequest for a text that no verifier takes, PeerLost or Overloaded after
-        the patience, EngineFailed when a second opening or round ends by a verifier's own fault, the same one's or
-        another's."""
+        """The target's verdict. Raises BadRequest for a text that verifiers refuse, PeerLost or Overloaded after the
+        patience, EngineFailed when a second opening or round since the last verdict fails by a verifier's own fault,
+        the same one's or another's."""
         give_up_s = time.monotonic() + self._patience_s
         forgotten = 0
         while True:
-            opening = await self._settled(text)
+            opening = await self._current_opening(text)
             began_s = time.monotonic()
             call = VerifyCall(opening.update(text), tree)
             try:
@@ -108,7 +108,7 @@ class VerifierHandle:
                 self.reopened += 1
                 forgotten += 1
                 if forgotten > 2 * STRIKES:
-                    raise EngineFailed(f"verifier: keeps forgetting the text: {error}") from error
+                    raise EngineFailed(f"verifier: lost the text {forgotten} times in one round: {error}") from error
                 self._opening = None
                 self._begin(text, opening, same=forgotten == 1)
             except BadRequest as error:
@@ -128,7 +128,7 @@ class VerifierHandle:
                     raise
                 if time.monotonic() > give_up_s:
                     raise PeerLost(f"verifier: {error or 'does not answer'}") from error
-                log.warning("verifier: %s; the text moves", error or "does not answer")
+                log.warning("verifier: %s; the text is opened at another", error or "does not answer")
                 self.moves += 1
                 self._opening = None
                 self._begin(text, opening, same=False)
@@ -141,19 +141,19 @@ class VerifierHandle:
                 return verdict
 
     async def close(self, text: Text) -> None:
-        """Let go, with the text so that its last state can be saved. May be called again; never raises."""
+        """Close the opening; the peer saves its state of `text`. May be called again; never raises."""
         if self._closed:
             return
         self._closed = True
         await end_task(self._opening_task)
-        opening, self._opening = self._opening or self._tried, None
+        opening, self._opening = self._opening or self._pending, None
         if opening is not None:
             self.saved = await opening.close(text)
 
     def _begin(self, text: Text, old: Opening[VerifierPeer], same: bool) -> None:
-        self._opening_task = self._background.start(self._settle(text, old, same))
+        self._opening_task = self._background.start(self._lease_and_open(text, old, same))
 
-    async def _settled(self, text: Text) -> Opening[VerifierPeer]:
+    async def _current_opening(self, text: Text) -> Opening[VerifierPeer]:
         if self._opening is None:
             if self._opening_task is None:
                 raise PeerLost("verifier: the handle is closed")
@@ -162,12 +162,12 @@ class VerifierHandle:
             raise PeerLost("verifier: the handle is closed")
         return self._opening
 
-    async def _settle(self, text: Text, old: Opening[VerifierPeer] | None = None, same: bool = False) -> None:
-        """Lease a verifier and open the text there, as often as it takes within the patience; once more where it
-        fails at its own fault.
+    async def _lease_and_open(self, text: Text, old: Opening[VerifierPeer] | None = None, same: bool = False) -> None:
+        """Lease a verifier and open the text there. Retries within the patience; raises at once for the second failure
+        by a verifier's own fault since the last verdict.
 
-        `old` is the opening that this one replaces, under the `same` lease at first. It is closed when its follower
-        is open: a lease ends with the last of its openings.
+        `old` is the opening that this one replaces, first under the `same` lease where that is set. It is closed after
+        the first attempt, not before: a lease ends with the last of its openings.
         """
         give_up_s = time.monotonic() + self._patience_s
         pause_s = FIRST_BACKOFF_S
@@ -179,12 +179,12 @@ class VerifierHandle:
                 self._check_same(leased.hello)
                 self.hello = leased.hello
                 self.greeted.set()
-                self._tried = Opening(leased, text)
-                opening, opened = await self._first_open(self._tried, text)
+                self._pending = Opening(leased, text)
+                opening, opened = await self._first_open(self._pending, text)
             except (DendroError, TimeoutError) as error:
-                self._drop_tried(text)
+                self._close_pending(text)
                 if self._is_last_fault(error) or (isinstance(error, BadRequest) and self.opened is None):
-                    raise  # where `opened`, another verifier took the text: this one's limits are tighter
+                    raise  # where `opened`, another verifier has accepted the text: this one's limits are tighter
                 if time.monotonic() + pause_s > give_up_s:
                     if isinstance(error, Overloaded):
                         raise
@@ -195,9 +195,9 @@ class VerifierHandle:
                 pause_s = min(2 * pause_s, LONGEST_BACKOFF_S)
             else:
                 self.opened = self.opened or opened
-                if opening is not self._tried:
-                    self._drop_tried(text)
-                self._opening, self._tried = opening, None
+                if opening is not self._pending:
+                    self._close_pending(text)
+                self._opening, self._pending = opening, None
                 return
             finally:
                 if old is not None:
@@ -205,11 +205,11 @@ class VerifierHandle:
                     old = None
 
     async def _first_open(self, opening: Opening[VerifierPeer], text: Text) -> tuple[Opening[VerifierPeer], Opened]:
-        """Answer an opening and, where that takes long, at another replica besides: whichever is open first.
+        """Open the text and, where that takes long, also at another replica; returns the opening that is ready first.
 
-        The first opening goes on meanwhile: a long prompt or a queue is no fault. Where there is no other replica now,
-        one is looked for again after as long a time. Raises the first opening's error when both have failed; `opening`
-        itself is the caller's to close where it is not returned.
+        The first attempt continues meanwhile: a long prompt or a queue is no fault. Where no other replica is
+        available, one is tried again after the same time. Raises the first opening's error when both have failed. The
+        caller must close `opening` where it is not returned.
         """
         first = asyncio.ensure_future(opening.open(text))
         second: asyncio.Task[tuple[Opening[VerifierPeer], Opened]] | None = None
@@ -227,7 +227,7 @@ class VerifierHandle:
                     answer, second = second.result(), None
                     return answer
                 if not done and running == [first]:
-                    log.info("verifier: the text is not open yet; another replica is looked for")
+                    log.info("verifier: the text is not open yet; trying another replica too")
                     second = asyncio.create_task(self._open_elsewhere(opening.leased.address, text))
         finally:
             first.cancel()
@@ -235,7 +235,7 @@ class VerifierHandle:
                 self._background.start(self._drop_second(second, text))
 
     async def _open_elsewhere(self, address: str, text: Text) -> tuple[Opening[VerifierPeer], Opened]:
-        """Open the text at a replica of another address. Raises PeerLost or Overloaded where none is to be had now."""
+        """Open the text at a replica of another address. Raises PeerLost or Overloaded where none is available now."""
         leased = await self._pool.lease()
         self._check_same(leased.hello)
         if leased.address == address:
@@ -248,36 +248,36 @@ class VerifierHandle:
             raise
 
     async def _drop_second(self, second: asyncio.Task[tuple[Opening[VerifierPeer], Opened]], text: Text) -> None:
-        """End an opening that is not wanted any more, and close it where it was answered just now."""
+        """Cancel the second opening; close it where it succeeded meanwhile."""
         await end_task(second)
         if not second.cancelled() and second.exception() is None:
             await second.result()[0].close(text)
 
-    def _drop_tried(self, text: Text) -> None:
-        """Where an opening failed and its peer lives, it must not keep memory for it."""
-        if self._tried is not None:
-            self._background.start(self._tried.close(text))
-            self._tried = None
+    def _close_pending(self, text: Text) -> None:
+        """Close an opening that failed or lost the race, so that a live peer frees its memory."""
+        if self._pending is not None:
+            self._background.start(self._pending.close(text))
+            self._pending = None
 
     def _is_last_fault(self, error: BaseException) -> bool:
-        """Count a verifier's own fault; whether it is the second since the last verdict, which ends the request."""
+        """Count a verifier's own fault. Returns whether it is the second since the last verdict, which is fatal."""
         self._faults += isinstance(error, EngineFailed)
         return isinstance(error, EngineFailed) and self._faults > 1
 
     def _check_same(self, hello: Hello) -> None:
-        """Another model, dtype or exactness would give other tokens: a request that has begun does not go on there, and
-        none begins with a replica of another checkpoint than the router's."""
-        if fault := unlike(hello, self._facts):
+        """Raise PeerLost for a replica of another checkpoint than the router's, and for one whose tokens could differ
+        from those of the request's first verifier (another model, dtype or exactness: `TARGET_FACTS`)."""
+        if fault := checkpoint_mismatch(hello, self._facts):
             raise PeerLost(f"verifier: {fault}")
         if self._began_with is None:
             self._began_with = hello
         if hello.target != self._began_with.target:
             differ = [name for name in TARGET_FACTS if getattr(hello, name) != getattr(self._began_with, name)]
-            raise PeerLost(f"verifier: differs from the one that the text began at in {', '.join(differ)}")
+            raise PeerLost(f"verifier: differs from the request's first verifier in {', '.join(differ)}")
 
 
 def _check_verdict(verdict: Verdict, tree: DraftTree, text: Text, hello: Hello) -> None:
-    """A verdict that does not fit its tree, its text or its target's vocabulary is the verifier's fault."""
+    """Raise EngineFailed for a verdict that does not fit its tree, its text or its target's vocabulary."""
     guesses = verdict.length - 1  # accepted, those past a cut among them
     if len(verdict.ranks) != min(guesses, len(verdict.tokens)) or guesses + verdict.trimmed > tree.guesses:
         raise EngineFailed(
@@ -286,7 +286,7 @@ def _check_verdict(verdict: Verdict, tree: DraftTree, text: Text, hello: Hello) 
         )
     for above, row, token in zip(verdict.path, verdict.path[1:], verdict.tokens, strict=False):
         if row >= tree.rows or tree.parents[row] != above or tree.tokens[row] != token:
-            raise EngineFailed(f"verifier: its verdict's path {verdict.path} is none of the tree")
+            raise EngineFailed(f"verifier: its verdict's path {verdict.path} is not in the tree")
     if max(verdict.tokens) >= hello.vocabulary:
         raise EngineFailed(f"verifier: emits {max(verdict.tokens)}; its vocabulary is {hello.vocabulary}")
     room, ended = text.limits.max_length - len(text) - len(verdict.tokens), verdict.finish

@@ -1,4 +1,4 @@
-"""Policies choose a shape for every round. Arithmetic alone: no clock, no store, no global random."""
+"""Policies choose the shape of each round. Pure arithmetic: no clock, no store, no global random state."""
 
 from __future__ import annotations
 
@@ -47,8 +47,11 @@ def make_policy(
     seed: int = 0,
     prior: Prior = NO_PRIOR,
 ) -> InformedPolicy:
-    """The policy of one request. `experience` is shared by a tenant's requests of a (target, drafter) pair;
-    `prior` is what is known of the request's kind; `seed` is the request's. A chain and `off` are added to the arms."""
+    """The policy of one request. A chain and `off` are added to the arms (`with_chain_and_off`).
+
+    experience: shared by a tenant's requests at a target   prior: of the request's kind   seed: of the request
+    Raises BadRequest for an unknown policy, and where there are no arms.
+    """
     if not arms:
         raise BadRequest("speculation.arms", "is empty: name at least one shape")
     arms = with_chain_and_off(arms)
@@ -69,9 +72,10 @@ def make_policy(
 
 
 def with_chain_and_off(arms: Sequence[TreeShape]) -> tuple[TreeShape, ...]:
-    """The arms, with `off` first where it is missing, and behind it a chain where a drafter has trees and none is one.
+    """Prepend `off` where it is missing, then a chain where some arms are drafted and none of those is a chain.
 
-    The chain is no deeper than the deepest of these, so it keeps every bound on depth and rows that the arms keep.
+    The chain has at most CHAIN_DEPTH levels and the depth of the deepest arm, so it keeps the arms' bounds on depth and
+    rows.
 
     >>> [str(arm) for arm in with_chain_and_off([LevelShape((3, 2, 1))])]
     ['off', '(1,1,1)', '(3,2,1)']

@@ -1,4 +1,4 @@
-"""Classes by which costs and lengths are learned."""
+"""Classes of temperature, rows and load. Costs and emitted lengths are learned per class."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ ROW_BUCKET = 8
 
 
 def temperature_class(temperature: float) -> str:
-    """Requests that accept alike: greedy, cool, warm."""
+    """Class of requests with similar acceptance: greedy (0), cool (below 0.85) or warm."""
     if temperature == 0:
         return "greedy"
     return "cool" if temperature < 0.85 else "warm"
 
 
 def row_bucket(rows: int) -> int:
-    """Rows of a forward after padding."""
+    """Rows of a forward, padded to a multiple of ROW_BUCKET."""
     return -(-rows // ROW_BUCKET) * ROW_BUCKET
 
 
 def load_class(requests: int) -> int:
-    """Loads that cost alike: 1 request, 2, 3 to 5, 6 to 11, 12 to 22, and so on."""
+    """Class of concurrency with similar costs: 1 request, 2, 3 to 5, 6 to 11, 12 to 22, and so on."""
     return round(math.log2(max(requests, 1)))

@@ -1,4 +1,4 @@
-"""What rounds cost and emit, learned from their times."""
+"""Costs and emitted tokens of rounds, learned from measurements."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from cluster.policies.classes import row_bucket
 from cluster.policies.step_time import OUTLIER, StepTime
 
 PRIOR_ROUNDS = 8.0
-"""What all earlier requests together weigh in a new one, in rounds."""
+"""Weight of all earlier requests together in a new one, in rounds."""
 COST_STEP = 0.1
 LEAST_US = 1.0
-"""No round is predicted to take less: rates divide by it, and costs may come from a store or a peer."""
+"""Lower bound of a predicted round time: rates divide by it, and costs may come from a store or a peer."""
 TRIED = 2
-"""Measurements before a cost is believed. The first of a kind pays for memory and code that nobody touched before; an
-arm that is judged by it is never tried again."""
+"""Measurements before a cost is used. The first of a kind includes the cost of cold memory and code; an arm judged by
+it would never be tried again."""
 
 
 @dataclass(slots=True)
 class Cost:
-    """A smoothed cost in microseconds; the least of the first TRIED measurements to begin with. Nothing was measured
-    where none was made: an arm whose drafts never come is known to cost none, until one does."""
+    """A smoothed cost in microseconds, starting at the least of the first TRIED measurements. A sample of 0 means that
+    no draft came: it is counted and otherwise ignored. So an arm has a known cost of 0 while its drafts never come."""
 
     us: float = 0.0
     count: int = 0
@@ -48,7 +48,7 @@ class Cost:
 
 @dataclass(slots=True)
 class EmittedLength:
-    """Mean and variance of an arm's emitted tokens, and the rounds that they rest on."""
+    """Mean and variance of an arm's emitted tokens over a number of rounds, which may be fractional."""
 
     mean: float = 0.0
     rounds: float = 0.0
@@ -61,36 +61,36 @@ class EmittedLength:
         self.variance += (off * (tokens - self.mean) - self.variance) / self.rounds
 
     def at_most(self, rounds: float) -> EmittedLength:
-        """The same, resting on so many rounds at most."""
+        """A copy that counts as at most so many rounds."""
         return EmittedLength(self.mean, min(self.rounds, rounds), self.variance)
 
 
 REFIT = 16
-"""Measured drafts until the plane is fitted anew; a shape's first two fit it at once."""
+"""Measured drafts between two fits of the plane. A shape's second measurement causes a fit at once."""
 FEATURES = ((1,), (1, 2), (0, 1), (0, 2), (0, 1, 2))
-"""Of (once, levels, forwarded rows), those that a plane may rest on, the plainest first."""
+"""Subsets of (once, levels, forwarded rows) that a plane may use, in order of preference."""
 
 
 @dataclass(slots=True)
 class DraftPlane:
-    """A draft's time as a plane over its levels and the rows that go through the drafter, by the shapes that were
-    played: us = once + levels * a + forwarded * b, none of them negative, by least squares of relative errors.
+    """Draft time as a plane over levels and rows forwarded by the drafter: us = once + levels * a + forwarded * b.
 
-    One shape tells of levels alone; where several planes fit as well, that of fewer features is taken.
+    Coefficients are at least 0, from the least squares of relative errors over the shapes measured. Of equally good
+    fits the first in FEATURES is taken, so that a single shape gives a cost per level.
     """
 
     coefficients: tuple[float, float, float] | None = None
-    _fresh: int = 0  # measured drafts since it was fitted
+    _since_fit: int = 0  # measured drafts
 
     def note(self, cost: Cost) -> None:
-        """A shape's draft was measured."""
-        self._fresh = REFIT if cost.count == TRIED else self._fresh + 1
+        """Count a measured draft; `cost` is its shape's."""
+        self._since_fit = REFIT if cost.count == TRIED else self._since_fit + 1
 
     def at(self, shape: TreeShape, draft: Mapping[TreeShape, Cost]) -> float | None:
-        """Microseconds of a draft of this shape, by what `draft` has of others; None where it has nothing."""
-        if self._fresh >= REFIT:
+        """Microseconds of a draft of this shape, predicted from the costs in `draft`; None where none is known."""
+        if self._since_fit >= REFIT:
             self._fit({other: cost for other, cost in draft.items() if cost.known and cost.us})
-            self._fresh = 0
+            self._since_fit = 0
         if self.coefficients is None:
             return None
         once, level, row = self.coefficients
@@ -114,36 +114,36 @@ class DraftPlane:
 
 @dataclass(slots=True)
 class Costs:
-    """Costs and lengths under one load. `hop` is what a call to a peer costs beyond the peer's own time."""
+    """Costs and lengths under one load class. `hop` is the time of a call to a peer beyond the peer's own time."""
 
     hop: Cost = field(default_factory=Cost)
     draft: dict[TreeShape, Cost] = field(default_factory=dict)
     step: StepTime = field(default_factory=StepTime)
-    texts: float = 1.0  # of a step, usually
+    texts: float = 1.0  # of a step, smoothed
     tried: Counter[int] = field(default_factory=Counter)  # rounds by row bucket
-    rows: dict[TreeShape, float] = field(default_factory=dict)  # of a tree, usually
+    rows: dict[TreeShape, float] = field(default_factory=dict)  # of a tree, smoothed
     lengths: dict[tuple[str, TreeShape], EmittedLength] = field(default_factory=dict)
     _plane: DraftPlane = field(default_factory=DraftPlane)
 
     def learn_draft(self, shape: TreeShape, us: float) -> None:
-        """A draft of this shape took so long."""
+        """Record a measured draft; 0 if none came."""
         cost = self.draft.setdefault(shape, Cost())
         cost.learn(us)
         self._plane.note(cost)
 
     def verify_us(self, rows: float, degree: int) -> float:
-        """A text's share of a step in which every text has so many rows, of a target whose steps have this degree."""
+        """A text's share of a step in which every text has so many rows. degree: of the step-time polynomial"""
         return self.step.at(row_bucket(round(self.texts * rows)), degree) / self.texts
 
     def draft_us(self, shape: TreeShape) -> float | None:
-        """The shape's own measured draft, or what the others' say of it; None where no shape's is known."""
+        """The shape's measured draft time, else one predicted from other shapes; None where none was measured."""
         own = self.draft.get(shape)
         if own is not None and own.known:
             return own.us
         return self._plane.at(shape, self.draft)
 
     def hint(self) -> Costs:
-        """Costs alone, each weighing PRIOR_ROUNDS at most."""
+        """A copy of the costs, without lengths and rows; each weighs PRIOR_ROUNDS at most."""
         most = int(PRIOR_ROUNDS)
         return Costs(
             hop=Cost(self.hop.us, min(self.hop.count, most)),
@@ -154,7 +154,7 @@ class Costs:
         )
 
     def begin(self, hint: Costs) -> None:
-        """Take costs over whole; what is known of lengths stays."""
+        """Replace all costs by those of `hint`. Lengths and rows stay."""
         self.hop, self.draft, self.step = hint.hop, hint.draft, hint.step
         self.texts, self.tried = hint.texts, hint.tried
-        self._plane = DraftPlane(_fresh=REFIT)
+        self._plane = DraftPlane(_since_fit=REFIT)

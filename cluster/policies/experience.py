@@ -1,13 +1,13 @@
-"""What a router has learned of one (target, drafter) pair: what rounds cost, and how many tokens each arm emits.
+"""Costs of rounds and tokens emitted by each arm, as a router measured them at one target, per tenant.
 
-A hint, shared by one tenant's requests and never a matter of correctness. Costs are of the machine, its load and the
-length of texts, and carry over whole; emitted lengths are of the text and weigh in a new request as a few rounds at
-most. Both depend on what clients choose, so no tenant's requests learn from another's (`Experiences`).
+They are hints that affect speed only, shared by a tenant's requests. Costs depend on the machine, its load and the
+length of texts, and carry over in full; emitted lengths depend on the text and weigh PRIOR_ROUNDS at most in a new
+request. Clients influence both, so tenants do not share them (`Experiences`).
 
-Which tree suits a text is predicted, and is the text's own business. Whether the requests that run together should
-speculate is decided for all of them (`SpeculationTrial`): what one of them guesses the others wait for, and a drafter
-that shares a machine with the verifier slows rounds of all, which no single round's cost shows. So all of them try both
-ways in turns, and the rates are compared.
+Each request's policy predicts which tree suits its text. Whether concurrent requests speculate is decided for all of
+them (`SpeculationTrial`): guesses of one delay the others, and a drafter that shares a machine with the verifier slows
+the rounds of all, which the cost of a single round does not show. So all of them run with and without speculation in
+turns, and the rates are compared.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from cluster.policies.step_time import degree_of
 from cluster.policies.trial import SpeculationTrial
 
 CONCURRENCY_DECAY_US = 500_000.0
-"""How long those that were here are reckoned with: longer than a crowd of clients takes to come back."""
+"""Decay constant of the expected concurrency: longer than a batch of clients takes to send its next requests."""
 
 TENANTS = 512
-"""Tenants of a target whose experience a router keeps; the one that asked longest ago goes."""
+"""Tenants of a target whose experience a router keeps; beyond that the least recently used is dropped."""
 
 
 class RunningRequest:
-    """One of the requests that run: its text is being opened until `begun`, and at a drafter while `opening`."""
+    """A running request. Until `begun`, and during each `opening`, it counts among the texts being opened."""
 
     def __init__(self, concurrency: Concurrency, fixed: bool) -> None:
         self._concurrency = concurrency
@@ -44,15 +44,14 @@ class RunningRequest:
         concurrency.opening += 1
 
     @property
-    def guesses(self) -> bool:
-        """Whether this request may want trees, with as many beside it as there are: always where its client fixed the
-        shape."""
+    def speculates(self) -> bool:
+        """Whether the request may use trees at the current concurrency; always where the client fixed the shape."""
         trial = self._concurrency.trial
-        return self._fixed or trial is None or trial.guessing
+        return self._fixed or trial is None or trial.speculating
 
     @contextlib.contextmanager
     def opening(self) -> Iterator[None]:
-        """While a drafter processes its text, which takes from the rounds of all."""
+        """While a drafter processes the text, which slows the rounds of all requests."""
         self._concurrency.opening += 1
         try:
             yield
@@ -60,59 +59,59 @@ class RunningRequest:
             self._concurrency.opening -= 1
 
     def begun(self) -> None:
-        """Its text is open. May be said again."""
+        """The text is open at the verifier. May be called again."""
         self._concurrency.opening -= self._opening
         self._opening = False
 
 
 @dataclass(slots=True)
 class Concurrency:
-    """What all tenants of a target have in common at a router: the requests that run, whether these guess, and a
-    property of the target."""
+    """What all tenants of a target share at a router: the running requests, the speculation trials, and a property of
+    the target."""
 
-    requests: int = 0  # that run now
-    expected: float = 0.0  # how many may be expected to: those that ran of late, where there are fewer now
-    fixed: int = 0  # of them, those whose shape the client chose
-    opening: int = 0  # texts that a peer processes before their rounds
-    attends: bool = False  # whether the target has layers of attention: as its replica says, when it is met
+    requests: int = 0  # running now
+    expected: float = 0.0  # at least `requests`; where more ran lately, decays towards it
+    fixed: int = 0  # running requests whose shape the client chose
+    opening: int = 0  # texts that a verifier or drafter is opening
+    attends: bool = False  # whether the target has attention layers, from its replica's hello
     trials: defaultdict[int, SpeculationTrial] = field(
         default_factory=lambda: defaultdict(SpeculationTrial)
     )  # by load class
 
     @property
     def load(self) -> int:
-        """The class of the load that there is."""
+        """Load class of the running requests."""
         return load_class(self.requests)
 
     @property
     def expected_load(self) -> int:
-        """The class of the load that a text may expect. Where many are answered at once, as many often come at once,
-        and the first of them is not alone for long."""
+        """Load class of the expected concurrency, by which costs are predicted. Requests that were answered together
+        often return together; the first to return must not be treated as running alone."""
         return load_class(round(self.expected))
 
     @property
     def trial(self) -> SpeculationTrial | None:
-        """Those that run now; None where each decides for itself: a text that is alone, and one in company whose shapes
-        clients have fixed, until this load is known otherwise."""
+        """The trial at the expected load; None where each request decides separately: where only one is expected, and
+        beside client-fixed shapes while this load's gain is unknown."""
         trial = self.trials[self.expected_load]
         return trial if round(self.expected) > 1 and (not self.fixed or trial.gain is not None) else None
 
     @contextlib.contextmanager
     def running(self, fixed: bool = False) -> Iterator[RunningRequest]:
-        """While a request runs, it counts."""
+        """Count a request while it runs. fixed: its client chose the shape"""
         self.requests += 1
         self.expected = max(self.expected, self.requests)
         self.fixed += fixed
-        place = RunningRequest(self, fixed)
+        request = RunningRequest(self, fixed)
         try:
-            yield place
+            yield request
         finally:
-            place.begun()
+            request.begun()
             self.requests -= 1
             self.fixed -= fixed
 
     def learn(self, tokens: int, took_us: float, disturbed: bool) -> None:
-        """Take in one round, all told, of any request."""
+        """Record a round of any request; `took_us` includes its waits."""
         if self.requests > 1 and not self.fixed and self.load == self.expected_load:
             self.trials[self.load].learn(tokens, took_us, self.requests, disturbed)
         self.expected += (self.requests - self.expected) * min(
@@ -122,8 +121,8 @@ class Concurrency:
 
 @dataclass(slots=True)
 class Experience:
-    """Costs and lengths so far of one tenant's requests, for each load by itself: an arm that a full house gave up is
-    tried again when the trial is empty."""
+    """Costs and lengths of one tenant's requests, per load class: an arm that does not pay at high concurrency is
+    tried again at low concurrency."""
 
     concurrency: Concurrency = field(default_factory=Concurrency)
     promises: Promises = field(default_factory=Promises)
@@ -131,24 +130,23 @@ class Experience:
 
     @property
     def costs(self) -> Costs:
-        """Those of the load that a text may expect."""
+        """Those of the expected load class."""
         return self._by_load[self.concurrency.expected_load]
 
     def worth(self, shape: TreeShape, tree: DraftTree, verdict: Verdict, temperature: float) -> float:
-        """Tokens by which a round speaks for its arm: see `Promises`."""
+        """Tokens for which a round counts in its arm's mean: see `Promises`."""
         return self.promises.worth(temperature_class(temperature), shape, tree, verdict)
 
     def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict, temperature: float) -> float:
-        """Take one round in. A late tree arrives as the root alone and carries the wait as its cost. Returns what the
-        round is worth.
+        """Record a round and return its `worth`. A late tree is the root alone, with the wait as its draft time.
 
-        A round costs its share of a draft that it had in common with other texts. Of steps, only how long they take
-        with so many rows is learned: what others guess in them is not this arm's doing.
+        A draft batched with other texts costs each its share. Of a step only the time by number of rows is learned:
+        the other texts' rows in it are not this arm's choice.
         """
         costs = self._by_load[self.concurrency.load]
         if shape.drafted:
             costs.learn_draft(shape, tree.draft_us / tree.texts)
-        if costs.tried.total() and not verdict.cold:  # the very first pays for cold memory
+        if costs.tried.total() and not verdict.cold:  # the first touches cold memory
             costs.step.learn(row_bucket(verdict.step_rows), verdict.verify_us, self.degree)
             costs.texts += COST_STEP * (verdict.texts - costs.texts)
         costs.tried[row_bucket(tree.rows)] += 1
@@ -162,18 +160,19 @@ class Experience:
     def learn_time(
         self, shape: TreeShape, tree: DraftTree, verdict: Verdict, took_us: float, disturbed: bool = False
     ) -> None:
-        """Take in how long a round took, all told. What its peers were not busy with it, and had it not queued, was on
-        its way: its share of that is its hops'."""
+        """Record a round's whole time. What remains after draft, queue and step is the time of its hops, shared by the
+        texts of the step. disturbed: a prompt was processed meanwhile"""
         busy_us = tree.draft_us + verdict.verify_us + verdict.queue_us
         hops_us = max(took_us - busy_us, 0.0) / verdict.texts
         self._by_load[self.concurrency.load].hop.learn(hops_us / self._hops(shape))
         self.concurrency.learn(verdict.length, took_us, disturbed or verdict.cold)
 
     def round_us(self, shape: TreeShape, rows: float | None = None) -> float | None:
-        """The predicted time of a round with this shape, its share of what it has in common with others; None until
-        something like it was seen often enough. `rows` are the tree's, where they are known before.
+        """Predicted microseconds of a round of this shape: a text's share of the draft and of the step. None until
+        TRIED rounds with as many padded rows, and for a drafted shape TRIED drafts of it, were measured.
 
-        As if all texts of a step chose this shape: where each counts on the others to stay small, none does.
+        rows: of the tree, where already known. The prediction assumes that all texts of a step choose this shape: if
+        each relied on the others' trees being small, none would be.
         """
         costs = self.costs
         rows = self._rows(shape) if rows is None else rows
@@ -188,14 +187,14 @@ class Experience:
 
     @property
     def degree(self) -> int:
-        """Of the polynomial through the target's steps."""
+        """Degree of the polynomial fitted to the target's step times."""
         return degree_of(self.concurrency.attends)
 
     def _verify_us(self, rows: float) -> float:
         return self.costs.verify_us(rows, self.degree)
 
     def _rows(self, shape: TreeShape) -> float:
-        """Rows that a round of it has: proposals alone seldom fill a shape."""
+        """Expected rows of a round; proposals alone seldom fill a shape."""
         return shape.rows if shape.drafted else self.costs.rows.get(shape, shape.rows)
 
     def _hops(self, shape: TreeShape) -> int:
@@ -203,8 +202,8 @@ class Experience:
         return 2 if shape.drafted else 1
 
     def predicted_us(self, shape: TreeShape, rows: float | None = None) -> float | None:
-        """The same for a shape that nobody need have played: its step is read off the fit of steps, its draft off the
-        plane. None until a step was measured, and for a tree until some tree's draft was."""
+        """As `round_us`, also for shapes never played: the step time is read off the fit of steps, the draft time off
+        the plane. None until a step was measured, and for a drafted shape until some draft was."""
         costs = self.costs
         if not costs.step.weight:
             return None
@@ -217,22 +216,22 @@ class Experience:
         return max(draft_us + self._verify_us(rows) + self._hops(shape) * costs.hop.us, LEAST_US)
 
     def hints(self) -> dict[int, Costs]:
-        """What costs are known, by load class, for an experience that has none: see `take`."""
+        """Measured costs by load class, for another experience to begin with: see `take`."""
         return {load: costs.hint() for load, costs in self._by_load.items() if costs.tried.total()}
 
     def take(self, hints: Mapping[int, Costs]) -> None:
-        """Begin with a prior's costs under each load of which there are none; they weigh PRIOR_ROUNDS at most."""
+        """Begin with a prior's costs for each load class without measurements; they weigh PRIOR_ROUNDS at most."""
         for load, costs in hints.items():
             if not self._by_load[load].tried.total():
                 self._by_load[load].begin(costs.hint())
 
     def prior(self, shape: TreeShape, temperature: float) -> EmittedLength:
-        """How a new request starts out on this arm: the mean so far, weighing at most PRIOR_ROUNDS."""
+        """A new request's prior of this arm: the mean so far, weighing PRIOR_ROUNDS at most."""
         return self.costs.lengths.get((temperature_class(temperature), shape), EmittedLength()).at_most(PRIOR_ROUNDS)
 
     @property
     def draft_ratio(self) -> float:
-        """lambda_gamma of the paper: time of one drafter level over one plain target forward, 0.1 until measured."""
+        """lambda_gamma of the paper: time of one drafter level over one plain target forward; 0.1 until measured."""
         plain_us = self.costs.step.at(ROW_BUCKET, self.degree)
         levels = [cost.us / shape.depth for shape, cost in self.costs.draft.items() if cost.us]
         if not plain_us or not levels:
@@ -242,14 +241,14 @@ class Experience:
 
 @dataclass(slots=True)
 class Experiences:
-    """A router's experience of one target, each tenant's by itself: its clients choose how long texts are, which shapes
-    are drawn and how long a draft may take, so what it measures must not change what others are predicted."""
+    """A router's experience of one target, per tenant. A tenant's clients choose the length of texts, fixed shapes and
+    draft deadlines, so its measurements must not change the predictions for others."""
 
     concurrency: Concurrency = field(default_factory=Concurrency)
     _by_tenant: OrderedDict[str, Experience] = field(default_factory=OrderedDict)
 
     def of(self, tenant: str) -> Experience:
-        """That of TENANTS at most; one that was dropped begins anew."""
+        """The tenant's experience. At most TENANTS are kept; a tenant that was dropped begins anew."""
         experience = self._by_tenant.setdefault(tenant, Experience(self.concurrency))
         self._by_tenant.move_to_end(tenant)
         if len(self._by_tenant) > TENANTS:

@@ -1,7 +1,7 @@
-"""What a chain of guesses is worth, in closed form: Leviathan et al., Fast Inference from Transformers via Speculative
-Decoding (arXiv 2211.17192), theorem 3.8, corollary 3.9, theorem 3.11; ALGORITHMS 10.1.
+"""Emitted tokens and speedup of a chain of guesses, in closed form: Leviathan et al., Fast Inference from
+Transformers via Speculative Decoding (arXiv 2211.17192), theorem 3.8, corollary 3.9, theorem 3.11; ALGORITHMS 10.1.
 
-`acceptance` is the chance that a guess is accepted once those before it are, the same at every depth; `guesses` their
+`acceptance` is the chance that a guess is accepted if those before it are, the same at every depth; `guesses` their
 number in a round; `cost` the time of a drafter's forward over that of the target's.
 """
 
@@ -19,13 +19,13 @@ def emitted(acceptance: float, guesses: int) -> float:
 
 
 def gain(acceptance: float, guesses: int, cost: float) -> float:
-    """How many times as fast as plain decoding: E[N] / (g c + 1), where guesses cost the target's forward nothing."""
+    """Speedup over plain decoding, E[N] / (g c + 1), where guesses do not slow the target's forward."""
     _check(acceptance, guesses, cost)
     return emitted(acceptance, guesses) / (guesses * cost + 1)
 
 
 def operations(acceptance: float, guesses: int, operations_ratio: float) -> float:
-    """How many times as many arithmetic operations per token as plain decoding: (g chat + g + 1) / E[N].
+    """Arithmetic operations per token, relative to plain decoding: (g chat + g + 1) / E[N].
 
     operations_ratio: chat, operations of the drafter per token over the target's
     """
@@ -40,18 +40,18 @@ def pays(acceptance: float, cost: float) -> bool:
 
 
 def least_gain(acceptance: float, cost: float) -> float:
-    """What is gained at least, with the best number of guesses, where guessing pays: (1 + a) / (1 + c), that of one."""
+    """Lower bound of the gain at the best number of guesses, where guessing pays: that of one, (1 + a) / (1 + c)."""
     return gain(acceptance, 1, cost)
 
 
 def best_guesses(acceptance: float, cost: float, most: int) -> int:
-    """The number of guesses, up to `most`, of greatest gain; 0 where none pays."""
+    """The number of guesses, up to `most`, with the greatest gain; 0 where none pays."""
     return max(range(most + 1), key=lambda guesses: (gain(acceptance, guesses, cost), -guesses))
 
 
 def _check(acceptance: float, guesses: int, cost: float = 0.0) -> None:
     if not 0 <= acceptance <= 1:
-        raise ValueError(f"acceptance: {acceptance} is no chance")
+        raise ValueError(f"acceptance: {acceptance} is not in 0 to 1")
     if guesses < 0:
         raise ValueError(f"guesses: {guesses}; at least 0")
     if cost < 0:

@@ -1,4 +1,4 @@
-"""What is proposed for a round before its shape is chosen."""
+"""Proposals for a round, available before its shape is chosen."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from dendro.tree import DraftTree
 from cluster.router.rounds import Policy
 
 Offer = Callable[[], DraftTree]
-"""Tells what is proposed for the coming round without a model: rows with the chances that they are reached, the root
-alone where nothing is. It takes some tenths of a millisecond, so it is asked only by who wants to know."""
+"""Returns the proposers' tree for the coming round: rows with the chances that they are reached, or the root alone.
+Takes some tenths of a millisecond, so policies that do not use it do not call it."""
 
 
 class InformedPolicy(Policy, Protocol):
-    """A policy of the loop that may be told what is proposed."""
+    """A policy whose choice may depend on the proposals for the round."""
 
     def choose(self, offer: Offer | None = None) -> TreeShape: ...

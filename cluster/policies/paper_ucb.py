@@ -3,10 +3,11 @@
     (1)  k* = argmax_k  mean_k + lambda_ucb * sqrt(2 ln t / n_k)
     (2)  r  = -(1 / N + lambda_gamma * gamma / N)
 
-`gamma` is the depth of the arm's tree, or 0 for one that no drafter makes; `lambda_gamma` is the time of one drafter
+`gamma` is the depth of the arm's tree, or 0 for an arm without a drafter; `lambda_gamma` is the time of one drafter
 forward over one of the target.
-The paper calls the mean a mean and writes a sum; it is a mean. Rewards lie in [-(1 + lambda_gamma * gamma), 0), so
-lambda_ucb is a few tenths, not 1.
+
+mean_k is the mean reward of arm k, which the paper calls a mean but writes as a sum. Rewards lie in
+[-(1 + lambda_gamma * gamma), 0), so lambda_ucb is a few tenths, not 1.
 """
 
 from __future__ import annotations

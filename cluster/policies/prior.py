@@ -1,7 +1,7 @@
-"""What earlier requests of one kind came to, for a request that begins: a hint, never a matter of correctness.
+"""Statistics of earlier requests of one kind, with which a new request begins. They affect speed only.
 
 A kind is a target, its drafters, a temperature class and a tenant. A prior has emitted lengths by shape; counts of the
-ranks that the drafter gave to the text's tokens, which tell of shapes never played; and the tenant's costs.
+ranks that the drafter gave to the text's tokens, which predict shapes never played; and the tenant's costs.
 """
 
 from __future__ import annotations
@@ -24,33 +24,34 @@ from cluster.policies.replay import RANKED, RankTrace, replayed
 from cluster.policies.step_time import StepTime
 
 KEPT_ROUNDS = 64.0
-"""Rounds that a prior's past weighs in it: a tenant's next texts may be of another kind."""
+"""Greatest weight, in rounds, of a prior's past when rounds are added: a tenant's next texts may be of another kind."""
 DEPTHS = 16
-"""Depths whose ranks are counted by themselves; deeper ones count as the last."""
+"""Depths whose ranks are counted separately; deeper ones count as the last."""
 BACK_OFF = 1.0
-"""What the ranks one level above weigh at a depth, in tokens: all, where a depth was never reached."""
+"""Weight, in tokens, of the distribution one level above; a depth never reached has that distribution."""
 FORMAT = 2
-"""Counts up when a prior says something else; one of another format counts as missing."""
+"""Increased with every change of format; a prior of another format counts as missing."""
 STEP_MEANS = tuple(each.name for each in fields(StepTime) if each.init)
 MAX_PRIOR_BYTES = 1 << 16
 MAX_ARMS, MAX_LOADS = 256, 32
-"""Arms and load classes of a prior: more than a router's policies and requests come to."""
+"""Limits on a prior's arms and load classes, above what a router's policies and requests produce."""
 MOST = 1e15
-"""No number of a prior is greater. The greatest is a step's squared rows times its microseconds: of the largest step
-that a peer may report, 6e14."""
+"""Upper bound of all numbers in a prior. The greatest is a step's squared rows times its microseconds: 6e14 for the
+largest step that a peer may report."""
 
 
 def tenant_tag(tenant: str) -> str:
-    """A tenant's name in keys: a hash of its own domain, so that it is found in no other list of hashes.
+    """A tenant's name in keys: a hash with its own domain prefix, so that it is in no other list of hashes.
 
-    It keeps names out of keys, not secrets from those who read the store: they could read a key for it there too.
+    It only keeps names out of keys: readers of the store can test guessed names. A hash key would have to be in the
+    store, too, and would not prevent that.
     """
     return hashlib.sha256(b"dendro:prior\0" + tenant.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
 class PriorKey:
-    """A kind of requests."""
+    """A kind of request."""
 
     target: str
     drafters: tuple[str, ...]
@@ -68,27 +69,29 @@ class PriorKey:
 
 @dataclass(slots=True)
 class Prior:
-    """What rounds of one kind came to. Also the notes of a single request, which become part of its kind's."""
+    """Statistics of rounds of one kind. Also those of a single request, which are later added to its kind's."""
 
     lengths: dict[TreeShape, EmittedLength] = field(default_factory=dict)
     ranks: np.ndarray = field(default_factory=lambda: np.zeros((DEPTHS, RANKED + 1)))
-    """[DEPTHS, RANKED + 1] c[d][r]: tokens that were the d-th of their round, by rank; those before them in it were
-    guessed right."""
+    """[DEPTHS, RANKED + 1] c[d][r]: tokens that were the d-th of their round, by rank. All tokens before them in the
+    round were guessed right."""
     costs: dict[int, Costs] = field(default_factory=dict)  # by load class
     _trace: RankTrace = field(default_factory=RankTrace)
 
     def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict, worth: float | None) -> None:
-        """Take in one round of the request whose notes these are, and what it was worth (`Experience.worth`). One whose
-        tree did not come says nothing. None: the client fixed the shape, of which nothing is remembered; there may be
-        any number of these."""
-        told = self._trace.learn(tree, verdict)
-        for rank, depth in zip(told.ranks, told.depths, strict=True):
+        """Record a round of a single request. A round whose tree did not come does not count for its arm.
+
+        worth: `Experience.worth`; None where the client fixed the shape. Those shapes are not kept, because clients can
+        name any number of them.
+        """
+        ranked = self._trace.learn(tree, verdict)
+        for rank, depth in zip(ranked.ranks, ranked.depths, strict=True):
             self.ranks[min(depth, DEPTHS) - 1, rank] += 1
         if worth is not None and tree.guesses and not tree.missed:
             self.lengths.setdefault(shape, EmittedLength()).learn(worth)
 
     def add(self, other: Prior) -> None:
-        """Take another's rounds in; what was there weighs KEPT_ROUNDS at most."""
+        """Add another prior's rounds. Those already here weigh KEPT_ROUNDS at most."""
         for shape, new in other.lengths.items():
             self.lengths[shape] = _pooled(self.lengths.get(shape, EmittedLength()).at_most(KEPT_ROUNDS), new)
         rounds = self.ranks[0].sum()
@@ -96,8 +99,9 @@ class Prior:
             self.ranks = self.ranks * min(1.0, KEPT_ROUNDS / max(rounds, 1e-9)) + other.ranks
 
     def length(self, shape: TreeShape) -> EmittedLength | None:
-        """How a request of this kind starts out on an arm: by its rounds if it was played, else by the ranks where they
-        say it; at most PRIOR_ROUNDS. None where nothing is known."""
+        """A new request's prior of an arm, weighing PRIOR_ROUNDS at most: from rounds that played it; where they are
+        fewer than PRIOR_ROUNDS, from the ranks if these determine the shape and have more rounds. None without either.
+        """
         played = self.lengths.get(shape)
         if played is not None and played.rounds >= PRIOR_ROUNDS:
             return played.at_most(PRIOR_ROUNDS)
@@ -108,7 +112,7 @@ class Prior:
         return None if played is None else played.at_most(PRIOR_ROUNDS)
 
     def _expected(self, shape: TreeShape) -> tuple[float, float]:
-        """E[N] = 1 + sum over rows of the chance to reach them, and the variance, by
+        """E[N] = 1 + sum over rows of the chance to reach them, and the variance, with
 
             a_d(r) = (c[d][r] + BACK_OFF * a_{d-1}(r)) / (sum_r c[d][r] + BACK_OFF)
 
@@ -131,18 +135,18 @@ class Prior:
 
 
 NO_PRIOR = Prior()
-"""Of a kind that nobody knows; not to be changed."""
+"""The prior of an unknown kind; must not be changed."""
 
 
 class PriorStore(Protocol):
-    """Keeps priors by key for a while. Losing one costs a few rounds; no call raises, and none takes long."""
+    """Keeps priors by key for a limited time. Losing one costs a few rounds. No call raises or takes long."""
 
     async def load(self, key: PriorKey) -> Prior | None: ...
     async def save(self, key: PriorKey, prior: Prior) -> bool: ...
 
 
 class NoPriors:
-    """The store of a router that shares nothing: within it, what it learned is still known."""
+    """The store of a router that shares no priors. It still keeps its own in memory."""
 
     async def load(self, key: PriorKey) -> Prior | None:
         return None
@@ -162,8 +166,8 @@ def _pooled(one: EmittedLength, other: EmittedLength) -> EmittedLength:
 
 
 def pack_prior(prior: Prior) -> bytes:
-    """A prior as JSON; a shape is its text."""
-    said = {
+    """A prior as JSON, with shapes as text."""
+    content = {
         "format": FORMAT,
         "lengths": {str(shape): astuple(length) for shape, length in prior.lengths.items()},
         "ranks": prior.ranks.round(3).tolist(),
@@ -178,37 +182,37 @@ def pack_prior(prior: Prior) -> bytes:
             for load, costs in prior.costs.items()
         },
     }
-    return json.dumps(said).encode()
+    return json.dumps(content).encode()
 
 
 def unpack_prior(blob: bytes) -> Prior | None:
-    """The prior of a blob; None for one that is not whole, or says what cannot be: it counts as missing."""
+    """The prior of a blob; None where it is malformed or has impossible values: it then counts as missing."""
     try:
         if len(blob) > MAX_PRIOR_BYTES:
             return None
-        said = json.loads(blob)
-        if said["format"] != FORMAT:
+        content = json.loads(blob)
+        if content["format"] != FORMAT:
             return None
-        if len(said["lengths"]) > MAX_ARMS or len(said["costs"]) > MAX_LOADS:
+        if len(content["lengths"]) > MAX_ARMS or len(content["costs"]) > MAX_LOADS:
             return None
-        ranks = np.array(said["ranks"], np.float64)
+        ranks = np.array(content["ranks"], np.float64)
         if ranks.shape != (DEPTHS, RANKED + 1) or not (np.isfinite(ranks) & (ranks >= 0) & (ranks <= MOST)).all():
             return None
-        lengths = {TreeShape.parse(text): _length(*numbers) for text, numbers in said["lengths"].items()}
-        return Prior(lengths, ranks, {int(load): _costs(costs) for load, costs in said["costs"].items()})
+        lengths = {TreeShape.parse(text): _length(*numbers) for text, numbers in content["lengths"].items()}
+        return Prior(lengths, ranks, {int(load): _costs(costs) for load, costs in content["costs"].items()})
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError):
         return None
 
 
-def _number(said: Any, least: float = 0.0, most: float = MOST) -> float:
-    """Raises ValueError for what is no number in that range."""
-    if isinstance(said, bool) or not isinstance(said, int | float) or not least <= said <= most:
-        raise ValueError(f"{said!r} is not a number of {least} to {most}")
-    return float(said)
+def _number(value: Any, least: float = 0.0, most: float = MOST) -> float:
+    """Raises ValueError for anything but a number in that range."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        raise ValueError(f"{value!r} is not a number from {least} to {most}")
+    return float(value)
 
 
 def _length(mean: Any, rounds: Any, variance: Any) -> EmittedLength:
-    # Not an arm's own depth: what is proposed besides goes deeper.
+    # The bound is not the arm's depth: proposals in the same tree may go deeper.
     return EmittedLength(_number(mean, 1.0, MAX_ROWS), _number(rounds), _number(variance))
 
 
@@ -216,16 +220,16 @@ def _cost(us: Any, count: Any) -> Cost:
     return Cost(_number(us), int(_number(count)))
 
 
-def _costs(said: Mapping[str, Any]) -> Costs:
-    step = {name: _number(said["step"][name]) for name in STEP_MEANS}
+def _costs(content: Mapping[str, Any]) -> Costs:
+    step = {name: _number(content["step"][name]) for name in STEP_MEANS}
     if step["weight"] and not min(step["n"], step["n2"], step["n3"], step["n4"], step["us"], step["n_us"]):
-        raise ValueError("a step without rows, or one that took no time")
-    if len(said["draft"]) > MAX_ARMS or len(said["tried"]) > MAX_ROWS:
-        raise ValueError("costs of more arms than there are")
+        raise ValueError("step: its rows and times must be greater than 0")
+    if len(content["draft"]) > MAX_ARMS or len(content["tried"]) > MAX_ROWS:
+        raise ValueError("costs: too many arms or numbers of rows")
     return Costs(
-        hop=_cost(*said["hop"]),
-        draft={TreeShape.parse(text): _cost(*cost) for text, cost in said["draft"].items()},
+        hop=_cost(*content["hop"]),
+        draft={TreeShape.parse(text): _cost(*cost) for text, cost in content["draft"].items()},
         step=StepTime(**step),
-        texts=_number(said["texts"], 1.0),
-        tried=Counter({int(rows): int(_number(count)) for rows, count in said["tried"].items()}),
+        texts=_number(content["texts"], 1.0),
+        tried=Counter({int(rows): int(_number(count)) for rows, count in content["tried"].items()}),
     )

@@ -1,11 +1,11 @@
-"""What a round says of its arm: what its tree promised, as far as such promises come true.
+"""Worth of a round in its arm's mean: the tokens that its tree promised, corrected by how such promises came true.
 
     1 + min(r_k P, depth of the tree)    P = E[N - 1 | the tree], by its values
     r_k = (came_k + m r) / (promised_k + m)    r = (came + m) / (promised + m)    m = TRUSTED
 
-Its mean is that of N, as r_k tends to what came over what was promised. But N hangs on luck besides: given the tree it
-varies four times as much as P does from tree to tree (demo pair, temperature 1). So a few rounds tell arms apart that
-many would not. (Rao and Blackwell's theorem, on a law that is learned.)
+Its mean is that of N, since r_k tends to what came over what was promised. But its variance is smaller: given the tree,
+N varies four times as much as P does between trees (demo pair, temperature 1). So fewer rounds are needed to
+distinguish arms. (The Rao-Blackwell theorem, with a learned law.)
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from dendro.text import Verdict
 from dendro.tree import DraftTree
 
 TRUSTED = 50.0
-"""What is believed of promises before any were kept, in promised tokens."""
+"""Weight of the prior belief about promises, in promised tokens."""
 REMEMBERED = 4096.0
-"""Tokens, promised or come, after which all of them weigh half: drafters learn."""
+"""Tokens, promised or come, at which all counts are halved, since drafters learn."""
 
 
 @dataclass(slots=True)
 class Trust:
-    """How much of what trees promise comes true."""
+    """The share of promised tokens that came."""
 
     came: float = 0.0  # tokens besides the target's own
     promised: float = 0.0
@@ -37,33 +37,33 @@ class Trust:
         self.promised += promised
 
     def share(self, before: float) -> float:
-        """Tokens that come for each that is promised; `before` is what is believed without these."""
+        """Expected tokens per promised token; `before` is the prior belief."""
         return (self.came + TRUSTED * before) / (self.promised + TRUSTED)
 
 
 @dataclass(slots=True)
 class Promises:
-    """Those of one (target, drafter) pair's trees, by kind: a class of temperatures, whose requests accept alike."""
+    """Trust in the trees of one tenant's requests at a target, by kind, which is a temperature class, and arm."""
 
     _trust: defaultdict[tuple[str, TreeShape | None], Trust] = field(default_factory=lambda: defaultdict(Trust))
-    """By kind and arm; None: all arms together."""
+    """An arm of None stands for all arms together."""
 
     def worth(self, kind: str, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> float:
-        """Tokens by which a round speaks for its arm.
+        """Tokens for which a round counts in its arm's mean.
 
-        N itself where the tree promises nothing, where guesses of it were left out, and for trees of proposals alone,
-        whose promises their policy knows.
+        N itself where the tree has no values, where guesses of it were left out, and for trees of proposals alone,
+        whose promises the policy uses when it chooses.
         """
         promised = _promised(shape, tree, verdict)
         if promised is None:
             return verdict.length
-        nothing = Trust()  # asking makes no entry: a shape that a client fixed is judged and not remembered
+        nothing = Trust()  # looking up makes no entry: shapes that clients fix are judged but not kept
         together = self._trust.get((kind, None), nothing).share(1.0)
         share = self._trust.get((kind, shape), nothing).share(together)
         return 1 + min(promised * share, float(tree.depths.max()))
 
     def learn(self, kind: str, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:
-        """Hold a round's tree against what came of it."""
+        """Compare what a round's tree promised with the tokens that came."""
         promised = _promised(shape, tree, verdict)
         if promised is not None:
             for arm in (shape, None):
@@ -71,5 +71,5 @@ class Promises:
 
 
 def _promised(shape: TreeShape, tree: DraftTree, verdict: Verdict) -> float | None:
-    """What a round's tree promised of what was verified; None where nothing is known of that."""
+    """Accepted tokens that a round's tree promised; None where its promise is unknown or not for what was verified."""
     return tree.promised if shape.drafted and not verdict.trimmed else None

@@ -1,16 +1,16 @@
-"""What the policies have in common that weigh tokens against predicted time: when to guess at all, what a round costs,
-and which rounds say nothing.
+"""The common part of policies that weigh tokens against predicted time: whether to speculate, what a round costs, and
+which rounds do not count.
 
     index_k = hoped N_k / T_k
 
-By renewal and reward the long-run rate of an arm is E[N] / E[T]. T_k is predicted from cost tables, not the noisy time
-of the round just run, so a choice does not hang on one slow round. What each of them hopes of an arm is its own.
+By renewal-reward theory the long-run rate of an arm is E[N] / E[T]. T_k is predicted from cost tables, not the noisy
+time of the last round, so one slow round does not decide a choice. Each policy has its own estimate of N_k (`hoped`).
 
-What is proposed without a model is there before the choice, and says itself what may come of it: an arm of proposals is
-judged by this round's, not by its rounds so far. So drafters are asked where the text says nothing of how it goes on.
+Proposals exist before the choice and have their own chances: an arm of proposals is judged by those of this round, not
+by its earlier rounds. So drafters are asked where proposals are few or unlikely.
 
-A text that is alone weighs `off` by the same index. In company the house says whether to guess (`House`): where it does
-not, nothing is explored; where it does, a text refrains that draws too little from its rounds.
+A text that runs alone weighs `off` by the same index. Concurrent texts follow their `SpeculationTrial`: without
+speculation nothing is explored; with it, a text whose rounds emit too little still chooses `off`.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from cluster.policies.offers import Offer
 from cluster.policies.prior import NO_PRIOR, Prior
 
 OPENING_ROUNDS = 8
-"""Rounds without a drafter's tree that count for nothing at first: a drafter that is being opened says nothing of an
-arm, one that never comes does."""
+"""Rounds at first that do not count where the drafter's tree is missing: a drafter may still be opening the text. One
+that never comes must count against its arms."""
 
 
 class RatePolicy(ABC):
-    """The policy of one request on its tenant's experience. `off` emits one token a round, which needs no exploring.
+    """The policy of one request on its tenant's experience. `off` emits one token a round and needs no exploration.
 
-    `lengths` are what this request's own rounds were worth (`Experience.worth`), on top of the prior: that of the
-    request's kind where it knows the arm, else that of the tenant's requests of its temperature.
+    `lengths` has the worth of this request's rounds (`Experience.worth`) on top of a prior: that of the request's kind
+    where it has the arm, else that of the tenant's requests in the same temperature class.
     """
 
     def __init__(
@@ -51,28 +51,28 @@ class RatePolicy(ABC):
             arm: prior.length(arm) or experience.prior(arm, temperature) for arm in self.arms
         }
         self._opening = OPENING_ROUNDS
-        self._offer: DraftTree | None = None  # of the round that is chosen for
+        self._offer: DraftTree | None = None  # proposals for the coming round
 
     @abstractmethod
     def hoped(self, arm: TreeShape) -> float:
-        """Tokens that a round of this arm is taken to emit, with what is hoped of an arm little known; at most
-        depth + 1, but for what proposers add, or infinite for an arm never seen."""
+        """Estimated tokens of a round of this arm, optimistic or sampled while it is little known. At most depth + 1,
+        unless proposers add more; infinite for an arm never played, if the policy must try it."""
 
     def tokens(self, arm: TreeShape) -> float:
-        """The same, of proposals by what they say of themselves this time: the sum of the chances that a row is
+        """As `hoped`; for an arm of proposals that were offered, the sum of the chances that its likeliest rows are
         reached."""
         if self._offer is None or not isinstance(arm, ProposedShape):
             return self.hoped(arm)
         return float(np.exp(np.sort(self._offer.values)[-arm.rows :]).sum())
 
     def rows(self, arm: TreeShape) -> float | None:
-        """Rows that this round of it would have; None: as many as usual."""
+        """Rows of this round's tree, for an arm of proposals that were offered; else None."""
         if self._offer is None or not isinstance(arm, ProposedShape):
             return None
         return min(arm.rows, self._offer.rows)
 
     def round_us(self, arm: TreeShape) -> float | None:
-        """Predicted microseconds of a round; None where too little is known."""
+        """Predicted microseconds of a round; None where it cannot be predicted yet."""
         return self.experience.round_us(arm, self.rows(arm))
 
     def index(self, arm: TreeShape) -> float:
@@ -83,7 +83,7 @@ class RatePolicy(ABC):
     def choose(self, offer: Offer | None = None) -> TreeShape:
         trial = self.experience.concurrency.trial
         trees = [arm for arm in self.arms if not arm.off]
-        if trial is not None and OFF in self.arms and not (trees and trial.guessing):
+        if trial is not None and OFF in self.arms and not (trees and trial.speculating):
             return OFF
         self._offer = offer() if offer and any(isinstance(arm, ProposedShape) for arm in trees) else None
         if trial is None or OFF not in self.arms:
@@ -100,7 +100,7 @@ class RatePolicy(ABC):
         self.observe(shape, self.experience.learn(shape, tree, verdict, self.temperature))
 
     def observe(self, shape: TreeShape, tokens: float) -> None:
-        """Take in what a round was worth that says something of its arm."""
+        """Add the worth of a round that counts to its arm's mean."""
         self.lengths[shape].learn(tokens)
 
     def _best(self, arms: Sequence[TreeShape]) -> TreeShape:

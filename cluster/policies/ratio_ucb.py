@@ -1,9 +1,9 @@
-"""Upper confidence on tokens, divided by predicted time: tokens per second, which the mean of 1/N is not.
+"""Upper confidence on tokens, divided by predicted time. This maximizes tokens per second; the mean of 1/N does not.
 
     index_k = (mean N_k + beta * sqrt(2 ln t / n_k)) / T_k
 
-(Always 3 tokens against 1 or 7 by a fair coin, at equal cost, are 3 against 4, and the mean of 1/N prefers the 3.)
-`t` is the sum of all n_k. When to guess at all, and what T_k is, says `RatePolicy`.
+(At equal cost, always 3 tokens is worse than 1 or 7 with equal chances, which is 4 on average; the mean of 1/N prefers
+the 3.) `t` is the sum of all n_k. `RatePolicy` decides whether to speculate, and defines T_k.
 """
 
 from __future__ import annotations
@@ -34,35 +34,35 @@ class RatioUCB(RatePolicy):
     ) -> None:
         super().__init__(arms, experience, temperature, prior)
         self.beta = beta
-        self._doubt = self._doubted()
+        self._bonus = self._new_bonus()
 
     def hoped(self, arm: TreeShape) -> float:
-        """Optimistic tokens of a round; infinite for an arm never seen."""
+        """Upper confidence bound of a round's tokens; infinite for an arm never played."""
         length = self.lengths[arm]
         if arm.off:
             return 1.0
         if length.rounds == 0:
             return math.inf
-        # However hopeful: an arm's own guesses give no more than its depth and the target's own token.
-        return min(length.mean + self._doubt / math.sqrt(length.rounds), max(length.mean, arm.depth + 1))
+        # An arm's own guesses emit at most depth + 1 tokens; only added proposals raise the mean above that.
+        return min(length.mean + self._bonus / math.sqrt(length.rounds), max(length.mean, arm.depth + 1))
 
     def observe(self, shape: TreeShape, tokens: float) -> None:
         super().observe(shape, tokens)
-        self._doubt = self._doubted()
+        self._bonus = self._new_bonus()
 
-    def _doubted(self) -> float:
-        """The bonus of an arm that was played once."""
+    def _new_bonus(self) -> float:
+        """The bonus of an arm that was played once: beta * sqrt(2 ln t)."""
         total = sum(length.rounds for length in self.lengths.values())
         return self.beta * math.sqrt(2 * math.log(max(total, 1.0)))
 
 
 class DiscountedUCB(RatioUCB):
-    """The same where a text changes its kind as it goes on, from prose to code: with every round all that is known
-    weighs `discount` times as much, the prior too (discounted UCB of Garivier and Moulines, on the ratio).
+    """For texts that change their kind, such as from prose to code: every round multiplies the weights of all earlier
+    ones and of the prior by `discount` (discounted UCB of Garivier and Moulines, on the ratio).
 
         n_k = sum over rounds s that played k of discount^(t - s)     mean N_k likewise
 
-    An arm that was not played for long is hoped for again. At 0.97 no more than 33 rounds count.
+    An arm not played for long is explored again. At 0.97 the weights sum to 33 rounds at most.
     """
 
     def __init__(

@@ -1,12 +1,12 @@
-"""What rounds of any static shape would have emitted on the text that was written, from the ranks of its tokens.
+"""What rounds of any static shape would have emitted on a request's text, from the ranks of its tokens.
 
-A drafter says of each token of the text which of its candidates it was (`tree.trace`). In a tree of static shape the
-child of rank r is there if and only if the row has more than r children, so a round that starts at text length L emits
+A drafter reports the rank of each text token among its candidates (`tree.trace`). In a tree of static shape a row has a
+child of rank r if and only if it has more than r children, so a round that starts at text length L emits
 
     1 + max{d : rho[L + i - 1] < N_i for all i <= d}
 
-tokens in a tree of levels N_1, N_2, ...; in any other static tree, one more than the ranks lead down from the root.
-That is exact: in our modes the text does not depend on the trees. (ALGORITHMS 2.4.)
+tokens in a tree of levels N_1, N_2, ...; in any other static tree, one more than the levels that the ranks lead down
+from the root. This is exact, since in our modes the text does not depend on the trees. (ALGORITHMS 2.4.)
 """
 
 from __future__ import annotations
@@ -20,72 +20,71 @@ from dendro.text import Verdict
 from dendro.tree import DraftTree, IntArray
 
 RANKED = 8
-"""Candidates among which a drafter ranks the text's tokens; that number stands for all ranks past them."""
+"""Candidates among which a drafter ranks the text's tokens. RANKED itself stands for every rank past them."""
 LONGEST_TRACE = 64
-"""Tokens since its last tree that a drafter ranks. Of more, it reads the first without, and says so of none: such a
-trace is left aside whole."""
+"""Tokens since its last tree that a drafter ranks. Of more tokens it reports the unranked first ones as past all
+candidates, so a longer trace is ignored as a whole."""
 WINDOW = 128
-"""Text tokens that a replay is judged by: 30 to 60 rounds."""
+"""Text tokens over which arms are judged: 30 to 60 rounds."""
 
 
 def replayed(shape: TreeShape) -> bool:
-    """Whether ranks say what a shape emits: where they do not reach, or values choose the tree, they do not."""
+    """Whether ranks determine what a shape emits: not where it is wider than RANKED, or values choose the tree."""
     return isinstance(shape, LevelShape | NodeShape) and not shape.off and shape.width <= RANKED
 
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """Ranks that one tree brought of text tokens, in order."""
+    """Ranks of text tokens from one tree's trace, in order."""
 
     ranks: tuple[int, ...]  # 0 to RANKED
-    depths: tuple[int, ...]  # of each, which token of its round it was, from 1 on
-    joined: bool  # whether the first of them follows the last one before
+    depths: tuple[int, ...]  # of each token in its round, from 1 on
+    joined: bool  # whether the first token follows the last one ranked before
 
 
 @dataclass(slots=True)
 class RankTrace:
-    """Follows one request's text and says of its tokens what the trees' traces tell, each once."""
+    """Assigns the ranks in the traces of a request's trees to its text tokens, each once."""
 
-    _untold: list[int] = field(default_factory=list)  # depths of the tokens since the last one told
-    _broken: bool = False
+    _unranked: list[int] = field(default_factory=list)  # depths of the tokens since the last one ranked
+    _gap: bool = False  # whether tokens were left unranked
 
     def learn(self, tree: DraftTree, verdict: Verdict) -> Ranked:
-        """Take in a round; its own tokens are told of with a later tree."""
-        count = min(len(tree.trace), len(self._untold)) if len(tree.trace) <= LONGEST_TRACE else 0
+        """Record a round. Its own tokens are ranked by a later tree's trace."""
+        count = min(len(tree.trace), len(self._unranked)) if len(tree.trace) <= LONGEST_TRACE else 0
         ranks = tuple(min(rank, RANKED) for rank in tree.trace.tolist()[len(tree.trace) - count :])
-        depths = tuple(self._untold[len(self._untold) - count :])
-        joined = count == len(self._untold) and not self._broken
+        depths = tuple(self._unranked[len(self._unranked) - count :])
+        joined = count == len(self._unranked) and not self._gap
         if len(tree.trace):
-            self._broken = not count and bool(self._untold)
-            self._untold.clear()
-        self._untold += range(1, len(verdict.tokens) + 1)
+            self._gap = not count and bool(self._unranked)
+            self._unranked.clear()
+        self._unranked += range(1, len(verdict.tokens) + 1)
         return Ranked(ranks, depths, joined)
 
 
 class Replay:
-    """Plays the text with every shape at once, each as if it alone had been played: a round begins where the last one
+    """Replays the text with all shapes at once, each as if it alone had been played: a round begins where the last one
     of the same shape ended.
 
-    That is the law of rounds when a shape is played, which the mean over all places is not: where a text is hard,
-    rounds are short and begin more often. (Half a text where 5 tokens are right and half where none is: by places a
-    round emits 3, by rounds less than 2.) A round that is not over yet counts for nothing; one that a gap in the ranks
-    cuts off, never.
+    So the means are those of rounds, which a mean over all positions is not: where a text is hard, rounds are short and
+    begin more often. (With 5 tokens right in half of a text and none in the other half, a round emits 3 by positions
+    and less than 2 by rounds.) An unfinished round does not count yet; one cut off by a gap in the ranks never counts.
     """
 
     def __init__(self, shapes: Sequence[TreeShape], window: int = WINDOW) -> None:
-        """shapes: those for which `replayed` is true   window: the last tokens whose rounds are counted, LONGEST_TRACE
-        of them at least"""
+        """shapes: `replayed` is true for all   window: rounds that ended in this many last tokens count; at least
+        LONGEST_TRACE"""
         assert window >= LONGEST_TRACE
         self.shapes = tuple(shapes)
         self.positions = 0  # ranked tokens so far
         self.tokens = np.zeros(len(self.shapes), np.int64)  # of the rounds that ended within the window ...
         self.rounds = np.zeros(len(self.shapes), np.int64)  # ... and their number
         self._roots, self._next, self._emitted = _steps(self.shapes)
-        self._rows = self._roots.copy()  # where the rounds are that are not over
+        self._rows = self._roots.copy()  # the row that each shape's unfinished round has reached
         self._ended = np.zeros((window, len(self.shapes)), np.int64)  # N where a round ended at this token, else 0
 
     def feed(self, ranks: Sequence[int]) -> None:
-        """Go on by tokens of these ranks, LONGEST_TRACE of them at most."""
+        """Advance by tokens of these ranks, at most LONGEST_TRACE."""
         places = np.arange(self.positions, self.positions + len(ranks)) % len(self._ended)
         forgotten = self._ended[places]
         ended = np.empty_like(forgotten)
@@ -98,13 +97,13 @@ class Replay:
         self.positions += len(ranks)
 
     def cut(self) -> None:
-        """What comes next does not follow: the rounds that are not over never will be."""
+        """Discard the unfinished rounds: the next ranks do not follow the last ones."""
         self._rows = self._roots.copy()
 
 
 def _steps(shapes: Sequence[TreeShape]) -> tuple[IntArray, IntArray, IntArray]:
-    """Of all shapes' rows, one shape after the other: [shapes] the roots; [RANKED + 1, rows] the row that a rank leads
-    to, the root where the round ends with it; [RANKED + 1, rows] the tokens of a round that does, else 0."""
+    """Tables over the rows of all shapes, one shape after the other: [shapes] the roots; [RANKED + 1, rows] the row to
+    which a rank leads, the root if it ends the round; [RANKED + 1, rows] the tokens of a round that it ends, else 0."""
     roots = np.cumsum([0, *(shape.rows for shape in shapes)])
     following = np.zeros((RANKED + 1, roots[-1]), np.int64)
     emitted = np.zeros((RANKED + 1, roots[-1]), np.int64)

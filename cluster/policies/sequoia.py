@@ -1,19 +1,19 @@
-"""Sequoia's program: the static tree that emits the most tokens a second (ALGORITHMS 4.5).
+"""Sequoia's dynamic program: the static tree that emits the most tokens a second (ALGORITHMS 4.5).
 
 `accept[d][j]` is the chance that the j-th child of a row of depth d carries the target's token, given that the row was
-accepted. A tree then emits, with the target's own token, E[N] = the sum over its rows of the product of the chances on
-the way to them, the root counting one: each token emitted needs one more row reached. The best subtree of y rows below
-a row of depth d does not depend on what is beside it, so that for every number of rows and greatest depth
+accepted. A tree then emits E[N] tokens, the target's own included: the sum over its rows of the product of the chances
+on the path to them, 1 for the root, since each emitted token needs one more row reached. The best subtree of y rows
+below a row of depth d does not depend on its siblings, so for every number of rows and greatest depth
 
     T[d][r][m]  = 1 + H[d][r][0][m - 1]                                          m rows, r levels below a row of depth d
     H[d][r][j][n] = max over y of accept[d][j] * T[d + 1][r - 1][y] + H[d][r][j + 1][n - y]      children j, j + 1, ...
 
-Sequoia (arXiv 2402.12374) has chances that depend on j alone; ours may depend on the depth too.
+In Sequoia (arXiv 2402.12374) chances depend on j alone; here they may depend on the depth, too.
 
-Where a drafter's forward takes longer the more rows it has, a tree that emits a little less from fewer forwarded rows
-can be better. Which rows have children is then chosen first: those that are likeliest to be reached, since a row's
-children are worth as much as the row; and of all their children the likeliest. Where chances depend on j alone and
-fall with it, no tree of so many rows, forwarded rows and greatest depth emits more.
+Where a drafter's forward takes longer with more rows, a tree that emits a little less from fewer forwarded rows can be
+better. Then the rows with children are chosen first, as those likeliest to be reached, because a row's children are
+worth in proportion to its own chance; and of all their children the likeliest are taken. Where chances depend on j
+alone and fall with it, no tree with as many rows, forwarded rows and greatest depth emits more.
 
 Of all trees found in both ways, the one with the least predicted time per token is returned.
 
@@ -34,20 +34,20 @@ from dendro.shapes import MAX_ROWS, NodeShape, TreeShape, child_counts
 from cluster.policies.classes import row_bucket
 
 Accept = Sequence[float] | Sequence[Sequence[float]] | npt.NDArray[np.float64]
-"""a[j], or a[d][j] whose last row holds for all greater depths, too."""
+"""a[j], or a[d][j], whose last row also holds for all greater depths."""
 TimeOf = Callable[[int], float]
 """Microseconds of a forward of so many rows."""
 NEVER = -np.inf
 SAME = 1e-12
-"""Relative difference below which two trees are equally good; the smaller one is taken."""
+"""Relative difference below which two trees are equally good; the one found first is taken."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A tree and what it is predicted to do."""
+    """A tree and its predictions."""
 
     shape: NodeShape
-    emitted: float  # E[N], the target's own token among them
+    emitted: float  # E[N], with the target's own token
     round_us: float
 
     @property
@@ -56,9 +56,9 @@ class Found:
 
 
 def chances(accept: Accept, depth: int) -> npt.NDArray[np.float64]:
-    """accept as [depth, children]; the last row given stands for all that are missing.
+    """`accept` as [depth, children]; the last row given is repeated for greater depths.
 
-    Raises ValueError where a number is no chance, or siblings together have more than 1.
+    Raises ValueError for numbers that are not chances, and for siblings with a sum above 1.
     """
     given = np.asarray(accept, np.float64)
     table = given[None] if given.ndim == 1 else given
@@ -70,7 +70,7 @@ def chances(accept: Accept, depth: int) -> npt.NDArray[np.float64]:
 
 
 def forwarded_rows(shape: TreeShape) -> tuple[int, ...]:
-    """Rows of each of the drafter's forwards: those of a level that have children."""
+    """Rows of each of the drafter's forwards: the rows of one level that have children."""
     rows, counts = [], child_counts(shape)
     start, stop = 0, 1
     while below := sum(counts[start:stop]):
@@ -80,10 +80,10 @@ def forwarded_rows(shape: TreeShape) -> tuple[int, ...]:
 
 
 def expected_tokens(shape: TreeShape, accept: Accept) -> float:
-    """E[N] of a tree of fixed form. Raises ValueError where a row has more children than chances are known."""
+    """E[N] of a tree of fixed form. Raises ValueError where a row has more children than `accept` has chances."""
     table = chances(accept, max(shape.depth, 1))
     if shape.width > table.shape[1]:
-        raise ValueError(f"accept: knows {table.shape[1]} siblings; {shape} has {shape.width}")
+        raise ValueError(f"accept: has {table.shape[1]} siblings; {shape} has {shape.width}")
     reached, depths = [1.0], [0]
     for row, count in enumerate(child_counts(shape)):
         reached += (reached[row] * table[depths[row], :count]).tolist() if count else []
@@ -92,7 +92,7 @@ def expected_tokens(shape: TreeShape, accept: Accept) -> float:
 
 
 def draft_and_step_us(shape: TreeShape, level_us: TimeOf, step_us: TimeOf) -> float:
-    """What a tree of fixed form takes to be drafted and verified; a step's rows are padded."""
+    """Microseconds to draft and verify a tree of fixed form; a step's rows are padded."""
     return sum(map(level_us, forwarded_rows(shape))) + step_us(row_bucket(shape.rows))
 
 
@@ -108,14 +108,14 @@ def best_tree(
 ) -> Found:
     """The tree of least predicted time per token.
 
-    No other is better where a drafter's forward takes as long with any number of rows; nor where it takes longer by the
-    row and chances depend on the place among siblings alone and fall with it; else it is near the best.
+    Optimal where the time of a drafter's forward does not depend on its rows, and where it grows by the row and chances
+    depend on the place among siblings alone and fall with it. Else near the optimum.
 
-    level_us: of a drafter's forward   step_us: of a verifier's step, asked for rows as padded   fixed_us: of a round,
-    whatever its tree. Raises ValueError, naming the argument.
+    level_us: of a drafter's forward   step_us: of a verifier's step, called with padded rows   fixed_us: of a round,
+    independent of its tree. Raises ValueError, naming the argument.
     """
     if not 2 <= max_rows <= MAX_ROWS:
-        raise ValueError(f"max_rows: {max_rows}; 2 to {MAX_ROWS}, the root among them")
+        raise ValueError(f"max_rows: {max_rows}; 2 to {MAX_ROWS}, with the root")
     if max_depth < 1:
         raise ValueError(f"max_depth: {max_depth}; at least 1")
     if max_children < 1:
@@ -142,35 +142,35 @@ def thrifty_trees(
     """For each greatest depth, the best tree whose rows with children are the likeliest. table [depth, children]"""
     padded = np.array([step_us(row_bucket(max(rows, 2))) for rows in range(max_rows + 1)])
     for depth in range(1, len(table) + 1):
-        slots = _OpenRows(table, depth)
+        candidates = _OpenRows(table, depth)
         best, least = None, np.inf
-        while slots.open() and len(slots.parents) < max_rows:
-            order = slots.order()
-            emitted = 1 + np.cumsum(slots.reached(order[: max_rows - 1]))  # of 2 rows, 3 and so on
-            took = fixed_us + sum(map(level_us, slots.forwarded)) + padded[2 : 2 + len(emitted)]
+        while candidates.open() and len(candidates.parents) < max_rows:
+            order = candidates.order()
+            emitted = 1 + np.cumsum(candidates.reached(order[: max_rows - 1]))  # of 2 rows, 3 and so on
+            took = fixed_us + sum(map(level_us, candidates.forwarded)) + padded[2 : 2 + len(emitted)]
             per_token = took / emitted
             rows = int(per_token.argmin())
             if per_token[rows] < least:
-                best, least = slots.tree(order[: rows + 1]), per_token[rows]
+                best, least = candidates.tree(order[: rows + 1]), per_token[rows]
         if best is not None:
             yield best
 
 
 class _OpenRows:
-    """Places for rows below the rows that have children so far, at first none."""
+    """Candidate rows: all children of the rows opened so far, at first none."""
 
     def __init__(self, table: npt.NDArray[np.float64], depth: int) -> None:
         self._table = table
         self._depth = depth
-        self._nodes: list[tuple[int, float]] = [(0, 1.0)]  # depth and chance to be reached; the root, then the slots
-        self._keys = [1.0]  # what slots are ordered by: no sibling comes before one on its left
+        self._nodes: list[tuple[int, float]] = [(0, 1.0)]  # depth, chance to be reached; the root, then the candidates
+        self._keys = [1.0]  # sort keys: no sibling comes before one on its left
         self._above = [-1]
-        self._waiting = [(-1.0, 0)]  # a heap of those that may get children, the likeliest first
+        self._waiting = [(-1.0, 0)]  # a heap of nodes that may be opened, the likeliest first
         self.parents: list[int] = []  # nodes with children
-        self.forwarded: list[int] = []  # of these, by level
+        self.forwarded: list[int] = []  # their number by level
 
     def open(self) -> bool:
-        """Give the likeliest node that has none its children; whether there was one."""
+        """Add the children of the likeliest unopened node to the candidates; False where none is left."""
         if not self._waiting:
             return False
         negative, node = heappop(self._waiting)
@@ -189,26 +189,26 @@ class _OpenRows:
         return True
 
     def order(self) -> npt.NDArray[np.int64]:
-        """All slots, the likeliest first; a slot comes after the one above it, and after its siblings on the left."""
+        """All candidates, the likeliest first; each comes after its parent and its siblings on the left."""
         return 1 + np.argsort(-np.array(self._keys[1:]), kind="stable")
 
-    def reached(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        return np.array([self._nodes[slot][1] for slot in slots])
+    def reached(self, nodes: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        return np.array([self._nodes[node][1] for node in nodes])
 
-    def tree(self, slots: npt.NDArray[np.int64]) -> NodeShape:
-        """The tree of the root and these slots."""
+    def tree(self, nodes: npt.NDArray[np.int64]) -> NodeShape:
+        """The tree of the root and these candidates."""
         below: dict[int, list[int]] = {}
-        for slot in sorted(slots.tolist()):
-            below.setdefault(self._above[slot], []).append(slot)
+        for node in sorted(nodes.tolist()):
+            below.setdefault(self._above[node], []).append(node)
         level, counts = [0], []
-        for node in level:  # grows while it is read
+        for node in level:  # extended while it is iterated
             level += below.get(node, [])
             counts.append(len(below.get(node, [])))
         return _shape(counts)
 
 
 def _shape(counts: Sequence[int]) -> NodeShape:
-    """A tree by the children of all its rows."""
+    """A tree from the numbers of children of all its rows."""
     return NodeShape(tuple(counts[: max(row for row, count in enumerate(counts) if count) + 1]))
 
 
@@ -221,13 +221,13 @@ def longest_trees(
         seen = NEVER
         for depth in range(1, min(max_depth, rows - 1) + 1):
             emitted = float(program.emitted[depth][0, rows])
-            if emitted > seen:  # else a deeper tree is no longer
+            if emitted > seen:  # else a deeper tree emits no more
                 yield program.tree(rows, depth), emitted
                 seen = emitted
 
 
 class _Program:
-    """The tables of the program, filled at birth."""
+    """The tables of the dynamic program."""
 
     def __init__(self, table: npt.NDArray[np.float64], max_rows: int) -> None:
         """table: [depth, children] chances"""
@@ -244,7 +244,7 @@ class _Program:
         for below in range(1, depths + 1):
             starts = depths + 1 - below  # depths from which so many levels fit
             under = self.emitted[below - 1][1 : starts + 1]  # [starts, y]
-            forest = np.full((starts, max_rows + 1), NEVER)  # of no more children
+            forest = np.full((starts, max_rows + 1), NEVER)  # of no children
             forest[:, 0] = 0.0
             taken = []
             for child in reversed(range(children)):
@@ -264,7 +264,7 @@ class _Program:
     def tree(self, rows: int, depth: int) -> NodeShape:
         """The tree of so many rows and at most so many levels that emits the most."""
         waiting, counts = [(0, depth, rows)], []
-        for above, below, size in waiting:  # grows while it is read: level by level
+        for above, below, size in waiting:  # extended while it is iterated, level by level
             left, child = size - 1, 0
             while left:
                 part = int(self.taken[below][child][above, left])

@@ -1,4 +1,4 @@
-"""One shape, always: for `off`, for a shape that the client fixed, and for comparison."""
+"""A constant shape: `off`, a shape that the client fixed, or a baseline."""
 
 from __future__ import annotations
 
@@ -19,4 +19,4 @@ class Static:
         return self.shape
 
     def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:
-        """There is nothing to learn."""
+        """Does nothing."""

@@ -1,9 +1,9 @@
-"""What a verifier's step takes by its rows, fitted as steps are measured.
+"""Time of a verifier's step as a function of its rows, fitted as steps are measured.
 
-    T(n) = c + k n              of a target whose layers all have states (degree 1)
-    T(n) = c + k n + k2 n^2     of one with layers of attention, hybrids among them (degree 2)
+    T(n) = c + k n              for targets whose layers all have states (degree 1)
+    T(n) = c + k n + k2 n^2     for targets with attention layers, hybrids included (degree 2)
 
-(ALGORITHMS 10.2). By least squares with no coefficient below zero: more rows never cost less.
+(ALGORITHMS 10.2). Least squares with no coefficient below zero, so that more rows never cost less.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from dataclasses import dataclass, field
 
 STEP = 0.01
 OUTLIER = 3.0
-"""What took longer than this many times the usual counts as that: one page fault must not condemn an arm."""
+"""Times longer than this multiple of the expected one count as the multiple: one page fault must not condemn an arm."""
 UNIT = 64
-"""Rows that sums count as one: their fourth powers stay small."""
+"""Rows per unit of n in the sums, which keeps fourth powers small."""
 SINGULAR = 1e-9
-"""What is left of a feature when the others are taken away, relative: less is rounding."""
+"""Least relative remainder of a feature after elimination of the others; less is rounding."""
 ALIKE = 1e-13
-"""Of fits whose squared errors are this near to each other, relative to a step's square, the plainest is taken."""
+"""Difference of squared errors, relative to a step's squared time, below which the simplest fit is taken."""
 FEATURES = {1: ((0,), (0, 1), (1,)), 2: ((0,), (0, 1), (0, 2), (1,), (1, 2), (2,), (0, 1, 2))}
-"""By degree: the powers of n that a fit may have, the plainest first."""
+"""By degree: sets of powers of n that a fit may have, in order of preference."""
 
 Coefficients = tuple[float, ...]
 
 
 def degree_of(attends: bool) -> int:
-    """Of the polynomial that a target's steps follow, by whether any of its layers is attention."""
+    """Degree of the polynomial of a target's step times, by whether it has attention layers."""
     return 2 if attends else 1
 
 
 @dataclass(slots=True)
 class StepTime:
-    """Weighted means over the steps measured so far: the older a measurement, the less it weighs.
+    """Means over the steps measured so far, with weights that decay by STEP per step.
 
-    The means serve both forms; which is the target's is said with every question. n is rows / UNIT.
+    The means serve both degrees; each method takes the degree of the target. n is rows / UNIT.
     """
 
     weight: float = 0.0
@@ -49,7 +49,7 @@ class StepTime:
     _fits: dict[int, Coefficients] = field(default_factory=dict, init=False, repr=False, compare=False)  # by degree
 
     def learn(self, rows: int, us: float, degree: int) -> None:
-        """A step of so many rows took so long."""
+        """Record a measured step."""
         if self.weight:
             us = min(us, OUTLIER * self.at(rows, degree))
         n = rows / UNIT
@@ -65,7 +65,7 @@ class StepTime:
         self._fits.clear()
 
     def coefficients(self, degree: int) -> Coefficients:
-        """Microseconds of a step, for each of its rows, and at degree 2 for each of these squared."""
+        """[degree + 1] microseconds of a step, per row, and at degree 2 per row squared."""
         if degree not in self._fits:
             powers = (1.0, self.n, self.n2, self.n3, self.n4)
             gram = [powers[power : power + degree + 1] for power in range(degree + 1)]
@@ -74,17 +74,17 @@ class StepTime:
         return self._fits[degree]
 
     def at(self, rows: float, degree: int) -> float:
-        """Microseconds of a step of so many rows; 0 where none was measured."""
+        """Predicted microseconds of a step of so many rows; 0 where none was measured."""
         return step_at(self.coefficients(degree), rows)
 
 
 def step_at(coefficients: Coefficients, rows: float) -> float:
-    """The polynomial at so many rows."""
+    """The polynomial's value at so many rows."""
     return sum(each * rows**power for power, each in enumerate(coefficients))
 
 
 def fit_steps(rows: Sequence[float], us: Sequence[float], degree: int) -> Coefficients:
-    """The coefficients of steps that all weigh the same."""
+    """The coefficients for steps of equal weight."""
     count = len(rows)
     sums = [sum((each / UNIT) ** power for each in rows) / count for power in range(2 * degree + 1)]
     gram = [sums[power : power + degree + 1] for power in range(degree + 1)]
@@ -96,8 +96,8 @@ def fit_steps(rows: Sequence[float], us: Sequence[float], degree: int) -> Coeffi
 
 
 def nonnegative_fit(gram: Sequence[Sequence[float]], wanted: Sequence[float]) -> Coefficients:
-    """The x >= 0 with the least x' G x - 2 w' x, of two or three numbers: the best of all choices of those that are
-    not zero. Where several are as good, as with too few numbers of rows, the plainest."""
+    """The x >= 0, of two or three numbers, with the least x' G x - 2 w' x, found by trying all sets of nonzero
+    coefficients. Of equally good ones, as with too few different numbers of rows, the first in FEATURES is taken."""
     best, least = (0.0,) * len(wanted), 0.0
     for chosen in FEATURES[len(wanted) - 1]:
         found = _solved(gram, wanted, chosen)
@@ -105,7 +105,7 @@ def nonnegative_fit(gram: Sequence[Sequence[float]], wanted: Sequence[float]) ->
             continue
         by_power = dict(zip(chosen, found, strict=True))
         fit = tuple(by_power.get(power, 0.0) for power in range(len(wanted)))
-        # Not -w' x, which is the same at a minimum: this one rounding in x moves by its square alone.
+        # Not -w' x, which is equal at a minimum: a rounding error of x changes this form only by its square.
         value = sum(
             each * (sum(g * other for g, other in zip(row, fit, strict=True)) - 2 * w)
             for each, row, w in zip(fit, gram, wanted, strict=True)
@@ -116,7 +116,7 @@ def nonnegative_fit(gram: Sequence[Sequence[float]], wanted: Sequence[float]) ->
 
 
 def _solved(gram: Sequence[Sequence[float]], wanted: Sequence[float], chosen: Sequence[int]) -> Sequence[float] | None:
-    """The solution of G x = w for these features alone; None where one of them is a sum of others."""
+    """The solution of G x = w for these features alone; None where they are linearly dependent."""
     rows = [[*(gram[i][j] for j in chosen), wanted[i]] for i in chosen]
     for at, row in enumerate(rows):
         if row[at] <= SINGULAR * gram[chosen[at]][chosen[at]]:

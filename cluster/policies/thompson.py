@@ -1,8 +1,8 @@
-"""Thompson sampling: play the arm that is best in one world drawn from what is believed.
+"""Thompson sampling: play the arm that is best under one sample from the posterior.
 
-An arm's N is taken for normal, its mean and precision for Normal-Gamma; the mean drawn, over the predicted time, is its
-index. The belief is of N and not of log(N / T), whose mean prefers a steady arm to a faster one (3 tokens to 1 or 7),
-and T_k is predicted, so it needs no belief of its own.
+An arm's N is modelled as normal, with a Normal-Gamma prior of its mean and precision; an arm's index is the sampled
+mean over the predicted time. The posterior is of N rather than log(N / T), whose mean prefers a steady arm to a faster
+one (3 tokens to 1 or 7). T_k is predicted and needs no posterior.
 
     precision ~ Gamma(a, rate b)     mean ~ Normal(m, 1 / (c * precision))
 
@@ -23,7 +23,7 @@ from cluster.policies.prior import NO_PRIOR, Prior
 from cluster.policies.rate import RatePolicy
 
 STREAM = 0x7407
-"""Sets its draws apart from everything else that a request's seed decides."""
+"""Separates its random numbers from others derived from the request's seed."""
 
 
 class Thompson(RatePolicy):
@@ -41,17 +41,17 @@ class Thompson(RatePolicy):
         super().__init__(arms, experience, temperature, prior)
         self._rng = np.random.default_rng([STREAM, seed])
         self._deepest = np.array([arm.depth for arm in self.arms], np.float64)
-        self._drawn = dict.fromkeys(self.arms, 1.0)  # of the present choice
+        self._sampled = dict.fromkeys(self.arms, 1.0)  # means, for the current choice
 
     def hoped(self, arm: TreeShape) -> float:
-        """The tokens of a round in the world that was drawn for this choice."""
-        return self._drawn[arm]
+        """The mean tokens of a round, as sampled for the current choice."""
+        return self._sampled[arm]
 
     def choose(self, offer: Offer | None = None) -> TreeShape:
-        self._draw()
+        self._sample()
         return super().choose(offer)
 
-    def _draw(self) -> None:
+    def _sample(self) -> None:
         lengths = [self.lengths[arm] for arm in self.arms]
         rounds = np.array([length.rounds for length in lengths])
         mean = np.array([length.mean for length in lengths])
@@ -60,6 +60,6 @@ class Thompson(RatePolicy):
         rate = np.square(self._deepest / 4) + rounds * (spread + np.square(mean - middle) / weight) / 2
         centre = (middle + rounds * mean) / weight
         precision = self._rng.standard_gamma(1 + rounds / 2) / np.maximum(rate, 1e-9)
-        drawn = centre + self._rng.standard_normal(len(lengths)) / np.sqrt(weight * np.maximum(precision, 1e-9))
-        # No arm emits less than the target's own token, nor more than its depth besides; `off` just the one.
-        self._drawn = dict(zip(self.arms, np.clip(drawn, 1.0, 1 + self._deepest).tolist(), strict=True))
+        sampled = centre + self._rng.standard_normal(len(lengths)) / np.sqrt(weight * np.maximum(precision, 1e-9))
+        # An arm emits 1 to depth + 1 tokens, so `off` exactly 1.
+        self._sampled = dict(zip(self.arms, np.clip(sampled, 1.0, 1 + self._deepest).tolist(), strict=True))

@@ -1,9 +1,9 @@
-"""UCBSpec of BanditSpec (ICML 2025): upper confidence on the tokens of a round, whatever the round costs.
+"""UCBSpec of BanditSpec (ICML 2025): upper confidence on the tokens of a round, ignoring its cost.
 
     k* = argmax_k  mean N_k + R * sqrt(ln t / (2 n_k))
 
-Its regret counts rounds until the text ends, so it is a baseline: it takes a larger tree for a token more. The bonus is
-Hoeffding's for lengths in [1, R + 1], where R is the depth of the deepest arm; it restarts for every request.
+Its regret is in rounds, not time, so it prefers a larger tree for any gain in tokens; it is a baseline. The bonus is
+Hoeffding's for lengths in [1, R + 1], where R is the depth of the deepest arm. It restarts with every request.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class UCBSpec:
         self.tokens = dict.fromkeys(self.arms, 0)  # sums
 
     def index(self, arm: TreeShape) -> float:
-        """Optimistic tokens of a round of an arm that was played."""
+        """Upper confidence bound of a round's tokens, for an arm that was played."""
         total = sum(self.pulls.values())
         mean = self.tokens[arm] / self.pulls[arm]
         return mean + self.range * math.sqrt(math.log(total) / (2 * self.pulls[arm]))

@@ -1,4 +1,4 @@
-"""Proposers guess without a model, from what was written before. What they propose changes no token."""
+"""Proposers guess without a model, from earlier text. Proposals do not change which tokens are emitted."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The chance that a proposed token is the target's, counted: a proposer's own word is only where it begins.
+"""The chance that a proposed token is the target's, from counts; the proposer's own estimate is only the prior.
 
-Counted for each proposer, class of match lengths, class of hopes and depth by itself, on the condition that the path to
-the token came true. The text says so by itself when the round is over: what was proposed, whether or not a verifier
-was asked, is held against the tokens that came.
+Counts are kept per proposer, class of match lengths, class of hopes and depth, given that the path to the token came
+true. After each round all proposals for it, verified or not, are compared with the tokens that came.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from dendro.tree import DraftTree
 from cluster.proposers.proposal import LEAST, Proposal
 
 PRIOR = 2.0
-"""What a proposer's word weighs, in proposals."""
+"""Weight of a proposer's own estimate, in proposals."""
 MEMORY = 512.0
-"""Proposals of a kind after which all of them weigh half: texts change."""
+"""Proposals of a kind at which its counts are halved, since texts change."""
 DEEPEST = 8
-"""Depths from here on are counted together."""
+"""Depths from this one on are counted together."""
 
 Kind = tuple[str, int, int, int]
 """Proposer, class of match length (1, 2 to 3, 4 to 7, and so on), class of hope (by quarters), depth."""
@@ -41,17 +40,17 @@ class Count:
 
 @dataclass(slots=True)
 class Chances:
-    """The counts of one tenant's requests at a target: numbers alone, nothing of a text."""
+    """The counts of one tenant's requests at a target, of one temperature class. They contain no text."""
 
     counts: dict[Kind, Count] = field(default_factory=dict)
 
     def of(self, kind: Kind, hope: float) -> float:
-        """The chance of one kind of proposal, by the counts and, while they are few, its hope; inside (0, 1)."""
+        """The chance of a proposal, in (0, 1): the share of its kind that came true, with `hope` as prior."""
         count = self.counts.get(kind)
         return hope if count is None else (count.right + PRIOR * hope) / (count.of + PRIOR)
 
     def tree(self, name: str, proposal: Proposal) -> DraftTree:
-        """The proposal with its values; rows that are hardly reached are left out, with all below them."""
+        """The proposal as a tree with values. Rows with a chance below LEAST, and those below them, are left out."""
         place, depths = {0: 0}, [0]
         tokens, parents, values = [proposal.root], [-1], [0.0]
         for row in range(1, proposal.guesses + 1):
@@ -69,7 +68,7 @@ class Chances:
         return DraftTree(np.array(tokens, np.int64), np.array(parents, np.int64), np.array(values, np.float32), name)
 
     def learn(self, name: str, proposal: Proposal, came: Sequence[int]) -> None:
-        """Hold a proposal against the tokens that the text went on with."""
+        """Compare a proposal with the tokens that followed."""
         below, row = proposal.children(), 0
         for depth, token in enumerate(came, start=1):
             if row not in below:

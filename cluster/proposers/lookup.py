@@ -1,7 +1,7 @@
-"""Prompt lookup: what followed the last time the text's last words were written (ALGORITHMS 8).
+"""Prompt lookup: proposes what followed earlier occurrences of the text's last tokens (ALGORITHMS 8).
 
-The text's end is looked up in the text before it, its longest n-gram first. Each match proposes the tokens that
-followed; of matches that go on with the same token the one found first counts: the longer, then the newer.
+The longest n-gram at the text's end that occurred before comes first. Each match proposes the tokens that followed it;
+of matches that continue with the same token the longest is used, and of these the newest.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dendro.text import Text
 from cluster.proposers.proposal import Proposal, trust
 
 LONGEST = 16
-"""Tokens beyond which a match is not lengthened: it could hardly be surer."""
+"""Tokens of a match that are compared at most; longer matches are hardly more certain."""
 MOST = 512
-"""Places that are compared. Where the root stands in more, those stay that have more of the text's end before them,
-and of these the newest."""
+"""Occurrences of the root that are compared. Where there are more, those that match more of the text's end stay, and of
+these the newest."""
 BRANCHES = 4
-"""Continuations that are proposed."""
+"""Continuations proposed at most."""
 
 
 class Lookup:
@@ -27,7 +27,7 @@ class Lookup:
     name = "lookup"
 
     def __init__(self) -> None:
-        # Before the text are LONGEST of what no token is, so that no match reaches beyond its beginning.
+        # LONGEST entries of -1, which is no token, precede the text, so that no match extends past its beginning.
         self._ids: npt.NDArray[np.int64] = np.full(256, -1, np.int64)
         self._length = 0
 
@@ -54,13 +54,13 @@ class Lookup:
         return proposal
 
     def end(self, text: Text) -> None:
-        """Nothing of it is kept."""
+        """Does nothing: lookups keep no ended texts."""
 
     def _matches(self) -> list[tuple[int, int]]:
-        """Places at which the text's last tokens ended before, and how many of them: the most first, then the newest.
+        """(place, matched): the position after an earlier occurrence of the text's last tokens, and their number. Most
+        tokens first, then the newest.
 
-        A place is where the next token stands, so it lies before the text's end: no match is the end itself, though
-        the two may overlap.
+        A place is before the text's end, so the end does not match itself, though a match may overlap it.
         """
         ids = self._ids[: LONGEST + self._length]
         places = LONGEST + 1 + np.flatnonzero(ids[LONGEST:-1] == ids[-1])
@@ -78,9 +78,9 @@ class Lookup:
 
 
 def _follow(proposal: Proposal, ids: list[int], end: int, matched: int, depth: int, rank: int) -> None:
-    """Propose what stands from `end` on; where that runs into the text's end, the proposed path is what comes next."""
+    """Propose the tokens from `end` on. Past the text's end, it continues with the path proposed so far."""
     row, path = 0, list[int]()
     for place in range(end, end + depth):
         path.append(ids[place] if place < len(ids) else path[place - len(ids)])
-        met = matched + len(path) - 1
-        row = proposal.add(row, path[-1], met, trust(met) / (1 + 2 * rank if row == 0 else 1))
+        before = matched + len(path) - 1
+        row = proposal.add(row, path[-1], before, trust(before) / (1 + 2 * rank if row == 0 else 1))

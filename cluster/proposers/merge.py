@@ -1,4 +1,4 @@
-"""Several proposals as one tree. Any tree is legal (ALGORITHMS 3.5), so this changes what rounds cost, and no token."""
+"""Merges several trees into one. Any tree is legal (ALGORITHMS 3.5), so this changes costs but not tokens."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from dendro.tree import DraftTree
 
 @dataclass(slots=True, eq=False)
 class _Guess:
-    """A path that somebody proposed, by its last token."""
+    """A path of one or more of the trees, as its last token."""
 
     token: int
     depth: int
-    chance: float = -np.inf  # log, that it is reached from its parent: of those who proposed it the surest one's word
+    chance: float = -np.inf  # log, given its parent: the greatest of the trees that have it
     by: int = 0  # bit i: the i-th tree has it
     below: dict[int, _Guess] = field(default_factory=dict)
 
 
 def merge(trees: Sequence[DraftTree], max_rows: int, max_depth: int) -> DraftTree:
-    """The union of trees with one root: the rows of greatest value, `max_rows` of them at most, the root among them.
+    """The union of trees with the same root, cut to the `max_rows` rows of greatest value, root included.
 
-    A row's value is the sum of its path's steps, each by the tree that is surest of it. So no row's is above its
-    parent's, and whichever rows stay, all above them do. Siblings are in order of value; of equals, the earlier tree's
-    come first. The first tree is the drafter's: what it says of its making is kept. Raises ValueError for trees of
-    several roots.
+    A row's value is the sum over its path of log chances, each the greatest that any tree gives. So no row's value is
+    above its parent's, and a row that stays has all its ancestors. Siblings are in order of value; of equals, those of
+    the earlier tree come first. The first tree is the drafter's; its other fields are kept. Raises ValueError for trees
+    with different roots.
     """
     first = trees[0]
     if any(tree.tokens[0] != first.tokens[0] for tree in trees):
-        raise ValueError(f"trees: begin with {[int(tree.tokens[0]) for tree in trees]}; one tree has one root")
+        raise ValueError(f"trees: begin with {[int(tree.tokens[0]) for tree in trees]}; they must have one root")
     if len(trees) == 1 and first.rows <= max_rows and first.depths.max() <= max_depth:
         return first
     root = _Guess(int(first.tokens[0]), 0, 0.0)
@@ -39,7 +39,7 @@ def merge(trees: Sequence[DraftTree], max_rows: int, max_depth: int) -> DraftTre
         _add(root, tree, 1 << number)
     tokens, parents, values, by = [root.token], [-1], [0.0], 0
     found = 0
-    paths: list[tuple[float, int, int, _Guess]] = []  # a heap: the likeliest first, of equals the one found first
+    paths: list[tuple[float, int, int, _Guess]] = []  # a heap: the likeliest first; of equals, the first found
     guess, row = root, 0
     while True:
         if guess.depth < max_depth:

@@ -1,4 +1,4 @@
-"""What a proposer says: guesses from the text alone, with what each of them rests on."""
+"""A proposer's guesses, with the length of the match and the estimated chance of each."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from dendro.text import Text
 
 @dataclass(slots=True)
 class Proposal:
-    """Guesses, parents first, as they are found. Row 0 is the root; siblings in order of hope, none of them twice."""
+    """Guesses, parents first, as they are found. Row 0 is the root. Siblings are distinct and in order of hope."""
 
     root: int
     tokens: list[int] = field(init=False)  # [rows]
     parents: list[int] = field(init=False)  # [rows]
-    matched: list[int] = field(init=False)  # [rows] tokens before the row, its path among them, that stood so before
-    hopes: list[float] = field(init=False)  # [rows] in (0, 1): the proposer's own word that it follows its parent
+    matched: list[int] = field(init=False)  # [rows] tokens before the row, path included, that occurred before
+    hopes: list[float] = field(init=False)  # [rows] in (0, 1): estimated chance that it follows its parent
 
     def __post_init__(self) -> None:
         self.tokens, self.parents, self.matched, self.hopes = [self.root], [-1], [0], [1.0]
 
     def add(self, parent: int, token: int, matched: int, hope: float) -> int:
-        """A guess below a row; the number of its own."""
+        """Add a guess below a row and return its own row."""
         self.tokens.append(token)
         self.parents.append(parent)
         self.matched.append(matched)
@@ -34,7 +34,7 @@ class Proposal:
         return len(self.tokens) - 1
 
     def children(self) -> dict[int, list[int]]:
-        """Of each row that has some, the rows below it."""
+        """The child rows of each row that has any."""
         below: dict[int, list[int]] = {}
         for row in range(1, len(self.parents)):
             below.setdefault(self.parents[row], []).append(row)
@@ -42,28 +42,28 @@ class Proposal:
 
 
 LEAST = 1 / 64
-"""The least chance of being reached that is worth a row."""
+"""Least chance of being reached for a guess to get a row."""
 
 
 class Proposer(Protocol):
-    """Guesses how one text goes on, without a model. Microseconds, so it answers at once."""
+    """Guesses how one text goes on, without a model. Takes microseconds, so its calls are synchronous."""
 
     @property
     def name(self) -> str: ...
 
     def grow(self, text: Text) -> None:
-        """Take in what the text has more than at the last call; it only ever grows."""
+        """Process the tokens appended to the text since the last call."""
         ...
 
     def propose(self, text: Text, max_rows: int, max_depth: int) -> Proposal:
-        """Guesses for the text as it was last grown: at most `max_rows` rows, the root among them. Changes nothing."""
+        """Guesses for the text as of the last `grow`: at most `max_rows` rows, root included. Changes no state."""
         ...
 
     def end(self, text: Text) -> None:
-        """The text is over, and may be kept for later ones of its tenant."""
+        """The text has ended. It may be kept for later texts of its tenant."""
         ...
 
 
 def trust(matched: int) -> float:
-    """A first guess at the chance that what followed a match of so many tokens follows again: m / (m + 1)."""
+    """Prior chance that what followed a match of so many tokens follows again: m / (m + 1)."""
     return matched / (matched + 1)

@@ -1,7 +1,7 @@
-"""Proposers around a drafter: what its loop sees is one drafter, whose trees have more guesses.
+"""Wraps a drafter with proposers. The round loop sees one drafter, whose trees have more guesses.
 
-What is proposed for a round is there before its shape is chosen (`offer`), so that no drafter need be asked where the
-text itself says how it goes on. Where the drafter is late, lost or there is none, the tree is the proposers' alone.
+Proposals for a round are available before its shape is chosen (`offer`), so that the drafter need not be asked where
+they suffice. Where the drafter is late, lost or absent, the tree has proposals alone.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     from cluster.router.ports import DrafterPort
 
 TEXT_TOKENS = 8192
-"""Tokens of a text that its suffix automaton holds at most: some 3 MB."""
+"""Most tokens of a text in its suffix automaton: some 3 MB."""
 OFFERED = 32
-"""Rows that one proposer fills at most. Paths that are not among the likeliest 32 are hardly ever gone."""
+"""Most rows of one proposer. Paths that are not among the likeliest 32 are hardly ever accepted."""
 OUTPUT_TOKENS = 8192
-"""Tokens of past answers that are held for a tenant at a target."""
+"""Most tokens of past answers kept for a tenant at a target."""
 TENANTS = 64
-"""Tenants of a target whose past answers and counts of proposals are held; the one that asked longest ago goes."""
+"""Tenants of a target whose past answers and counts are kept; beyond that the least recently used is dropped."""
 
 
 class Proposals:
-    """The handle of one request's drafter, and its proposers. A merged tree has the rows that the verifier would pad
-    the drafted shape's to, since those are free, and stays in the target's limits."""
+    """A request's drafter handle with its proposers. A merged tree fills the rows to which the verifier would pad the
+    drafted shape anyway, within the limits of the target and the request."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Proposals:
         self._max_rows = max_rows
         self._max_depth = max_depth
         self._proposed: list[tuple[str, Proposal]] = []  # last, ...
-        self._trees: list[DraftTree] = []  # ... with the chances that they had then, ...
+        self._trees: list[DraftTree] = []  # ... as trees with values, ...
         self._base = 0  # ... for a text of this length
         self._ended = False
 
@@ -63,7 +63,7 @@ class Proposals:
         return self._drafter.opened
 
     def offer(self, text: Text) -> DraftTree:
-        """What is proposed for the next round, all of it; the root alone where that is nothing."""
+        """All proposals for the next round as one tree; the root alone where there are none."""
         self._propose(text)
         return merge([DraftTree.root_only(text.root), *self._trees], self._max_rows, self._max_depth)
 
@@ -75,7 +75,7 @@ class Proposals:
         return merge([tree, *self._trees], self._rows(shape), self._max_depth)
 
     async def close(self, text: Text) -> None:
-        """As the drafter's: never raises, may be called again."""
+        """As the drafter's: never raises, and may be called again."""
         if not self._ended:
             self._ended = True
             for proposer in self._proposers:
@@ -83,14 +83,14 @@ class Proposals:
         await self._drafter.close(text)
 
     def _propose(self, text: Text) -> None:
-        """Once for each length of the text."""
+        """Learn from the last proposals and make new ones, once per length of the text."""
         if self._base == len(text):
             return
         came = text.ids[self._base :]
         for name, proposal in self._proposed:
             self._chances.learn(name, proposal, came)
         self._proposed, self._base = [], len(text)
-        # A guess deeper than the answer has room for is never emitted.
+        # A guess beyond the length limit of the answer is never emitted.
         depth = min(self._max_depth, text.limits.max_length - len(text) - 1)
         for proposer in self._proposers if depth > 0 else ():
             proposer.grow(text)
@@ -104,27 +104,28 @@ class Proposals:
 
 
 @dataclass(slots=True)
-class Past:
-    """What a router keeps of one tenant's requests at a target: their answers, and what came of proposals."""
+class TenantHistory:
+    """What a router keeps of one tenant's requests at a target: answers, and counts of proposals that came true."""
 
     outputs: Outputs = field(default_factory=lambda: Outputs(OUTPUT_TOKENS))
     chances: defaultdict[str, Chances] = field(default_factory=lambda: defaultdict(Chances))  # by temperature class
 
 
 class ProposalLibrary:
-    """What a router keeps of one target for its proposers, each tenant's by itself: no tenant's proposer sees another's
-    text, and no tenant's texts change what another's proposals are taken to be worth."""
+    """What a router keeps for the proposers of one target, separately per tenant: no tenant's proposals come from
+    another's text, and no tenant's texts change the chances of another's proposals."""
 
     def __init__(self, names: Sequence[str], max_rows: int, max_depth: int) -> None:
-        """`names` are proposers, in the order in which they win ties; the limits are the target's."""
+        """names: proposers, in the order in which they win ties   max_rows, max_depth: limits of the target"""
         self._names = names
         self._max_rows = max_rows
         self._max_depth = max_depth
-        self._pasts: OrderedDict[str, Past] = OrderedDict()  # by tenant
+        self._pasts: OrderedDict[str, TenantHistory] = OrderedDict()  # by tenant
 
     def around(self, drafter: DrafterPort, tenant: str, max_rows: int, temperature: float) -> Proposals | None:
-        """A request's drafter with its proposers; None where there are none for it. `max_rows` is what the request lets
-        a tree have. What is repeated word for word at one temperature is not at another, so chances are counted apart.
+        """A request's drafter with its proposers; None where it has none. max_rows: the request's limit for a tree
+
+        Chances are counted per temperature class, since verbatim repetition depends on the temperature.
         """
         if not self._names or max_rows == 1:
             return None
@@ -133,14 +134,14 @@ class ProposalLibrary:
         chances = past.chances[temperature_class(temperature)]
         return Proposals(drafter, proposers, chances, min(max_rows, self._max_rows), self._max_depth)
 
-    def _proposer(self, name: str, past: Past) -> Proposer:
+    def _proposer(self, name: str, past: TenantHistory) -> Proposer:
         if name == Lookup.name:
             return Lookup()
-        assert name == Suffix.name, "the configuration knows the names"
+        assert name == Suffix.name, "the configuration checks the names"
         return Suffix(past.outputs, TEXT_TOKENS)
 
-    def _past(self, tenant: str) -> Past:
-        past = self._pasts.setdefault(tenant, Past())
+    def _past(self, tenant: str) -> TenantHistory:
+        past = self._pasts.setdefault(tenant, TenantHistory())
         self._pasts.move_to_end(tenant)
         if len(self._pasts) > TENANTS:
             self._pasts.popitem(last=False)

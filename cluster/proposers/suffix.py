@@ -1,8 +1,8 @@
-"""Suffix automata: how the longest suffix went on that was written before, in this text or in earlier answers.
+"""Suffix automata: propose what followed the longest suffix that occurred before, in this text or earlier answers.
 
 The automaton of a string is the smallest that accepts its suffixes; a state is a set of substrings that end at the
-same places (Blumer et al. 1985). It grows by a token in amortised constant time. What a state leads to is what ever
-followed its substrings, and how often, which is how SuffixDecoding weighs its guesses (ALGORITHMS 8).
+same places (Blumer et al. 1985). Appending a token takes amortised constant time. The transitions of a state are all
+tokens that followed its substrings, with counts, by which SuffixDecoding weighs its guesses (ALGORITHMS 8).
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from dendro.text import Text
 from cluster.proposers.proposal import LEAST, Proposal, trust
 
 END = -1
-"""Stands between texts, or parts of one: no token, so no match crosses it."""
+"""Separator between texts, or parts of one. It is no token, so no match crosses it."""
 LONGEST = 32
-"""Tokens of the text's end that are looked for."""
+"""Tokens of the text's end that are matched."""
 COUNTED = 16
-"""States whose count a token raises, the longest suffixes first; shorter ones are counted too low where one token is
-repeated on end."""
+"""States whose count a token increases, longest suffixes first. Where one token is repeated many times, the counts of
+shorter suffixes are too low."""
 WIDTH = 4
-"""Children of a row."""
+"""Most children of a row."""
 SLICE = 512
-"""Tokens that a round takes in at most: a long prompt must not hold the router up."""
+"""Most tokens processed per round, so that a long prompt does not block the router."""
 
 
 class Automaton:
     """The suffix automaton of one string, which grows at its end."""
 
     def __init__(self) -> None:
-        self._next: list[dict[int, int]] = [{}]  # of each state; state 0 is the empty substring
+        self._next: list[dict[int, int]] = [{}]  # transitions of each state; state 0 is the empty substring
         self._link = array("q", [-1])  # the state of the longest suffix that ends in more places
         self._length = array("q", [0])  # of the longest substring
         self._count = array("q", [0])  # places where it ends
@@ -79,12 +79,12 @@ class Automaton:
         return len(self._next) - 1
 
     def before(self) -> tuple[int, int]:
-        """State and length of the longest suffix of the whole string that ended somewhere else before."""
+        """State and length of the longest suffix of the whole string that also ended at an earlier place."""
         state = self._link[self._last]
         return (state, self._length[state]) if state > 0 else (0, 0)
 
     def longest(self, tail: Sequence[int]) -> tuple[int, int]:
-        """State and length of the longest suffix of `tail` that is in the string and that something follows."""
+        """State and length of the longest suffix of `tail` that is in the string, followed by a token."""
         state = length = 0
         for token in tail:
             while state and token not in self._next[state]:
@@ -95,8 +95,8 @@ class Automaton:
         return self._followed(state, length)
 
     def following(self, state: int, length: int) -> tuple[list[tuple[float, int, int]], int]:
-        """What followed a substring of this state and length, as (share, token, state), the most frequent first, and
-        the length of what was found: a shorter suffix where the substring stands at the string's end alone."""
+        """The tokens that followed a substring of this state and length, as (share, token, state), the most frequent
+        first, and the length matched: that of a shorter suffix where the substring is only at the string's end."""
         state, length = self._followed(state, length)
         if not state:
             return [], 0
@@ -112,10 +112,10 @@ class Automaton:
 
 
 class Recent:
-    """The automaton of a string's last tokens, at most `budget` of them.
+    """Automata of a string's last tokens, at most `budget` of them.
 
-    Two halves: what does not fit into the newer one begins the next, and the older one goes. So the oldest is dropped
-    without taking an automaton apart. A match does not cross from one into the other.
+    They are two halves. When the newer is full, it becomes the older, whose predecessor is dropped, because tokens
+    cannot be removed from an automaton. No match crosses from one into the other.
     """
 
     def __init__(self, budget: int) -> None:
@@ -137,45 +137,45 @@ class Outputs:
 
     def __init__(self, budget: int) -> None:
         self._budget = budget
-        self._waiting: deque[int] = deque(maxlen=budget)  # the oldest go first
+        self._waiting: deque[int] = deque(maxlen=budget)  # drops the oldest
         self.recent = Recent(budget)
 
     def add(self, answer: Iterable[int]) -> None:
-        """Keep an answer, for proposals after the calls of `grow` that it takes."""
+        """Queue an answer, which later calls of `grow` process."""
         self._waiting.append(END)
         self._waiting.extend(answer)
 
     def grow(self) -> None:
-        """Take in a slice of what was added."""
+        """Process up to SLICE of the queued tokens."""
         for _ in range(min(SLICE, len(self._waiting))):
             self.recent.extend(self._waiting.popleft())
 
 
 class Suffix:
-    """The longest known suffix of one text: its own, or of the answers that its tenant got before."""
+    """Proposes from the longest suffix match of one text, in itself or in earlier answers to its tenant."""
 
     name = "suffix"
 
     def __init__(self, outputs: Outputs, budget: int) -> None:
-        """`budget` bounds the tokens of the text that are kept, the newest."""
+        """budget: the newest tokens of the text that are kept"""
         self._outputs = outputs
         self._budget = budget
         self._own = Recent(budget)
-        self._taken = 0  # tokens of the text
+        self._processed = 0  # tokens of the text
 
     def grow(self, text: Text) -> None:
-        start = max(self._taken, len(text) - self._budget)
-        if start > self._taken > 0:
-            self._own.extend(END)  # what is left out keeps apart what is not
-        self._taken = min(start + SLICE, len(text))
-        for token in text.ids[start : self._taken]:
+        start = max(self._processed, len(text) - self._budget)
+        if start > self._processed > 0:
+            self._own.extend(END)  # marks the tokens left out
+        self._processed = min(start + SLICE, len(text))
+        for token in text.ids[start : self._processed]:
             self._own.extend(token)
         self._outputs.grow()
 
     def propose(self, text: Text, max_rows: int, max_depth: int) -> Proposal:
         proposal = Proposal(text.root)
         automaton, state, matched = self._longest(text)
-        paths: list[tuple[float, int, _Path]] = []  # a heap: the likeliest first, of equals the one found first
+        paths: list[tuple[float, int, _Path]] = []  # a heap: the likeliest first; of equals, the first found
         found, row, depth, chance = 0, 0, 0, 1.0
         while True:
             if depth < max_depth:
@@ -195,9 +195,9 @@ class Suffix:
         self._outputs.add(text.answer)
 
     def _longest(self, text: Text) -> tuple[Automaton, int, int]:
-        """The automaton with the longest match, its state there and the match's length; of equals the text's own."""
+        """The automaton with the longest match, the state and length of that match; of equals, the text's own."""
         tail, own, recent = text.ids[-LONGEST:], self._own, self._outputs.recent
-        whole = self._taken == len(text)
+        whole = self._processed == len(text)
         found = [
             (own.newer, *(own.newer.before() if whole else own.newer.longest(tail))),
             *((other, *other.longest(tail)) for other in (own.older, recent.newer, recent.older) if other.tokens),
@@ -206,7 +206,7 @@ class Suffix:
 
 
 class _Path(NamedTuple):
-    """A guess that may be proposed."""
+    """A guess not yet proposed."""
 
     parent: int  # its row
     depth: int

@@ -1,4 +1,4 @@
-"""The account of a request's rounds."""
+"""A request's statistics by round."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cluster.router.speculation import SpeculationPlan
 
 
 class RoundAccount:
-    """Wraps a policy, keeps the account of its rounds, and times them for its tenant's experience."""
+    """Wraps a request's policy: counts its rounds for `complete`, and times them for its tenant's experience."""
 
     def __init__(
         self,
@@ -30,14 +30,14 @@ class RoundAccount:
         self.notes = Prior()
         self._temperature = temperature
         self._policy = plan.policy
-        self._chosen = plan.adaptive  # shapes are a policy's choice, of arms that the configuration bounds
+        self._chosen = plan.adaptive  # a policy chooses the shapes, among the configured arms
         self._experience = experience
         self.running = running
         self._clock = clock  # seconds
         self._began_s = self._first_s = 0.0
         self._disturbed = False
-        self.shape: TreeShape = OFF  # of the round that runs
-        self.offer: Offer | None = None  # of the next one
+        self.shape: TreeShape = OFF  # of the current round
+        self.offer: Offer | None = None  # makes the proposals for the next round
         self.stats = pb.SpeculationStats(policy=plan.name)
 
     def choose(self) -> TreeShape:
@@ -54,14 +54,14 @@ class RoundAccount:
         self.notes.learn(shape, tree, verdict, worth)
         self.running.begun()
         took_us = 1e6 * (now_s - self._began_s)
-        if not first:  # which waits for its text to be opened
+        if not first:  # the first also waits for the text to be opened
             disturbed = self._disturbed or self._experience.concurrency.opening > 0
             self._experience.learn_time(shape, tree, verdict, took_us, disturbed)
         self._count(shape, tree, verdict)
         self._time(tree, verdict, int(took_us), now_s, first)
 
     def meet(self, hello: Hello | None) -> None:
-        """What the verifier says of itself: how its target's steps grow with their rows."""
+        """Record whether the target has attention layers, which decides how its steps grow with their rows."""
         if hello is not None:
             self._experience.concurrency.attends = hello.attends
 
@@ -81,7 +81,7 @@ class RoundAccount:
     def _time(self, tree: DraftTree, verdict: Verdict, took_us: int, now_s: float, first: bool) -> None:
         stats, tokens = self.stats, len(verdict.tokens)
         busy_us = tree.draft_us + verdict.verify_us + verdict.queue_us
-        rest_us = max(took_us - busy_us, 0)  # peers round by themselves, and the last word on a round is theirs
+        rest_us = max(took_us - busy_us, 0)  # peers round their times, so their sum may exceed ours
         stats.rounds_us += busy_us + rest_us
         stats.draft_us += tree.draft_us
         stats.verify_us += verdict.verify_us

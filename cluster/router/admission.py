@@ -1,4 +1,4 @@
-"""Whether a request can be served, and what is to be done for it: every field is checked before a model sees it."""
+"""Checks every field of a request before a model sees it, and makes it a `Job`."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from cluster.sessions import Record, Sessions, Turn
 log = logging.getLogger("dendro.router")
 
 MAX_REQUEST_ID = 128
-_REQUEST_ID = re.compile(f"[!-~]{{1,{MAX_REQUEST_ID}}}")  # what a log line, a key and a header may hold
-_TARGET = re.compile("[0-9a-f]{32}")  # `Hello.target`, which a record keeps
+_REQUEST_ID = re.compile(f"[!-~]{{1,{MAX_REQUEST_ID}}}")  # safe in a log line, a key and a header
+_TARGET = re.compile("[0-9a-f]{32}")  # `Hello.target`, as stored in records
 LONG_PROMPT_BYTES = 1 << 14
 
 BEGIN_AGAIN = "begin the turn again, with the same request_id"
@@ -37,7 +37,7 @@ BEGIN_AGAIN = "begin the turn again, with the same request_id"
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What the edge must know of a target: enough to refuse what it cannot do."""
+    """What admission needs of a target, to refuse requests that it cannot serve."""
 
     name: str
     tokenizer: Tokenizer
@@ -66,7 +66,7 @@ class Served:
 
 @dataclass(slots=True)
 class Job:
-    """A request that was found good."""
+    """An admitted request."""
 
     request_id: str
     tenant: str
@@ -78,11 +78,11 @@ class Job:
     plan: SpeculationPlan
     kind: PriorKey
     experience: Experience  # its tenant's
-    session: str  # its token; empty: no session
+    session: str  # the session's token; empty: no session
     resume: pb.Resume | None
     record: Record | None  # of the session so far; None: it begins with this request
-    written: Turn | None = None  # the turn of the record that is this request's own: it was answered before
-    target: str = ""  # what its tokens depend on beside the text (`Hello.target`); empty until a verifier is leased
+    written: Turn | None = None  # the record's turn of this request, which an earlier attempt completed
+    target: str = ""  # `Hello.target`, a digest of what tokens depend on besides the text; empty until there is one
     began_s: float = field(default_factory=time.monotonic)
 
     @property
@@ -91,27 +91,27 @@ class Job:
 
 
 def _check_written(turn: Turn, tokens: Sequence[int], prompt: list[int], held: list[int]) -> None:
-    """Raise BadRequest where a request that names a written turn's request id is another one. tokens: the session's."""
+    """Raise BadRequest where a request has a written turn's request id but other tokens. tokens: the session's."""
     if prompt != list(tokens[: turn.prompt]):
-        raise BadRequest("request_id", "wrote a turn of this session after another prompt; a new turn needs a new id")
+        raise BadRequest("request_id", "is that of a written turn with another prompt; a new turn needs a new id")
     if held != list(tokens[turn.prompt : turn.end][: len(held)]):
-        raise BadRequest("resume.token_ids", "are not how this request's answer began")
+        raise BadRequest("resume.token_ids", "are not the first tokens of this request's answer")
 
 
 def check_text_of_resume(job: Job, text: Text) -> None:
-    """Raise Conflict where the text before the answer is another than the one that the answer began after."""
+    """Raise Conflict where the text before the answer differs from the one that the answer was begun with."""
     resume, length = job.resume, len(job.prompt)
     if resume is not None and (resume.prompt_tokens, resume.prompt_digest) != (length, text.digest(length)):
         raise Conflict(
-            f"resume: the answer began after {resume.prompt_tokens} tokens, the text has {length} now or others; "
+            f"resume: the text before the answer has changed: it had {resume.prompt_tokens} tokens, and has {length}; "
             f"{BEGIN_AGAIN}"
         )
 
 
 def check_target_of_resume(resume: pb.Resume | None, held: list[int], target: str) -> None:
-    """Raise Conflict where the client's tokens are of another target than `target`, whose tokens would follow them."""
+    """Raise Conflict where the client's tokens come from another target than `target`, which would continue them."""
     if resume is not None and held and resume.target != target:
-        raise Conflict(f"resume.target: the target was changed since the answer began; {BEGIN_AGAIN}")
+        raise Conflict(f"resume.target: the target has changed since the answer began; {BEGIN_AGAIN}")
 
 
 class Admission:
@@ -133,8 +133,8 @@ class Admission:
         self._experience = experience
 
     async def admit(self, request: pb.GenerateRequest, request_id: str, tenant: str) -> Job:
-        """The checked request. Raises BadRequest naming the field, NotFound for an unknown session, Conflict for a
-        resume of another target's answer, and PeerLost where the session cannot be read."""
+        """Check a request. Raises BadRequest naming the field, NotFound for an unknown session, Conflict for a resume
+        of another target's answer, and PeerLost where the session cannot be read."""
         if not _REQUEST_ID.fullmatch(request_id):
             raise BadRequest("request_id", f"must be 1 to {MAX_REQUEST_ID} printable ASCII characters without a space")
         record = await self._sessions.read(request.session, tenant) if request.session else None
@@ -142,7 +142,7 @@ class Admission:
         resume = request.resume if request.HasField("resume") else None
         held = _checked_ids("resume.token_ids", resume.token_ids, served) if resume else []
         if resume is not None and not resume.prompt_tokens:
-            raise BadRequest("resume.prompt_tokens", "is missing: a resume names what `started` reported")
+            raise BadRequest("resume.prompt_tokens", "is missing: it must be what `started` reported")
         if resume is not None and not _TARGET.fullmatch(resume.target):
             raise BadRequest("resume.target", "must be what `started` reported, 32 hexadecimal digits")
         sampling = _sampling(request, record)
@@ -193,7 +193,7 @@ class Admission:
         return served
 
     async def _prompt(self, request: pb.GenerateRequest, served: Served, earlier: list[int]) -> list[int]:
-        """The text before the answer: the session's `earlier` one, and what this request adds."""
+        """The text before the answer: the session's `earlier` text and this request's prompt."""
         kind = request.WhichOneof("prompt")
         if kind == "token_ids":
             ids = _checked_ids("prompt.token_ids", request.token_ids.ids, served)
@@ -202,7 +202,7 @@ class Admission:
             limit = self._config.router.max_prompt_bytes
             if size > limit:
                 raise BadRequest("prompt", f"has {size} bytes; at most {limit}")
-            if size > LONG_PROMPT_BYTES:  # milliseconds, which other requests' rounds would wait
+            if size > LONG_PROMPT_BYTES:  # takes milliseconds, which would delay other requests' rounds
                 ids = await asyncio.to_thread(served.tokenizer.encode, request.text, not earlier)
             else:
                 ids = served.tokenizer.encode(request.text, not earlier)
@@ -211,11 +211,12 @@ class Admission:
         else:
             ids = []
         if not ids:
-            raise BadRequest("prompt", "is empty: there is nothing to go on from")
+            raise BadRequest("prompt", "is empty")
         return earlier + ids
 
     def _new_tokens(self, request: pb.GenerateRequest, served: Served, prompt: list[int], held: list[int]) -> int:
-        """The answer's greatest length. A default fits itself into the room; a number that was asked for must fit."""
+        """The answer's maximum length. The default is cut to the room left; a requested number that exceeds it is
+        refused."""
         room = served.max_length - len(prompt)
         if room < 1:
             raise BadRequest("prompt", f"makes a text of {len(prompt)} tokens; at most {served.max_length - 1}")
@@ -225,17 +226,17 @@ class Admission:
             if not 1 <= count <= limit:
                 raise BadRequest("max_new_tokens", f"must lie in 1 to {limit}; got {count}")
             if count > room:
-                raise BadRequest("max_new_tokens", f"is {count}, but the model's text has room for {room} more")
+                raise BadRequest("max_new_tokens", f"is {count}, but the text has room for {room} more")
         if len(held) > count:
-            raise BadRequest("resume.token_ids", f"are {len(held)} of an answer of at most {count}")
+            raise BadRequest("resume.token_ids", f"has {len(held)} ids; the answer has at most {count}")
         return count
 
 
-def _checked_ids(name: str, said: Sequence[int], served: Served) -> list[int]:
+def _checked_ids(name: str, raw: Sequence[int], served: Served) -> list[int]:
     """The ids as a list. More than a text may have are refused before the list is made."""
-    if len(said) > served.max_length:
-        raise BadRequest(name, f"has {len(said)} ids; a text has at most {served.max_length}")
-    ids = np.fromiter(said, np.int64, len(said))
+    if len(raw) > served.max_length:
+        raise BadRequest(name, f"has {len(raw)} ids; a text has at most {served.max_length}")
+    ids = np.fromiter(raw, np.int64, len(raw))
     outside = np.flatnonzero(ids >= served.vocabulary)
     if len(outside):
         first = int(outside[0])
@@ -244,20 +245,21 @@ def _checked_ids(name: str, said: Sequence[int], served: Served) -> list[int]:
 
 
 def _sampling(request: pb.GenerateRequest, record: Record | None) -> Sampling:
-    """What the request says, else what the session says, else greedy with a seed drawn here."""
-    said = request.sampling
+    """The request's sampling, greedy by default. A missing seed or sample index is the session's; without a session the
+    seed is drawn here and the index is 0. A resume's seed comes first."""
+    fields = request.sampling
     if request.HasField("resume"):
         seed = request.resume.seed
-    elif said.HasField("seed"):
-        seed = said.seed
+    elif fields.HasField("seed"):
+        seed = fields.seed
     else:
         seed = record.seed if record else secrets.randbits(SEED_BITS)
-    index = said.sample_index if said.HasField("sample_index") else (record.sample_index if record else 0)
+    index = fields.sample_index if fields.HasField("sample_index") else (record.sample_index if record else 0)
     return Sampling(
-        temperature=said.temperature,
-        top_k=said.top_k,
-        top_p=said.top_p if said.HasField("top_p") else 1.0,
-        min_p=said.min_p,
+        temperature=fields.temperature,
+        top_k=fields.top_k,
+        top_p=fields.top_p if fields.HasField("top_p") else 1.0,
+        min_p=fields.min_p,
         seed=seed,
         sample_index=index,
     )

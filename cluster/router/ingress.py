@@ -1,7 +1,8 @@
 """The edge of the cluster: admit a request, run the loop, stream its verdicts, write its session's record.
 
-A plain object without Ray or sockets: `Ingress.generate` takes and gives messages. Its gRPC shells are the servicer in
-`cluster/api/grpc.py` and the Serve deployment in `cluster/app.py`; both map errors to statuses with `status_of`.
+A plain object without Ray or sockets: `Ingress.generate` takes a message and yields messages. Its gRPC shells are the
+servicer in `cluster/api/grpc.py` and the Serve deployment in `cluster/app.py`; both map errors to statuses with
+`status_of`.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ from cluster.sessions import KEPT_TURNS, Record, Sessions, Turn
 log = logging.getLogger("dendro.router")
 
 CLOSE_BUDGET_S = 1.0
-"""How long `complete` waits for the peers to put their last states by."""
+"""How long `complete` waits for the peers to save their last states."""
 AHEAD = 4
-"""Rounds that an answer may be ahead of what was sent of it: sending costs no round its time, and a client that does
-not read stops the work."""
+"""Finished rounds that may wait to be sent: sending does not delay the next round, and decoding stops for a client that
+does not read."""
 
 FINISH_REASONS = {
     Finish.END_OF_TEXT: pb.FINISH_REASON_END_OF_TEXT,
@@ -59,25 +60,25 @@ T = TypeVar("T")
 
 
 class Ingress:
-    """Takes requests for all targets of a configuration. Of one event loop."""
+    """Serves requests for all targets of a configuration. Not thread-safe: bound to one event loop."""
 
     def __init__(
         self,
         config: Config,
-        places: PeersPort,
+        peers: PeersPort,
         sessions: Sessions,
         served: Mapping[str, Served] | None = None,
         priors: PriorStore | None = None,
     ) -> None:
-        """`served` is what the checkpoints say. Where it is not given it is read from them, and replicas loaded from
-        other checkpoints are not used. Without a store of priors, this router knows what it learns itself."""
+        """`served` has the tokenizers and limits of the targets. Without it they are read from the checkpoints, and
+        replicas loaded from other checkpoints are not used. Without `priors`, priors are kept in this process only."""
         self.config = config
-        self._places = places
+        self._peers = peers
         self._sessions = sessions
         if served is None:
             facts = read_cluster(config)
             check_pairs(config, facts)
-            places.expect(facts)
+            peers.expect(facts)
             served = {name: Served.of(name, target, facts.targets[name]) for name, target in config.targets.items()}
         self._served = served
         self._libraries = {
@@ -90,7 +91,7 @@ class Ingress:
         self._closing: set[asyncio.Task[None]] = set()
 
     def info(self) -> pb.GetServerInfoResponse:
-        """What is served, the default target first."""
+        """The served models, the default target first."""
         return pb.GetServerInfoResponse(
             models=[
                 pb.ModelInfo(
@@ -109,7 +110,7 @@ class Ingress:
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Stream the answer: started, a chunk per round, complete. Raises the family in dendro.errors.
 
-        Leaving the iteration, or cancelling the task, ends the work within a round and gives the leases back.
+        Leaving the iteration, or cancelling the task, ends the work within a round and releases the leases.
         """
         outcome, account = "refused", None
         request_id = request.request_id or secrets.token_hex(16)
@@ -119,7 +120,7 @@ class Ingress:
             text = Text(
                 job.prompt + job.held,
                 job.sampling,
-                # An answer that the client has whole leaves no room; it is ended below, without a round.
+                # Text needs room for a token, which a complete answer in `held` does not leave; it is ended below.
                 Limits(max(job.limits.max_length, len(job.prompt) + len(job.held) + 1), job.limits.ignore_end),
                 job.tenant,
                 job.record.marks if job.record else (),
@@ -149,7 +150,7 @@ class Ingress:
                         self._priors.learn(job.kind, account.notes, experience)
                 finish = text.finish
                 assert finish is not None
-            else:  # nothing is left to be made
+            else:  # the client has the whole answer
                 assert job.resume is not None
                 job.target = job.resume.target
                 yield _started(job, text, job.target)
@@ -177,11 +178,11 @@ class Ingress:
     async def _run(
         self, job: Job, text: Text, account: RoundAccount, stream: TextStream, complete: pb.GenerateComplete
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
-        """`started`, once a verifier is leased, and the chunks of the loop, between taking and giving back the leases.
-        Fills in what `complete` says of it."""
+        """Yield `started` once a verifier is leased, then a chunk per round; release the leases at the end. Sets the
+        statistics of `complete`."""
         before = len(job.prompt)
-        verifier = self._places.verifier(job.served.name, text)
-        drafter = self._places.drafter(job.served.name, text, account.running, job.plan.deadline_s, job.plan.adaptive)
+        verifier = self._peers.verifier(job.served.name, text)
+        drafter = self._peers.drafter(job.served.name, text, account.running, job.plan.deadline_s, job.plan.adaptive)
         proposals = self._libraries[job.served.name].around(
             drafter, job.tenant, job.plan.proposed_rows, job.sampling.temperature
         )
@@ -208,9 +209,9 @@ class Ingress:
             await self._close(text, drafter, verifier)
         complete.speculation.CopyFrom(account.stats)
         complete.speculation.verifier_moves = verifier.moves
-        for said, opened in ((complete.drafter, drafter.opened), (complete.target, verifier.opened)):
+        for stats, opened in ((complete.drafter, drafter.opened), (complete.target, verifier.opened)):
             if opened is not None:
-                said.CopyFrom(
+                stats.CopyFrom(
                     pb.OpeningStats(
                         restored_tokens=opened.restored, processed_tokens=opened.processed, open_us=opened.open_us
                     )
@@ -220,7 +221,8 @@ class Ingress:
         return self.config.router.request_timeout_s - (time.monotonic() - job.began_s)
 
     async def _close(self, text: Text, *handles: HandlePort) -> None:
-        """Close both, in tasks of their own: neither a cancelled request nor a peer that hangs holds a lease."""
+        """Close the handles in tasks of their own, so that neither a cancelled request nor a hung peer keeps a lease.
+        Waits CLOSE_BUDGET_S at most."""
         tasks = [asyncio.ensure_future(handle.close(text)) for handle in handles]
         self._closing.update(tasks)
         for task in tasks:
@@ -228,7 +230,7 @@ class Ingress:
         await asyncio.wait(tasks, timeout=CLOSE_BUDGET_S)
 
     def _finish_of_held(self, job: Job) -> Finish | None:
-        """Why an answer that the client has whole ended; None where it goes on."""
+        """Why the answer in `held` ended; None where it is incomplete."""
         if not job.held:
             return None
         if job.held[-1] in job.served.end_ids and not job.limits.ignore_end:
@@ -236,7 +238,7 @@ class Ingress:
         return Finish.LENGTH if len(job.held) >= job.answer_length else None
 
     def _rest_of_written(self, job: Job, turn: Turn, stream: TextStream) -> list[pb.GenerateResponse]:
-        """The rest of an answer that was finished and written before: its `complete` was lost, or its client left."""
+        """The rest of an answer that is already in the record: its `complete` was lost, or its client disconnected."""
         assert job.record is not None
         answer, events = job.record.tokens[turn.prompt : turn.end], []
         rest = answer[len(job.held) :]
@@ -251,7 +253,7 @@ class Ingress:
         return [*events, pb.GenerateResponse(complete=complete)]
 
     async def _keep(self, job: Job, text: Text, finish: Finish) -> str:
-        """Write the session's record; its token, or nothing where there is none or the store does not answer."""
+        """Write the session's record. Returns its token; empty without a session or where the store does not answer."""
         if not job.session:
             return ""
         earlier = job.record
@@ -281,17 +283,17 @@ class Ingress:
             return ""
 
     async def _write(self, job: Job, record: Record, again: bool = True) -> str:
-        """Write a record; the token under which it is kept. Raises Conflict where another request wrote the session
-        first, and PeerLost. again: whether a write that the store did not confirm may be made once more."""
+        """Write a record; returns the token that it is stored under. Raises PeerLost, and Conflict where another
+        request wrote the session first. again: whether a write that the store did not confirm may be retried once."""
         try:
             await self._sessions.write(job.session, job.tenant, record)
-        except NotFound:  # the store lost what made the token: the record is whole, and is kept under another
+        except NotFound:  # the store lost the secret that made the token: a record is whole, so store it under another
             session = await self._sessions.new_token(job.tenant)
             await self._sessions.write(session, job.tenant, record)
             return session
         except Conflict:
             # Another attempt of this request may have written its turn meanwhile, and other turns may have followed. Or
-            # nobody wrote: a connection that breaks between WATCH and EXEC is a conflict too.
+            # nothing was written: a connection that breaks between WATCH and EXEC is reported as a conflict too.
             try:
                 found = await self._sessions.read(job.session, job.tenant)
             except NotFound:
@@ -306,10 +308,10 @@ class Ingress:
 
 
 async def _ahead(chunks: AsyncGenerator[T, None], limit_s: float = math.inf) -> AsyncGenerator[T, None]:
-    """The same chunks; the next rounds run while one is sent, AHEAD of them at most.
+    """The same chunks, made by a task that runs up to AHEAD chunks ahead of the consumer.
 
-    After `limit_s` seconds `chunks` is closed, whether or not anybody reads, and Overloaded is raised after those that
-    were ready. (A generator notices no timeout while nobody resumes it, so a task drives `chunks`.)
+    After `limit_s` seconds `chunks` is closed, even without a consumer that reads, and Overloaded is raised after the
+    chunks that were ready. (A timeout has no effect in a generator that is not resumed, hence the task.)
     """
     queue: asyncio.Queue[T | None] = asyncio.Queue(AHEAD)
 
@@ -323,10 +325,10 @@ async def _ahead(chunks: AsyncGenerator[T, None], limit_s: float = math.inf) -> 
             if not limit.expired():
                 raise
             raise Overloaded(
-                "request: not done within the server's limit of time; ask for fewer tokens, or try again later"
+                "request: not done within the server's time limit; ask for fewer tokens, or try again later"
             ) from None
         finally:
-            with contextlib.suppress(asyncio.QueueFull):  # then the reader sees the task's end when it has read on
+            with contextlib.suppress(asyncio.QueueFull):  # then the reader finds the task done after the queued chunks
                 queue.put_nowait(None)
 
     driver = asyncio.create_task(drive())
@@ -335,7 +337,7 @@ async def _ahead(chunks: AsyncGenerator[T, None], limit_s: float = math.inf) -> 
             chunk = await queue.get()
             if chunk is None:
                 break
-            await asyncio.sleep(0)  # the next round's call leaves first
+            await asyncio.sleep(0)  # lets the next round's call be sent first
             yield chunk
         await driver
     finally:
@@ -344,7 +346,7 @@ async def _ahead(chunks: AsyncGenerator[T, None], limit_s: float = math.inf) -> 
 
 
 def _started(job: Job, text: Text, target: str) -> pb.GenerateResponse:
-    """The first event: what a resume of this answer has to name."""
+    """The first event: what a resume of this answer must repeat."""
     return pb.GenerateResponse(
         started=pb.GenerateStarted(
             request_id=job.request_id,

@@ -1,4 +1,4 @@
-"""What the router needs of its peers, as Protocols."""
+"""What the router calls of its peers, as Protocols."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from cluster.router.rounds import Drafter, Verifier
 
 
 class HandlePort(Protocol):
-    """What both handles have besides their work."""
+    """What the handles of drafters and verifiers have in common."""
 
     @property
     def opened(self) -> Opened | None:
-        """What opening took; None as long as the peer has not said."""
+        """Tokens and time of the first opening; None until a peer has opened the text."""
         ...
 
     async def close(self, text: Text) -> None:
-        """Give the lease back, with the text so that the last state can be saved. Never raises."""
+        """Release the lease; the peer saves its state of `text`. Never raises."""
         ...
 
 
 class DrafterPort(Drafter, HandlePort, Protocol):
-    """A drafter, leased for one request when it first wants a tree."""
+    """A drafter, leased for one request when its first tree is requested."""
 
 
 class VerifierPort(Verifier, HandlePort, Protocol):
-    """A verifier, leased for one request; `moves` counts how often it had to be another one, `hello` is what it said
-    of itself when it was leased."""
+    """A verifier, leased for one request. `moves` counts its replacements; `hello` is that of the leased replica, None
+    until there is one."""
 
     moves: int
     hello: Hello | None
 
     async def meet(self) -> Hello:
-        """The hello of the first verifier that is leased. Raises PeerLost or Overloaded where there is none."""
+        """Wait for the first leased verifier's hello. Raises PeerLost or Overloaded where none is leased."""
         ...
 
 
 class PeersPort(Protocol):
-    """Where texts can be opened. Taking a handle waits for nothing; a verifier's sends the text at once, a drafter's
-    when a tree is wanted. `deadline_s` is the request's own bound on the wait for a draft; the shorter one holds.
-    `adaptive` rounds wait no longer than a late draft may cost, others up to the bound."""
+    """Makes handles, without waiting. A verifier's sends the text at once, a drafter's when a tree is requested.
+    `deadline_s` is the request's limit on the wait for a draft; it can only shorten the configured one. `adaptive`: the
+    wait is also bounded by what drafts and rounds usually take (`Pace.deadline_s`)."""
 
     def drafter(
         self, target: str, text: Text, gate: RunningRequest, deadline_s: float = math.inf, adaptive: bool = True
@@ -53,5 +53,5 @@ class PeersPort(Protocol):
     def verifier(self, target: str, text: Text) -> VerifierPort: ...
 
     def expect(self, facts: ClusterFacts) -> None:
-        """From now on, use replicas of these checkpoints alone."""
+        """From now on, use only replicas of these checkpoints."""
         ...

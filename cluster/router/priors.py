@@ -1,4 +1,4 @@
-"""A router's priors: read when a kind of requests first comes, kept here, written behind the requests that end."""
+"""A router's priors: read at the first request of a kind, cached here, written in the background as requests end."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from cluster.policies.experience import Experience
 from cluster.policies.prior import Prior, PriorKey, PriorStore
 
 KINDS = 512
-"""Kinds that a router keeps in mind; the one that nobody asked for longest goes."""
+"""Kinds whose priors a router caches; beyond that the least recently used is dropped."""
 WRITES = 8
-"""Priors that are being written at once, each kind's once at a time; the others wait for their turn."""
+"""Concurrent writes, at most one for each kind; others are queued."""
 WAIT_S = 0.01
-"""How long the first request of a kind waits for its prior. One that comes later serves those after it."""
+"""How long a request waits for its kind's prior while that is read. A prior that comes later is for later requests."""
 
 
 class Priors:
-    """Of one event loop. No call raises, and none but a kind's first waits."""
+    """Not thread-safe: bound to one event loop. No call raises; `of` waits at most WAIT_S, while a prior is read."""
 
     def __init__(self, store: PriorStore) -> None:
         self._store = store
         self._known: OrderedDict[PriorKey, Prior] = OrderedDict()
         self._reading: dict[PriorKey, asyncio.Task[None]] = {}
         self._writing: dict[PriorKey, asyncio.Task[bool]] = {}
-        self._unwritten: dict[PriorKey, None] = {}  # kinds that are known better than the store knows them, in order
+        self._unwritten: dict[PriorKey, None] = {}  # kinds with changes that are not in the store, in order
 
     async def of(self, key: PriorKey, experience: Experience) -> Prior:
-        """What is known of a kind; not to be changed. Reads it where this router never met the kind. Its costs begin
-        the `experience` of its tenant where that has none."""
+        """The prior of a kind, read-only. Reads the store where this router has not cached the kind. `experience`
+        takes its costs for loads at which it has none."""
         if key not in self._known:
             self._remember(key)
             self._reading[key] = asyncio.create_task(self._read(key, experience))
@@ -41,7 +41,7 @@ class Priors:
         return prior
 
     def learn(self, key: PriorKey, notes: Prior, experience: Experience) -> None:
-        """Make a request's notes, and what its tenant's rounds cost, part of its kind's prior; write it in the
+        """Add a request's notes to its kind's prior, replace the prior's costs by its tenant's, and write it in the
         background."""
         prior = self._remember(key)
         prior.add(notes)
@@ -50,7 +50,7 @@ class Priors:
         self._write()
 
     async def settled(self) -> None:
-        """Until nothing is being read or written."""
+        """Wait until no read or write is in flight."""
         while tasks := {*self._reading.values(), *self._writing.values()}:
             await asyncio.wait(tasks)
 
@@ -59,7 +59,7 @@ class Priors:
             found = await self._store.load(key)
             if found is not None:
                 prior = self._remember(key)
-                found.add(prior)  # what ended here meanwhile is the newer
+                found.add(prior)  # requests that ended here during the read are newer
                 prior.lengths, prior.ranks = found.lengths, found.ranks
                 experience.take(found.costs)
                 prior.costs = experience.hints()

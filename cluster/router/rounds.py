@@ -1,4 +1,4 @@
-"""The loop. Everything else in this project exists to serve it."""
+"""The loop of draft, verification and commit that produces an answer."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dendro.tree import DraftTree
 
 
 class Drafter(Protocol):
-    """Guesses how the text goes on. Answers with the root alone when off, late or lost; never raises for it."""
+    """Drafts a tree. Returns the root alone where the shape is off or the draft late or lost; never raises for that."""
 
     async def draft(self, text: Text, shape: TreeShape) -> DraftTree: ...
 
 
 class Verifier(Protocol):
-    """Says what the target makes of a tree. The tokens it emits do not depend on the tree."""
+    """Verifies a tree with the target. The emitted tokens do not depend on the tree."""
 
     async def verify(self, text: Text, tree: DraftTree) -> Verdict: ...
 
@@ -30,13 +30,13 @@ class Policy(Protocol):
 
 
 async def rounds(text: Text, drafter: Drafter, verifier: Verifier, policy: Policy) -> AsyncIterator[Verdict]:
-    """Draft a tree, keep what the target agrees with, write it down, hand it on; until the verifier says stop."""
+    """Choose a shape, draft, verify, commit and yield the verdict; repeat until a verdict is finished."""
     while True:
         shape = policy.choose()
         tree = await drafter.draft(text, shape)  # the root alone when off, late or lost
         verdict = await verifier.verify(text, tree)
-        policy.learn(shape, tree, verdict)  # tree and verdict carry what they cost
-        verdict = text.commit(verdict)  # the journal first, ...
-        yield verdict  # ... then the client
+        policy.learn(shape, tree, verdict)  # tree and verdict carry their costs
+        verdict = text.commit(verdict)  # before the client sees it
+        yield verdict
         if verdict.finished:
             return

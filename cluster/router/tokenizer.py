@@ -15,21 +15,20 @@ from tree_layers.tokens import TOKENIZER, TOKENIZER_CONFIG
 WINDOW_TOKENS = 64
 CONTEXT_TOKENS = 8
 START_TRIES = 4
-"""Beginnings of a shorter window that are tried: a character has at most four bytes, each at most one token."""
+"""Start positions tried for a shorter window: a character has at most four bytes, each at most one token."""
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 MAX_HELD = 3
-"""Replacement characters at a text's end that may stand for the bytes of one incomplete character; those before them
-are final."""
+"""Trailing replacement characters that may be the bytes of one incomplete character; those before them are final."""
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer(Protocol):
-    """What we need of a tokenizer. `fingerprint` differs where the meaning of token ids may differ."""
+    """The part of a tokenizer that the router uses. `fingerprint` differs where the meaning of token ids may differ."""
 
     fingerprint: str
 
     def encode(self, text: str, begins: bool) -> list[int]:
-        """Token ids; where a text begins, with the special tokens that the checkpoint wants there."""
+        """Token ids; with the checkpoint's special tokens where a text `begins`."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -37,7 +36,7 @@ class Tokenizer(Protocol):
         ...
 
     def visible(self, ids: Sequence[int]) -> list[int]:
-        """The ids without special tokens: those that `decode` makes text of."""
+        """The ids without special tokens: those that `decode` turns into text."""
         ...
 
 
@@ -45,8 +44,8 @@ class CheckpointTokenizer:
     """The tokenizer of a Hugging Face checkpoint folder, through transformers and never with code from the folder."""
 
     def __init__(self, checkpoint: Path, fingerprint: str) -> None:
-        """fingerprint: of its token table (`Facts.tokenizer`). That says what ids mean, which is all that a text of
-        ids depends on; how the tokenizer splits new text may change during a session."""
+        """fingerprint: of its token table (`Facts.tokenizer`), which fixes what ids mean. How the tokenizer splits new
+        text may change during a session."""
         self.fingerprint = fingerprint
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -57,7 +56,7 @@ class CheckpointTokenizer:
                 )
             else:
                 self._tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(checkpoint / TOKENIZER))
-        except Exception as error:  # the tokenizers library raises nothing narrower for a file that is none
+        except Exception as error:  # the tokenizers library raises nothing narrower for an invalid file
             raise BadRequest("checkpoint", f"{checkpoint}: its tokenizer cannot be loaded: {error}") from error
         added = self._tokenizer.added_tokens_decoder
         self._special = {token for token, what in added.items() if what.special} | set(self._tokenizer.all_special_ids)
@@ -77,15 +76,15 @@ class CheckpointTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, special tokens left out.
 
-        Where the decoder falls back to bytes, a run of byte tokens is read as UTF-8, and only the bytes that are none
-        become replacement characters. (The library's decoder makes one of every byte of a run that is not UTF-8 as a
+        Where the decoder falls back to bytes, a run of byte tokens is decoded as UTF-8, and only its invalid bytes
+        become replacement characters. (The library's decoder replaces every byte of a run that is not valid UTF-8 as a
         whole, so that a later byte would change characters that were sent already.)
         """
         if not self._bytes:
             return str(self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
         tokens: list[str] = []
         for is_byte, run in groupby(self.visible(ids), self._bytes.__contains__):
-            if is_byte:  # one token a character: a text that spells a byte token is none
+            if is_byte:  # one token per character: text that spells a byte token is not one
                 tokens += bytes(map(self._bytes.__getitem__, run)).decode(errors="replace")
             else:
                 tokens += filter(None, map(self._backend.id_to_token, run))
@@ -104,22 +103,22 @@ def _byte_tokens(backend: Any) -> dict[int, int]:
 
 
 class TextStream:
-    """The text of an answer, handed out as its tokens come; all of it together is the decoding of all tokens.
+    """Decodes an answer incrementally; its parts together are the decoding of all tokens.
 
-    What has been handed out depends on the tokens alone and not on how they were cut into rounds, so a resumed answer
-    goes on at the right character. A character whose bytes are not all there waits.
+    What has been returned depends on the tokens alone and not on how they were cut into rounds, so a resumed answer
+    continues at the right character. An incomplete character is held back.
 
-    (`tokenizers.decoders.DecodeStream` raises an error for a byte run that is valid UTF-8 first and then not, gives no
-    text that it held back when no token comes any more, and takes no tokenizer in Python.)
+    (`tokenizers.decoders.DecodeStream` raises an error for a byte run that is valid UTF-8 first and then not, cannot
+    flush what it held back, and does not accept a tokenizer in Python.)
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._window: list[int] = []  # the last tokens, special ones left out: decoding looks no further back
-        self._given = 0  # characters of the window's text that are out
+        self._window: list[int] = []  # the last tokens, special ones left out: decoding needs none before
+        self._given = 0  # characters of the window's text that were returned
 
     def push(self, ids: Sequence[int]) -> str:
-        """What these tokens add."""
+        """The text that these tokens add."""
         self._window += self._tokenizer.visible(ids)
         whole = self._tokenizer.decode(self._window)
         stable = len(whole) - min(len(whole) - len(whole.rstrip(INCOMPLETE)), MAX_HELD)
@@ -130,8 +129,8 @@ class TextStream:
         return text
 
     def _shorten(self, whole: str) -> None:
-        """Let the window begin later, at a token from which on its text is the end of the `whole` one: neither inside a
-        character, nor where nothing is left of a token that a decoder treats in its own way as the first."""
+        """Start the window at a later token, from which on it decodes to a suffix of `whole` that is not empty. This
+        excludes starts inside a character, and at a token that decodes differently, or to nothing, as the first."""
         last = len(self._window) - CONTEXT_TOKENS
         for start in range(last, last - START_TRIES, -1):
             rest = self._tokenizer.decode(self._window[start:])
@@ -141,7 +140,7 @@ class TextStream:
                 return
 
     def flush(self) -> str:
-        """What was held back, when no token comes any more."""
+        """The text that was held back; for use after the last token."""
         whole = self._tokenizer.decode(self._window)
         text, self._given = whole[self._given :], len(whole)
         return text

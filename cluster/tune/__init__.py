@@ -1,1 +1,1 @@
-"""Finding the shapes that suit a target, its drafter and a machine: `dendro tune`."""
+"""`dendro tune`: finds the shapes that suit a target, its drafter and a machine."""

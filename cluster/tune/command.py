@@ -1,4 +1,4 @@
-"""`dendro tune`: what is measured on, the report, and the configuration's new arms."""
+"""`dendro tune`: the plan of the measurement, the report, and the configuration's new arms."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ COST_COLUMNS = ("", "a draft", "a forward", "its row", "a step", "its row", "hop
 
 @dataclass(frozen=True, slots=True)
 class TuneSize:
-    """How many prompts of each kind, and how long the answers are."""
+    """Numbers of prompts by their use, and tokens of an answer."""
 
     learned: int
     timed: int
@@ -102,7 +102,7 @@ def _prompts(size: TuneSize, tokenizer: Tokenizer) -> Prompts:
 def plan_of(
     config: Config, target: str, size: TuneSize, temperatures: tuple[float, ...], limits: SearchLimits, seed: int
 ) -> TunePlan:
-    """What is measured. Raises BadRequest, naming the field, where there is nothing to tune."""
+    """The plan of the measurement. Raises BadRequest, naming the field, if nothing can be tuned."""
     served = config.targets[target]
     names = config.drafters_of(target)
     if not names:
@@ -111,7 +111,10 @@ def plan_of(
         raise BadRequest("tokens", f"{size.tokens} after prompts of {PROMPT_TOKENS}; max_length is {served.max_length}")
     if size.tokens > config.router.max_new_tokens:
         raise BadRequest("tokens", f"{size.tokens}; router.max_new_tokens is {config.router.max_new_tokens}")
-    ours, theirs = parameter_count(config.drafters[names[0]].checkpoint), parameter_count(served.checkpoint)
+    drafter_parameters, target_parameters = (
+        parameter_count(config.drafters[names[0]].checkpoint),
+        parameter_count(served.checkpoint),
+    )
     return TunePlan(
         target,
         tuple(arm for arm in config.arms_of(target) if arm.off or arm.drafted),
@@ -124,13 +127,13 @@ def plan_of(
             min(limits.max_depth, served.max_depth),
             limits.max_children,
         ),
-        ours / theirs if ours and theirs else None,
+        drafter_parameters / target_parameters if drafter_parameters and target_parameters else None,
         seed,
     )
 
 
 async def run_tune(config: Config, plan: TunePlan, local: bool, begin: Begin) -> dict[str, Any]:
-    """The whole measurement; the report as plain values."""
+    """Run the whole measurement; returns the report as JSON values."""
     from cluster.engines import device_of
 
     started = time.monotonic()
@@ -162,7 +165,7 @@ async def run_tune(config: Config, plan: TunePlan, local: bool, begin: Begin) ->
 
 
 def facts_of(report: Report) -> Iterator[str]:
-    """What the figures rest on, a line each."""
+    """The conditions of the measurement, a line each."""
     yield from machine_facts(report)
     prompts = report["prompts"]
     yield (
@@ -171,14 +174,14 @@ def facts_of(report: Report) -> Iterator[str]:
         f"{prompts['timed']} of them; replayed and measured on {prompts['held_out']} others"
     )
     yield (
-        "E[N] is tokens per round, the target's own among them: predicted from how often the j-th candidate of depth d "
-        "was the target's token; replayed through the ranks of the other prompts' tokens; measured in rounds there"
+        "E[N] is tokens per round, the target's own one included: predicted from how often the j-th candidate of depth "
+        "d was the target's token; replayed through the ranks of the other prompts' tokens; measured in rounds on these"
     )
     yield (
-        "Rounds are predicted by lines through what shapes took: so much a draft, a forward, its row, a step, its row "
-        "as padded, and the rest of a round"
+        "Round times are predicted by linear costs, fitted to timed shapes: of a draft, of a drafter's forward and its "
+        "row, of a step and its padded row, and of the rest of a round"
     )
-    yield f"Arms that were found: {', '.join(report['arms'])}"
+    yield f"Arms found: {', '.join(report['arms'])}"
 
 
 def _number(value: float | None, digits: int = 2) -> str:
@@ -231,14 +234,14 @@ def tables_of(report: Report) -> Iterator[Cells]:
         yield title, SHAPE_COLUMNS, [_shape_cells(row) for row in rows]
         chains = [row for row in report["chains"] if row["temperature"] == temperature]
         if chains:
-            said = chains[0]
+            first = chains[0]
             yield (
-                f"{title}: Leviathan's formulas with a = {said['acceptance']:.3f} and c = {said['cost_ratio']:.3f}; "
-                f"guessing {'pays' if said['pays'] else 'does not pay'}, best with {said['best_guesses']} guesses",
+                f"{title}: Leviathan's formulas with a = {first['acceptance']:.3f} and c = {first['cost_ratio']:.3f}; "
+                f"guessing {'pays' if first['pays'] else 'does not pay'}, best with {first['best_guesses']} guesses",
                 CHAIN_COLUMNS,
                 [_chain_cells(row) for row in chains],
             )
-    yield "What a round is made of, in ms", COST_COLUMNS, [_cost_cells(row) for row in report["costs"]]
+    yield "Costs of the parts of a round, in ms", COST_COLUMNS, [_cost_cells(row) for row in report["costs"]]
 
 
 def _as_markdown(report: Report) -> str:
@@ -251,7 +254,8 @@ def tune(
     temperatures: Annotated[str, typer.Option(help="Separated by commas; each gets trees of its own.")] = "0,1",
     quick: Annotated[bool, typer.Option("--quick", help="Under a minute: few prompts, short answers.")] = False,
     write: Annotated[
-        bool, typer.Option("--write", help="Put the trees found into CONFIG's speculation.arms; all else stays.")
+        bool,
+        typer.Option("--write", help="Write the trees found into CONFIG's speculation.arms; the rest is unchanged."),
     ] = False,
     out: Annotated[Path | None, typer.Option(help="Write the configuration with the trees found to this file.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file named by --out.")] = False,
@@ -259,29 +263,29 @@ def tune(
     markdown: Annotated[Path | None, typer.Option(help="Write the tables as Markdown.")] = None,
     local: Annotated[bool, typer.Option("--local", help="Engines in this process: no Ray, no Redis.")] = False,
     prompts: Annotated[
-        int | None, typer.Option(min=1, help="To count ranks on. (default 24; quick 6)", show_default=False)
+        int | None, typer.Option(min=1, help="Prompts to count ranks on. (default 24; quick 6)", show_default=False)
     ] = None,
     held_out: Annotated[
         int | None,
-        typer.Option("--held-out", min=1, help="To run shapes on. (default 8; quick 2)", show_default=False),
+        typer.Option("--held-out", min=1, help="Prompts to run shapes on. (default 8; quick 2)", show_default=False),
     ] = None,
     tokens: Annotated[
-        int | None, typer.Option(min=2, help="Of every answer. (default 64; quick 24)", show_default=False)
+        int | None, typer.Option(min=2, help="Tokens of every answer. (default 64; quick 24)", show_default=False)
     ] = None,
-    max_rows: Annotated[int, typer.Option(min=2, max=MAX_ROWS, help="Of a tree, its root among them.")] = MAX_ROWS,
+    max_rows: Annotated[int, typer.Option(min=2, max=MAX_ROWS, help="Rows of a tree, root included.")] = MAX_ROWS,
     max_depth: Annotated[int, typer.Option(min=1, max=MAX_ROWS - 1, help="Levels below the root.")] = 10,
-    max_children: Annotated[int, typer.Option(min=1, max=CANDIDATES, help="Of one row.")] = CANDIDATES,
-    seed: Annotated[int, typer.Option(help="Of what is drawn, and of the order.")] = 0,
+    max_children: Annotated[int, typer.Option(min=1, max=CANDIDATES, help="Children of one row.")] = CANDIDATES,
+    seed: Annotated[int, typer.Option(help="Seed of sampling and of the order of runs.")] = 0,
 ) -> None:
     """Find the trees that suit a target, its drafter and this machine.
 
-    The target writes after held-out prompts; the drafter's ranks of what it wrote, and what rounds of different sizes
-    cost, say how many tokens a second each tree would emit. The best one at each temperature, found by Sequoia's
+    Tokens per second of each tree are predicted from the drafter's ranks of the target's answers to held-out prompts
+    and from the measured costs of rounds of different sizes. The best tree at each temperature, found by Sequoia's
     program, and the best chain are then run on other prompts beside the configured arms. Nothing is written without
-    --write or --out. Ends with status 1 where a tree changed the tokens.
+    --write or --out. Exit status 1 if a tree changed the tokens.
     """
     checked = fetched(pinned(Config.load(config))) if config is not None else demo_config()
-    said = text_of(config, checked)
+    text = text_of(config, checked)
     goal = check_writable(config, write, out, force)
     size = QUICK if quick else FULL
     plan = plan_of(
@@ -297,7 +301,7 @@ def tune(
         SearchLimits(max_rows, max_depth, max_children),
         seed,
     )
-    logging.disable_progress_bar()  # the library's own, while it loads: ours are beside it
+    logging.disable_progress_bar()  # of transformers, which would mix with ours
     bars = Bars(Console(stderr=True))
     with bars.progress:
         report = asyncio.run(run_tune(checked, plan, local, bars.begin))
@@ -312,5 +316,5 @@ def tune(
     if report["differences"]:
         raise typer.Exit(1)
     if goal is not None:
-        write_arms(config, said, goal, report["arms"])
+        write_arms(config, text, goal, report["arms"])
         console.print(f"written to {goal}; before: {list(checked.speculation.arms)}", markup=False, soft_wrap=True)

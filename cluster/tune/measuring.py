@@ -1,8 +1,8 @@
-"""What a tuning rests on: the drafter's ranks of what the target wrote, and what rounds cost.
+"""The measurements of a tuning: the drafter's ranks of the target's tokens, and the costs of rounds.
 
-At every temperature, since target and drafter share their noise, the target's text does not depend on any tree. So the
-place of each of its tokens among the drafter's ordered candidates says what any tree of fixed form would have had
-accepted (ALGORITHMS 2.4), and rounds that were really run must agree with it.
+Target and drafter share their noise, so at every temperature the target's text does not depend on any tree. The rank of
+each of its tokens among the drafter's candidates therefore determines which guesses of a tree of fixed form are
+accepted (ALGORITHMS 2.4); rounds that are run must agree with that.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from drafter_service.plan import EMPTY_TEXT, Chains, DraftPlan
 from drafter_service.runner import DraftRunner
 
 BACK_OFF = 32.0
-"""Rounds as which the chances of one depth count for the next: few come deep."""
+"""Weight, in rounds, of one depth's table as the prior of the next: few rounds reach deep rows."""
 CHUNK = 256
-"""Tokens of a text that the drafter reads at once."""
+"""Tokens of a text that the drafter processes at once."""
 FloatTable = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class RunAnswer:
     """One answer and its rounds."""
 
     tokens: tuple[int, ...]
@@ -46,20 +46,20 @@ class Told:
 
     @property
     def tokens_per_second(self) -> float:
-        """Once the text was processed; 0 where one round was all."""
+        """Decode rate: without the first round. 0 if there is no other."""
         return self.speculation.tokens_per_s
 
     @property
     def round_us(self) -> float | None:
-        """Of a round after the first, which waits for the prompt; None where there was none."""
+        """Mean time of the rounds after the first, which waits for the prefill. None if there are none."""
         rounds = self.speculation.rounds - 1
         return self.speculation.decode_us / rounds if rounds > 0 else None
 
 
-async def tell(
+async def run_answer(
     client: Asking, model: str, prompt: Sequence[int], sampling: Sampling, tokens: int, speculation: str
-) -> Told:
-    """`tokens` tokens after a prompt, past the end of text where it comes sooner."""
+) -> RunAnswer:
+    """Generate `tokens` tokens after a prompt, also past the end of text. Raises EngineFailed for another number."""
     lengths: list[int] = []
     answer: list[int] = []
     complete: Complete | None = None
@@ -79,14 +79,14 @@ async def tell(
             complete = event
     if complete is None or len(answer) != tokens:
         raise EngineFailed(f"{speculation}: {len(answer)} tokens instead of {tokens}")
-    return Told(tuple(answer), tuple(lengths), complete.speculation)
+    return RunAnswer(tuple(answer), tuple(lengths), complete.speculation)
 
 
 class Ranker:
-    """The drafter, in this process, with its own order of guesses: scaled logits and the shared noise."""
+    """The drafter, loaded in this process. It orders candidates as in service: scaled logits plus the shared noise."""
 
     def __init__(self, drafter: DrafterConfig, device: str, width: int) -> None:
-        """width: candidates that are told apart. Raises BadRequest for a checkpoint that cannot be used."""
+        """width: the candidates that are ranked. Raises BadRequest for a checkpoint that cannot be used."""
         dtype = DTYPES[drafter.dtype]
         place = torch.device(device)
         model, _ = load_model(drafter.checkpoint, dtype, place, drafter.tokenizer)
@@ -97,7 +97,7 @@ class Ranker:
 
     @torch.inference_mode()
     def ranks(self, prompt: Sequence[int], answer: Sequence[int], sampling: Sampling) -> list[int]:
-        """The place of every answer token among the candidates, given the true text before it; past them, `width`."""
+        """The rank of every answer token among the candidates, given the true text before it; `width` if it is none."""
         ids = np.array([*prompt, *answer], np.int64)
         self._runner.admit(0, sampling, self._runner.model.vocabulary)
         found: list[int] = []
@@ -129,10 +129,10 @@ class Ranker:
 
 
 def accepted(traces: Sequence[Sequence[int]], depth: int, children: int) -> FloatTable:
-    """a[d][j], [depth, children]: how often the j-th candidate was the target's, where the d tokens before it were
-    among the candidates, too. Every place of a text counts as a root.
+    """a[d][j], [depth, children]: the frequency with which the j-th candidate was the target's token, given that the d
+    tokens before it were among the candidates. Every position of a text counts as a root.
 
-    What was seen of a depth above counts for a depth as BACK_OFF rounds.
+    Each depth's frequencies start from those of the depth above, with the weight of BACK_OFF rounds.
     """
     counts, reached = np.zeros((depth, children)), np.zeros(depth)
     for trace in traces:
@@ -152,9 +152,9 @@ def accepted(traces: Sequence[Sequence[int]], depth: int, children: int) -> Floa
 
 
 def replayed(traces: Sequence[Sequence[int]], shape: TreeShape) -> float | None:
-    """Tokens per round when every round drafts a tree of fixed form; None where no round fits into a trace.
+    """Tokens per round if every round drafts a tree of fixed form; None if no round fits into a trace.
 
-    A round that the trace's end could cut short is not counted.
+    Rounds that the trace's end could cut short are not counted.
     """
     lengths = [length for trace in traces for length in replayed_lengths(trace, shape)]
     return fmean(lengths) if lengths else None
@@ -174,11 +174,11 @@ def replayed_lengths(trace: Sequence[int], shape: TreeShape) -> list[int]:
     return lengths
 
 
-def whole_rounds(told: Told, shape: TreeShape) -> list[int]:
-    """Tokens of those rounds that the answer's end could not cut short, as in `replayed_lengths`."""
+def whole_rounds(answer: RunAnswer, shape: TreeShape) -> list[int]:
+    """Tokens of each round that the answer's end could not cut short, as in `replayed_lengths`."""
     lengths, position = [], 0
-    for length in told.lengths:
-        if position + shape.depth >= len(told.tokens):
+    for length in answer.lengths:
+        if position + shape.depth >= len(answer.tokens):
             break
         lengths.append(length)
         position += length
@@ -187,9 +187,9 @@ def whole_rounds(told: Told, shape: TreeShape) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class LinearCosts:
-    """Microseconds, as lines. A draft takes `draft_us`, `level_us` for each forward and `row_us` for each of its rows;
-    a step `step_us`, and `step_row_us` for each row as padded. `hops_us` is the rest of a round that has a draft,
-    `off_hops_us` of one that has none.
+    """Linear costs in microseconds. A draft takes `draft_us`, `level_us` for each forward and `row_us` for each of its
+    rows; a step takes `step_us`, and `step_row_us` for each row, padding included. `hops_us` is the rest of a round
+    with a draft, `off_hops_us` of one without.
     """
 
     draft_us: float
@@ -201,33 +201,33 @@ class LinearCosts:
     off_hops_us: float
 
     def level(self, rows: int) -> float:
-        """A drafter's forward."""
+        """A drafter's forward of so many rows."""
         return self.level_us + self.row_us * rows
 
     def step(self, rows: int) -> float:
-        """A verifier's step of so many rows, padded."""
+        """A verifier's step of so many rows, padding included."""
         return self.step_us + self.step_row_us * rows
 
     @property
     def fixed_us(self) -> float:
-        """What a round with a draft takes whatever its tree."""
+        """The part of a round with a draft that does not depend on its tree."""
         return self.draft_us + self.hops_us
 
     def round_us(self, shape: TreeShape) -> float:
-        """A round with a tree of fixed form, or without any."""
+        """A round with a tree of fixed form, or with `off`."""
         if shape.off:
             return self.step(ROW_BUCKET) + self.off_hops_us
         return self.fixed_us + sum(map(self.level, forwarded_rows(shape))) + self.step(row_bucket(shape.rows))
 
     @property
     def cost_ratio(self) -> float:
-        """Leviathan's c: a drafter's forward of one row over a step without guesses."""
+        """Leviathan's c: the cost of a drafter's forward of one row over that of a step without guesses."""
         return self.level(1) / self.step(ROW_BUCKET)
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Where the time of a shape's mean round went, in microseconds: medians over answers."""
+    """The parts of a shape's mean round in microseconds: medians over answers."""
 
     draft_us: float
     verify_us: float
@@ -239,23 +239,23 @@ class Timed:
         return max(self.round_us - self.draft_us - self.verify_us - self.queue_us, 0.0)
 
     @classmethod
-    def of(cls, answers: Sequence[Told]) -> Timed | None:
-        """None where no answer had more than one round."""
-        kept = [(told.speculation, told.round_us) for told in answers if told.round_us is not None]
+    def of(cls, answers: Sequence[RunAnswer]) -> Timed | None:
+        """None if no answer had more than one round."""
+        kept = [(answer.speculation, answer.round_us) for answer in answers if answer.round_us is not None]
         if not kept:
             return None
         return cls(
-            median(said.draft_us / said.rounds for said, _ in kept),
-            median(said.verify_us / said.rounds for said, _ in kept),
+            median(stats.draft_us / stats.rounds for stats, _ in kept),
+            median(stats.verify_us / stats.rounds for stats, _ in kept),
             median(us for _, us in kept if us is not None),
-            median(said.queue_us / said.rounds for said, _ in kept),
+            median(stats.queue_us / stats.rounds for stats, _ in kept),
         )
 
 
 def costs_of(timed: Mapping[TreeShape, Timed]) -> LinearCosts:
-    """The lines of least squares through what shapes took, no coefficient below zero.
+    """The costs that fit the timed shapes best by least squares, none negative.
 
-    Raises BadRequest where the shapes are too alike, or `off` is not among them.
+    Raises BadRequest if the shapes have fewer than two depths or two padded row counts, or `off` is not among them.
     """
     trees = {shape: each for shape, each in timed.items() if not shape.off}
     plain = next((each for shape, each in timed.items() if shape.off), None)
@@ -276,15 +276,15 @@ def costs_of(timed: Mapping[TreeShape, Timed]) -> LinearCosts:
 
 
 def nonnegative_fit(points: Sequence[Sequence[float]], values: Sequence[float]) -> tuple[float, ...]:
-    """Coefficients of least squares, none below zero: the best over all choices of those that are zero."""
-    matrix, wanted = np.array(points, np.float64), np.array(values, np.float64)
+    """Least-squares coefficients, none negative: the best over all choices of which ones are zero."""
+    matrix, vector = np.array(points, np.float64), np.array(values, np.float64)
     columns = range(matrix.shape[1])
-    best, least = np.zeros(matrix.shape[1]), float(wanted @ wanted)
+    best, least = np.zeros(matrix.shape[1]), float(vector @ vector)
     for count in columns:
         for chosen in combinations(columns, count + 1):
-            found = np.linalg.lstsq(matrix[:, chosen], wanted, rcond=None)[0]
-            off = matrix[:, chosen] @ found - wanted
-            if (found >= 0).all() and off @ off < least:
-                best, least = np.zeros(matrix.shape[1]), float(off @ off)
+            found = np.linalg.lstsq(matrix[:, chosen], vector, rcond=None)[0]
+            residual = matrix[:, chosen] @ found - vector
+            if (found >= 0).all() and residual @ residual < least:
+                best, least = np.zeros(matrix.shape[1]), float(residual @ residual)
                 best[list(chosen)] = found
     return tuple(best.tolist())

@@ -1,8 +1,8 @@
-"""The plan of a tuning: what is measured in which order, and the rows computed from it.
+"""The plan of a tuning: the measurements in their order, and the report's rows.
 
-Prompts are of three kinds, so that nothing is judged by what it was chosen by: on those *learned from*, the target
-writes and the drafter's ranks are counted; on some of these, shapes are timed for the cost lines; on *held out* ones,
-the configured arms and the trees found are run in turn.
+No tree is evaluated on the prompts that it was chosen with. On the *learned* prompts the drafter's ranks of the
+target's tokens are counted, and on some of these shapes are timed to fit the costs. On the *held-out* prompts the
+configured arms and the trees found are run in turn.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from cluster.policies.sequoia import Accept, best_tree, expected_tokens
 from cluster.tune.measuring import (
     LinearCosts,
     Ranker,
+    RunAnswer,
     Timed,
-    Told,
     accepted,
     costs_of,
     replayed,
-    tell,
+    run_answer,
     whole_rounds,
 )
 
 PROBES = (LevelShape((1,) * 8), LevelShape((8,)), LevelShape((6, 3, 2)))
-"""Timed beside the arms: deep, wide and large, so that the lines reach as far as the program does."""
+"""Shapes timed beside the arms: deep, wide and large, so that the fitted costs cover the sizes of the search."""
 WARM_TOKENS = 8
-"""Of the answers that are not timed."""
+"""Tokens of the warm-up answers, which are not timed."""
 Row = dict[str, Any]
 Begin = Callable[[str, int], Callable[[], None]]
 """begin(title, steps) begins a progress bar and returns its step."""
@@ -43,7 +43,7 @@ Begin = Callable[[str, int], Callable[[], None]]
 
 @dataclass(frozen=True, slots=True)
 class SearchLimits:
-    """Of the trees that are looked for."""
+    """Limits of the trees that are searched."""
 
     max_rows: int
     max_depth: int
@@ -52,25 +52,25 @@ class SearchLimits:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Token ids of the prompts, by what they are for."""
+    """Token ids of the prompts, by their use."""
 
     learned: tuple[tuple[int, ...], ...]
-    timed: int  # so many of the learned ones
+    timed: int  # the first so many of the learned ones
     held_out: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TunePlan:
-    """One target and its drafter."""
+    """The measurements of one target and its drafter."""
 
     target: str
-    arms: tuple[TreeShape, ...]  # those configured that a drafter makes, and `off` if it is
+    arms: tuple[TreeShape, ...]  # the configured ones that are drafted, and `off` if configured
     prompts: Prompts
     tokens: int  # of every answer
     temperatures: tuple[float, ...]
     probes: tuple[LevelShape, ...]  # timed beside the arms
     limits: SearchLimits
-    drafter_share: float | None  # parameters of the drafter over the target's; None: not known
+    drafter_share: float | None  # parameters of the drafter over the target's; None: unknown
     seed: int
 
     @property
@@ -79,18 +79,18 @@ class TunePlan:
 
     @property
     def timed(self) -> tuple[TreeShape, ...]:
-        """Shapes for the cost lines: `off`, arms of fixed form, and probes."""
+        """Shapes timed to fit the costs: `off`, arms of fixed form, and probes."""
         fixed = [arm for arm in self.trees if isinstance(arm, LevelShape)]
         return tuple(dict.fromkeys([OFF, *fixed, *self.probes]))
 
     def sampling(self, temperature: float, prompt: Sequence[int]) -> Sampling:
-        """One seed for all that is asked of a prompt: the tokens must be the same."""
+        """A prompt has one seed, as its tokens must be the same under every shape."""
         return Sampling(temperature=temperature, seed=random.Random(f"{self.seed}/{prompt}").getrandbits(32))
 
 
 @dataclass(slots=True)
 class Tuned:
-    """What came of one temperature."""
+    """The results at one temperature."""
 
     temperature: float
     accept: Accept
@@ -98,12 +98,12 @@ class Tuned:
     found: tuple[TreeShape, ...]  # the best chain and the best tree
     traces: list[list[int]]  # of the held-out prompts
     first_rank: float  # share of tokens that the drafter ranks first, on the prompts learned from
-    told: dict[TreeShape, list[Told]] = field(default_factory=dict)  # on the held-out prompts
+    answers: dict[TreeShape, list[RunAnswer]] = field(default_factory=dict)  # on the held-out prompts
     differences: list[str] = field(default_factory=list)
 
 
 class Tuning:
-    """A plan at work on a running cluster."""
+    """Runs a plan on a running cluster."""
 
     def __init__(self, plan: TunePlan, client: Asking, ranker: Ranker, begin: Begin) -> None:
         self.plan = plan
@@ -112,10 +112,10 @@ class Tuning:
         self._begin = begin
 
     async def at(self, temperature: float) -> Tuned:
-        """Learn, find, and run what was found."""
+        """Count ranks, time shapes, search the best trees, and run them."""
         plan, prompts = self.plan, self.plan.prompts
         name = f"temperature {temperature:g}"
-        step = self._begin(f"{name}: the target writes", len(prompts.learned) + len(prompts.held_out))
+        step = self._begin(f"{name}: the target's answers", len(prompts.learned) + len(prompts.held_out))
         learned = [await self._trace(prompt, temperature, step) for prompt in prompts.learned]
         held_out = [await self._trace(prompt, temperature, step) for prompt in prompts.held_out]
         costs = await self._costs(temperature, name)
@@ -140,47 +140,50 @@ class Tuning:
         await self._run(tuned, name)
         return tuned
 
-    async def _tell(self, prompt: Sequence[int], temperature: float, shape: TreeShape, most: int | None = None) -> Told:
+    async def _answer(
+        self, prompt: Sequence[int], temperature: float, shape: TreeShape, most: int | None = None
+    ) -> RunAnswer:
         plan = self.plan
         tokens = min(plan.tokens, most or plan.tokens)
-        return await tell(self._client, plan.target, prompt, plan.sampling(temperature, prompt), tokens, str(shape))
+        sampling = plan.sampling(temperature, prompt)
+        return await run_answer(self._client, plan.target, prompt, sampling, tokens, str(shape))
 
     async def _trace(self, prompt: Sequence[int], temperature: float, step: Callable[[], None]) -> list[int]:
-        told = await self._tell(prompt, temperature, OFF)
+        answer = await self._answer(prompt, temperature, OFF)
         step()
-        return self._ranker.ranks(prompt, told.tokens, self.plan.sampling(temperature, prompt))
+        return self._ranker.ranks(prompt, answer.tokens, self.plan.sampling(temperature, prompt))
 
     async def _costs(self, temperature: float, name: str) -> LinearCosts:
         plan = self.plan
         prompts = plan.prompts.learned[: plan.prompts.timed]
-        step = self._begin(f"{name}: what rows cost", len(plan.timed) * (1 + len(prompts)))
-        answers: dict[TreeShape, list[Told]] = {shape: [] for shape in plan.timed}
-        for shape in plan.timed:  # the first round of a size pays for cold memory
-            await self._tell(prompts[0], temperature, shape, WARM_TOKENS)
+        step = self._begin(f"{name}: the costs of rounds", len(plan.timed) * (1 + len(prompts)))
+        answers: dict[TreeShape, list[RunAnswer]] = {shape: [] for shape in plan.timed}
+        for shape in plan.timed:  # warm-up, as the first round of a size is slower
+            await self._answer(prompts[0], temperature, shape, WARM_TOKENS)
             step()
         for prompt in prompts:
             for shape in self._shuffled(plan.timed, temperature, prompt):
-                answers[shape].append(await self._tell(prompt, temperature, shape))
+                answers[shape].append(await self._answer(prompt, temperature, shape))
                 step()
-        timed = {shape: Timed.of(told) for shape, told in answers.items()}
+        timed = {shape: Timed.of(of_shape) for shape, of_shape in answers.items()}
         return costs_of({shape: each for shape, each in timed.items() if each is not None})
 
     async def _run(self, tuned: Tuned, name: str) -> None:
-        """Everything on the held-out prompts, in turn."""
+        """Run all shapes on each held-out prompt, and note answers that differ from that of `off`."""
         shapes = tuple(dict.fromkeys([OFF, *self.plan.arms, *tuned.found]))
-        step = self._begin(f"{name}: the trees are run", len(shapes) * len(self.plan.prompts.held_out))
-        tuned.told = {shape: [] for shape in shapes}
+        step = self._begin(f"{name}: runs of the trees", len(shapes) * len(self.plan.prompts.held_out))
+        tuned.answers = {shape: [] for shape in shapes}
         for number, prompt in enumerate(self.plan.prompts.held_out):
             for shape in self._shuffled(shapes, tuned.temperature, prompt):
-                tuned.told[shape].append(await self._tell(prompt, tuned.temperature, shape))
+                tuned.answers[shape].append(await self._answer(prompt, tuned.temperature, shape))
                 step()
-            plain = tuned.told[OFF][-1].tokens
+            plain = tuned.answers[OFF][-1].tokens
             for shape in shapes:
-                if tuned.told[shape][-1].tokens != plain:
+                if tuned.answers[shape][-1].tokens != plain:
                     tuned.differences.append(f"{shape}, {name}, held-out prompt {number + 1}: other tokens than `off`")
 
     def _shuffled(self, shapes: Sequence[TreeShape], temperature: float, prompt: Sequence[int]) -> list[TreeShape]:
-        """In an order of chance that the seed fixes: none is always run after the same other one."""
+        """The shapes in a random order by the seed, so that none is always run after the same other one."""
         order = list(shapes)
         random.Random(f"{self.plan.seed}/{temperature}/{prompt}").shuffle(order)
         return order
@@ -207,9 +210,9 @@ def is_chain(shape: TreeShape) -> bool:
 
 
 def rows_of(plan: TunePlan, tuned: Tuned) -> list[Row]:
-    """One object for each shape that was run: predicted from what was learned, beside what held-out prompts gave."""
+    """One row for each shape that was run: predicted from the learned prompts, replayed and measured on the others."""
     rows = []
-    for shape, answers in tuned.told.items():
+    for shape, answers in tuned.answers.items():
         row: Row = {
             "temperature": tuned.temperature,
             "name": str(shape),
@@ -234,33 +237,33 @@ def rows_of(plan: TunePlan, tuned: Tuned) -> list[Row]:
     return rows
 
 
-def _measured(shape: TreeShape, answers: Sequence[Told]) -> Row | None:
-    """What rounds gave; None where the drafter grew no tree of this shape, or answers had no second round."""
-    drafted = sum(told.speculation.drafted_tokens for told in answers)
-    lengths = [length for told in answers for length in whole_rounds(told, shape)]
+def _measured(shape: TreeShape, answers: Sequence[RunAnswer]) -> Row | None:
+    """Measured values; None if the drafter grew no tree of this shape, or no answer had a whole or a second round."""
+    drafted = sum(answer.speculation.drafted_tokens for answer in answers)
+    lengths = [length for answer in answers for length in whole_rounds(answer, shape)]
     timed = Timed.of(answers)
     if timed is None or not lengths or (not shape.off and not drafted):
         return None
-    rounds = sum(told.speculation.rounds for told in answers)
+    rounds = sum(answer.speculation.rounds for answer in answers)
     return {
         "emitted_per_round": round(fmean(lengths), 4),
         "rounds": len(lengths),
         "round_ms": round(timed.round_us / 1e3, 4),
         "draft_ms": round(timed.draft_us / 1e3, 4),
         "verify_ms": round(timed.verify_us / 1e3, 4),
-        "late_share": round(sum(told.speculation.late_drafts for told in answers) / rounds, 4),
+        "late_share": round(sum(answer.speculation.late_drafts for answer in answers) / rounds, 4),
         "tokens_per_second": median_estimate(
-            [told.tokens_per_second for told in answers if told.round_us is not None]
+            [answer.tokens_per_second for answer in answers if answer.round_us is not None]
         ).as_json(),
     }
 
 
 def chains_of(plan: TunePlan, tuned: Tuned) -> list[Row]:
-    """What Leviathan's formulas make of every chain that was run, beside what it did."""
+    """One row for each chain that was run: Leviathan's formulas beside the measurement."""
     acceptance, cost = tuned.first_rank, tuned.costs.cost_ratio
-    plain = _measured(OFF, tuned.told[OFF])
+    plain = _measured(OFF, tuned.answers[OFF])
     rows = []
-    for shape, answers in tuned.told.items():
+    for shape, answers in tuned.answers.items():
         if not is_chain(shape):
             continue
         guesses, measured = shape.depth, _measured(shape, answers)
@@ -295,7 +298,7 @@ def chains_of(plan: TunePlan, tuned: Tuned) -> list[Row]:
 
 
 def costs_row(tuned: Tuned) -> Row:
-    """The cost lines, in milliseconds."""
+    """The fitted costs, in milliseconds."""
     costs = tuned.costs
     return {
         "temperature": tuned.temperature,
@@ -310,6 +313,6 @@ def costs_row(tuned: Tuned) -> Row:
 
 
 def arms_of(configured: Sequence[TreeShape], tuned: Sequence[Tuned]) -> list[str]:
-    """Arms for a configuration: `off`, the proposals that it has, and the trees that were found at each temperature."""
+    """Arms for a configuration: `off`, its arms that need no drafter, and the trees found at each temperature."""
     kept = [OFF, *(arm for arm in configured if not arm.drafted)]
     return list(dict.fromkeys(str(shape) for shape in [*kept, *(shape for each in tuned for shape in each.found)]))

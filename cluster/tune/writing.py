@@ -1,4 +1,4 @@
-"""Put arms into a configuration's text and leave all else in it as it stands, comments too."""
+"""Writes arms into a configuration's YAML text; the rest of it, comments included, is unchanged."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from cluster.config import Config
 
 
 def with_arms(text: str, arms: Sequence[str]) -> str:
-    """The same YAML with other `speculation.arms`. Raises BadRequest where it cannot be done without touching more."""
+    """The same YAML with other `speculation.arms`. Raises BadRequest if the edit would change anything else."""
     old = yaml.safe_load(text)
     root = yaml.compose(text, yaml.SafeLoader)
     if not isinstance(root, MappingNode) or not isinstance(old, dict):
         raise BadRequest("config", "holds no mapping of sections")
     new = _edited(text, root, arms)
     try:
-        said = yaml.safe_load(new)
+        edited = yaml.safe_load(new)
     except yaml.YAMLError:
-        said = None
-    if said != old | {"speculation": (old.get("speculation") or {}) | {"arms": list(arms)}}:
+        edited = None
+    if edited != old | {"speculation": (old.get("speculation") or {}) | {"arms": list(arms)}}:
         raise BadRequest("config", f"its YAML is too unusual to edit; write speculation.arms: {_flow(arms)} into it")
     return new
 
@@ -46,7 +46,7 @@ def _edited(text: str, root: MappingNode, arms: Sequence[str]) -> str:
         return _inserted(text, section, f"arms: {_flow(arms)}")
     start, stop = value.start_mark.index, value.end_mark.index
     if isinstance(value, SequenceNode) and value.value and not value.flow_style:
-        stop = value.value[-1].end_mark.index  # a block's own end is where the next token begins, past comments
+        stop = value.value[-1].end_mark.index  # a block's end mark is at the next token, past comments
         indent = "\n" + " " * value.start_mark.column
         return text[:start] + indent.join(f'- "{arm}"' for arm in arms) + text[stop:]
     return text[:start] + _flow(arms) + text[stop:]
@@ -65,24 +65,24 @@ def _value(mapping: MappingNode, key: str) -> Node | None:
 
 
 def text_of(source: Path | None, config: Config) -> str:
-    """The text to put arms into: the file's, or of a configuration that is in no file, what it says."""
+    """The YAML to write arms into: the file's text, or a dump of a configuration that has no file."""
     if source is not None:
         return source.read_text()
     return yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True), sort_keys=False, width=120)
 
 
 def check_writable(source: Path | None, write: bool, out: Path | None, force: bool) -> Path | None:
-    """The file to write, before anything is measured for it; None: none was asked for. Raises BadRequest."""
+    """The file to write, or None without --write and --out. Raises BadRequest; called before anything is measured."""
     if write and out is not None:
         raise BadRequest("--write", "cannot be given together with --out")
     if force and out is None:
         raise BadRequest("--force", "belongs to --out")
     if write:
         if source is None:
-            raise BadRequest("--write", "needs a configuration to write to; name one, or say --out FILE")
+            raise BadRequest("--write", "needs a configuration to write to; name one, or give --out FILE")
         return source
     if out is not None and out.exists() and not force:
-        raise BadRequest("--out", f"{out} is there already; name another file, or say --force")
+        raise BadRequest("--out", f"{out} is there already; name another file, or give --force")
     if out is not None and source is not None and out.parent.resolve() != source.parent.resolve():
         checkpoints = [
             model.get("checkpoint", "")
@@ -94,9 +94,9 @@ def check_writable(source: Path | None, write: bool, out: Path | None, force: bo
     return out
 
 
-def write_arms(source: Path | None, said: str, goal: Path, arms: Sequence[str]) -> None:
-    """Write `said`, the text of `source`, with these arms to `goal`. Raises BadRequest where `source` has changed."""
-    if source is not None and source.read_text() != said:
+def write_arms(source: Path | None, text: str, goal: Path, arms: Sequence[str]) -> None:
+    """Write `text`, that of `source`, with these arms to `goal`. Raises BadRequest if `source` has changed."""
+    if source is not None and source.read_text() != text:
         raise BadRequest("config", f"{source} has changed while we measured; nothing was written")
     goal.parent.mkdir(parents=True, exist_ok=True)
-    goal.write_text(with_arms(said, arms))
+    goal.write_text(with_arms(text, arms))

@@ -1,4 +1,4 @@
-"""The models a drafter can be. A model is registered under the `model_type` of its configuration."""
+"""The drafter models, registered under the `model_type` of their configuration."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from drafter_service.models.memory import DrafterMemory
 
 
 class DrafterModel(Protocol):
-    """What the engine asks of a model: memories that turn tokens into hidden rows, and logits of these."""
+    """A drafter model: creates memories, which turn tokens into hidden rows, and computes logits of hidden rows."""
 
     @property
     def vocabulary(self) -> int: ...
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest text."""
+        """Most tokens of a text."""
         ...
 
     def memory(self, texts: int, nodes: int) -> DrafterMemory:
-        """Of so many text slots and node slots, those of number 0 among them."""
+        """A memory with this many text slots and node slots, slot 0 of either kind included."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -50,16 +50,16 @@ MODELS: dict[str, Callable[[Checkpoint, torch.dtype, torch.device], DrafterModel
 def load_model(
     path: str | Path, dtype: torch.dtype, device: torch.device, tokenizer: Path | None = None
 ) -> tuple[DrafterModel, Checkpoint]:
-    """Load a drafter. Raises BadRequest, saying what is wrong with the checkpoint.
+    """Load a drafter. Raises BadRequest with the reason if the checkpoint cannot be used.
 
-    tokenizer: the folder with the tokenizer, where that is not the checkpoint.
+    tokenizer: the folder with the tokenizer, if it is not the checkpoint's.
     """
     try:
         facts = read_facts(path, tokenizer)
         refuse_quantised(facts)
         kind = facts.model_type
         if kind not in MODELS:
-            raise CheckpointError(f"{path}: a drafter of type {kind!r} is not supported; these are: {sorted(MODELS)}")
+            raise CheckpointError(f"{path}: a drafter of type {kind!r} is not supported; supported: {sorted(MODELS)}")
         checkpoint = read_checkpoint(facts)
         return MODELS[kind](checkpoint, dtype, device), checkpoint
     except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""The parts that language models share: their ends, and of Mambas the layers of norm and mixer between them."""
+"""Parts that the models share: embedding, final norm and head; for Mambas also the layers of norm and mixer."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tree_layers.mixers import unit_rms
 Mixer = TypeVar("Mixer")
 
 FOREIGN = 0
-"""The token id that is fed in place of one past the embedding."""
+"""The token id that is fed in place of ids past the embedding."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ends:
-    """What is before and behind the layers. d model width, V tokens that the tokenizer knows."""
+    """Embedding, final norm and head. d model width, V tokens of the tokenizer."""
 
     embedding: Tensor  # [configured vocabulary, d]
     norm: Tensor  # [d]
@@ -40,7 +40,7 @@ class Ends:
         return self.embedding.device
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Rows of the embedding for any ids >= 0 [...]. For ids of the target past this embedding, FOREIGN is fed."""
+        """Rows of the embedding for any ids >= 0 [...]. Ids of the target past this embedding are fed as FOREIGN."""
         return F.embedding(torch.where(tokens < len(self.embedding), tokens, FOREIGN), self.embedding)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class Backbone(Ends, Generic[Mixer]):
     residual: torch.dtype  # of the sum that runs through the layers
 
     def through(self, tokens: Tensor, mix: Callable[[int, Mixer, Tensor], Tensor]) -> Tensor:
-        """Hidden [..., d] of tokens [...]; `mix` runs a layer's mixer, which it is given with the layer's number."""
+        """Hidden [..., d] of tokens [...]; `mix(layer, mixer, normed)` runs the mixer of layer number `layer`."""
         hidden = self.embed(tokens)
         for layer, (norm, mixer) in enumerate(self.layers):
             hidden = hidden.to(self.residual) + mix(layer, mixer, self._norm(hidden, norm))

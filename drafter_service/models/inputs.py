@@ -1,4 +1,4 @@
-"""The memory of Mamba-2 drafters: a node holds its inputs, and a text alone a state (ALGORITHMS 1.5)."""
+"""The memory of Mamba-2 drafters: a node slot holds the node's inputs, a text slot a state (ALGORITHMS 1.5)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class InputMemory:
         source, kept = torch.from_numpy(rows.source).to(device), torch.from_numpy(rows.kept).to(device)
         target, root = as_slots(rows.target, device), None
         if len(rows.roots):
-            # Below texts that end before them: what their taps point to is written by this chain.
+            # The roots' taps point to the inputs at the ends of their texts, which this chain writes.
             memory.hang(rows.roots, rows.target, np.full_like(rows.roots, NO_NODE))
             root = Root(torch.arange(len(rows.roots), device=device), *memory.slots(rows.roots))
 
@@ -67,8 +67,8 @@ class InputMemory:
         trees, new = len(rows.counts), int(rows.counts.max())
         places = None
         if len(written) < trees * new:
-            last = new * np.arange(1, trees + 1) - np.cumsum(rows.counts)  # of a tree's padded rows, less of its rows
-            places = torch.from_numpy(np.arange(len(written)) + last.repeat(rows.counts)).to(device)
+            padding = new * np.arange(1, trees + 1) - np.cumsum(rows.counts)  # [trees] padded rows so far
+            places = torch.from_numpy(np.arange(len(written)) + padding.repeat(rows.counts)).to(device)
         slots, raw = memory.slots(written)
         step = LevelStep(
             slots=slots,

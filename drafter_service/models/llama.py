@@ -1,7 +1,7 @@
-"""A small Llama, Qwen2 or Qwen3 as a drafter: its memory of a text is every token's keys and values.
+"""A Llama, Qwen2 or Qwen3 drafter: its memory of a text is the keys and values of every token.
 
 Qwen2 and Qwen2.5 are Llamas with biases of queries, keys and values. Qwen3 norms the queries and keys of each head, and
-its configuration names the heads' width.
+its configuration sets the heads' width.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from drafter_service.models.backbone import Ends
 from drafter_service.plan import NO_NODE, Chains, Level, TextFold
 
 LEAST_ROOM = 64
-"""Tokens of the smallest text buffer; a text that outgrows its own gets one twice as large."""
+"""Tokens of the smallest text buffer; buffers grow by doubling."""
 ROPES = ("default", "linear", "llama3", "yarn")
 """Types of rotary embeddings whose angles depend on the position alone."""
 LENGTH_DEPENDENT = ("dynamic", "longrope")
-"""Rotary embeddings that change as a text grows: keys that are kept would have to be turned again."""
+"""Rotary embeddings that change as a text grows, so that cached keys would have to be rotated again."""
 
 PLAIN = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-"""The values that are supported, of keys that change the model's function."""
+"""The supported values of configuration keys that change the model's function."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,17 +52,17 @@ class LlamaLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Rows of a forward that belong to one text. See `attend` for the words."""
+    """Rows of a forward that belong to one text; arguments of `attend`."""
 
     rows: slice
-    text: Tensor  # [layers, tokens, 2, K, D] what the text's memory holds
-    nodes: Tensor | None  # [n] node slots that the rows see, their own among them; none: they see each other
-    bars: Tensor  # [rows, n] float32: minus infinity where a row does not see a node, else zero
+    text: Tensor  # [layers, tokens, 2, K, D] keys and values of the text
+    nodes: Tensor | None  # [n] node slots that the rows attend to, their own included; None: the rows themselves
+    mask: Tensor  # [rows, n] float32 mask: minus infinity where a row does not attend to a node, else zero
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LlamaModel(Ends):
-    """A Llama language model, or one of its relatives."""
+    """A Llama, Qwen2 or Qwen3 language model."""
 
     layers: tuple[LlamaLayer, ...]
     heads: int  # H
@@ -73,7 +73,7 @@ class LlamaModel(Ends):
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> LlamaModel:
-        """Raises CheckpointError for what is missing, not supported, or of another shape than configured."""
+        """Raises CheckpointError for tensors and options that are missing, unsupported or of the wrong shape."""
         library = _library_config(checkpoint)
         config, kind = library.to_dict(), checkpoint.facts.model_type
         d, count, vocabulary, hidden, heads, kv_heads, positions = (
@@ -97,13 +97,15 @@ class LlamaModel(Ends):
                 f"{checkpoint.path}: a Llama with mixers ({MAMBA_CONFIG}) is not supported in a drafter"
             )
         if heads % kv_heads:
-            raise CheckpointError(f"{checkpoint.path}: {heads} heads do not share {kv_heads} keys and values evenly")
+            raise CheckpointError(
+                f"{checkpoint.path}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+            )
 
         def take(name: str, *shape: int) -> Tensor:
             return checkpoint.tensor(name, *shape).to(device, dtype)
 
-        def product(prefix: str, outs: dict[str, int], inner: int) -> Tensor:
-            """[inner, the sum of outs], in memory too: products of few rows are faster so."""
+        def projection(prefix: str, outs: dict[str, int], inner: int) -> Tensor:
+            """[inner, sum of outs] contiguous, which makes products of few rows faster."""
             parts = [take(f"{prefix}.{name}.weight", out, inner) for name, out in outs.items()]
             return torch.cat(parts).t().contiguous()
 
@@ -122,13 +124,13 @@ class LlamaModel(Ends):
             layers.append(
                 LlamaLayer(
                     attention_norm=take(f"{prefix}.input_layernorm.weight", d),
-                    qkv=product(f"{prefix}.self_attn", projected, d),
+                    qkv=projection(f"{prefix}.self_attn", projected, d),
                     qkv_bias=biases,
                     head_norm=head_norm,
-                    out=product(f"{prefix}.self_attn", {"o_proj": d}, heads * width),
+                    out=projection(f"{prefix}.self_attn", {"o_proj": d}, heads * width),
                     mlp_norm=take(f"{prefix}.post_attention_layernorm.weight", d),
-                    gate_up=product(f"{prefix}.mlp", {"gate_proj": hidden, "up_proj": hidden}, d),
-                    down=product(f"{prefix}.mlp", {"down_proj": d}, hidden),
+                    gate_up=projection(f"{prefix}.mlp", {"gate_proj": hidden, "up_proj": hidden}, d),
+                    down=projection(f"{prefix}.mlp", {"down_proj": d}, hidden),
                 )
             )
         embedding = take("model.embed_tokens.weight", vocabulary, d)
@@ -142,7 +144,7 @@ class LlamaModel(Ends):
             heads=heads,
             kv_heads=kv_heads,
             width=width,
-            # A tree may reach past the longest text.
+            # Nodes of a tree may lie past the longest text.
             turns=_turns(checkpoint, library, positions + MAX_ROWS).to(device),
             max_length=positions,
         )
@@ -151,79 +153,80 @@ class LlamaModel(Ends):
         return KeyMemory(self, texts, nodes)
 
     def through(self, tokens: Tensor, positions: Tensor, parts: Sequence[Rows], kept: KeptKeys) -> Tensor:
-        """Hidden [rows, d] of tokens [rows] at these positions; `kept` takes in their keys and values."""
+        """Hidden [rows, d] of tokens [rows] at these positions; stores their keys and values in `kept`."""
         hidden = self.embed(tokens)
         cosine, sine = self.turns.index_select(0, positions)[:, :, None].unbind(1)  # [rows, 1, D] each
-        turned = self.heads + self.kv_heads
+        rotary_heads = self.heads + self.kv_heads
         for number, layer in enumerate(self.layers):
-            seen = torch.mm(self._norm(hidden, layer.attention_norm), layer.qkv)
+            projected = torch.mm(self._norm(hidden, layer.attention_norm), layer.qkv)
             if layer.qkv_bias is not None:
-                seen = seen + layer.qkv_bias
-            seen = seen.view(len(tokens), -1, self.width)
-            turning, values = seen[:, :turned], seen[:, turned:]
+                projected = projected + layer.qkv_bias
+            projected = projected.view(len(tokens), -1, self.width)
+            rotated, values = projected[:, :rotary_heads], projected[:, rotary_heads:]
             if layer.head_norm is not None:
-                turning = self._norm(turning, layer.head_norm)
-            turning = turning.float()
-            low, high = turning.chunk(2, 2)
-            turning = (turning * cosine).addcmul_(torch.cat((-high, low), 2), sine).to(seen.dtype)
-            queries, keys = turning[:, : self.heads], torch.stack((turning[:, self.heads :], values), 1)
+                rotated = self._norm(rotated, layer.head_norm)
+            rotated = rotated.float()
+            low, high = rotated.chunk(2, 2)
+            rotated = (rotated * cosine).addcmul_(torch.cat((-high, low), 2), sine).to(projected.dtype)
+            queries, keys = rotated[:, : self.heads], torch.stack((rotated[:, self.heads :], values), 1)
             kept.take(number, keys)
-            met = [
-                attend(queries[part.rows], part.text[number], kept.nodes(number, part, keys), part.bars)
+            attended = [
+                attend(queries[part.rows], part.text[number], kept.nodes(number, part, keys), part.mask)
                 for part in parts
             ]
-            hidden = hidden + torch.mm(torch.cat(met).flatten(1), layer.out)
+            hidden = hidden + torch.mm(torch.cat(attended).flatten(1), layer.out)
             gate, up = torch.mm(self._norm(hidden, layer.mlp_norm), layer.gate_up).chunk(2, 1)
             hidden = hidden + torch.mm(F.silu(gate) * up, layer.down)
         return hidden
 
 
 class KeptKeys:
-    """Where the keys and values of a forward's rows go: [rows, 2, K, D] for each layer."""
+    """Stores the keys and values of a forward's rows: [rows, 2, K, D] for each layer."""
 
     def __init__(self, store: Tensor, slots: Any) -> None:
-        """store [layers, slots, 2, K, D]   slots: of the rows in it."""
+        """store [layers, slots, 2, K, D]   slots: index of the rows in it."""
         self._store, self._slots = store, slots
 
     def take(self, layer: int, keys: Tensor) -> None:
         self._store[layer, self._slots] = keys
 
     def nodes(self, layer: int, part: Rows, keys: Tensor) -> Tensor:
-        """[n, 2, K, D] what a part of the rows sees besides its text."""
+        """[n, 2, K, D] keys and values that a part of the rows attends to besides its text."""
         return keys[part.rows] if part.nodes is None else self._store[layer].index_select(0, part.nodes)
 
 
-def attend(queries: Tensor, text: Tensor, nodes: Tensor, bars: Tensor) -> Tensor:
+def attend(queries: Tensor, text: Tensor, nodes: Tensor, mask: Tensor) -> Tensor:
     """Attention over a whole text and some nodes, without a copy of the text.
 
-    queries [rows, H, D]   text [tokens, 2, K, D], nodes [n, 2, K, D] keys and values   bars [rows, n] float32
+    queries [rows, H, D]   text [tokens, 2, K, D], nodes [n, 2, K, D] keys and values
+    mask [rows, n] float32, added to the scores of the nodes
     returns [rows, H, D]
     """
     rows, heads, width = queries.shape
     kv_heads = text.shape[2]
-    asked = queries.view(rows, kv_heads, -1, width).transpose(0, 1).reshape(kv_heads, -1, width) * width**-0.5
+    grouped = queries.view(rows, kv_heads, -1, width).transpose(0, 1).reshape(kv_heads, -1, width) * width**-0.5
     (text_keys, text_values), (keys, values) = (each.permute(1, 2, 0, 3).unbind(0) for each in (text, nodes))
-    near = torch.matmul(asked, keys.transpose(1, 2)).float().view(kv_heads, rows, -1, keys.shape[1])
-    near = near.add_(bars[:, None]).view(kv_heads, -1, keys.shape[1])
-    far = torch.matmul(asked, text_keys.transpose(1, 2)).float()
+    near = torch.matmul(grouped, keys.transpose(1, 2)).float().view(kv_heads, rows, -1, keys.shape[1])
+    near = near.add_(mask[:, None]).view(kv_heads, -1, keys.shape[1])
+    far = torch.matmul(grouped, text_keys.transpose(1, 2)).float()
     far, near = torch.cat((far, near), 2).softmax(2).to(queries.dtype).split((text.shape[0], keys.shape[1]), 2)
-    met = torch.matmul(far, text_values) + torch.matmul(near, values)
-    return met.view(kv_heads, rows, -1, width).transpose(0, 1).reshape(rows, heads, width)
+    attended = torch.matmul(far, text_values) + torch.matmul(near, values)
+    return attended.view(kv_heads, rows, -1, width).transpose(0, 1).reshape(rows, heads, width)
 
 
 class KeyMemory:
-    """Text slots with the keys and values of all tokens, in buffers that double; node slots with those of a token.
+    """Text slots with the keys and values of all tokens, in buffers that double; node slots with those of one token.
 
-    A slot that changes hands keeps its buffer: what all texts together once needed is held.
+    A slot keeps its buffer when it is reused, so that memory never shrinks.
     """
 
     def __init__(self, model: LlamaModel, texts: int, nodes: int) -> None:
         self._model = model
         self._token = (2, model.kv_heads, model.width)
         none = torch.empty(len(model.layers), 0, *self._token, dtype=model.dtype, device=model.device)
-        self._texts = [none] * texts  # [layers, room, 2, K, D] each; the empty text's stays as it is
+        self._texts = [none] * texts  # [layers, room, 2, K, D] each; slot 0 stays empty
         self._nodes = none.new_empty(len(model.layers), nodes, *self._token)
-        self._nodes[:, NO_NODE] = 0  # seen through a bar by trees that it pads
+        self._nodes[:, NO_NODE] = 0  # pads trees: masked, but must be finite
 
     @property
     def layout(self) -> str:
@@ -255,23 +258,23 @@ class KeyMemory:
             Rows(slice(row * time, (row + 1) * time), self._texts[source][:, :start], None, causal)
             for row, (source, start) in enumerate(zip(rows.source.tolist(), rows.starts.tolist(), strict=True))
         ]
-        # The padding of a short row may stand past all positions: nobody reads it.
+        # Padding of a short row may lie past the last position; its output is not used.
         positions = np.minimum(rows.starts[:, None] + np.arange(time), len(self._model.turns) - 1)
-        made = self._nodes.new_empty(len(self._model.layers), count * time, *self._token)
-        hidden = self._through(rows.tokens.ravel(), positions.ravel(), parts, KeptKeys(made, slice(None)))
+        keys = self._nodes.new_empty(len(self._model.layers), count * time, *self._token)
+        hidden = self._through(rows.tokens.ravel(), positions.ravel(), parts, KeptKeys(keys, slice(None)))
         for row, (kept, start) in enumerate(zip(rows.kept.tolist(), rows.starts.tolist(), strict=True)):
             room = self._room(int(rows.source[row]), int(rows.target[row]), start, kept)
-            room[:, start : start + kept] = made[:, row * time : row * time + kept]
+            room[:, start : start + kept] = keys[:, row * time : row * time + kept]
             if len(rows.roots):
-                self._nodes[:, int(rows.roots[row])] = made[:, row * time + kept]
+                self._nodes[:, int(rows.roots[row])] = keys[:, row * time + kept]
         return hidden.view(count, time, -1)
 
     def level(self, rows: Level) -> Tensor:
         parts, end = [], 0
         for tree, count in enumerate(rows.counts.tolist()):
-            nodes, bars = rows.nodes[tree], np.where(rows.lines[tree, -count:], np.float32(0), np.float32(-np.inf))
+            nodes, mask = rows.nodes[tree], np.where(rows.lines[tree, -count:], np.float32(0), np.float32(-np.inf))
             text = self._texts[int(rows.texts[tree])][:, : int(rows.starts[tree])]
-            parts.append(Rows(slice(end, end + count), text, self._tensor(nodes), self._tensor(bars)))
+            parts.append(Rows(slice(end, end + count), text, self._tensor(nodes), self._tensor(mask)))
             end += count
         kept = KeptKeys(self._nodes, as_slots(rows.slots, self._model.device))
         return self._through(rows.tokens, rows.positions, parts, kept)
@@ -288,7 +291,7 @@ class KeyMemory:
         return torch.from_numpy(array).to(self._model.device)
 
     def _room(self, source: int, target: int, start: int, more: int) -> Tensor:
-        """The target's buffer, with the first `start` tokens of the source in it and room for `more`."""
+        """The target's buffer, holding the first `start` tokens of the source, with room for `more`."""
         room, before = self._texts[target], self._texts[source]
         if room.shape[1] < start + more:
             room = before.new_empty(len(before), _room_of(start + more), *self._token)
@@ -300,7 +303,7 @@ class KeyMemory:
 
 
 def _room_of(tokens: int) -> int:
-    """Tokens of the buffer that holds so many: LEAST_ROOM, doubled as often as it takes."""
+    """Tokens of the smallest buffer for so many tokens: LEAST_ROOM times a power of two."""
     room = LEAST_ROOM
     while room < tokens:
         room *= 2
@@ -308,7 +311,7 @@ def _room_of(tokens: int) -> int:
 
 
 def _library(kind: str) -> tuple[Any, Any]:
-    """The library's classes for a model type: configuration and rotary embedding."""
+    """The configuration and rotary embedding classes of transformers for a model type."""
     from transformers import LlamaConfig, Qwen2Config, Qwen3Config
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
     from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
@@ -322,10 +325,10 @@ def _library(kind: str) -> tuple[Any, Any]:
 
 
 def _library_config(checkpoint: Checkpoint) -> Any:
-    """The library's configuration, with its defaults where the checkpoint has no value. Raises CheckpointError."""
+    """The configuration as transformers reads it, with its defaults for missing keys. Raises CheckpointError."""
     try:
         config = _library(checkpoint.facts.model_type)[0](**checkpoint.config)
-    except Exception as error:  # the library checks fields in ways of its own
+    except Exception as error:  # transformers validates fields with exceptions of several types
         raise CheckpointError(f"{checkpoint.path}: config.json: {error}") from error
     if checkpoint.config.get("sliding_window") and getattr(config, "use_sliding_window", False):
         raise CheckpointError(f"{checkpoint.path}: use_sliding_window True is not supported in a drafter")
@@ -335,7 +338,7 @@ def _library_config(checkpoint: Checkpoint) -> Any:
 
 
 def _turns(checkpoint: Checkpoint, config: Any, positions: int) -> Tensor:
-    """[positions, 2, D] cosine and sine, by the library's own rules for the configuration's rope parameters."""
+    """[positions, 2, D] cosine and sine, computed by transformers from the configuration's rope parameters."""
     parameters = config.rope_parameters or {}
     kind = parameters.get("rope_type", "default")
     if kind in LENGTH_DEPENDENT:

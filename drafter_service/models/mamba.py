@@ -1,4 +1,4 @@
-"""A Mamba-1 or Mamba-2 language model, as lean as drafting needs it."""
+"""Mamba-1 and Mamba-2 language models, reduced to what drafting needs."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from drafter_service.models.inputs import InputMemory
 from drafter_service.models.states import StateMemory
 
 NO_END = 2**31 - 1
-"""A recurrent memory has none; this is what a token count may be."""
+"""`max_length` of recurrent models, which have no limit of their own: the largest token count."""
 
 MAMBA1_DEFAULTS = {"state_size": 16, "layer_norm_epsilon": 1e-5, "conv_kernel": 4, "time_step_rank": "auto"}
 MAMBA2_DEFAULTS = {"state_size": 128, "layer_norm_epsilon": 1e-5, "conv_kernel": 4, "n_groups": 8}
 
 
 class Mamba1Model(Backbone[Mamba1Mixer]):
-    """A Mamba-1, whose tree nodes hold states."""
+    """A Mamba-1; its node slots hold states."""
 
     max_length = NO_END
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Mamba1Model:
-        """Raises CheckpointError where a tensor is missing or of another shape than the configuration says."""
+        """Raises CheckpointError for a tensor that is missing or whose shape does not match the configuration."""
         return cls(**_parts(checkpoint, dtype, device, _mamba1))
 
     def memory(self, texts: int, nodes: int) -> StateMemory:
@@ -39,13 +39,13 @@ class Mamba1Model(Backbone[Mamba1Mixer]):
 
 
 class Mamba2Model(Backbone[Mamba2Mixer]):
-    """A Mamba-2, whose tree nodes hold their inputs."""
+    """A Mamba-2; its node slots hold inputs."""
 
     max_length = NO_END
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Mamba2Model:
-        """Raises CheckpointError where a tensor is missing or of another shape than the configuration says."""
+        """Raises CheckpointError for a tensor that is missing or whose shape does not match the configuration."""
         return cls(**_parts(checkpoint, dtype, device, _mamba2))
 
     def memory(self, texts: int, nodes: int) -> InputMemory:
@@ -84,7 +84,7 @@ def _parts(
 
 
 def _mamba1(checkpoint: Checkpoint, width: int) -> tuple[dict[str, tuple[int, ...]], Any]:
-    """What a layer's tensors must be, and what makes a mixer of them."""
+    """The shapes of a layer's tensors, and the function that makes a mixer of them."""
     get = {**MAMBA1_DEFAULTS, **checkpoint.config}
     if get["time_step_rank"] == "auto":
         get["time_step_rank"] = math.ceil(width / 16)
@@ -105,13 +105,14 @@ def _mamba1(checkpoint: Checkpoint, width: int) -> tuple[dict[str, tuple[int, ..
 
 
 def _mamba2(checkpoint: Checkpoint, width: int) -> tuple[dict[str, tuple[int, ...]], Any]:
-    """What a layer's tensors must be, and what makes a mixer of them."""
+    """The shapes of a layer's tensors, and the function that makes a mixer of them."""
     get = {**MAMBA2_DEFAULTS, **checkpoint.config}
     keys = ("intermediate_size", "state_size", "conv_kernel", "num_heads", "head_dim", "n_groups")
     channels, size, taps, heads, head, groups = (whole(checkpoint.path, get, key) for key in keys)
     if heads * head != channels or heads % groups:
         raise CheckpointError(
-            f"{checkpoint.path}: {heads} heads of {head} in {groups} groups do not make {channels} channels"
+            f"{checkpoint.path}: num_heads {heads} must be a multiple of n_groups {groups}, and times head_dim {head} "
+            f"be intermediate_size {channels}"
         )
     mixed = channels + 2 * groups * size
     shapes: dict[str, tuple[int, ...]] = {
@@ -143,5 +144,5 @@ def _biases(config: Mapping[str, Any], conv: int, inner: int, outer: int) -> dic
 
 
 def _number(value: Any) -> float:
-    """A number of the configuration; the library writes infinity as an object."""
+    """A number of the configuration; transformers writes infinity as an object."""
     return float(value["__float__"]) if isinstance(value, dict) else float(value)

@@ -1,6 +1,6 @@
-"""What a model remembers of texts and of the nodes of trees, in the form that suits it.
+"""The interface of a model's memory of texts and of the nodes of trees.
 
-A form is asked to run a plan's rows and to fold nodes into texts; what a node slot holds is its own affair.
+A memory runs a plan's rows and folds nodes into texts; what a node slot holds depends on the model.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class DrafterMemory(Protocol):
 
     @property
     def layout(self) -> str:
-        """What `save` returns as one word; part of a saved state's name."""
+        """The format of what `save` returns, as one word; part of a saved state's name."""
         ...
 
     def text_bytes(self, longest: int) -> int:
-        """Bytes of a text slot at most, where no text is longer than so many tokens."""
+        """Most bytes of a text slot if no text is longer than `longest` tokens."""
         ...
 
     @property
@@ -32,11 +32,11 @@ class DrafterMemory(Protocol):
         ...
 
     def save(self, text: int, tokens: int) -> Arrays:
-        """A text slot that has consumed so many tokens, as plain arrays."""
+        """A text slot that has consumed `tokens` tokens, as plain arrays."""
         ...
 
     def check(self, arrays: Arrays, tokens: int) -> None:
-        """Raise ValueError or TypeError unless these are what `save` returns after so many tokens."""
+        """Raise ValueError or TypeError unless `save` could return these arrays after `tokens` tokens."""
         ...
 
     def load(self, text: int, arrays: Arrays) -> None:
@@ -52,5 +52,5 @@ class DrafterMemory(Protocol):
         ...
 
     def fold(self, folds: Sequence[TextFold]) -> None:
-        """Bring texts up to the nodes that they went through; no two have one target."""
+        """Fold accepted nodes into the memories of their texts; all targets differ."""
         ...

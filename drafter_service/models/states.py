@@ -1,4 +1,4 @@
-"""The memory of Mamba-1 drafters: every node holds a whole state, which is as small as the inputs of eight tokens."""
+"""The memory of Mamba-1 drafters: each node slot holds a state, which is as small as the inputs of eight tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from drafter_service.plan import NO_NODE, Chains, Level, TextFold
 
 
 class StateMemory:
-    """Text slots, and after them node slots, all alike."""
+    """Text slots and after them node slots, each with a state."""
 
     def __init__(self, model: Backbone[Mamba1Mixer], texts: int, nodes: int) -> None:
         self._model = model
@@ -67,6 +67,6 @@ class StateMemory:
         return self._model.through(torch.from_numpy(rows.tokens).to(device), mix)
 
     def fold(self, folds: Sequence[TextFold]) -> None:
-        """The last node's state is the text's."""
+        """Copy the last node's state to the text."""
         for fold in folds:
             self._states.copy(self._texts + fold.path[-1], fold.target)

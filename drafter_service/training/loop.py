@@ -1,8 +1,8 @@
-"""A training loop that ends on time and can be killed.
+"""A training loop with a time budget, which resumes after a kill.
 
-The schedule runs in wall-clock time (or in steps, for tests): its learning rate depends on the fraction of the budget
-that is spent, so a slow machine trains less and still ends on a cooled-down model. Everything that the next step
-depends on is saved every `save_every_s` seconds: a run that was killed and started again goes on from there.
+The schedule runs in wall-clock time (or in steps, for tests): the learning rate depends on the fraction of the budget
+that is spent, so a slow machine trains less and still ends at the final learning rate. Everything that the next step
+depends on is saved every `save_every_s` seconds; a run that was killed resumes from there.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What an optimiser step looks like."""
+    """The settings of the optimisers and their schedule."""
 
     budget: Budget
     matrix_rate: float = 4e-3  # Muon, for the matrices inside the layers
@@ -54,7 +54,7 @@ class Recipe:
     save_every_s: float = 120.0
 
     def rate(self, spent: float) -> float:
-        """The factor on both learning rates when a fraction `spent` of the budget is gone."""
+        """The factor on both learning rates when a fraction `spent` of the budget is used up."""
         if spent < self.warm_up:
             return max(spent, 1e-3) / self.warm_up
         cooled = (min(spent, 1.0) - self.warm_up) / (1 - self.warm_up)
@@ -63,7 +63,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a training run stands after a step."""
+    """The progress of a training run after a step."""
 
     step: int
     spent: float  # fraction of the budget
@@ -74,7 +74,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What a finished run did."""
+    """The result of a finished run."""
 
     steps: int
     tokens: int
@@ -90,7 +90,7 @@ def compiled(module: nn.Module) -> Callable[..., Any]:
     """The module's forward, fused by torch.compile where a C++ compiler is installed (1.5 times as fast on a CPU)."""
     if not has_cpp_compiler():
         return module
-    torch._dynamo.config.suppress_errors = True  # where the compiler fails, train unfused
+    torch._dynamo.config.suppress_errors = True  # train unfused if the compiler fails
     fused = torch.compile(module)
     assert callable(fused)
     return fused
@@ -107,7 +107,7 @@ def optimizers(model: nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
     """Muon for the projections inside the layers, AdamW for the rest.
 
     Muon's whitened steps need about half the tokens of AdamW's to reach a given loss at this size. A Mamba's `dt_proj`
-    sets time scales and its gradients are of another kind than a projection's: AdamW.
+    sets time scales and its gradients differ from a projection's: AdamW.
     """
     matrices: list[Tensor] = []
     for name, module in model.named_modules():
@@ -128,10 +128,10 @@ def optimizers(model: nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
 
 
 class Trainer:
-    """Trains `model` on what `batch_loss` returns for each step, and keeps its state in `state_path`.
+    """Trains `model` on the loss that `batch_loss` returns for each step, and saves its state to `state_path`.
 
     `batch_loss(step)` runs the forward of step 0, 1, ... and returns its loss in nats per token; it must depend on the
-    step alone, so that a resumed run sees the rows that an uninterrupted one would have seen.
+    step alone, so that a resumed run sees the same rows as an uninterrupted one.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class Trainer:
         return loss.item()
 
     def _save(self) -> None:
-        """Write beside and rename: a kill in the middle leaves the state before."""
+        """Write to a temporary file and rename it: a kill in between leaves the previous state."""
         state = {
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],

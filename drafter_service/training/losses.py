@@ -1,8 +1,8 @@
 """Next-token losses fused with the output projection.
 
-A vocabulary of scores for a whole batch is the largest tensor of a small model's training step, and reading it a dozen
-times costs more than all layers together. Here the scores live only for `CHUNK` positions at a time, small enough for a
-core's cache, and their gradient is formed at once.
+The scores of a whole batch over the vocabulary are the largest tensor of a small model's training step, and reading it
+a dozen times costs more than all layers together. Here only the scores of `CHUNK` positions exist at a time, few enough
+for a core's cache, and their gradient is computed immediately.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CHUNK = 256  # positions
 
 @dataclass(frozen=True, slots=True)
 class TeacherRows:
-    """The teacher's largest log-probabilities at every position; what is left of the mass is one more outcome."""
+    """The teacher's largest log-probabilities at every position; the remaining mass is one more outcome."""
 
     ids: Tensor  # [rows, positions, K] integer
     log_probs: Tensor  # [rows, positions, K] floating
@@ -28,7 +28,7 @@ class TeacherRows:
 
 
 class _ProjectedLoss(torch.autograd.Function):
-    """Mean over positions of `hard_share * CE(labels) + (1 - hard_share) * CE(teacher)`; gradients formed in forward.
+    """Mean over positions of `hard_share * CE(labels) + (1 - hard_share) * CE(teacher)`; gradients computed in forward.
 
     CE(teacher) = - sum_k t_k log p_k - r log(1 - sum_k p_k), with t the teacher's K kept probabilities, r = 1 - sum t,
     p the student's. Its gradient in score j is p_j - t_j for a kept j and p_j (1 - r / (1 - sum_k p_k)) for another.

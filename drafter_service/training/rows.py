@@ -11,7 +11,7 @@ class TokenRows:
     """Fixed-length windows of one long token stream.
 
     Each epoch cuts the stream at another offset and visits the windows in another order; step `s` always gets the same
-    rows, so a resumed run sees what an uninterrupted one would have seen.
+    rows, so a resumed run sees the same rows as an uninterrupted one.
     """
 
     def __init__(self, tokens: np.ndarray, rows: int, length: int, seed: int) -> None:

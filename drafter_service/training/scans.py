@@ -1,8 +1,7 @@
 """The selective scans over whole sequences, parallel in time, for training.
 
 Both cut the sequence into chunks. States at the chunks' borders come from a short loop over chunks; all else is done
-for every chunk at once. `*_by_steps` are the recurrences as ALGORITHMS 1.1 and 1.2 write them: slow, and the truth in
-the tests.
+for every chunk at once. `*_by_steps` are the recurrences of ALGORITHMS 1.1 and 1.2, slow references for the tests.
 
 Letters: R rows, L positions, D channels, H heads, P head width, N state width. All tensors fp32.
 """
@@ -33,7 +32,7 @@ def mamba1_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk: i
     """The same as `mamba1_scan_by_steps`: the steps of a chunk one after another, for all chunks at once, twice.
 
     The first pass starts every chunk from zero and keeps its last state; these are carried over the borders; the second
-    starts every chunk from what enters it. Decays are products of numbers below one throughout, so nothing overflows.
+    starts every chunk from the state that enters it. Decays are products of numbers below one, so nothing overflows.
     """
     y = _Mamba1Scan.apply(x, dt, A, B, C, chunk)
     assert isinstance(y, Tensor)
@@ -41,7 +40,7 @@ def mamba1_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk: i
 
 
 class _Mamba1Scan(torch.autograd.Function):
-    """Keeps the states at the borders for its backward, and computes those in between, far more memory, again."""
+    """Saves only the states at the chunks' borders for its backward, which recomputes those in between."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk: int) -> Tensor:
@@ -69,7 +68,7 @@ class _Mamba1Scan(torch.autograd.Function):
         def from_output(t: int) -> Tensor:
             return dy[:, :, t, :, None] * C_[:, :, t, None]
 
-        # As in forward, in reverse: what leaves every chunk to the left, what enters it from the right, then all steps.
+        # As in forward, in reverse: the gradient leaving each chunk at its start, the one entering it, then all steps.
         leaving = torch.zeros_like(entering)
         for t in reversed(range(ctx.chunk)):
             leaving = decayed(leaving + from_output(t), t)
@@ -118,7 +117,7 @@ def mamba2_scan_by_steps(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor)
     return torch.stack(outputs, 1)
 
 
-@torch.compiler.disable  # fused with what is around it, its gradient has NaN, or is not compiled at all (torch 2.13)
+@torch.compiler.disable  # fused with its surroundings, its gradient has NaN or does not compile (torch 2.13)
 def mamba2_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk: int = MAMBA2_CHUNK) -> Tensor:
     """The same as `mamba2_scan_by_steps` by matrix products: inside a chunk it is attention with decaying weights."""
     length, heads = x.shape[1:3]
@@ -151,7 +150,7 @@ def _in_chunks(values: Tensor, chunk: int) -> Tensor:
 
 
 def _carry(last: Tensor, decay: Tensor) -> Tensor:
-    """The state that enters each chunk, from the state each ends with when started from zero and its whole decay.
+    """The state that enters each chunk, from its last state when started from zero and its whole decay.
 
     last [R, chunks, ...]   decay [R, chunks, ...] (broadcasts)   returns [R, chunks, ...]
     """

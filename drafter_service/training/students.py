@@ -57,7 +57,7 @@ class StudentForward(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         if isinstance(model, Mamba2ForCausalLM) and model.config.n_groups != 1:
-            raise ValueError(f"the Mamba-2 training forward knows one group, not {model.config.n_groups}")
+            raise ValueError(f"the Mamba-2 training forward supports n_groups 1, not {model.config.n_groups}")
         if not isinstance(model, MambaForCausalLM | Mamba2ForCausalLM | LlamaForCausalLM):
             raise TypeError(f"no training forward for {type(model).__name__}")
         self.model = model
@@ -67,7 +67,7 @@ class StudentForward(nn.Module):
         if isinstance(model, LlamaForCausalLM):
             hidden: Tensor = model.model(token_ids, use_cache=False).last_hidden_state
             return hidden
-        backbone: Any = model.backbone  # its blocks' types are lost in a ModuleList
+        backbone: Any = model.backbone  # a ModuleList hides the types of its blocks
         mixer: Callable[[Any, Tensor], Tensor] = _mamba1_mixer
         if isinstance(model, Mamba2ForCausalLM):
             mixer = _mamba2_mixer

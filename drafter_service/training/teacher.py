@@ -1,8 +1,8 @@
 """The teacher's outputs, computed once and read by every student.
 
-Running the teacher inside a student's loop would cost four times the student. So a chunk of rows at a time, the teacher
-reads text and its largest log-probabilities are written to disk. Every fourth chunk is text that the teacher itself
-wrote after a few real tokens: speculation accepts where a drafter agrees with the target on the target's own text.
+Running the teacher inside a student's loop would cost four times the student. Instead its largest log-probabilities are
+written to disk, one chunk of rows at a time. Every fourth chunk is text that the teacher generated after a few real
+tokens, because a draft is accepted where the drafter agrees with the target on the target's own text.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from drafter_service.training.rows import TokenRows
 KEPT = 32  # log-probabilities per position
 CHUNK_ROWS = 256
 ROW_TOKENS = 256
-OWN_TEXT_STARTS = (16, 128)  # a row that the teacher writes begins with this many real tokens, at least and at most
+OWN_TEXT_STARTS = (16, 128)  # fewest and most real tokens at the start of a generated row
 OWN_TEXT_TEMPERATURES = (0.0, 0.7, 1.0)
-OWN_TEXT_EVERY = 4  # chunks: a chunk that the teacher writes takes eight times as long as one that it reads
+OWN_TEXT_EVERY = 4  # chunks; a generated chunk takes eight times as long as a real one
 FORWARD_ROWS = 16
 
 
@@ -34,8 +34,8 @@ class TeacherFolder:
     """Chunks of rows with the teacher's outputs: `00000.npz` and so on, each whole or absent.
 
     A chunk has tokens [rows, length + 1] uint16 and, for the first `length` positions, ids [rows, length, K] uint16 and
-    log_probs [rows, length, K] float16 of the next token; whether the teacher wrote it itself; and the seconds that it
-    took, so that a resumed run knows what is spent.
+    log_probs [rows, length, K] float16 of the next token; whether the teacher generated it (`own`); and the seconds
+    that it took, which a resumed run counts as spent.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -49,7 +49,7 @@ class TeacherFolder:
         return float(np.sum(self._column("seconds")))
 
     def own_share(self) -> float:
-        """The share of the rows that the teacher wrote itself."""
+        """The share of the chunks that the teacher generated."""
         return float(np.mean(self._column("own")))
 
     def append(self, tokens: np.ndarray, ids: np.ndarray, log_probs: np.ndarray, own: bool, seconds: float) -> None:
@@ -76,7 +76,7 @@ class TeacherFolder:
 
 
 class TeacherText:
-    """All rows of a teacher folder, in memory (130 bytes a token), visited in an order of the seed and the step."""
+    """All rows of a teacher folder, in memory (130 bytes a token). Their order depends on the seed and the epoch."""
 
     def __init__(self, tokens: np.ndarray, ids: np.ndarray, log_probs: np.ndarray) -> None:
         self.tokens, self.ids, self.log_probs = tokens, ids, log_probs
@@ -96,10 +96,10 @@ class TeacherText:
 
 @torch.inference_mode()
 def write_own_text(model: PreTrainedModel, starts: Tensor, length: int, seed: int) -> Tensor:
-    """Rows of `length` tokens that the model writes itself, each after a random number of tokens of its start.
+    """Rows of `length` tokens that the model generates, each after a random number of tokens of its start.
 
     starts [rows, at least OWN_TEXT_STARTS[1]] int64   returns [rows, length] int64
-    Temperatures go round OWN_TEXT_TEMPERATURES; the noise is Gumbel's, drawn from `seed`.
+    Rows cycle through OWN_TEXT_TEMPERATURES; the noise is Gumbel noise from `seed`.
     """
     device = starts.device
     generator = torch.Generator(device).manual_seed(seed)
@@ -132,7 +132,7 @@ def write_teacher_outputs(
 ) -> None:
     """Add chunks to the folder until the budget (in seconds, or in chunks) is spent; at least two.
 
-    `on_chunk(fraction of the budget, chunks)` is called after each. Chunk c is a function of the seed and c alone.
+    `on_chunk(fraction of the budget, chunks)` is called after each. Chunk c depends on the seed and c alone.
     """
     device = next(model.parameters()).device
     rows = TokenRows(corpus, CHUNK_ROWS, ROW_TOKENS, seed)

@@ -1,1 +1,1 @@
-"""Tensors in, tensors out: each operation in a folder of its own, its plain reference first. Imports none of ours."""
+"""Operations on tensors. Each has a folder with a plain reference. Imports no other package of this project."""

@@ -1,4 +1,4 @@
-"""Elementwise functions whose results do not depend on where a number lies in its buffer.
+"""Elementwise functions whose result for a number does not depend on its place in the buffer.
 
 On a CPU, ATen's loops process two vector registers at a time. The last numbers of a buffer, its tail, go through a
 scalar loop that may round differently. Measured with torch 2.13, by comparing buffers of 1 to 299 numbers with longer
@@ -12,13 +12,13 @@ ones, these functions differ in the tail:
 exp, tanh, erf, log, sin, cos, sqrt, division, products and float32 rsqrt did not differ. No function differed in a
 buffer whose length is a multiple of `VECTOR_BYTES`.
 
-Threads share a buffer of more than `GRAIN` numbers in equal parts, each with a tail of its own: with three threads,
+Threads split a buffer of more than `GRAIN` numbers into equal parts, each with its own tail: with three threads,
 numbers in the middle of a buffer differed (silu, sigmoid, exp2, softplus, gelu). A strided input, such as one half of a
 gated layer's output, has a tail in every row, and float32 gelu computes it by another formula.
 
-So a call is safe where the buffer is contiguous, its length is a multiple of VECTOR_BYTES, and so is each thread's part
-(`is_safe`). Other buffers are copied and padded by `elementwise`. `is_narrow` says for which widths a step's rows leave
-a tail.
+So a call is safe if the buffer is contiguous and its length and the length of each thread's part are multiples of
+VECTOR_BYTES (`is_safe`). `elementwise` copies and pads other buffers. `is_narrow` is true for widths of a step's rows
+that leave a tail.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 VECTOR_BYTES = 128
-"""Two registers of AVX-512, the most that one of ATen's loops processes at a time."""
+"""Two AVX-512 registers: the most that an iteration of ATen's loops processes."""
 GRAIN = 32768
-"""Numbers from which ATen shares a loop among threads (at::internal::GRAIN_SIZE)."""
+"""Above this many numbers, ATen splits a loop among threads (at::internal::GRAIN_SIZE)."""
 ROW_MULTIPLE = 8
-"""The number of a step's rows is a multiple of this."""
+"""The number of rows of a step is a multiple of this."""
 
 
 @contextmanager
 def threads_of(count: int) -> Iterator[None]:
-    """Inside, torch's operations run in so many threads; after it, in as many as before."""
+    """Runs torch's operations in `count` threads inside the context; restores the number on exit."""
     before = torch.get_num_threads()
     if before == count:
         yield
@@ -54,21 +54,21 @@ def threads_of(count: int) -> Iterator[None]:
 
 
 def is_safe(count: int, itemsize: int, threads: int) -> bool:
-    """Whether loops of so many threads over so many contiguous numbers leave no tail."""
+    """Whether a loop of `threads` threads over `count` contiguous numbers leaves no tail."""
     parts = max(1, min(threads, -(-count // GRAIN)))
     return count * itemsize % VECTOR_BYTES == 0 and -(-count // parts) * itemsize % VECTOR_BYTES == 0
 
 
 def is_narrow(width: int) -> bool:
-    """Whether rows of this width may leave a tail though their number is a multiple of ROW_MULTIPLE. It assumes numbers
-    of two bytes; longer ones need no greater width."""
+    """Whether ROW_MULTIPLE rows of this width may leave a tail. Assumes numbers of two bytes; a width that is safe for
+    these is safe for longer ones."""
     return ROW_MULTIPLE * width * 2 % VECTOR_BYTES != 0
 
 
 def elementwise(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The function with its input padded so that no number is in a tail. On an accelerator, the function itself.
+    """The function, with its input padded on a CPU so that no number is in a tail. Unchanged on an accelerator.
 
-    function(x, ...) is elementwise in x; its other arguments are no tensors.
+    function(x, ...) must be elementwise in x and take no other tensors.
     """
 
     def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -1,1 +1,1 @@
-"""Layers of models, and their memory: what several services build on. Imports the kernels alone."""
+"""Model layers and their memory, shared by several services. Of this project, imports only the kernels."""

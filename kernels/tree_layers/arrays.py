@@ -1,4 +1,4 @@
-"""Tensors as numpy arrays, for states that are kept outside the process. Two-byte floats are kept as uint16 bits."""
+"""Tensors as numpy arrays, for states stored outside the process. Two-byte floats are stored as uint16 bits."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 
 
 def kind_of(dtype: torch.dtype) -> str:
-    """The numpy dtype of `as_array` of a tensor of this dtype: float32, or uint16 for bfloat16 and float16."""
+    """The numpy dtype that `as_array` returns for this dtype: float32, or uint16 for bfloat16 and float16."""
     return "uint16" if dtype.itemsize == 2 else str(dtype).removeprefix("torch.")
 
 
 def as_array(tensor: Tensor) -> npt.NDArray[np.generic]:
-    """A copy of a tensor; of bfloat16, which numpy does not have, and float16 a copy of the bits."""
+    """A copy of a tensor; for bfloat16, which numpy lacks, and float16, a copy of the bits."""
     bits = tensor.cpu()
     array: npt.NDArray[Any] = (bits.view(torch.uint16) if bits.dtype.itemsize == 2 else bits).numpy().copy()
     return array
@@ -32,7 +32,7 @@ def as_tensor(array: npt.NDArray[np.generic], dtype: torch.dtype) -> Tensor:
 def check_arrays(
     arrays: Mapping[str, npt.NDArray[np.generic]], wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 ) -> None:
-    """Raise ValueError unless these are arrays of tensors of these names, shapes and dtypes, with finite numbers."""
+    """Raise ValueError unless the arrays have exactly the wanted names, shapes and dtypes, and finite numbers."""
     found = {name: (array.shape, str(array.dtype)) for name, array in arrays.items()}
     expected = {name: (shape, kind_of(dtype)) for name, (shape, dtype) in wanted.items()}
     if found != expected:

@@ -1,8 +1,8 @@
-"""Reads what a checkpoint's folder says of a model before its weights are loaded, in Hugging Face's layout or in
-state-spaces' own.
+"""Reads the facts of a checkpoint's folder without loading its weights. Supports the layouts of Hugging Face and of
+state-spaces.
 
-It is the only reader of these files, so routers, commands and engines cannot differ. It imports the standard library
-alone: routers have no torch. `weights.py` loads tensors.
+Routers, commands and engines all read these files with this module, so their facts agree. It imports only the standard
+library, since routers have no torch. `weights.py` loads tensors.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ TORCH, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 WEIGHT_FILES = ((SAFE, SAFE_INDEX), (TORCH, TORCH_INDEX))
 """Pairs of a single file and an index of shards. As in transformers, the first file that exists is read."""
 MAMBA_CONFIG = "mamba_config.json"
-"""Mamba-in-Llama's second configuration, beside a Llama's: which layers have mixers, and the mixers' sizes."""
+"""Mamba-in-Llama's second configuration file, beside a Llama's: which layers have mixers, and the mixers' sizes."""
 
 Layout = Literal["transformers", "state-spaces"]
 
 DEQUANTISED = ("fp8",)
-"""Methods of quantisation whose weights transformers turns into plain ones while it loads them, without a package that
-we do not depend on."""
+"""Quantisation methods whose weights transformers dequantises while loading, with no package besides our
+dependencies."""
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
-"""Keys under which families give the longest text, in tokens."""
+"""Configuration keys of the longest text, in tokens, in the various model families."""
 _EMBEDDINGS = {"embed_tokens", "embeddings", "embedding", "embed_in", "wte", "word_embeddings", "tok_embeddings"}
 _HEADS = {"lm_head", "embed_out"}
-"""Names of the modules with the token embedding and with the head, over all families."""
+"""Names of the modules with the token embedding and with the head, in the various model families."""
 _MAMBAS = ("mamba", "mamba2")
 _HASH_CHUNK = 1 << 20
 _FILE_NAME = re.compile(r"[\w.-]+")
@@ -46,19 +46,19 @@ _FILE_NAME = re.compile(r"[\w.-]+")
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known of a checkpoint before its weights are loaded."""
+    """The facts of a checkpoint that are known before its weights are loaded."""
 
     folder: Path
     layout: Layout
-    config: Mapping[str, Any]  # with the library's keys
-    rows: int  # of the embedding or the head, whichever has fewer; padding included
-    positions: int | None  # the longest text, in tokens; None where the checkpoint gives no limit
+    config: Mapping[str, Any]  # with transformers' keys
+    rows: int  # rows of the embedding or the head, whichever has fewer; padding included
+    positions: int | None  # the longest text, in tokens; None: the checkpoint sets no limit
     end_ids: frozenset[int]  # end-of-text tokens
-    tokens: TokenTable | None  # None where the folder has no tokenizer
-    unpadded: int | None  # the vocabulary before padding, of state-spaces' layout; None in the other
-    digest: str  # SHA-256 of configuration, end ids and token table, by meaning and not by bytes
-    numbers: int | None = None  # how many the weights are; None where there are no weight files, as on a router
-    quantised: str = ""  # the method of DEQUANTISED by which the weights are quantised; empty where they are plain
+    tokens: TokenTable | None  # None: the folder has no tokenizer
+    unpadded: int | None  # the vocabulary before padding in state-spaces' layout; None in transformers'
+    digest: str  # SHA-256 of the parsed configuration, end ids and token table; formatting does not change it
+    numbers: int | None = None  # number of parameters; None: there are no weight files, as on a router
+    quantised: str = ""  # the quantisation method, one of DEQUANTISED; empty: the weights are not quantised
 
     @property
     def model_type(self) -> str:
@@ -66,17 +66,17 @@ class Facts:
 
     @property
     def tokenizer(self) -> str:
-        """The token table's fingerprint; empty where there is none."""
+        """The token table's fingerprint; empty if there is no table."""
         return "" if self.tokens is None else self.tokens.fingerprint
 
     @property
     def ordinary_tokens(self) -> str:
-        """The fingerprint of the token table without its added tokens; empty where there is none."""
+        """The fingerprint of the token table without its added tokens; empty if there is no table."""
         return "" if self.tokens is None else self.tokens.ordinary_fingerprint
 
     @property
     def known(self) -> int:
-        """One more than the tokenizer's greatest id; without a tokenizer, the vocabulary before padding."""
+        """The tokenizer's greatest id plus one; without a tokenizer, the vocabulary before padding."""
         if self.tokens is not None:
             return self.tokens.size
         if self.unpadded is not None:
@@ -85,7 +85,7 @@ class Facts:
 
     @property
     def vocabulary(self) -> int:
-        """The number of token ids that mean something and have a row in the model: they begin at 0."""
+        """The number of token ids, from 0 on, that are in the tokenizer and have a row in the model."""
         return min(self.known, self.rows)
 
 
@@ -96,9 +96,9 @@ NO_TOKENIZER = (
 
 
 def read_facts(path: str | Path, tokenizer: str | Path | None = None) -> Facts:
-    """Read a folder's facts. Of weight files, where there are any, only the headers are read.
+    """Read a folder's facts. Reads only the headers of weight files, if there are any.
 
-    tokenizer: the folder with the tokenizer, where that is not the checkpoint. Raises CheckpointError.
+    tokenizer: the tokenizer's folder, if it is not the checkpoint's. Raises CheckpointError.
     """
     folder = Path(path)
     raw = _read_raw(folder)
@@ -128,13 +128,13 @@ def read_facts(path: str | Path, tokenizer: str | Path | None = None) -> Facts:
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """The configuration with the library's keys. Raises CheckpointError."""
+    """The configuration with transformers' keys. Raises CheckpointError."""
     folder = Path(path)
     return _normalised(folder, _read_raw(folder), _shapes(folder))[1]
 
 
 def whole(folder: Path, config: Mapping[str, Any], key: str) -> int:
-    """A configuration's whole number, from 1 to MAX_ID. Raises CheckpointError for anything else."""
+    """The configuration's integer under `key`, from 1 to MAX_ID. Raises CheckpointError for any other value."""
     value = config.get(key)
     if type(value) is not int or not 1 <= value <= MAX_ID:
         raise CheckpointError(
@@ -144,7 +144,7 @@ def whole(folder: Path, config: Mapping[str, Any], key: str) -> int:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold a checkpoint's weights. Raises CheckpointError where some are missing."""
+    """The files with a checkpoint's weights. Raises CheckpointError if any are missing."""
     for single, index in WEIGHT_FILES:
         if (folder / single).is_file():
             return [folder / single]
@@ -157,7 +157,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def shards_of(folder: Path, index: str) -> list[str]:
-    """The files that an index names. Raises CheckpointError for an index that names none, or a file elsewhere."""
+    """The files that an index names. Raises CheckpointError if it names none, or one outside its folder."""
     shards = read_object(folder, index).get("weight_map")
     if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
         raise CheckpointError(f"{folder}: {index} has no weight_map from tensors to files")
@@ -194,16 +194,16 @@ def _read_raw(folder: Path) -> dict[str, Any]:
 
 
 def refuse_quantised(facts: Facts) -> None:
-    """Raise CheckpointError for quantised weights, where transformers does not load them."""
+    """Raise CheckpointError if the weights are quantised; for models that are not loaded by transformers."""
     if facts.quantised:
         raise _quantised_error(facts.folder, facts.quantised, "for a drafter")
 
 
 def _quantisation(folder: Path, raw: Mapping[str, Any]) -> str:
-    """The method by which the weights are quantised; empty where they are plain.
+    """The quantisation method of the weights; empty if they are not quantised.
 
-    Raises CheckpointError for other methods than DEQUANTISED: quantised tensors have the names of plain ones, or
-    others, and mean nothing without their scales.
+    Raises CheckpointError for methods not in DEQUANTISED: their tensors are useless without their scales, though they
+    may have the names of plain ones.
     """
     text = _of_text(raw)
     for key in ("quantization_config", "compression_config"):
@@ -225,25 +225,25 @@ def _quantised_error(folder: Path, method: str, where: str = "") -> CheckpointEr
 
 
 def _shapes(folder: Path) -> Shapes:
-    """Shapes of all tensors; none where weight files are missing, as on a router, or while they are downloaded."""
+    """Shapes of all tensors; empty if weight files are missing, as on a router or during a download."""
     try:
         files = weight_files(folder)
-    except CheckpointError:  # raised again by whoever loads the weights
+    except CheckpointError:  # loading the weights raises it again
         return {}
     return tensor_shapes(files)
 
 
 def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The configuration of the language model, which multimodal families keep under `text_config`."""
+    """The configuration of the language model, which multimodal families have under `text_config`."""
     text = config.get("text_config")
     return {**config, **text} if isinstance(text, dict) else config
 
 
 def _normalised(folder: Path, raw: dict[str, Any], shapes: Shapes) -> tuple[Layout, dict[str, Any]]:
-    """The layout, and the configuration with the library's keys.
+    """The layout, and the configuration with transformers' keys.
 
-    Fine-tuned checkpoints carry keys of both layouts, some of them another model's. Where keys contradict each other,
-    the tensors decide.
+    Fine-tuned checkpoints may have keys of both layouts, some left over from another model. If keys contradict each
+    other, the tensors' names and shapes decide.
     """
     ours, theirs = ({"hidden_size", "num_hidden_layers"} <= raw.keys(), {"d_model", "n_layer"} <= raw.keys())
     if not ours and not theirs and "model_type" not in raw:
@@ -263,20 +263,20 @@ def _normalised(folder: Path, raw: dict[str, Any], shapes: Shapes) -> tuple[Layo
 
 
 def _kind(shapes: Shapes) -> str | None:
-    """`mamba` or `mamba2`, by the tensors' names; None where they are of neither."""
+    """`mamba` or `mamba2`, from the tensors' names; None if they match neither."""
     if any(name.endswith(".mixer.x_proj.weight") for name in shapes):
         return "mamba"
     return "mamba2" if any(name.endswith(".mixer.dt_bias") for name in shapes) else None
 
 
 def _last_size(shapes: Shapes, suffix: str) -> int | None:
-    """The last size of the first tensor whose name ends so."""
+    """The last dimension of the first tensor whose name ends with `suffix`."""
     return next((shape[-1] for name, shape in shapes.items() if name.endswith(suffix) and shape), None)
 
 
 def _rows(folder: Path, config: Mapping[str, Any], shapes: Shapes) -> int:
-    """Ids past the rows of the embedding or of the head are no tokens of the model. Where several matrices have such a
-    name, the text's is the greatest: gemma3n also embeds images, by 128 rows."""
+    """Rows of the embedding or of the head, whichever has fewer: larger ids are not tokens of the model. Of several
+    matrices with such a name, the largest is the text's: gemma3n's image embedding has 128 rows."""
 
     def most(modules: set[str]) -> int:
         matrices = ((f".{name}".split(".")[-2:], shape[0]) for name, shape in shapes.items() if len(shape) == 2)
@@ -292,8 +292,8 @@ def _positions(folder: Path, config: Mapping[str, Any]) -> int | None:
 
 
 def _end_ids(folder: Path, config: Mapping[str, Any], tokens: TokenTable | None, tokenizer: Path) -> frozenset[int]:
-    """End ids by the first of these files that names any: the generation configuration, the configuration, the
-    tokenizer's. Empty where none does: answers then end by length alone."""
+    """End ids from the first of these files that has any: the generation configuration, the configuration, the
+    tokenizer's configuration. Empty if none has: answers then end only by length."""
     generation = read_object(folder, GENERATION) if (folder / GENERATION).is_file() else {}
     for name, settings in ((GENERATION, generation), (CONFIG, _of_text(config))):
         if (end := settings.get("eos_token_id")) is not None:
@@ -311,7 +311,7 @@ def _end_ids(folder: Path, config: Mapping[str, Any], tokens: TokenTable | None,
     return frozenset() if found is None else frozenset({found})
 
 
-# Keys of `ssm_cfg` and the library's names for them. Any other key changes the model's function and is refused.
+# Keys of `ssm_cfg` and transformers' names for them. Other keys, except _ONLY_FOR_TRAINING, are refused.
 _SSM_KEYS = {
     "mamba": {
         "d_state": "state_size",
@@ -341,15 +341,15 @@ _STATE_SPACES_KEYS |= {"pad_vocab_size_multiple", "tie_embeddings", "d_intermedi
 
 
 def _from_state_spaces(folder: Path, config: dict[str, Any], kind: str | None) -> dict[str, Any]:
-    """A configuration of state-spaces' `MambaConfig` with the library's keys.
+    """A configuration of state-spaces' `MambaConfig` with transformers' keys.
 
-    kind: by the tensors; None without them."""
+    kind: from the tensors; None if there are none."""
 
     def refuse(reason: str) -> CheckpointError:
         return CheckpointError(f"{folder}: {CONFIG}: {reason}")
 
     if "model_type" not in config and (unknown := sorted(set(config) - _STATE_SPACES_KEYS)):
-        raise refuse(f"unknown keys {unknown}")  # with a model_type, other keys are the library's
+        raise refuse(f"unknown keys {unknown}")  # with a model_type, other keys are transformers'
     if config.get("attn_layer_idx") or config.get("d_intermediate"):
         raise refuse("a hybrid with attention or MLP layers is not supported")
     if not config.get("rms_norm", True):

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class CheckpointError(ValueError):
-    """The checkpoint cannot be used. The message names the folder or file and says what is wrong with it."""
+    """The checkpoint cannot be used. The message names the folder or file and its fault."""

@@ -1,6 +1,6 @@
 """Names and shapes of a checkpoint's tensors, read from the headers of its files. No weights are loaded.
 
-Imports the standard library alone: routers read checkpoints' facts without torch.
+Imports only the standard library: routers read checkpoints' facts without torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def tensor_shapes(files: Sequence[Path]) -> Shapes:
-    """The shape of every tensor by its name, as stored. Raises CheckpointError for a file that cannot be read."""
+    """The shape of every tensor by its stored name. Raises CheckpointError for a file that cannot be read."""
     shapes: Shapes = {}
     for file in files:
         shapes |= _safetensors(file) if file.suffix == ".safetensors" else _pickled(file)
@@ -58,7 +58,7 @@ def _pickled(file: Path) -> Shapes:
 
 @contextmanager
 def _explained(file: Path, fault: str) -> Iterator[None]:
-    """Raise CheckpointError for whatever a broken file leads a parser to raise."""
+    """Raise CheckpointError for any exception of a parser."""
     try:
         yield
     except CheckpointError:
@@ -81,7 +81,7 @@ def _shape(sizes: Sequence[object]) -> tuple[int, ...]:
 
 
 class _Inert:
-    """Stands in for every other torch class that a pickle names. Takes any arguments and does nothing."""
+    """Replaces torch classes of a pickle that are not in `_REBUILDERS`. Takes any arguments and does nothing."""
 
     def __init__(self, *args: object) -> None:
         pass
@@ -113,7 +113,7 @@ _REBUILDERS: dict[tuple[str, str], Any] = {
 
 
 class _ShapeUnpickler(pickle.Unpickler):
-    """Gives the shape of every tensor in its place. Of what a pickle names, only `_REBUILDERS` are called."""
+    """Loads shapes instead of tensors. Calls only `_REBUILDERS` of the functions that a pickle names."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _REBUILDERS:
@@ -123,4 +123,4 @@ class _ShapeUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
     def persistent_load(self, pid: object) -> None:
-        """Takes the place of a storage, whose numbers are elsewhere in the file and are not read."""
+        """Stands for a storage; its numbers are elsewhere in the file and are not read."""

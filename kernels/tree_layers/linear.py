@@ -1,10 +1,10 @@
-"""Products of which each row has the same bits whatever the number of rows and the row's place among them.
+"""Matrix products in which a row's bits do not depend on the number of rows or on the row's place among them.
 
-Libraries split the inner dimension by the number of rows, so a row's rounding depends on its neighbours (in oneDNN's
-bfloat16 products with more than some 320 inputs and more than 32 rows, for one). Products of few rows at a time prevent
-this. Each kind of weight gets the first form of a fixed list that passes a check. Nothing is timed, so replicas on one
-kind of machine choose alike. A form is checked for the numbers of rows that steps are padded to; other numbers, such as
-an expert's rows, are padded to them.
+Libraries split the inner dimension by the number of rows, so a row's rounding depends on the other rows (for example in
+oneDNN's bfloat16 products with more than about 320 inputs and more than 32 rows). Products of few rows at a time
+prevent this. Each kind of weight gets the first form of a fixed list that passes a check. The choice uses no timings,
+so replicas on the same kind of machine make the same one. A form is checked for the numbers of rows that steps are
+padded to (buckets); other numbers, such as an expert's rows, are padded to these.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from tree_kernels.elementwise import is_narrow, threads_of
 from tree_layers.narrow import narrow
 
 TILE = 32
-"""The most rows of a product, where more would split it otherwise."""
+"""Rows per product of the tiled forms; libraries may split larger products differently."""
 ALONE = 1 << 20
-"""A layer of fewer weights runs in one thread, whatever the number of rows: waking another takes longer."""
+"""A layer with fewer weights runs in one thread for any number of rows: waking a second one takes longer."""
 MOST_CHECKED = 1 << 27
-"""The most numbers of a weight that is checked: a larger one is checked with fewer outputs."""
+"""The most elements of a weight in a check: a larger weight is checked with fewer outputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowsReport:
-    """What was chosen: how many layers have which form, and the shapes that no form makes independent."""
+    """The chosen forms: the number of layers per form, and the shapes for which every form failed the check."""
 
     forms: dict[str, int] = field(default_factory=dict)
     failed: tuple[str, ...] = ()
@@ -42,7 +42,7 @@ class RowsReport:
         return not self.failed
 
     def beside(self, other: RowsReport, whose: str) -> RowsReport:
-        """Both reports in one. whose: a prefix of the other's failed shapes."""
+        """Both reports in one. whose: prefix for the failed shapes of `other`."""
         failed = (f"{whose} {shape}" for shape in other.failed)
         return RowsReport(dict(Counter(self.forms) + Counter(other.forms)), (*self.failed, *failed))
 
@@ -57,7 +57,7 @@ Form = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """A way to multiply by a weight: a product, and how many rows it is given at once."""
+    """A way to multiply by a weight: a product, and how rows are split for it."""
 
     name: str
     product: Callable[[Tensor, Tensor | None], Form]
@@ -72,9 +72,9 @@ def _plain(weight: Tensor, bias: Tensor | None) -> Form:
 
 
 def _packed(weight: Tensor, bias: Tensor | None) -> Form:
-    """oneDNN's own layout of a weight: as fast as memory gives it, with 8 rows as with 1 (half the time, here).
+    """The weight in oneDNN's own layout: limited by memory bandwidth with 1 row and with 8 (measured: half the time).
 
-    In float32 its rows are independent from one row on, where MKL's need four (torch 2.13, AVX2).
+    In float32 its rows are independent from one row on; MKL's from four rows on (torch 2.13, AVX2).
     """
     blocks = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, blocks, bias, "none", [], "")
@@ -107,10 +107,10 @@ def _in_full_tiles(form: Form) -> Form:
 
 
 def in_threads(form: Form, threads: int) -> Form:
-    """The form in so many threads, whatever the caller runs in."""
+    """Runs the form in `threads` threads; restores the caller's number afterwards."""
 
     def run(x: Tensor) -> Tensor:
-        if torch.get_num_threads() == threads:  # most often: without the cost of a context for every small product
+        if torch.get_num_threads() == threads:  # the usual case; avoids a context manager per product
             return form(x)
         with threads_of(threads):
             return form(x)
@@ -136,9 +136,9 @@ def _can_be_packed(weight: Tensor) -> bool:
 
 
 def rows_are_independent(run: Form, rows: Tensor, buckets: Sequence[int]) -> bool:
-    """Whether each bucket of rows, in places other than in the largest, has the bits that the largest gives them.
+    """Whether rows, in a random order and in any bucket, have the same bits as in the largest bucket.
 
-    rows [the largest bucket, inputs]. Every row is looked at in every bucket that divides their number.
+    rows [the largest bucket, inputs]. A bucket that divides their number is checked with every row.
     """
     truth = run(rows[None])[0]
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).to(rows.device)
@@ -151,7 +151,7 @@ def rows_are_independent(run: Form, rows: Tensor, buckets: Sequence[int]) -> boo
 
 
 class _Kind(NamedTuple):
-    """What a choice depends on."""
+    """The properties of a weight that the choice of a form depends on."""
 
     inputs: int
     outputs: int
@@ -162,19 +162,18 @@ class _Kind(NamedTuple):
 
 
 PACKED_LAYERS = (torch.bfloat16,)
-"""Dtypes of layers that may be packed. In float32 the head and experts alone are: layers would gain little."""
+"""Dtypes of layers that may be packed. In float32 only the head and experts are packed: layers would gain little."""
 UNITS = (1, 4)
-"""An expert's rows are padded to a multiple of the first of these that passes the check; where none does, as steps
-are."""
+"""An expert's rows are padded to a multiple of the first of these that passes the check; if none does, to buckets."""
 UNIT_ROWS = 64
-"""The most rows in this check."""
+"""The most rows in the check of a unit."""
 
 
 class RowForms:
     """The forms of a model's weights, chosen once for each kind of weight."""
 
     def __init__(self, buckets: Sequence[int], threads: int = 1) -> None:
-        """buckets: the numbers of rows that steps are padded to. threads: of large products, on a CPU."""
+        """buckets: the numbers of rows that steps are padded to   threads: for large products, on a CPU"""
         self.buckets = tuple(sorted(buckets))
         self.threads = threads
         self._chosen: dict[_Kind, _Choice | None] = {}
@@ -188,26 +187,26 @@ class RowForms:
         return RowsReport(dict(self._counts), tuple(self._failed))
 
     def packs(self, weight: Tensor, bias: Tensor | None = None) -> bool:
-        """Whether `of` with may_pack gives a packed form, which has its own copy of the weight."""
+        """Whether `of` with may_pack returns a packed form, which holds a copy of the weight."""
         choice = self._choice(weight, bias, may_pack=True)
         return choice is not None and choice.name.startswith("packed")
 
     def of(self, weight: Tensor, bias: Tensor | None = None, may_pack: bool = False, unit: int = 0) -> Form:
         """The product with a weight [outputs, inputs], for any number of rows.
 
-        may_pack: the form may hold a packed copy; the caller then frees the weight. unit: the value of `unit` for such
-        weights, to pad rows to its multiples; 0 pads them as steps are.
+        may_pack: the form may hold a packed copy; the caller then frees the weight   unit: the result of `unit` for
+        such weights, to pad rows to its multiples; 0: pad them to buckets
         """
         form = self._form(weight, bias, may_pack, unit)
         self._counts[self._name(self._choice(weight, bias, may_pack))] += 1
         return form
 
     def of_layers(self, layers: Sequence[nn.Linear]) -> Form:
-        """The product of layers that share a weight (or of one).
+        """The product of one layer, or of several that share a weight.
 
-        Where it is packed, this happens when one of them is called first, and the packed weight then replaces theirs,
-        of which shape and dtype remain (unless an embedding shares it). A layer that is never called keeps its weight:
-        some families multiply by a layer's weight themselves.
+        A packed form is made when one of the layers is first called. The layers' weight is then replaced by a meta
+        tensor with its shape and dtype; an embedding that shares the weight keeps it. A layer that is never called
+        keeps its weight, since some families multiply by a layer's weight directly.
         """
         weight, bias = layers[0].weight, layers[0].bias
         if weight.dtype not in PACKED_LAYERS or not self.packs(weight, bias):
@@ -227,7 +226,7 @@ class RowForms:
         return run
 
     def unit(self, weight: Tensor, bias: Tensor | None = None, may_pack: bool = False) -> int:
-        """To which multiples an expert's rows are padded: the first of UNITS that passes the check, else the smallest
+        """An expert's rows are padded to multiples of this: the first of UNITS that passes the check, else the smallest
         bucket."""
         choice = self._choice(weight, bias, may_pack)
         kind = self._kind(weight, bias, may_pack)
@@ -239,7 +238,7 @@ class RowForms:
         return self._units[kind]
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [..., rows, inputs] times a weight [outputs, inputs] that belongs to no `nn.Linear`."""
+        """x [..., rows, inputs] times a weight [outputs, inputs] that is not an `nn.Linear`'s."""
         seen = len(self._chosen)
         form = self._form(weight, bias, may_pack=False)
         if len(self._chosen) > seen:
@@ -274,7 +273,7 @@ class RowForms:
         return _Kind(inputs, outputs, bias is not None, weight.dtype, turned, may_pack)
 
     def _for_any_rows(self, form: Form, weight: Tensor, unit: int) -> Form:
-        """The form for any number of rows, padded to buckets, or up to a tile to multiples of unit."""
+        """The form for any number of rows: padded to buckets, or, up to TILE rows, to multiples of `unit`."""
         buckets = (
             tuple(sorted({*self.buckets, *range(unit, TILE + 1, unit)})) if unit < self.buckets[0] else self.buckets
         )
@@ -287,13 +286,13 @@ class RowForms:
                 made = form(x)
             else:
                 made = self._in_pieces(form, x.reshape(-1, x.shape[-1]), buckets)
-                made = made.view(*x.shape[:-1], made.shape[-1])  # also of no rows, which an expert may get
+                made = made.view(*x.shape[:-1], made.shape[-1])  # also for 0 rows, which an expert may get
             return narrow(made) if leaves_tails else made
 
         return run
 
     def _in_pieces(self, form: Form, x: Tensor, buckets: Sequence[int]) -> Tensor:
-        """The form of x [rows, inputs], in pieces whose numbers of rows were checked."""
+        """The form applied to x [rows, inputs] in pieces, each padded to a checked number of rows."""
         key = (len(x), buckets[0])
         if key not in self._pieces:
             self._pieces[key] = tuple(_pieces(len(x), buckets))
@@ -306,7 +305,7 @@ class RowForms:
 
 
 def _pieces(rows: int, buckets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Ranges of rows and the bucket that each is padded to: (start, stop, bucket). The padding of all is less than the
+    """Ranges of rows and the bucket that each is padded to: (start, stop, bucket). The total padding is less than the
     smallest bucket.
 
     With buckets of 8, 16, 32 and 64: 5 is (0, 5, 8); 100 is (0, 64, 64), (64, 96, 32), (96, 100, 8).
@@ -324,7 +323,8 @@ def _pieces(rows: int, buckets: Sequence[int]) -> Iterator[tuple[int, int, int]]
 
 
 def make_rows_independent(model: nn.Module, forms: RowForms) -> None:
-    """Give every `nn.Linear` of the model its form, and every other weight that rows are multiplied by."""
+    """Replace the product of every `nn.Linear` of the model, and of every other weight that multiplies rows, by its
+    form."""
     layers: dict[tuple[int, int], list[nn.Linear]] = {}
     for module in model.modules():
         if isinstance(module, nn.Linear):
@@ -341,14 +341,14 @@ def make_rows_independent(model: nn.Module, forms: RowForms) -> None:
 
 
 def _multiplies_rows(parameter: Tensor) -> bool:
-    """Whether a module may multiply rows by it: a router has a matrix; experts, on a CPU, a stack of matrices."""
+    """Whether a module may multiply rows by it: a matrix (a router's) or, on a CPU, a stack of matrices (experts')."""
     return parameter.is_floating_point() and (
         parameter.dim() == 2 or (parameter.dim() == 3 and parameter.device.type == "cpu")
     )
 
 
 class RowWeight(nn.Parameter):
-    """A weight of no `nn.Linear`, or a stack of experts' weights, whose products with rows take their forms."""
+    """A weight that is not an `nn.Linear`'s, or a stack of experts' weights; its products with rows use their forms."""
 
     forms: RowForms
 
@@ -397,7 +397,8 @@ _LINEAR = {F.linear}
 _MATMUL = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm}
 _KEEPING = {
     *(Tensor.to, Tensor.type, Tensor.float, Tensor.bfloat16, Tensor.half, Tensor.contiguous, Tensor.detach),
-    *(Tensor.t, Tensor.T.__get__, Tensor.mT.__get__, Tensor.transpose, torch.transpose, Tensor.permute),  # type: ignore[attr-defined]
+    *(Tensor.t, Tensor.T.__get__, Tensor.mT.__get__),  # type: ignore[attr-defined]
+    *(Tensor.transpose, torch.transpose, Tensor.permute),
     *(Tensor.__getitem__, Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.unbind, Tensor.select, Tensor.squeeze),
     *(torch.chunk, Tensor.chunk, torch.split, Tensor.split, Tensor.data.__get__),  # type: ignore[attr-defined]
 }
@@ -406,7 +407,7 @@ _KEEPING = {
 def _first_independent(
     weight: Tensor, bias: Tensor | None, buckets: Sequence[int], threads: int = 1, may_pack: bool = True
 ) -> _Choice | None:
-    """The first form that passes the check for weights of this kind, on numbers whose products cancel."""
+    """The first form that passes the check, on numbers whose products cancel, for weights of this kind."""
     rows, like, bias = _cancelling(weight, bias, max(buckets))
     with torch.inference_mode():
         for choice in _choices(like, may_pack):
@@ -416,8 +417,8 @@ def _first_independent(
 
 
 def _smallest_unit(choice: _Choice, weight: Tensor, bias: Tensor | None, buckets: Sequence[int], threads: int) -> int:
-    """The first of UNITS such that products of its multiples of rows, up to a tile, have a bucket's bits; else the
-    smallest bucket."""
+    """The first of UNITS whose multiples of rows, up to TILE, give the same bits as a bucket; else the smallest
+    bucket."""
     most = max((bucket for bucket in buckets if bucket <= UNIT_ROWS), default=buckets[0])
     rows, like, bias = _cancelling(weight, bias, most)
     with torch.inference_mode():
@@ -429,11 +430,11 @@ def _smallest_unit(choice: _Choice, weight: Tensor, bias: Tensor | None, buckets
 
 
 def _cancelling(weight: Tensor, bias: Tensor | None, count: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Rows [count, inputs] whose products with a weight and a bias of this kind cancel; all three.
+    """Rows [count, inputs], a weight and a bias of this kind, such that the products of rows and weight cancel.
 
-    The second half of each sum takes away what the first half gave, in a random order of inputs, so that nothing is
-    left but the rounding on the way. On ordinary numbers another order of adding shows in one result of thousands: the
-    last step rounds it away.
+    The second half of each sum subtracts the first half, in a random order of inputs, so that only rounding errors
+    remain. On ordinary numbers another order of summation changes only one result in thousands, since the last
+    rounding hides it.
     """
     inputs = weight.shape[1]
     outputs = min(len(weight), max(TILE, MOST_CHECKED // inputs))

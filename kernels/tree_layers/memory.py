@@ -1,4 +1,4 @@
-"""The attention memory of a model: pages of 64 positions, given to texts, and the slots of every layer behind them."""
+"""The attention memory of a model: pages of 64 positions, allocated to texts, and the slots of every layer."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from tree_kernels.tree_attention import PAGE, Layout
 
 
 class PagesFull(RuntimeError):
-    """Not as many pages are free."""
+    """Too few pages are free."""
 
 
 class PageBook:
-    """Which pages are free. Plain numbers: it knows of no tensor. Page 0 is the zero page and is never given out.
+    """Allocates page numbers; has no tensors. Page 0 is the zero page and is never allocated.
 
-    A page may be published under a name and is then held by everybody who finds it. One that nobody holds keeps its
-    contents until it is wanted for something else, the one given back longest ago first.
+    A page may be published under a name; each `find` of it adds a holder. A published page without holders keeps its
+    contents until it is reallocated; the one released longest ago goes first.
     """
 
     def __init__(self, pages: int) -> None:
         self.pages = pages
-        self._blank = list(range(pages, 0, -1))  # the lowest is given out first
+        self._blank = list(range(pages, 0, -1))  # the lowest is allocated first
         self._holders: dict[int, int] = {}
         self._named: dict[bytes, int] = {}
         self._names: dict[int, bytes] = {}
-        self._idle: dict[int, None] = {}  # published, and held by nobody
+        self._idle: dict[int, None] = {}  # published pages without holders
 
     @property
     def free(self) -> int:
-        """Pages that nobody holds."""
+        """The number of pages without holders."""
         return len(self._blank) + len(self._idle)
 
     def take(self, count: int) -> list[int]:
-        """Pages of undefined, finite contents. Raises PagesFull, taking none, where there are not as many."""
+        """Pages with undefined, finite contents. Raises PagesFull, taking none, if fewer are free."""
         if count > self.free:
             raise PagesFull(f"{count} pages of {PAGE} tokens wanted, {self.free} of {self.pages} free")
         taken = []
@@ -50,8 +50,11 @@ class PageBook:
         return taken
 
     def give(self, pages: Sequence[int]) -> None:
-        """Take pages back, in the order of their text. A holder gives a page back once."""
-        for page in reversed(pages):  # a text's last page is of the least use to others: it goes first
+        """Release pages, given in the order of their text. Each holder releases a page once.
+
+        Raises ValueError for a page without holders.
+        """
+        for page in reversed(pages):  # a text's last page is the least useful to other texts: reallocated first
             if page not in self._holders:
                 raise ValueError(f"page {page} was not out")
             self._holders[page] -= 1
@@ -64,8 +67,8 @@ class PageBook:
                 self._blank.append(page)
 
     def publish(self, page: int, name: bytes) -> int:
-        """Let others find a page whose contents are final. Where another has that name already, the caller holds that
-        one instead, and this one is given back: their contents are the same. Returns the page that is held."""
+        """Name a page whose contents are final, so that `find` returns it. If another page has that name, and so the
+        same contents, this page is released and the caller holds the other. Returns the page that is held."""
         known = self.find(name)
         if known is None:
             self._named[name] = page
@@ -75,7 +78,7 @@ class PageBook:
         return known
 
     def find(self, name: bytes) -> int | None:
-        """Hold the page of this name, where there is one."""
+        """The page of this name, now held by the caller too; None if there is none."""
         page = self._named.get(name)
         if page is not None:
             self._holders[page] = self._holders.get(page, 0) + 1
@@ -84,15 +87,15 @@ class PageBook:
 
 
 def pages_for(tokens: int) -> int:
-    """How many pages so many tokens lie on."""
+    """The number of pages that hold `tokens` tokens."""
     return -(-tokens // PAGE)
 
 
 class Pages:
-    """The slots of every layer: the zero page, `pages` pages for texts, and scratch slots for guesses after them.
+    """The slots of every layer: the zero page, `pages` pages for texts, then scratch slots for guesses.
 
-    `layers[i]` is [slots, kv_heads, width] float32. Layers of one layout lie in one tensor, so that a path is kept
-    by one copy for all of them.
+    `layers[i]` is [slots, kv_heads, width] float32. Layers of one layout share one tensor, so that one copy commits a
+    path in all of them.
     """
 
     def __init__(self, layouts: Sequence[Layout], pages: int, scratch_rows: int, device: torch.device) -> None:
@@ -103,7 +106,7 @@ class Pages:
         self._stores: dict[Layout, Tensor] = {}  # [layers of that layout, slots, kv_heads, width]
         for layout in dict.fromkeys(layouts):
             shape = (self.layouts.count(layout), slots, layout.kv_heads, layout.width)
-            self._stores[layout] = torch.zeros(shape, device=device)  # a CPU takes the memory when it is written
+            self._stores[layout] = torch.zeros(shape, device=device)  # on a CPU, takes memory only when written
         rest = {layout: iter(store) for layout, store in self._stores.items()}
         self.layers = [next(rest[layout]) for layout in layouts]
 
@@ -123,6 +126,6 @@ class Pages:
         return tuple(self._stores.values())
 
     def append(self, source: Tensor, target: Tensor) -> None:
-        """Keep guesses: copy slots [rows] to slots [rows], in every layer."""
+        """Commit guesses: copy slots [rows] to slots [rows], in every layer."""
         for store in self._stores.values():
             commit(store, source, target)

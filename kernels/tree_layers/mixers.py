@@ -1,8 +1,8 @@
-"""The Mamba-1 and Mamba-2 mixers: tensors and arithmetic, without modules. One form for drafters and for targets.
+"""The Mamba-1 and Mamba-2 mixers: tensors and arithmetic, without modules.
 
-`chain` consumes several tokens per row, in order, from one text's memory to another's, which may be the same. One token
-of each row, all in different places of a tree, is Mamba-1's `step`, from one slot to another, and Mamba-2's `level`, in
-which a node keeps its inputs. Activations have the weights' dtype; dt, states and decays are float32.
+`chain` consumes several tokens per row, in order; it reads one text's memory and writes another's or the same.
+Mamba-1's `step` and Mamba-2's `level` consume one token per row, each row a node of a tree: `step` writes the node's
+state, `level` only its inputs. Activations have the weights' dtype; dt, states and decays are float32.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tree_layers.nodes import LayerNodes, LevelStep, NodeLayout
 from tree_layers.states import StateShape
 
 Stop = tuple[Tensor, Slots]
-"""Tokens of each row of a chain [rows], and the slots that keep the memory after these."""
+"""A number of tokens for each row of a chain [rows], and the slots that store the memory after these tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,7 +54,7 @@ class Mamba1Mixer:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Mamba1Mixer:
-        """From a layer's tensors under their names in the library, `in_proj.weight` and so on."""
+        """From a layer's tensors by their names in transformers, `in_proj.weight` and so on."""
         conv = _turned(tensors["conv1d.weight"][:, 0], dtype)
         return cls(
             in_proj=_turned(tensors["in_proj.weight"], dtype),
@@ -82,7 +82,7 @@ class Mamba1Mixer:
         return _linear(y.to(u.dtype).mul_(F.silu(gate)), self.out_proj, self.out_bias)
 
     def chain(self, u: Tensor, recurrent: Tensor, conv: Tensor, source: Tensor, stops: Sequence[Stop]) -> Tensor:
-        """u [rows, T, d] -> [rows, T, d]; each of `stops` counts at least one token."""
+        """u [rows, T, d] -> [rows, T, d]; the token counts of `stops` are at least 1."""
         rows = u.shape[:2]
         x, gate = _linear(u.flatten(0, 1), self.in_proj, self.in_bias).split(self.A.shape[0], 1)
         before = conv.index_select(0, source)
@@ -103,18 +103,18 @@ class Mamba1Mixer:
 
 
 class Root(NamedTuple):
-    """The nodes that a chain's last tokens become; the same for all layers."""
+    """The root nodes made of a chain's last tokens; the same for all layers."""
 
-    rows: Tensor  # [rows] 0, 1, 2 and on
+    rows: Tensor  # [rows] 0, 1, 2, ...
     slots: Slots  # [rows] node slots
-    raw: Slots  # [rows] the same among the raw inputs
+    raw: Slots  # [rows] the nodes' slots among the raw inputs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mamba2Mixer:
     """d model width, I = H P channels in H heads, N state width, G groups of heads, W taps."""
 
-    in_proj: Tensor  # [d, I + (I + 2 G N) + H] gate, what the convolution sees (x, B, C), dt
+    in_proj: Tensor  # [d, I + (I + 2 G N) + H] gate, inputs of the convolution (x, B, C), dt
     in_bias: Tensor | None
     conv_weight: Tensor  # [W, I + 2 G N] float32
     conv_bias: Tensor  # [I + 2 G N] float32
@@ -139,7 +139,7 @@ class Mamba2Mixer:
         eps: float,
         dt_limit: tuple[float, float],
     ) -> Mamba2Mixer:
-        """From a layer's tensors under their names in the library, `in_proj.weight` and so on."""
+        """From a layer's tensors by their names in transformers, `in_proj.weight` and so on."""
         conv = _turned(tensors["conv1d.weight"][:, 0], torch.float32)
         return cls(
             in_proj=_turned(tensors["in_proj.weight"], dtype),
@@ -187,8 +187,8 @@ class Mamba2Mixer:
     def chain(
         self, u: Tensor, memory: LayerNodes, source: Tensor, kept: Tensor, target: Slots, root: Root | None
     ) -> Tensor:
-        """u [rows, T, d] -> [rows, T, d]; `kept` [rows] tokens go into the text slots `target`, at least one of each
-        row, and the inputs of one token more into its node."""
+        """u [rows, T, d] -> [rows, T, d]. The first `kept` [rows] tokens of each row, at least one, advance the text
+        from slot `source` to slot `target`. With `root`, the inputs of the next token are written to its node."""
         rows = u.shape[:2]
         gate, inputs, dt = self._project(u.flatten(0, 1))
         before = memory.conv.index_select(0, source)
@@ -230,13 +230,13 @@ class Mamba2Mixer:
 
 
 def unit_rms(x: Tensor, eps: float) -> Tensor:
-    """x [..., n] float32 over the root of its mean square. Faster than F.rms_norm, which is made of more parts."""
+    """x [..., n] float32 over the root of its mean square. Faster than F.rms_norm, which has more operations."""
     norm = torch.linalg.vector_norm(x, 2, -1, True)
     return x * norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
 
 
 def _turned(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """[out, in] -> [in, out], in memory too: products of few rows are then faster, with a vocabulary above all."""
+    """[out, in] -> [in, out], in memory too: products of few rows are then faster, most of all with the head."""
     return weight.t().to(dtype).contiguous()
 
 
@@ -250,5 +250,5 @@ def _bias(tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> Tenso
 
 
 def _counting(lengths: Tensor, u: Tensor) -> Tensor:
-    """[rows, T, 1] float32: one where a token counts, zero for the padding of a shorter row."""
+    """[rows, T, 1] float32: one for a row's first `lengths` tokens, zero for the rest."""
     return (torch.arange(u.shape[1], device=u.device) < lengths[:, None])[..., None].float()

@@ -1,8 +1,8 @@
 """A tensor subclass for rows too narrow for ATen's vector loops, such as six experts' logits or a gate of one number.
 
-The length of their buffer is no multiple of a vector, so the number of rows would decide which of them are in its tail
-and round differently (`tree_kernels.elementwise`). Model code calls functions on them that no module wraps, so the
-subclass pads these calls.
+The length of their buffer is not a multiple of a vector, so it depends on the number of rows which of them are in its
+tail and round differently (`tree_kernels.elementwise`). Model code applies functions to them outside any module, so
+the subclass pads these calls.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _TAILED = {
 
 
 class NarrowRows(Tensor):
-    """Rows that leave a tail. Functions of one tensor go through `elementwise`, if they are elementwise. Results whose
-    width leaves a tail are NarrowRows, too."""
+    """Rows that leave a tail. Elementwise functions (`_TAILED`) of one tensor are wrapped in `elementwise`. Results
+    whose width leaves a tail are NarrowRows too."""
 
     @classmethod
     def __torch_function__(
@@ -45,13 +45,13 @@ class NarrowRows(Tensor):
 
 
 def _takes_one_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the first argument is the call's one tensor. `elementwise` would pad it and not the others."""
+    """Whether the first argument is the call's only tensor. `elementwise` pads only the first argument."""
     tensors = [isinstance(given, Tensor) for given in (*args, *kwargs.values())]
     return bool(args) and tensors[0] and sum(tensors) == 1
 
 
 def narrow(rows: Tensor) -> Tensor:
-    """The rows, as NarrowRows where their width leaves a tail on a CPU, else as a plain tensor."""
+    """The rows as NarrowRows if they are on a CPU and their width leaves a tail, else as a plain tensor."""
     if rows.device.type == "cpu" and rows.dim() and rows.is_floating_point() and is_narrow(rows.shape[-1]):
         return rows.as_subclass(NarrowRows)
     return rows.as_subclass(Tensor) if isinstance(rows, NarrowRows) else rows
@@ -60,6 +60,6 @@ def narrow(rows: Tensor) -> Tensor:
 def _each_narrow(made: Any) -> Any:
     if isinstance(made, Tensor):
         return narrow(made)
-    if isinstance(made, tuple | list):  # torch.topk's result type, too, is made of one sequence
+    if isinstance(made, tuple | list):  # a result type such as torch.topk's also takes one sequence
         return type(made)([_each_narrow(each) for each in made])
     return made

@@ -1,7 +1,7 @@
-"""Mamba-2's memory in which a tree's nodes keep their inputs, and texts their states (ALGORITHMS 1.5).
+"""Mamba-2's memory: inputs for a tree's nodes, states for texts (ALGORITHMS 1.5).
 
-Of a node there is what a layer's convolution and recurrence take in: no copy of a state. A level of a tree reads the
-text's state once; the nodes that the text goes through are folded into it.
+A node has the inputs of a layer's convolution and recurrence, and no state. A level of a tree reads the text's state
+once; accepted nodes are folded into it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class NodeLayout:
-    """What one layer keeps of a node."""
+    """The shapes of one layer's memory."""
 
     state: StateShape  # of a text; recurrent [H, P, N], conv [W - 1, channels]
     groups: int  # G, of B
@@ -38,13 +38,13 @@ class NodeLayout:
 
 
 class LayerNodes(NamedTuple):
-    """One layer's texts and nodes. All float32, whatever the activations: what is met again at every level is then
+    """One layer's texts and nodes. All float32 for any dtype of the activations, so that inputs read at every level are
     converted once."""
 
     recurrent: Tensor  # [texts, H, P, N]
     conv: Tensor  # [texts, W - 1, channels]
-    raw: Tensor  # [texts * (W - 1) + nodes, channels] before the convolution: the texts' last inputs, then the nodes
-    x: Tensor  # [nodes, H, P] after it
+    raw: Tensor  # [texts * (W - 1) + nodes, channels] before the convolution: the texts' last inputs, then the nodes'
+    x: Tensor  # [nodes, H, P] after the convolution
     B: Tensor  # [nodes, G, N]
     dt: Tensor  # [nodes, H] after softplus and clamp
 
@@ -54,17 +54,17 @@ class LevelStep:
     """New nodes of several trees; the same for all layers."""
 
     slots: Slots  # [rows] node slots that are written
-    raw: Slots  # [rows] the same among the raw inputs
-    taps: Tensor  # [rows, W] where each row's last raw inputs are, its own last
+    raw: Slots  # [rows] the nodes' slots among the raw inputs
+    taps: Tensor  # [rows, W] slots of each row's last raw inputs, its own last
     nodes: Slots  # [trees * most] node slots of the trees so far
     trees: int
     lines: Lines
     texts: Sequence[int]  # [trees] text slots
-    places: Tensor | None  # [rows] of each row among trees * R padded ones; none where all trees have R
+    places: Tensor | None  # [rows] index of each row among trees * R padded rows; None: all trees have R new nodes
     new: int  # R
 
     def of(self, memory: LayerNodes) -> NodeInputs:
-        """What the recurrence has of the trees' nodes."""
+        """The recurrence's inputs of the trees' nodes."""
         return NodeInputs(*(self._of(store) for store in (memory.x, memory.B, memory.dt)))
 
     def _of(self, store: Tensor) -> Tensor:
@@ -86,7 +86,8 @@ class LevelStep:
 
 
 class NodeStates:
-    """The texts and nodes of all layers, which are alike. Text slot 0 is the empty text, node slot 0 nobody's."""
+    """The texts and nodes of all layers, which have equal shapes. Text slot 0 is the empty text; node slot 0 is
+    padding: its inputs are zero."""
 
     def __init__(
         self, shape: NodeLayout, layers: int, texts: int, nodes: int, dtype: torch.dtype, device: torch.device
@@ -94,7 +95,7 @@ class NodeStates:
         self.shape = shape
         self._device = device
         self._back, channels = shape.state.conv
-        # Empty rather than zeroed: an operating system hands out memory when it is first written.
+        # Empty instead of zeroed: memory is then allocated only when it is first written.
         raw = torch.empty(layers, texts * self._back + nodes, channels, device=device)
         tails = raw[:, : texts * self._back].view(layers, texts, self._back, channels)
         self.texts = States([shape.state] * layers, texts, dtype, device, list(tails))
@@ -105,17 +106,17 @@ class NodeStates:
         self._dt = torch.empty(layers, nodes, heads, device=device)
         for store in (self._x, self._B, self._dt):
             store[:, 0] = 0
-        self._first = texts * self._back  # of the nodes among the raw inputs
-        self._taps = np.zeros((nodes, self._back + 1), np.int64)  # of each node
+        self._first = texts * self._back  # the first node's slot among the raw inputs
+        self._taps = np.zeros((nodes, self._back + 1), np.int64)  # by node
         stores = zip(self.texts.recurrent, self.texts.conv, raw, self._x, self._B, self._dt, strict=True)
         self.layers = [LayerNodes(*each) for each in stores]
 
     def tail(self, texts: Ints) -> Ints:
-        """[texts, W - 1] where the last raw inputs of texts are."""
+        """[texts, W - 1] slots of the last raw inputs of texts."""
         return texts[:, None] * self._back + np.arange(self._back)
 
     def hang(self, slots: Ints, texts: Ints, parents: Ints) -> Ints:
-        """Take note of new nodes below others, or below a text where a parent is 0. Returns their taps [rows, W]"""
+        """Record and return the taps [rows, W] of new nodes below `parents`, or below the text where a parent is 0."""
         taps = np.empty((len(slots), self._back + 1), np.int64)
         taps[:, :-1] = self._taps[parents, 1:]
         taps[:, -1] = self._first + slots
@@ -126,14 +127,14 @@ class NodeStates:
         return taps
 
     def slots(self, slots: Ints) -> tuple[Slots, Slots]:
-        """Nodes to write to, and where their raw inputs are."""
+        """Node slots to write to, and their slots among the raw inputs."""
         found = as_slots(slots, self._device)
         if isinstance(found, slice):
             return found, slice(self._first + found.start, self._first + found.stop)
         return found, self._first + found
 
     def fold(self, source: Ints, target: Ints, paths: Ints, factors: Tensor) -> None:
-        """Move texts on by the nodes that they went through, in all layers.
+        """Advance texts by accepted nodes, in all layers.
 
         source, target [folds] text slots   paths [folds, T] node slots from the root on, 0 past a path's end
         factors [layers, 1, 1, H] A of each layer

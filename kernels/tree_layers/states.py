@@ -1,4 +1,4 @@
-"""The recurrent memory of a model: slots, each with the state and the last convolution inputs of every layer."""
+"""The recurrent memory of a model: slots with the state and the last convolution inputs of every layer."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tree_kernels.state_step.reference import Slots
 from tree_layers.arrays import as_array, as_tensor, check_arrays
 
 ZERO_SLOT = 0
-"""The memory before any text. Never written, never given out."""
+"""The memory of the empty text. Never written or allocated."""
 
 
 class PoolFull(RuntimeError):
-    """No slot is free."""
+    """Too few slots are free."""
 
 
 class SlotPool:
-    """Which slots are free. Gives out slots that lie side by side wherever it can: they are cheaper to write."""
+    """Allocates slots; consecutive ones if possible, since they are cheaper to write."""
 
     def __init__(self, slots: int) -> None:
         self._free = bytearray(b"\1" * slots)
@@ -31,7 +31,7 @@ class SlotPool:
         self.free = slots - 1
 
     def take(self, count: int) -> list[int]:
-        """Slots of undefined contents. Raises PoolFull, taking none, where there are not as many."""
+        """Slots with undefined contents. Raises PoolFull, taking none, if fewer are free."""
         if count > self.free:
             raise PoolFull(f"{count} slots wanted, {self.free} free")
         start = self._free.find(b"\1" * count)
@@ -45,7 +45,7 @@ class SlotPool:
         return slots
 
     def give(self, slots: Iterable[int]) -> None:
-        """Take slots back. A slot is given back once."""
+        """Release slots. Raises ValueError for a slot that is not allocated."""
         for slot in slots:
             if slot == ZERO_SLOT or self._free[slot]:
                 raise ValueError(f"slot {slot} was not out")
@@ -55,13 +55,13 @@ class SlotPool:
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """What one layer remembers of a text."""
+    """The shapes of one layer's memory of a text."""
 
     recurrent: tuple[int, ...]  # Mamba-1 [I, N], Mamba-2 [H, P, N]; float32
     conv: tuple[int, int]  # [W - 1, channels], the last raw inputs, oldest first; in the activations' dtype
 
     def bytes_of(self, dtype: torch.dtype) -> int:
-        """Bytes of it, with activations of this dtype."""
+        """Bytes of one text's memory with activations of this dtype."""
         return 4 * math.prod(self.recurrent) + dtype.itemsize * math.prod(self.conv)
 
 
@@ -76,10 +76,10 @@ class States:
         device: torch.device,
         conv: Sequence[Tensor] = (),
     ) -> None:
-        """conv: each layer's, where its memory is part of another; may be float32 whatever the dtype."""
+        """conv: existing tensors to use for `conv`, one per layer; may be float32 for any `dtype`."""
         self.shapes = tuple(shapes)
         self.dtype = dtype
-        # Empty rather than zeroed: an operating system hands out memory when it is first written.
+        # Empty instead of zeroed: memory is then allocated only when it is first written.
         self.recurrent = [torch.empty((slots, *shape.recurrent), device=device) for shape in shapes]
         self.conv = list(conv) or [torch.empty((slots, *shape.conv), dtype=dtype, device=device) for shape in shapes]
         for memory in (*self.recurrent, *self.conv):
@@ -92,7 +92,7 @@ class States:
         return f"recurrent-v1/{len(words)}/{','.join(sorted(set(words)))}/float32+{str(self.dtype).split('.')[-1]}"
 
     def copy(self, source: int, target: int) -> None:
-        """Make one slot what another is."""
+        """Copy slot `source` to slot `target`."""
         for memory in (*self.recurrent, *self.conv):
             memory[target] = memory[source]
 
@@ -105,7 +105,7 @@ class States:
         return arrays
 
     def check(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> None:
-        """Raise ValueError unless these are what `save` returns: the same names, shapes and dtypes, finite numbers."""
+        """Raise ValueError unless the arrays have the names, shapes and dtypes of `save`, and finite numbers."""
         wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for layer, shape in enumerate(self.shapes):
             wanted[f"recurrent.{layer}"] = (shape.recurrent, torch.float32)
@@ -113,14 +113,14 @@ class States:
         check_arrays(arrays, wanted)
 
     def load(self, slot: int, arrays: Mapping[str, npt.NDArray[np.generic]]) -> None:
-        """Write what `save` returned, of these shapes, into a slot."""
+        """Write the arrays of `save`, of the same shapes, into a slot."""
         for layer, (recurrent, conv) in enumerate(zip(self.recurrent, self.conv, strict=True)):
             recurrent[slot] = torch.from_numpy(arrays[f"recurrent.{layer}"])
             conv[slot] = as_tensor(arrays[f"conv.{layer}"], self.dtype)
 
 
 def as_slots(slots: npt.NDArray[np.int64], device: torch.device) -> Slots:
-    """Slots to write to: a slice where they lie side by side, otherwise an index [rows]."""
+    """Slots to write to: a slice if they are consecutive, otherwise an index [rows]."""
     first, count = int(slots[0]), len(slots)
     if (slots == np.arange(first, first + count)).all():
         return slice(first, first + count)

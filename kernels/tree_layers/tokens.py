@@ -1,13 +1,13 @@
-"""Reads from a tokenizer's files which text each token id stands for.
+"""Reads the text of each token id from a tokenizer's files.
 
-Imports the standard library alone. The first of these files that exists is read:
+Imports only the standard library. The first of these files that exists is read:
 
   tokenizer.json              model.vocab (a map, or Unigram's list of pairs), overlaid with added_tokens
   tokenizer.model             the pieces of a SentencePiece model
   vocab.json with merges.txt  a map
 
-As in transformers, added_tokens.json and the added_tokens_decoder of tokenizer_config.json then replace or add tokens
-of the last two.
+As in transformers, added_tokens.json and the added_tokens_decoder of tokenizer_config.json then add or replace tokens
+for the last two.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ TOKENIZER, SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
 VOCAB, MERGES, ADDED = "vocab.json", "merges.txt", "added_tokens.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TOKENIZER_FILES = (TOKENIZER, SENTENCEPIECE, VOCAB, MERGES, ADDED, TOKENIZER_CONFIG)
-"""All files that are read here."""
+"""All files that this module reads."""
 
 MAX_ID = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class TokenTable:
-    """The text of every token id. Tokenizers whose files differ in bytes alone have equal tables."""
+    """The text of every token id. Tokenizers whose files differ only in formatting have equal tables."""
 
-    texts: Mapping[int, str]  # by id, added tokens among them
+    texts: Mapping[int, str]  # by id, added tokens included
     added: frozenset[int]  # ids of control tokens, and of tokens added after the tokenizer's training
-    size: int = field(init=False)  # one more than the greatest id
+    size: int = field(init=False)  # the greatest id plus one
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "size", 1 + max(self.texts, default=-1))
@@ -52,13 +52,13 @@ class TokenTable:
         return _hash_of(self.texts, self.texts.keys() - self.added)
 
     def id_of(self, text: str) -> int | None:
-        """The id of a token by its text."""
+        """The id of the token with this text; None if there is none."""
         return next((token for token, found in self.texts.items() if found == text), None)
 
 
 def read_tokens(folder: Path) -> TokenTable | None:
-    """The table of a folder's tokenizer; None where none of its files exists. Raises CheckpointError for files that
-    cannot be read."""
+    """The table of a folder's tokenizer; None if it has none of the files. Raises CheckpointError for files that cannot
+    be read."""
     if (folder / TOKENIZER).is_file():
         return _from_tokenizer_json(folder)
     if (folder / SENTENCEPIECE).is_file():
@@ -91,7 +91,7 @@ def _from_tokenizer_json(folder: Path) -> TokenTable:
 
 
 def _from_sentencepiece(folder: Path) -> tuple[dict[int, str], set[int]]:
-    """Pieces of a ModelProto: its repeated field 1, of which field 1 is the text and field 3 the type."""
+    """Pieces of a ModelProto: its repeated field 1. In a piece, field 1 is the text and field 3 the type."""
     normal_kinds = {1, 5, 6}  # NORMAL, UNUSED, BYTE; not UNKNOWN, CONTROL, USER_DEFINED
     texts: dict[int, str] = {}
     added: set[int] = set()
@@ -112,7 +112,7 @@ def _from_sentencepiece(folder: Path) -> tuple[dict[int, str], set[int]]:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """The fields of a protobuf message: their numbers and values. Raises ValueError or IndexError."""
+    """Numbers and values of the fields of a protobuf message. Raises ValueError or IndexError."""
     at = 0
 
     def varint() -> int:
@@ -145,7 +145,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 def _more_tokens(folder: Path) -> Iterator[dict[int, str]]:
-    """The tokens that files beside a tokenizer's own add to it, or replace."""
+    """The tokens that added_tokens.json and tokenizer_config.json add or replace."""
     if (folder / ADDED).is_file():
         yield _by_id(folder, ADDED, read_object(folder, ADDED))
     if (folder / TOKENIZER_CONFIG).is_file():
@@ -158,14 +158,14 @@ def _more_tokens(folder: Path) -> Iterator[dict[int, str]]:
 
 
 def _by_id(folder: Path, name: str, vocabulary: Any) -> dict[int, str]:
-    """Texts by id, of a map from text to id."""
+    """Texts by id, from a map from text to id."""
     if not isinstance(vocabulary, dict):
         raise CheckpointError(f"{folder}: {name} is unreadable: it has no map of tokens")
     return _checked_ids(folder, name, vocabulary.items())
 
 
 def _checked_ids(folder: Path, name: str, tokens: Iterable[tuple[Any, Any]]) -> dict[int, str]:
-    """Texts by id, of pairs of text and id."""
+    """Texts by id, from pairs of text and id."""
     found = {}
     for text, token in tokens:
         if not isinstance(text, str) or type(token) is not int or not 0 <= token <= MAX_ID:

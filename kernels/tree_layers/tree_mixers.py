@@ -1,9 +1,9 @@
-"""The tree-aware mixers: a layer's convolution and recurrence for rows that each have a path of their own.
+"""Tree-aware mixers: a layer's convolution and recurrence for rows with separate paths.
 
-The linear layers around them are the model's. A row depends on nothing but its path: on the checkpoint that the rule of
-ALGORITHMS 6.4 gives it and the inputs since, in order of position. So prompts, plain decoding and trees have the same
-bits. Inputs wait in slots by token; those of accepted tokens are kept in a ring per text, and folded into checkpoints
-when a row first needs them.
+The model has the linear layers around them. A row depends only on its path: on its checkpoint by the rule of ALGORITHMS
+6.4 and on the inputs since, in order of position. So prompts, plain decoding and trees have the same bits. Inputs are
+stored in slots, one per token; those of accepted tokens are kept in a ring per text and folded into checkpoints when a
+row first needs them.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ silu = elementwise(F.silu)
 
 @dataclass(frozen=True, slots=True)
 class MixerLayout:
-    """What one layer remembers: of a token its inputs, of a text its checkpoints."""
+    """The shapes of one layer's memory: inputs per token, checkpoints per text."""
 
-    channels: int  # that the convolution sees
+    channels: int  # inputs of the convolution
     heads: int  # H; Mamba-1: its channels
     width: int  # P; Mamba-1: 1
     groups: int  # G, of B; Mamba-1: 1
     size: int  # N
-    dtype: torch.dtype  # of the inputs but dt
-    repeats: int = 1  # r: heads in a row with one x, groups of C in a row with one B; Mamba-in-Llama's alone are more
+    dtype: torch.dtype  # of the inputs except dt
+    repeats: int = 1  # r: consecutive heads that share an x, and groups of C that share a B; above 1 in Mamba-in-Llama
 
     @property
     def own(self) -> int:
-        """X: heads that have an x of their own."""
+        """X: the number of distinct x."""
         return self.heads // self.repeats
 
     @property
@@ -63,7 +63,7 @@ class LayerMemory(NamedTuple):
     """One layer's slots."""
 
     raw: Tensor  # [token slots, channels] before the convolution
-    inputs: TokenInputs  # [token slots, ...] after it
+    inputs: TokenInputs  # [token slots, ...] after the convolution
     states: Tensor  # [state slots, H, P, N] float32
 
 
@@ -71,9 +71,9 @@ class RecurrentMemory:
     """The slots of every layer's mixer. Token slot 0 and state slot 0 hold zeros and are never written."""
 
     def __init__(self, layouts: Sequence[MixerLayout], tokens: int, states: int, device: torch.device) -> None:
-        """tokens, states: how many slots there are, the zeros among them."""
+        """tokens, states: numbers of slots, slot 0 included."""
         self.layouts = tuple(layouts)
-        self._stores: list[tuple[Tensor, ...]] = []  # of the layers of one layout, side by side
+        self._stores: list[tuple[Tensor, ...]] = []  # one tuple per layout, for all of its layers
         layers: dict[MixerLayout, list[LayerMemory]] = {}
         for layout in dict.fromkeys(layouts):
             count = self.layouts.count(layout)
@@ -88,7 +88,7 @@ class RecurrentMemory:
         self.layers = [next(rest[layout]) for layout in layouts]
 
     def layout(self, block: int) -> str:
-        """Shapes and dtypes of what `save` returns as one word; part of a saved state's name."""
+        """Shapes and dtypes of the arrays of `save` as one word; part of a saved state's name."""
         words = [
             f"{each.channels}+{each.heads}x{each.width}x{each.size}+{each.groups}"
             f"{'' if each.repeats == 1 else f'*{each.repeats}'}+{str(each.dtype).split('.')[-1]}"
@@ -106,7 +106,7 @@ class RecurrentMemory:
         return arrays
 
     def check(self, arrays: Mapping[str, Array], most: int) -> None:
-        """Raise ValueError unless these are what `save` returns for at most so many tokens, finite numbers."""
+        """Raise ValueError unless the arrays have the form of `save` for 1 to `most` tokens, and finite numbers."""
         wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         count = len(arrays["dt.0"]) if "dt.0" in arrays and arrays["dt.0"].ndim else 0
         if not 1 <= count <= most:
@@ -118,7 +118,7 @@ class RecurrentMemory:
         check_arrays(arrays, wanted)
 
     def load(self, arrays: Mapping[str, Array], tokens: Tensor, state: int) -> None:
-        """Write what `save` returned into these slots; state 0, which stays zero, is passed over."""
+        """Write the arrays of `save` into these slots. State 0 is not written: it stays zero."""
         for index, layer in enumerate(self.layers):
             if state:
                 layer.states[state] = torch.from_numpy(arrays[f"state.{index}"])
@@ -141,20 +141,20 @@ def _named(layer: LayerMemory) -> tuple[tuple[str, Tensor], ...]:
 class RecurrentStep:
     """The rows of a step for mixers; the same for all layers."""
 
-    slots: Tensor  # [rows] int64 where each row's inputs are written
+    slots: Tensor  # [rows] int64 slots where the rows' inputs are written
     own: Tensor  # [rows] int64 the column of `paths` that is the row's own, or past it; at least W - 1
     paths: Paths
     _taps: dict[int, Tensor] = field(default_factory=dict)
 
     def taps(self, width: int) -> Tensor:
-        """[rows, width] slots of each row's last inputs, itself last."""
+        """[rows, width] slots of each row's last inputs, its own last."""
         if width not in self._taps:
             back = torch.arange(1 - width, 1, device=self.own.device)
             self._taps[width] = self.paths.columns.gather(1, self.own[:, None] + back)
         return self._taps[width]
 
     def write(self, store: Tensor, rows: Tensor) -> None:
-        """Put every row's numbers into its slot."""
+        """Write every row to its slot."""
         store.index_copy_(0, self.slots, rows.to(store.dtype))
 
 
@@ -164,7 +164,7 @@ Scan = Callable[[TokenInputs, Tensor, Sequence[Tensor], Paths, Tensor, Tensor, T
 def _scan(run: Scan, memory: LayerMemory, step: RecurrentStep, done: Sequence[Tensor], *rows: Tensor) -> Tensor:
     y = run(memory.inputs, memory.states, done, step.paths, *rows)
     for each, state in zip(step.paths.folds, done, strict=True):
-        if each.target >= 0:  # only now: a row may have begun where this slot's old checkpoint was
+        if each.target >= 0:  # after the scan: a row may have started from the slot's old checkpoint
             memory.states[each.target] = state
     return y
 
@@ -182,7 +182,7 @@ class TreeMamba2:
     dt_limit: tuple[float, float]
 
     def __call__(self, raw: Tensor, dt: Tensor, memory: LayerMemory, step: RecurrentStep) -> Tensor:
-        """raw [rows, X P + G N + r G N] what the convolution sees (x, B, C), dt [rows, H] before softplus.
+        """raw [rows, X P + G N + r G N] inputs of the convolution (x, B, C)   dt [rows, H] before softplus
 
         Returns y [rows, H P] float32, before gate and norm. Writes the rows' inputs and the step's checkpoints.
         """
@@ -220,8 +220,10 @@ class TreeMamba1:
         memory: LayerMemory,
         step: RecurrentStep,
     ) -> Tensor:
-        """raw [rows, I] what the convolution sees; `select` makes dt [rows, I] after softplus, B and C [rows, N] of its
-        output. Returns y [rows, I] float32, before the gate. Writes the rows' inputs and the step's checkpoints.
+        """raw [rows, I] inputs of the convolution   select: computes dt [rows, I] after softplus, B and C [rows, N]
+        from the convolution's output
+
+        Returns y [rows, I] float32, before the gate. Writes the rows' inputs and the step's checkpoints.
         """
         step.write(memory.raw, raw)
         x = tree_conv(memory.raw, step.taps(len(self.conv_weight)), self.conv_weight, self.conv_bias)

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, of Hugging Face's layout or state-spaces' own, under the library's names."""
+"""Loads the tensors of a checkpoint, in the layout of Hugging Face or of state-spaces, under transformers' names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Checkpoint:
     """A checkpoint read into memory."""
 
     facts: Facts
-    tensors: dict[str, Tensor]  # under the library's names, as stored
+    tensors: dict[str, Tensor]  # under transformers' names; shapes and dtypes as stored
     fingerprint: str  # SHA-256 over the configuration and the weights
 
     @property
@@ -35,11 +35,11 @@ class Checkpoint:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """With the library's keys."""
+        """With transformers' keys."""
         return self.facts.config
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """A tensor of exactly this shape."""
+        """The tensor of this name. Raises CheckpointError unless it has exactly this shape."""
         if name not in self.tensors:
             raise CheckpointError(f"{self.path}: there is no tensor {name}")
         found = self.tensors[name]
@@ -49,7 +49,7 @@ class Checkpoint:
 
 
 def read_checkpoint(facts: Facts) -> Checkpoint:
-    """Read the weights of a folder. Raises CheckpointError for what is missing or unreadable."""
+    """Read the weights of a folder. Raises CheckpointError for missing or unreadable files."""
     tensors: dict[str, Tensor] = {}
     for file in weight_files(facts.folder):
         tensors |= _read_safetensors(file) if file.suffix == ".safetensors" else read_torch_file(file)
@@ -57,13 +57,13 @@ def read_checkpoint(facts: Facts) -> Checkpoint:
 
 
 def read_torch_file(file: Path) -> dict[str, Tensor]:
-    """The tensors of a file of torch's own format, mapped into memory where the format allows it. Code in the file is
-    refused and not run. Raises CheckpointError."""
+    """The tensors of a file in torch's format, memory-mapped if the format allows it. Raises CheckpointError, also for
+    a file that contains code; the code is not run."""
     try:
         tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except (OSError, RuntimeError, ValueError, TypeError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
-    except Exception as error:  # torch.load raises pickle's own errors, and whatever a broken archive leads to
+    except Exception as error:  # torch.load raises pickle's errors, and any others for a broken archive
         raise CheckpointError(f"{file} is not a file of plain weights: {error}") from error
     if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise CheckpointError(f"{file} is not a file of plain weights: it holds no mapping from names to tensors")
@@ -71,7 +71,7 @@ def read_torch_file(file: Path) -> dict[str, Tensor]:
 
 
 def library_names(tensors: dict[str, Named]) -> dict[str, Named]:
-    """The tensors under the library's names; state-spaces names the embedding differently."""
+    """The tensors under transformers' names; state-spaces names the embedding differently."""
     return {_RENAMED.get(name, name): tensor for name, tensor in tensors.items()}
 
 

@@ -1,1 +1,1 @@
-"""The wire, its values, its errors and its client. Imports numpy, protobuf and grpcio; nothing else of ours."""
+"""The wire protocol, its values, errors and client. Imports numpy, protobuf and grpcio; no other package of ours."""

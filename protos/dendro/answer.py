@@ -1,4 +1,4 @@
-"""A request and its answer as clients see them: options, events, and how an answer whose stream broke is resumed."""
+"""A request and its answer as clients see them: options, events, and resuming an answer after its stream broke."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from dendro.text import Finish
 from dendro.v1 import generation_pb2 as pb
 
 REASON_KEY = "dendro-reason"
-"""Trailing metadata that our own errors carry: a proxy's NOT_FOUND is told from ours by its absence."""
+"""Trailing metadata of our own errors. A proxy's NOT_FOUND does not have it."""
 REASON_MARK = " [dendro: "
-"""What the same reason follows in the details, since Serve's proxy loses the trailing metadata of an error."""
+"""Precedes the same reason in the details, since Serve's proxy drops the trailing metadata of an error."""
 
 BROKEN = frozenset(
     {
@@ -29,17 +29,17 @@ BROKEN = frozenset(
         grpc.StatusCode.UNKNOWN,
     }
 )
-"""Codes that, without our own reason beside them, mean that the stream broke on its way."""
+"""Codes that, without our own reason, mean that the connection broke."""
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
 
 
 class Mode(StrEnum):
-    """Whether an answer is guessed at."""
+    """Whether and how an answer is speculated on."""
 
     AUTO = "auto"  # a policy picks a shape for every round
     OFF = "off"
-    FIXED = "fixed"  # every round has the shape that the request names
+    FIXED = "fixed"  # every round has the request's shape
 
 
 MODES = {
@@ -55,29 +55,29 @@ FINISHES = {
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The request was taken: what it is called, and what its noise is drawn from."""
+    """The request was accepted: its id, its seed, and the facts that a resumed stream must repeat."""
 
     request_id: str
     model: str
     seed: int
     prompt_tokens: int
     prompt_digest: int  # of the tokens before the answer
-    target: str  # digest of what the answer's tokens depend on beside the text: weights, dtype, exactness and others
+    target: str  # digest of all that the tokens depend on besides the text: weights, dtype, exactness and others
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The tokens of one round, and what they add to the text."""
+    """The tokens of one round, and their text."""
 
-    offset: int  # tokens of the answer before it
+    offset: int  # tokens of the answer before this round
     token_ids: tuple[int, ...]
     text: str
-    shape: str  # "off", "(3,2,1)"; empty where an answer was told from its record
+    shape: str  # "off", "(3,2,1)"; empty: the answer was sent from its record
 
 
 @dataclass(frozen=True, slots=True)
 class OpeningStats:
-    """What opening the text took at a drafter or verifier."""
+    """The work and time of opening the text at a drafter or verifier."""
 
     restored_tokens: int
     processed_tokens: int
@@ -86,7 +86,7 @@ class OpeningStats:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """How an answer may be guessed at; it changes no token. The server refuses what contradicts itself, by name.
+    """How an answer is speculated on; does not change its tokens. The server refuses contradictory fields by name.
 
     >>> Speculation.parse("auto", max_nodes=8) == Speculation(max_nodes=8)
     True
@@ -96,15 +96,15 @@ class Speculation:
 
     mode: Mode = Mode.AUTO
     shape: str = ""  # with FIXED: "(3,2,1)", "nodes(2,1)", "beam(4,3)", "dynamic(6,5,24)", "proposed(7)"
-    policy: str = ""  # with AUTO, what picks the shapes; empty: the server's
-    max_nodes: int | None = None  # guesses of a round at most; None: what the target takes
-    deadline_ms: int | None = None  # how long a round waits for its draft at most; None: the server's limit
+    policy: str = ""  # with AUTO, the policy that picks the shapes; empty: the server's
+    max_nodes: int | None = None  # the most guesses in a round; None: the target's limit
+    deadline_ms: int | None = None  # the longest that a round waits for its draft; None: the server's limit
 
     @classmethod
     def parse(
         cls, text: str, policy: str = "", max_nodes: int | None = None, deadline_ms: int | None = None
     ) -> Speculation:
-        """Read `auto` (or nothing), `off` or a shape; a text that is none of these is the server's to refuse."""
+        """Read `auto` (or an empty text), `off` or a shape. Does not check the shape: the server refuses bad ones."""
         word = text.strip()
         if word in ("", Mode.AUTO, Mode.OFF):
             return cls(Mode(word or Mode.AUTO), "", policy, max_nodes, deadline_ms)
@@ -113,32 +113,32 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationStats:
-    """An answer's account of its rounds; of a resumed answer, of those since the last resume."""
+    """Statistics of an answer's rounds; for a resumed answer, of the rounds since the last resume."""
 
-    policy: str = ""  # what picked the shapes; "off" or "fixed" where the request left no choice
+    policy: str = ""  # the policy that picked the shapes; "off" or "fixed": the request set them
     rounds: int = 0
-    pulls: dict[str, int] = field(default_factory=dict)  # how often each shape was asked for
-    emitted: dict[int, int] = field(default_factory=dict)  # rounds that emitted N tokens, by N
+    pulls: dict[str, int] = field(default_factory=dict)  # rounds by requested shape
+    emitted: dict[int, int] = field(default_factory=dict)  # rounds by number of emitted tokens
     emitted_tokens: int = 0
-    cut_tokens: int = 0  # of the last round, past the answer's end
+    cut_tokens: int = 0  # tokens of the last round past the answer's end
     drafted_tokens: int = 0  # guesses of the trees that came in time
     accepted_tokens: int = 0
     discarded_tokens: int = 0
     trimmed_tokens: int = 0  # of the discarded, those that the verifier had no room for
-    late_drafts: int = 0  # rounds whose tree was wanted and did not come
-    rounds_us: int = 0  # what the rounds took: the sum of the five below
+    late_drafts: int = 0  # rounds whose tree was requested and did not come
+    rounds_us: int = 0  # time of the rounds: the sum of the next five
     draft_us: int = 0
     verify_us: int = 0
     queue_us: int = 0
-    hop_us: int = 0  # the rest of all rounds but the first
-    opening_us: int = 0  # the first round's rest: its wait for the text to be opened
-    decode_tokens: int = 0  # emitted after the first round, ...
-    decode_us: int = 0  # ... and the time from its end to the last one's
+    hop_us: int = 0  # the remaining time of all rounds but the first
+    opening_us: int = 0  # the remaining time of the first round: mostly waiting for the text to be opened
+    decode_tokens: int = 0  # tokens emitted after the first round
+    decode_us: int = 0  # time from the end of the first round to the end of the last
     verifier_moves: int = 0
 
     @property
     def contradictions(self) -> tuple[str, ...]:
-        """What in the account does not add up; empty for every answer of a server that counts right."""
+        """The sums that do not hold; empty if the server counts correctly."""
         cut = 1 if self.cut_tokens else 0
         parts_us = self.draft_us + self.verify_us + self.queue_us + self.hop_us + self.opening_us
         sums = (
@@ -150,7 +150,7 @@ class SpeculationStats:
             ("trimmed_tokens", min(self.trimmed_tokens, self.discarded_tokens), self.trimmed_tokens),
             ("rounds_us", parts_us, self.rounds_us),
         )
-        return tuple(f"{name}: {found}, not {said}" for name, found, said in sums if found != said)
+        return tuple(f"{name}: {total}, not {reported}" for name, total, reported in sums if total != reported)
 
     @property
     def emitted_per_round(self) -> float:
@@ -158,18 +158,18 @@ class SpeculationStats:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens a second once the text was processed."""
+        """Tokens per second after the first round; 0 for a single round."""
         return 1e6 * self.decode_tokens / self.decode_us if self.decode_us else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Complete:
-    """The end of an answer, and its only proof."""
+    """The end of an answer. An answer without it is incomplete."""
 
     finish: Finish
     prompt_tokens: int
     completion_tokens: int
-    session: str  # empty: none was asked for, or the store could not keep it
+    session: str  # empty: none was requested, or the store could not keep it
     speculation: SpeculationStats
     drafter: OpeningStats | None
     target: OpeningStats | None
@@ -201,7 +201,7 @@ class ModelInfo:
 
 
 class Options(TypedDict, total=False):
-    """What a request may say beside its prompt; what is left out is the server's default."""
+    """A request's options besides its prompt. Absent ones get the server's default."""
 
     model: str  # the target's name; default: the first
     temperature: float | None  # default 0: greedy
@@ -211,10 +211,10 @@ class Options(TypedDict, total=False):
     seed: int | None  # default: the session's, or one that the server draws and reports
     sample_index: int | None
     max_new_tokens: int | None
-    ignore_end: bool  # go on past the end-of-text token
-    session: str  # go on with this session
-    keep_session: bool  # begin one
-    speculation: Speculation | str  # a text as `Speculation.parse` reads it; default "auto"
+    ignore_end: bool  # continue past the end-of-text token
+    session: str  # continue this session
+    keep_session: bool  # start a session
+    speculation: Speculation | str  # a text for `Speculation.parse`; default "auto"
     request_id: str  # default: random
 
 
@@ -235,7 +235,7 @@ def build_request(
     speculation: Speculation | str = "auto",
     request_id: str = "",
 ) -> pb.GenerateRequest:
-    """The request's message. A number that its field cannot hold raises BadRequest; the rest the server checks."""
+    """The request's message. Raises BadRequest for a number that its field cannot hold; the server checks the rest."""
     request = pb.GenerateRequest(
         request_id=request_id or secrets.token_hex(16),
         model=model,
@@ -251,10 +251,10 @@ def build_request(
             if not 0 <= token < 1 << 32:
                 raise BadRequest(f"prompt.token_ids[{index}]", f"{token} is no token id")
         request.token_ids.ids.extend(prompt)
-    asked = Speculation.parse(speculation) if isinstance(speculation, str) else speculation
-    request.speculation.mode = MODES[asked.mode]
-    request.speculation.shape = asked.shape
-    request.speculation.policy = asked.policy
+    options = Speculation.parse(speculation) if isinstance(speculation, str) else speculation
+    request.speculation.mode = MODES[options.mode]
+    request.speculation.shape = options.shape
+    request.speculation.policy = options.policy
     numbers = (
         (request.sampling, "temperature", temperature),
         (request.sampling, "top_k", top_k),
@@ -263,20 +263,20 @@ def build_request(
         (request.sampling, "seed", seed),
         (request.sampling, "sample_index", sample_index),
         (request, "max_new_tokens", max_new_tokens),
-        (request.speculation, "speculation.max_nodes", asked.max_nodes),
-        (request.speculation, "speculation.deadline_ms", asked.deadline_ms),
+        (request.speculation, "speculation.max_nodes", options.max_nodes),
+        (request.speculation, "speculation.deadline_ms", options.deadline_ms),
     )
     for message, name, value in numbers:
         if value is not None:
             try:
                 setattr(message, name.removeprefix("speculation."), value)
             except (ValueError, TypeError):
-                raise BadRequest(name, f"{value!r} is outside what the field holds") from None
+                raise BadRequest(name, f"{value!r} is out of the field's range") from None
     return request
 
 
 class AnswerProgress:
-    """How far an answer has come, and what to do when its stream breaks. Shared by all clients; does no I/O."""
+    """The state of an answer over all of its streams: received tokens, retries, deadline. Does no I/O."""
 
     def __init__(self, request: pb.GenerateRequest, timeout_s: float, attempts: int) -> None:
         self.request = request
@@ -290,13 +290,14 @@ class AnswerProgress:
 
     @property
     def remaining_s(self) -> float:
+        """Seconds to the deadline. Raises PeerLost after it."""
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise PeerLost(f"no complete answer within {self.timeout_s:g} s")
         return left
 
     def next_request(self) -> pb.GenerateRequest:
-        """The request as it stands: from the second call on it goes on after the tokens that we have."""
+        """The request of the next call. Once a stream has started, it resumes after the received tokens."""
         if self.started is None:
             return self.request
         request = pb.GenerateRequest()
@@ -310,16 +311,24 @@ class AnswerProgress:
         return request
 
     def take(self, response: pb.GenerateResponse) -> Event | None:
-        """Check one message and say what it is; None for what the caller has had already."""
+        """Check a message and return its event; None for `started` of a resumed stream. Raises EngineFailed for a
+        message that does not follow from the ones before, Conflict for a stream that resumes another answer."""
         kind = response.WhichOneof("event")
         if kind == "started":
             first = self.started is None
-            said = response.started
-            if said.offset != len(self.token_ids):
-                raise EngineFailed(f"stream resumes at {said.offset}, not at {len(self.token_ids)}")
-            begun = Started(said.request_id, said.model, said.seed, said.prompt_tokens, said.prompt_digest, said.target)
-            self._check_begun(begun)
-            self.started = begun
+            message = response.started
+            if message.offset != len(self.token_ids):
+                raise EngineFailed(f"stream resumes at {message.offset}, not at {len(self.token_ids)}")
+            started = Started(
+                message.request_id,
+                message.model,
+                message.seed,
+                message.prompt_tokens,
+                message.prompt_digest,
+                message.target,
+            )
+            self._check_started(started)
+            self.started = started
             return self.started if first else None
         if kind == "chunk":
             chunk = response.chunk
@@ -334,36 +343,36 @@ class AnswerProgress:
                 raise EngineFailed(f"complete after {complete.completion_tokens} tokens, not {len(self.token_ids)}")
             self.finished = True
             return complete
-        raise EngineFailed("stream holds an event that this client does not know")
+        raise EngineFailed("stream contains an unknown event")
 
-    def _check_begun(self, begun: Started) -> None:
-        """Raise Conflict where a resumed stream starts with other facts than the first one: its tokens would continue
+    def _check_started(self, started: Started) -> None:
+        """Raise Conflict if a resumed stream starts with other facts than the first one: its tokens would continue
         another text, or be another target's."""
         if (first := self.started) is None:
             return
         names = ["model", "seed", "prompt_tokens", "prompt_digest", *(["target"] if self.token_ids else [])]
-        differ = [name for name in names if getattr(begun, name) != getattr(first, name)]
+        differ = [name for name in names if getattr(started, name) != getattr(first, name)]
         if differ:
             raise Conflict(f"resume: the answer began with another {', '.join(differ)}; begin the turn again")
 
     def pause_after(self, error: grpc.RpcError | None) -> float:
-        """Seconds to wait before the next call; raises, from the family, when there is to be none."""
+        """Seconds to wait before the next call. Raises a DendroError if the call must not be repeated."""
         self._failures += 1
         if error is not None:
-            meant = _meaning(error, self.timeout_s)
-            if meant is not None:
-                raise meant from error
+            final = _final_error(error, self.timeout_s)
+            if final is not None:
+                raise final from error
         if self._failures >= self.attempts:
-            said = f": {error.details()}" if error is not None else ""
-            raise PeerLost(f"the stream broke {self._failures} times without a token{said}") from error
+            details = f": {error.details()}" if error is not None else ""
+            raise PeerLost(f"the stream broke {self._failures} times without a token{details}") from error
         return min(FIRST_PAUSE_S * 2 ** (self._failures - 1), LONGEST_PAUSE_S, self.remaining_s)
 
 
-def _meaning(error: grpc.RpcError, timeout_s: float) -> DendroError | None:
-    """The error that a status stands for, or None where the stream merely broke and the call may be made again."""
+def _final_error(error: grpc.RpcError, timeout_s: float) -> DendroError | None:
+    """The error that a status stands for; None if the connection broke, so that the call may be repeated."""
     code: grpc.StatusCode = error.code()
-    said: str = error.details() or ""
-    details, mark, _ = said.partition(REASON_MARK)
+    text: str = error.details() or ""
+    details, mark, _ = text.partition(REASON_MARK)
     trailing = cast(Sequence[tuple[str, str | bytes]], error.trailing_metadata() or ())
     ours = bool(mark) or any(key == REASON_KEY for key, _ in trailing)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -373,20 +382,20 @@ def _meaning(error: grpc.RpcError, timeout_s: float) -> DendroError | None:
     return error_for(code, details)
 
 
-def _opening(said: pb.OpeningStats) -> OpeningStats:
-    return OpeningStats(said.restored_tokens, said.processed_tokens, said.open_us)
+def _opening(message: pb.OpeningStats) -> OpeningStats:
+    return OpeningStats(message.restored_tokens, message.processed_tokens, message.open_us)
 
 
-def _complete(said: pb.GenerateComplete) -> Complete:
-    finish = FINISHES.get(said.finish_reason)
+def _complete(message: pb.GenerateComplete) -> Complete:
+    finish = FINISHES.get(message.finish_reason)
     if finish is None:
-        raise EngineFailed(f"stream ends for a reason that this client does not know: {said.finish_reason}")
-    stats = said.speculation
+        raise EngineFailed(f"stream ends with an unknown finish reason: {message.finish_reason}")
+    stats = message.speculation
     return Complete(
         finish=finish,
-        prompt_tokens=said.usage.prompt_tokens,
-        completion_tokens=said.usage.completion_tokens,
-        session=said.session,
+        prompt_tokens=message.usage.prompt_tokens,
+        completion_tokens=message.usage.completion_tokens,
+        session=message.session,
         speculation=SpeculationStats(
             policy=stats.policy,
             rounds=stats.rounds,
@@ -409,20 +418,20 @@ def _complete(said: pb.GenerateComplete) -> Complete:
             decode_us=stats.decode_us,
             verifier_moves=stats.verifier_moves,
         ),
-        drafter=_opening(said.drafter) if said.HasField("drafter") else None,
-        target=_opening(said.target) if said.HasField("target") else None,
+        drafter=_opening(message.drafter) if message.HasField("drafter") else None,
+        target=_opening(message.target) if message.HasField("target") else None,
     )
 
 
-def models_of(said: pb.GetServerInfoResponse) -> tuple[ModelInfo, ...]:
+def models_of(response: pb.GetServerInfoResponse) -> tuple[ModelInfo, ...]:
     return tuple(
         ModelInfo(model.name, model.vocabulary, model.max_length, model.dtype, tuple(model.drafters))
-        for model in said.models
+        for model in response.models
     )
 
 
 def collect(events: Sequence[Event]) -> Completion:
-    """The whole answer of a stream that ended."""
+    """The whole answer, from all events of its stream."""
     started, complete = events[0], events[-1]
     assert isinstance(started, Started) and isinstance(complete, Complete)
     rounds = tuple(event for event in events if isinstance(event, Round))

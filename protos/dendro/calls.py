@@ -1,7 +1,7 @@
-"""What a router says to a drafter or a verifier, and what they answer. The same values in one process and on the wire.
+"""Calls of a router to a drafter or verifier, and their answers. The same values in one process and on the wire.
 
-Each call carries what the peer lacks of the text: `start` is how much of it the peer is known to hold, `tokens` the
-rest up to `base`. So a late draft, an `off` round, a lost verdict and a replica opened afresh are one case.
+Each call has the part of the text that the peer lacks: the peer is known to hold the first `start` tokens, and `tokens`
+are the rest up to `base`. So a late draft, an `off` round, a lost verdict and a new replica need no special case.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ def new_opening() -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a peer must know of a request, said once when the text is opened."""
+    """The parameters of a request that a peer needs; sent once, when the text is opened."""
 
     sampling: Sampling
     limits: Limits
     tenant: str
-    marks: tuple[int, ...]  # lengths that earlier turns ended at, where a saved state may be found
-    vocabulary: int = 0  # the target's: ids of the text and of guesses are below it; 0: that of the peer itself
+    marks: tuple[int, ...]  # lengths at which earlier turns ended and a state may have been saved
+    vocabulary: int = 0  # the target's: ids of the text and of guesses are below it; 0: the peer's own
 
 
 @dataclass(frozen=True, slots=True)
 class TextUpdate:
-    """The part that all calls share: which opening, and the text up to `base`."""
+    """The part that all calls have: the opening, and the text up to `base`."""
 
     opening: bytes
     base: int  # tokens of the text; the round starts from the last of them, its root
@@ -49,11 +49,11 @@ class TextUpdate:
 
 @dataclass(frozen=True, slots=True)
 class OpenCall:
-    """Open a text at the peer and let it consume all but the root. Answered with `Opened` when that is done."""
+    """Open a text at the peer, which consumes all but the root. Answered with `Opened` when that is done."""
 
     update: TextUpdate
     terms: Terms
-    lease: str = ""  # the lease that the opening belongs to; empty at a peer that gives none
+    lease: str = ""  # the lease that the opening belongs to; empty at a peer without leases
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class DraftCall:
 
 @dataclass(frozen=True, slots=True)
 class VerifyCall:
-    """Ask a verifier what the target makes of a tree. Answered with a Verdict."""
+    """Ask a verifier to verify a tree. Answered with a Verdict."""
 
     update: TextUpdate
     tree: DraftTree
@@ -74,14 +74,14 @@ class VerifyCall:
 
 @dataclass(frozen=True, slots=True)
 class CloseCall:
-    """End an opening, with the text so that the last state can be saved by name. Answered with `Closed`."""
+    """Close an opening. Includes the text, so that the last state can be saved by name. Answered with `Closed`."""
 
     update: TextUpdate
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """What opening took: tokens whose state came from the store, and tokens that were processed."""
+    """The cost of opening: tokens whose state came from the store, and tokens that were processed."""
 
     restored: int
     processed: int
@@ -90,7 +90,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """The opening is gone; `saved` tokens are covered by the state that was put by (0: none)."""
+    """The opening is closed; the saved state covers `saved` tokens (0: none was saved)."""
 
     saved: int
 
@@ -101,40 +101,40 @@ VerifierCall = OpenCall | VerifyCall | CloseCall
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What a replica says of itself when a stream begins."""
+    """A replica's description of itself, sent when a stream begins."""
 
     protocol: int
     model: str  # the name it is served under
     fingerprint: str  # hash of the weights and the configuration
     tokenizer: str  # hash of the token table, from id to text; empty: the checkpoint has none
-    vocabulary: int  # number of token ids that mean something and have a row in the model
-    max_length: int  # tokens of text it can hold
-    max_rows: int  # rows of a tree, the root among them
+    vocabulary: int  # number of token ids that are in the tokenizer and have a row in the model
+    max_length: int  # the longest text, in tokens
+    max_rows: int  # rows of a tree, the root included
     max_depth: int
     dtype: str
     exactness: str  # verifier: "bitwise" or "margin"; drafter: ""
     pid: int
     end_ids: tuple[int, ...] = ()  # end-of-text tokens of the target
-    attends: bool = False  # verifier: the target has layers of attention, so that its steps are quadratic in their rows
-    facts: str = ""  # hash of what the checkpoint's folder says: configuration, end ids, token table
+    attends: bool = False  # verifier: the target has attention layers, so the time of a step is quadratic in its rows
+    facts: str = ""  # hash of the checkpoint's configuration, end ids and token table
     ordinary_tokens: str = ""  # hash of the token table without added tokens, for operators; never compared
 
     @property
     def target(self) -> str:
-        """A digest of `TARGET_FACTS`. An answer may continue at another verifier only where it is the same."""
+        """A digest of `TARGET_FACTS`. An answer may continue at another verifier only if its digest is the same."""
         facts = [getattr(self, name) for name in TARGET_FACTS]
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
 
 TARGET_FACTS = ("fingerprint", "dtype", "exactness", "tokenizer", "vocabulary", "end_ids")
-"""Fields of a verifier's Hello that an answer's tokens depend on beside the text. The degree of sharding is part of the
-fingerprint. The limits (`max_*`) change no token: they only say which calls are refused."""
+"""Fields of a verifier's Hello that an answer's tokens depend on besides the text. The fingerprint includes the degree
+of sharding. The limits (`max_*`) do not change tokens; calls outside them are refused."""
 
 PROTOCOL_VERSION = 4
 
 
 class DrafterPeer(Protocol):
-    """A drafter, near or far."""
+    """A drafter, in this process or remote."""
 
     async def hello(self) -> Hello: ...
     async def open(self, call: OpenCall) -> Opened: ...
@@ -143,7 +143,7 @@ class DrafterPeer(Protocol):
 
 
 class VerifierPeer(Protocol):
-    """A verifier, near or far."""
+    """A verifier, in this process or remote."""
 
     async def hello(self) -> Hello: ...
     async def open(self, call: OpenCall) -> Opened: ...
@@ -152,7 +152,7 @@ class VerifierPeer(Protocol):
 
 
 class PeerText:
-    """A peer's copy of a text: `follow` brings it up to a call, or says that the text must be opened again."""
+    """A peer's copy of a text."""
 
     def __init__(self) -> None:
         self.tokens = Tokens()
@@ -162,10 +162,10 @@ class PeerText:
         return self.tokens.ids
 
     def follow(self, update: TextUpdate) -> int:
-        """Bring the copy up to `update` and return how many tokens of the old copy still stand.
+        """Apply `update` to the copy; return the length of the common prefix of the old and the new copy.
 
-        Raises NotFound, leaving the copy as it was, where `start` is past what we hold or the digest differs: the
-        router's answer is to open the text again.
+        Raises NotFound, leaving the copy unchanged, if `start` is past the copy's end or the digest differs. The router
+        then opens the text again.
         """
         if update.start > len(self.tokens) or update.start + len(update.tokens) != update.base:
             raise NotFound(f"opening: holds {len(self.tokens)} tokens, the call starts at {update.start}")
@@ -173,13 +173,13 @@ class PeerText:
         trial.extend(update.tokens)
         if trial.digests[-1] != update.digest:
             raise NotFound("opening: the text's digest differs")
-        kept = _common(self.ids, trial.ids)
+        kept = _common_prefix(self.ids, trial.ids)
         self.tokens = trial
         return kept
 
 
-def _common(old: Sequence[int], new: Sequence[int]) -> int:
-    """Length of the longest common prefix. The two differ, if at all, within the last few tokens."""
+def _common_prefix(old: Sequence[int], new: Sequence[int]) -> int:
+    """Length of the longest common prefix."""
     length = min(len(old), len(new))
     if list(old[:length]) == list(new[:length]):
         return length

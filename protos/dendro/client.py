@@ -1,4 +1,4 @@
-"""The client, asyncio and blocking: an answer is complete only with `Complete`, and a broken stream is resumed.
+"""The asyncio and the blocking client. An answer is complete only with `Complete`; a broken stream is resumed.
 
 ```python
 async with AsyncClient("127.0.0.1:9000") as client:
@@ -7,8 +7,8 @@ async with AsyncClient("127.0.0.1:9000") as client:
             print(event.text, end="")
 ```
 
-A stream may break at any token: the client calls again with the tokens it has, and the server goes on with the same
-ones. What it raises is of the family in dendro.errors.
+A stream may break at any token: the client calls again with the tokens it has, and the server continues after them with
+the tokens of an unbroken stream. All errors are DendroErrors (dendro.errors).
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ CHANNEL_OPTIONS = (
 
 
 class Asking(ABC):
-    """What every asyncio client offers, wherever its requests go: to a cluster's address, or to this very process."""
+    """The interface of asyncio clients; requests go to a cluster's address or stay in this process."""
 
     @abstractmethod
     def send(self, request: pb.GenerateRequest) -> AsyncGenerator[Event, None]:
-        """Stream the answer to a request that is already a message."""
+        """Stream the answer to a request message."""
 
     async def generate(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> AsyncGenerator[Event, None]:
         """Stream an answer: Started, Rounds, Complete. Leaving the iteration cancels the request."""
@@ -94,7 +94,7 @@ class Asking(ABC):
 
 
 class AsyncClient(Asking):
-    """An asyncio client of one address. Of the event loop in which it is first used."""
+    """An asyncio client of one address. Bound to the event loop in which it is first used."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class AsyncClient(Asking):
             self._channel = None
 
     def _stub(self) -> generation_pb2_grpc.GenerationServiceAsyncStub:
-        if self._channel is None:  # made here, since it belongs to the running loop
+        if self._channel is None:  # created on first use, since it is bound to the running loop
             self._channel = (
                 grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
                 if self._credentials is None
@@ -135,7 +135,7 @@ class AsyncClient(Asking):
         return generation_pb2_grpc.GenerationServiceStub(self._channel)
 
     async def send(self, request: pb.GenerateRequest) -> AsyncGenerator[Event, None]:
-        """Stream the answer to a request that is already a message."""
+        """Stream the answer to a request message."""
         answer = AnswerProgress(request, self.timeout_s, self.attempts)
         stub = self._stub()
         while not answer.finished:
@@ -149,23 +149,23 @@ class AsyncClient(Asking):
             except grpc.aio.AioRpcError as error:
                 broken = error
             finally:
-                call.cancel()  # of a stream that ended, nothing; of one that was left, the server's work
+                call.cancel()  # ends the server's work if the caller left the iteration; else does nothing
             if not answer.finished:
                 await asyncio.sleep(answer.pause_after(broken))
 
     async def models(self) -> tuple[ModelInfo, ...]:
-        """What is served."""
+        """The served models."""
         try:
-            said = await self._stub().GetServerInfo(
+            response = await self._stub().GetServerInfo(
                 pb.GetServerInfoRequest(), timeout=self.timeout_s, metadata=self._metadata
             )
         except grpc.aio.AioRpcError as error:
             raise error_for(error.code(), error.details() or "") from error
-        return models_of(said)
+        return models_of(response)
 
 
 class Client:
-    """The same for code without an event loop; may be used from several threads."""
+    """A blocking client of one address; may be used from several threads."""
 
     def __init__(
         self,
@@ -204,7 +204,7 @@ class Client:
         yield from self.send(request)
 
     def send(self, request: pb.GenerateRequest) -> Iterator[Event]:
-        """Stream the answer to a request that is already a message."""
+        """Stream the answer to a request message."""
         answer = AnswerProgress(request, self.timeout_s, self.attempts)
         while not answer.finished:
             broken: grpc.RpcError | None = None
@@ -227,9 +227,11 @@ class Client:
         return collect(list(self.send(request)))
 
     def models(self) -> tuple[ModelInfo, ...]:
-        """What is served."""
+        """The served models."""
         try:
-            said = self._stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=self.timeout_s, metadata=self._metadata)
+            response = self._stub.GetServerInfo(
+                pb.GetServerInfoRequest(), timeout=self.timeout_s, metadata=self._metadata
+            )
         except grpc.RpcError as error:
             raise error_for(error.code(), error.details() or "") from error
-        return models_of(said)
+        return models_of(response)

@@ -1,12 +1,12 @@
-"""Every error that crosses a border of ours, and what its receiver should do.
+"""All errors that cross a service boundary, and what the receiver should do.
 
 DendroError
-  BadRequest      the caller can mend it: the message names the field             INVALID_ARGUMENT
+  BadRequest      the caller can fix it: the message names the field              INVALID_ARGUMENT
   NotFound        no such session, model or opening                               NOT_FOUND
   Conflict        another writer came first: read the session again               ABORTED
   Overloaded      try again later                                                 RESOURCE_EXHAUSTED
   PeerLost        a replica is gone or does not answer: open the text elsewhere   UNAVAILABLE
-  EngineFailed    our fault; this request is over                                 INTERNAL
+  EngineFailed    a fault of the server; this request has ended                   INTERNAL
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from __future__ import annotations
 import grpc
 
 MESSAGE_CHARACTERS = 640
-"""A status message's limit. gRPC sends it in headers of at most 8 KiB, percent-encoded: up to 12 bytes a character."""
+"""The longest status message. gRPC sends it in headers of at most 8 KiB, percent-encoded: up to 12 bytes per character.
+"""
 
 
 def one_line(text: str, limit: int = MESSAGE_CHARACTERS) -> str:
-    """`text` for a log line or a status: characters that are not printable are escaped, and a longer text is cut.
+    """`text` for a log line or a status: unprintable characters are escaped; a text longer than `limit` is cut.
 
     >>> one_line("a" + chr(10) + "b"), one_line("abcdef", 4)
     ('a\\\\nb', 'abc…')
@@ -30,13 +31,13 @@ def one_line(text: str, limit: int = MESSAGE_CHARACTERS) -> str:
 
 
 class DendroError(Exception):
-    """The base of the family; `code` is the gRPC status it travels as."""
+    """The base class; `code` is the gRPC status that it is sent as."""
 
     code = grpc.StatusCode.UNKNOWN
 
 
 class BadRequest(DendroError):
-    """The caller can mend it; `field` names what is wrong."""
+    """The caller can fix it; `field` is the name of the wrong field."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
 
@@ -47,7 +48,7 @@ class BadRequest(DendroError):
 
 
 class NotFound(DendroError):
-    """No such session, model or opening. A peer's opening that is not found is simply opened again."""
+    """No such session, model or opening. A router opens the text again if a peer does not have its opening."""
 
     code = grpc.StatusCode.NOT_FOUND
 
@@ -59,19 +60,19 @@ class Conflict(DendroError):
 
 
 class Overloaded(DendroError):
-    """There is no room now; the same call may be made later."""
+    """No capacity now; the same call may be repeated later."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 class PeerLost(DendroError):
-    """A replica is gone, frozen or refuses us; the text can be opened at another one."""
+    """A replica is gone, hangs or refuses calls; the text can be opened at another one."""
 
     code = grpc.StatusCode.UNAVAILABLE
 
 
 class EngineFailed(DendroError):
-    """Our fault. The message is for the operator's log, not for the client."""
+    """A fault of the server. The message is for the operator's log, not for the client."""
 
     code = grpc.StatusCode.INTERNAL
 
@@ -82,7 +83,7 @@ ERROR_FOR: dict[grpc.StatusCode, type[DendroError]] = {
 
 
 def error_for(code: grpc.StatusCode, message: str) -> DendroError:
-    """The member of the family that a gRPC status stands for; an unknown one is our own fault."""
+    """The DendroError that a gRPC status stands for; EngineFailed for an unknown one."""
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         field, _, reason = message.partition(": ")
         return BadRequest(field, reason) if reason else BadRequest("request", message)

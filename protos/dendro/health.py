@@ -1,4 +1,4 @@
-"""Finds out that an engine hangs: a step that takes too long makes its replica unhealthy."""
+"""Detects a hanging engine: a step that takes too long makes its replica unhealthy."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Iterator
 
 LONGEST_STEP_S = 60.0
-"""The longest that one step may take. A long prompt is processed in many steps, each of which has this limit."""
+"""The time limit of one step. A long prompt is processed in many steps, each with this limit."""
 
 
 class StepWatch:
-    """Measures how long an engine's thread is at its current step, each of which runs in `busy`.
+    """Measures how long an engine's current step has run. The engine's thread runs each step inside `busy`.
 
     An idle engine is healthy. `fault` may be called from any thread.
     """
@@ -19,11 +19,11 @@ class StepWatch:
     def __init__(self, longest_s: float = LONGEST_STEP_S, clock: Callable[[], float] = time.monotonic) -> None:
         self.longest_s = longest_s
         self._clock = clock
-        self._since: float | None = None  # clock's time at which the current step began; None: idle
+        self._since: float | None = None  # start of the current step, by `clock`; None: idle
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
-        """Runs one step inside."""
+        """Times one step."""
         self._since = self._clock()
         try:
             yield
@@ -31,8 +31,8 @@ class StepWatch:
             self._since = None
 
     def fault(self) -> str:
-        """Why the engine counts as hung; empty while it does not."""
+        """Why the engine counts as hanging; empty if it does not."""
         since = self._since  # read once: the engine's thread may change it
         if since is None or self._clock() - since <= self.longest_s:
             return ""
-        return f"a step has not come back for {self._clock() - since:.0f} s; the longest may take {self.longest_s:g} s"
+        return f"a step has not come back for {self._clock() - since:.0f} s; the limit is {self.longest_s:g} s"

@@ -1,7 +1,7 @@
-"""A replica's side of the stream: leases, the stream's life and the server. Knows no model and no Ray.
+"""A replica's side of the stream: leases, streams and the gRPC server. Independent of models and of Ray.
 
-A call's life: a frame arrives; each of its calls is started at once; answers that are ready when the writer is free
-leave in one frame. When the stream ends, so does every text opened on it, and with the last of them its lease.
+When a frame arrives, all of its calls are started at once. The answers that are ready when the writer is free are sent
+in one frame. When a stream ends, every text opened on it is closed; a lease ends with its last text.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STREAM_OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 )
-"""Of both ends. A peer that is frozen, or whose machine is gone, is noticed within 15 s."""
+"""Options of both ends. A peer that hangs, or whose machine is gone, is detected within 15 s."""
 SERVER_OPTIONS = (
     *STREAM_OPTIONS,
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
@@ -44,21 +44,21 @@ SERVER_OPTIONS = (
 )
 
 ATTACH_S = 5.0
-"""A lease to which no opening is attached within this time ends: its router died, or thought better of it."""
+"""A lease ends if no opening is attached to it within this time: its router has died or changed its choice."""
 CAP_S = 3600.0
-"""The longest a lease lives, whatever happens."""
+"""The longest lifetime of a lease."""
 FAULT_POLL_S = 1.0
-"""Time between two health checks of a replica's engine."""
+"""Interval of the health checks of a replica's engine."""
 DRAIN_S = 2.0
-"""How long a stopping server waits for its streams to end by themselves."""
+"""How long a stopping server waits for its streams to end before it cuts them."""
 
 
 @dataclass
 class Stats:
-    """What a replica has done. Counters, and two gauges at the end."""
+    """Statistics of a replica: counters, and two gauges at the end."""
 
     pid: int
-    leases: int = 0  # Serve calls: one for each time that a router leased the replica
+    leases: int = 0  # leases taken, each by one Serve call of a router
     openings: int = 0
     streams: int = 0
     frames_in: int = 0
@@ -71,7 +71,7 @@ class Stats:
 
 @dataclass(eq=False)
 class Lease:
-    """A replica held for one request, until the last of the openings that were made under it is closed."""
+    """A replica held for one request, until the last opening attached to it is closed."""
 
     token: str
     attached: set[bytes] = field(default_factory=set)
@@ -80,7 +80,8 @@ class Lease:
 
 
 class Leases:
-    """The leases of one replica. A lease ends by what happens on the stream, never on its taker's word alone."""
+    """The leases of one replica. A lease with openings ends when they are closed or at its cap, not when its taker
+    leaves."""
 
     def __init__(self, attach_s: float = ATTACH_S, cap_s: float = CAP_S) -> None:
         self._attach_s = attach_s
@@ -94,7 +95,7 @@ class Leases:
 
     @contextlib.asynccontextmanager
     async def take(self) -> AsyncIterator[Lease]:
-        """Make a lease; leaving the context without `wait` ends it, as a caller does that is cancelled."""
+        """Take a lease. Leaving the context, as a cancelled caller does, ends it unless an opening is attached."""
         lease = Lease(secrets.token_hex(16))
         self._leases[lease.token] = lease
         self.taken += 1
@@ -105,7 +106,8 @@ class Leases:
                 self._end(lease)
 
     async def wait(self, lease: Lease) -> None:
-        """Until the lease ends: closed, its stream broken, none attached in time, or its cap."""
+        """Wait until the lease ends: its openings are closed, their stream broke, none was attached in time, or its cap
+        is reached."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._attach_s):
                 await lease.ended.wait()
@@ -122,7 +124,7 @@ class Leases:
             self._end(lease)
 
     def attach(self, token: str, opening: bytes) -> Lease:
-        """Put an opening under a lease; raises NotFound for one that has ended or never was."""
+        """Attach an opening to a lease. Raises NotFound for a lease that has ended or never existed."""
         lease = self._leases.get(token)
         if lease is None:
             raise NotFound("lease: has ended, or is not of this replica")
@@ -131,7 +133,7 @@ class Leases:
         return lease
 
     def detach(self, lease: Lease, opening: bytes) -> None:
-        """The opening is gone; with the last one, so is the lease."""
+        """Detach a closed opening; the lease ends with the last one."""
         lease.attached.discard(opening)
         if not lease.attached:
             self._end(lease)
@@ -142,7 +144,7 @@ class Leases:
 
 
 class Openings(Protocol):
-    """What both engines have."""
+    """The calls that both engines have."""
 
     async def hello(self) -> Hello: ...
     async def open(self, call: OpenCall) -> Opened: ...
@@ -156,38 +158,38 @@ Work = TypeVar("Work")  # the call between open and close: a DraftCall or a Veri
 
 @dataclass(frozen=True, slots=True)
 class ReplicaKind(Generic[FrameIn, FrameOut, Work]):
-    """How one kind of peer's frames are read and written."""
+    """Reads and writes the frames of one kind of peer, drafter or verifier."""
 
     calls: Callable[[FrameIn], Sequence[Any]]  # the call messages of a frame
     call_from: Callable[[Any], OpenCall | Work | CloseCall]  # raises BadRequest
-    answer: Callable[[int, Any], Any]  # the answer message of a call's number and its outcome
+    answer: Callable[[int, Any], Any]  # the answer message for a call's number and outcome
     frame: Callable[[calls_pb2.Hello | None, list[Any]], FrameOut]
 
 
 @dataclass(slots=True)
 class _Opening:
-    """One text that is open on a stream."""
+    """A text that is open on a stream."""
 
-    last: TextUpdate  # the text up to the last call: what is closed with when the stream breaks
+    last: TextUpdate  # the text up to the last call; used to close it if the stream breaks
     lease: Lease | None
     opening: asyncio.Task[Any]
 
 
 class StreamServer(Generic[FrameIn, FrameOut, Work]):
-    """Answers the calls of many streams out of one engine."""
+    """Answers the calls of many streams with one engine."""
 
     def __init__(
         self,
         engine: Openings,
         work: Callable[[Work], Awaitable[Any]],
-        dialect: ReplicaKind[FrameIn, FrameOut, Work],
+        kind: ReplicaKind[FrameIn, FrameOut, Work],
         hello: Hello,
         leases: Leases | None = None,
     ) -> None:
-        """`work` answers the calls that neither open nor close. Without `leases`, none is asked for."""
+        """`work` answers draft or verify calls. Without `leases`, openings need no lease."""
         self._engine = engine
         self._work = work
-        self._dialect = dialect
+        self._kind = kind
         self._hello = hello_message(hello)
         self._stats = Stats(hello.pid)
         self.leases = leases
@@ -195,7 +197,7 @@ class StreamServer(Generic[FrameIn, FrameOut, Work]):
         self._answering: set[asyncio.Task[None]] = set()
         self._fault = ""  # why the engine cannot serve; empty while it can
         self._owed: list[TextUpdate] = []  # texts to close when the engine has recovered
-        self._closing: set[asyncio.Task[None]] = set()  # of such texts
+        self._closing: set[asyncio.Task[None]] = set()  # tasks that close them
         if leases is not None:
             leases.on_cap = self._expire
 
@@ -211,12 +213,12 @@ class StreamServer(Generic[FrameIn, FrameOut, Work]):
 
     @property
     def fault(self) -> str:
-        """Why nothing is served; empty while the engine can serve."""
+        """Why no calls are served; empty while the engine can serve."""
         return self._fault
 
     def lose(self, fault: str) -> None:
-        """Answer all calls that wait for a hung engine with PeerLost, and end every lease: routers open their texts at
-        other replicas."""
+        """Answer all calls that wait for a hanging engine with PeerLost, and end every lease, so that routers open
+        their texts at other replicas."""
         self._fault = fault
         for task in tuple(self._answering):
             task.cancel()
@@ -226,7 +228,7 @@ class StreamServer(Generic[FrameIn, FrameOut, Work]):
             self._forget(opening)
 
     def recover(self) -> None:
-        """Answer calls again. Texts that were open when the engine hung are closed in the background, as it may hang
+        """Serve calls again. Texts that were open when the engine hung are closed in the background, since it may hang
         again."""
         self._fault, owed, self._owed = "", self._owed, []
         for last in owed:
@@ -235,7 +237,7 @@ class StreamServer(Generic[FrameIn, FrameOut, Work]):
             task.add_done_callback(self._closing.discard)
 
     async def run(self, frames: AsyncIterator[FrameIn], context: Any) -> None:
-        """One stream, from its greeting to its end."""
+        """Serve one stream, from its greeting to its end."""
         await self._greet(frames, context)
         self._stats.streams += 1
         mine: set[bytes] = set()
@@ -253,11 +255,11 @@ class StreamServer(Generic[FrameIn, FrameOut, Work]):
             except DendroError as error:
                 self._stats.refused += 1
                 outcome = error
-            except Exception as error:  # the border: one call fails, the stream and the replica live on
+            except Exception as error:  # service boundary: one call fails, the stream continues
                 self._stats.refused += 1
                 log.exception("a call failed")
                 outcome = error
-            answers.append(self._dialect.answer(message.call, outcome))
+            answers.append(self._kind.answer(message.call, outcome))
             ready.set()
 
         async def write() -> None:
@@ -266,13 +268,13 @@ class StreamServer(Generic[FrameIn, FrameOut, Work]):
                 ready.clear()
                 batch, answers[:] = answers[:], []
                 self._stats.frames_out += 1
-                await context.write(self._dialect.frame(None, batch))
+                await context.write(self._kind.frame(None, batch))
 
         writer = asyncio.create_task(write())
         try:
             async for frame in frames:
                 self._stats.frames_in += 1
-                for message in self._dialect.calls(frame):
+                for message in self._kind.calls(frame):
                     self._stats.calls += 1
                     task = asyncio.create_task(answer(message))
                     tasks.add(task)
@@ -283,22 +285,22 @@ class StreamServer(Generic[FrameIn, FrameOut, Work]):
             writer.cancel()
             for task in tasks:
                 task.cancel()
-            # Shielded: gRPC cancels the handler of a broken stream, and what was open on it must be freed all the same.
+            # Shielded: gRPC cancels the handler of a broken stream, but its openings must still be closed.
             await asyncio.shield(asyncio.gather(*(self._free(opening) for opening in mine)))
 
     async def _greet(self, frames: AsyncIterator[FrameIn], context: Any) -> None:
         first: Any = await anext(aiter(frames), None)
-        spoken = first.greeting.protocol if first is not None and first.HasField("greeting") else 0
-        if spoken != PROTOCOL_VERSION:
+        protocol = first.greeting.protocol if first is not None and first.HasField("greeting") else 0
+        if protocol != PROTOCOL_VERSION:
             await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT, f"greeting.protocol: is {spoken}; this is {PROTOCOL_VERSION}"
+                grpc.StatusCode.INVALID_ARGUMENT, f"greeting.protocol: is {protocol}; this is {PROTOCOL_VERSION}"
             )
-        await context.write(self._dialect.frame(self._hello, []))
+        await context.write(self._kind.frame(self._hello, []))
 
     async def _answer(self, message: Any, mine: set[bytes]) -> Any:
         if self._fault:
             raise PeerLost(f"replica: {self._fault}")
-        call: Any = self._dialect.call_from(message)
+        call: Any = self._kind.call_from(message)
         opening = call.update.opening
         if isinstance(call, OpenCall):
             return await self._answer_open(call, mine)
@@ -342,7 +344,7 @@ class StreamServer(Generic[FrameIn, FrameOut, Work]):
             self.leases.detach(held.lease, opening)
 
     async def _free(self, opening: bytes) -> None:
-        """Close a text whose router is gone, with what was last heard of it."""
+        """Close a text whose router is gone, at its last known length."""
         held = self._open.get(opening)
         if held is None:
             return
@@ -353,7 +355,7 @@ class StreamServer(Generic[FrameIn, FrameOut, Work]):
             self._forget(opening)
 
     async def _close(self, last: TextUpdate) -> None:
-        """Close a text whose router does not wait for it. Errors are logged: others are to be closed too."""
+        """Close a text whose router does not wait for it. Logs errors, so that other texts are closed too."""
         try:
             await self._engine.close(CloseCall(last))
         except DendroError as error:
@@ -366,20 +368,20 @@ class StreamServer(Generic[FrameIn, FrameOut, Work]):
 
 
 async def _cancelled(task: asyncio.Task[Any]) -> None:
-    """End a task that may have ended."""
+    """Cancel a task, if it is running, and wait for its end."""
     if not task.done():
         task.cancel()
         await asyncio.wait({task})
 
 
 class Replica:
-    """One engine on an address of its own: what a Serve deployment is a thin shell around."""
+    """One engine served at its own address; Serve deployments wrap it."""
 
     def __init__(
         self,
         streams: StreamServer[Any, Any, Any],
         server: grpc.aio.Server,
-        status: Any,  # health.aio.HealthServicer, which its stubs do not know
+        status: Any,  # health.aio.HealthServicer, which the stubs lack
         address: str,
     ) -> None:
         self._streams = streams
@@ -389,7 +391,7 @@ class Replica:
         self._watching: asyncio.Task[None] | None = None
 
     def watch(self, fault: Callable[[], str]) -> None:
-        """Every FAULT_POLL_S, find out whether the engine can serve, and answer no calls while it cannot."""
+        """Check every FAULT_POLL_S whether the engine can serve, and refuse calls while it cannot."""
         self._watching = asyncio.create_task(self._watch(fault))
 
     async def _watch(self, fault: Callable[[], str]) -> None:
@@ -406,10 +408,10 @@ class Replica:
                 await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
 
     async def lease(self) -> AsyncGenerator[dict[str, str], None]:
-        """Where to find the replica and under which lease, once; then nothing, for as long as the lease lives."""
+        """Take a lease. Yields the replica's address and the lease's token once, and returns when the lease ends."""
         leases = self._streams.leases
         if leases is None:
-            raise EngineFailed("lease: this replica gives none")
+            raise EngineFailed("lease: this replica has no leases")
         if self._streams.fault:
             raise PeerLost(f"lease: {self._streams.fault}")
         async with leases.take() as lease:
@@ -421,11 +423,11 @@ class Replica:
         return asdict(self._streams.stats())
 
     async def drain(self) -> None:
-        """Say that no new work should come; what runs goes on."""
+        """Set the health to NOT_SERVING; running work continues."""
         await self._health.enter_graceful_shutdown()
 
     async def stop(self) -> None:
-        """End all streams; those that end by themselves within DRAIN_S are not cut."""
+        """End all streams; cut those that do not end within DRAIN_S."""
         if self._watching is not None:
             self._watching.cancel()
         await self.drain()
@@ -439,12 +441,13 @@ async def serve(
     port: int,
     fault: Callable[[], str] | None = None,
 ) -> Replica:
-    """A gRPC server with `streams` and its health service on it.
+    """Start a gRPC server with `streams` and a health service.
 
-    fault: why the engine cannot serve, empty while it can; the health is then NOT_SERVING   port: 0 takes a free one
+    fault: returns why the engine cannot serve, empty if it can; a fault makes the health NOT_SERVING
+    port: 0 takes a free one
     """
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    status = health.aio.HealthServicer()  # type: ignore[attr-defined]  # its stubs do not know it
+    status = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
     register(server)
     health_pb2_grpc.add_HealthServicer_to_server(status, server)
     bound = server.add_insecure_port(f"{host}:{port}")

@@ -1,7 +1,7 @@
-"""Shapes: how a draft tree may grow. A shape is a value and a text; growing trees is the drafter's work.
+"""Shapes of draft trees, as values and as texts. The drafter grows the trees.
 
->>> said = ("off", "3,2,1", "nodes(2,1)", "beam(4,3)", "dynamic(6,5,24)", "proposed(7)")
->>> [str(TreeShape.parse(text)) for text in said]
+>>> texts = ("off", "3,2,1", "nodes(2,1)", "beam(4,3)", "dynamic(6,5,24)", "proposed(7)")
+>>> [str(TreeShape.parse(text)) for text in texts]
 ['off', '(3,2,1)', 'nodes(2,1)', 'beam(4,3)', 'dynamic(6,5,24)', 'proposed(7)']
 """
 
@@ -15,36 +15,36 @@ from itertools import accumulate
 from operator import mul
 
 MAX_ROWS = 64
-"""One ancestor word holds 64 rows: the root and 63 guesses."""
+"""The root and 63 guesses: a row's ancestors are a mask of 64 bits."""
 MAX_K = 16
-"""The greatest k of a dynamic tree: a level has up to its square of candidates."""
+"""The greatest k of a dynamic tree: a level has up to k squared candidates."""
 MAX_CHARACTERS = 512
-"""The longest text of a shape. A tree has at most 63 numbers of two digits."""
+"""The longest text of a shape. A shape has at most 63 numbers of two digits."""
 HOW = "write off, (1,1,1,1), (3,2,2,1,1), nodes(2,1), beam(4,3), dynamic(6,5,24) or proposed(7)"
 
 
 class TreeShape(ABC):
-    """How a tree may grow. Raises ValueError at its birth where no tree of MAX_ROWS rows could."""
+    """The shape of a draft tree. The constructor raises ValueError if a tree of it could exceed MAX_ROWS rows."""
 
     @property
     @abstractmethod
     def depth(self) -> int:
-        """The greatest number of steps below the root."""
+        """The greatest number of levels below the root."""
 
     @property
     @abstractmethod
     def rows(self) -> int:
-        """The most rows of a tree of this shape, the root among them."""
+        """The most rows of a tree of this shape, the root included."""
 
     @property
     @abstractmethod
     def width(self) -> int:
-        """The most children that one row may get: so many ordered candidates a drafter needs of it."""
+        """The most children of one row: the number of ranked candidates that a drafter computes per row."""
 
     @property
     @abstractmethod
     def forwarded(self) -> int:
-        """The most rows that go through the drafter: those that may get children, whether or not they are answered."""
+        """The most rows that the drafter computes: those that may get children, including rows dropped later."""
 
     @property
     def off(self) -> bool:
@@ -52,7 +52,7 @@ class TreeShape(ABC):
 
     @property
     def drafted(self) -> bool:
-        """Whether a drafter is asked."""
+        """Whether a drafter makes the tree."""
         return self.forwarded > 0
 
     @classmethod
@@ -81,16 +81,16 @@ class TreeShape(ABC):
         raise ValueError(f"shape: {text!r} is not a shape; {HOW}")
 
     def _check_rows(self) -> None:
-        """Comes after `_check_numbers`, which bounds what `rows` multiplies."""
+        """Raise ValueError for more than MAX_ROWS rows. Call `_check_numbers` first: it bounds the numbers."""
         if self.rows > MAX_ROWS:
             raise ValueError(f"shape: {self} has more than {MAX_ROWS - 1} guesses")
 
 
 def _check_numbers(numbers: tuple[int, ...], least: int) -> None:
-    """Raise ValueError for more numbers than a tree has guesses, and for a number out of range. It must come before any
-    arithmetic. The numbers are not in the message: Python refuses to print one of more than 4,300 digits."""
+    """Raise ValueError for more numbers than a tree has guesses, or for a number out of range. Must precede any
+    arithmetic. The message does not contain the numbers: Python refuses to print one of more than 4,300 digits."""
     if len(numbers) >= MAX_ROWS:
-        raise ValueError(f"shape: has {len(numbers)} numbers; at most {MAX_ROWS - 1}, as a tree has no more guesses")
+        raise ValueError(f"shape: has {len(numbers)} numbers; at most {MAX_ROWS - 1}, the most guesses of a tree")
     for index, number in enumerate(numbers):
         if not least <= number < MAX_ROWS:
             raise ValueError(f"shape: number {index + 1} must lie in {least} to {MAX_ROWS - 1}")
@@ -98,7 +98,7 @@ def _check_numbers(numbers: tuple[int, ...], least: int) -> None:
 
 @dataclass(frozen=True)
 class LevelShape(TreeShape):
-    """Every row of level i has `widths[i]` children; no widths is `off`.
+    """Every row of level i has `widths[i]` children. Without widths: `off`.
 
     >>> str(LevelShape((3, 2, 2, 1, 1))), str(LevelShape(())), LevelShape((3, 2, 2, 1, 1)).rows
     ('(3,2,2,1,1)', 'off', 46)
@@ -137,8 +137,8 @@ class LevelShape(TreeShape):
 
 @dataclass(frozen=True)
 class NodeShape(TreeShape):
-    """Any static tree: row i has `children[i]` children; rows are numbered level by level, a row's children side by
-    side, and rows past the last number have none (Sequoia's trees, ALGORITHMS 4.5).
+    """Any static tree: row i has `children[i]` children. Rows are numbered level by level, a row's children
+    consecutively; rows past the last number have no children (Sequoia's trees, ALGORITHMS 4.5).
 
     >>> NodeShape((2, 1)).rows, NodeShape((2, 1)).depth, NodeShape((1, 2, 0, 1)).levels
     (4, 2, (1, 2, 1))
@@ -149,12 +149,12 @@ class NodeShape(TreeShape):
     def __post_init__(self) -> None:
         _check_numbers(self.children, 0)
         if not self.children or self.children[-1] < 1:
-            raise ValueError(f"shape: {self} must name at least one child, and end with a row that has some")
+            raise ValueError(f"shape: {self} must have at least one child, and end with a row that has children")
         self._check_rows()
         rows = 1
         for row, count in enumerate(self.children):
             if row >= rows:
-                raise ValueError(f"shape: {self} gives children to row {row}, which is nobody's child")
+                raise ValueError(f"shape: {self} gives children to row {row}, which is not the child of any row")
             rows += count
 
     def __str__(self) -> str:
@@ -188,7 +188,7 @@ class NodeShape(TreeShape):
 
 @dataclass(frozen=True)
 class BeamShape(TreeShape):
-    """A beam search that keeps every token it took: `steps` levels of the `beams` likeliest paths (STree, Table 1).
+    """Every token of a beam search: `steps` levels of the `beams` likeliest paths (STree, Table 1).
 
     >>> str(BeamShape(4, 3)), BeamShape(4, 3).rows
     ('beam(4,3)', 13)
@@ -223,8 +223,8 @@ class BeamShape(TreeShape):
 
 @dataclass(frozen=True)
 class DynamicShape(TreeShape):
-    """EAGLE-2's tree: at each of `depth` levels the `k` rows of greatest value get `k` children each, and the `total`
-    guesses of greatest value stay (ALGORITHMS 4.1).
+    """EAGLE-2's tree: on each of `steps` levels the `k` rows of greatest value get `k` children each, and the `total`
+    guesses of greatest value are kept (ALGORITHMS 4.1).
 
     >>> str(DynamicShape(6, 5, 24)), DynamicShape(6, 5, 24).rows, DynamicShape(6, 5, 24).candidates
     ('dynamic(6,5,24)', 25, 150)
@@ -250,7 +250,7 @@ class DynamicShape(TreeShape):
 
     @property
     def candidates(self) -> int:
-        """Guesses among which `total` are chosen."""
+        """The number of guesses from which `total` are chosen."""
         return self.k + (self.steps - 1) * self.k**2
 
     @property
@@ -268,8 +268,8 @@ class DynamicShape(TreeShape):
 
 @dataclass(frozen=True)
 class ProposedShape(TreeShape):
-    """What is proposed without a model, `total` guesses at most: no drafter is asked. Where nothing is proposed, the
-    round is plain decoding.
+    """At most `total` guesses of a proposer that has no model; no drafter is called. If there is no proposal, the round
+    is plain decoding.
 
     >>> str(ProposedShape(7)), ProposedShape(7).rows, ProposedShape(7).drafted
     ('proposed(7)', 8, False)
@@ -305,7 +305,7 @@ OFF = LevelShape(())
 
 @functools.cache
 def child_counts(shape: TreeShape) -> tuple[int, ...]:
-    """Children of each row of a static tree, rows level by level. Raises ValueError for any other.
+    """Children of each row of a static tree, rows level by level. Raises ValueError for other shapes.
 
     >>> child_counts(LevelShape((2, 1))), child_counts(NodeShape((2, 0, 1)))
     ((2, 1, 1, 0, 0), (2, 0, 1, 0))
@@ -315,4 +315,4 @@ def child_counts(shape: TreeShape) -> tuple[int, ...]:
     if isinstance(shape, LevelShape):
         levels = zip((1, *shape.levels), (*shape.widths, 0), strict=True)
         return tuple(width for rows, width in levels for _ in range(rows))
-    raise ValueError(f"shape: the form of {shape} depends on what the drafter believes")
+    raise ValueError(f"shape: {shape} is not static: the drafter's probabilities determine the tree")

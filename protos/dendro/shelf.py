@@ -1,6 +1,6 @@
-"""One engine's states in the store: put by under their texts' names, found again when a text that begins so is opened.
+"""Saves an engine's states in the store under names derived from their texts, and finds them when a text is opened.
 
-A drafter's and a state-space verifier's alike. Whatever is wrong with a state is a miss.
+For drafters and for verifiers of state-space targets. A state with any fault counts as missing.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from dendro.text import Tokens, state_name
 log = logging.getLogger("dendro.states")
 
 LOOKUPS = 64
-"""The most names that are looked up in the store when a text is opened, the longest first. Each is a round trip."""
+"""The most names that are looked up when a text is opened, the longest text first. Each lookup is a round trip."""
 
 Arrays = Mapping[str, npt.NDArray[np.generic]]
 
 
 @dataclass(slots=True)
 class ShelfCounters:
-    """What happened since the start; only ever grows."""
+    """Counters since the start."""
 
     states_restored: int = 0
-    states_missed: int = 0  # no blob under any of a text's names
-    states_refused: int = 0  # a blob that was not the state it should be
+    states_missed: int = 0  # openings for which no valid state was found
+    states_refused: int = 0  # blobs that were not the expected state
     states_saved: int = 0
 
 
@@ -41,7 +41,7 @@ class Shelf:
     def __init__(
         self, store: StateStore, fingerprint: str, tokenizer: str, layout: str, check: Callable[[Arrays, int], None]
     ) -> None:
-        """check: raises ValueError or TypeError unless the engine can take in these arrays for so many tokens."""
+        """check: raises ValueError or TypeError unless the engine can load these arrays for this number of tokens."""
         self.counters = ShelfCounters()
         self._store = store
         self._fingerprint = fingerprint
@@ -50,9 +50,9 @@ class Shelf:
         self._check = check
 
     async def find(self, call: OpenCall) -> tuple[int, Arrays | None]:
-        """The longest saved state of this text, and how many tokens it covers; (0, None) where there is none.
+        """The longest saved state of this text, after the number of tokens that it covers; (0, None) if there is none.
 
-        A turn that ended at a mark left the state before its last token; both are looked for.
+        A turn that ended at a mark may have saved the state before its last token, so both lengths are looked up.
         """
         ids, longest = call.update.tokens, call.update.base - 1
         lengths = {longest, *call.terms.marks, *(mark - 1 for mark in call.terms.marks)}
@@ -78,8 +78,9 @@ class Shelf:
         return 0, None
 
     async def put(self, tenant: str, ids: Sequence[int], digest: int, arrays: Arrays) -> int:
-        """Put by the state after these tokens, whose chained digest this is; how many it covers, 0 if not kept."""
-        # Packing hashes megabytes: not on the loop that serves other texts.
+        """Save the state after these tokens, whose chained digest is `digest`. Returns the number of tokens, 0 if the
+        store did not keep it."""
+        # Packing hashes megabytes, so it runs off the event loop.
         blob = await asyncio.to_thread(pack_state, self._header(len(ids), digest), arrays)
         kept = await self._store.save(self._name(tenant, ids), blob)
         self.counters.states_saved += kept

@@ -7,5 +7,5 @@ SMOOTHING = 0.2
 
 
 def smoothed(usual: float, newest: float) -> float:
-    """The next smoothed value; `newest` itself where `usual` is 0, as nothing was measured before."""
+    """The next smoothed value. `usual` 0 means that nothing was measured yet; the result is then `newest`."""
     return newest if not usual else usual + SMOOTHING * (newest - usual)

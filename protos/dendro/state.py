@@ -1,7 +1,7 @@
-"""States at rest: a fixed header, raw tensors and a checksum; and the store that keeps them by name.
+"""The format of saved states (a fixed header, raw tensors and a checksum), and the stores that keep them by name.
 
 A blob is `magic | format version | header length | header (JSON, sorted keys) | tensors, little endian | BLAKE2b-256`.
-Whatever is wrong with one is a miss, never an error: a state is worth only time.
+A state with any fault counts as missing, not as an error: without it a text only takes longer to open.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ MAGIC = b"DNDR"
 FORMAT = 1
 _PREFIX = struct.Struct("<4sHI")
 _CHECKSUM_BYTES = 32
-_DTYPES = {"float32": "<f4", "uint16": "<u2", "int64": "<i8", "uint8": "|u1"}  # bfloat16 travels as its bits, uint16
+_DTYPES = {"float32": "<f4", "uint16": "<u2", "int64": "<i8", "uint8": "|u1"}  # bfloat16 is stored as its bits, uint16
 MAX_BLOB_BYTES = 64 << 20
 MAX_HEADER_BYTES = 1 << 20
 MAX_DIMENSIONS = 8
 
 
 class StateStore(Protocol):
-    """Keeps blobs by name for a while. Losing one, or all, costs time and nothing else; no call raises."""
+    """Keeps blobs by name for a while. Losing blobs only costs time. No call raises."""
 
     async def load(self, name: str) -> bytes | None: ...
     async def save(self, name: str, blob: bytes) -> bool: ...
 
 
 class NoStates:
-    """The store of a process that keeps nothing."""
+    """A store that keeps nothing."""
 
     async def load(self, name: str) -> bytes | None:
         return None
@@ -45,7 +45,7 @@ class NoStates:
 
 
 class MemoryStates:
-    """A store in this process, for one-process runs and tests. Never forgets."""
+    """A store in this process, for one-process runs and tests. Never evicts."""
 
     def __init__(self) -> None:
         self.blobs: dict[str, bytes] = {}
@@ -60,17 +60,17 @@ class MemoryStates:
 
 @dataclass(frozen=True, slots=True)
 class StateHeader:
-    """What a state claims to be. A reader compares all of it with what it needs."""
+    """The identity of a state. A reader refuses a state unless all fields are as expected."""
 
-    fingerprint: str  # model weights and configuration
+    fingerprint: str  # of the model's weights and configuration
     tokenizer: str
-    layout: str  # names, shapes and dtypes of the tensors, as one word of the engine's
-    tokens: int  # how many the state has consumed
+    layout: str  # names, shapes and dtypes of the tensors, as one word made by the engine
+    tokens: int  # the number of tokens that the state has consumed
     digest: int  # chained digest of those tokens
 
 
 class BadState(ValueError):
-    """A blob that is not the state it should be. Its reader counts it and goes on without."""
+    """A blob that is not the expected state. The reader counts it and continues without a state."""
 
 
 def pack_state(header: StateHeader, tensors: Mapping[str, npt.NDArray[np.generic]]) -> bytes:
@@ -96,9 +96,9 @@ def pack_state(header: StateHeader, tensors: Mapping[str, npt.NDArray[np.generic
 
 
 def unpack_state(blob: bytes, expected: StateHeader) -> dict[str, npt.NDArray[np.generic]]:
-    """The tensors of a blob that is exactly the expected state; raises BadState, saying why, for any other."""
+    """The tensors of a blob that is the expected state. Raises BadState, with the reason, for any other blob."""
     if not _PREFIX.size + _CHECKSUM_BYTES <= len(blob) <= MAX_BLOB_BYTES:
-        raise BadState(f"{len(blob)} bytes is no state's size")
+        raise BadState(f"has {len(blob)} bytes; a state has {_PREFIX.size + _CHECKSUM_BYTES} to {MAX_BLOB_BYTES}")
     magic, version, length = _PREFIX.unpack_from(blob)
     if magic != MAGIC or version != FORMAT:
         raise BadState(f"format {magic!r} {version}; this is {MAGIC!r} {FORMAT}")
@@ -112,7 +112,7 @@ def unpack_state(blob: bytes, expected: StateHeader) -> dict[str, npt.NDArray[np
         table = fields.pop("tensors")
         header = StateHeader(**fields)
         if header != expected:
-            raise BadState("is another state than the one of its name")
+            raise BadState("is another state than its name requires")
         return _tensors(table, body, _PREFIX.size + length)
     except BadState:
         raise
@@ -121,7 +121,7 @@ def unpack_state(blob: bytes, expected: StateHeader) -> dict[str, npt.NDArray[np
 
 
 def _tensors(table: Any, body: memoryview, offset: int) -> dict[str, npt.NDArray[np.generic]]:
-    """The tensors that a header's table names, which fill the body to its last byte from `offset` on."""
+    """The tensors of a header's table. They must fill the body from `offset` to its last byte; else raises BadState."""
     tensors: dict[str, npt.NDArray[np.generic]] = {}
     for name, kind, shape in table:
         if not isinstance(name, str) or name in tensors or kind not in _DTYPES:

@@ -1,4 +1,4 @@
-"""The committed text of a request, its journal, and the verdicts that lengthen it."""
+"""The committed text of a request, its chained digests, and the verdicts that extend it."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Finish(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the target's law is warped and which noise draws from it. Zero temperature is greedy and draws nothing.
+    """Sampling parameters and the seed of the noise. Temperature 0 is greedy and uses no noise.
 
-    Its numbers are checked here alone, for requests of clients and for calls to peers.
+    Raises BadRequest for numbers out of range, both in clients' requests and in calls to peers.
     """
 
     temperature: float = 0.0
@@ -58,25 +58,25 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Where an answer ends: at `max_length` tokens of text, or at an end-of-text token."""
+    """An answer ends at `max_length` tokens of text or at an end-of-text token."""
 
     max_length: int  # tokens of the whole text, prompt included
-    ignore_end: bool = False  # go on past the end-of-text token (for measuring)
+    ignore_end: bool = False  # continue past the end-of-text token (for measuring)
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What came of a round."""
+    """The outcome of a round's verification."""
 
-    tokens: tuple[int, ...]  # emitted, at least one
-    path: tuple[int, ...]  # rows of the tree that the text went through, the root first; as many as tokens
-    ranks: tuple[int, ...]  # of each accepted guess, its rank among its siblings
+    tokens: tuple[int, ...]  # emitted tokens, at least one
+    path: tuple[int, ...]  # accepted rows of the tree, the root first; as many as tokens
+    ranks: tuple[int, ...]  # rank of each accepted guess among its siblings
     finish: Finish | None
     length: int  # N: tokens emitted before any cut
     verify_us: int = 0  # microseconds the verifier was busy with the round
-    queue_us: int = 0  # microseconds the round waited at the verifier
-    texts: int = 1  # whose rounds the step took, this one's among them
-    step_rows: int = 1  # of that step
+    queue_us: int = 0  # microseconds the round was queued at the verifier
+    texts: int = 1  # texts in the step, this one included
+    step_rows: int = 1  # rows of the step
     trimmed: int = 0  # guesses of the tree that the step had no room for
     cold: bool = False  # the step compiled or captured kernels; its times do not predict later steps
 
@@ -98,14 +98,14 @@ class Verdict:
 
 
 def chain_digest(previous: int, token: int) -> int:
-    """The 64-bit digest of a text one token longer."""
+    """The 64-bit digest of a text, from the digest of the text without its last token and that token."""
     packed = previous.to_bytes(8, "little") + token.to_bytes(8, "little")
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
 
 
 @dataclass(slots=True)
 class Tokens:
-    """Tokens with a chained digest of every prefix. Router and replicas keep one each and compare digests."""
+    """Tokens with a chained digest of every prefix. Router and replicas each have one and compare digests."""
 
     ids: list[int] = field(default_factory=list)
     digests: list[int] = field(default_factory=lambda: [0])  # digests[n] covers ids[:n]
@@ -124,9 +124,9 @@ class Tokens:
 
 
 class Text:
-    """The committed tokens of one request. The loop's owner; peers hold copies.
+    """The committed tokens of one request, owned by the router's loop; peers hold copies.
 
-    `marks` are lengths at which earlier turns ended: a state named there may be found in the store.
+    `marks` are lengths at which earlier turns ended and a state may have been saved.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Text:
         marks: tuple[int, ...] = (),
     ) -> None:
         if not prompt:
-            raise BadRequest("prompt", "is empty: there is no token to go on from")
+            raise BadRequest("prompt", "is empty; it needs at least one token")
         if limits.max_length <= len(prompt):
             raise BadRequest("max_new_tokens", "leaves no room for a single token")
         self._tokens = Tokens()
@@ -155,7 +155,7 @@ class Text:
 
     @property
     def ids(self) -> list[int]:
-        """The committed tokens; not to be changed."""
+        """The committed tokens; do not modify."""
         return self._tokens.ids
 
     @property
@@ -170,7 +170,7 @@ class Text:
         return self._tokens.digests[length]
 
     def commit(self, verdict: Verdict) -> Verdict:
-        """Write the emitted tokens down. Nothing may follow a finish, and nothing may pass the limit."""
+        """Append the emitted tokens. Raises ValueError after a finish, and for tokens past the limit."""
         if self.finish is not None:
             raise ValueError("text: committed after its end")
         room = self.limits.max_length - len(self)
@@ -182,7 +182,7 @@ class Text:
 
 
 def cut_verdict(verdict: Verdict, end_ids: frozenset[int], length: int, limits: Limits) -> Verdict:
-    """Cut a verdict at the first end-of-text token, then at the token limit; `length` is that of the text before it."""
+    """Cut a verdict after the first end-of-text token, then at the token limit. length: of the text before it"""
     kept, finish = len(verdict.tokens), verdict.finish
     if not limits.ignore_end:
         for index, token in enumerate(verdict.tokens):
@@ -204,7 +204,7 @@ def cut_verdict(verdict: Verdict, end_ids: frozenset[int], length: int, limits: 
 def state_name(tenant: str, fingerprint: str, layout: str, tokens: Sequence[int]) -> str:
     """The name of the state of `fingerprint` in `layout` (dtype included) after consuming exactly `tokens`.
 
-    Salted by tenant, so that no tenant can find, or feel the presence of, another's state.
+    Salted by tenant, so that a tenant can neither find nor detect another's state.
     """
     head = "\0".join((tenant, fingerprint, layout, str(len(tokens)))).encode()
     return hashlib.sha256(head + b"\0\0" + np.asarray(tokens, "<u4").tobytes()).hexdigest()

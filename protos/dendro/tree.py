@@ -1,4 +1,4 @@
-"""Draft trees: plain arrays that check themselves at birth, wherever they are born."""
+"""Draft trees: plain arrays, checked by the constructor."""
 
 from __future__ import annotations
 
@@ -20,21 +20,19 @@ EMPTY_TRACE: npt.NDArray[np.int32] = np.zeros(0, np.int32)
 class DraftTree:
     """A draft tree, parents first. Row 0 is the root, the last committed token; the other rows are guesses.
 
-    Raises ValueError, naming the field, when it is not a tree: this is the check that stands between a
-    faulty drafter and the verifier. Whether the tokens belong to the vocabulary is the verifier's to say.
+    Raises ValueError, naming the field, if it is not a tree: this protects the verifier from a faulty drafter.
+    The verifier checks that the tokens are in the vocabulary.
     """
 
     tokens: IntArray  # [rows]
     parents: IntArray  # [rows]; parents[0] == -1, otherwise 0 <= parents[i] < i; siblings in order of rank
-    values: (
-        FloatArray  # [rows] log of the estimated chance that the row is reached; used to trim, merge and judge trees
-    )
+    values: FloatArray  # [rows] log of the estimated probability of reaching the row; to trim, merge and judge trees
     proposer: str = ""
     trace: npt.NDArray[np.int32] = field(default_factory=lambda: EMPTY_TRACE)
-    """[tokens since its last tree] the drafter's rank of each text token; past its candidates, their number."""
-    draft_us: int = 0  # microseconds the drafter was busy or queued with this tree
-    texts: int = 1  # whose trees grew together, this one's among them
-    missed: bool = False  # a drafter was asked and gave no tree; what guesses there are, the router proposed itself
+    """[tokens since its last tree] the drafter's rank of each text token; the number of candidates if it is not one."""
+    draft_us: int = 0  # microseconds that the tree was queued or computed at the drafter
+    texts: int = 1  # texts whose trees were grown together, this one included
+    missed: bool = False  # a drafter was called and sent no tree; any guesses are the router's own proposals
 
     def __post_init__(self) -> None:
         rows = len(self.tokens)
@@ -49,10 +47,10 @@ class DraftTree:
         if (self.tokens < 0).any():
             raise ValueError(f"tree.tokens: negative token: {self.tokens.tolist()}")
         if not np.isfinite(self.values).all() or (self.values > 0).any():
-            raise ValueError("tree.values: must be finite logarithms of chances, at most 0")
+            raise ValueError("tree.values: must be finite logarithms of probabilities, at most 0")
         edges = list(zip(self.parents[1:].tolist(), self.tokens[1:].tolist(), strict=True))
         if len(set(edges)) != len(edges):
-            raise ValueError("tree.tokens: two siblings carry the same token")
+            raise ValueError("tree.tokens: two siblings have the same token")
         if self.draft_us < 0:
             raise ValueError(f"tree.draft_us: negative: {self.draft_us}")
         if self.texts < 1:
@@ -60,14 +58,14 @@ class DraftTree:
 
     @classmethod
     def of(cls, tokens: Iterable[int], parents: Iterable[int], values: Iterable[float] | None = None) -> DraftTree:
-        """A tree from plain lists; the values are zero where none are given."""
+        """A tree from plain lists; without `values`, they are zero."""
         ids = np.fromiter(tokens, np.int64)
-        chances = np.zeros(len(ids), np.float32) if values is None else np.fromiter(values, np.float32)
-        return cls(ids, np.fromiter(parents, np.int64), chances)
+        logs = np.zeros(len(ids), np.float32) if values is None else np.fromiter(values, np.float32)
+        return cls(ids, np.fromiter(parents, np.int64), logs)
 
     @classmethod
     def root_only(cls, root: int, proposer: str = "") -> DraftTree:
-        """The empty tree: a round with it is one step of plain decoding."""
+        """The empty tree: a round with it is a plain decode step."""
         return cls(np.array([root], np.int64), np.array([-1], np.int64), np.zeros(1, np.float32), proposer)
 
     @property
@@ -80,7 +78,7 @@ class DraftTree:
 
     @cached_property
     def depths(self) -> IntArray:
-        """[rows] steps below the root; a row's position is base - 1 + depth."""
+        """[rows] levels below the root; a row's position is base - 1 + depth."""
         depths = np.zeros(self.rows, np.int64)
         for row in range(1, self.rows):
             depths[row] = depths[self.parents[row]] + 1
@@ -88,7 +86,7 @@ class DraftTree:
 
     @cached_property
     def ancestors(self) -> IntArray:
-        """[rows] bit j is set where row j is the row itself or above it; an int64 bit pattern."""
+        """[rows] int64 bit masks: bit j is set if row j is the row itself or an ancestor."""
         words = np.zeros(self.rows, np.uint64)
         for row in range(self.rows):
             above = words[self.parents[row]] if row else np.uint64(0)
@@ -97,17 +95,16 @@ class DraftTree:
 
     @cached_property
     def promised(self) -> float | None:
-        """Tokens besides the target's own that a round with this tree is expected to emit, by its values: no more than
-        one at each depth.
+        """Expected number of accepted guesses of this tree, by its values: at most one per depth.
 
             sum over depths d >= 1 of min(1, sum of exp(value) over the rows of depth d)
 
-        None where all values are zero: whoever made it says nothing of its guesses.
+        None if there are guesses and all values are zero: its proposer does not estimate probabilities.
         """
         if self.guesses and not self.values.any():
             return None
-        chances = np.exp(self.values[1:].astype(np.float64))
-        return float(np.minimum(np.bincount(self.depths[1:], weights=chances), 1.0).sum())
+        probabilities = np.exp(self.values[1:].astype(np.float64))
+        return float(np.minimum(np.bincount(self.depths[1:], weights=probabilities), 1.0).sum())
 
     def path_to(self, row: int) -> list[int]:
         """The rows from the root to `row`, both included."""
@@ -122,7 +119,7 @@ class DraftTree:
 
 
 def full_tree(root: int, shape: LevelShape, tokens: Sequence[Sequence[int]]) -> DraftTree:
-    """The tree of `shape` whose level i carries `tokens[i]`, each parent's children together and in order of rank."""
+    """The tree of `shape` with the tokens `tokens[i]` on level i, each parent's children together in order of rank."""
     parents, flat, above = [-1], [root], [0]
     for width, level in zip(shape.widths, tokens, strict=True):
         first = len(flat)

@@ -1,8 +1,8 @@
-"""Converts values to messages and back. `..._message` makes a message of a value, `..._from` a value of a message.
+"""Converts values to messages and back: `..._message` makes a message from a value, `..._from` a value from a message.
 
 Messages of peers are checked here, once. A malformed call, hello or tree raises BadRequest, any other malformed answer
-EngineFailed. A statistic out of range is set to the nearest end of its range; any other field out of bounds is refused.
-The length of a repeated field is checked before a list is made of it.
+EngineFailed. A statistic out of range is set to the nearest end of its range; any other field out of range is refused.
+The length of a repeated field is checked before it is copied to a list.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _FINISH_MESSAGE = {
 _FINISH_FROM = {number: finish for finish, number in _FINISH_MESSAGE.items()}
 _CODE = {code.value[0]: code for code in grpc.StatusCode}
 _INTERNAL: int = grpc.StatusCode.INTERNAL.value[0]
-_MAX_COUNT = (1 << 31) - 1  # what fits an int32, wherever a count of ours becomes one
+_MAX_COUNT = (1 << 31) - 1  # counts must fit an int32
 MAX_US = 3_600_000_000
-"""The longest time that is read of a peer's statistics, in microseconds: an hour."""
+"""Longer times in a peer's statistics are lowered to this: an hour, in microseconds."""
 MAX_STEP_ROWS = 1 << 14
 MAX_TEXTS = 1 << 14
 MAX_TRACE = 2 * MAX_ROWS
-"""The most ranks that are read of a trace, the last ones. Policies ignore a trace of more than MAX_ROWS."""
+"""Of a longer trace only its last MAX_TRACE ranks are read. Policies ignore a trace of more than MAX_ROWS."""
 MAX_NAME = 256
 """The longest name or fingerprint, in characters."""
 MAX_END_IDS = 1024
@@ -69,7 +69,7 @@ def tree_message(tree: DraftTree) -> tree_pb2.DraftTree:
 
 
 def tree_from(message: tree_pb2.DraftTree) -> DraftTree:
-    """The tree, checked as at its birth."""
+    """The tree. Raises BadRequest where its constructor raises ValueError."""
     for name in ("tokens", "parents", "values"):
         if (count := len(getattr(message, name))) > MAX_ROWS:
             raise BadRequest(f"tree.{name}", f"{count} rows; a tree has 1 to {MAX_ROWS}")
@@ -101,11 +101,11 @@ def shape_message(shape: TreeShape) -> tree_pb2.TreeShape:
 
 
 def shape_from(message: tree_pb2.TreeShape) -> TreeShape:
-    """The shape, checked as at its birth."""
+    """The shape. Raises BadRequest where its constructor raises ValueError."""
     beam, dynamic = message.HasField("beam"), message.HasField("dynamic")
     if bool(message.widths) + bool(message.children) + beam + dynamic > 1:
-        raise BadRequest("shape", "is of several kinds at once")
-    if max(len(message.widths), len(message.children)) >= MAX_ROWS:  # before any tuple is made of them
+        raise BadRequest("shape", "has several kinds")
+    if max(len(message.widths), len(message.children)) >= MAX_ROWS:  # checked before they are copied to tuples
         raise BadRequest("shape", f"a tree holds at most {MAX_ROWS - 1} guesses")
     try:
         if beam:
@@ -159,16 +159,16 @@ def _open_message(call: OpenCall) -> calls_pb2.OpenCall:
 
 
 def _open_from(update: TextUpdate, message: calls_pb2.OpenCall) -> OpenCall:
-    said = message.sampling
+    raw = message.sampling
     if update.start:
-        raise BadRequest("update.start", "an opening begins with the whole text")
+        raise BadRequest("update.start", f"is {update.start}; must be 0, as an opening has the whole text")
     if not update.base <= message.max_length <= _MAX_COUNT:
         raise BadRequest("max_length", f"is {message.max_length} for a text of {update.base} tokens")
     if len(message.marks) > update.base or any(not 0 < mark <= update.base for mark in message.marks):
         raise BadRequest("marks", f"must lie in 1 to {update.base}")
     if message.vocabulary > _MAX_COUNT:
         raise BadRequest("vocabulary", f"is {message.vocabulary}; at most {_MAX_COUNT}")
-    sampling = Sampling(said.temperature, said.top_k, said.top_p, said.min_p, said.seed, said.sample_index)
+    sampling = Sampling(raw.temperature, raw.top_k, raw.top_p, raw.min_p, raw.seed, raw.sample_index)
     limits = Limits(message.max_length, message.ignore_end)
     terms = Terms(sampling, limits, message.tenant, tuple(message.marks), message.vocabulary)
     return OpenCall(update, terms, message.lease)
@@ -189,14 +189,14 @@ def drafter_call_message(number: int, call: DrafterCall) -> drafter_pb2.DrafterC
 
 def drafter_call_from(message: drafter_pb2.DrafterCall) -> DrafterCall:
     update = update_from(message.update)
-    match message.WhichOneof("ask"):
+    match message.WhichOneof("request"):
         case "open":
             return _open_from(update, message.open)
         case "draft":
             return DraftCall(update, shape_from(message.draft.shape))
         case "close":
             return CloseCall(update)
-    raise BadRequest("ask", "is missing")
+    raise BadRequest("call", "is missing")
 
 
 def verifier_call_message(number: int, call: VerifierCall) -> verifier_pb2.VerifierCall:
@@ -213,14 +213,14 @@ def verifier_call_message(number: int, call: VerifierCall) -> verifier_pb2.Verif
 
 def verifier_call_from(message: verifier_pb2.VerifierCall) -> VerifierCall:
     update = update_from(message.update)
-    match message.WhichOneof("ask"):
+    match message.WhichOneof("request"):
         case "open":
             return _open_from(update, message.open)
         case "verify":
             return VerifyCall(update, tree_from(message.verify.tree))
         case "close":
             return CloseCall(update)
-    raise BadRequest("ask", "is missing")
+    raise BadRequest("call", "is missing")
 
 
 def verdict_message(verdict: Verdict) -> verifier_pb2.Verdict:
@@ -240,7 +240,7 @@ def verdict_message(verdict: Verdict) -> verifier_pb2.Verdict:
 
 
 def verdict_from(message: verifier_pb2.Verdict) -> Verdict:
-    """The verdict. Raises BadRequest where it is malformed."""
+    """The verdict. Raises BadRequest if it is malformed."""
     if message.finish not in _FINISH_FROM:
         raise BadRequest("verdict.finish", f"{message.finish} is unknown")
     for name in ("tokens", "path", "ranks"):
@@ -285,7 +285,7 @@ def hello_message(hello: Hello) -> calls_pb2.Hello:
 
 
 def hello_from(message: calls_pb2.Hello) -> Hello:
-    """The hello. Limits above ours are lowered to ours. Raises BadRequest for limits that leave room for no text."""
+    """The hello. Limits above ours are lowered to ours. Raises BadRequest for limits with no room for a text."""
     for name in ("vocabulary", "max_length", "max_rows"):
         if getattr(message, name) < 1:
             raise BadRequest(f"hello.{name}", "is 0; must be at least 1")
@@ -343,8 +343,8 @@ def verifier_answer_message(number: int, answer: Opened | Verdict | Closed | Exc
 
 
 def drafter_answer_from(message: drafter_pb2.DrafterAnswer) -> Opened | DraftTree | Closed:
-    """The answer; raises what the peer raised, and BadRequest for what is no answer."""
-    match message.WhichOneof("said"):
+    """The answer. Raises the peer's error, and BadRequest for a malformed answer."""
+    match message.WhichOneof("answer"):
         case "opened":
             return _opened_from(message.opened)
         case "tree":
@@ -353,12 +353,12 @@ def drafter_answer_from(message: drafter_pb2.DrafterAnswer) -> Opened | DraftTre
             return _closed_from(message.closed)
         case "error":
             raise _error_from(message.error)
-    raise BadRequest("said", "is missing")
+    raise BadRequest("answer", "is missing")
 
 
 def verifier_answer_from(message: verifier_pb2.VerifierAnswer) -> Opened | Verdict | Closed:
-    """The answer. Raises the peer's error, and EngineFailed for a malformed answer: the request is not at fault."""
-    match message.WhichOneof("said"):
+    """The answer. Raises the peer's error, and EngineFailed for a malformed answer, since the request is valid."""
+    match message.WhichOneof("answer"):
         case "opened":
             return _opened_from(message.opened)
         case "verdict":
@@ -370,7 +370,7 @@ def verifier_answer_from(message: verifier_pb2.VerifierAnswer) -> Opened | Verdi
             return _closed_from(message.closed)
         case "error":
             raise _error_from(message.error)
-    raise EngineFailed("verifier: its answer says nothing")
+    raise EngineFailed("verifier: its answer is empty")
 
 
 def _opened_message(opened: Opened) -> calls_pb2.Opened:
@@ -391,7 +391,7 @@ def _within(value: int, least: int, most: int) -> int:
 
 
 def _error_message(error: Exception) -> calls_pb2.CallError:
-    """What may be told of an error: all of ours, nothing of the inside."""
+    """The error as sent to the peer: the whole message of a DendroError, nothing of any other exception."""
     if isinstance(error, DendroError):
         return calls_pb2.CallError(code=error.code.value[0], message=one_line(str(error)))
     return calls_pb2.CallError(code=_INTERNAL, message="internal error; the replica's log has it")
@@ -402,13 +402,13 @@ def _error_from(message: calls_pb2.CallError) -> DendroError:
 
 
 def _bad(field: str, error: ValueError) -> BadRequest:
-    """A value's own complaint, which begins with the field's name, as a bad request."""
+    """A ValueError as a BadRequest. The field is the message up to the first ": ", else `field`."""
     name, _, reason = str(error).partition(": ")
     return BadRequest(name, reason) if reason else BadRequest(field, name)
 
 
 def batched(messages: Iterable[CallMessage], limit: int) -> list[list[CallMessage]]:
-    """Messages in frames of at most `limit` bytes each, in order; one that is larger travels alone."""
+    """Messages in frames of at most `limit` bytes each, in order; a larger message gets its own frame."""
     frames: list[list[CallMessage]] = []
     room = 0
     for message in messages:

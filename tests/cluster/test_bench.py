@@ -1,4 +1,4 @@
-"""`dendro bench speed`: what it compares is comparable, what it prints follows from what it measured."""
+"""`dendro bench speed`: contenders are comparable, and the report follows from the measurements."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from cluster.bench.command import SpeedSettings, parameter_count, parse_temperat
 from cluster.bench.costly import WIDTH_STEP, costly_checkpoint, costly_width
 from cluster.bench.machine import describe_machine
 from cluster.bench.measurement import ASSISTED, AUTO, GENERATE, LOOKUP, OFF, RoundTimes, TimedAnswer
-from cluster.bench.ours import Ours, mean_round
+from cluster.bench.ours import ClusterClient, mean_round
 from cluster.bench.speed import (
     COSTLY,
     DEMO,
@@ -96,15 +96,15 @@ def test_parameters_are_counted_in_every_form_of_weight_files(small, tmp_path, f
     assert parameter_count(copy_as(small, tmp_path / "copy", form)) == parameter_count(small) > 0
 
 
-def test_the_added_hidden_units_are_computed_and_read_but_never_heard(costly):
+def test_the_added_hidden_units_have_nonzero_inputs_and_zero_outputs(costly):
     for layer in AutoModelForCausalLM.from_pretrained(costly).model.layers:
         assert layer.mlp.gate_proj.weight[48:].float().std() > 0.1
         assert layer.mlp.up_proj.weight[48:].float().std() > 0.1
         assert (layer.mlp.down_proj.weight[:, 48:] == 0).all()
 
 
-def test_a_mamba_gets_costly_by_groups_of_heads_that_are_never_heard(tmp_path):
-    """They have groups of the gated norm of their own, so the old ones are normed as before."""
+def test_a_costly_mamba_has_more_groups_of_heads_with_zero_outputs(tmp_path):
+    """Each group has its own gated norm, so the old groups are normed as before."""
     small = make_hybrid(tmp_path / "small", "mamba2")
     folder = costly_checkpoint(tmp_path / "small", tmp_path / "cache", parameters=200_000)
     wide = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -160,15 +160,15 @@ def test_the_interval_of_16_prompts_runs_from_the_5th_to_the_12th():
 
 
 @pytest.mark.parametrize("count, coverage", [(1, 0.0), (2, 0.5), (3, 0.75), (4, 0.875)])
-def test_the_interval_of_few_prompts_is_their_range_and_says_how_little_it_covers(count, coverage):
+def test_the_interval_of_few_prompts_is_their_range_and_its_coverage_is_reported(count, coverage):
     values = [3.0, 1.0, 2.0, 5.0][:count]
     estimate = median_estimate(values)
     assert (estimate.low, estimate.high, estimate.coverage) == (min(values), max(values), coverage)
 
 
 @pytest.mark.parametrize("count", [5, 8, 16, 31])
-def test_the_interval_holds_the_true_median_as_often_as_it_says(count):
-    """Of 2,000 skewed samples at least 88 %: with a true coverage of 90 % or more, fewer have a chance below 2e-3."""
+def test_the_interval_contains_the_true_median_as_often_as_its_coverage(count):
+    """Of 2,000 skewed samples at least 88 %: with a true coverage of 90 % or more, fewer have probability < 2e-3."""
     rng = random.Random(5)
     held = 0
     for _ in range(2000):
@@ -178,7 +178,7 @@ def test_the_interval_holds_the_true_median_as_often_as_it_says(count):
     assert estimate.coverage >= 0.9
 
 
-def test_pairing_removes_what_two_rows_share():
+def test_pairing_removes_factors_that_two_rows_share():
     rng = random.Random(7)
     pace = {(prompt, repetition): rng.uniform(1, 50) for prompt in range(16) for repetition in range(2)}
     ratio = paired_ratio({key: 2.0 * value for key, value in pace.items()}, pace)
@@ -203,7 +203,7 @@ def test_repeats_are_compared_within_a_prompt():
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("row", [GENERATE, LOOKUP, ASSISTED])
-def test_a_baseline_answers_with_as_many_tokens_as_asked_and_none_ends_it_sooner(
+def test_a_baseline_answers_with_as_many_tokens_as_requested_and_no_end_id_stops_it(
     small, tmp_path_factory, row, temperature
 ):
     assistant = tiny_llama(tmp_path_factory.mktemp("assistant"), 1, num_hidden_layers=1)
@@ -217,20 +217,20 @@ def test_a_baseline_answers_with_as_many_tokens_as_asked_and_none_ends_it_sooner
     assert answer.tokens == baselines.answer(row, prompt, temperature, seed=4, tokens=40).tokens
 
 
-def test_the_librarys_speculation_is_as_greedy_as_its_plain_decoding(small):
+def test_the_librarys_greedy_speculation_equals_its_plain_decoding(small):
     baselines = library.Baselines(small, small, "float32", threads=1)
     answers = [baselines.answer(row, [3, 5, 7, 3, 5], 0.0, seed=0, tokens=24) for row in (GENERATE, LOOKUP, ASSISTED)]
     assert answers[0].tokens == answers[1].tokens == answers[2].tokens
     assert answers[2].round_count <= 5  # an assistant that is the target itself: 6 tokens a round
 
 
-def test_sampling_draws_from_the_plain_law_not_from_its_50_likeliest_tokens(small):
-    """64 tokens, nearly equally likely at temperature 1000: 300 draws miss 14 of them with a chance below 1e-9."""
+def test_sampling_is_from_the_full_distribution_not_from_its_50_likeliest_tokens(small):
+    """64 tokens, nearly equally likely at temperature 1000: 300 draws miss 14 of them with a probability below 1e-9."""
     baselines = library.Baselines(small, None, "float32", threads=1)
     assert len({baselines.answer(GENERATE, [3, 5, 7], 1000.0, seed, 1).tokens for seed in range(300)}) > 50
 
 
-async def test_the_baselines_process_answers_as_this_one_does_and_says_what_went_wrong(small):
+async def test_the_baselines_process_answers_as_this_one_does_and_reports_errors(small):
     here = library.Baselines(small, None, "float32", threads=1).answer(GENERATE, [3, 5, 7], 1.0, 4, 12)
     async with library.BaselineProcess(small, None, "float32", threads=1) as process:
         there = await process.answer(GENERATE, [3, 5, 7], 1.0, 4, 12)
@@ -251,22 +251,22 @@ SPEED = {GENERATE: 10.0, LOOKUP: 12.0, OFF: 10.0, "(1,1,1,1)": 15.0, "(3,2,1)": 
 
 
 class ScriptedSpeeds:
-    """Answers at a known speed: tokens per second of `speeds`, times a pace of the prompt's own that all rows share."""
+    """Answers at a known speed: tokens per second of `speeds`, times a factor of the prompt that all rows share."""
 
     def __init__(self, speeds: dict[str, float], wrong: str = "") -> None:
         self.speeds = speeds
         self.wrong = wrong
-        self.asked: list[tuple[str, int, float]] = []
+        self.requests: list[tuple[str, int, float]] = []
 
     async def answer(self, row, prompt, temperature, seed, tokens):
-        self.asked.append((row, prompt[0], temperature))
+        self.requests.append((row, prompt[0], temperature))
         seconds = tokens / (self.speeds[row] * (1 + prompt[0]))
-        said = tuple(range(tokens)) if row != self.wrong else (*range(tokens - 1), 99)
+        answer = tuple(range(tokens)) if row != self.wrong else (*range(tokens - 1), 99)
         if row in (GENERATE, LOOKUP):
-            return TimedAnswer(said, seconds, seconds / 10, 1, tokens)
+            return TimedAnswer(answer, seconds, seconds / 10, 1, tokens)
         shape = row if row != AUTO else "(3,2,1)"
         rounds = RoundTimes(10.0, 2.0, 6.0, 1.5, {"off": 1, shape: 3} if shape != OFF else {"off": 4})
-        return TimedAnswer(said, seconds, seconds / 10, 2, 4, rounds)
+        return TimedAnswer(answer, seconds, seconds / 10, 2, 4, rounds)
 
 
 async def measured_with(speeds: dict[str, float] = SPEED, plan: SpeedPlan = PLAN, wrong: str = "") -> SpeedResult:
@@ -278,10 +278,10 @@ async def test_every_row_answers_every_prompt_equally_often_and_in_changing_orde
     scripted = ScriptedSpeeds(SPEED)
     steps = []
     await measure(PLAN, Contenders(scripted, scripted), 1000.0, lambda: steps.append(1))
-    assert len(steps) == len(scripted.asked) == PLAN.answers == 6 * 6 * 2 * 2
-    assert all(scripted.asked.count((row, prompt, 1.0)) == 2 for row in PLAN.rows for prompt in range(6))
+    assert len(steps) == len(scripted.requests) == PLAN.answers == 6 * 6 * 2 * 2
+    assert all(scripted.requests.count((row, prompt, 1.0)) == 2 for row in PLAN.rows for prompt in range(6))
     rows = len(PLAN.rows)
-    orders = {tuple(row for row, _, _ in scripted.asked[at : at + rows]) for at in range(0, len(steps), rows)}
+    orders = {tuple(row for row, _, _ in scripted.requests[at : at + rows]) for at in range(0, len(steps), rows)}
     assert len(orders) > 20
     assert len({order[0] for order in orders}) == rows
 
@@ -292,7 +292,7 @@ async def test_a_pair_shares_its_seed_and_repetitions_differ():
     assert len(seeds) == 64
 
 
-async def test_a_prompt_that_does_not_fit_is_left_out_for_all_rows():
+async def test_a_prompt_past_the_time_limit_is_left_out_for_all_rows():
     scripted = ScriptedSpeeds(SPEED)
     measured = await measure(PLAN, Contenders(scripted, scripted), 0.0, lambda: None)
     assert "after 1 of 12 passes" in measured.note
@@ -300,7 +300,7 @@ async def test_a_prompt_that_does_not_fit_is_left_out_for_all_rows():
     assert {(row["prompts"], row["answers"]) for row in rows_of(measured)} == {(1, 1)}
 
 
-async def test_rows_say_how_fast_and_how_much_faster():
+async def test_rows_have_rates_and_ratios():
     rows = {(row["name"], row["temperature"]): row for row in rows_of(await measured_with())}
     assert len(rows) == len(PLAN.rows) * 2
     auto = rows[AUTO, 1.0]
@@ -314,7 +314,7 @@ async def test_rows_say_how_fast_and_how_much_faster():
     assert auto["decode_tokens_per_second"] == pytest.approx(10 / (12 / 77 * 0.9), rel=1e-3)
 
 
-async def test_a_round_is_split_into_what_the_peers_say_and_the_rest():
+async def test_a_round_is_split_into_the_peers_times_and_the_rest():
     rows = {(row["name"], row["temperature"]): row for row in rows_of(await measured_with())}
     assert rows[AUTO, 0.0]["round_ms"] == {"draft": 2.0, "verify": 6.0, "queue": 1.5, "hop": 0.5, "total": 10.0}
     assert rows[AUTO, 0.0]["hop_share"]["median"] == 0.05
@@ -358,7 +358,7 @@ async def test_aims_that_are_not_reached_are_not_met(slower, start, expected):
     assert met(aims, start) == expected
 
 
-async def test_the_policy_is_held_against_the_strongest_row_by_the_lower_end_of_the_interval():
+async def test_the_policy_is_compared_with_the_strongest_row_by_the_lower_end_of_the_interval():
     rows = list(rows_of(await measured_with()))
     auto = next(row for row in rows if row["name"] == AUTO and row["temperature"] == 0)
     auto["ratio_over"][LOOKUP] = {"median": 1.8, "low": 0.98, "high": 2.0, "coverage": 0.92}
@@ -383,7 +383,7 @@ async def test_hops_above_a_tenth_of_a_round_miss_their_bar():
         (2, None, "demo", "costly target was not measured"),
     ],
 )
-async def test_aims_whose_hardware_or_target_is_missing_are_not_judged_and_say_why(
+async def test_aims_whose_hardware_or_target_is_missing_are_not_judged_with_a_reason(
     threads, accelerator, target, reason
 ):
     rows = list(rows_of(await measured_with(plan=replace(PLAN, target=target))))
@@ -392,7 +392,7 @@ async def test_aims_whose_hardware_or_target_is_missing_are_not_judged_and_say_w
     assert all(reason in aim["why"] for aim in aims)
 
 
-async def test_few_prompts_are_said_to_be_few():
+async def test_aims_of_few_prompts_report_the_coverage():
     plan = replace(PLAN, prompts=PLAN.prompts[:2])
     aims = aims_of(list(rows_of(await measured_with(plan=plan))), 2, None)
     assert all("covers 50%" in aim["why"] for aim in aims)
@@ -438,10 +438,10 @@ async def a_report() -> dict:
 def test_a_shapes_step_is_predicted_from_the_other_shapes():
     def row(name, verify, emitted, total):
         split = {"draft": 2.0, "verify": verify, "queue": 0.0, "hop": 1.0, "total": total}
-        said = {"name": name, "target": "costly", "temperature": 0.0, "emitted_per_round": emitted}
-        return said | {"round_ms": split, "arms": {name: 1.0} if name != AUTO else {"(1,1)": 0.75, OFF: 0.25}}
+        fields = {"name": name, "target": "costly", "temperature": 0.0, "emitted_per_round": emitted}
+        return fields | {"round_ms": split, "arms": {name: 1.0} if name != AUTO else {"(1,1)": 0.75, OFF: 0.25}}
 
-    # 10 ms and 0.5 ms for each row that is computed: 8, 8, 16 and 24 of them; the chain took 4 ms longer than that.
+    # 10 ms and 0.5 ms for each of 8, 8, 16 and 24 computed rows; the chain took 4 ms longer than that.
     rows = [row(OFF, 14.0, 1.0, 15.0), row("(1,1)", 18.0, 2.0, 21.0), row("(3,2)", 18.0, 2.5, 21.0)]
     rows += [row("(4,2,1)", 22.0, 3.0, 25.0), row(AUTO, 16.0, 1.9, 20.0)]
     found = {each["name"]: each for each in cost_model_of(rows)}
@@ -457,7 +457,7 @@ def test_a_shapes_step_is_predicted_from_the_other_shapes():
     "target, form, fit",
     [(MAMBA2, "c + k n", (6.667, 0.625, None)), (COSTLY, "c + k n + k2 n^2", (10.0, 0.125, 0.015625))],
 )
-def test_a_page_has_the_coefficients_of_a_step_in_its_targets_form(target, form, fit):
+def test_a_report_has_the_coefficients_of_a_step_in_its_targets_form(target, form, fit):
     """10 + n / 8 + n^2 / 64 at 8, 16 and 24 rows; the line through these has 0.625 a row."""
     measured = {OFF: 12.0, "(3,2)": 16.0, "(4,2,1)": 22.0}
     rows = [
@@ -478,7 +478,7 @@ def test_a_page_has_the_coefficients_of_a_step_in_its_targets_form(target, form,
     assert [cells[0] for cells in (reports._fit_cells(found),)] == [form]
 
 
-async def test_the_json_form_has_what_every_bench_has():
+async def test_the_json_report_has_the_keys_of_every_bench():
     found = json.loads(reports.as_json(await a_report()))
     assert {"bench", "machine", "rows", "aims"} <= found.keys()
     assert {"processor", "cores", "accelerator", "libraries", "threads"} <= found["machine"].keys()
@@ -486,7 +486,7 @@ async def test_the_json_form_has_what_every_bench_has():
     assert all(row["tokens_per_second"]["low"] <= row["tokens_per_second"]["high"] for row in found["rows"])
 
 
-async def test_markdown_and_console_show_every_row_every_aim_and_where_a_round_goes():
+async def test_markdown_and_console_show_every_row_every_aim_and_the_parts_of_a_round():
     report = await a_report()
     console = Console(file=io.StringIO(), width=250)
     reports.show(console, report)
@@ -495,11 +495,11 @@ async def test_markdown_and_console_show_every_row_every_aim_and_where_a_round_g
     for text in (markdown, printed):
         assert all(text.count(name) >= 2 for name in PLAN.rows)
         assert all(aim["aim"] in text for aim in report["aims"])
-        assert "where a round goes" in text and "dendro bench speed" in text and "commit abc" in text
+        assert "parts of a round" in text and "dendro bench speed" in text and "commit abc" in text
         assert "2.20 (2.20-2.20)" in text and "met" in text
 
 
-async def test_the_plot_is_written_in_the_format_of_its_name(tmp_path):
+async def test_the_plot_is_written_in_the_format_of_its_suffix(tmp_path):
     reports.plot(await a_report(), tmp_path / "speed.png")
     assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
 
@@ -515,13 +515,13 @@ def test_temperatures_are_read_or_refused():
 
 
 @pytest.mark.parametrize("field, value", [("prompts", 0), ("tokens", -1), ("repetitions", 0), ("seed", -1)])
-def test_numbers_that_measure_nothing_are_refused_by_name(field, value):
+def test_numbers_out_of_range_are_refused_by_name(field, value):
     good = SpeedSettings(("demo",), 1, 8, 1, (0.0,), True, 0, Path("models"))
     with pytest.raises(BadRequest, match=field):
         replace(good, **{field: value})
 
 
-def test_the_costly_target_is_served_as_the_demo_is_but_for_its_checkpoint(tmp_path, monkeypatch):
+def test_the_costly_target_differs_from_the_demo_only_by_its_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("cluster.bench.costly.PARAMETERS", 1)
     tiny_llama(tmp_path / "models" / "target", 1)
@@ -535,7 +535,7 @@ def test_the_costly_target_is_served_as_the_demo_is_but_for_its_checkpoint(tmp_p
     assert parameter_count(demo.targets["demo"].checkpoint) == 2 * 64 * 32 + 32 + 2 * (3 * 32 * 48 + 3 * 32 * 32 + 64)
 
 
-def test_a_run_ends_with_status_1_where_speculation_changed_a_token(tmp_path, monkeypatch):
+def test_a_run_exits_with_status_1_if_speculation_changed_a_token(tmp_path, monkeypatch):
     (tmp_path / "target").mkdir()
     save_file({"x": torch.zeros(1)}, tmp_path / "target" / "model.safetensors")
     app = typer.Typer()
@@ -580,7 +580,7 @@ async def test_ours_answers_over_a_socket_with_the_tokens_of_plain_decoding(row,
     server, address = await serve_plain(edge.ingress(edge.EdgePeers()))
     try:
         async with AsyncClient(address) as client:
-            answer = await Ours(client).answer(row, prompt, sampling.temperature, sampling.seed, 16)
+            answer = await ClusterClient(client).answer(row, prompt, sampling.temperature, sampling.seed, 16)
     finally:
         await server.stop(None)
     assert list(answer.tokens) == edge.plain_answer(prompt, sampling, 16)
@@ -599,7 +599,7 @@ def test_the_mean_round_is_that_of_the_rounds_after_the_first_in_milliseconds():
 
 
 @pytest.mark.parametrize("name", [DEMO, COSTLY])
-def test_no_way_of_a_bench_is_told_what_another_answered(name, monkeypatch):
+def test_no_row_of_a_bench_can_use_another_rows_answers(name, monkeypatch):
     monkeypatch.setattr(command, "costly_checkpoint", lambda checkpoint: checkpoint)
     config = target_config(DEMO_MODELS, name)
     (target,) = config.targets.values()

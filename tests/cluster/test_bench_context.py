@@ -1,4 +1,4 @@
-"""`dendro bench context`: lines through what was measured, and a small run of all of it."""
+"""`dendro bench context`: fitted lines, and a small complete run."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from verifier_service.engine import VerifierEngine
 
 
 def lengths(contexts=(100, 200, 400), slope=1e-5, fixed=0.02):
-    """Measurements that lie on a line, each repetition on its own machine's."""
+    """Measurements on a line, scaled by a factor per repetition."""
     made = []
     for context in contexts:
         each = ContextRow(context, prefill_s=0.001 * context, session_bytes=1000 * context)
         for way in WAYS:
-            each.seconds[way] = [weather * (fixed + slope * context) for weather in (1.0, 1.0, 2.0)]
+            each.seconds[way] = [factor * (fixed + slope * context) for factor in (1.0, 1.0, 2.0)]
         made.append(each)
     return made
 
 
-def test_a_line_is_found_again():
+def test_a_line_is_fitted_exactly():
     assert line([(1, 5.0), (2, 7.0), (4, 11.0)]) == pytest.approx((3.0, 2.0))
     fit = fit_of(lengths(), OFF, token_bytes=5000)
     assert fit["fixed_ms"] == pytest.approx(20.0)
@@ -48,7 +48,7 @@ def test_a_line_is_found_again():
     assert fit["largest_residual"] == 0
 
 
-def test_what_is_no_line_is_said_to_be_far_from_one():
+def test_measurements_off_a_line_have_a_large_residual():
     bent = lengths()
     bent[1].seconds[OFF] = [2 * seconds for seconds in bent[1].seconds[OFF]]
     assert fit_of(bent, OFF, 5000)["largest_residual"] > 0.1
@@ -63,24 +63,24 @@ def test_trees_have_the_shapes_they_are_named_after():
 
 @pytest.mark.parametrize("target", [Which.BOTH, Which.MAMBA2])
 def test_only_one_target_with_attention_is_measured(target):
-    """What another remembers does not grow with the context."""
+    """The memory of other targets does not grow with the context."""
     with pytest.raises(BadRequest, match="target: one at a time: demo or costly"):
         bench_context(target=target)
 
 
 @pytest.mark.parametrize("text", ["", "64", "64,64", "1,64", "a,b"])
-def test_contexts_that_make_no_line_are_refused(text):
+def test_contexts_that_determine_no_line_are_refused(text):
     with pytest.raises(BadRequest, match="contexts"):
         parse_contexts(text)
     assert parse_contexts("512,256") == (256, 512)
 
 
 async def test_a_small_run_measures_every_way_at_every_length(tmp_path):
-    source, aside = tmp_path / "tiny", tmp_path / "aside"
-    for folder in (source, aside):
+    source, copies = tmp_path / "tiny", tmp_path / "copies"
+    for folder in (source, copies):
         folder.mkdir()
     tiny_models.make_checkpoint(source, max_position_embeddings=64)
-    longer = with_positions(source, 300, aside)
+    longer = with_positions(source, 300, copies)
     assert json.loads((longer / "config.json").read_text())["max_position_embeddings"] == 300
     engine = VerifierEngine.load(longer, name="tiny", max_length=300, max_sessions=1, share_prefixes=False)
     await engine.start()

@@ -1,30 +1,30 @@
-"""What `dendro bench load` makes of its blocks: pairs by repetition, percentiles, rows in order, aims."""
+"""The report of `dendro bench load` from its blocks: pairs by repetition, percentiles, rows in order, aims."""
 
 from __future__ import annotations
 
 import pytest
 from dendro.errors import BadRequest
 
-from cluster.bench.load import Block, LoadPlan, aims_of, measure_load, percentiles, ratio, rows_of
+from cluster.bench.load import LoadBlock, LoadPlan, aims_of, measure_load, percentiles, ratio, rows_of
 from cluster.bench.load_command import parse_clients
 from cluster.bench.load_report import COLUMNS, plot, tables_of
 from cluster.bench.measurement import BATCH, CONTINUOUS
 
 
 def block(way, load, repetition, rate, **more):
-    return Block(way, load, repetition, tokens=int(rate), seconds=1.0, steps_us=100, forwards_us=95, **more)
+    return LoadBlock(way, load, repetition, tokens=int(rate), seconds=1.0, steps_us=100, forwards_us=95, **more)
 
 
 def some_blocks():
     made = []
-    for repetition, weather in enumerate((1.0, 2.0, 4.0)):  # a noisy machine: pairs agree, rates do not
+    for repetition, factor in enumerate((1.0, 2.0, 4.0)):  # a noisy machine: pairs agree, rates do not
         for load, off, fixed, auto in (("16 clients", 600, 500, 590), ("1 client", 100, 150, 160)):
             made += [
-                block("off", load, repetition, off * weather, first_s=[0.1], between_s=[0.02, 0.03]),
-                block("(3,2,1)", load, repetition, fixed * weather, first_s=[0.1], between_s=[0.02], guesses=300),
-                block("auto", load, repetition, auto * weather, first_s=[0.1], between_s=[0.02]),
+                block("off", load, repetition, off * factor, first_s=[0.1], between_s=[0.02, 0.03]),
+                block("(3,2,1)", load, repetition, fixed * factor, first_s=[0.1], between_s=[0.02], guesses=300),
+                block("auto", load, repetition, auto * factor, first_s=[0.1], between_s=[0.02]),
             ]
-        made.append(block(BATCH, "1 client", repetition, 90 * weather))
+        made.append(block(BATCH, "1 client", repetition, 90 * factor))
     return made
 
 
@@ -38,7 +38,7 @@ def test_percentiles_are_measured_values():
     assert percentiles([]) == {}
 
 
-def test_rows_stand_by_load_and_every_way_has_one():
+def test_rows_are_ordered_by_load_and_every_way_has_one():
     rows = rows_of(some_blocks())
     assert [(row["load"], row["name"]) for row in rows] == [
         *(("1 client", way) for way in ("off", "(3,2,1)", "auto", BATCH)),
@@ -51,7 +51,7 @@ def test_rows_stand_by_load_and_every_way_has_one():
     assert len(COLUMNS) == len(set(COLUMNS))
 
 
-def test_the_policy_is_held_against_the_better_way_of_each_load():
+def test_the_policy_is_compared_with_the_better_way_at_each_load():
     aims = {aim["aim"]: aim for aim in aims_of(some_blocks(), (1, 16))}
     assert aims["policy over the better of off and (3,2,1), 1 client: (3,2,1)"]["value"] == pytest.approx(160 / 150)
     sixteen = aims["policy over the better of off and (3,2,1), 16 clients: off"]
@@ -83,12 +83,12 @@ async def test_every_way_is_measured_at_every_load_and_every_block_is_counted(tm
     blocks, silent = await measure_load(plan, Instant(), Instant(), lambda: steps.append(1))
     assert not silent
     assert len(blocks) == len(steps) == plan.blocks
-    often = {(each.way, each.load): 0 for each in blocks}
+    counts = {(each.way, each.load): 0 for each in blocks}
     for each in blocks:
-        often[each.way, each.load] += 1
+        counts[each.way, each.load] += 1
     ours = ("off", "(3,2,1)", "auto")
     loads = ("1 client", "16 clients", "0.5 of capacity", "1 of capacity")
-    assert often == (
+    assert counts == (
         {(way, load): 5 for way in ours for load in loads}
         | {(BATCH, load): 5 for load in loads[:2]}
         | {(CONTINUOUS, load): 1 for load in loads[:2]}

@@ -1,4 +1,4 @@
-"""`dendro bench tree-scan`: its trees, that all ways agree, and a small run of all of it."""
+"""`dendro bench tree-scan`: its trees, the agreement of all ways, and a small complete run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cluster.bench.tree_scan import (
     SIZES,
     UNROLLED,
     WAYS,
-    Layer,
+    ScanLayer,
     ScanMemory,
     ScanModelSize,
     aims_of,
@@ -44,13 +44,13 @@ def test_trees_have_the_rows_they_are_named_after():
     assert len(shapes_of(quick=False, seed=0)) == 16 and len(shapes_of(quick=True, seed=0)) == 4
 
 
-def test_rows_are_those_that_the_engine_makes():
+def test_rows_equal_the_engines():
     block, root, first = 16, 40, 50
     tree = binary(5)
-    place = place_of(0, Extent.of_whole(block, 48, 5))
-    place.fold_to(1)
+    states = place_of(0, Extent.of_whole(block, 48, 5))
+    states.fold_to(1)
     theirs = recurrent_rows(
-        place, np.zeros(0, np.int64), root, DraftTree.of(range(tree.rows), tree.parents), scratch=first
+        states, np.zeros(0, np.int64), root, DraftTree.of(range(tree.rows), tree.parents), scratch=first
     )
     ours = rows_of([[first + row for row in path] for path in tree.paths], root, block, (0, 2))
     assert np.array_equal(ours.columns, theirs.columns) and np.array_equal(ours.own, theirs.own)
@@ -59,7 +59,7 @@ def test_rows_are_those_that_the_engine_makes():
 
 @pytest.mark.parametrize("shape", [binary(0), binary(3), beams(16, 3, 2)], ids=lambda shape: shape.name)
 def test_all_ways_agree(shape):
-    layer = Layer(TINY, 16, shape.unrolled_rows, seed=3)
+    layer = ScanLayer(TINY, 16, shape.unrolled_rows, seed=3)
     with torch.inference_mode():
         ways = ways_of(layer, shape)
         assert ways[PACKED]().shape == (shape.rows, 64)
@@ -68,9 +68,9 @@ def test_all_ways_agree(shape):
 
 
 @pytest.mark.parametrize("way", [UNROLLED, LIBRARY])
-def test_what_disagrees_is_not_measured(way):
+def test_ways_that_disagree_are_not_measured(way):
     shape = binary(3)
-    layer = Layer(TINY, 16, shape.unrolled_rows, seed=3)
+    layer = ScanLayer(TINY, 16, shape.unrolled_rows, seed=3)
     with torch.inference_mode():
         ways = ways_of(layer, shape)
         with pytest.raises(EngineFailed, match="binary, depth 3"):
@@ -96,7 +96,7 @@ def test_weights_are_counted_as_the_library_has_them():
     assert size.weight_bytes == 2 * sum(each.numel() for each in model.parameters())
 
 
-def test_a_peak_is_what_is_held_at_once():
+def test_a_peak_counts_tensors_held_at_the_same_time():
     def run():
         first = torch.ones(1 << 18)  # 1 MiB
         del first
@@ -107,7 +107,7 @@ def test_a_peak_is_what_is_held_at_once():
     assert peak_bytes(run) == pytest.approx(4 << 20, rel=0.01)
 
 
-def test_aims_are_judged_where_they_hold():
+def test_aims_are_judged_only_for_their_sizes():
     def row(rows, low):
         return {"tree": "t", "rows": rows, "over_packed": {UNROLLED: {"median": 2.0, "low": low, "high": 3.0}}}
 
@@ -123,7 +123,7 @@ def test_aims_are_judged_where_they_hold():
     assert aims[3]["value"] == pytest.approx(1040 / 1012, abs=1e-4)
 
 
-def test_options_that_name_nothing_are_refused():
+def test_unknown_sizes_and_blocks_are_refused():
     assert parse_size("1.3b").heads == 64
     with pytest.raises(BadRequest, match="size"):
         parse_size("13b")

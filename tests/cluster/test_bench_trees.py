@@ -1,4 +1,4 @@
-"""`dendro bench trees`: what is replayed is what drafter and verifier do, and what is computed from it is right."""
+"""`dendro bench trees`: replays equal drafter and verifier, and the report is computed correctly."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ TOKENS = 12
 
 
 def tiny_pair(folder: Path) -> tuple[Path, Path]:
-    """A target, and a drafter that is like it: it guesses often, and not always, right."""
+    """A target, and a similar drafter: its guesses are often, but not always, accepted."""
     target, drafter = folder / "target", folder / "drafter"
     for each in (target, drafter):
         each.mkdir()
@@ -113,25 +113,25 @@ async def engines(folder: Path) -> AsyncIterator[tuple[DrafterEngine, VerifierEn
 
 
 async def answers(verifier: VerifierEngine, temperature: float, count: int = 3) -> list[TracedAnswer]:
-    prompts = [[(7 * place + step * step) % 96 for step in range(20)] for place in range(count)]
+    prompts = [[(7 * index + step * step) % 96 for step in range(20)] for index in range(count)]
     return [
-        await write_answer(verifier, KINDS[place % 3], f"p{place}", prompt, temperature, 40 + place, TOKENS)
-        for place, prompt in enumerate(prompts)
+        await write_answer(verifier, KINDS[index % 3], f"p{index}", prompt, temperature, 40 + index, TOKENS)
+        for index, prompt in enumerate(prompts)
     ]
 
 
 def flat_costs() -> ReplayCosts:
-    """A step of 20 ms and 0.4 ms for each row, 2 ms for each level, and a little for its rows."""
+    """A step takes 20 ms and 0.4 ms per row, a draft 2 ms per level and 0.01 ms per row."""
     step = {rows: 20_000.0 + 400 * rows for rows in (1, *range(8, 65, 8))}
     shapes = {shape: 2000.0 * shape.depth + 10 * shape.rows for shape in (*fixed_arms(ARMS), *grown_arms(ARMS))}
     levels = {shape: 2000.0 * shape.depth + 10 * shape.rows for pair in level_shapes().values() for shape in pair}
     return ReplayCosts(step, {shape: us for shape, us in (shapes | levels).items() if not shape.off})
 
 
-def test_proposals_are_replayed_where_the_text_repeats_itself_and_charged_by_the_rows_they_have():
-    """A text of period 6 goes on as it did; one that never repeats itself is plain decoding, without a drafter."""
+def test_replayed_proposals_follow_a_repetitive_text_and_cost_a_step_of_their_rows():
+    """A text of period 6 repeats; one without repetition is plain decoding. Neither asks a drafter."""
     few, many = ProposedShape(3), ProposedShape(7)
-    for ids, emitted in ((tuple(place % 6 for place in range(60)), 1), (tuple(range(60)), 0)):
+    for ids, emitted in ((tuple(index % 6 for index in range(60)), 1), (tuple(range(60)), 0)):
         trace = Trace(TracedAnswer("code", "p", 0.0, 0, ids, 24, 20), None)  # type: ignore[arg-type]
         record_proposals(trace, [few, many])
         for shape in (few, many):
@@ -158,9 +158,9 @@ def test_prompts_of_each_kind_are_held_out_of_the_right_length_and_always_the_sa
 def test_prose_ends_inside_a_docstring_and_edits_repeat_a_block_under_other_names():
     texts = {passage.name: passage.text for passage in load_passages()}
     for prompt in kind_prompts(PROSE, 8, 128):
-        said = prompt.text.removeprefix('"""')
-        assert said != prompt.text and '"""' not in said
-        assert said.strip() in texts[prompt.name], "as it stands in the passage"
+        prose = prompt.text.removeprefix('"""')
+        assert prose != prompt.text and '"""' not in prose
+        assert prose.strip() in texts[prompt.name], "unchanged from the passage"
     tokenizer = load_tokenizer()
     for prompt in kind_prompts(EDITS, 8, 128):
         name = texts[prompt.name].split("(")[0].split(":")[0].split()[1]
@@ -172,7 +172,7 @@ def test_prose_ends_inside_a_docstring_and_edits_repeat_a_block_under_other_name
         assert len(tokenizer.encode(prompt.text.split(copies[1])[0]).ids) <= BLOCK_TOKENS + 10
 
 
-def test_more_prompts_than_there_are_and_kinds_that_are_none_are_refused():
+def test_more_prompts_than_there_are_and_unknown_kinds_are_refused():
     with pytest.raises(ValueError, match="prompts of prose"):
         kind_prompts(PROSE, 50, 128)
     with pytest.raises(ValueError, match="is not one of code, prose, edits"):
@@ -183,12 +183,11 @@ def test_more_prompts_than_there_are_and_kinds_that_are_none_are_refused():
 
 
 @pytest.mark.parametrize("temperature", few_of([0.0, 1.0], 1.0))
-async def test_replayed_rounds_emit_what_rounds_with_the_verifier_do(temperature, tmp_path):
-    """For static shapes by ranks alone, for the others by the trees that were grown at every place."""
+async def test_replayed_rounds_emit_the_same_as_rounds_with_the_verifier(temperature, tmp_path):
+    """Static shapes by ranks alone, the others by the trees grown at every position."""
     shapes: list[TreeShape] = [OFF, CHAIN, TREE, NodeShape((3, 1, 0, 0, 2)), BeamShape(3, 2), DynamicShape(3, 3, 8)]
     async with engines(tmp_path) as (drafter, verifier, forward):
         traces = [Trace(answer, guesses_of(forward, answer)) for answer in await answers(verifier, temperature)]
-        # One at a time: what a drafter has learned of confidences by then, the live rounds begin with too.
         await grow_trees(drafter, traces, shapes[4:], lambda: None)
         grown = sum(len(trace.trees[shape]) for trace in traces for shape in shapes[4:])
         assert grown == 2 * len(traces) * TOKENS
@@ -199,18 +198,18 @@ async def test_replayed_rounds_emit_what_rounds_with_the_verifier_do(temperature
                 assert live == [count for _, count in trace.rounds(shape)], shape
                 emitted += live
             for shape in shapes[4:]:
-                for place, tree in enumerate(trace.trees[shape]):
-                    base = trace.answer.begin + place
+                for offset, tree in enumerate(trace.trees[shape]):
+                    base = trace.answer.begin + offset
                     peer = EngineText(trace.answer.ids[:base], trace.answer.sampling)
                     await peer.open(verifier, 2 * SPARE)
                     verdict = await peer.verify(verifier, tree, base)
                     await peer.close(verifier)
                     assert (verdict.length, verdict.path) == (trace.emitted(shape, base), trace.path(shape, base))
-        assert {1, 2, 4} <= set(emitted), "guesses are right and wrong"
+        assert {1, 2, 4} <= set(emitted), "guesses are accepted and rejected"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_ranks_say_of_static_shapes_what_their_grown_trees_do(temperature, tmp_path):
+async def test_ranks_of_static_shapes_give_the_same_rounds_as_grown_trees(temperature, tmp_path):
     shapes: list[TreeShape] = [CHAIN, TREE, NodeShape((3, 1, 0, 0, 2))]
     async with engines(tmp_path) as (drafter, verifier, forward):
         traces = [Trace(answer, guesses_of(forward, answer)) for answer in await answers(verifier, temperature)]
@@ -223,7 +222,7 @@ async def test_ranks_say_of_static_shapes_what_their_grown_trees_do(temperature,
         )
 
 
-async def test_what_is_cut_from_a_greater_dynamic_tree_is_the_smaller_one(tmp_path):
+async def test_a_trimmed_dynamic_tree_equals_the_smaller_one(tmp_path):
     async with engines(tmp_path) as (drafter, verifier, forward):
         (answer,) = await answers(verifier, 0.0, 1)
         peer = EngineText(answer.ids[: answer.begin], answer.sampling)
@@ -237,26 +236,26 @@ async def test_what_is_cut_from_a_greater_dynamic_tree_is_the_smaller_one(tmp_pa
                 assert cut.parents.tolist() == grown.parents.tolist()
 
 
-def test_a_path_ends_where_no_child_carries_the_token():
+def test_a_path_ends_at_a_row_without_a_child_of_the_token():
     tree = DraftTree.of([9, 1, 2, 3, 4], [-1, 0, 0, 2, 3])
     assert walk(tree, [2, 3, 4, 5]) == (0, 2, 3, 4)
     assert walk(tree, [1, 3]) == (0, 1)
     assert walk(tree, [3]) == (0,)
 
 
-def test_ranks_lead_down_a_static_tree():
+def test_ranks_determine_the_path_through_a_static_tree():
     shape = NodeShape((2, 0, 2, 1))
     assert child_counts(shape) == (2, 0, 2, 1, 0, 0)
     assert static_path(shape, [1, 0, 0, 0]) == (0, 2, 3, 5)
     assert static_path(shape, [1, 1, 0]) == (0, 2, 4)
     assert static_path(shape, [0, 0]) == (0, 1)
     assert static_path(OFF, [0, 0]) == (0,)
-    with pytest.raises(ValueError, match="the form of beam"):
+    with pytest.raises(ValueError, match="is not static"):
         child_counts(BeamShape(2, 2))
 
 
 def made_trace(ranks: list[int], kind: str = "code", tokens: int | None = None) -> Trace:
-    """A trace of which the ranks are known, and nothing else means anything."""
+    """A trace with these ranks; everything else is a placeholder."""
     count = tokens or len(ranks) - SPARE
     answer = TracedAnswer(kind, "made", 0.0, 0, tuple(range(4 + len(ranks))), 4, count)
     scores = np.tile(-np.arange(16, dtype=np.float32), (len(ranks), 1))
@@ -269,7 +268,7 @@ def test_a_shape_whose_trees_were_not_recorded_is_refused():
         made_trace([0] * 20).emitted(DynamicShape(3, 3, 8), 4)
 
 
-def test_rounds_follow_one_another_by_what_they_emit():
+def test_a_round_begins_after_the_tokens_of_the_one_before():
     trace = made_trace([0, 1, 0, 0, 9, 0, 0, 0] + [9] * SPARE)
     assert list(trace.rounds(CHAIN)) == [(4, 2), (6, 3), (9, 4)]
     assert list(trace.rounds(LevelShape((2, 2)))) == [(4, 3), (7, 2), (9, 3)]
@@ -278,12 +277,12 @@ def test_rounds_follow_one_another_by_what_they_emit():
 # Costs
 
 
-def test_costs_are_those_of_the_next_number_of_rows_and_levels_are_told_apart():
+def test_steps_cost_as_the_next_measured_size_and_levels_are_interpolated():
     costs = flat_costs()
     assert costs.step_us(1) == 20_400 and costs.step_us(2) == costs.step_us(8) == 23_200 and costs.step_us(16) == 26_400
     assert costs.round_us(OFF) == 20_400
     assert costs.round_us(TREE) == costs.draft[TREE] + 26_400
-    assert costs.level_us(4) == 2000 + 40 and costs.level_us(3) == 2000 + 30, "between two numbers, on the line"
+    assert costs.level_us(4) == 2000 + 40 and costs.level_us(3) == 2000 + 30, "linear between measured numbers"
     unmeasured = LevelShape((2, 2, 2))
     assert costs.draft_us(unmeasured) == pytest.approx(costs.draft[LevelShape((1,))] + 2020 + 2040)
     with pytest.raises(ValueError, match="was not measured"):
@@ -304,35 +303,35 @@ async def test_costs_are_measured_of_every_row_count_and_shape(tmp_path):
 
 
 class Charged:
-    """Drafter and verifier of the loop, at engines of this process, charged by the table instead of the clock."""
+    """Drafter and verifier of the loop, at engines of this process, with the table's costs instead of real time."""
 
     def __init__(
         self, drafter: DrafterEngine, verifier: VerifierEngine, answer: TracedAnswer, costs: ReplayCosts
     ) -> None:
         self.peer = EngineText(answer.ids[: answer.begin], answer.sampling)
         self.drafter, self.verifier, self.costs = drafter, verifier, costs
-        self.known = self.held = answer.begin
+        self.drafter_length = self.verifier_length = answer.begin
 
     async def draft(self, text: Text, shape: TreeShape) -> DraftTree:
         self.peer.text.extend(text.ids[len(self.peer.text) :])
         if shape.off:
             return DraftTree.root_only(text.root)
-        tree = await self.peer.draft(self.drafter, shape, self.known)
-        self.known = len(text)
+        tree = await self.peer.draft(self.drafter, shape, self.drafter_length)
+        self.drafter_length = len(text)
         return replace(tree, draft_us=round(self.costs.draft_us(shape)), texts=1)
 
     async def verify(self, text: Text, tree: DraftTree) -> Verdict:
-        verdict = await self.peer.verify(self.verifier, tree, self.held)
-        self.held = len(text)
+        verdict = await self.peer.verify(self.verifier, tree, self.verifier_length)
+        self.verifier_length = len(text)
         us = round(self.costs.step_us(tree.rows))
         return replace(verdict, verify_us=us, queue_us=0, texts=1, step_rows=tree.rows)
 
 
 class ObservedPolicy:
-    """A policy with what the router tells of a round beside it."""
+    """A policy, and the updates that the router makes after a round."""
 
-    def __init__(self, policy, experience: Experience, place, costs: ReplayCosts) -> None:
-        self.policy, self.experience, self.place, self.costs = policy, experience, place, costs
+    def __init__(self, policy, experience: Experience, running, costs: ReplayCosts) -> None:
+        self.policy, self.experience, self.running, self.costs = policy, experience, running, costs
         self.played: list[tuple[TreeShape, int]] = []
         self.trees: list[DraftTree] = []
 
@@ -342,13 +341,13 @@ class ObservedPolicy:
     def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:
         self.trees.append(replace(tree, trace=EMPTY_TRACE, draft_us=0))
         self.policy.learn(shape, tree, verdict)
-        self.place.begun()
+        self.running.begun()
         if self.played:
             self.experience.learn_time(shape, tree, verdict, self.costs.round_us(shape))
         self.played.append((shape, verdict.length))
 
 
-def test_a_replayed_draft_costs_what_it_costs_alone_however_many_grew_beside_it_when_it_was_recorded():
+def test_a_replayed_draft_has_the_cost_of_one_text_though_several_were_recorded_together():
     trace, beam, experience = made_trace([9] * 40), BeamShape(5, 3), Experience()
     trace.trees[beam] = [replace(DraftTree.of(range(3), (-1, 0, 1)), texts=8)] * trace.answer.tokens
     costs = flat_costs()
@@ -356,20 +355,20 @@ def test_a_replayed_draft_costs_what_it_costs_alone_however_many_grew_beside_it_
     assert experience.costs.draft[beam].us == costs.draft_us(beam)
 
 
-class Seen(Trace):
-    """A trace that has the trees of its rounds, one after the other."""
+class LiveTrace(Trace):
+    """A trace with the live trees of its rounds, in order."""
 
     def __init__(self, answer: TracedAnswer, guesses: Guesses, trees: Sequence[DraftTree]) -> None:
         super().__init__(answer, guesses)
-        self.seen = iter(trees)
+        self.live = iter(trees)
 
     def tree(self, shape: TreeShape, base: int) -> DraftTree:
-        return next(self.seen)
+        return next(self.live)
 
 
 @pytest.mark.parametrize("name", POLICIES)
-async def test_a_replayed_policy_does_what_it_does_live(name, tmp_path):
-    """With the real loop, drafter and verifier; only the clock is the table's. One experience over all answers."""
+async def test_a_replayed_policy_makes_the_same_choices_as_live(name, tmp_path):
+    """With the real loop, drafter and verifier, and the table's times. One experience over all answers."""
     costs, arms = flat_costs(), ARMS[:3]
     async with engines(tmp_path) as (drafter, verifier, forward):
         written = [answer for temperature in (0.0, 1.0) for answer in await answers(verifier, temperature)]
@@ -381,24 +380,26 @@ async def test_a_replayed_policy_does_what_it_does_live(name, tmp_path):
             peers = Charged(drafter, verifier, answer, costs)
             await peers.peer.open(verifier, 3 * SPARE + TOKENS)
             await peers.peer.open(drafter, 3 * SPARE + TOKENS)
-            with live_with.concurrency.running() as place:
-                told = ObservedPolicy(make_policy(name, arms, live_with, answer.temperature), live_with, place, costs)
-                async for _ in rounds(text, peers, peers, told):
+            with live_with.concurrency.running() as running:
+                observed = ObservedPolicy(
+                    make_policy(name, arms, live_with, answer.temperature), live_with, running, costs
+                )
+                async for _ in rounds(text, peers, peers, observed):
                     if len(text) >= answer.end:
                         break
             await peers.peer.close(verifier)
-            await peers.peer.close(drafter, peers.known)
-            # What trees promise hangs on what the drafter has learned by then, so the live ones are replayed.
-            trace = Seen(answer, guesses_of(forward, answer), told.trees)
+            await peers.peer.close(drafter, peers.drafter_length)
+            # Values of trees depend on the drafter's calibration at the time, so the live trees are replayed.
+            trace = LiveTrace(answer, guesses_of(forward, answer), observed.trees)
             policy = make_policy(name, arms, replayed_with, answer.temperature)
             run = run_policy(policy, replayed_with, trace, costs)
-            assert told.played == [(played.shape, played.emitted) for played in run.rounds]
-            chosen |= {shape for shape, _ in told.played}
-    assert len(chosen) > 1, "there was something to choose"
+            assert observed.played == [(played.shape, played.emitted) for played in run.rounds]
+            chosen |= {shape for shape, _ in observed.played}
+    assert len(chosen) > 1, "more than one arm was chosen"
 
 
 def test_a_stream_learns_from_one_answer_to_the_next():
-    """A chain that is always right: after a first pass, nothing else is worth trying."""
+    """A chain that is always accepted: after the first pass, no other arm is tried."""
     traces = [made_trace([0] * (30 + SPARE)) for _ in range(4)]
     first, second = run_stream("ratio_ucb", ARMS[:3], traces, flat_costs(), 2)
     assert len({played.shape for run in first for played in run.rounds}) == 3
@@ -411,13 +412,13 @@ def test_a_stream_learns_from_one_answer_to_the_next():
 # Trees
 
 
-def test_level_shapes_never_widen_and_none_is_missing():
+def test_all_level_shapes_whose_widths_never_increase_are_found():
     found = {shape.widths for shape in level_shapes_up_to(6, deepest=3)}
     assert found == {(1,), (2,), (3,), (4,), (5,), (1, 1), (2, 1), (1, 1, 1)}
 
 
 def every_tree(rows: int, depth: int, children: int):
-    """Every set of paths of so many rows that holds each path's parent and elder siblings."""
+    """Every set of `rows` paths that contains each path's parent and previous siblings."""
     grown = {frozenset([()])}
     for _ in range(rows - 1):
         grown = {
@@ -447,21 +448,21 @@ def test_no_static_tree_of_as_many_rows_emits_more_than_the_likeliest(rows):
     assert sum(map(worth, paths)) == pytest.approx(best)
 
 
-def test_acceptance_counts_ranks_as_far_as_they_lead():
+def test_acceptance_is_counted_along_the_path_of_candidates():
     table = acceptance([made_trace([0, 1, 9] + [9] * SPARE, tokens=2)], depths=3, children=4)
-    assert table[0].tolist() == [0.5, 0.5, 0, 0], "from two places"
-    assert table[1].tolist() == [0, 0.5, 0, 0], "one of them went on, the other's next was past the candidates"
+    assert table[0].tolist() == [0.5, 0.5, 0, 0], "from two positions"
+    assert table[1].tolist() == [0, 0.5, 0, 0], "the path went on at one; at the other the next rank was no candidate"
     assert table[2].tolist() == [0, 0, 0, 0]
 
 
-def test_the_best_static_tree_is_no_worse_than_any_of_levels_nor_the_likeliest():
+def test_the_best_static_tree_is_the_best_of_level_shapes_and_the_likeliest():
     traces = [made_trace([1, 0, 0, 3, 0, 2, 0, 1] * 5 + [9] * SPARE)]
     best = emitted_per_round(lengths(best_static(traces, 8), traces))
     others = [*level_shapes_up_to(8), likeliest_tree(acceptance(traces), 8)]
     assert best == max(emitted_per_round(lengths(shape, traces)) for shape in others)
 
 
-def test_reliability_weighs_distances_by_counts():
+def test_reliability_weights_distances_by_counts():
     found = reliability(np.array([0.05, 0.05, 0.95, 1.0]), np.array([False, True, True, True]))
     assert [(each["from"], each["accepted"], each["guesses"]) for each in found["bins"]] == [
         (0.0, 0.5, 2),
@@ -473,7 +474,7 @@ def test_reliability_weighs_distances_by_counts():
 # Longer texts
 
 
-def test_keys_are_counted_in_bytes_of_all_layers():
+def test_key_bytes_count_all_layers():
     llama = DEMO_MODELS / "llama"
     config = json.loads((llama / "config.json").read_text())
     width = config["hidden_size"] // config["num_attention_heads"]
@@ -485,7 +486,7 @@ def test_keys_are_counted_in_bytes_of_all_layers():
 
 @pytest.fixture
 async def recorded(tmp_path):
-    """Everything, on a tiny pair, with costs that were not measured."""
+    """A complete record of a tiny pair, with made-up costs."""
     traces = {}
     async with engines(tmp_path) as (drafter, verifier, forward):
         for temperature in (0.0, 1.0):
@@ -502,56 +503,56 @@ async def recorded(tmp_path):
     return TreesRecord(traces, costs, "tiny", ARMS)
 
 
-def test_rounds_are_told_apart_by_what_ended_them():
-    """A tree of the root's two best and the best one's best, of two candidates a row and two levels."""
+def test_rounds_are_classified_by_their_end():
+    """The root's two best guesses and the best one's best, with two candidates per row and two levels."""
     shape = DynamicShape(2, 2, 3)
     trace = made_trace([0, 0, 9, 1, 0, 9, 0, 1, 9, 9] + [9] * SPARE)
     parents = [-1, 0, 0, 1]
     trees = []
-    for place in range(trace.answer.tokens):
-        told, ranks = trace.answer.ids[trace.answer.begin + place :], trace.guesses.ranks[place:].tolist()
-        first = [told[0] if ranks[0] == rank else 1000 + rank for rank in (0, 1)]
-        below = told[1] if ranks[0] == ranks[1] == 0 else 2000
+    for offset in range(trace.answer.tokens):
+        true, ranks = trace.answer.ids[trace.answer.begin + offset :], trace.guesses.ranks[offset:].tolist()
+        first = [true[0] if ranks[0] == rank else 1000 + rank for rank in (0, 1)]
+        below = true[1] if ranks[0] == ranks[1] == 0 else 2000
         trees.append(DraftTree.of([0, *first, below], parents))
     trace.trees[shape] = trees
     found = causes_of(shape, LevelShape((1, 1)), [trace])
     assert [count for _, count in trace.rounds(shape)] == [3, 2, 1, 2, 1, 1]
-    # Ranks 0 0 | 1, then 0: left out | past them | 0, then 1: left out | past them | past them
+    # Ranks 0 0 | 1, then 0: left out | no candidate | 0, then 1: left out | no candidate | no candidate
     assert (found.rounds, found.depth_reached, found.left_out, found.past_candidates) == (6, 1, 2, 3)
     assert found.lost_left_out == 2 and found.ended_at == {2: 1, 1: 2, 0: 3}
-    assert (found.places, found.dynamic_more, found.static_more) == (10, 2, 0), "the chain has no second child"
+    assert (found.positions, found.dynamic_more, found.static_more) == (10, 2, 0), "the chain has no second child"
 
 
-async def test_the_ways_that_rounds_end_add_up(recorded):
+async def test_the_counts_of_how_rounds_end_add_up(recorded):
     for temperature, rows in itertools.product((0.0, 1.0), SIZES):
         for dynamic in dynamic_shapes(rows):
             traces = recorded.traces["tiny", temperature]
             causes = causes_of(dynamic, TREE, traces)
             assert causes.rounds == causes.depth_reached + causes.past_candidates + causes.left_out
             assert causes.rounds == sum(causes.ended_at.values()) == sum(map(len, lengths(dynamic, traces)))
-            assert causes.places == causes.static_too + causes.static_more + causes.dynamic_more == 3 * TOKENS
+            assert causes.positions == causes.static_too + causes.static_more + causes.dynamic_more == 3 * TOKENS
             assert causes.lost_left_out >= causes.left_out
 
 
 async def small_contexts(folder: Path) -> list[dict[str, Any]]:
-    """Longer texts at a tiny pair, of which only pages and slots are counted."""
-    aside = folder / "contexts"
-    aside.mkdir()
-    async with engines(aside) as (drafter, verifier, _):
+    """Longer texts at a tiny pair; a page counts as 1 byte."""
+    models = folder / "contexts"
+    models.mkdir()
+    async with engines(models) as (drafter, verifier, _):
         ids = [step % 96 for step in range(100)]
         rows = await context_rows(drafter, verifier, ids, (20, 100), (OFF, TREE), 1, lambda: None)
         assert drafter.sessions == verifier.stats()["sessions"] == 0
     return rows
 
 
-async def test_a_longer_text_takes_more_of_the_verifier_and_no_more_of_the_drafter(tmp_path):
+async def test_a_longer_text_takes_more_verifier_memory_and_no_more_drafter_memory(tmp_path):
     rows = {(row["context"], row["arm"]): row for row in await small_contexts(tmp_path)}
     assert rows[100, "(3,2,1)"]["verifier_peak_bytes"] > rows[20, "(3,2,1)"]["verifier_peak_bytes"]
     for context in (20, 100):
         opened, node = rows[context, "off"]["drafter_peak_bytes"], 2 * 4 * (96 + 64 + 16 + 4)
         assert opened == 2 * 4 * (4 * 16 * 8 + 3 * 96), "the text as opened: all layers' states and convolutions"
         grown = rows[context, "(3,2,1)"]["drafter_peak_bytes"]
-        assert grown == 2 * opened + 10 * node, "another, and the inputs of the tree's rows with children"
+        assert grown == 2 * opened + 10 * node, "a second text, and the inputs of the tree's rows with children"
     assert rows[20, "off"]["emitted_per_round"] == rows[20, "off"]["over_off"] == 1.0
 
 
@@ -601,7 +602,7 @@ async def test_the_report_has_every_table_and_every_aim(recorded, tmp_path):
         "rounds of dynamic trees end",
         "Figure 6",
         "Costs in ms",
-        "By the clock",
+        "In real time",
         "Longer texts (as Table 2)",
         "Aims",
     ):
@@ -614,20 +615,22 @@ async def test_the_report_has_every_table_and_every_aim(recorded, tmp_path):
         if (row["drafter"], row["temperature"]) == ("tiny", 0.0)
     }
     search = next(rows for title, _, rows in tables if "temperature 0 (as Table 6)" in title)
-    assert search[1] == ("off, (3,3,2,1)", *(mine[kind, "(3,3,2,1)"] for kind in (*KINDS, "all"))), "not another's"
+    assert search[1] == ("off, (3,3,2,1)", *(mine[kind, "(3,3,2,1)"] for kind in (*KINDS, "all"))), (
+        "of the main drafter"
+    )
     for row in report["policies"]:
         if row["temperature"] == 0.0:
             at = f"{row['best_arm_tokens_per_second']['median']:.1f}"
-            assert at == mine[row["kind"], row["best_arm"]], "arms and policies are told in the same measure"
+            assert at == mine[row["kind"], row["best_arm"]], "arms and policies are reported in the same measure"
     assert "unserved" in {row["drafter"] for row in report["rows"]}
     assert {row["policy"] for row in report["policies"]} == set(POLICIES)
     assert {row["rows"] for row in cost_rows(recorded)} >= {1, 31, 64}
     assert len(report["aims"]) == 2 * (len(SIZES) + 2 * len(KINDS))
     dynamic = [aim for aim in report["aims"] if aim["aim"].startswith("dynamic")]
     assert all(aim["met"] is (aim["value"] >= 1.2) for aim in dynamic)
-    assert all("of places the static tree" in aim["why"] for aim in dynamic if not aim["met"])
+    assert all("of positions the static tree" in aim["why"] for aim in dynamic if not aim["met"])
     text = as_markdown(report, facts_of(report), tables)
-    assert "72 places by tiny" in text
+    assert "72 positions by tiny" in text
     plot(report, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000
 
@@ -641,7 +644,7 @@ async def test_the_report_has_every_table_and_every_aim(recorded, tmp_path):
         ({"drafters": "none"}, "drafters"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused_by_name(wrong, named):
+def test_invalid_settings_are_refused_by_name(wrong, named):
     with pytest.raises(BadRequest, match=named):
         bench_trees(**wrong)
     with pytest.raises(BadRequest, match="drafters"):

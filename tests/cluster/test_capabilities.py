@@ -1,5 +1,4 @@
-"""Row independence and a small certify with the instructions of other processors, as far as libraries can be told to
-use them by environment variables."""
+"""Row independence and a small certify with the instructions of other processors, selected by environment variables."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ VALUES = [
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("name", "value"), VALUES, ids=["=".join(each) for each in VALUES])
-def test_no_row_depends_on_another_and_every_promise_is_kept_under(name, value, tmp_path):
+def test_rows_are_independent_and_certify_passes_under(name, value, tmp_path):
     done = subprocess.run(
         [sys.executable, capabilities.__file__, name, value, str(tmp_path)],
         env=os.environ | {name: value, "PYTHONPATH": os.pathsep.join(each for each in sys.path if each)},
@@ -49,18 +48,18 @@ def test_no_row_depends_on_another_and_every_promise_is_kept_under(name, value, 
         ("MKL_CBWR", "AVX2", "", False),
     ],
 )
-def test_a_value_counts_as_run_only_where_the_library_reports_it(name, value, report, follows):
+def test_a_value_counts_as_run_only_if_the_library_reports_it(name, value, report, follows):
     assert capabilities.honoured(name, value, report) is follows
 
 
-def test_a_value_that_is_not_followed_is_printed_as_not_run(monkeypatch, capsys, tmp_path):
+def test_a_value_that_the_library_ignores_is_printed_as_not_run(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(capabilities, "reported", lambda name: "AUTO")
     assert capabilities.main("MKL_CBWR", "AVX512", tmp_path) == capabilities.NOT_RUN
     assert capsys.readouterr().out == "NOT RUN: MKL_CBWR=AVX512 is not honoured here; the library reports AUTO\n"
 
 
 def test_instructions_that_the_processor_lacks_are_not_reported(monkeypatch):
-    """torch reports an ATEN_CPU_CAPABILITY as it was asked for, and dies of its first loop."""
+    """torch reports the requested ATEN_CPU_CAPABILITY even if the processor lacks it, and crashes in its first loop."""
     dies = "import os, signal; os.kill(os.getpid(), signal.SIGILL); print('reports AVX512')"
     monkeypatch.setitem(capabilities.PROBES, "ATEN_CPU_CAPABILITY", dies)
     assert capabilities.reported("ATEN_CPU_CAPABILITY") == ""

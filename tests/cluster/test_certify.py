@@ -32,23 +32,23 @@ TABLE = torch.from_numpy(np.random.default_rng(5).normal(size=(VOCABULARY, VOCAB
 
 
 def toy_logits(ids, tree):
-    """A target that looks at one token."""
+    """A target whose logits depend on the last token alone."""
     return TABLE[torch.from_numpy(tree.tokens)]
 
 
-async def told(rule, shape, drafter_seed):
+async def answer_by(rule, shape, drafter_seed):
     return await answer_of([1, 2, 3], 96, shape, rule(toy_logits, Sampling(temperature=1.0, seed=3)), drafter_seed)
 
 
-async def test_the_twin_without_a_fault_tells_the_plain_tokens():
-    plain = await told(TwinVerifier, OFF, 3)
-    assert await told(TwinVerifier, LevelShape((3, 2, 1)), 3) == plain
-    assert await told(TwinVerifier, LevelShape((3, 2, 1)), 4) == plain
+async def test_the_twin_without_a_fault_emits_the_plain_tokens():
+    plain = await answer_by(TwinVerifier, OFF, 3)
+    assert await answer_by(TwinVerifier, LevelShape((3, 2, 1)), 3) == plain
+    assert await answer_by(TwinVerifier, LevelShape((3, 2, 1)), 4) == plain
 
 
 @pytest.mark.parametrize("rule, drafter_seed", [(KeyedByRow, 3), (OneTooMany, 4)])
 async def test_a_planted_fault_changes_tokens(rule, drafter_seed):
-    assert await told(rule, LevelShape((2, 2, 1)), drafter_seed) != await told(TwinVerifier, OFF, 3)
+    assert await answer_by(rule, LevelShape((2, 2, 1)), drafter_seed) != await answer_by(TwinVerifier, OFF, 3)
 
 
 def test_the_law_check_passes_true_draws_and_fails_a_lossy_rule():
@@ -64,16 +64,16 @@ FLAT = np.full(5000, 1 / 5000)
 
 
 @pytest.mark.parametrize("law, draws", [(PEAKED, 200), (PEAKED, 4000), (HALVES, 200), (FLAT, 200)])
-def test_right_draws_are_rejected_no_more_often_than_the_p_value_says(law, draws):
-    """400 samples by seed. Of p <= 0.01 there are 4 on average, and 14 or more with chance 1e-4."""
+def test_right_draws_are_rejected_no_more_often_than_the_p_value(law, draws):
+    """400 seeded samples. On average 4 have p <= 0.01; 14 or more have it with probability 1e-4."""
     rng = np.random.default_rng(11)
     found = [fit_counts(rng.multinomial(draws, law), law) for _ in range(400)]
     assert sum(each.p <= 0.01 for each in found) <= 13
-    assert all(each.good for each in found)  # one is not with chance 400 * ALPHA = 0.01
+    assert all(each.good for each in found)  # the probability that one is not is 400 * ALPHA = 0.01
 
 
-def test_tokens_that_are_half_as_likely_again_are_noticed_where_the_power_says_so():
-    """By seed: with the number of draws that the power names each of 3 samples is rejected, with a twentieth of it at
+def test_tokens_that_are_half_as_likely_again_are_noticed_with_the_computed_number_of_draws():
+    """Seeded: with the number of draws of `draws_to_notice` each of 3 samples is rejected, with a twentieth of it at
     most half of 20."""
     off = PEAKED.copy()
     off[0], off[1:] = 0.9985, 0.0015 / 5000
@@ -84,9 +84,9 @@ def test_tokens_that_are_half_as_likely_again_are_noticed_where_the_power_says_s
     assert sum(fit_counts(rng.multinomial(needed // 20, off), PEAKED).good for _ in range(20)) >= 10
 
 
-def test_one_rare_draw_is_no_broken_promise_and_a_common_one_is():
+def test_one_draw_of_a_rare_token_fits_the_law_and_five_do_not():
     law = np.array([0.9999, 0.0001])
-    assert fit([0] * 99 + [1], law).good  # chance 0.01
+    assert fit([0] * 99 + [1], law).good  # probability 0.01
     assert not fit([0] * 95 + [1] * 5, law).good
 
 
@@ -104,13 +104,13 @@ def test_a_flat_law_with_few_draws_reports_that_it_would_not_show_a_fault():
 
 @pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0, 30.0])
 def test_a_lossy_rule_is_noticed_on_flat_and_on_peaked_laws(scale):
-    """At scale 30 the likeliest token has all the chance at temperature 1, and a warmer law is chosen."""
+    """At scale 30 the likeliest token has probability 1 at temperature 1, and a higher temperature is chosen."""
     promise = Promise("p")
     lossy_rule_is_noticed(promise, torch.randn(5000, generator=torch.Generator().manual_seed(0)) * scale)
     assert promise.kept is True, promise
 
 
-def test_a_certain_law_shows_no_fault_and_breaks_no_promise():
+def test_a_law_of_one_certain_token_shows_no_fault_and_breaks_no_promise():
     logits = torch.full((64,), -1e9)
     logits[5] = 0.0
     promise = Promise("p")
@@ -120,7 +120,7 @@ def test_a_certain_law_shows_no_fault_and_breaks_no_promise():
 
 @pytest.mark.parametrize("scale", [1.0, 12.0, 1e6], ids=["spread", "peaked", "certain"])
 async def test_planted_faults_are_shown_or_reported_as_not_shown(scale):
-    """On the peaked target no planted fault changes a token at temperature 1; on the certain one none ever does."""
+    """On the peaked target no planted fault changes a token at temperature 1; on the certain one, at no temperature."""
 
     def logits_of(ids, tree):
         return toy_logits(ids, tree) * scale
@@ -131,24 +131,24 @@ async def test_planted_faults_are_shown_or_reported_as_not_shown(scale):
 
 
 def test_the_law_of_the_lossy_rule_is_what_its_steps_give():
-    """By hand: law (0.5, 0.3, 0.2), drafts of the likeliest token by the law at 1.5 times the temperature."""
+    """Computed by hand: law (0.5, 0.3, 0.2); the draft is the likeliest token at 1.5 times the temperature."""
     law = np.array([0.5, 0.3, 0.2])
     draft = law ** (1 / 1.5) / (law ** (1 / 1.5)).sum()
     assert law[0] > draft[0]  # so the likeliest is always accepted
     assert top_k_as_if_sampled(law, 1).tolist() == [1.0, 0.0, 0.0]
 
 
-def test_a_draw_of_no_chance_fails_whatever_the_rest():
+def test_a_draw_of_probability_0_fails_whatever_the_others():
     assert fit([0] * 999 + [1], np.array([1.0, 0.0])).p == 0.0
 
 
 @pytest.mark.parametrize("top_k, top_p, kept", [(0, 1.0, 4), (2, 1.0, 2), (0, 0.6, 2), (3, 0.5, 1)])
-def test_the_expected_law_keeps_the_head_that_was_asked_for(top_k, top_p, kept):
+def test_the_expected_law_keeps_the_head_of_top_k_and_top_p(top_k, top_p, kept):
     law = expected_law(torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05])), 1.0, top_k, top_p)
     assert np.count_nonzero(law) == kept and law.sum() == pytest.approx(1.0)
 
 
-def test_float32_noise_breaks_on_the_largest_word():
+def test_float32_noise_of_the_largest_word_is_infinite():
     assert float32_noise_is_infinite()
 
 
@@ -157,7 +157,7 @@ def test_a_missing_token_is_a_difference():
     assert first_difference([1, 2], [1, 2]) is None
 
 
-def test_one_broken_finding_breaks_the_promise_for_good():
+def test_one_broken_finding_breaks_the_promise_whatever_follows():
     promise = Promise("p")
     for holds in (True, False, True):
         promise.check(holds, "line")
@@ -169,7 +169,7 @@ def test_one_broken_finding_breaks_the_promise_for_good():
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("drafters", [{}, {"d": {"checkpoint": "target", "dtype": "float32"}}], ids=["none", "one"])
 async def test_a_running_cluster_of_other_models_than_the_demo_is_certified(monkeypatch, tmp_path, drafters):
-    """Its tokenizer is not the demo's, so that no drafter of the demo fits it."""
+    """Its tokenizer is not the demo's, so no drafter of the demo fits it."""
     tiny_models.make_checkpoint(tmp_path / "target")
     target = {"checkpoint": "target", "dtype": "float32", "max_length": 512}
     config = Config.of({"targets": {"t": target}, "drafters": drafters}, tmp_path)

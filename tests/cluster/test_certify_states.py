@@ -1,4 +1,4 @@
-"""`dendro certify` on targets with states: all that a user sees kept of the demo's Mamba-2 is kept of a hybrid too."""
+"""`dendro certify` on targets with states: it passes for the demo's Mamba-2 and for a hybrid."""
 
 import shutil
 
@@ -17,7 +17,7 @@ SMALL = CertifySize(
 @pytest.mark.long
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("family", ["mamba2", "bamba"])
-async def test_every_promise_is_kept_of_a_target_with_states(family, tmp_path):
+async def test_every_promise_is_kept_for_a_target_with_states(family, tmp_path):
     if family == "mamba2":
         checkpoint = DEMO_MODELS / "target_mamba2"
     else:

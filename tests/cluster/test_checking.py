@@ -1,4 +1,4 @@
-"""What `dendro check` says of a configuration before anything is started, and what `dendro --version` says."""
+"""The reports of `dendro check` and `dendro --version`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def models(tmp_path_factory):
     return folder
 
 
-def said(models: Path, drafter: str = "drafter", **target: object) -> dict:
+def fields(models: Path, drafter: str = "drafter", **target: object) -> dict:
     own = {"checkpoint": str(models / "target"), "dtype": "float32", "max_length": 256, "max_sessions": 2, **target}
     drafters = {"d": {"checkpoint": str(models / drafter), "dtype": "float32", "max_sessions": 2}}
     return {"targets": {"t": own}, "drafters": drafters, "speculation": {"arms": ["off", "(1,1)", "(3,2,2,1,1)"]}}
@@ -45,13 +45,13 @@ def run(tmp_path: Path, config: dict, *options: str):
     return done, report
 
 
-def test_a_pair_that_fits_is_loaded_and_its_memory_is_what_the_engines_hold(models, tmp_path):
-    done, report = run(tmp_path, said(models))
+def test_a_fitting_pair_is_loaded_and_the_reported_memory_is_that_of_the_engines(models, tmp_path):
+    done, report = run(tmp_path, fields(models))
     assert done.exit_code == 0 and report["can_be_served"], done.output
     (target,), (drafter,) = report["targets"], report["drafters"]
     assert "loading targets.t, 1 of 2 ..." in done.stderr and "loading drafters.d, 2 of 2 ..." in done.stderr
     stored = load_file(models / "target" / "model.safetensors")
-    assert target["weights"] == sum(tensor.nbytes for tensor in stored.values())  # they are stored in float32
+    assert target["weights"] == sum(tensor.nbytes for tensor in stored.values())  # stored in float32
     engine = VerifierEngine.load(models / "target", name="t", dtype=torch.float32, max_length=256, max_sessions=2)
     assert target["memory"]["pages"] == sum(store.nbytes for store in engine.runner.pages.stores) > 0
     assert target["memory"]["states"] == 0
@@ -61,15 +61,15 @@ def test_a_pair_that_fits_is_loaded_and_its_memory_is_what_the_engines_hold(mode
     assert report["pairs"][0]["fits"] and "can be served" in done.stdout
 
 
-def test_arms_that_the_rows_do_not_hold_are_named_with_the_limit(models, tmp_path):
-    done, report = run(tmp_path, said(models, max_rows=8), "--no-load")
+def test_arms_with_more_than_max_rows_are_named_with_the_limit(models, tmp_path):
+    done, report = run(tmp_path, fields(models, max_rows=8), "--no-load")
     (target,) = report["targets"]
     assert target["arms"] == ["off", "(1,1)"] and list(target["left_out"]) == ["(3,2,2,1,1)"]
     assert "max_rows is 8" in target["left_out"]["(3,2,2,1,1)"] and "left out: (3,2,2,1,1)" in done.stdout
 
 
-def test_without_loading_weights_are_counted_and_nothing_is_loaded(models, tmp_path):
-    done, report = run(tmp_path, said(models, dtype="bfloat16"), "--no-load")
+def test_no_load_counts_the_weights_and_loads_no_model(models, tmp_path):
+    done, report = run(tmp_path, fields(models, dtype="bfloat16"), "--no-load")
     assert done.exit_code == 0 and "loading" not in done.stderr
     (target,) = report["targets"]
     stored = load_file(models / "target" / "model.safetensors")
@@ -78,17 +78,17 @@ def test_without_loading_weights_are_counted_and_nothing_is_loaded(models, tmp_p
 
 
 def test_a_drafter_that_does_not_fit_is_reported_with_its_reason_and_status_2(models, tmp_path):
-    done, report = run(tmp_path, said(models, "other"), "--no-load")
+    done, report = run(tmp_path, fields(models, "other"), "--no-load")
     assert done.exit_code == 2 and not report["can_be_served"]
     assert not report["pairs"][0]["fits"]
     assert report["problems"][0].startswith("drafters.d.checkpoint: does not fit target t: ")
 
 
-def test_every_problem_is_reported_and_not_the_first_alone(models, tmp_path):
+def test_all_problems_are_reported(models, tmp_path):
     shutil.copytree(models / "target", tmp_path / "encoder")
     config = json.loads((tmp_path / "encoder" / "config.json").read_text()) | {"is_encoder_decoder": True}
     (tmp_path / "encoder" / "config.json").write_text(json.dumps(config))
-    wrong = said(models, "other", checkpoint=str(tmp_path / "encoder"), max_length=9999)
+    wrong = fields(models, "other", checkpoint=str(tmp_path / "encoder"), max_length=9999)
     done, report = run(tmp_path, wrong)
     assert done.exit_code == 2
     starts = ["targets.t.max_length: 9999", "drafters.d.checkpoint: does not fit", "targets.t.checkpoint: "]
@@ -96,23 +96,23 @@ def test_every_problem_is_reported_and_not_the_first_alone(models, tmp_path):
         assert problem.startswith(start)
 
 
-def test_a_problem_that_facts_and_loading_show_is_reported_once(models, tmp_path):
-    done, report = run(tmp_path, said(models, max_length=9999))
+def test_a_problem_found_in_facts_and_again_in_loading_is_reported_once(models, tmp_path):
+    done, report = run(tmp_path, fields(models, max_length=9999))
     assert done.exit_code == 2
     assert [problem.split(";")[0] for problem in report["problems"]] == ["targets.t.max_length: 9999"]
 
 
-def test_missing_weights_are_a_problem_without_loading_too(models, tmp_path):
+def test_missing_weights_are_reported_with_no_load(models, tmp_path):
     shutil.copytree(models / "target", tmp_path / "empty")
     (tmp_path / "empty" / "model.safetensors").unlink()
-    done, report = run(tmp_path, said(models, checkpoint=str(tmp_path / "empty")), "--no-load")
+    done, report = run(tmp_path, fields(models, checkpoint=str(tmp_path / "empty")), "--no-load")
     assert done.exit_code == 2 and not report["can_be_served"]
     (problem,) = report["problems"]
     assert problem.startswith("targets.t.checkpoint: ") and "no weights" in problem
 
 
 def test_a_missing_file_ends_with_status_2_and_its_field(models, tmp_path):
-    wrong = said(models, checkpoint=str(tmp_path / "nowhere"))
+    wrong = fields(models, checkpoint=str(tmp_path / "nowhere"))
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(wrong))
     done = subprocess.run(
         [sys.executable, "-m", "cluster.cli", "check", str(tmp_path / "c.yaml")], capture_output=True, text=True
@@ -120,7 +120,7 @@ def test_a_missing_file_ends_with_status_2_and_its_field(models, tmp_path):
     assert done.returncode == 2 and "targets.t.checkpoint: " in done.stderr
 
 
-def test_the_version_names_what_arithmetic_depends_on_and_imports_none_of_it():
+def test_version_lists_the_numeric_libraries_without_importing_them():
     code = "import sys; from cluster import cli; cli.app(['--version'], standalone_mode=False); "
     code += "assert not {'torch', 'transformers', 'ray'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint is said by the field that names it, before anything starts."""
+"""Checkpoint errors name the configuration's field, before anything starts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cluster.sessions import MemorySessions
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    """A pair whose files are all there, with as little in them as can be."""
+    """A pair with all its files, each with minimal contents."""
     for name, kind in (("target", "llama"), ("mamba", "mamba")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({"model_type": kind, "vocab_size": 64}))
@@ -32,12 +32,12 @@ def config(tmp_path: Path) -> Config:
     return pair_config(tmp_path / "target", [tmp_path / "mamba"])
 
 
-def test_a_pair_whose_files_are_there_passes(config: Config):
+def test_a_pair_with_all_files_passes(config: Config):
     check_checkpoints(config)
 
 
 @pytest.mark.parametrize(
-    "file, field, said",
+    "file, field, reason",
     [
         ("target/config.json", "targets.target.checkpoint", "config.json"),
         ("target/model.safetensors", "targets.target.checkpoint", "no weights, neither model.safetensors"),
@@ -50,9 +50,9 @@ def test_a_pair_whose_files_are_there_passes(config: Config):
         ("mamba/model.safetensors", "drafters.mamba.checkpoint", "no weights, neither model.safetensors"),
     ],
 )
-def test_a_missing_file_is_named(config: Config, tmp_path: Path, file: str, field: str, said: str):
+def test_a_missing_file_is_named(config: Config, tmp_path: Path, file: str, field: str, reason: str):
     (tmp_path / file).unlink()
-    with pytest.raises(BadRequest, match=said) as refused:
+    with pytest.raises(BadRequest, match=reason) as refused:
         check_checkpoints(config)
     assert refused.value.field == field
 
@@ -67,7 +67,7 @@ def test_a_missing_file_is_named(config: Config, tmp_path: Path, file: str, fiel
     ],
     ids=["certify", "context", "baselines", "costly"],
 )
-def test_a_model_that_the_library_would_load_as_another_is_compared_with_nothing(config: Config, tmp_path: Path, use):
+def test_mamba_in_llama_is_refused_where_answers_are_compared_with_the_library(config: Config, tmp_path: Path, use):
     (tmp_path / "target" / "mamba_config.json").write_text("{}")
     check_checkpoints(config)
     with pytest.raises(BadRequest, match="is a Mamba-in-Llama, which transformers has no class for"):
@@ -83,7 +83,7 @@ def test_a_missing_shard_is_named(config: Config, tmp_path: Path):
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"model_type": "llama"}'], ids=["cut", "list", "no-vocabulary"])
-def test_a_configuration_that_is_none_is_refused(config: Config, tmp_path: Path, text: str):
+def test_an_invalid_configuration_file_is_refused(config: Config, tmp_path: Path, text: str):
     (tmp_path / "target" / "config.json").write_text(text)
     with pytest.raises(BadRequest, match=r"^targets\.target\.checkpoint: "):
         check_checkpoints(config)
@@ -96,16 +96,14 @@ def test_a_drafter_of_another_tokenizer_is_refused_with_the_first_ids_and_both_t
     assert refused.value.field == "drafters.mamba.checkpoint"
 
 
-def test_a_router_refuses_such_a_drafter_itself_as_serves_own_deployment_checks_nothing_before(
-    config: Config, tmp_path: Path
-):
-    """`serve deploy` and KubeRay start routers without `dendro serve`, which checks a configuration first."""
+def test_a_router_refuses_such_a_drafter_when_it_starts(config: Config, tmp_path: Path):
+    """`serve deploy` and KubeRay start routers without the checks of `dendro serve`."""
     (tmp_path / "mamba" / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "c": 1}}}')
     with pytest.raises(BadRequest, match="does not fit target target: .*1 is 'b' to the target"):
         Ingress(config, EdgePeers(), MemorySessions())
 
 
-def test_a_drafter_that_differs_in_padding_and_bytes_alone_passes(config: Config, tmp_path: Path):
+def test_a_drafter_that_differs_only_in_padding_and_bytes_passes(config: Config, tmp_path: Path):
     (tmp_path / "mamba" / "config.json").write_text('{"model_type": "mamba", "vocab_size": 72}')
     (tmp_path / "mamba" / "tokenizer.json").write_text('{ "model": {"vocab": {"b": 1, "a": 0}, "merges": []}}')
     check_checkpoints(config)

@@ -1,4 +1,4 @@
-"""The command: in this process against fakes, and `serve` in a process of its own, with real parts."""
+"""The command `dendro`: in this process with fakes; `serve` in a separate process with real parts."""
 
 from __future__ import annotations
 
@@ -45,67 +45,69 @@ def test_help_names_every_command(command: str):
 
 
 def test_help_of_generate_names_every_option():
-    said = CliRunner().invoke(cli.app, ["generate", "--help"], env={"COLUMNS": "200"}).stdout
+    output = CliRunner().invoke(cli.app, ["generate", "--help"], env={"COLUMNS": "200"}).stdout
     for option in ("address", "local", "session", "temperature", "top-k", "top-p", "seed", "speculation", "json"):
-        assert f"--{option} " in said
+        assert f"--{option} " in output
     for option in ("policy", "max-nodes", "draft-deadline-ms"):
-        assert f"--{option} " in said
+        assert f"--{option} " in output
 
 
 def test_help_of_training_names_every_option():
-    said = CliRunner().invoke(cli.app, ["train", "demo", "--help"], env={"COLUMNS": "200"}).stdout
+    output = CliRunner().invoke(cli.app, ["train", "demo", "--help"], env={"COLUMNS": "200"}).stdout
     for option in ("out", "minutes", "seed", "resume", "threads", "stop-after", "only"):
-        assert f"--{option} " in said
+        assert f"--{option} " in output
 
 
-def test_the_command_does_not_import_torch_and_sets_what_arithmetic_depends_on():
+def test_the_command_does_not_import_torch_and_sets_the_numeric_environment():
     show = "print('torch' in sys.modules, os.environ['MKL_CBWR'], os.environ['OMP_WAIT_POLICY'])"
     code = f"import cluster.cli, os, sys; {show}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "AUTO,STRICT", "passive"]
 
 
-async def test_generate_streams_the_text_alone_to_stdout(address: str):
+async def test_generate_writes_only_the_text_to_stdout(address: str):
     done = await run("generate", PROMPT, "--address", address, "--max-new-tokens", "20")
     assert done.exit_code == 0
     assert done.stdout == bytes(plain_answer(IDS, Sampling(), 20)).decode(errors="replace") + "\n"
     assert "tokens/s" in done.stderr
 
 
-async def test_generate_shows_the_account_of_the_answer(address: str):
+async def test_generate_prints_the_statistics_of_the_answer(address: str):
     words = ("--speculation", "1,1,1", "--max-new-tokens", "10", "--max-nodes", "3", "--draft-deadline-ms", "400")
     done = await run("generate", PROMPT, "--address", address, *words)
-    for said in (
+    for line in (
         "10 tokens in 3 rounds, 3.33 a round",
         "guesses: 9 drafted, 8 accepted, 1 discarded",
         "shapes, by fixed: (1,1,1) x 3",
         "tokens of a round: 2 in 1, 4 in 2 rounds",
     ):
-        assert said in done.stderr
+        assert line in done.stderr
 
 
 async def test_the_options_of_generate_reach_the_request(address: str):
     words = ("--policy", "paper_ucb", "--max-nodes", "3", "--draft-deadline-ms", "400", "--max-new-tokens", "9")
-    said = json.loads((await run("generate", PROMPT, "--address", address, "--json", *words)).stdout)
-    assert said["speculation"]["policy"] == "paper_ucb" and set(said["speculation"]["pulls"]) == {"off", "(1,1,1)"}
+    output = json.loads((await run("generate", PROMPT, "--address", address, "--json", *words)).stdout)
+    assert output["speculation"]["policy"] == "paper_ucb" and set(output["speculation"]["pulls"]) == {"off", "(1,1,1)"}
 
 
-async def test_generate_json_is_one_object_with_all_there_is_to_say(address: str):
+async def test_generate_json_is_one_object_with_all_fields(address: str):
     words = ("--temperature", "0.8", "--seed", "7", "--speculation", "2,1", "--max-new-tokens", "12", "--keep-session")
     done = await run("generate", PROMPT, "--address", address, "--json", *words)
-    said = json.loads(done.stdout)
-    assert said["token_ids"] == plain_answer(IDS, Sampling(temperature=0.8, seed=7), 12)
-    assert (said["seed"], said["finish"], said["completion_tokens"]) == (7, "length", 12)
-    assert set(said["speculation"]["pulls"]) == {"(2,1)"} and said["session"]
-    account = SpeculationStats(**{name: value for name, value in said["speculation"].items() if name != "tokens_per_s"})
-    assert account.rounds == len(said["rounds"]) and account.policy == "fixed"
+    output = json.loads(done.stdout)
+    assert output["token_ids"] == plain_answer(IDS, Sampling(temperature=0.8, seed=7), 12)
+    assert (output["seed"], output["finish"], output["completion_tokens"]) == (7, "length", 12)
+    assert set(output["speculation"]["pulls"]) == {"(2,1)"} and output["session"]
+    account = SpeculationStats(
+        **{name: value for name, value in output["speculation"].items() if name != "tokens_per_s"}
+    )
+    assert account.rounds == len(output["rounds"]) and account.policy == "fixed"
     assert account.drafted_tokens == account.accepted_tokens + account.discarded_tokens == 4 * account.rounds
-    two = await run("generate", " on", "--address", address, "--json", "--session", said["session"])
+    two = await run("generate", " on", "--address", address, "--json", "--session", output["session"])
     assert json.loads(two.stdout)["prompt_tokens"] == len(IDS) + 12 + 3
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "words, message",
     [
         (["generate", "x", "--address", "ADDRESS", "--temperature", "-1"], "temperature: "),
         (["generate", "x", "--address", "ADDRESS", "--speculation", "wide"], "speculation.shape: "),
@@ -116,24 +118,24 @@ async def test_generate_json_is_one_object_with_all_there_is_to_say(address: str
     ],
 )
 async def test_bad_input_is_one_line_and_status_2(
-    address: str, words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    address: str, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(sys, "argv", ["dendro", *(word.replace("ADDRESS", address) for word in words)])
     with pytest.raises(SystemExit) as ended:
         await asyncio.to_thread(cli.main)
     assert ended.value.code == 2
     shown = capsys.readouterr().err
-    assert said in shown and len(shown.splitlines()) == 1
+    assert message in shown and len(shown.splitlines()) == 1
 
 
-def test_serve_refuses_a_configuration_before_it_starts_anything():
+def test_serve_refuses_a_bad_configuration_before_starting_anything():
     words = [sys.executable, "-m", "cluster.cli", "serve", "nowhere.yaml"]
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.splitlines() == ["error: config: there is no file nowhere.yaml"]
 
 
-async def test_demo_shows_two_turns_what_the_policy_picked_and_what_was_restored(monkeypatch: pytest.MonkeyPatch):
+async def test_demo_shows_two_turns_with_chosen_shapes_and_restored_tokens(monkeypatch: pytest.MonkeyPatch):
     places = EdgePeers()
 
     @asynccontextmanager
@@ -164,7 +166,7 @@ def orphan():
     child.wait()
 
 
-async def test_demo_fails_where_a_process_is_left_behind(orphan: int, monkeypatch: pytest.MonkeyPatch):
+async def test_demo_fails_if_a_process_remains(orphan: int, monkeypatch: pytest.MonkeyPatch):
     @asynccontextmanager
     async def client(*_: object):
         yield LocalClient(ingress(EdgePeers()))
@@ -178,8 +180,8 @@ async def test_demo_fails_where_a_process_is_left_behind(orphan: int, monkeypatc
 @pytest.mark.cluster
 @pytest.mark.slow
 @pytest.mark.parametrize("number", few_of([signal.SIGTERM, signal.SIGINT], signal.SIGTERM))
-def test_a_signal_ends_serve_in_order(number, tmp_path):
-    """With status 0, and nothing that it started left behind; Ray would end the process itself on a SIGTERM."""
+def test_serve_ends_cleanly_on_a_signal(number, tmp_path):
+    """With status 0 and no remaining process; Ray's own handler would end the process on SIGTERM."""
     config = tmp_path / "cluster.yaml"
     target, drafter = DEMO_MODELS / "target", DEMO_MODELS / "mamba"
     config.write_text(

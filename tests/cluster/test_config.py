@@ -1,4 +1,4 @@
-"""Every mistake in a configuration is named by its path."""
+"""Errors in a configuration name the path of the field."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def load(tmp_path: Path):
     return load
 
 
-def test_a_good_file_is_read_whole(load, tmp_path: Path):
+def test_a_valid_file_is_read_completely(load, tmp_path: Path):
     (tmp_path / "models" / "target").mkdir(parents=True)
     config = load(GOOD)
     assert config.targets["demo"].checkpoint == tmp_path / "models" / "target"
@@ -41,27 +41,27 @@ def test_a_good_file_is_read_whole(load, tmp_path: Path):
     assert config.target_named("") == "demo"
 
 
-def test_a_tokenizer_lies_at_the_checkpoint_or_where_its_own_field_says(load, tmp_path: Path):
+def test_the_tokenizer_is_in_the_checkpoint_or_where_its_field_points(load, tmp_path: Path):
     (tmp_path / "y" / "z").mkdir(parents=True)
     config = load("targets: {t: {checkpoint: x, tokenizer: y/z}}\ndrafters: {d: {checkpoint: x}}")
     assert config.targets["t"].tokenizer_folder == tmp_path / "y" / "z"
     assert config.drafters["d"].tokenizer_folder == config.drafters["d"].checkpoint
 
 
-def test_arms_too_large_for_a_target_are_left_out_for_it(load):
+def test_arms_too_large_for_a_target_are_omitted_for_it(load):
     assert [str(arm) for arm in load(GOOD).arms_of("demo")] == ["off", "(1,1)"]
 
 
-def test_a_target_for_which_nobody_guesses_has_one_arm(load):
+def test_a_target_without_drafters_and_proposers_has_only_off(load):
     alone = load("targets: {t: {checkpoint: x}}\nspeculation: {proposers: []}")
     assert alone.arms_of("t") == (LevelShape(()),)
 
 
 @pytest.mark.parametrize("drafters", ["{}", "{d: {checkpoint: x}}"])
 @pytest.mark.parametrize("proposers", ["[]", "[lookup]"])
-def test_a_target_has_the_arms_that_somebody_makes_for_it(load, drafters, proposers):
-    said = f"targets: {{t: {{checkpoint: x}}}}\ndrafters: {drafters}\nspeculation: {{proposers: {proposers}"
-    arms = load(f"{said}, arms: ['(2,1)', 'off', proposed(7)]}}").arms_of("t")
+def test_a_target_has_only_the_arms_that_its_drafters_and_proposers_can_make(load, drafters, proposers):
+    text = f"targets: {{t: {{checkpoint: x}}}}\ndrafters: {drafters}\nspeculation: {{proposers: {proposers}"
+    arms = load(f"{text}, arms: ['(2,1)', 'off', proposed(7)]}}").arms_of("t")
     wanted = ["(2,1)"] * (drafters != "{}") + ["off"] + ["proposed(7)"] * (proposers != "[]")
     assert [str(arm) for arm in arms] == wanted
 
@@ -97,7 +97,7 @@ def test_a_target_has_the_arms_that_somebody_makes_for_it(load, drafters, propos
     ],
     ids=lambda value: None,
 )
-def test_a_mistake_is_named_by_its_path(load, text: str, field: str):
+def test_an_error_names_the_path_of_its_field(load, text: str, field: str):
     with pytest.raises(BadRequest) as refused:
         load(text)
     assert refused.value.field == field
@@ -119,14 +119,14 @@ def test_a_pair_is_named_after_its_folders():
     assert config.targets["big"].dtype == "float32" and config.redis.memory_mb == 9
 
 
-def test_workers_of_a_sharded_target_must_take_something(load):
-    said = "targets: {big: {checkpoint: x, tensor_parallel: 2, resources: {cpu: 0}}}"
+def test_workers_of_a_sharded_target_must_request_a_resource(load):
+    text = "targets: {big: {checkpoint: x, tensor_parallel: 2, resources: {cpu: 0}}}"
     with pytest.raises(BadRequest, match="resources: are all zero"):
-        load(said)
-    assert load(said.replace("cpu: 0", "cpu: 0, gpu: 1")).targets["big"].resources.bundle == {"GPU": 1.0}
+        load(text)
+    assert load(text.replace("cpu: 0", "cpu: 0, gpu: 1")).targets["big"].resources.bundle == {"GPU": 1.0}
 
 
-def test_a_sharded_replica_asks_for_a_bundle_for_each_of_its_workers(load):
+def test_a_sharded_replica_requests_one_bundle_per_worker(load):
     from cluster.app import build
 
     config = load("targets: {big: {checkpoint: x, tensor_parallel: 3, resources: {cpu: 2, custom: {verifier: 1}}}}")
@@ -134,11 +134,11 @@ def test_a_sharded_replica_asks_for_a_bundle_for_each_of_its_workers(load):
     assert deployment._replica_config.placement_group_bundles == [{"CPU": 2.0, "verifier": 1.0}] * 3
 
 
-def test_a_password_comes_from_the_environment_alone(load):
-    said = "targets: {big: {checkpoint: x}}\nredis: {url: 'rediss://cache:6380/1', password_variable: SECRET}"
-    redis = load(said).redis
+def test_a_password_is_accepted_only_from_the_environment(load):
+    text = "targets: {big: {checkpoint: x}}\nredis: {url: 'rediss://cache:6380/1', password_variable: SECRET}"
+    redis = load(text).redis
     assert redis.address({"SECRET": "p/w@rd"}) == "rediss://:p%2Fw%40rd@cache:6380/1"
     with pytest.raises(BadRequest, match="there is no SECRET"):
         redis.address({})
     with pytest.raises(BadRequest, match="password_variable"):
-        load(said.replace("cache", "user:secret@cache"))
+        load(text.replace("cache", "user:secret@cache"))

@@ -44,7 +44,7 @@ def untrained(name: TargetName | DrafterName, seed: int) -> PreTrainedModel:
 
 @pytest.fixture
 def library(tmp_path: Path) -> Path:
-    """A standard library of a few files, some of which do not belong in the corpus."""
+    """A standard library of a few files, some of which are not for the corpus."""
     files = {
         "heapq.py": b"def heappush(heap, item):\n    pass\n",
         "abc.py": b"class ABC:\r\n    pass\r\n",
@@ -92,7 +92,7 @@ def test_rows_depend_on_seed_and_step_alone_and_labels_are_one_ahead() -> None:
     assert len(first_epoch.unique()) == len(first_epoch)
 
 
-def test_prompts_are_deterministic_of_the_asked_length_and_spread_over_modules() -> None:
+def test_prompts_are_deterministic_have_the_requested_length_and_spread_over_modules() -> None:
     for length in (16, 128, 256):
         prompts = held_out_prompts(48, length)
         assert prompts == held_out_prompts(48, length)
@@ -104,7 +104,7 @@ def test_prompts_are_deterministic_of_the_asked_length_and_spread_over_modules()
     assert tokenizer.encode(prompts[0].text).ids == list(prompts[0].token_ids)
 
 
-def test_prompts_refuse_what_they_cannot_give() -> None:
+def test_prompts_that_are_too_long_or_too_many_are_refused() -> None:
     with pytest.raises(ValueError, match="at most 256"):
         held_out_prompts(1, 257)
     with pytest.raises(ValueError, match="not 1000"):
@@ -129,7 +129,7 @@ def test_repeated_4grams_counts_those_that_occurred_before() -> None:
 
 
 def test_emitted_per_round_replays_ranks_through_a_shape() -> None:
-    # Shape (2,1): round one accepts ranks 1, 0 and adds the token of rank 5; round two stops at rank 2 at once.
+    # Shape (2,1): round one accepts ranks 1 and 0 and emits the token of rank 5; round two accepts nothing at rank 2.
     assert emitted_per_round([[1, 0, 5, 2, 9, 9]], (2, 1)) == pytest.approx((3 + 1) / 2)
     assert emitted_per_round([[0] * 11], (1, 1, 1, 1)) == 5
 
@@ -152,7 +152,9 @@ def test_shipped_checkpoints_stay_under_their_share_of_the_repository() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_exported_model_says_what_the_trained_one_said(name: TargetName | DrafterName, tmp_path: Path) -> None:
+def test_an_exported_model_has_the_probabilities_of_the_trained_one(
+    name: TargetName | DrafterName, tmp_path: Path
+) -> None:
     model = untrained(name, seed=1)
     export(model, tmp_path / name, MODELS / "target" / "tokenizer.json")
     token_ids = torch.randint(VOCABULARY, (1, 40), generator=torch.Generator().manual_seed(0))
@@ -176,7 +178,7 @@ def test_a_grown_model_begins_as_the_drafter_it_grew_from_and_all_of_it_learns()
     torch.testing.assert_close(got, expected, rtol=0, atol=0.02)  # the norms' epsilon weighs more in a wider model
     optimizer = torch.optim.SGD(large.parameters(), lr=0.1)
     torch.nn.functional.cross_entropy(got[:, :-1].flatten(0, 1), token_ids[:, 1:].flatten()).backward()
-    optimizer.step()  # a new layer that writes zeros gets its first gradient where it writes, and then elsewhere
+    optimizer.step()  # a new layer's zero output weights get a gradient first, its other weights after a step
     optimizer.zero_grad()
     torch.nn.functional.cross_entropy(
         large.lm_head(StudentForward(large)(token_ids))[:, :-1].flatten(0, 1), token_ids[:, 1:].flatten()
@@ -195,7 +197,7 @@ def test_answers_written_with_a_cache_are_those_of_the_whole_text(name: TargetNa
     assert torch.equal(answers.texts[:, 128:], guesses)
 
 
-def test_a_finished_stage_is_skipped_and_another_seed_refused(tmp_path: Path) -> None:
+def test_a_finished_stage_is_skipped_and_another_seed_is_refused(tmp_path: Path) -> None:
     plan = TrainingPlan(minutes=1, seed=7, out=tmp_path, device=CPU)
     plan.work.mkdir()
     plan.done_file("corpus").write_text("{}")
@@ -206,7 +208,7 @@ def test_a_finished_stage_is_skipped_and_another_seed_refused(tmp_path: Path) ->
         train_demo(tmp_path, minutes=1, seed=8, threads=threads, stop_after="corpus")
 
 
-def test_one_model_is_trained_alone_for_all_minutes_with_the_vocabulary_that_is_there(
+def test_one_model_is_trained_alone_for_all_minutes_with_the_vocabulary_of_the_folder(
     tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from cluster.demo import train

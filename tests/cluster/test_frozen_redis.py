@@ -1,4 +1,4 @@
-"""A Redis that freezes in the middle of a call costs a request its budget, once. Behind a real server."""
+"""A Redis that freezes during a call costs a request the budget of one call. With a real server."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from cluster.state_store import RedisStates
 
 BUDGET_S = 1.0
 SOON_S = 4.0
-"""Far more than the budget of one call, and less than redis-py waits for a server that does not answer (5 s)."""
+"""Far above the budget of one call, and below redis-py's own timeout of 5 s."""
 RECORD = Record((1, 2), 0, 0, (2,), 1, "m", "t", ())
 
 
 @asynccontextmanager
 async def freezing(url: str, word: bytes):
-    """The server's address behind a proxy that passes nothing on once a command holds `word`."""
-    path = urlsplit(url).path  # of its socket
+    """The server's address behind a proxy that forwards no answer once a command contains `word`."""
+    path = urlsplit(url).path  # the socket's
     frozen = asyncio.Event()
     writers: list[asyncio.StreamWriter] = []
 
-    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, asks: bool) -> None:
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, asks: bool) -> None:
         while data := await reader.read(1 << 16):
             if asks and word in data:
                 frozen.set()
-                writer.write(data)  # the server executes it, and its answer is dropped
+                writer.write(data)  # executed by the server; its answer is dropped
                 continue
             if not frozen.is_set():
                 writer.write(data)
@@ -38,7 +38,7 @@ async def freezing(url: str, word: bytes):
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there, back = await asyncio.open_unix_connection(path)
         writers.extend((writer, back))
-        await asyncio.gather(pass_on(reader, back, True), pass_on(there, writer, False), return_exceptions=True)
+        await asyncio.gather(forward(reader, back, True), forward(there, writer, False), return_exceptions=True)
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     try:
@@ -56,10 +56,10 @@ def redis_url():
 
 
 @pytest.mark.parametrize("word", [b"WATCH", b"MULTI", b"dendro:session:"], ids=["WATCH", "MULTI", "the record's key"])
-async def test_a_store_that_freezes_in_a_write_costs_its_budget_and_no_more(redis_url, word):
+async def test_a_store_that_freezes_in_a_write_costs_one_budget(redis_url, word):
     async with freezing(redis_url, word) as (url, frozen):
         sessions = RedisSessions(url, ttl_s=60, budget_s=60)
-        token = await sessions.new_token("")  # connects, which takes a busy machine longer than a budget
+        token = await sessions.new_token("")  # connect first: on a busy machine that takes longer than a budget
         sessions.budget_s = BUDGET_S
         with pytest.raises(PeerLost):
             async with asyncio.timeout(SOON_S):
@@ -67,7 +67,7 @@ async def test_a_store_that_freezes_in_a_write_costs_its_budget_and_no_more(redi
         assert frozen.is_set()
 
 
-async def test_a_store_that_freezes_at_the_first_word_costs_one_budget_for_all_round_trips(redis_url):
+async def test_a_store_that_freezes_at_the_first_command_costs_one_budget_for_all_round_trips(redis_url):
     async with freezing(redis_url, b"dendro:session-secret") as (url, frozen):
         sessions = RedisSessions(url, ttl_s=60, budget_s=BUDGET_S)
         with pytest.raises(PeerLost):
@@ -76,7 +76,7 @@ async def test_a_store_that_freezes_at_the_first_word_costs_one_budget_for_all_r
         assert frozen.is_set()
 
 
-async def test_a_state_that_is_asked_of_a_frozen_store_is_a_miss_in_time(redis_url):
+async def test_reading_a_state_from_a_frozen_store_is_a_miss_within_the_budget(redis_url):
     async with freezing(redis_url, b"GET") as (url, frozen):
         states = RedisStates(url, ttl_s=60, budget_s=BUDGET_S)
         async with asyncio.timeout(SOON_S):

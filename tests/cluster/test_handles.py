@@ -1,4 +1,4 @@
-"""Whatever befalls the peers, the tokens are the plain ones. Over real sockets, with fakes behind them."""
+"""Lost, late, lying or failing peers change no token. Over real sockets, with fake engines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dendro.internal.v1 import calls_pb2, verifier_pb2
 from dendro.shapes import OFF, TreeShape
 from dendro.text import Finish, Sampling, Text
 from dendro.tree import DraftTree
-from fakes import END, VOCABULARY, FakeDrafter, FakePool, FakeVerifier, FarPool, new_text, plain
+from fakes import END, VOCABULARY, FakeDrafter, FakePool, FakeVerifier, RemotePool, new_text, plain
 from sockets import drafter_at, end, process, until, verifier_at
 from tree_layers.checkpoint import Facts
 from tree_layers.tokens import TokenTable
@@ -38,7 +38,7 @@ CHAIN = TreeShape.parse("(1,1,1)")
 
 @dataclass
 class Ran:
-    """What a run of the loop came to."""
+    """The result of a run of the loop."""
 
     text: Text
     drafter: DrafterHandle
@@ -47,13 +47,13 @@ class Ran:
 
     @property
     def asked(self) -> int:
-        """Rounds that found the drafter ready: the first may begin before."""
+        """Rounds that found the drafter open: the first may begin before that."""
         return len(self.lengths) - self.drafter.fallbacks["opening"]
 
 
 async def run(text, drafters, verifiers, policy=None, pace=None, each=None, gate=None, drafting=None, **options) -> Ran:
-    """The loop over handles of our own; `each` is called after every round with its number. `drafting` are options of
-    the drafter's handle, `options` of the verifier's."""
+    """Run the loop over new handles; `each` is called after every round with its number. `drafting` are options of the
+    drafter's handle, `options` of the verifier's."""
     pace = pace or Pace()
     verifier = VerifierHandle(text, verifiers, pace, **options)
     drafter = DrafterHandle(drafters, pace, verifier, gate=gate, **(drafting or {}))
@@ -70,7 +70,7 @@ async def run(text, drafters, verifiers, policy=None, pace=None, each=None, gate
 
 @asynccontextmanager
 async def pair(drafter: FakeDrafter, verifier: FakeVerifier):
-    """Pools of both, behind sockets."""
+    """Pools of both engines behind sockets."""
     async with AsyncExitStack() as stack:
         _, drafters = await stack.enter_async_context(drafter_at(drafter))
         _, verifiers = await stack.enter_async_context(verifier_at(verifier))
@@ -83,10 +83,10 @@ def is_plain(ran: Ran) -> bool:
 
 
 @dataclass
-class Crowd:
-    """Who runs beside a request."""
+class Gate:
+    """The gate of a request's drafter; a test sets `guesses`."""
 
-    guesses: bool = True
+    speculates: bool = True
     openings: int = 0
     open: bool = False
 
@@ -98,15 +98,15 @@ class Crowd:
 
 
 PATIENT = {"adaptive": False, "longest_s": 60.0}
-"""Options of a drafter's handle whose rounds wait for their drafts, however busy the machine is."""
+"""Options of a drafter's handle whose rounds wait for their drafts on a busy machine."""
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=2**63 + 5)], ids=["greedy", "warm"])
 @pytest.mark.parametrize("shape", ["off", "(1,1,1)", "(3,2,1)"])
-async def test_near_and_far_give_the_plain_answer(sampling, shape):
+async def test_local_and_remote_peers_give_the_plain_answer(sampling, shape):
     for near in (True, False):
-        drafter, verifier, gate = FakeDrafter(), FakeVerifier(), Crowd()
-        if shape != "off":  # the first round finds the drafter ready
+        drafter, verifier, gate = FakeDrafter(), FakeVerifier(), Gate()
+        if shape != "off":  # the verifier opens after the drafter, so the first round has a tree
             verifier.before_opened = partial(until, lambda c=gate: c.openings and not c.open)
         text = new_text(sampling=sampling)
         options = {"policy": Static(TreeShape.parse(shape)), "gate": gate, "drafting": PATIENT}
@@ -122,7 +122,7 @@ async def test_near_and_far_give_the_plain_answer(sampling, shape):
         assert ran.drafter.fallbacks.total() == 0
 
 
-async def test_a_frame_carries_the_calls_of_many_requests():
+async def test_a_frame_contains_the_calls_of_several_requests():
     verifier = FakeVerifier(pause_s=0.01)
     async with pair(FakeDrafter(), verifier) as (drafters, verifiers):
         texts = [new_text((token, 2, 3)) for token in range(16)]
@@ -133,29 +133,29 @@ async def test_a_frame_carries_the_calls_of_many_requests():
         assert stream.calls > 2 * stream.frames
 
 
-async def test_a_text_whose_trees_are_no_longer_wanted_when_a_verifier_is_leased_opens_no_drafter():
-    gate = Crowd()
+async def test_no_drafter_is_opened_while_the_gate_is_closed_when_the_verifier_is_leased():
+    gate = Gate()
 
-    async def come_and_go(round_number: int) -> None:
-        gate.guesses = round_number >= 5
+    async def open_gate_after_5(round_number: int) -> None:
+        gate.speculates = round_number >= 5
 
     drafter = FakeDrafter()
     async with pair(drafter, FakeVerifier()) as (drafters, verifiers):
         verifier_leased = verifiers.lease
 
-        async def lease():  # the others come while this one waits for its verifier
-            gate.guesses = False
+        async def lease():  # the gate closes while this request waits for its verifier
+            gate.speculates = False
             return await verifier_leased()
 
         verifiers.lease = lease
-        ran = await run(new_text(), drafters, verifiers, each=come_and_go, gate=gate)
+        ran = await run(new_text(), drafters, verifiers, each=open_gate_after_5, gate=gate)
     assert is_plain(ran)
     assert ran.drafter.fallbacks["unwanted"] == 5 and ran.lengths[:5] == [1] * 5
-    assert ran.drafter.leases == 1 and max(ran.lengths) > 1, "and one when they are again"
+    assert ran.drafter.leases == 1 and max(ran.lengths) > 1, "opened when the gate opens again"
     assert gate.openings == 1 and not gate.open
 
 
-async def test_the_clock_splits_a_round():
+async def test_call_times_divide_a_round_into_work_queue_and_hop():
     async with pair(FakeDrafter(), FakeVerifier(pause_s=0.005)) as pools:
         ran = await run(new_text(), *pools)
     clock = ran.verifier.clock
@@ -164,7 +164,7 @@ async def test_the_clock_splits_a_round():
     assert clock.hop_us > 0
 
 
-async def test_a_late_draft_costs_its_deadline_and_no_token():
+async def test_a_late_draft_costs_at_most_its_deadline_and_changes_no_token():
     drafter = FakeDrafter()
 
     async def slow_from_the_third(number: int) -> None:
@@ -180,11 +180,11 @@ async def test_a_late_draft_costs_its_deadline_and_no_token():
         ran = await run(new_text(count=200), *pools, each=slow_from_the_third)
     assert is_plain(ran)
     assert ran.drafter.fallbacks["late"] >= 1 and ran.drafter.fallbacks["busy"] >= 1
-    assert ran.lengths[-20:] != [1] * 20, "it drafts again"
-    assert drafter.opens == 1, "the peer kept its state"
+    assert ran.lengths[-20:] != [1] * 20, "drafts arrive again"
+    assert drafter.opens == 1, "the drafter still has the text"
 
 
-async def test_a_drafter_that_forgets_is_opened_again():
+async def test_a_drafter_that_forgot_the_text_is_opened_again_under_the_same_lease():
     drafter = FakeDrafter()
 
     async def forget(number: int) -> None:
@@ -194,7 +194,7 @@ async def test_a_drafter_that_forgets_is_opened_again():
     async with pair(drafter, FakeVerifier()) as pools:
         ran = await run(new_text(count=100), *pools, each=forget)
     assert is_plain(ran) and ran.drafter.fallbacks["stale"] == 1 and drafter.opens == 2
-    assert ran.drafter.leases == 1, "under the same lease"
+    assert ran.drafter.leases == 1
     assert drafter.held == {}
 
 
@@ -207,7 +207,7 @@ async def test_a_drafter_that_forgets_is_opened_again():
     ],
     ids=["another root", "past the vocabulary", "deeper than asked"],
 )
-async def test_three_malformed_trees_end_a_drafters_part_in_the_request(spoilt):
+async def test_after_three_malformed_trees_a_request_asks_for_no_more_drafts(spoilt):
     drafter = FakeDrafter()
     drafter.spoil = spoilt
     async with pair(drafter, FakeVerifier()) as pools:
@@ -217,11 +217,11 @@ async def test_three_malformed_trees_end_a_drafters_part_in_the_request(spoilt):
     assert ran.drafter.fallbacks["struck"] == ran.asked - 3
 
 
-async def test_bytes_that_are_no_tree_are_a_malformed_tree(monkeypatch):
+async def test_a_message_that_is_not_a_tree_counts_as_a_malformed_tree(monkeypatch):
     spoil = stream.DRAFTER.answer_from
 
     def garbled(message):
-        if message.WhichOneof("said") == "tree":
+        if message.WhichOneof("answer") == "tree":
             message.tree.parents[0] = 3
         return spoil(message)
 
@@ -236,18 +236,18 @@ def _fields(kind: stream.PeerKind) -> dict:
     return {name: getattr(kind, name) for name in ("rounds", "frame", "call_message", "answer_from")}
 
 
-class Suspicious(FakeVerifier):
+class RefusingVerifier(FakeVerifier):
     """Refuses every tree with guesses."""
 
     async def verify(self, call: VerifyCall):
         if call.tree.guesses:
-            raise BadRequest("tree.tokens", "I do not like it")
+            raise BadRequest("tree.tokens", "refused by the test")
         return await super().verify(call)
 
 
-async def test_a_tree_that_the_verifier_refuses_is_a_strike_and_costs_no_token():
-    async with pair(FakeDrafter(), Suspicious()) as pools:
-        patient = {"longest_s": 60, "adaptive": False}  # a late draft would be no tree to refuse
+async def test_a_tree_that_the_verifier_refuses_counts_as_malformed_and_changes_no_token():
+    async with pair(FakeDrafter(), RefusingVerifier()) as pools:
+        patient = {"longest_s": 60, "adaptive": False}  # a late draft would leave the verifier no tree to refuse
         ran = await run(new_text(), *pools, drafting=patient)
     assert is_plain(ran) and ran.drafter.fallbacks["struck"] == ran.asked - 3
     assert ran.verifier.reopened == 0 and ran.verifier.moves == 0
@@ -266,16 +266,16 @@ FACTS = Facts(
 )
 
 
-async def test_a_drafter_of_another_tokenizer_than_its_target_is_used_where_its_facts_are_the_routers():
-    """Whether the two fit was decided by their facts, before anything started."""
+async def test_a_drafter_with_another_tokenizer_than_its_target_is_used_if_its_facts_are_the_routers():
+    """Whether the pair fits was checked by their facts before the cluster started."""
     drafter = FakeDrafter(tokenizer="another", facts_digest="toy-facts")
     async with pair(drafter, FakeVerifier()) as pools:
         ran = await run(new_text(), *pools, drafting={"facts": FACTS})
     assert is_plain(ran) and drafter.calls > 0 and not ran.drafter.fallbacks["mismatch"]
-    assert drafter.vocabularies == {VOCABULARY}  # of the target, sent with the opening
+    assert drafter.vocabularies == {VOCABULARY}  # the target's, sent with the opening
 
 
-async def test_a_drafter_that_was_loaded_from_another_checkpoint_is_asked_for_nothing(caplog):
+async def test_a_drafter_loaded_from_another_checkpoint_gets_no_call(caplog):
     drafter = FakeDrafter(tokenizer="another", facts_digest="other-facts")
     async with pair(drafter, FakeVerifier()) as pools:
         ran = await run(new_text(), *pools, drafting={"facts": FACTS})
@@ -284,7 +284,7 @@ async def test_a_drafter_that_was_loaded_from_another_checkpoint_is_asked_for_no
     assert "loaded from another checkpoint: its tokenizer is another" in caplog.text
 
 
-async def test_a_verifier_that_was_loaded_from_another_checkpoint_gets_no_text(caplog):
+async def test_a_verifier_loaded_from_another_checkpoint_gets_no_text(caplog):
     caplog.set_level("INFO", "dendro.peers")
     verifier = FakeVerifier(facts_digest="other-facts")
     async with pair(FakeDrafter(), verifier) as pools:
@@ -294,9 +294,9 @@ async def test_a_verifier_that_was_loaded_from_another_checkpoint_gets_no_text(c
     assert "loaded from another checkpoint: its tokenizer is toy-tokens" in caplog.text
 
 
-async def test_a_drafter_that_is_not_used_is_given_back_and_taken_again():
+async def test_an_idle_drafter_is_released_and_leased_again_when_a_tree_is_chosen():
     class Pauses(Static):
-        """Off for so long that the lease is given back, then a chain again."""
+        """Chooses `off` until the lease is released, then a chain again."""
 
         def __init__(self) -> None:
             self.round = 0
@@ -318,8 +318,8 @@ async def test_a_drafter_that_is_not_used_is_given_back_and_taken_again():
     assert held[20] == 1 and held[37] == 0 and held[-1] == 1 and max(ran.lengths[-10:]) > 1
 
 
-class Late(Static):
-    """A chain after so many rounds of off."""
+class LateChain(Static):
+    """Chooses a chain after `after` rounds of `off`."""
 
     def __init__(self, after: int) -> None:
         self.left = after
@@ -329,7 +329,7 @@ class Late(Static):
         return CHAIN if self.left < 0 else OFF
 
 
-async def test_a_text_that_never_wants_a_tree_neither_leases_nor_opens_nor_closes_a_drafter():
+async def test_a_request_without_a_drafted_shape_leases_opens_and_closes_no_drafter():
     drafter = FakeDrafter()
     async with pair(drafter, FakeVerifier()) as pools:
         ran = await run(new_text(), *pools, policy=Static(OFF))
@@ -337,7 +337,7 @@ async def test_a_text_that_never_wants_a_tree_neither_leases_nor_opens_nor_close
     assert (drafter.opens, drafter.closes, drafter.calls) == (0, 0, 0)
 
 
-async def test_a_drafter_is_opened_when_a_tree_is_first_wanted_and_no_round_waits_for_that():
+async def test_a_drafter_first_needed_in_a_later_round_is_opened_without_a_round_waiting_for_it():
     drafter = FakeDrafter()
     drafter.open_pause_s = 0.05
     opens: list[int] = []
@@ -347,23 +347,23 @@ async def test_a_drafter_is_opened_when_a_tree_is_first_wanted_and_no_round_wait
         opens.append(drafter.opens)
 
     async with pair(drafter, FakeVerifier()) as pools:
-        ran = await run(new_text(count=100), *pools, policy=Late(10), each=look)
+        ran = await run(new_text(count=100), *pools, policy=LateChain(10), each=look)
     assert is_plain(ran) and ran.drafter.leases == 1
     assert opens[9] == 0 and opens[-1] == 1
     assert ran.drafter.fallbacks["opening"] >= 1 and max(ran.lengths[-10:]) > 1
     assert ran.drafter.saved == len(ran.text) - 1
 
 
-async def test_no_drafter_at_all_is_plain_decoding():
+async def test_without_a_drafter_replica_every_round_is_plain_decoding():
     async with verifier_at(FakeVerifier()) as (_, verifiers):
-        ran = await run(new_text(), FarPool("drafter", []), verifiers)
+        ran = await run(new_text(), RemotePool("drafter", []), verifiers)
     assert is_plain(ran) and set(ran.lengths) == {1} and ran.drafter.fallbacks["opening"] == 40
 
 
-async def test_a_drafter_whose_process_dies_costs_the_speculation_and_a_later_lease_brings_it_back():
+async def test_a_killed_drafter_costs_only_speculation_until_another_is_leased():
     first, address = await process("drafter")
     second, other = await process("drafter")
-    drafters = FarPool("drafter", [address])
+    drafters = RemotePool("drafter", [address])
 
     async def kill(number: int) -> None:
         if number == 5:
@@ -372,7 +372,7 @@ async def test_a_drafter_whose_process_dies_costs_the_speculation_and_a_later_le
 
     try:
         verifier = FakeVerifier(pause_s=0.005)
-        verifier.open_pause_s = 1.0  # the first round finds the drafter open
+        verifier.open_pause_s = 1.0  # so the first round finds the drafter open
         async with verifier_at(verifier) as (_, verifiers):
             ran = await run(new_text(count=400), drafters, verifiers, each=kill)
     finally:
@@ -384,26 +384,26 @@ async def test_a_drafter_whose_process_dies_costs_the_speculation_and_a_later_le
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
-async def test_a_verifier_whose_process_is_gone_costs_time_and_no_token(sign):
+async def test_a_killed_or_frozen_verifier_is_replaced_without_changing_a_token(sign):
     first, address = await process("verifier")
     second, other = await process("verifier")
-    verifiers = FarPool("verifier", [other, address])  # the first lease is of the second address
+    verifiers = RemotePool("verifier", [other, address])  # the first lease is of the second address
 
-    async def strike(number: int) -> None:
+    async def signal_verifier(number: int) -> None:
         if number == 3:
             os.kill(first.pid, sign)
 
     sampling = Sampling(temperature=0.7, seed=11)
     try:
         async with drafter_at(FakeDrafter()) as (_, drafters):
-            ran = await run(new_text(sampling=sampling), drafters, verifiers, each=strike, step_s=1.0)
+            ran = await run(new_text(sampling=sampling), drafters, verifiers, each=signal_verifier, step_s=1.0)
     finally:
         await verifiers.streams.close()
         await end(first, second)
     assert is_plain(ran) and len(ran.text.answer) == 40 and ran.verifier.moves == 1
 
 
-async def test_a_verifier_that_forgets_is_opened_again_where_it_is():
+async def test_a_text_that_its_verifier_forgot_is_opened_again_at_the_same_replica():
     verifier = FakeVerifier()
 
     async def forget(number: int) -> None:
@@ -426,8 +426,8 @@ OTHER_FACTS = {
 }
 
 
-class Saying(FakeVerifier):
-    """Has other facts in its hello."""
+class OtherFactsVerifier(FakeVerifier):
+    """Overrides facts in its hello."""
 
     def __init__(self, **facts: object) -> None:
         super().__init__()
@@ -442,8 +442,8 @@ def test_every_fact_of_a_target_is_tested():
 
 
 @pytest.mark.parametrize("fact", TARGET_FACTS)
-async def test_a_request_does_not_go_on_where_a_fact_of_the_target_differs(fact):
-    first, other = FakeVerifier(), Saying(**{fact: OTHER_FACTS[fact]})
+async def test_a_text_is_not_opened_at_a_verifier_with_a_different_target_fact(fact):
+    first, other = FakeVerifier(), OtherFactsVerifier(**{fact: OTHER_FACTS[fact]})
     async with AsyncExitStack() as stack:
         _, drafters = await stack.enter_async_context(drafter_at(FakeDrafter()))
         replica, pool = await stack.enter_async_context(verifier_at(first))
@@ -461,8 +461,8 @@ async def test_a_request_does_not_go_on_where_a_fact_of_the_target_differs(fact)
     assert other.opens == 0
 
 
-async def test_a_text_that_moves_to_a_verifier_of_tighter_limits_is_tried_elsewhere():
-    """Its refusal is no fault of the request, which another verifier of the same target took."""
+async def test_a_text_refused_by_a_verifier_of_tighter_limits_is_opened_at_another():
+    """The refusal is not the request's fault: another verifier of the same target accepted it."""
 
     class Tight(FakeVerifier):
         async def open(self, call: OpenCall):
@@ -478,41 +478,41 @@ async def test_a_text_that_moves_to_a_verifier_of_tighter_limits_is_tried_elsewh
         async def lose(number: int) -> None:
             if number == 2:
                 await (await pool.streams.to(replica.address)).close()
-                in_turn = others if pool.leases % 2 else others[::-1]  # the next lease is of the tight one
+                in_turn = others if pool.leases % 2 else others[::-1]  # the next lease is of `tight`
                 pool.addresses = [each.address for each in in_turn]
 
         ran = await run(new_text(), drafters, pool, each=lose)
     assert is_plain(ran) and (tight.opens, roomy.opens) == (1, 1)
 
 
-class Failing(FakeVerifier):
-    """Fails inside."""
+class FailingVerifier(FakeVerifier):
+    """Fails in every round."""
 
     async def verify(self, call: VerifyCall):
-        raise RuntimeError("of the inside")
+        raise RuntimeError("internal detail")
 
 
-async def test_a_verifier_that_fails_everywhere_ends_the_request_and_frees_both_peers():
-    drafter, verifier = FakeDrafter(), Failing()
+async def test_a_second_failed_round_ends_the_request_and_frees_both_peers():
+    drafter, verifier = FakeDrafter(), FailingVerifier()
     async with pair(drafter, verifier) as pools:
         with pytest.raises(EngineFailed) as failed:
             await run(new_text(), *pools)
         await until(lambda: not drafter.held and not verifier.held)
-    assert "inside" not in str(failed.value)
+    assert "internal detail" not in str(failed.value)
 
 
 class FailingToOpen(FakeVerifier):
-    """Fails inside with every text."""
+    """Fails in every opening."""
 
     async def open(self, call: OpenCall):
         self.opens += 1
-        raise EngineFailed("verifier: of the inside")
+        raise EngineFailed("verifier: internal detail")
 
 
 @pytest.mark.parametrize("near", [True, False], ids=["near", "far"])
-async def test_a_text_whose_opening_fails_twice_at_the_same_verifier_is_tried_no_more(near):
+async def test_a_second_failed_opening_ends_the_request(near):
     verifier = FailingToOpen()
-    async with asyncio.timeout(20):  # a third of the patience
+    async with asyncio.timeout(20):  # of a patience of 60 s
         with pytest.raises(EngineFailed):
             if near:
                 await run(new_text(), FakePool(FakeDrafter()), FakePool(verifier))
@@ -522,9 +522,9 @@ async def test_a_text_whose_opening_fails_twice_at_the_same_verifier_is_tried_no
     assert verifier.opens == 2
 
 
-async def test_a_round_and_an_opening_that_fail_end_the_request_and_a_verdict_between_faults_does_not():
-    class Moody(FakeVerifier):
-        """Fails in some calls, by number: openings and rounds counted together."""
+async def test_two_faults_in_a_row_end_the_request_and_faults_with_a_verdict_between_do_not():
+    class SometimesFailing(FakeVerifier):
+        """Fails in the calls with these numbers; openings and rounds count together."""
 
         def __init__(self, *faults: int) -> None:
             super().__init__()
@@ -533,7 +533,7 @@ async def test_a_round_and_an_opening_that_fail_end_the_request_and_a_verdict_be
         def fail_now(self) -> None:
             self.number += 1
             if self.number in self.faults:
-                raise EngineFailed("verifier: of the inside")
+                raise EngineFailed("verifier: internal detail")
 
         async def open(self, call: OpenCall):
             self.fail_now()
@@ -544,22 +544,22 @@ async def test_a_round_and_an_opening_that_fail_end_the_request_and_a_verdict_be
             return await super().verify(call)
 
     with pytest.raises(EngineFailed):
-        await run(new_text(), FakePool(FakeDrafter()), FakePool(both := Moody(4, 5)))
+        await run(new_text(), FakePool(FakeDrafter()), FakePool(both := SometimesFailing(4, 5)))
     assert both.number == 5
-    ran = await run(new_text(), FakePool(FakeDrafter()), FakePool(Moody(1, 4, 8)), Static(OFF))
+    ran = await run(new_text(), FakePool(FakeDrafter()), FakePool(SometimesFailing(1, 4, 8)), Static(OFF))
     assert is_plain(ran) and len(ran.text.answer) == 40
 
 
 @pytest.mark.parametrize("lie", [{"length": 9}, {"trimmed": 4}, {"ranks": (0,) * 5}], ids=str)
-async def test_a_verdict_whose_figures_are_of_no_tree_is_the_verifiers_fault(lie):
-    """An answer's account is made of them, and must add up."""
+async def test_a_verdict_whose_numbers_do_not_fit_the_tree_is_the_verifiers_fault(lie):
+    """The round account is computed from them, and its identities must hold."""
 
-    class Boasting(FakeVerifier):
+    class LyingVerdict(FakeVerifier):
         async def verify(self, call: VerifyCall):
             return replace(await super().verify(call), **lie)
 
     with pytest.raises(EngineFailed, match="its verdict has"):
-        await run(new_text(), FakePool(FakeDrafter()), FakePool(Boasting()))
+        await run(new_text(), FakePool(FakeDrafter()), FakePool(LyingVerdict()))
 
 
 @pytest.mark.parametrize(
@@ -570,9 +570,14 @@ async def test_a_verdict_whose_figures_are_of_no_tree_is_the_verifiers_fault(lie
         (lambda verdict: {"finish": Finish.LENGTH}, "finish length"),
         (lambda verdict: {"finish": None}, "finish None"),
     ],
-    ids=["a token past the vocabulary", "an end that is none", "a limit that is not reached", "no end at the limit"],
+    ids=[
+        "a token past the vocabulary",
+        "end of text without its token",
+        "a limit that is not reached",
+        "no end at the limit",
+    ],
 )
-async def test_a_verdict_with_a_token_or_an_end_that_cannot_be_is_the_verifiers_fault(lie, fault):
+async def test_a_verdict_with_an_impossible_token_or_finish_is_the_verifiers_fault(lie, fault):
     class Lying(FakeVerifier):
         async def verify(self, call: VerifyCall):
             verdict = await super().verify(call)
@@ -593,7 +598,7 @@ async def test_a_client_that_leaves_frees_both_peers():
         await until(lambda: not drafter.held and not verifier.held)
 
 
-async def test_leaving_before_the_text_is_open_frees_it_too():
+async def test_a_client_that_leaves_before_the_text_is_open_frees_both_peers():
     drafter, verifier = FakeDrafter(), FakeVerifier()
     drafter.open_pause_s = verifier.open_pause_s = 30.0
     async with pair(drafter, verifier) as pools:
@@ -625,11 +630,11 @@ async def test_the_first_round_waits_for_the_drafter_no_longer_than_for_the_veri
         (9.0, 9.0, 3, 0.5),
     ],
 )
-def test_the_deadline_follows_what_is_usual(draft_level_s, verify_s, depth, deadline_s):
+def test_a_drafts_deadline_follows_usual_draft_and_round_times(draft_level_s, verify_s, depth, deadline_s):
     assert Pace(draft_level_s, verify_s).deadline_s(depth, 0.5) == pytest.approx(deadline_s)
 
 
-async def test_noise_on_the_wire_kills_neither_the_replica_nor_other_streams():
+async def test_corrupt_frames_end_neither_the_replica_nor_other_streams():
     verifier = FakeVerifier()
     rng = np.random.default_rng(3)
     good = verifier_pb2.VerifyFrame(
@@ -666,7 +671,7 @@ async def test_noise_on_the_wire_kills_neither_the_replica_nor_other_streams():
     [verifier_pb2.VerifyFrame(), verifier_pb2.VerifyFrame(greeting=calls_pb2.Greeting(protocol=PROTOCOL_VERSION + 1))],
     ids=["no greeting", "another protocol"],
 )
-async def test_a_stream_that_does_not_greet_is_refused(frame):
+async def test_a_stream_without_a_greeting_or_of_another_protocol_is_refused(frame):
     async with verifier_at(FakeVerifier()) as (replica, _), grpc.aio.insecure_channel(replica.address) as channel:
         method = channel.stream_stream(
             "/dendro.internal.v1.VerifierService/Rounds", request_serializer=verifier_pb2.VerifyFrame.SerializeToString
@@ -679,7 +684,7 @@ async def test_a_stream_that_does_not_greet_is_refused(frame):
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_an_opening_of_another_stream_is_not_found():
+async def test_a_call_for_an_opening_of_another_stream_is_not_found():
     async with verifier_at(FakeVerifier()) as (replica, pool):
         text = new_text()
         opening = Opening(await pool.lease(), text)
@@ -690,7 +695,7 @@ async def test_an_opening_of_another_stream_is_not_found():
         await thief.close()
 
 
-async def test_a_replica_says_when_it_is_healthy():
+async def test_a_replica_reports_its_health():
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     async with verifier_at(FakeVerifier()) as (replica, _), grpc.aio.insecure_channel(replica.address) as channel:

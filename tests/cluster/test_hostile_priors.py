@@ -1,4 +1,4 @@
-"""What clients choose freely is not remembered, or by their tenant alone, and no number in the store ends a request."""
+"""What clients choose freely is kept for their tenant alone or not at all; no number in the store fails a request."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ ARMS = with_chain_and_off([LevelShape((1, 1, 1)), LevelShape((2, 1))])
 WALK = list(b"walk")
 
 
-class PricedPlaces(EdgePeers):
-    """Whose steps and drafts take longer, the longer the text is. Its trees say how likely their guesses are."""
+class SlowPeers(EdgePeers):
+    """Steps and drafts take 1 s per token of the text. Trees have values."""
 
     def verifier(self, target, text):
         verifier = super().verifier(target, text)
         verify = verifier.verify
 
-        async def priced(text, tree):
+        async def slow_verify(text, tree):
             return replace(await verify(text, tree), verify_us=1_000_000 * len(text), step_rows=tree.rows)
 
-        verifier.verify = priced
+        verifier.verify = slow_verify
         return verifier
 
     def drafter(self, target, text, *terms):
         drafter = super().drafter(target, text, *terms)
         draft = drafter.draft
 
-        async def priced(text, shape):
+        async def slow_draft(text, shape):
             tree = await draft(text, shape)
             if not tree.guesses:
                 return tree
             return replace(tree, draft_us=1_000_000 * len(text), values=(-0.1 * tree.depths).astype(np.float32))
 
-        drafter.draft = priced
+        drafter.draft = slow_draft
         return drafter
 
 
-async def test_shapes_that_clients_fix_leave_nothing_in_what_a_router_remembers():
-    edge = ingress(PricedPlaces())
+async def test_shapes_that_clients_fix_are_not_kept_by_a_router():
+    edge = ingress(SlowPeers())
     for one in range(1, 8):
         for two in range(1, 8):
             fixed = pb.Speculation(mode=pb.Speculation.MODE_FIXED, shape=f"({one},{two})")
@@ -64,7 +64,7 @@ async def test_shapes_that_clients_fix_leave_nothing_in_what_a_router_remembers(
     assert all(not costs.draft and not costs.lengths and not costs.rows for costs in experience._by_load.values())
 
 
-async def test_what_a_policy_chose_is_remembered():
+async def test_shapes_that_a_policy_chose_are_kept():
     edge = ingress(EdgePeers())
     request = pb.GenerateRequest(text="walk", max_new_tokens=60)
     assert [event async for event in edge.generate(request)]
@@ -79,15 +79,15 @@ async def shapes_of(edge, tenant: str, prompt: str) -> list[str]:
 
 
 @pytest.mark.parametrize("prompt", ["walk " * 80, "walk"], ids=["longer", "the-same"])
-async def test_what_one_tenants_requests_cost_changes_no_choice_for_another(prompt: str):
-    alone, beside = ingress(PricedPlaces()), ingress(PricedPlaces())
+async def test_costs_of_one_tenants_requests_change_no_choice_for_another(prompt: str):
+    alone, beside = ingress(SlowPeers()), ingress(SlowPeers())
     for _ in range(5):
         await shapes_of(beside, "other", prompt)
     assert await shapes_of(beside, "acme", "walk") == await shapes_of(alone, "acme", "walk")
 
 
-async def test_a_tenants_own_requests_go_on_from_what_its_earlier_ones_cost():
-    edge = ingress(PricedPlaces())
+async def test_a_tenants_requests_share_their_costs():
+    edge = ingress(SlowPeers())
     played = [*await shapes_of(edge, "acme", "walk"), *await shapes_of(edge, "acme", "walk")]
     assert edge.experience["demo"].of("acme").costs.tried.total() == len(played)
 
@@ -98,7 +98,7 @@ def test_a_router_keeps_the_experience_of_a_bounded_number_of_tenants():
     assert experiences.of("0") is kept[0]
     experiences.of("another")
     assert len(experiences._by_tenant) == TENANTS
-    assert experiences.of("0") is kept[0] and experiences.of("1") is not kept[1], "the one that asked longest ago went"
+    assert experiences.of("0") is kept[0] and experiences.of("1") is not kept[1], "the least recently used was dropped"
 
 
 def learned() -> bytes:
@@ -109,15 +109,15 @@ def learned() -> bytes:
             plain = DraftTree.of(range(arm.rows), range(-1, arm.rows - 1))
             tree = replace(plain, draft_us=0 if arm.off else 100 + 300 * arm.depth)
             emitted = min(2, arm.rows)
-            came = Verdict((1,) * emitted, tuple(range(emitted)), (0,) * (emitted - 1), None, emitted, 10_000)
-            came = replace(came, step_rows=arm.rows)
-            notes.learn(arm, tree, came, experience.learn(arm, tree, came, 0.0))
-            experience.learn_time(arm, tree, came, 15_000)
+            found = Verdict((1,) * emitted, tuple(range(emitted)), (0,) * (emitted - 1), None, emitted, 10_000)
+            found = replace(found, step_rows=arm.rows)
+            notes.learn(arm, tree, found, experience.learn(arm, tree, found, 0.0))
+            experience.learn_time(arm, tree, found, 15_000)
     return pack_prior(Prior(notes.lengths, notes.ranks, experience.hints()))
 
 
 class Store:
-    """Has one blob for every kind of requests."""
+    """Returns one blob for every kind of request."""
 
     def __init__(self, blob: bytes) -> None:
         self.blob = blob
@@ -129,28 +129,28 @@ class Store:
         return True
 
 
-def numbers_of(said: object, path: tuple = ()) -> list[tuple]:
-    """The paths of every number in a JSON value."""
-    parts = said.items() if isinstance(said, dict) else enumerate(said) if isinstance(said, list) else ()
+def numbers_of(value: object, path: tuple = ()) -> list[tuple]:
+    """The paths of all numbers in a JSON value."""
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     found = [place for key, part in parts for place in numbers_of(part, (*path, key))]
-    return found if parts else [path] if isinstance(said, int | float) else []
+    return found if parts else [path] if isinstance(value, int | float) else []
 
 
-SAID = json.loads(learned())
-COSTS = [path for path in numbers_of(SAID) if path[0] == "costs"]
+CONTENT = json.loads(learned())
+COSTS = [path for path in numbers_of(CONTENT) if path[0] == "costs"]
 
 
 def changed(paths: list[tuple], number: object) -> bytes:
-    said = json.loads(json.dumps(SAID))
+    content = json.loads(json.dumps(CONTENT))
     for path in paths:
-        part = said
+        part = content
         for key in path[:-1]:
             part = part[key]
         part[path[-1]] = number
-    return json.dumps(said).encode()
+    return json.dumps(content).encode()
 
 
-async def answered(blob: bytes, policy: str) -> None:
+async def check_answer(blob: bytes, policy: str) -> None:
     edge = ingress(EdgePeers(), priors=Store(blob))
     request = pb.GenerateRequest(text="walk", max_new_tokens=20, speculation=pb.Speculation(policy=policy))
     tokens = [token async for event in edge.generate(request) for token in event.chunk.token_ids]
@@ -159,14 +159,14 @@ async def answered(blob: bytes, policy: str) -> None:
 
 @pytest.mark.parametrize("policy", ["ratio_ucb", "fullinfo", "thompson", "discounted_ucb", "ucbspec", "paper_ucb"])
 @pytest.mark.parametrize("number", [0, 1e15, 1e-300])
-async def test_costs_that_are_all_one_number_end_no_request(policy, number):
-    await answered(changed(COSTS, number), policy)
-    await answered(changed([path for path in COSTS if "tried" not in path and "texts" not in path], number), policy)
+async def test_costs_that_are_all_one_number_fail_no_request(policy, number):
+    await check_answer(changed(COSTS, number), policy)
+    await check_answer(changed([path for path in COSTS if "tried" not in path and "texts" not in path], number), policy)
 
 
 @settings(deadline=None, derandomize=True, max_examples=60)
-@given(st.lists(st.sampled_from(numbers_of(SAID)), min_size=1, max_size=4), st.data())
-def test_a_prior_of_any_numbers_is_missing_or_predicts_times_above_zero(paths, data):
+@given(st.lists(st.sampled_from(numbers_of(CONTENT)), min_size=1, max_size=4), st.data())
+def test_a_prior_of_any_numbers_counts_as_missing_or_predicts_times_above_zero(paths, data):
     number = data.draw(
         st.sampled_from([0, -1, 1e-300, 1e15, 1e16, 1e308, 2**70, True, None, "x", [], float("nan"), float("inf")])
         | st.floats()
@@ -183,14 +183,14 @@ def test_a_prior_of_any_numbers_is_missing_or_predicts_times_above_zero(paths, d
     assert policy.choose() in ARMS
 
 
-def test_a_prior_of_more_arms_than_a_router_has_is_missing():
+def test_a_prior_of_too_many_arms_counts_as_missing():
     shapes = {str(NodeShape((one, two))): [1.0, 1.0, 0.0] for one in range(2, 30) for two in range(1, 30)}
-    blob = json.dumps({**SAID, "lengths": shapes}).encode()
+    blob = json.dumps({**CONTENT, "lengths": shapes}).encode()
     assert len(blob) <= MAX_PRIOR_BYTES and len(shapes) > 256
     assert unpack_prior(blob) is None
 
 
-def test_a_step_that_took_no_time_is_missing():
-    (load,) = SAID["costs"]
+def test_a_prior_whose_steps_took_no_time_counts_as_missing():
+    (load,) = CONTENT["costs"]
     assert unpack_prior(changed([("costs", load, "step", "us")], 0)) is None
-    assert StepTime().at(8, 1) == 0, "none was measured"
+    assert StepTime().at(8, 1) == 0, "no step was measured"

@@ -1,4 +1,4 @@
-"""A request of any content is accepted or refused by the name of a field, for work that its size does not decide."""
+"""A request of any content is accepted, or refused by the name of a field, with bounded work."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from cluster.api.grpc import status_of
 from cluster.router.ingress import Ingress
 
 LINES = 12_000
-"""Python lines that admitting a request may execute: some for each of the MAX_LENGTH tokens that a text may have."""
+"""Python lines that admitting a request may execute: a few for each of the MAX_LENGTH tokens of a text."""
 HUGE = 200_000
 """Elements of a huge field; a loop over them in Python executes at least as many lines."""
 
 
 class CountedNumber(int):
-    """A number that counts the additions and multiplications it takes part in."""
+    """A number that counts its additions and multiplications."""
 
     operations = 0
 
-    def _counting(name):  # used while the class is made
+    def _counting(name):  # used in the class body
         def operate(self, other):
             CountedNumber.operations += 1
             return CountedNumber(getattr(int, name)(int(self), int(other)))
@@ -61,7 +61,7 @@ def test_a_shape_of_any_length_is_refused_within_a_fixed_number_of_operations(ki
     ],
 )
 @pytest.mark.parametrize("number", [10**4299, 10**5000, -(10**5000)], ids=["longest", "longer", "negative"])
-def test_a_number_of_a_shape_that_is_too_long_to_print_is_refused_by_name(make, number):
+def test_a_number_too_long_to_print_is_refused_by_its_place_in_the_shape(make, number):
     with pytest.raises(ValueError, match="^shape: ") as refused:
         make(number)
     assert len(str(refused.value)) < 500
@@ -88,7 +88,7 @@ HOSTILE_SHAPES = [
 
 
 @pytest.mark.parametrize("text", HOSTILE_SHAPES, ids=lambda text: ascii(text)[:20])
-def test_a_hostile_text_is_no_shape_and_its_error_is_short(text):
+def test_a_hostile_text_is_refused_as_a_shape_with_a_short_error(text):
     with pytest.raises(ValueError, match="^shape: ") as refused:
         TreeShape.parse(text)
     assert len(str(refused.value)) < 500
@@ -100,9 +100,9 @@ def test_a_hostile_text_is_no_shape_and_its_error_is_short(text):
     | st.lists(st.integers(-3, 10**30), max_size=70).map(lambda numbers: f"({','.join(map(str, numbers))})")
     | st.tuples(
         st.sampled_from(["nodes", "beam", "dynamic", "proposed", ""]), st.lists(st.integers(0, 70), max_size=80)
-    ).map(lambda said: f"{said[0]}({','.join(map(str, said[1]))})")
+    ).map(lambda shape: f"{shape[0]}({','.join(map(str, shape[1]))})")
 )
-def test_a_text_is_a_shape_of_at_most_64_rows_or_no_shape(text):
+def test_a_text_is_parsed_as_a_shape_of_at_most_64_rows_or_refused(text):
     try:
         shape = TreeShape.parse(text)
     except ValueError as error:
@@ -171,7 +171,7 @@ def test_a_huge_field_is_refused_by_its_name_within_a_fixed_number_of_lines(fiel
         assert isinstance(refused, NotFound)
     else:
         assert isinstance(refused, BadRequest) and refused.field == name
-    assert refused is not None and len(status_of(refused)[1]) <= 1100, "details travel in a header of 8 kB"
+    assert refused is not None and len(status_of(refused)[1]) <= 1100, "details are sent in a header of at most 8 kB"
 
 
 def test_the_longest_prompt_that_fits_is_admitted_within_the_same_number_of_lines():
@@ -181,7 +181,7 @@ def test_the_longest_prompt_that_fits_is_admitted_within_the_same_number_of_line
     assert isinstance(refused, BadRequest)
 
 
-def test_an_id_outside_the_vocabulary_is_named_by_its_place():
+def test_an_id_outside_the_vocabulary_is_refused_by_its_index():
     _, refused = admit(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 2, VOCABULARY, VOCABULARY + 1])))
     assert isinstance(refused, BadRequest) and refused.field == "prompt.token_ids[2]"
 
@@ -194,7 +194,7 @@ ids = st.lists(numbers, max_size=20) | st.sampled_from([[1] * MAX_LENGTH, [1] * 
 
 
 def _maybe(**fields):
-    """Some of the fields, each drawn from its strategy."""
+    """A subset of the fields, each drawn from its strategy."""
     return st.fixed_dictionaries({}, optional=fields)
 
 
@@ -219,8 +219,8 @@ requests = st.tuples(
         ).map(lambda fields: pb.Speculation(**fields)),
     ),
     st.just({})
-    | st.builds(lambda said: {"text": said}, texts)
-    | st.builds(lambda said: {"token_ids": pb.TokenIds(ids=said)}, ids),
+    | st.builds(lambda text: {"text": text}, texts)
+    | st.builds(lambda numbers: {"token_ids": pb.TokenIds(ids=numbers)}, ids),
 ).map(lambda parts: pb.GenerateRequest(**parts[0], **parts[1]))
 
 
@@ -239,7 +239,7 @@ def test_any_request_is_accepted_or_refused_by_the_name_of_a_field(request):
 
 
 @pytest.mark.parametrize("request_id", ["a\nb", "a b", "\u202eevil", "é", "\0", "x" * 129, "\x7f"], ids=ascii)
-def test_a_request_id_that_a_log_line_cannot_hold_is_refused_and_not_logged_as_it_is(request_id, caplog):
+def test_a_request_id_that_is_unsafe_in_a_log_line_is_refused_and_not_logged_verbatim(request_id, caplog):
     caplog.set_level("INFO", "dendro.router")
     _, refused = admit(_with(request_id=request_id))
     assert isinstance(refused, BadRequest) and refused.field == "request_id"

@@ -1,4 +1,4 @@
-"""Names on a hub: pinned once, fetched on every node as far as needed, and explained where they cannot be."""
+"""Checkpoints on a hub: pinned once, only needed files fetched on every node, errors explained."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def config_of(folder: Path, **entry: str) -> Config:
     ],
     ids=["single", "shards", "bin"],
 )
-def test_only_the_files_that_are_needed_are_asked_for(hub: SmallHub, tmp_path: Path, weights, wanted):
+def test_only_needed_files_are_requested(hub: SmallHub, tmp_path: Path, weights, wanted):
     commit = hub.commit(NAME, SMALL | UNWANTED | weights)
     target = fetched(config_of(tmp_path)).targets["t"]
     assert hub.asked_for() == {*SMALL, *wanted}
@@ -64,7 +64,7 @@ def test_only_the_files_that_are_needed_are_asked_for(hub: SmallHub, tmp_path: P
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_progress_is_shown_on_a_terminal_and_of_weights_alone(hub, tmp_path, monkeypatch, capsys, terminal):
+def test_progress_is_shown_only_for_weights_on_a_terminal(hub, tmp_path, monkeypatch, capsys, terminal):
     hub.commit(NAME, SMALL | {"model.safetensors": b"w"})
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
     disable_progress_bars()  # as loading a model does
@@ -75,7 +75,7 @@ def test_progress_is_shown_on_a_terminal_and_of_weights_alone(hub, tmp_path, mon
     assert ("Fetching" in capsys.readouterr().err) is terminal
 
 
-def test_a_router_asks_for_no_weights(hub: SmallHub, tmp_path: Path):
+def test_a_router_requests_no_weights(hub: SmallHub, tmp_path: Path):
     hub.commit(NAME, SMALL | {"model.safetensors": b"w"})
     fetched(config_of(tmp_path), weights=False)
     assert hub.asked_for() == {*SMALL}
@@ -93,10 +93,10 @@ def test_a_branch_that_moves_after_the_start_changes_no_replica(hub: SmallHub, t
     assert replicas.targets["t"].checkpoint.is_relative_to(tmp_path / "another node")
 
 
-def test_serves_own_file_names_the_commit(hub: SmallHub, tmp_path: Path):
+def test_serves_file_contains_the_commit(hub: SmallHub, tmp_path: Path):
     commit = hub.commit(NAME, SMALL)
-    said = {"targets": {"t": {"checkpoint": NAME}}, "redis": {"url": "redis://r"}, "grpc": {"port": 1}}
-    args = serve_config(pinned(Config.of(said, tmp_path)))["applications"][0]["args"]
+    fields = {"targets": {"t": {"checkpoint": NAME}}, "redis": {"url": "redis://r"}, "grpc": {"port": 1}}
+    args = serve_config(pinned(Config.of(fields, tmp_path)))["applications"][0]["args"]
     assert args["targets"]["t"] == {"checkpoint": NAME, "revision": commit}
 
 
@@ -113,7 +113,7 @@ def test_a_second_start_downloads_nothing_and_a_warm_cache_needs_no_network(hub:
 
 
 def test_an_interrupted_download_is_completed_by_the_next_start(hub: SmallHub, tmp_path: Path):
-    """Facts are read first: a router reads them also while another process of its node downloads the weights."""
+    """A router reads the facts while another process of its node downloads the weights."""
     model = {"config.json": b'{"model_type": "llama", "vocab_size": 8}'}
     model |= {"tokenizer.json": b'{"model": {"vocab": {"a": 0}}}'}
     hub.commit(NAME, model | INDEX | SHARDS)
@@ -129,7 +129,9 @@ def test_an_interrupted_download_is_completed_by_the_next_start(hub: SmallHub, t
     assert hub.asked_for() == {lost.name} and lost.read_bytes() == SHARDS[lost.name]
 
 
-def test_the_token_is_sent_and_a_gated_model_says_what_to_do_without(hub: SmallHub, tmp_path: Path, monkeypatch):
+def test_the_token_is_sent_and_without_it_the_error_of_a_gated_model_explains_what_to_do(
+    hub: SmallHub, tmp_path: Path, monkeypatch
+):
     hub.commit(NAME, SMALL | {"model.safetensors": b"w"}, gated=True)
     with pytest.raises(BadRequest, match=f"{NAME} is gated: accept its terms at .*{NAME}, and set HF_TOKEN") as refused:
         pinned(config_of(tmp_path))
@@ -139,33 +141,35 @@ def test_the_token_is_sent_and_a_gated_model_says_what_to_do_without(hub: SmallH
     assert {token for _, path, token in hub.requests[1:] if NAME in path} == {TOKEN}
 
 
-def test_what_is_neither_folder_nor_on_the_hub_is_refused_with_both_readings(hub: SmallHub, tmp_path: Path):
-    said = f"there is no folder {NAME} here, and as a name on the hub {hub.url} it is not there, or is private"
-    with pytest.raises(BadRequest, match=said) as refused:
+def test_a_checkpoint_found_neither_as_a_folder_nor_on_the_hub_is_refused_with_both_reasons(
+    hub: SmallHub, tmp_path: Path
+):
+    message = f"there is no folder {NAME} here, and as a name on the hub {hub.url} it is not there, or is private"
+    with pytest.raises(BadRequest, match=message) as refused:
         pinned(config_of(tmp_path))
     assert refused.value.field == "targets.t.checkpoint"
 
 
-def test_a_revision_that_is_not_there_is_refused_by_its_own_field(hub: SmallHub, tmp_path: Path):
+def test_an_unknown_revision_is_refused_by_its_field(hub: SmallHub, tmp_path: Path):
     hub.commit(NAME, SMALL)
     with pytest.raises(BadRequest, match="has no revision 'v9'") as refused:
         pinned(config_of(tmp_path, revision="v9"))
     assert refused.value.field == "targets.t.revision"
 
 
-def test_offline_with_a_cold_cache_says_so(hub: SmallHub, tmp_path: Path, monkeypatch):
+def test_an_offline_start_with_a_cold_cache_is_explained(hub: SmallHub, tmp_path: Path, monkeypatch):
     use(monkeypatch, hub.url, tmp_path / "cache", offline=True)
-    with pytest.raises(BadRequest, match="not whole in the cache .*, and HF_HUB_OFFLINE is set"):
+    with pytest.raises(BadRequest, match="not complete in the cache .*, and HF_HUB_OFFLINE is set"):
         pinned(config_of(tmp_path))
 
 
-def test_a_hub_that_does_not_answer_says_so(tmp_path: Path, monkeypatch):
+def test_a_hub_that_does_not_answer_is_explained(tmp_path: Path, monkeypatch):
     use(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache")
     with pytest.raises(BadRequest, match="there is no folder people/model here.*the hub does not answer"):
         pinned(config_of(tmp_path))
 
 
-def test_a_model_without_weights_that_we_read_says_what_it_has(hub: SmallHub, tmp_path: Path):
+def test_a_model_without_readable_weights_is_refused_with_its_files(hub: SmallHub, tmp_path: Path):
     hub.commit(NAME, SMALL | UNWANTED)
     with pytest.raises(BadRequest, match=r"no weights in .*; what it has ends in \.gguf") as refused:
         fetched(config_of(tmp_path))
@@ -173,12 +177,12 @@ def test_a_model_without_weights_that_we_read_says_what_it_has(hub: SmallHub, tm
 
 
 @pytest.mark.parametrize("library", ["httpx", "httpx2"])
-def test_errors_are_explained_whichever_http_library_the_installed_huggingface_hub_uses(monkeypatch, library: str):
-    """Versions 1 of it use httpx, versions 2 httpx2, and neither is a dependency of ours."""
+def test_errors_are_explained_with_httpx_and_with_httpx2(monkeypatch, library: str):
+    """huggingface_hub 1 uses httpx, 2 uses httpx2; neither is our dependency."""
     assert errors.HTTPError.__module__.partition(".")[0] in ("httpx", "httpx2")
-    monkeypatch.setitem(sys.modules, library, None)  # as where it is not installed
-    said = "targets.t.checkpoint: the hub .* failed while people/model was fetched: cut"
-    with pytest.raises(PeerLost, match=said), _explained("targets.t.checkpoint", NAME, "main"):
+    monkeypatch.setitem(sys.modules, library, None)  # as if not installed
+    message = "targets.t.checkpoint: the hub .* failed while people/model was fetched: cut"
+    with pytest.raises(PeerLost, match=message), _explained("targets.t.checkpoint", NAME, "main"):
         raise errors.HTTPError("cut")
 
 
@@ -189,7 +193,7 @@ def test_an_index_cannot_name_files_outside_its_folder(hub: SmallHub, tmp_path: 
         fetched(config_of(tmp_path))
 
 
-def test_an_existing_folder_wins_over_a_name_on_the_hub(hub: SmallHub, tmp_path: Path):
+def test_an_existing_folder_takes_precedence_over_the_hub(hub: SmallHub, tmp_path: Path):
     hub.commit(NAME, SMALL)
     (tmp_path / NAME).mkdir(parents=True)
     config = pinned(config_of(tmp_path))
@@ -199,7 +203,7 @@ def test_an_existing_folder_wins_over_a_name_on_the_hub(hub: SmallHub, tmp_path:
 
 
 @pytest.mark.parametrize("text", ["model", "a/b/c", "/a/b", "~/a"])
-def test_what_has_not_one_slash_is_a_folder(tmp_path: Path, text: str):
+def test_a_checkpoint_without_exactly_one_slash_is_a_folder(tmp_path: Path, text: str):
     assert Config.of({"targets": {"t": {"checkpoint": text}}}, tmp_path).targets["t"].checkpoint.is_absolute()
 
 
@@ -216,8 +220,8 @@ def test_a_tokenizer_on_the_hub_is_pinned_and_fetched_without_its_model(hub: Sma
 def test_a_worker_of_a_sharded_target_fetches_a_tokenizer_on_the_hub_for_a_checkpoint_in_a_folder(hub, tmp_path):
     commit = hub.commit("people/words", SMALL)
     (tmp_path / "model").mkdir()
-    said = {"checkpoint": "model", "tokenizer": "people/words", "tensor_parallel": 2}
-    target = pinned(Config.of({"targets": {"t": said}}, tmp_path)).targets["t"]
+    entry = {"checkpoint": "model", "tokenizer": "people/words", "tensor_parallel": 2}
+    target = pinned(Config.of({"targets": {"t": entry}}, tmp_path)).targets["t"]
     assert target.on_hub
     checkpoint, tokenizer = Worker().fetch("t", target)
     assert (checkpoint, tokenizer.name) == (tmp_path / "model", commit)
@@ -225,8 +229,8 @@ def test_a_worker_of_a_sharded_target_fetches_a_tokenizer_on_the_hub_for_a_check
 
 
 @pytest.mark.slow
-def test_a_pair_on_the_hub_is_served_by_the_environment_variables_that_its_users_know(tmp_path: Path):
-    """A process of its own: `huggingface_hub` reads them when it is imported."""
+def test_a_pair_on_the_hub_is_served_with_the_usual_hf_environment_variables(tmp_path: Path):
+    """In a separate process: `huggingface_hub` reads them when it is imported."""
     with small_hub() as hub:
         tiny_models.make_checkpoint(tmp_path / "made", "llama")
         hub.commit(NAME, tmp_path / "made", gated=True)

@@ -1,4 +1,4 @@
-"""A replica whose engine hangs in a step is found out: its texts go on at another one, and its leases end."""
+"""A replica whose engine hangs in a step is detected: its texts continue at another, and its leases end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dendro.serving import Leases
 from dendro.shapes import OFF
 from dendro.state import NoStates
 from dendro.text import Limits, Sampling, Text
-from fakes import FakeVerifier, FarPool, new_text, plain
+from fakes import FakeVerifier, RemotePool, new_text, plain
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from sockets import until, verifier_at
 from tiny_drafters import make_drafter
@@ -48,11 +48,11 @@ PROMPT = [(7 * at * at + 3 * at) % 256 for at in range(20)]
 COUNT = 12
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 DEADLINE_S = 20.0
-"""A test that waits longer has failed. Less than a round waits for its verdict (30 s) and an opening for its peer."""
+"""Timeout of these tests; below those of a round's verdict (30 s) and of an opening (120 s)."""
 
 
 class Blocked:
-    """Wraps a function that runs in an engine's thread; while `hanging`, a call of it waits for `go_on`."""
+    """Wraps a function of an engine's thread; while `hanging`, a call of it waits for `resume`."""
 
     def __init__(self, function) -> None:
         self._function = function
@@ -64,19 +64,19 @@ class Blocked:
             self._released.wait()
         return self._function(*arguments)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         self.hanging = False
         self._released.set()
 
 
 @asynccontextmanager
 async def in_time(run: Blocked):
-    """Fail after DEADLINE_S. The function goes on then, too: an engine that is stopped waits for its thread."""
+    """Fail after DEADLINE_S. The function is resumed in any case: stopping an engine waits for its thread."""
     try:
         async with asyncio.timeout(DEADLINE_S):
             yield
     finally:
-        run.go_on()
+        run.resume()
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def load(folder) -> VerifierEngine:
 
 @asynccontextmanager
 async def replicas(*engines: VerifierEngine):
-    """The engines behind sockets, each with leases; and a pool that takes the last of them first."""
+    """The engines behind sockets, each with leases; and a pool whose first lease is of the last of them."""
     async with AsyncExitStack() as stack:
         served = []
         for engine in engines:
@@ -108,16 +108,16 @@ async def replicas(*engines: VerifierEngine):
         async def lease_at(address: str) -> str:
             replica = next(each for each in served if each.address == address)
             answers = replica.lease()
-            said = await anext(answers)
+            lease = await anext(answers)
 
             async def hold() -> None:
                 async for _ in answers:
                     pass
 
             held.append(asyncio.create_task(hold()))
-            return said["lease"]
+            return lease["lease"]
 
-        pool = FarPool("verifier", [replica.address for replica in served], lease_at)
+        pool = RemotePool("verifier", [replica.address for replica in served], lease_at)
         try:
             yield served, pool
         finally:
@@ -125,7 +125,7 @@ async def replicas(*engines: VerifierEngine):
             _, leased = await asyncio.wait(held, timeout=DEADLINE_S)
             for lease in leased:
                 lease.cancel()
-            assert not leased, "a lease ends when the streams of its holder end"
+            assert not leased, "a lease ends when its holder's streams end"
 
 
 async def answered(pool, each=None) -> tuple[list[int], VerifierHandle]:
@@ -140,14 +140,12 @@ async def answered(pool, each=None) -> tuple[list[int], VerifierHandle]:
     return text.answer, handle
 
 
-async def test_a_text_whose_verifier_hangs_in_a_step_goes_on_at_another_one_and_the_hung_one_is_given_back(
-    monkeypatch, target
-):
+async def test_a_text_whose_verifier_hangs_continues_at_another_and_the_hung_one_is_released(monkeypatch, target):
     monkeypatch.setattr(serving, "FAULT_POLL_S", 0.05)
     well, hung = load(target), load(target)
     run = hung.runner.run = Blocked(hung.runner.run)
     async with replicas(well, hung) as ((_, replica), pool), in_time(run):
-        alone, _ = await answered(FarPool("verifier", [pool.addresses[0]], pool.lease_at))
+        alone, _ = await answered(RemotePool("verifier", [pool.addresses[0]], pool.lease_at))
         assert hung.fault() == "" and replica.stats()["calls"] == 0
 
         def hang() -> None:
@@ -162,20 +160,20 @@ async def test_a_text_whose_verifier_hangs_in_a_step_goes_on_at_another_one_and_
         async with grpc.aio.insecure_channel(replica.address) as channel:
             check = health_pb2_grpc.HealthStub(channel).Check
             assert (await check(health_pb2.HealthCheckRequest())).status == NOT_SERVING
-            run.go_on()
+            run.resume()
             await until(lambda: not hung.fault() and not hung.scheduler.sessions)
             await until(lambda: not replica._streams.fault)
-        assert hung.scheduler.memory.held == 0, "what was open when it hung was closed"
+        assert hung.scheduler.memory.held == 0, "its openings were closed"
 
 
-async def test_serves_health_check_fails_of_a_hung_engine(target):
+async def test_serves_health_check_fails_while_an_engine_hangs(target):
     engine = load(target)
     run = engine.runner.run = Blocked(engine.runner.run)
     run.hanging = True
     shell = SimpleNamespace(_engine=engine)
     await engine.start()
     replica = await serve_verifier(engine)
-    pool = FarPool("verifier", [replica.address])
+    pool = RemotePool("verifier", [replica.address])
     text = Text(PROMPT, Sampling(), Limits(len(PROMPT) + COUNT))
     handle = VerifierHandle(text, pool, Pace())
     try:
@@ -184,7 +182,7 @@ async def test_serves_health_check_fails_of_a_hung_engine(target):
         with pytest.raises(RuntimeError, match="has not come back"):
             await VerifierShell.check_health(shell)
     finally:
-        run.go_on()
+        run.resume()
         await handle.close(text)
         await pool.streams.close()
         await replica.stop()
@@ -199,7 +197,7 @@ async def test_a_drafter_that_hangs_in_a_forward_is_unhealthy_and_its_callers_ge
     run.hanging = True
     engine.start()
     replica = await serve_drafter(engine, fault=engine.fault)
-    pool = FarPool("drafter", [replica.address])
+    pool = RemotePool("drafter", [replica.address])
     try:
         text = Text([token % 90 for token in PROMPT], Sampling(), Limits(len(PROMPT) + COUNT))
         async with in_time(run):
@@ -220,12 +218,12 @@ async def broken(call) -> None:
 
 
 @pytest.mark.parametrize("close", [never, broken])
-async def test_a_second_hang_is_found_out_whatever_comes_of_closing_the_texts_of_the_first(monkeypatch, close):
+async def test_a_second_hang_is_detected_even_if_closing_the_texts_of_the_first_hangs_or_fails(monkeypatch, close):
     monkeypatch.setattr(serving, "FAULT_POLL_S", 0.02)
     engine, faults = FakeVerifier(), [""]
     engine.close = close
     replica = await serve_verifier(engine, fault=lambda: faults[-1])
-    pool = FarPool("verifier", [replica.address])
+    pool = RemotePool("verifier", [replica.address])
 
     async def noticed(fault: str) -> None:
         faults.append(fault)
@@ -244,9 +242,9 @@ async def test_a_second_hang_is_found_out_whatever_comes_of_closing_the_texts_of
 
 @asynccontextmanager
 async def answered_by_two(first: FakeVerifier, second: FakeVerifier):
-    """A text whose first lease is of the first, answered within 0.9 s of patience; its handle, and both replicas."""
+    """Answer a text, first leased at `first`, with a patience of 0.9 s; returns its handle and both replicas."""
     async with verifier_at(first) as (replica, pool), verifier_at(second) as (other, _):
-        pool.addresses = [other.address, replica.address]  # the pool's first lease is of its second address
+        pool.addresses = [other.address, replica.address]  # the first lease is of the second address
         text = new_text(count=10)
         handle = VerifierHandle(text, pool, Pace(), patience_s=0.9)
         async with asyncio.timeout(DEADLINE_S):
@@ -258,7 +256,7 @@ async def answered_by_two(first: FakeVerifier, second: FakeVerifier):
         yield replica, other
 
 
-async def test_a_text_whose_opening_takes_long_is_opened_at_a_second_replica_within_the_patience():
+async def test_a_slow_opening_is_tried_at_a_second_replica_within_the_patience():
     slow, well = FakeVerifier(), FakeVerifier()
     slow.open_pause_s = 1000.0
     async with answered_by_two(slow, well) as (replica, _):
@@ -266,7 +264,7 @@ async def test_a_text_whose_opening_takes_long_is_opened_at_a_second_replica_wit
         await until(lambda: not slow.held and not well.held and replica.stats()["open_openings"] == 0)
 
 
-async def test_a_slow_opening_that_is_answered_first_is_taken_and_the_second_one_closed():
+async def test_a_slow_opening_that_is_answered_first_is_used_and_the_second_one_closed():
     slow, slower = FakeVerifier(), FakeVerifier()
     slow.open_pause_s, slower.open_pause_s = 0.6, 1000.0
     async with answered_by_two(slow, slower) as (_, other):
@@ -274,8 +272,8 @@ async def test_a_slow_opening_that_is_answered_first_is_taken_and_the_second_one
         await until(lambda: other.stats()["open_openings"] == 0)
 
 
-async def test_a_slow_opening_is_not_begun_again_at_the_same_replica():
-    """Two openings of one text at one replica take its places and its time from each other."""
+async def test_a_slow_opening_is_not_repeated_at_the_same_replica():
+    """Two openings of one text at one replica would compete for its places and time."""
     slow = FakeVerifier()
     slow.open_pause_s = 0.7
     async with verifier_at(slow) as (replica, pool):
@@ -291,7 +289,7 @@ async def test_a_slow_opening_is_not_begun_again_at_the_same_replica():
 @pytest.mark.cluster
 @pytest.mark.long
 @pytest.mark.timeout(240)  # one start of Ray's processes and two of torch's, on two cores
-def test_serve_replaces_a_replica_whose_model_hangs_and_its_text_goes_on_at_the_new_one(tmp_path, monkeypatch):
+def test_serve_replaces_a_replica_whose_model_hangs_and_its_text_continues_at_the_new_one(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     folder, share, asked = tmp_path / "target", {"cpu": 0.1}, {"max_new_tokens": 300, "ignore_end": True}
     make_checkpoint(folder, "llama", 1)
@@ -319,6 +317,6 @@ def test_serve_replaces_a_replica_whose_model_hangs_and_its_text_goes_on_at_the_
         try:
             asyncio.run(use(address))
         finally:
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # else Serve waits for it to end by itself
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # else Serve waits until it ends
                 os.kill(int((tmp_path / "hung").read_text()), signal.SIGKILL)
             deploy.stop()

@@ -1,4 +1,4 @@
-"""The edge over a real socket, with fakes behind it."""
+"""The ingress over a real socket, with fake peers."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ CHAIN = pb.Speculation(mode=pb.Speculation.MODE_FIXED, shape="(1,)")
 
 
 @asynccontextmanager
-async def serving(places: EdgePeers | None = None, sessions: Sessions | None = None) -> AsyncIterator[str]:
-    server, address = await serve_plain(ingress(places or EdgePeers(), sessions))
+async def serving(peers: EdgePeers | None = None, sessions: Sessions | None = None) -> AsyncIterator[str]:
+    server, address = await serve_plain(ingress(peers or EdgePeers(), sessions))
     try:
         yield address
     finally:
@@ -45,14 +45,14 @@ async def serving(places: EdgePeers | None = None, sessions: Sessions | None = N
 
 
 @asynccontextmanager
-async def edge(places: EdgePeers | None = None, sessions: Sessions | None = None) -> AsyncIterator[AsyncClient]:
-    async with serving(places, sessions) as address, AsyncClient(address, attempts=2) as client:
+async def edge(peers: EdgePeers | None = None, sessions: Sessions | None = None) -> AsyncIterator[AsyncClient]:
+    async with serving(peers, sessions) as address, AsyncClient(address, attempts=2) as client:
         yield client
 
 
 @pytest.mark.parametrize("speculation", ["off", "auto", "(1,1,1)", "(2,1)", "3,2,1"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-async def test_an_answer_is_the_plain_one_whatever_the_speculation(speculation: str, temperature: float):
+async def test_no_speculation_setting_changes_a_token(speculation: str, temperature: float):
     async with edge() as client:
         done = await client.generate_text(
             PROMPT, speculation=speculation, temperature=temperature, seed=7, max_new_tokens=40
@@ -63,15 +63,15 @@ async def test_an_answer_is_the_plain_one_whatever_the_speculation(speculation: 
     assert (done.complete.prompt_tokens, done.complete.completion_tokens) == (len(IDS), 40)
 
 
-async def test_one_chunk_per_round_and_the_figures_add_up():
-    places = EdgePeers()
-    async with edge(places) as client:
+async def test_each_round_is_one_chunk_and_the_round_account_is_consistent():
+    peers = EdgePeers()
+    async with edge(peers) as client:
         done = await client.generate_text(PROMPT, speculation="(1,1,1)", max_new_tokens=10)
     stats = done.complete.speculation
     assert [len(part.token_ids) for part in done.rounds] == [4, 4, 2]
     assert [part.offset for part in done.rounds] == [0, 4, 8]
     assert {part.shape for part in done.rounds} == {"(1,1,1)"}
-    assert stats.rounds == places.rounds == 3 and stats.pulls == {"(1,1,1)": 3}
+    assert stats.rounds == peers.rounds == 3 and stats.pulls == {"(1,1,1)": 3}
     assert stats.emitted_tokens == 10 and stats.decode_tokens == 6 and stats.drafted_tokens == 9
     assert stats.emitted == {4: 2, 2: 1} and stats.cut_tokens == 2
     assert (stats.accepted_tokens, stats.discarded_tokens) == (8, 1)
@@ -79,10 +79,10 @@ async def test_one_chunk_per_round_and_the_figures_add_up():
     assert done.complete.target is not None and done.complete.target.processed_tokens == len(IDS) - 1
 
 
-async def test_a_lost_drafter_costs_the_speculation_and_no_token():
-    places = EdgePeers()
-    places.drafter_lost = True
-    async with edge(places) as client:
+async def test_a_lost_drafter_costs_only_speculation():
+    peers = EdgePeers()
+    peers.drafter_lost = True
+    async with edge(peers) as client:
         done = await client.generate_text(PROMPT, speculation="(2,1)", max_new_tokens=6)
     assert list(done.token_ids) == plain_answer(IDS, Sampling(), 6)
     assert done.complete.speculation.late_drafts == 6
@@ -123,7 +123,7 @@ async def test_a_drawn_seed_is_reported_and_gives_the_same_tokens_again():
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-async def test_bad_input_is_refused_by_the_name_of_its_field_and_the_server_goes_on(field: str, options: dict):
+async def test_bad_input_is_refused_by_the_name_of_its_field_and_the_next_request_works(field: str, options: dict):
     async with edge() as client:
         prompt = options.pop("prompt", PROMPT)
         with pytest.raises(BadRequest) as refused:
@@ -133,7 +133,7 @@ async def test_bad_input_is_refused_by_the_name_of_its_field_and_the_server_goes
 
 
 @pytest.mark.parametrize("field", ["resume.token_ids", "resume.token_ids[0]"])
-async def test_a_resume_that_cannot_be_is_refused(field: str):
+async def test_a_resume_with_impossible_tokens_is_refused(field: str):
     async with edge() as client:
         held = [VOCABULARY] if field.endswith("]") else [1] * 5
         request = pb.GenerateRequest(text=PROMPT, max_new_tokens=4, resume=resume_of(IDS, held))
@@ -142,9 +142,9 @@ async def test_a_resume_that_cannot_be_is_refused(field: str):
     assert refused.value.field == field
 
 
-async def test_every_error_carries_its_code_and_our_reason():
-    places = EdgePeers()
-    async with serving(places) as address, grpc.aio.insecure_channel(address) as channel:
+async def test_every_error_has_its_status_code_and_reason():
+    peers = EdgePeers()
+    async with serving(peers) as address, grpc.aio.insecure_channel(address) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
 
         async def fault(request: pb.GenerateRequest) -> tuple[grpc.StatusCode, str, str]:
@@ -153,30 +153,30 @@ async def test_every_error_carries_its_code_and_our_reason():
             trailing = dict(caught.value.trailing_metadata() or ())
             return caught.value.code(), caught.value.details() or "", str(trailing[REASON_KEY])
 
-        code, details, reason = await fault(pb.GenerateRequest(text=PROMPT, session="nobody"))
+        code, details, reason = await fault(pb.GenerateRequest(text=PROMPT, session="unknown"))
         assert (code, reason) == (grpc.StatusCode.NOT_FOUND, "session-unknown")
         code, details, reason = await fault(pb.GenerateRequest(text=""))
         assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "BadRequest") and details.startswith("prompt: ")
-        places.broken = True
+        peers.broken = True
         code, details, reason = await fault(pb.GenerateRequest(text=PROMPT))
         assert (code, reason) == (grpc.StatusCode.INTERNAL, "EngineFailed") and "secret" not in details
-        places.broken, places.dead = False, True
+        peers.broken, peers.dead = False, True
         code, details, reason = await fault(pb.GenerateRequest(text=PROMPT))
         assert (code, reason) == (grpc.StatusCode.UNAVAILABLE, "PeerLost")
 
 
-async def test_our_own_fault_is_not_tried_again():
-    places = EdgePeers()
-    places.broken = True
-    async with edge(places) as client:
+async def test_an_internal_error_is_not_retried():
+    peers = EdgePeers()
+    peers.broken = True
+    async with edge(peers) as client:
         with pytest.raises(EngineFailed):
             await client.generate_text(PROMPT)
-    assert places.rounds == 1
+    assert peers.rounds == 1
 
 
 @pytest.mark.parametrize("held", [0, 1, 7, 19, 20])
-async def test_a_resumed_stream_goes_on_with_the_same_tokens_and_text(held: int):
-    """At every cut: multi-byte characters are cut too, and their text must come once."""
+async def test_a_resumed_stream_continues_with_the_same_tokens_and_text(held: int):
+    """Cuts inside multi-byte characters included: their text must be sent once."""
     sampling = Sampling(temperature=1.0, seed=3)
     whole = plain_answer(IDS, sampling, 20)
     async with edge() as client:
@@ -197,8 +197,8 @@ async def test_a_resumed_stream_goes_on_with_the_same_tokens_and_text(held: int)
     assert events[-1].complete.usage.completion_tokens == 20
 
 
-async def test_a_router_that_dies_in_the_middle_of_an_answer_costs_no_token():
-    """The client goes on at another router on the same address, which knows nothing of the first."""
+async def test_a_client_whose_router_dies_gets_the_same_tokens_from_another():
+    """The other router has the same address and no state of the first."""
     sampling = Sampling(temperature=1.0, seed=5)
     here, there = EdgePeers(), EdgePeers()
     here.pause_s = 0.01
@@ -222,50 +222,50 @@ async def test_a_router_that_dies_in_the_middle_of_an_answer_costs_no_token():
     assert text == bytes(tokens).decode(errors="replace")
 
 
-async def test_a_client_that_leaves_stops_the_work_within_a_round_and_the_leases_go_back():
-    places = EdgePeers()
-    places.pause_s = 0.02
-    async with edge(places) as client:
+async def test_a_client_that_leaves_stops_the_work_within_a_round_and_releases_the_leases():
+    peers = EdgePeers()
+    peers.pause_s = 0.02
+    async with edge(peers) as client:
         async for event in client.generate(PROMPT, max_new_tokens=400, speculation="(1,)"):
             if isinstance(event, Round) and event.offset >= 2:
                 break
-        await asyncio.wait_for(places.all_closed.wait(), 10)
-        rounds = places.rounds
+        await asyncio.wait_for(peers.all_closed.wait(), 10)
+        rounds = peers.rounds
         await asyncio.sleep(0.1)
-        assert places.rounds == rounds < 20
-    assert {who for who, _ in places.closed} == {"drafter", "verifier"}
+        assert peers.rounds == rounds < 20
+    assert {kind for kind, _ in peers.closed} == {"drafter", "verifier"}
 
 
-async def test_rounds_do_not_wait_for_the_sending_of_chunks_nor_run_far_ahead_of_it():
-    places = EdgePeers()
-    events = ingress(places).generate(pb.GenerateRequest(text=PROMPT, max_new_tokens=100, speculation=OFF))
+async def test_rounds_run_while_chunks_are_sent_but_at_most_a_few_ahead():
+    peers = EdgePeers()
+    events = ingress(peers).generate(pb.GenerateRequest(text=PROMPT, max_new_tokens=100, speculation=OFF))
     kinds = [(await anext(events)).WhichOneof("event") for _ in range(2)]
     assert kinds == ["started", "chunk"]
-    await asyncio.sleep(0.1)  # nobody reads
-    assert 1 + AHEAD <= places.rounds <= 3 + AHEAD
+    await asyncio.sleep(0.1)  # without reading
+    assert 1 + AHEAD <= peers.rounds <= 3 + AHEAD
     rest = [event async for event in events]
-    assert places.rounds == len(rest) == 100
+    assert peers.rounds == len(rest) == 100
     assert rest[-1].WhichOneof("event") == "complete"
 
 
-async def test_an_orphan_ends_at_its_wall_clock_limit():
-    places = EdgePeers()
-    places.pause_s = 0.01
-    events = ingress(places, router={"request_timeout_s": 0.05}).generate(
+async def test_a_request_ends_at_its_time_limit():
+    peers = EdgePeers()
+    peers.pause_s = 0.01
+    events = ingress(peers, router={"request_timeout_s": 0.05}).generate(
         pb.GenerateRequest(text=PROMPT, max_new_tokens=400, speculation=CHAIN)
     )
     with pytest.raises(Exception, match="not done within"):
         [event async for event in events]
-    assert len(places.closed) == 2
+    assert len(peers.closed) == 2
 
 
 @pytest.mark.parametrize("keep", [False, True])
-async def test_an_answer_without_trees_takes_no_drafter_even_where_a_later_turn_may_want_its_state(keep: bool):
-    """Through real handles: a state that was not saved is only a miss, which the later turn computes."""
+async def test_an_answer_without_trees_leases_no_drafter_even_if_its_session_is_kept(keep: bool):
+    """With real handles: a later turn finds no saved state and processes the text."""
     drafter, verifier = fakes.FakeDrafter(), fakes.FakeVerifier()
     settings = config()
-    places = Peers(settings, {"demo": fakes.FakePool(verifier)}, {"mamba": fakes.FakePool(drafter)})
-    router = Ingress(settings, places, MemorySessions(), SERVED)
+    peers = Peers(settings, {"demo": fakes.FakePool(verifier)}, {"mamba": fakes.FakePool(drafter)})
+    router = Ingress(settings, peers, MemorySessions(), SERVED)
 
     async def turn(speculation: pb.Speculation, session: str = "") -> pb.GenerateComplete:
         ids = pb.TokenIds(ids=[5, 6, 7])
@@ -290,14 +290,14 @@ class NoPool:
 
 
 def toy_ingress(drafter: str, proposers: Sequence[str], arms: Sequence[str] = ()) -> Ingress:
-    """An ingress over real handles, whose drafter works, is dead, or is not there."""
+    """An ingress with real handles. drafter: "works", "dead" (no replica) or "none" (not configured)"""
     drafters = {"mamba": {"checkpoint": "mamba"}} if drafter != "none" else {}
-    # Each round asks for a tree, whatever the machine's pace.
+    # Without `off`, each round asks for a tree on a slow machine too.
     arms = arms or (["proposed(7)", "proposed(4)"] if drafter == "none" else ["(1,1,1)", "(2,1)"])
     settings = config(drafters=drafters, speculation={"proposers": list(proposers), "arms": list(arms)})
     pool = NoPool() if drafter == "dead" else fakes.FakePool(fakes.FakeDrafter())
-    places = Peers(settings, {"demo": fakes.FakePool(fakes.FakeVerifier())}, dict.fromkeys(drafters, pool))
-    return Ingress(settings, places, MemorySessions(), SERVED)
+    peers = Peers(settings, {"demo": fakes.FakePool(fakes.FakeVerifier())}, dict.fromkeys(drafters, pool))
+    return Ingress(settings, peers, MemorySessions(), SERVED)
 
 
 async def toy_answer(router: Ingress, speculation: pb.Speculation, count: int, temperature: float = 0.0):
@@ -311,30 +311,30 @@ async def toy_answer(router: Ingress, speculation: pb.Speculation, count: int, t
     return [token for event in events for token in event.chunk.token_ids], events[-1].complete.speculation
 
 
-def refrain(ids: Sequence[int], sampling: Sampling) -> int:
-    """A target that says the same eleven tokens again and again."""
+def repeating(ids: Sequence[int], sampling: Sampling) -> int:
+    """A target that repeats the same eleven tokens."""
     return (7 * len(ids)) % 11
 
 
 @pytest.mark.parametrize("drafter", ["works", "dead", "none"])
 @pytest.mark.parametrize("proposers", [(), ("lookup",), ("suffix",), ("lookup", "suffix")], ids="+".join)
-@pytest.mark.parametrize("target", [fakes.toy_token, refrain], ids=["any text", "refrain"])
+@pytest.mark.parametrize("target", [fakes.toy_token, repeating], ids=["any text", "repeating"])
 async def test_proposals_change_no_token_and_need_no_drafter(monkeypatch, drafter, proposers, target):
     monkeypatch.setattr(fakes, "toy_token", target)
     router, sampling = toy_ingress(drafter, proposers), Sampling(temperature=0.8, seed=3)
-    for _ in range(2):  # the second finds the first one's answer
+    for _ in range(2):  # in the second, proposers have the first answer
         tokens, stats = await toy_answer(router, pb.Speculation(), 200, 0.8)
         assert tokens == fakes.plain([5, 6, 7], 200, sampling)
     if drafter != "works":
         assert stats.late_drafts == (stats.rounds - stats.pulls["off"] if drafter == "dead" else 0)
-    if proposers and target is refrain:
+    if proposers and target is repeating:
         assert stats.rounds < 100
     if drafter != "works" and not proposers:
         assert stats.rounds == 200 and stats.drafted_tokens == 0
 
 
-async def test_a_client_who_names_a_shape_gets_that_shape_alone(monkeypatch):
-    monkeypatch.setattr(fakes, "toy_token", refrain)
+async def test_a_fixed_drafted_shape_gets_no_proposals(monkeypatch):
+    monkeypatch.setattr(fakes, "toy_token", repeating)
     one = pb.Speculation(mode=pb.Speculation.MODE_FIXED, shape="(1)")
     tokens, stats = await toy_answer(toy_ingress("works", ("lookup", "suffix")), one, 100)
     assert tokens == fakes.plain([5, 6, 7], 100)
@@ -345,9 +345,9 @@ async def test_a_client_who_names_a_shape_gets_that_shape_alone(monkeypatch):
         await toy_answer(toy_ingress("none", ("lookup", "suffix")), one, 100)
 
 
-async def test_a_router_asks_no_drafter_where_the_text_says_how_it_goes_on(monkeypatch):
-    """The second answer: by then the router knows what rounds of both kinds take."""
-    monkeypatch.setattr(fakes, "toy_token", refrain)
+async def test_no_drafter_is_asked_where_proposals_suffice(monkeypatch):
+    """In the second answer, when the costs of both kinds of rounds are measured."""
+    monkeypatch.setattr(fakes, "toy_token", repeating)
     router = toy_ingress("works", ("lookup",), ["proposed(15)", "(1,1,1)"])
     for _ in range(2):
         tokens, stats = await toy_answer(router, pb.Speculation(), 200)
@@ -355,8 +355,8 @@ async def test_a_router_asks_no_drafter_where_the_text_says_how_it_goes_on(monke
     assert stats.pulls["proposed(15)"] > stats.rounds / 2 and stats.rounds < 40
 
 
-async def test_proposals_alone_ask_no_drafter_and_are_told_as_what_was_asked(monkeypatch):
-    monkeypatch.setattr(fakes, "toy_token", refrain)
+async def test_a_fixed_proposed_shape_asks_no_drafter_and_is_counted_as_requested(monkeypatch):
+    monkeypatch.setattr(fakes, "toy_token", repeating)
     router = toy_ingress("works", ("lookup",))
     fixed = pb.Speculation(mode=pb.Speculation.MODE_FIXED, shape="proposed(5)")
     tokens, stats = await toy_answer(router, fixed, 100)
@@ -366,8 +366,8 @@ async def test_proposals_alone_ask_no_drafter_and_are_told_as_what_was_asked(mon
 
 
 @pytest.mark.parametrize("most", [0, 3, 5])
-async def test_proposals_keep_to_the_guesses_that_a_client_allows(monkeypatch, most):
-    monkeypatch.setattr(fakes, "toy_token", refrain)
+async def test_proposals_stay_within_max_nodes(monkeypatch, most):
+    monkeypatch.setattr(fakes, "toy_token", repeating)
     tokens, stats = await toy_answer(toy_ingress("none", ("lookup", "suffix")), pb.Speculation(max_nodes=most), 100)
     assert tokens == fakes.plain([5, 6, 7], 100)
     assert stats.drafted_tokens <= most * stats.rounds
@@ -375,11 +375,11 @@ async def test_proposals_keep_to_the_guesses_that_a_client_allows(monkeypatch, m
 
 
 async def test_handles_are_closed_with_the_whole_text_before_complete():
-    places = EdgePeers()
-    async for event in ingress(places).generate(pb.GenerateRequest(text=PROMPT, max_new_tokens=5)):
+    peers = EdgePeers()
+    async for event in ingress(peers).generate(pb.GenerateRequest(text=PROMPT, max_new_tokens=5)):
         if event.WhichOneof("event") == "complete":
-            assert sorted(places.closed) == sorted(
-                (who, (*IDS, *plain_answer(IDS, Sampling(), 5))) for who in ("drafter", "verifier")
+            assert sorted(peers.closed) == sorted(
+                (kind, (*IDS, *plain_answer(IDS, Sampling(), 5))) for kind in ("drafter", "verifier")
             )
 
 
@@ -402,9 +402,9 @@ async def sessions(request: pytest.FixtureRequest) -> AsyncIterator[Sessions]:
     await store.close()
 
 
-async def test_a_second_turn_goes_on_from_the_whole_text_with_the_sessions_seed(sessions: Sessions):
-    places = EdgePeers()
-    async with edge(places, sessions) as client:
+async def test_a_second_turn_continues_from_the_whole_text_with_the_sessions_seed(sessions: Sessions):
+    peers = EdgePeers()
+    async with edge(peers, sessions) as client:
         one = await client.generate_text(PROMPT, keep_session=True, temperature=1.0, max_new_tokens=9)
         two = await client.generate_text(" and", session=one.complete.session, temperature=1.0, max_new_tokens=9)
         three = await client.generate_text([5], session=one.complete.session, max_new_tokens=2)
@@ -412,8 +412,8 @@ async def test_a_second_turn_goes_on_from_the_whole_text_with_the_sessions_seed(
     text = [*IDS, *one.token_ids, *b" and"]
     assert two.started.seed == one.started.seed
     assert list(two.token_ids) == plain_answer(text, sampling, 9)
-    assert places.texts[1].marks == (len(IDS) + 9,)
-    assert places.texts[2].marks == (len(IDS) + 9, len(text) + 9)
+    assert peers.texts[1].marks == (len(IDS) + 9,)
+    assert peers.texts[2].marks == (len(IDS) + 9, len(text) + 9)
     assert three.complete.prompt_tokens == len(text) + 9 + 1
 
 
@@ -428,11 +428,11 @@ async def test_the_record_is_written_before_complete_is_sent(sessions: Sessions)
             assert record.version == 1
 
 
-async def test_of_two_turns_at_once_one_is_aborted(sessions: Sessions):
-    places = EdgePeers()
-    async with edge(places, sessions) as client:
+async def test_of_two_concurrent_turns_of_a_session_one_is_aborted(sessions: Sessions):
+    peers = EdgePeers()
+    async with edge(peers, sessions) as client:
         token = (await client.generate_text(PROMPT, keep_session=True, max_new_tokens=2)).complete.session
-        places.pause_s = 0.02
+        peers.pause_s = 0.02
         turns = await asyncio.gather(
             *(client.generate_text(f"{turn}", session=token, max_new_tokens=4) for turn in range(2)),
             return_exceptions=True,
@@ -441,32 +441,32 @@ async def test_of_two_turns_at_once_one_is_aborted(sessions: Sessions):
     assert any(isinstance(turn, Conflict) for turn in turns)
 
 
-async def test_an_unknown_and_a_foreign_session_get_the_same_answer(sessions: Sessions):
+async def test_an_unknown_session_and_one_of_another_tenant_give_the_same_error(sessions: Sessions):
     async with (
         serving(None, sessions) as address,
         AsyncClient(address, tenant="a") as ours,
         AsyncClient(address, tenant="b") as theirs,
     ):
         token = (await ours.generate_text(PROMPT, keep_session=True, max_new_tokens=2)).complete.session
-        said = set()
+        messages = set()
         for client, name in ((theirs, token), (ours, token[:-1] + "_"), (ours, "../x"), (ours, "a.b"), (ours, "é.é")):
             with pytest.raises(NotFound) as lost:
                 await client.generate_text(PROMPT, session=name)
-            said.add(str(lost.value))
-        assert len(said) == 1
+            messages.add(str(lost.value))
+        assert len(messages) == 1
         assert (await ours.generate_text("on", session=token, max_new_tokens=1)).token_ids
 
 
-async def test_an_answer_whose_complete_was_lost_is_told_from_the_record_without_a_round(sessions: Sessions):
-    places = EdgePeers()
-    async with edge(places, sessions) as client:
+async def test_an_answer_whose_complete_was_lost_is_read_from_the_record_without_a_round(sessions: Sessions):
+    peers = EdgePeers()
+    async with edge(peers, sessions) as client:
         token = (await client.generate_text(PROMPT, keep_session=True, max_new_tokens=2)).complete.session
         turn = {"session": token, "request_id": "turn-2", "max_new_tokens": 6}
         two = await client.generate_text(" on", **turn)
-        rounds = places.rounds
+        rounds = peers.rounds
         again = await client.generate_text(" on", **turn)
     assert again.token_ids == two.token_ids and again.text == two.text
-    assert again.complete.session == token and places.rounds == rounds
+    assert again.complete.session == token and peers.rounds == rounds
 
 
 async def test_a_session_cannot_change_its_model():
@@ -476,12 +476,12 @@ async def test_a_session_cannot_change_its_model():
             await client.generate_text(PROMPT, session=token, model="another")
 
 
-async def test_redis_killed_in_the_middle_of_an_answer_fails_no_request():
+async def test_killing_redis_during_an_answer_fails_no_request():
     with RedisServer(memory_mb=16) as redis:
         sessions = RedisSessions(redis.url, ttl_s=60, budget_s=0.2)
-        places = EdgePeers()
-        places.pause_s = 0.01
-        async with edge(places, sessions) as client:
+        peers = EdgePeers()
+        peers.pause_s = 0.01
+        async with edge(peers, sessions) as client:
             tokens = []
             async for event in client.generate(PROMPT, keep_session=True, max_new_tokens=12, speculation="off"):
                 if isinstance(event, Started):
@@ -495,14 +495,14 @@ async def test_redis_killed_in_the_middle_of_an_answer_fails_no_request():
 
 
 async def test_an_end_of_text_token_that_the_client_has_ends_a_resumed_answer():
-    places = EdgePeers()
+    peers = EdgePeers()
     request = pb.GenerateRequest(text=PROMPT, max_new_tokens=9, resume=resume_of(IDS, [65, END]))
-    events = [event async for event in ingress(places).generate(request)]
+    events = [event async for event in ingress(peers).generate(request)]
     assert [event.WhichOneof("event") for event in events] == ["started", "complete"]
-    assert events[-1].complete.finish_reason == pb.FINISH_REASON_END_OF_TEXT and places.rounds == 0
+    assert events[-1].complete.finish_reason == pb.FINISH_REASON_END_OF_TEXT and peers.rounds == 0
 
 
-# A resumed answer has the tokens of the answer that began, or is an error
+# Resumed answers: the tokens of the first attempt, or an error
 
 
 def token_ids_of(events: Sequence[pb.GenerateResponse]) -> list[int]:
@@ -510,7 +510,7 @@ def token_ids_of(events: Sequence[pb.GenerateResponse]) -> list[int]:
 
 
 def resume_after(started: pb.GenerateStarted, held: Sequence[int]) -> pb.Resume:
-    """What a client sends that got this `started`, and these tokens after it."""
+    """The resume of a client that received `started` and the tokens `held`."""
     return pb.Resume(
         token_ids=held,
         seed=started.seed,
@@ -541,8 +541,8 @@ async def first_turn(router: Ingress) -> str:
     return [event async for event in router.generate(request)][-1].complete.session
 
 
-async def test_a_turn_that_broke_does_not_go_on_after_another_turns_text(sessions: Sessions):
-    """Turn A breaks after 5 tokens, turn B completes: A's next tokens would answer another text than its first ones."""
+async def test_a_broken_turn_is_not_resumed_after_another_turn_was_written(sessions: Sessions):
+    """Turn A breaks after 5 tokens, turn B completes: A's next tokens would follow another text than its first ones."""
     router = ingress(EdgePeers(), sessions)
     token = await first_turn(router)
     stream, started, held = await begin(router, turn_of(token, " and", "A"), 5)
@@ -564,48 +564,48 @@ async def test_a_resume_after_another_text_is_aborted(changed: str):
         await anext(ingress(EdgePeers()).generate(pb.GenerateRequest(text=PROMPT, resume=resume)))
 
 
-async def test_an_answer_does_not_go_on_at_a_target_whose_weights_were_changed():
-    places = EdgePeers()
-    router = ingress(places)
+async def test_an_answer_is_not_resumed_at_a_target_with_other_weights():
+    peers = EdgePeers()
+    router = ingress(peers)
     request = pb.GenerateRequest(text=PROMPT, max_new_tokens=9, speculation=OFF)
     stream, started, held = await begin(router, request, 4)
     await stream.aclose()
-    places.hello = replace(HELLO, fingerprint="updated weights")
+    peers.hello = replace(HELLO, fingerprint="updated weights")
     request.resume.CopyFrom(resume_after(started, held))
-    rounds = places.rounds
-    with pytest.raises(Conflict, match="the target was changed"):
+    rounds = peers.rounds
+    with pytest.raises(Conflict, match="the target has changed"):
         await anext(router.generate(request))
-    await asyncio.wait_for(places.all_closed.wait(), 10)
-    assert places.rounds == rounds and len(places.closed) == 4, "both handles were closed, without a round"
+    await asyncio.wait_for(peers.all_closed.wait(), 10)
+    assert peers.rounds == rounds and len(peers.closed) == 4, "both handles were closed, without a round"
     request.resume.CopyFrom(resume_after(started, []))  # no token was sent yet
     events = [event async for event in router.generate(request)]
-    assert events[0].started.target == places.hello.target != started.target
+    assert events[0].started.target == peers.hello.target != started.target
     assert token_ids_of(events) == plain_answer(IDS, Sampling(), 9)
 
 
-async def test_an_answer_of_an_updated_target_does_not_go_on_from_the_record_of_an_attempt_at_the_old_one(
+async def test_a_resume_at_an_updated_target_is_not_answered_from_a_record_of_the_old_one(
     sessions: Sessions,
 ):
-    """The orphan began before the update and wrote the turn; the second attempt began after it, and broke."""
-    places = EdgePeers()
-    router = ingress(places, sessions)
+    """The first attempt began before the update and wrote the turn; the second began after it and broke."""
+    peers = EdgePeers()
+    router = ingress(peers, sessions)
     token = await first_turn(router)
     request = turn_of(token, " and", "A")
     orphan, _, _ = await begin(router, request, 3)
-    places.hello = replace(HELLO, fingerprint="updated weights")
+    peers.hello = replace(HELLO, fingerprint="updated weights")
     second, started, held = await begin(router, request, 4)
     await second.aclose()
     written = [event async for event in orphan]
     assert written[-1].complete.session == token
     resumed = turn_of(token, " and", "A", resume=resume_after(started, held))
-    with pytest.raises(Conflict, match="the target was changed"):
+    with pytest.raises(Conflict, match="the target has changed"):
         await anext(router.generate(resumed))
     again = [event async for event in router.generate(request)]
     assert again[0].started.target == HELLO.target and token_ids_of(again)[3:] == token_ids_of(written)
 
 
 @pytest.mark.parametrize("field", ["prompt_tokens", "target"])
-async def test_a_resume_that_names_not_what_started_reported_is_refused_by_the_fields_name(field: str):
+async def test_a_resume_without_a_field_of_started_is_refused_by_its_name(field: str):
     resume = resume_of(IDS, plain_answer(IDS, Sampling(), 3))
     resume.ClearField(field)
     with pytest.raises(BadRequest) as refused:
@@ -613,26 +613,26 @@ async def test_a_resume_that_names_not_what_started_reported_is_refused_by_the_f
     assert refused.value.field == f"resume.{field}"
 
 
-async def test_started_reports_all_that_a_resume_has_to_name_wherever_the_answer_comes_from(sessions: Sessions):
-    """From rounds, from what the client has, and from the record."""
+async def test_started_reports_all_fields_that_a_resume_needs(sessions: Sessions):
+    """For answers from rounds, from the client's own tokens, and from the record."""
     router = ingress(EdgePeers(), sessions)
     token = await first_turn(router)
     stream, started, held = await begin(router, turn_of(token, " and", "A"), 9)
     rest = [event async for event in stream]
     assert rest[-1].complete.session == token
-    told = [event async for event in router.generate(turn_of(token, " and", "A"))]
+    repeated = [event async for event in router.generate(turn_of(token, " and", "A"))]
     resumed = [
         event async for event in router.generate(turn_of(token, " and", "A", resume=resume_after(started, held)))
     ]
     whole = pb.GenerateRequest(text=PROMPT, max_new_tokens=2, resume=resume_of(IDS, plain_answer(IDS, Sampling(), 2)))
     had = [event async for event in router.generate(whole)]
-    assert told[0].started == started and token_ids_of(told) == held
+    assert repeated[0].started == started and token_ids_of(repeated) == held
     assert resumed[0].started.target == started.target and token_ids_of(resumed) == []
     assert resume_after(had[0].started, whole.resume.token_ids) == whole.resume
 
 
 @pytest.mark.parametrize("orphan_first", [True, False], ids=["orphan ends first", "resume ends first"])
-async def test_an_orphaned_attempt_and_its_own_resume_write_one_turn_and_neither_gets_a_conflict(
+async def test_an_abandoned_attempt_and_its_resume_write_one_turn_without_a_conflict(
     sessions: Sessions, orphan_first: bool
 ):
     router = ingress(EdgePeers(), sessions)
@@ -647,14 +647,14 @@ async def test_an_orphaned_attempt_and_its_own_resume_write_one_turn_and_neither
     assert list(record.tokens) == [*before, *plain_answer(before, Sampling(), 9)] and record.version == 2
 
 
-@pytest.mark.parametrize("later", [0, 1, KEPT_TURNS - 1], ids=["last", "last but one", "oldest that is kept"])
-async def test_an_orphans_turn_is_told_to_its_client_that_begins_again_whatever_turns_followed(
+@pytest.mark.parametrize("later", [0, 1, KEPT_TURNS - 1], ids=["last", "last but one", "oldest kept"])
+async def test_a_request_begun_again_is_answered_from_its_written_turn_after_other_turns(
     sessions: Sessions, later: int
 ):
-    """The client left after 3 tokens, the attempt went on and wrote its turn, other turns followed, with other seeds.
-    Begun again at another router, from the start or from its tokens, the request adds no second turn."""
-    here, places = ingress(EdgePeers(), sessions), EdgePeers()
-    there = ingress(places, sessions)
+    """The client left after 3 tokens, the attempt wrote its turn, other turns with other seeds followed. Begun again at
+    another router, from the start or from its tokens, the request writes no second turn."""
+    here, peers = ingress(EdgePeers(), sessions), EdgePeers()
+    there = ingress(peers, sessions)
     token = await first_turn(here)
     request = turn_of(token, " and", "A", sampling=pb.Sampling(temperature=1.0, seed=5))
     orphan, started, held = await begin(here, request, 3)
@@ -667,10 +667,12 @@ async def test_an_orphans_turn_is_told_to_its_client_that_begins_again_whatever_
     assert again[0].started == started and token_ids_of(again) == whole and again[-1].complete.session == token
     request.resume.CopyFrom(resume_after(started, held))
     assert token_ids_of([event async for event in there.generate(request)]) == whole[3:]
-    assert places.rounds == 0 and await sessions.read(token, "") == record
+    assert peers.rounds == 0 and await sessions.read(token, "") == record
 
 
-async def test_an_attempt_that_ends_after_its_orphan_and_another_turn_gets_no_conflict(sessions: Sessions):
+async def test_an_attempt_that_ends_after_its_turn_was_written_and_another_followed_gets_no_conflict(
+    sessions: Sessions,
+):
     router = ingress(EdgePeers(), sessions)
     token = await first_turn(router)
     orphan, started, held = await begin(router, turn_of(token, " and", "A"), 3)
@@ -684,25 +686,25 @@ async def test_an_attempt_that_ends_after_its_orphan_and_another_turn_gets_no_co
 
 @pytest.mark.parametrize("later", [0, 1], ids=["last", "last but one"])
 async def test_a_request_id_that_wrote_a_turn_is_refused_with_another_prompt(sessions: Sessions, later: int):
-    places = EdgePeers()
-    router = ingress(places, sessions)
+    peers = EdgePeers()
+    router = ingress(peers, sessions)
     token = await first_turn(router)
     answer = token_ids_of([event async for event in router.generate(turn_of(token, " and", "A"))])
     for number in range(later):
         [event async for event in router.generate(turn_of(token, " on", f"B{number}", 2))]
-    rounds, record = places.rounds, await sessions.read(token, "")
+    rounds, record = peers.rounds, await sessions.read(token, "")
     for other in (" or", " and more", " an"):
         with pytest.raises(BadRequest) as refused:
             await anext(router.generate(turn_of(token, other, "A")))
         assert refused.value.field == "request_id"
     same = pb.GenerateRequest(token_ids=pb.TokenIds(ids=b" and"), session=token, request_id="A", max_new_tokens=9)
     assert token_ids_of([event async for event in router.generate(same)]) == answer
-    assert places.rounds == rounds and await sessions.read(token, "") == record
+    assert peers.rounds == rounds and await sessions.read(token, "") == record
 
 
 @pytest.mark.parametrize("other_first", [True, False], ids=["other router first", "this router first"])
 @pytest.mark.parametrize("turn", [1, 2])
-async def test_a_session_whose_store_loses_its_data_during_a_turn_is_kept_whole_and_known_to_all_routers(
+async def test_a_session_whose_store_loses_its_data_during_a_turn_is_written_whole_and_read_by_all_routers(
     turn: int, other_first: bool
 ):
     with RedisServer(memory_mb=16) as server:
@@ -728,10 +730,8 @@ async def test_a_session_whose_store_loses_its_data_during_a_turn_is_kept_whole_
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["with its data", "without its data"])
-async def test_a_store_that_comes_back_between_the_compare_and_the_set_of_a_write_keeps_the_turn(
-    monkeypatch, lost: bool
-):
-    """redis-py reports a connection that broke after WATCH as it reports another writer."""
+async def test_a_turn_is_kept_if_the_connection_breaks_between_compare_and_set(monkeypatch, lost: bool):
+    """redis-py reports a connection broken after WATCH like a write by another client."""
     with RedisServer(memory_mb=16) as server:
         store, compare, breaks = RedisSessions(server.url, ttl_s=60), sessions_module.check_version, [False, True]
 
@@ -754,7 +754,7 @@ async def test_a_store_that_comes_back_between_the_compare_and_the_set_of_a_writ
         await store.close()
 
 
-async def test_a_record_that_expires_during_a_turn_is_written_whole_again():
+async def test_a_record_that_expires_during_a_turn_is_written_whole():
     now = 0.0
     sessions = MemorySessions(10, clock=lambda: now)
     router = ingress(EdgePeers(), sessions)

@@ -1,4 +1,4 @@
-"""A cluster in this process, whose drafter is a Llama: the answers are the target's own."""
+"""A cluster in this process with a Llama drafter: the answers are the target's."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ async def ask(client: Asking, prompt: str, temperature: float, speculation: str)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-async def test_a_llama_drafts_for_a_llama_and_the_tokens_are_the_targets_own(tmp_path: Path, temperature: float):
-    """The drafter has the target's weights: a tree that comes in time is taken to its end, and changes no token."""
+async def test_a_llama_drafter_changes_no_token_of_a_llama_target(tmp_path: Path, temperature: float):
+    """The drafter has the target's weights, so a tree in time is accepted to its full depth."""
     for name in ("target", "drafter"):
         (tmp_path / name).mkdir()
         tiny_models.make_checkpoint(tmp_path / name)

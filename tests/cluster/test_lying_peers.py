@@ -1,7 +1,7 @@
-"""Peers that put any number into any field of their answers, over real sockets behind the whole edge.
+"""Peers with arbitrary numbers in any field of their answers, over real sockets behind the whole ingress.
 
-A lying drafter costs no token; a lying verifier ends a request in an error of ours. Nothing is left open, and what is
-learned of them stays finite.
+A lying drafter changes no token; a lying verifier ends a request with a DendroError. No opening remains, and what is
+learned stays finite.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 from dendro import wire
 from dendro.errors import DendroError, EngineFailed, PeerLost
 from dendro.internal.v1 import verifier_pb2
-from fakes import VOCABULARY, FakeDrafter, FakeVerifier, FarPool, new_text, plain
+from fakes import VOCABULARY, FakeDrafter, FakeVerifier, RemotePool, new_text, plain
 from liars import lying, lying_hello
 from sockets import until
 from toy_edge import COUNT, PROMPT, RecordedPriors, answer, asking, edge
@@ -30,7 +30,7 @@ from cluster.router.ingress import Ingress
 
 
 def all_finite(value: object) -> bool:
-    """Whether every number in a value and all that it holds is finite, and none a cost below zero."""
+    """Whether every float in a value, its fields and elements is finite."""
     match value:
         case float() | np.floating():
             return math.isfinite(value)
@@ -52,20 +52,20 @@ async def learned_is_sound(ingress: Ingress, priors: RecordedPriors) -> bool:
     )
 
 
-def about_said(message):
-    """The part of an answer message that holds its value or its error."""
-    return getattr(message, message.WhichOneof("said"))
+def answer_part(message):
+    """The part of an answer message with its value or its error."""
+    return getattr(message, message.WhichOneof("answer"))
 
 
-def lie_of(monkeypatch, who: str, chance: random.Random, often: float) -> None:
-    module = {"drafter": drafter_service.servicer, "verifier": verifier_service.servicer}[who]
-    monkeypatch.setattr(module, "DIALECT", lying(module.DIALECT, chance, often, about_said))
+def make_liar(monkeypatch, service: str, chance: random.Random, often: float) -> None:
+    module = {"drafter": drafter_service.servicer, "verifier": verifier_service.servicer}[service]
+    monkeypatch.setattr(module, "REPLICA_KIND", lying(module.REPLICA_KIND, chance, often, answer_part))
 
 
 @pytest.mark.parametrize("seed", range(12))
-async def test_a_drafter_that_lies_about_any_number_costs_no_token_and_teaches_nothing_infinite(monkeypatch, seed):
+async def test_a_drafter_with_wrong_numbers_changes_no_token_and_all_that_is_learned_is_finite(monkeypatch, seed):
     monkeypatch.setattr("cluster.peers.drafter.FROZEN_S", 0.05)
-    lie_of(monkeypatch, "drafter", random.Random(seed), often=0.7)
+    make_liar(monkeypatch, "drafter", random.Random(seed), often=0.7)
     drafter, verifier = FakeDrafter(), FakeVerifier()
     async with edge(drafter, verifier) as (ingress, priors):
         for speculation in ("(2,1,1)", "(1,1,1)", "auto"):
@@ -75,8 +75,8 @@ async def test_a_drafter_that_lies_about_any_number_costs_no_token_and_teaches_n
 
 
 @pytest.mark.parametrize("seed", range(12))
-async def test_a_verifier_that_lies_about_any_number_ends_a_request_in_an_error_of_ours(monkeypatch, seed):
-    lie_of(monkeypatch, "verifier", random.Random(seed), often=0.15)
+async def test_a_verifier_with_wrong_numbers_answers_or_ends_the_request_with_a_dendro_error(monkeypatch, seed):
+    make_liar(monkeypatch, "verifier", random.Random(seed), often=0.15)
     drafter, verifier = FakeDrafter(), FakeVerifier()
     async with edge(drafter, verifier) as (ingress, priors):
         for speculation in ("(2,1,1)", "auto", "(1,1,1)"):
@@ -91,17 +91,17 @@ async def test_a_verifier_that_lies_about_any_number_ends_a_request_in_an_error_
 
 
 @pytest.mark.parametrize("seed", range(10))
-async def test_a_drafter_whose_hello_lies_costs_no_token(monkeypatch, seed):
-    dialect = lying_hello(drafter_service.servicer.DIALECT, random.Random(seed))
-    monkeypatch.setattr(drafter_service.servicer, "DIALECT", dialect)
+async def test_a_drafter_with_a_wrong_hello_changes_no_token(monkeypatch, seed):
+    kind = lying_hello(drafter_service.servicer.REPLICA_KIND, random.Random(seed))
+    monkeypatch.setattr(drafter_service.servicer, "REPLICA_KIND", kind)
     async with edge(FakeDrafter(), FakeVerifier()) as (ingress, _):
         assert await answer(ingress, "(2,1,1)") == plain(PROMPT, COUNT)
 
 
 @pytest.mark.parametrize("seed", range(10))
-async def test_a_verifier_whose_hello_lies_answers_or_ends_a_request_in_an_error_of_ours(monkeypatch, seed):
-    dialect = lying_hello(verifier_service.servicer.DIALECT, random.Random(seed))
-    monkeypatch.setattr(verifier_service.servicer, "DIALECT", dialect)
+async def test_a_verifier_with_a_wrong_hello_answers_or_ends_the_request_with_a_dendro_error(monkeypatch, seed):
+    kind = lying_hello(verifier_service.servicer.REPLICA_KIND, random.Random(seed))
+    monkeypatch.setattr(verifier_service.servicer, "REPLICA_KIND", kind)
     async with edge(FakeDrafter(), FakeVerifier()) as (ingress, _):
         try:
             assert await answer(ingress, "(2,1,1)") == plain(PROMPT, COUNT)
@@ -109,22 +109,22 @@ async def test_a_verifier_whose_hello_lies_answers_or_ends_a_request_in_an_error
             return
 
 
-@pytest.mark.parametrize("who", ["drafter", "verifier"])
-async def test_a_peer_that_says_it_took_584_thousand_years_is_accounted_what_its_calls_took(monkeypatch, who):
+@pytest.mark.parametrize("service", ["drafter", "verifier"])
+async def test_a_peer_that_reports_584_thousand_years_is_accounted_the_time_of_its_calls(monkeypatch, service):
     module, field = {
         "drafter": (drafter_service.servicer, "draft_us"),
         "verifier": (verifier_service.servicer, "verify_us"),
-    }[who]
-    honest = module.DIALECT
+    }[service]
+    honest = module.REPLICA_KIND
 
-    def boast(number, outcome):
+    def exaggerated(number, outcome):
         message = honest.answer(number, outcome)
-        said = message.WhichOneof("said")
-        if said in ("tree", "verdict"):
-            setattr(getattr(message, said), field, 2**64 - 1)
+        name = message.WhichOneof("answer")
+        if name in ("tree", "verdict"):
+            setattr(getattr(message, name), field, 2**64 - 1)
         return message
 
-    monkeypatch.setattr(module, "DIALECT", type(honest)(honest.calls, honest.call_from, boast, honest.frame))
+    monkeypatch.setattr(module, "REPLICA_KIND", type(honest)(honest.calls, honest.call_from, exaggerated, honest.frame))
     async with edge(FakeDrafter(), FakeVerifier()) as (ingress, _):
         events = [event async for event in ingress.generate(asking("(2,1,1)"))]
     account = events[-1].complete.speculation
@@ -132,8 +132,8 @@ async def test_a_peer_that_says_it_took_584_thousand_years_is_accounted_what_its
     assert getattr(account, field) <= account.rounds_us < 100e6
 
 
-async def test_bytes_that_are_no_frame_end_the_stream_and_its_callers_get_peer_lost():
-    """gRPC gives None for a message that it cannot read; a call whose answer it was would wait for ever."""
+async def test_bytes_that_are_not_a_frame_end_the_stream_and_its_callers_get_peer_lost():
+    """gRPC returns None for a message that it cannot parse; the call that it answers would wait without end."""
     hello = wire.hello_message(await FakeVerifier().hello())
 
     async def noise(frames, context):
@@ -150,7 +150,7 @@ async def test_bytes_that_are_no_frame_end_the_stream_and_its_callers_get_peer_l
     )
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
-    pool = FarPool("verifier", [address])
+    pool = RemotePool("verifier", [address])
     try:
         leased, text = await pool.lease(), new_text()
         async with asyncio.timeout(20):  # an opening waits 120 s for its peer

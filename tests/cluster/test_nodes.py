@@ -1,4 +1,4 @@
-"""Nodes with accelerators that only Ray believes in: pools find their places, grow, shrink and outlive a node."""
+"""Ray nodes with simulated accelerators: pools are placed by resources, grow, shrink and survive the loss of a node."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def slow_verifier(name, model, states) -> FakeVerifier:
 
 
 def replicas():
-    """How many of each deployment are running."""
+    """Running replicas of each deployment."""
     from ray import serve
 
     deployed = serve.status().applications[app.APPLICATION].deployments
@@ -52,7 +52,7 @@ def replicas():
 
 
 def nodes_of_actors():
-    """The custom resources of the nodes on which each deployment's replicas are."""
+    """Custom resources of the nodes of each deployment's replicas."""
     import ray
     from ray.util.state import list_actors
 
@@ -76,7 +76,7 @@ async def until(condition, seconds):
 @pytest.mark.cluster
 @pytest.mark.long
 @pytest.mark.timeout(300)  # five nodes of Ray on two cores
-def test_pools_find_their_nodes_grow_shrink_and_outlive_one_of_them(monkeypatch):
+def test_pools_are_placed_by_resources_grow_shrink_and_survive_the_loss_of_a_node(monkeypatch):
     from ray.cluster_utils import Cluster
 
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
@@ -106,16 +106,16 @@ def test_pools_find_their_nodes_grow_shrink_and_outlive_one_of_them(monkeypatch)
                         ids += event.token_ids
                 assert ids == plain([first, 6, 7], count)
 
-            # Load rises: eight requests, where a replica should hold two leases.
+            # Scale up: eight requests, at two leases per replica.
             loads = asyncio.gather(*(stream(first, 1200) for first in range(1, 9)))
             await until(both(2), 60)
-            # It falls: one stream goes on while replicas are taken away.
+            # Scale down: one stream continues while replicas are removed.
             long = asyncio.create_task(stream(0, 1900))
             await loads
             await until(lambda: max(replicas()[name] for name in ("verifier-toy", "drafter-helper")) == 1, 90)
             await long
 
-            # A node dies under a stream.
+            # Kill a node under a running stream.
             running = asyncio.create_task(stream(9, 1500))
             await asyncio.sleep(1.0)
             busy = [node for node in verifiers if _has_replica(node)]

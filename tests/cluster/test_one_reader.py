@@ -1,4 +1,4 @@
-"""Router and verifier know one and the same of a checkpoint and of a request: each fact has one reader."""
+"""Router and verifier read the same facts of a checkpoint and apply the same bounds to a request."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def config_of(folder: Path) -> Config:
 
 
 async def hello_and_router(folder: Path):
-    """What the verifier says of a checkpoint, and the router that read the same."""
+    """The hello of a verifier of a checkpoint, and a router of the same checkpoint."""
     config = config_of(folder)
     places = LocalPeers.load(config, None)
     try:
@@ -52,11 +52,11 @@ async def hello_and_router(folder: Path):
     ids=["none", "generation", "config"],
 )
 async def test_router_and_verifier_read_the_same_end_ids_vocabulary_and_tokenizer(tmp_path: Path, config, generation):
-    """Where no file names an end id, the library's class has a default: 2, for a Llama. Neither side takes it."""
+    """Without an end id in any file, the library's class has a default, 2 for a Llama. Neither side uses it."""
     tiny_models.make_checkpoint(tmp_path)
-    said = json.loads((tmp_path / "config.json").read_text()) | config
-    said = {key: value for key, value in said.items() if value is not None or key != "eos_token_id"}
-    (tmp_path / "config.json").write_text(json.dumps(said))
+    merged = json.loads((tmp_path / "config.json").read_text()) | config
+    merged = {key: value for key, value in merged.items() if value is not None or key != "eos_token_id"}
+    (tmp_path / "config.json").write_text(json.dumps(merged))
     (tmp_path / "generation_config.json").unlink(missing_ok=True)
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
@@ -67,7 +67,7 @@ async def test_router_and_verifier_read_the_same_end_ids_vocabulary_and_tokenize
 
 
 async def test_an_answer_that_ended_is_not_resumed_past_its_end(tmp_path: Path):
-    """The end is an id that the checkpoint's configuration does not name and its tokenizer does."""
+    """The end id is named by the tokenizer and not by the checkpoint's configuration."""
     tiny_models.make_checkpoint(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     del config["eos_token_id"]
@@ -103,8 +103,8 @@ async def test_ids_in_the_padding_are_refused_at_admission(tmp_path: Path):
             _ = [response async for response in router.generate(request)]
 
 
-async def test_a_text_whose_tokens_the_model_does_not_have_is_refused_at_admission(tmp_path: Path):
-    """A tokenizer larger than the model: its ids past the model's rows are no tokens for router, verifier, drafter."""
+async def test_a_text_with_tokens_past_the_models_rows_is_refused_at_admission(tmp_path: Path):
+    """With a tokenizer larger than the model, router, verifier and drafter ignore ids past the model's rows."""
     tiny_models.make_checkpoint(tmp_path, vocab_size=200, bos_token_id=1, eos_token_id=1, pad_token_id=1)
     hello, served = await hello_and_router(tmp_path)
     assert hello.vocabulary == served.vocabulary == 200
@@ -114,8 +114,8 @@ async def test_a_text_whose_tokens_the_model_does_not_have_is_refused_at_admissi
             _ = [response async for response in router.generate(pb.GenerateRequest(text=high, max_new_tokens=2))]
 
 
-async def test_a_session_goes_on_with_a_tokenizer_of_other_bytes_and_not_with_one_of_another_meaning(tmp_path: Path):
-    """A record is ids: their meaning is all that it needs. How new text is cut may change under a session."""
+async def test_a_session_continues_if_the_tokenizers_file_changes_but_not_if_its_ids_change_meaning(tmp_path: Path):
+    """A record contains ids, so only their meaning must stay; the tokenization of new text may change."""
     tiny_models.make_checkpoint(tmp_path)
     file, sessions = tmp_path / "tokenizer.json", MemorySessions()
 
@@ -125,21 +125,21 @@ async def test_a_session_goes_on_with_a_tokenizer_of_other_bytes_and_not_with_on
         return LocalClient(Ingress(edge.config(), EdgePeers(), sessions, {"demo": served}))
 
     first = await router().generate_text(PROMPT, max_new_tokens=4, keep_session=True, speculation="off")
-    said = json.loads(file.read_text())
-    file.write_text(json.dumps(said | {"normalizer": {"type": "NFC"}}, indent=4))
+    tokenizer = json.loads(file.read_text())
+    file.write_text(json.dumps(tokenizer | {"normalizer": {"type": "NFC"}}, indent=4))
     session = first.complete.session
     done = await router().generate_text(PROMPT, max_new_tokens=4, session=session, speculation="off")
     assert done.complete.prompt_tokens == 2 * len(PROMPT) + 4
-    vocabulary = said["model"]["vocab"]
+    vocabulary = tokenizer["model"]["vocab"]
     one, other = list(vocabulary)[:2]
     vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
-    file.write_text(json.dumps(said))
+    file.write_text(json.dumps(tokenizer))
     with pytest.raises(BadRequest, match="session: was written with another tokenizer"):
         await router().generate_text(PROMPT, max_new_tokens=4, session=session, speculation="off")
 
 
 def admitted(field: str, value: float) -> str:
-    """The field that client-facing sampling is refused by; empty where it is taken."""
+    """The field by which admission refuses this sampling value; empty if it is accepted."""
     try:
         Sampling(**{"temperature": 0.7, field: value})
     except BadRequest as error:
@@ -149,7 +149,7 @@ def admitted(field: str, value: float) -> str:
 
 @pytest.mark.parametrize("value", NUMBERS, ids=str)
 @pytest.mark.parametrize("field", ["temperature", "top_p", "min_p"])
-def test_what_admission_takes_of_sampling_the_peers_take_and_what_it_refuses_they_refuse(field: str, value: float):
+def test_admission_and_peers_accept_the_same_sampling_values(field: str, value: float):
     tokens = Tokens()
     tokens.extend(PROMPT)
     update = TextUpdate(new_opening(), len(PROMPT), tokens.digests[-1], 0, tuple(PROMPT))
@@ -160,14 +160,14 @@ def test_what_admission_takes_of_sampling_the_peers_take_and_what_it_refuses_the
         terms = verifier_call_from(verifier_pb2.VerifierCall.FromString(message.SerializeToString())).terms
     except BadRequest as error:
         refused = error.field
-    else:  # and the kernels take what the peers take
+    else:  # the kernels accept it too
         sampling = terms.sampling
         warp.Warp(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
     assert refused == admitted(field, value)
     assert refused in ("", field)
 
 
-async def test_a_temperature_too_small_to_divide_by_is_refused_before_any_model_sees_it():
+async def test_a_temperature_too_small_to_divide_by_is_refused_at_admission():
     places = EdgePeers()
     request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), sampling=pb.Sampling(temperature=1e-7))
     with pytest.raises(BadRequest, match="temperature: must be 0"):

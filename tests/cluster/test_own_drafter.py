@@ -1,4 +1,4 @@
-"""The drafter service with the target for a model: its first guesses are what the target emits, or certify says no."""
+"""The drafter service with the target as its model: if a first guess is not what the target emits, certify fails."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ async def test_every_guess_of_the_targets_own_drafter_is_accepted(verifier):
 
 
 async def test_a_drafter_that_keys_its_noise_by_another_position_is_noticed(verifier, monkeypatch):
-    right = DraftRunner._noise
+    noise = DraftRunner._noise
 
-    def late(self, laws, rows, plan):
+    def shifted(self, laws, rows, plan):
         plan.positions[:] += 1
-        return right(self, laws, rows, plan)
+        return noise(self, laws, rows, plan)
 
     shapes = SHAPES_OF_ITS_OWN[::3]
     monkeypatch.setattr(checks, "SHAPES_OF_ITS_OWN", shapes)
-    monkeypatch.setattr(DraftRunner, "_noise", late)
+    monkeypatch.setattr(DraftRunner, "_noise", shifted)
     promise = await the_target_drafts_for_itself(verifier, PROMPTS, 12, lambda: None)
     assert not promise.kept
-    assert len(promise.found) == len(shapes), "at temperature 0 there is no noise to be keyed"
+    assert len(promise.found) == len(shapes), "temperature 0 has no noise"
     assert len(promise.broken) == 2 * len(shapes)

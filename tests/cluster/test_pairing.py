@@ -1,4 +1,4 @@
-"""The rule that decides which drafter fits: by what ids mean, and never by sizes or bytes of files."""
+"""A drafter fits by the texts of its ids, not by sizes or bytes of files."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def facts(
     texts: dict[int, str] | None, added: set[int] | None = None, rows: int = 0, unpadded: int | None = None
 ) -> Facts:
     table = None if texts is None else TokenTable(texts, frozenset(added or ()))
-    said: dict[str, Any] = {"layout": "transformers", "config": {}, "positions": None, "end_ids": frozenset()}
-    return Facts(folder=Path("x"), rows=rows or len(texts or ()), tokens=table, unpadded=unpadded, digest="", **said)
+    fields: dict[str, Any] = {"layout": "transformers", "config": {}, "positions": None, "end_ids": frozenset()}
+    return Facts(folder=Path("x"), rows=rows or len(texts or ()), tokens=table, unpadded=unpadded, digest="", **fields)
 
 
 def words(count: int, **changed: str) -> dict[int, str]:
@@ -30,7 +30,7 @@ def renamed(count: int, different: int) -> dict[int, str]:
 
 
 @pytest.mark.parametrize("target, drafter", [(50304, 50280), (50432, 50280), (50688, 50288), (152064, 151936)])
-def test_padding_is_no_difference(target: int, drafter: int):
+def test_padding_is_not_a_difference(target: int, drafter: int):
     fit = fit_of(facts(words(300), rows=target), facts(words(300), rows=drafter))
     assert fit.fits and not fit.warning and not fit.note and (fit.shared, fit.different) == (300, 0)
 
@@ -39,7 +39,9 @@ def test_padding_is_no_difference(target: int, drafter: int):
     "count, different, fits",
     [(100, 1, True), (200, 2, True), (199, 2, False), (200, 3, False), (99, 1, False), (1000, 10, True)],
 )
-def test_a_drafter_is_refused_above_one_in_a_hundred_and_warned_of_below(count: int, different: int, fits: bool):
+def test_a_drafter_is_refused_above_1_percent_of_different_ids_and_warned_about_below(
+    count: int, different: int, fits: bool
+):
     fit = fit_of(facts(words(count)), facts(renamed(count, different)))
     assert fit.fits == fits and bool(fit.warning) == fits
     assert (fit.shared, fit.different) == (count, different)
@@ -61,7 +63,7 @@ def test_added_tokens_of_either_side_are_not_compared_and_are_noted():
     assert fit.note == "2 added tokens differ"
 
 
-def test_longer_tails_are_noted_and_no_difference():
+def test_a_longer_tail_of_ids_is_noted_and_not_a_difference():
     fit = fit_of(facts(words(120)), facts(words(100)))
     assert fit.fits and not fit.warning and fit.note == "the target alone has 20 ids"
 
@@ -71,14 +73,14 @@ def test_tokenizers_without_a_common_id_do_not_fit():
     assert not fit.fits and "no ordinary token id in common" in fit.refusal
 
 
-def test_state_spaces_count_of_tokens_stands_for_its_tokenizer():
+def test_without_a_tokenizer_an_equal_number_of_tokens_fits():
     target = facts(words(277), rows=304)
     fit = fit_of(target, facts(None, rows=280, unpadded=277))
     assert fit.fits and "taken to be the target's" in fit.note
 
 
 @pytest.mark.parametrize("unpadded", [276, 278, 280])
-def test_another_count_of_tokens_asks_for_the_tokenizer(unpadded: int):
+def test_without_a_tokenizer_another_number_of_tokens_is_refused_with_a_request_for_one(unpadded: int):
     fit = fit_of(facts(words(277), rows=304), facts(None, rows=280, unpadded=unpadded))
     assert (
         not fit.fits and f"{unpadded} tokens where the target has 277" in fit.refusal and "`tokenizer`" in fit.refusal

@@ -1,4 +1,4 @@
-"""Published pairs of drafters and targets, with their facts kept: each loads, drafts, and changes no token."""
+"""Published pairs, shrunk but with their facts: each loads, drafts, and changes no token."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ PROMPT = [5, 9, 300, 4000, 77, 31]
 @pytest.mark.parametrize(
     "pair", [pair if pair in COMMON else pytest.param(pair, marks=pytest.mark.long) for pair in PAIRS], ids=str
 )
-async def test_a_published_pair_loads_drafts_and_gives_the_targets_own_tokens(tmp_path: Path, pair: PublishedPair):
+async def test_a_published_pair_loads_drafts_and_changes_no_token(tmp_path: Path, pair: PublishedPair):
     config = Config.load(published.write_pair(pair, tmp_path))
     facts = read_cluster(config)
     target, drafter = facts.targets["t"], facts.drafters["d"]
     assert (target.rows, drafter.rows) == (pair.target.rows, pair.drafter.rows)
     assert target.vocabulary == (pair.tokenizer or pair.target).words.size
-    assert fit_of(target, drafter) == pair.fit()  # what the page says of the published numbers
+    assert fit_of(target, drafter) == pair.fit()  # as on the page, for the published numbers
     async with local_client(config) as client:
         wanted = await client.generate_text(PROMPT, max_new_tokens=16, speculation=Speculation.parse("off"))
         for shape in ("(1,1,1)", "(2,2)"):
@@ -47,8 +47,8 @@ def test_a_drafter_of_another_family_is_refused(pair: PublishedPair):
     assert not pair.fit().fits
 
 
-def test_the_recipes_files_say_what_their_tables_say(tmp_path: Path):
-    """tokenizer.model and tokenizer.json of one tokenizer have one table, and the library reads the former."""
+def test_the_written_tokenizer_files_have_the_declared_tables(tmp_path: Path):
+    """tokenizer.model and tokenizer.json of one tokenizer give the same table, and the library reads the former."""
     for name, model in (("spm", published.VICUNA), ("json", published.TINY_LLAMA)):
         (tmp_path / name).mkdir()
         published.write_tokenizer(model, tmp_path / name)
@@ -57,7 +57,7 @@ def test_the_recipes_files_say_what_their_tables_say(tmp_path: Path):
     assert tokenizer.decode(tokenizer.encode("h\u00e9, Llama", True)) == "h\u00e9, Llama"
 
 
-def test_certify_and_tune_read_their_prompts_with_any_tokenizer_that_is_served(tmp_path: Path):
+def test_certify_and_tune_tokenize_prompts_with_a_tokenizer_model_file(tmp_path: Path):
     published.write_tokenizer(published.VICUNA, tmp_path)  # tokenizer.model alone
     text = "def area(radius):"
     ids = CheckpointTokenizer(tmp_path, "").encode(text, True)
@@ -67,18 +67,18 @@ def test_certify_and_tune_read_their_prompts_with_any_tokenizer_that_is_served(t
     assert len(prompts) == 2 and all(max(prompt) < 32000 for prompt in prompts)
 
 
-def test_stale_keys_of_the_hf_mambas_do_not_mislead(tmp_path: Path):
+def test_stale_keys_of_the_hf_mambas_are_ignored(tmp_path: Path):
     for number, model in enumerate((published.MAMBA_370M_HF, published.MAMBA_790M_HF)):
         facts = read_facts(published.make(model, tmp_path / str(number), seed=0))
         assert (facts.layout, facts.config["hidden_size"], facts.rows) == ("transformers", 32, 50280)
 
 
-def test_the_page_of_pairs_is_what_the_facts_say():
+def test_the_page_of_pairs_is_up_to_date():
     assert PAGE.read_text() == published.page(), "run: python tests/published.py"
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
-def test_a_configuration_on_the_page_is_one(pair: PublishedPair, tmp_path: Path):
+def test_a_configuration_on_the_page_is_valid(pair: PublishedPair, tmp_path: Path):
     config = Config.of(yaml.safe_load(published.configuration(pair)), tmp_path)
     assert [target.checkpoint_name for target in config.targets.values()] == [pair.target.name]
     assert [drafter.checkpoint_name for drafter in config.drafters.values()] == [pair.drafter.name]

@@ -1,4 +1,4 @@
-"""Leases end by what happens on the stream, and Serve hears of nothing else."""
+"""Leases end with their openings, streams or caps; Serve sees one call per lease."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from cluster.peers.opening import Leased, Opening
 
 
 class Held:
-    """A lease as Serve holds it: a generator that is read until it ends."""
+    """A lease as Serve holds it: a generator, read until it ends."""
 
     def __init__(self, replica) -> None:
         self._answers = replica.lease()
         self.ended = False
 
     async def begin(self) -> str:
-        said = await anext(self._answers)
+        first = await anext(self._answers)
         self._task = asyncio.create_task(self._read())
-        return said["lease"]
+        return first["lease"]
 
     async def _read(self) -> None:
         async for _ in self._answers:
@@ -38,7 +38,7 @@ class Held:
         await asyncio.wait({self._task})
 
 
-async def test_a_lease_lives_as_long_as_its_openings():
+async def test_a_lease_lasts_as_long_as_its_openings():
     engine = FakeVerifier()
     async with verifier_at(engine, Leases()) as (replica, pool):
         held = Held(replica)
@@ -56,7 +56,7 @@ async def test_a_lease_lives_as_long_as_its_openings():
             await Opening(leased, text).open(text)
 
 
-async def test_a_lease_that_nobody_attaches_to_ends():
+async def test_a_lease_without_an_opening_ends():
     async with verifier_at(FakeVerifier(), Leases(attach_s=0.1)) as (replica, _):
         held = Held(replica)
         await held.begin()
@@ -64,7 +64,7 @@ async def test_a_lease_that_nobody_attaches_to_ends():
         assert replica.stats()["open_leases"] == 0
 
 
-async def test_a_lease_ends_at_its_cap_and_frees_what_was_open():
+async def test_a_lease_ends_at_its_cap_and_frees_its_openings():
     engine = FakeVerifier()
     async with verifier_at(engine, Leases(attach_s=0.1, cap_s=0.3)) as (replica, pool):
         held = Held(replica)
@@ -76,7 +76,7 @@ async def test_a_lease_ends_at_its_cap_and_frees_what_was_open():
         assert engine.held == {} and replica.stats()["open_leases"] == 0
 
 
-async def test_a_cancelled_taker_does_not_end_a_lease_in_use():
+async def test_cancelling_the_call_of_a_lease_in_use_does_not_end_it():
     engine = FakeVerifier()
     async with verifier_at(engine, Leases()) as (replica, pool):
         held = Held(replica)
@@ -90,7 +90,7 @@ async def test_a_cancelled_taker_does_not_end_a_lease_in_use():
         assert replica.stats()["open_leases"] == 0
 
 
-async def test_an_opening_without_a_lease_is_not_taken():
+async def test_an_opening_without_a_lease_is_refused():
     async with verifier_at(FakeVerifier(), Leases()) as (_, pool):
         leased = await pool.lease()
         with pytest.raises(NotFound):
@@ -101,18 +101,18 @@ async def test_a_killed_router_leaves_no_lease_behind():
     engine = FakeVerifier()
     async with verifier_at(engine, Leases()) as (replica, _):
         held = Held(replica)
-        router, said = await process("router", replica.address, await held.begin())
-        assert said == "open" and len(engine.held) == 1
+        router, printed = await process("router", replica.address, await held.begin())
+        assert printed == "open" and len(engine.held) == 1
         os.kill(router.pid, signal.SIGKILL)
         await until(lambda: held.ended, timeout_s=2.0)
         await end(router)
         assert engine.held == {} and replica.stats()["open_leases"] == 0
-        assert engine.closed_with == [3], "its state is put by"
+        assert engine.closed_with == [3], "its state is saved"
 
 
 @pytest.mark.cluster
-def test_on_serve_a_request_is_one_call_per_replica_and_a_killed_replica_costs_no_token(monkeypatch):
-    """One start of Ray for all that needs it: it takes 15 s of the two cores."""
+def test_on_serve_a_request_is_one_call_per_replica_and_a_killed_replica_changes_no_token(monkeypatch):
+    """One test for all that needs Ray, whose start takes 15 s on two cores."""
     import psutil
     import ray  # noqa: F401 - before the cluster starts, as a program may have done
     from dendro.answer import Round
@@ -133,9 +133,9 @@ def test_on_serve_a_request_is_one_call_per_replica_and_a_killed_replica_costs_n
                 assert list(answer.token_ids) == plain([token, 6, 7], 120)
                 assert answer.complete.speculation.rounds > 10
             for name in ("drafter-helper", "verifier-toy"):
-                said = await asyncio.to_thread(deploy.deployment_stats, name)
-                assert said["leases"] == said["openings"] == 4, "a Serve call per request and replica, none per round"
-                assert said["calls"] > 40 and said["streams"] == 1 and said["open_leases"] == 0
+                stats = await asyncio.to_thread(deploy.deployment_stats, name)
+                assert stats["leases"] == stats["openings"] == 4, "a Serve call per request and replica, none per round"
+                assert stats["calls"] > 40 and stats["streams"] == 1 and stats["open_leases"] == 0
 
             async def stream(victim: str) -> list[int]:
                 ids: list[int] = []
@@ -151,7 +151,7 @@ def test_on_serve_a_request_is_one_call_per_replica_and_a_killed_replica_costs_n
             for victim in ("drafter-helper", "verifier-toy"):
                 assert await stream(victim) == plain([9, 9, 9], 500), victim
             with pytest.raises(NotFound):
-                await client.generate_text([5, 6, 7], session="of nobody")
+                await client.generate_text([5, 6, 7], session="unknown")
 
     with RedisServer() as server:
         address = deploy.start(toy_config(), server.url, **LOADERS)
@@ -163,11 +163,15 @@ def test_on_serve_a_request_is_one_call_per_replica_and_a_killed_replica_costs_n
     assert left == []
 
 
-def test_an_engines_rows_do_not_depend_on_their_neighbours_from_before_torch_is_imported():
+def test_replicas_start_with_the_environment_that_row_independence_needs():
     from toy_cluster import LOADERS, toy_config
 
     from cluster.app import build
 
     targets = build(toy_config(), "redis://nowhere", **LOADERS)._bound_deployment.init_args[2]
-    said = targets["toy"]._bound_deployment.ray_actor_options["runtime_env"]["env_vars"]
-    assert said["MKL_CBWR"] == "AUTO,STRICT" and said["OMP_WAIT_POLICY"] == "passive" and said["OMP_NUM_THREADS"] == "1"
+    variables = targets["toy"]._bound_deployment.ray_actor_options["runtime_env"]["env_vars"]
+    assert (
+        variables["MKL_CBWR"] == "AUTO,STRICT"
+        and variables["OMP_WAIT_POLICY"] == "passive"
+        and variables["OMP_NUM_THREADS"] == "1"
+    )

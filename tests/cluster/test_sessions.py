@@ -1,4 +1,4 @@
-"""One suite for records in memory and in a real Redis."""
+"""One suite for session records in memory and in a real Redis."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def server():
 
 @pytest.fixture(params=["memory", "redis"])
 async def make(request: pytest.FixtureRequest) -> AsyncIterator[Callable[[int], Sessions]]:
-    """A store whose records live so many seconds."""
+    """Makes a store from a time to live in seconds."""
     stores: list[RedisSessions] = []
 
     def build(ttl_s: int) -> Sessions:
@@ -39,14 +39,14 @@ async def make(request: pytest.FixtureRequest) -> AsyncIterator[Callable[[int], 
         await store.close()
 
 
-async def test_what_was_written_is_read(make):
+async def test_a_written_record_is_read_back(make):
     store = make(60)
     token = await store.new_token("a")
     await store.write(token, "a", RECORD)
     assert await store.read(token, "a") == RECORD
 
 
-async def test_tokens_differ_and_carry_128_random_bits(make):
+async def test_tokens_differ_and_contain_128_random_bits(make):
     store = make(60)
     tokens = {await store.new_token("a") for _ in range(100)}
     assert len(tokens) == 100
@@ -63,7 +63,7 @@ async def test_only_the_next_version_may_be_written(make, version: int):
     await store.write(token, "", replace(RECORD, version=2))
 
 
-async def test_of_many_writers_at_once_exactly_one_wins(make):
+async def test_of_concurrent_writers_exactly_one_succeeds(make):
     store = make(60)
     token = await store.new_token("")
     writes = (store.write(token, "", replace(RECORD, seed=seed)) for seed in range(8))
@@ -72,7 +72,7 @@ async def test_of_many_writers_at_once_exactly_one_wins(make):
     assert results[(await store.read(token, "")).seed] is None
 
 
-async def test_another_tenant_finds_and_changes_nothing(make):
+async def test_another_tenant_can_neither_read_nor_write_a_record(make):
     store = make(60)
     token = await store.new_token("a")
     await store.write(token, "a", RECORD)
@@ -82,7 +82,7 @@ async def test_another_tenant_finds_and_changes_nothing(make):
         await store.write(token, "b", replace(RECORD, version=2))
 
 
-async def test_a_token_that_we_did_not_make_is_unknown(make):
+async def test_a_forged_token_is_unknown(make):
     store = make(60)
     for token in ("", ".", "a.b.c", "AAAAAAAAAAAAAAAAAAAAAA.AAAAAAAAAAAAAAAAAAAAAA", "\N{SNAKE}.x"):
         with pytest.raises(NotFound):
@@ -120,7 +120,7 @@ def _name(token: str) -> str:
     return base64.urlsafe_b64decode(token.split(".")[0] + "==").hex()
 
 
-async def test_two_routers_know_each_others_tokens(server: RedisServer):
+async def test_two_routers_accept_each_others_tokens(server: RedisServer):
     one, two = RedisSessions(server.url, 60), RedisSessions(server.url, 60)
     token = await one.new_token("a")
     await one.write(token, "a", RECORD)
@@ -129,7 +129,7 @@ async def test_two_routers_know_each_others_tokens(server: RedisServer):
     await two.close()
 
 
-async def test_a_dead_store_says_so_and_is_left_alone_for_a_while():
+async def test_a_dead_store_raises_peer_lost_and_is_not_called_for_a_while():
     with RedisServer(memory_mb=16) as server:
         store = RedisSessions(server.url, 60, budget_s=0.2)
         token = await store.new_token("")
@@ -145,23 +145,23 @@ async def test_a_dead_store_says_so_and_is_left_alone_for_a_while():
     [b"", b"{}", b"[]", b"\xff", pack_record(RECORD)[:-9], pack_record(RECORD).replace(b'"format": 3', b'"format": 2')],
     ids=["nothing", "no-field", "list", "bytes", "cut", "other-format"],
 )
-def test_a_record_that_cannot_be_read_is_not_there(blob: bytes):
+def test_a_record_that_cannot_be_parsed_counts_as_missing(blob: bytes):
     assert unpack_record(pack_record(RECORD)) == RECORD
     with pytest.raises(NotFound):
         unpack_record(blob)
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["the first writes first", "the second writes first"])
-async def test_two_routers_know_each_others_tokens_after_the_store_lost_its_data(order: tuple[int, int]):
-    """As when redis-server is started again without what it kept: a third router, started since, knows them too."""
+async def test_routers_accept_each_others_tokens_after_the_store_lost_its_data(order: tuple[int, int]):
+    """As after a restart of redis-server without its data. A third router, started later, accepts them too."""
     with RedisServer(memory_mb=16) as server:
         routers = [RedisSessions(server.url, 60) for _ in range(2)]
         for router in routers:
-            await router.new_token("a")  # both know the old secret
+            await router.new_token("a")  # both have the old secret
         raw = redis.asyncio.Redis.from_url(server.url)
         await raw.flushall()
         fresh = RedisSessions(server.url, 60)
-        await fresh.new_token("a")  # and makes a new one
+        await fresh.new_token("a")  # and writes a new secret
         for index in order:
             token = await routers[index].new_token("a")
             await routers[index].write(token, "a", RECORD)
@@ -172,7 +172,7 @@ async def test_two_routers_know_each_others_tokens_after_the_store_lost_its_data
             await router.close()
 
 
-async def test_a_record_that_is_no_longer_there_is_written_whole(make):
+async def test_a_record_that_was_lost_is_written_whole(make):
     store = make(60)
     token = await store.new_token("")
     await store.write(token, "", replace(RECORD, version=7))
@@ -181,7 +181,7 @@ async def test_a_record_that_is_no_longer_there_is_written_whole(make):
         await store.write(token, "", replace(RECORD, version=7))
 
 
-def test_a_record_knows_which_turn_a_request_wrote():
+def test_a_record_finds_the_turn_of_a_request_id():
     other = replace(TURN, request="other", start=3, prompt=4, end=6)
     record = replace(RECORD, turns=(TURN, other))
     assert unpack_record(pack_record(record)) == record

@@ -1,4 +1,4 @@
-"""A replica of several workers on Ray Serve: the tokens of its degree, and a killed worker costs none of them."""
+"""A sharded replica on Ray Serve: the tokens of its degree, also after a worker was killed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def truth(folder) -> list[int]:
 def worker_pids() -> list[int]:
     pids = []
     for each in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # it has just ended
+        with contextlib.suppress(psutil.Error):  # just ended
             pids += [each.pid] * ("ray::Worker" in " ".join(each.cmdline()))
     return pids
 
@@ -71,7 +71,7 @@ def test_a_sharded_replica_on_serve_gives_the_tokens_of_its_degree_and_survives_
                             os.kill(first[0], signal.SIGKILL)
                             victims = 0
                 assert ids == expected
-            assert worker_pids() and worker_pids() != first, "another replica, with a worker of its own"
+            assert worker_pids() and worker_pids() != first, "another replica, with its own worker"
 
     with RedisServer() as server:
         address = deploy.start(config, server.url)

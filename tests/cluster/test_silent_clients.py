@@ -1,4 +1,4 @@
-"""A client that does not read holds nothing for longer than the request's limit. Over a real socket."""
+"""A client that does not read holds no peer past the request's time limit. Over a real socket."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cluster.api.grpc import serve_plain
 from cluster.router.ingress import AHEAD
 
 SMALL_WINDOW = (("grpc.http2.lookahead_bytes", 256), ("grpc.http2.bdp_probe", 0))
-"""What a client takes from its connection before it has read: less than one answer."""
+"""Bytes that a client's connection buffers unread: less than one answer."""
 
 
 @asynccontextmanager
@@ -34,7 +34,7 @@ async def serving(server_ingress):
 
 
 @pytest.mark.parametrize("grace_s", [60.0, 0.2], ids=["no peer while its call is open", "no call after the grace"])
-async def test_a_client_that_stops_reading_keeps_no_peer_and_no_call_past_the_requests_limit(monkeypatch, grace_s):
+async def test_a_client_that_stops_reading_holds_no_peer_and_no_call_past_the_requests_limit(monkeypatch, grace_s):
     monkeypatch.setattr("cluster.api.grpc.READ_GRACE_S", grace_s)
     drafter, verifier = FakeDrafter(), FakeVerifier()
     async with edge(drafter, verifier, router={"request_timeout_s": 1.0}) as (server, _), serving(server) as stub:
@@ -44,7 +44,7 @@ async def test_a_client_that_stops_reading_keeps_no_peer_and_no_call_past_the_re
         assert (await call.read()).WhichOneof("event") == "started"
         await until(lambda: verifier.held)
         await until(lambda: not verifier.held and not drafter.held)
-        assert verifier.calls < 1900, "the work stopped where the client did"
+        assert verifier.calls < 1900, "the work stopped with the client"
         running = server.experience["toy"].concurrency
         if grace_s < 1.0:
             await until(lambda: running.requests == 0, timeout_s=5.0)  # a dead connection takes longer
@@ -61,7 +61,7 @@ async def test_a_request_whose_verifier_never_answers_ends_at_its_limit():
         await until(lambda: not verifier.held)
 
 
-async def test_a_slow_reader_gets_all_that_was_ready_and_then_the_reason():
+async def test_a_slow_reader_gets_all_finished_chunks_and_then_the_error():
     places = EdgePeers()
     events = ingress(places, router={"request_timeout_s": 0.2}).generate(
         pb.GenerateRequest(text="walk", max_new_tokens=400, speculation=pb.Speculation(mode=pb.Speculation.MODE_OFF))

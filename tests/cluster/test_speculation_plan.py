@@ -1,4 +1,4 @@
-"""What a request may ask of speculation, and the account of what came of it."""
+"""The `speculation` field of requests, and the account of their rounds."""
 
 from __future__ import annotations
 
@@ -29,33 +29,33 @@ IDS = list(PROMPT.encode())
 CHAIN = LevelShape((1, 1, 1))
 
 
-def asked(said: Speculation | str, **sections: object) -> SpeculationPlan:
-    message = build_request(PROMPT, speculation=said).speculation
+def planned(requested: Speculation | str, **sections: object) -> SpeculationPlan:
+    message = build_request(PROMPT, speculation=requested).speculation
     return plan_speculation(message, "demo", config(**sections), Experience(), Sampling())
 
 
-# What is asked
+# Requests
 
 
 @pytest.mark.parametrize(
-    "text, said",
+    "text, expected",
     [
         ("", Speculation()),
         ("auto", Speculation(Mode.AUTO)),
         (" off ", Speculation(Mode.OFF)),
         ("(3,2,1)", Speculation(Mode.FIXED, "(3,2,1)")),
         ("beam(4,3)", Speculation(Mode.FIXED, "beam(4,3)")),
-        ("wide", Speculation(Mode.FIXED, "wide")),  # for the server to refuse
+        ("wide", Speculation(Mode.FIXED, "wide")),  # the server refuses it
     ],
 )
-def test_a_text_is_read_as_a_mode_or_a_shape(text: str, said: Speculation):
-    assert Speculation.parse(text) == said
+def test_a_text_is_parsed_as_a_mode_or_a_shape(text: str, expected: Speculation):
+    assert Speculation.parse(text) == expected
 
 
-def test_every_field_reaches_the_message_and_what_is_left_out_stays_absent():
-    said = build_request("p", speculation=Speculation.parse("auto", "paper_ucb", 0, 9)).speculation
-    assert (said.mode, said.shape, said.policy) == (pb.Speculation.MODE_AUTO, "", "paper_ucb")
-    assert said.HasField("max_nodes") and (said.max_nodes, said.deadline_ms) == (0, 9)
+def test_every_field_is_in_the_message_and_fields_left_out_stay_absent():
+    message = build_request("p", speculation=Speculation.parse("auto", "paper_ucb", 0, 9)).speculation
+    assert (message.mode, message.shape, message.policy) == (pb.Speculation.MODE_AUTO, "", "paper_ucb")
+    assert message.HasField("max_nodes") and (message.max_nodes, message.deadline_ms) == (0, 9)
     plain = build_request("p").speculation
     assert not plain.HasField("max_nodes") and not plain.HasField("deadline_ms")
 
@@ -64,17 +64,17 @@ def test_every_field_reaches_the_message_and_what_is_left_out_stays_absent():
     "shape", ["(3,2,1)", "3,2,1", "nodes(2,1)", "beam(4,3)", "dynamic(3,2,6)", "proposed(7)", "off"]
 )
 def test_every_kind_of_shape_can_be_fixed(shape: str):
-    found = asked(Speculation(Mode.FIXED, shape))
-    assert isinstance(found.policy, Static) and found.policy.shape == TreeShape.parse(shape) and found.name == "fixed"
+    plan = planned(Speculation(Mode.FIXED, shape))
+    assert isinstance(plan.policy, Static) and plan.policy.shape == TreeShape.parse(shape) and plan.name == "fixed"
 
 
-def test_proposals_may_have_more_guesses_than_the_target_takes_levels():
-    """Which is 8 here: what is proposed is cut to it."""
-    assert asked(Speculation(Mode.FIXED, "proposed(15)")).proposed_rows == 16
+def test_proposals_may_have_more_guesses_than_the_targets_greatest_depth():
+    """It is 8 here; deeper proposals are cut."""
+    assert planned(Speculation(Mode.FIXED, "proposed(15)")).proposed_rows == 16
 
 
-def test_off_asks_for_no_tree_and_auto_is_the_servers_policy_on_the_servers_arms():
-    off, auto = asked("off"), asked("auto")
+def test_off_means_no_trees_and_auto_the_configured_policy_and_arms():
+    off, auto = planned("off"), planned("auto")
     assert isinstance(off.policy, Static) and off.policy.shape == OFF and off.name == "off"
     assert isinstance(auto.policy, RatioUCB) and auto.name == "ratio_ucb"
     assert [str(arm) for arm in auto.policy.arms] == ["off", "(1,1,1)", "(2,1)"]
@@ -82,40 +82,40 @@ def test_off_asks_for_no_tree_and_auto_is_the_servers_policy_on_the_servers_arms
     assert absent.name == "ratio_ucb" and absent.free
 
 
-def test_a_named_policy_picks_the_shapes():
-    found = asked(Speculation(policy="paper_ucb"))
-    assert isinstance(found.policy, PaperUCB) and found.name == "paper_ucb"
+def test_a_request_can_name_its_policy():
+    plan = planned(Speculation(policy="paper_ucb"))
+    assert isinstance(plan.policy, PaperUCB) and plan.name == "paper_ucb"
 
 
 @pytest.mark.parametrize(
     "max_nodes, left", [(0, ["off"]), (2, ["off"]), (3, ["off", "(1,1,1)"]), (4, ["off", "(1,1,1)", "(2,1)"])]
 )
-def test_auto_leaves_out_the_arms_with_more_guesses(max_nodes: int, left: list[str]):
-    policy = asked(Speculation(max_nodes=max_nodes)).policy
+def test_auto_leaves_out_arms_with_more_guesses_than_max_nodes(max_nodes: int, left: list[str]):
+    policy = planned(Speculation(max_nodes=max_nodes)).policy
     assert isinstance(policy, RatioUCB) and [str(arm) for arm in policy.arms] == left
 
 
-def test_auto_cuts_proposals_to_the_guesses_allowed_and_names_none_twice():
-    policy = asked(Speculation(max_nodes=3), speculation={"arms": ["proposed(7)", "proposed(8)", "(2,1)"]}).policy
+def test_auto_cuts_proposals_to_max_nodes_without_duplicates():
+    policy = planned(Speculation(max_nodes=3), speculation={"arms": ["proposed(7)", "proposed(8)", "(2,1)"]}).policy
     assert isinstance(policy, RatioUCB) and [str(arm) for arm in policy.arms] == ["off", "proposed(3)"]
 
 
-def test_proposals_that_are_fixed_may_have_as_many_rows_and_a_fixed_tree_gets_none():
-    assert asked(Speculation(Mode.FIXED, "proposed(5)")).proposed_rows == 6
-    assert asked(Speculation(Mode.FIXED, "(2,1)")).proposed_rows == 1
+def test_proposals_fill_a_fixed_proposed_shape_and_add_nothing_to_a_fixed_tree():
+    assert planned(Speculation(Mode.FIXED, "proposed(5)")).proposed_rows == 6
+    assert planned(Speculation(Mode.FIXED, "(2,1)")).proposed_rows == 1
 
 
-def test_where_no_arm_is_small_enough_off_is_left():
-    policy = asked(Speculation(max_nodes=1), speculation={"arms": ["(2,1)"]}).policy
+def test_off_is_the_only_arm_where_no_other_is_small_enough():
+    policy = planned(Speculation(max_nodes=1), speculation={"arms": ["(2,1)"]}).policy
     assert isinstance(policy, RatioUCB) and policy.arms == (OFF,)
 
 
-def test_a_fixed_shape_of_as_many_guesses_as_are_allowed_is_taken():
-    assert asked(Speculation(Mode.FIXED, "(2,1)", max_nodes=4)).policy.choose() == LevelShape((2, 1))
+def test_a_fixed_shape_may_have_exactly_max_nodes_guesses():
+    assert planned(Speculation(Mode.FIXED, "(2,1)", max_nodes=4)).policy.choose() == LevelShape((2, 1))
 
 
 @pytest.mark.parametrize(
-    "said, free",
+    "speculation, free",
     [
         (Speculation(), True),
         (Speculation(policy="ratio_ucb"), True),
@@ -127,15 +127,15 @@ def test_a_fixed_shape_of_as_many_guesses_as_are_allowed_is_taken():
     ],
     ids=str,
 )
-def test_only_requests_that_ask_for_nothing_are_tried_together(said: Speculation, free: bool):
-    assert asked(said).free is free
+def test_only_requests_with_default_speculation_join_a_trial(speculation: Speculation, free: bool):
+    assert planned(speculation).free is free
 
 
-NOTHING_TO_DRAFT = {"drafters": {}}
+NO_DRAFTERS = {"drafters": {}}
 
 
 @pytest.mark.parametrize(
-    "field, said, sections",
+    "field, speculation, sections",
     [
         ("shape", Speculation(shape="(1,1)"), {}),
         ("shape", Speculation(Mode.OFF, "(1,1)"), {}),
@@ -144,7 +144,7 @@ NOTHING_TO_DRAFT = {"drafters": {}}
         ("shape", Speculation(Mode.FIXED, "auto"), {}),
         ("shape", Speculation(Mode.FIXED, "(9,9)"), {}),
         ("shape", Speculation(Mode.FIXED, "(1,1,1,1,1,1,1,1,1)"), {}),  # the target takes a depth of 8
-        ("shape", Speculation(Mode.FIXED, "(1,)"), NOTHING_TO_DRAFT),
+        ("shape", Speculation(Mode.FIXED, "(1,)"), NO_DRAFTERS),
         ("shape", Speculation(Mode.FIXED, "proposed(3)"), {"speculation": {"proposers": []}}),
         ("deadline_ms", Speculation(Mode.FIXED, "proposed(3)", deadline_ms=5), {}),
         ("policy", Speculation(policy="best"), {}),
@@ -161,33 +161,33 @@ NOTHING_TO_DRAFT = {"drafters": {}}
     ],
     ids=str,
 )
-def test_what_contradicts_itself_is_refused_by_its_name(field: str, said: Speculation, sections: dict):
+def test_contradictory_fields_are_refused_by_name(field: str, speculation: Speculation, sections: dict):
     with pytest.raises(BadRequest) as refused:
-        asked(said, **sections)
+        planned(speculation, **sections)
     assert refused.value.field == f"speculation.{field}"
 
 
-def test_a_mode_that_nobody_knows_is_refused():
+def test_an_unknown_mode_is_refused():
     with pytest.raises(BadRequest) as refused:
         plan_speculation(pb.Speculation(mode=9), "demo", config(), Experience(), Sampling())  # type: ignore[arg-type]
     assert refused.value.field == "speculation.mode"
 
 
-@pytest.mark.parametrize("field, said", [("max_nodes", {"max_nodes": -1}), ("deadline_ms", {"deadline_ms": 1 << 32})])
-def test_a_number_that_its_field_cannot_hold_is_refused_before_it_is_sent(field: str, said: dict):
+@pytest.mark.parametrize("field, fields", [("max_nodes", {"max_nodes": -1}), ("deadline_ms", {"deadline_ms": 1 << 32})])
+def test_a_number_that_its_field_cannot_hold_is_refused_before_it_is_sent(field: str, fields: dict):
     with pytest.raises(BadRequest) as refused:
-        build_request("p", speculation=Speculation(**said))
+        build_request("p", speculation=Speculation(**fields))
     assert refused.value.field == f"speculation.{field}"
 
 
-async def test_only_what_asks_for_nothing_is_not_counted_as_fixed():
+async def test_all_requests_but_those_with_default_speculation_count_as_fixed():
     router = ingress(EdgePeers())
     seen = []
-    for said in (Speculation(), Speculation(max_nodes=3), Speculation(Mode.OFF)):
-        async for event in LocalClient(router).generate(PROMPT, speculation=said, max_new_tokens=3):
+    for each in (Speculation(), Speculation(max_nodes=3), Speculation(Mode.OFF)):
+        async for event in LocalClient(router).generate(PROMPT, speculation=each, max_new_tokens=3):
             del event
-            seen.append((said.mode, said.max_nodes, router.experience["demo"].concurrency.fixed))
-    assert {each for each in seen if each[2]} == {(Mode.AUTO, 3, 1), (Mode.OFF, None, 1)}
+            seen.append((each.mode, each.max_nodes, router.experience["demo"].concurrency.fixed))
+    assert {entry for entry in seen if entry[2]} == {(Mode.AUTO, 3, 1), (Mode.OFF, None, 1)}
 
 
 # The wait for a draft
@@ -195,11 +195,11 @@ async def test_only_what_asks_for_nothing_is_not_counted_as_fixed():
 
 @pytest.mark.parametrize("server_ms, request_ms", [(60_000, 1), (1, 60_000)], ids=["request", "server"])
 async def test_the_shorter_of_two_deadlines_bounds_the_wait_for_a_draft(server_ms: int, request_ms: int):
-    """A draft takes half a minute: a round that waited for it would not end in time."""
+    """Drafts take half a minute, so a round that waited for its draft would time out."""
     drafter, verifier = fakes.FakeDrafter(pause_s=30.0), fakes.FakeVerifier()
     settings = config(router={"draft_timeout_ms": server_ms})
-    places = Peers(settings, {"demo": fakes.FakePool(verifier)}, {"mamba": fakes.FakePool(drafter)})
-    client = LocalClient(Ingress(settings, places, MemorySessions(), SERVED))
+    peers = Peers(settings, {"demo": fakes.FakePool(verifier)}, {"mamba": fakes.FakePool(drafter)})
+    client = LocalClient(Ingress(settings, peers, MemorySessions(), SERVED))
     async with asyncio.timeout(10):
         done = await client.generate_text(
             [5, 6, 7], max_new_tokens=5, speculation=Speculation(Mode.FIXED, "(1,1)", deadline_ms=request_ms)
@@ -212,7 +212,7 @@ async def test_the_shorter_of_two_deadlines_bounds_the_wait_for_a_draft(server_m
 
 
 def recounted(done: Completion) -> SpeculationStats:
-    """The parts of an account that can be read off the stream."""
+    """The account with the fields that the stream determines recomputed from it."""
     return replace(
         done.complete.speculation,
         rounds=len(done.rounds),
@@ -222,7 +222,7 @@ def recounted(done: Completion) -> SpeculationStats:
     )
 
 
-SAID = [
+REQUESTS = [
     Speculation(),
     Speculation(Mode.OFF),
     Speculation(Mode.FIXED, "(1,1,1)"),
@@ -232,18 +232,18 @@ SAID = [
 ]
 
 
-@pytest.mark.parametrize("said", SAID, ids=str)
+@pytest.mark.parametrize("speculation", REQUESTS, ids=str)
 @pytest.mark.parametrize("tokens", range(1, 10))
-async def test_an_account_adds_up_and_is_that_of_the_stream_and_no_token_changes(said: Speculation, tokens: int):
-    """At every length, so that the limit cuts the last round at every place."""
+async def test_an_account_is_consistent_and_speculation_changes_no_token(speculation: Speculation, tokens: int):
+    """At every length, so that the limit cuts the last round at every position."""
     client = LocalClient(ingress(EdgePeers()))
-    done = await client.generate_text(PROMPT, speculation=said, temperature=1.0, seed=3, max_new_tokens=tokens)
+    done = await client.generate_text(PROMPT, speculation=speculation, temperature=1.0, seed=3, max_new_tokens=tokens)
     stats = done.complete.speculation
     assert list(done.token_ids) == plain_answer(IDS, Sampling(temperature=1.0, seed=3), tokens)
     assert stats.contradictions == () and recounted(done) == stats
 
 
-async def test_an_answer_without_trees_is_accounted_for_with_zeros_where_nothing_was_drafted():
+async def test_the_account_of_an_answer_without_trees_has_zeros_for_drafts():
     done = await LocalClient(ingress(EdgePeers())).generate_text(PROMPT, speculation="off", max_new_tokens=7)
     stats = done.complete.speculation
     assert (stats.policy, stats.rounds, stats.pulls, stats.emitted) == ("off", 7, {"off": 7}, {1: 7})
@@ -253,16 +253,16 @@ async def test_an_answer_without_trees_is_accounted_for_with_zeros_where_nothing
 
 
 async def test_a_resumed_answer_accounts_for_the_rounds_of_its_own_stream():
-    held = plain_answer(IDS, Sampling(), 3)
+    earlier = plain_answer(IDS, Sampling(), 3)
     request = build_request(PROMPT, speculation="(1,1,1)", max_new_tokens=9)
-    request.resume.CopyFrom(resume_of(IDS, held))
+    request.resume.CopyFrom(resume_of(IDS, earlier))
     events = [event async for event in ingress(EdgePeers()).generate(request)]
     account = events[-1].complete.speculation
     assert (account.rounds, dict(account.emitted), account.emitted_tokens) == (2, {4: 1, 2: 1}, 6)
 
 
 class StepClock:
-    """A clock that a test moves."""
+    """A clock that a test advances."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -283,19 +283,19 @@ def verdict(emitted: int, length: int, verify_us: int, queue_us: int, trimmed: i
     return Verdict((1,) * emitted, path, (0,) * accepted, finish, length, verify_us, queue_us, texts=2, trimmed=trimmed)
 
 
-def test_a_tally_on_paper():
-    """Five rounds with the times that they took in milliseconds, and all that the account must say of them."""
+def test_the_account_of_a_hand_example():
+    """Five rounds with their times in milliseconds, and all fields of their account."""
     clock, experience = StepClock(), Experience()
     rounds = [  # shape, tree, verdict, wall in ms
         (CHAIN, drafted(3, 2000), verdict(4, 4, 5000, 1000), 50.0),  # the first: 42 ms of it are its opening
         (CHAIN, drafted(3, 2000), verdict(2, 2, 5000, 0, trimmed=1), 9.0),
         (CHAIN, replace(drafted(0, 4000), missed=True), verdict(1, 1, 4000, 500), 9.0),  # a late draft
-        (OFF, drafted(0, 0), verdict(1, 1, 4001, 0), 4.0),  # a peer that counts more than was there: a rounding
-        (CHAIN, drafted(3, 2000), verdict(2, 4, 5000, 0), 8.0),  # cut: two accepted, one more and the target's not
+        (OFF, drafted(0, 0), verdict(1, 1, 4001, 0), 4.0),  # the peer's time exceeds the round's, by rounding
+        (CHAIN, drafted(3, 2000), verdict(2, 4, 5000, 0), 8.0),  # cut: the third accepted token and the target's
     ]
-    with experience.concurrency.running() as place:
+    with experience.concurrency.running() as running:
         account = RoundAccount(
-            SpeculationPlan("fixed", ScriptedPolicy([shape for shape, *_ in rounds])), experience, place, 0.0, clock
+            SpeculationPlan("fixed", ScriptedPolicy([shape for shape, *_ in rounds])), experience, running, 0.0, clock
         )
         for shape, tree, found, wall_ms in rounds:
             clock.now_s += 0.25  # between rounds: the client is slow
@@ -328,7 +328,7 @@ def test_a_tally_on_paper():
 
 
 class ScriptedPolicy:
-    """Chooses what it was told to."""
+    """Chooses the given shapes in order."""
 
     def __init__(self, shapes: list[TreeShape]) -> None:
         self.shapes = shapes
@@ -337,7 +337,7 @@ class ScriptedPolicy:
         return self.shapes.pop(0)
 
     def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:
-        """There is nothing to learn."""
+        """Does nothing."""
 
 
 GOOD = SpeculationStats(
@@ -361,7 +361,7 @@ GOOD = SpeculationStats(
 
 
 @pytest.mark.parametrize(
-    "wrong, told",
+    "wrong, named",
     [
         ({"pulls": {"off": 2}}, "rounds, by shape"),
         ({"emitted": {4: 1, 3: 1}}, "rounds, by emitted tokens"),
@@ -373,16 +373,16 @@ GOOD = SpeculationStats(
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_wrong_figure_is_found_in_its_account(wrong: dict, told: str):
+def test_a_wrong_figure_is_named_as_a_contradiction(wrong: dict, named: str):
     assert GOOD.contradictions == ()
     found = replace(GOOD, **wrong).contradictions
-    assert len(found) == 1 and found[0].startswith(told)
+    assert len(found) == 1 and found[0].startswith(named)
 
 
 async def test_an_end_of_text_that_cuts_a_round_is_accounted_for(monkeypatch: pytest.MonkeyPatch):
-    """The target's third token ends the text; the chain's guesses go on past it."""
-    spoken = plain_answer(IDS, Sampling(), 12)
-    monkeypatch.setattr("edge.next_token", lambda ids, _: END if len(ids) == len(IDS) + 2 else spoken[len(ids) % 12])
+    """The target's third token ends the text; the chain has guesses beyond it."""
+    answer = plain_answer(IDS, Sampling(), 12)
+    monkeypatch.setattr("edge.next_token", lambda ids, _: END if len(ids) == len(IDS) + 2 else answer[len(ids) % 12])
     done = await LocalClient(ingress(EdgePeers())).generate_text(PROMPT, speculation="(1,1,1)", max_new_tokens=12)
     stats = done.complete.speculation
     assert done.complete.finish is Finish.END_OF_TEXT and len(done.token_ids) == 3

@@ -1,4 +1,4 @@
-"""States in a real Redis that is slow, full, frozen or killed: a miss, never an error."""
+"""Saved states in a real Redis: full, frozen or killed, it gives misses and no errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def states(server: RedisServer):
     await store.close()
 
 
-async def test_what_was_saved_is_loaded_and_counted(states: RedisStates):
+async def test_a_saved_state_is_loaded_and_counted(states: RedisStates):
     blob = os.urandom(100_000)
     assert await states.load("a") is None
     assert await states.save("a", blob)
@@ -45,7 +45,7 @@ async def test_a_state_that_is_too_large_is_refused(states: RedisStates):
     assert states.counters.refused == 1
 
 
-async def test_a_full_server_forgets_what_expires_first_and_the_store_goes_on(states: RedisStates):
+async def test_a_full_server_evicts_keys_that_expire_first_and_the_store_still_works(states: RedisStates):
     for index in range(40):
         await states.save(f"{index}", bytes(1 << 20))
     assert await states.save("last", b"x")
@@ -54,7 +54,7 @@ async def test_a_full_server_forgets_what_expires_first_and_the_store_goes_on(st
 
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
-async def test_a_dead_or_frozen_server_is_a_miss_and_then_left_alone(fault: signal.Signals):
+async def test_a_dead_or_frozen_server_is_a_miss_and_then_not_called(fault: signal.Signals):
     now = 0.0
     with RedisServer(memory_mb=16) as server:
         store = RedisStates(server.url, 30, budget_s=0.05, breaker=CircuitBreaker(3, 5.0, clock=lambda: now))
@@ -72,7 +72,7 @@ async def test_a_dead_or_frozen_server_is_a_miss_and_then_left_alone(fault: sign
         await store.close()
 
 
-def test_an_open_circuit_lets_one_probe_through_and_closes_when_it_succeeds():
+def test_an_open_circuit_allows_one_probe_and_closes_when_it_succeeds():
     now = 0.0
     breaker = CircuitBreaker(2, 5.0, clock=lambda: now)
     breaker.failed()

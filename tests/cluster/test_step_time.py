@@ -1,4 +1,4 @@
-"""The cost of a step: a line for targets of states, a parabola where layers attend, never falling; who says which."""
+"""The fit of step times: a line for state-space targets, a parabola with attention layers, never decreasing."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_fit_is_the_least_squares_of_all_steps_so_far(kind: str, degree: int
 
 
 @pytest.mark.parametrize("degree", [1, 2])
-def test_steps_that_weigh_the_same_are_fitted_so(degree: int):
+def test_steps_of_equal_weight_are_fitted_by_least_squares(degree: int):
     rows, us = zip(*RECORDED, strict=True)
     found = fit_steps(rows, us, degree)
     assert found == pytest.approx(reference(RECORDED, [1.0] * len(RECORDED), degree), rel=1e-6)
@@ -91,36 +91,36 @@ def test_more_rows_never_cost_less():
 
 
 @pytest.mark.parametrize("degree", [1, 2])
-def test_too_few_numbers_of_rows_give_the_plainest_fit(degree: int):
+def test_too_few_different_numbers_of_rows_give_the_simplest_fit(degree: int):
     step = StepTime()
     assert step.at(8, degree) == 0.0
     for _ in range(50):
         step.learn(8, 10_000, degree)
     assert step.coefficients(degree) == pytest.approx((10_000, 0, 0)[: degree + 1]), (
-        "one number tells nothing of others"
+        "one number of rows determines a constant"
     )
     for _ in range(50):
         step.learn(16, 12_000, degree)
-    assert step.coefficients(degree) == pytest.approx((8_000, 250, 0)[: degree + 1], rel=1e-6), "two tell of a line"
+    assert step.coefficients(degree) == pytest.approx((8_000, 250, 0)[: degree + 1], rel=1e-6), "two determine a line"
 
 
-# -- who says which ---------------------------------------------------------------------------------------------------
+# -- the choice of line or parabola -----------------------------------------------------------------------------------
 
 
 def learned(attends: bool, step_us) -> Experience:
-    """An experience of shapes of 8 to 24 rows alone."""
+    """An experience of shapes of 8 to 24 padded rows."""
     experience = Experience(Concurrency(attends=attends))
     for _ in range(50):
         for shape in (OFF, CHAIN, LevelShape((3, 2, 1)), LevelShape((4, 2, 1))):
             tree = DraftTree.of(range(shape.rows), range(-1, shape.rows - 1))
             rows = -(-shape.rows // 8) * 8
-            took = Verdict((1,), (0,), (), None, 1, round(step_us(rows)), step_rows=rows)
-            experience.learn(shape, tree, took, 0.0)
+            found = Verdict((1,), (0,), (), None, 1, round(step_us(rows)), step_rows=rows)
+            experience.learn(shape, tree, found, 0.0)
     return experience
 
 
-def test_a_tree_nobody_played_costs_a_hybrid_the_square_of_its_rows():
-    """What a policy believes of 48 rows from 8 to 24: a chain is chosen where attention makes rows dearer."""
+def test_with_attention_the_predicted_step_time_is_quadratic_in_rows():
+    """Predicts the step of a tree of 48 rows from steps of 8 to 24."""
     step_us = lambda rows: 5000 + 10 * rows * rows  # noqa: E731
     hybrid, states = learned(True, step_us), learned(False, step_us)
     assert hybrid._verify_us(TREE.rows) == pytest.approx(step_us(48), rel=1e-3)
@@ -128,10 +128,10 @@ def test_a_tree_nobody_played_costs_a_hybrid_the_square_of_its_rows():
 
 
 @pytest.mark.parametrize("attends", [True, False])
-async def test_a_router_takes_the_form_of_the_cost_from_the_verifiers_hello(attends: bool):
-    places = EdgePeers()
-    places.hello = Hello(PROTOCOL_VERSION, "demo", "f", "t", 300, 512, 64, 8, "float32", "bitwise", 1, attends=attends)
-    edge = ingress(places)
+async def test_a_router_takes_attends_from_the_verifiers_hello(attends: bool):
+    peers = EdgePeers()
+    peers.hello = Hello(PROTOCOL_VERSION, "demo", "f", "t", 300, 512, 64, 8, "float32", "bitwise", 1, attends=attends)
+    edge = ingress(peers)
     edge.experience["demo"].concurrency.attends = not attends
     await LocalClient(edge).generate_text("the snake", max_new_tokens=8)
     assert edge.experience["demo"].concurrency.attends is attends

@@ -1,8 +1,9 @@
-"""The text of an answer does not depend on how its tokens were cut into rounds."""
+"""The text of an answer does not depend on how its tokens are divided into rounds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from random import Random
 
 import pytest
 from dendro.errors import BadRequest
@@ -14,14 +15,14 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from cluster.router.tokenizer import WINDOW_TOKENS, CheckpointTokenizer, TextStream
 
 TOKENS = st.one_of(
-    st.lists(st.integers(0, 256), max_size=200),  # bytes that are no text, and the token that ends one
+    st.lists(st.integers(0, 256), max_size=200),  # any bytes, and the end token
     st.text(max_size=120).map(lambda text: list(text.encode())),
 )
 
 
 @settings(deadline=None)
 @given(TOKENS, st.lists(st.integers(1, 9)))
-def test_all_that_is_handed_out_is_the_decoding_of_all_tokens(ids: list[int], cuts: list[int]):
+def test_the_pieces_together_are_the_decoding_of_all_tokens(ids: list[int], cuts: list[int]):
     stream, parts, rest = TextStream(ByteTokenizer()), [], ids
     for cut in cuts:
         parts.append(stream.push(rest[:cut]))
@@ -32,14 +33,14 @@ def test_all_that_is_handed_out_is_the_decoding_of_all_tokens(ids: list[int], cu
 
 @settings(deadline=None)
 @given(TOKENS, st.integers(0, 200))
-def test_what_is_out_depends_on_the_tokens_alone(ids: list[int], cut: int):
-    """So a resumed answer, whose first tokens come at once, goes on at the same character."""
+def test_the_text_so_far_depends_only_on_the_tokens_so_far(ids: list[int], cut: int):
+    """So a resumed answer, whose first tokens are pushed at once, continues at the same character."""
     one, many = TextStream(ByteTokenizer()), TextStream(ByteTokenizer())
     assert one.push(ids[:cut]) == "".join(many.push([token]) for token in ids[:cut])
     assert one.push(ids[cut:]) + one.flush() == many.push(ids[cut:]) + many.flush()
 
 
-def test_a_character_waits_for_its_other_bytes():
+def test_a_character_is_returned_with_its_last_byte():
     stream = TextStream(ByteTokenizer())
     euro = list("€".encode())
     assert [stream.push([byte]) for byte in euro] == ["", "", "€"]
@@ -63,13 +64,13 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> CheckpointTokenizer:
 
 @settings(deadline=None)
 @given(text=st.text(max_size=60))
-def test_a_checkpoints_tokenizer_streams_back_what_it_was_given(loaded: CheckpointTokenizer, text: str):
+def test_a_checkpoints_tokenizer_streams_back_the_encoded_text(loaded: CheckpointTokenizer, text: str):
     ids = loaded.encode(text, begins=True)
     stream = TextStream(loaded)
     assert "".join([*(stream.push([token]) for token in ids), stream.flush()]) == loaded.decode(ids) == text
 
 
-def test_special_tokens_make_no_text(loaded: CheckpointTokenizer):
+def test_special_tokens_give_no_text(loaded: CheckpointTokenizer):
     assert loaded.decode([0]) == ""
 
 
@@ -81,7 +82,7 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
         CheckpointTokenizer(tmp_path, "")
 
 
-# Texts of every kind of decoder, whatever the tokens and the cuts
+# Every kind of decoder, with any tokens and cuts
 
 WORDS = ["▁the", "▁snake", "▁", "▁▁", "s", "a", "e", "▁中", "é", "walks", "\n"]
 SAMPLES = st.lists(
@@ -95,7 +96,7 @@ SAMPLES = st.lists(
 
 
 def llama_style(strip: bool) -> Tokenizer:
-    """As Llama 2 and Mistral, which strip the first space, or Gemma, which does not: bytes for unknown words."""
+    """Bytes for unknown words. strip: the first space, as Llama 2 and Mistral do and Gemma does not"""
     vocabulary = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS]
     model = models.BPE({word: token for token, word in enumerate(vocabulary)}, [], unk_token="<unk>")
     model.byte_fallback = True
@@ -137,7 +138,7 @@ def wordpiece_style() -> Tokenizer:
 
 
 def suffix_style() -> Tokenizer:
-    """The first GPT's: a word's last token says that it ends."""
+    """GPT-1's: a word's last token marks its end."""
     words = ["<unk>", "the</w>", "s", "nake</w>", "nake", "中</w>", "中"]
     tokenizer = Tokenizer(models.BPE({word: token for token, word in enumerate(words)}, [], unk_token="<unk>"))
     tokenizer.decoder = decoders.BPEDecoder()
@@ -164,7 +165,7 @@ STYLES: dict[str, Callable[[], Tokenizer] | None] = {
     "metaspace": metaspace_style,
     "wordpiece": wordpiece_style,
     "suffix": suffix_style,
-    "in Python": None,  # ByT5's, which has no file at all
+    "in Python": None,  # ByT5's, without a file
 }
 
 
@@ -178,20 +179,26 @@ def style(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return CheckpointTokenizer(folder, request.param)
 
 
+def random_ids(size: int) -> st.SearchStrategy[list[int]]:
+    """Up to ten windows of ids below `size`. Drawn from a seed: a list drawn number by number takes seconds."""
+    lengths = st.integers(0, 10 * WINDOW_TOKENS)
+    return st.builds(lambda seed, length: Random(seed).choices(range(size), k=length), st.integers(0, 1 << 32), lengths)
+
+
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
-def test_whatever_the_decoder_the_pieces_are_the_decoding_of_all_tokens(
+def test_the_pieces_of_every_decoder_together_are_the_decoding_of_all_tokens(
     style: CheckpointTokenizer, data: st.DataObject
 ):
-    """Also of bytes that are no text, and of ten windows' length. Pieces do not depend on the cuts, as a resumed
-    answer's first tokens come at once."""
+    """Also for invalid bytes, and for ten windows of tokens. The text so far does not depend on the cuts, because a
+    resumed answer's first tokens are pushed at once."""
     size = len(style._tokenizer)
     ids = data.draw(
         st.one_of(
             SAMPLES.map(lambda text: style.encode(text, begins=False)),
             SAMPLES.map(lambda text: (style.encode(text, begins=False) * 700)[: 10 * WINDOW_TOKENS]),
-            st.lists(st.integers(0, size - 1), max_size=10 * WINDOW_TOKENS),
-            st.lists(st.integers(0, min(size, 260) - 1), min_size=200, max_size=10 * WINDOW_TOKENS),
+            random_ids(size),
+            random_ids(min(size, 260)),
         )
     )
     one, many, parts, place = TextStream(style), TextStream(style), [], 0
@@ -215,7 +222,7 @@ def test_a_valid_text_is_decoded_as_the_library_decodes_it(style: CheckpointToke
 
 
 @pytest.mark.parametrize("style", ["byte-level", "llama", "gemma", "unigram", "in Python"], indirect=True)
-def test_a_character_is_out_with_its_last_byte_however_long_the_run_of_bytes_is(style: CheckpointTokenizer):
+def test_a_character_in_a_long_run_of_bytes_is_returned_with_its_last_byte(style: CheckpointTokenizer):
     text = "漢語的文字👩‍👩‍👧‍👦ไทย" * 20
     ids, stream, out = style.encode(text, begins=False), TextStream(style), ""
     assert len(ids) > 10 * WINDOW_TOKENS or not style._bytes
@@ -226,8 +233,8 @@ def test_a_character_is_out_with_its_last_byte_however_long_the_run_of_bytes_is(
 
 
 @pytest.mark.parametrize("style", ["llama", "gemma", "unigram"], indirect=True)
-def test_a_byte_that_is_no_text_changes_no_other_character(style: CheckpointTokenizer):
-    """The library's decoder would make replacement characters of all bytes of the run, those that are out too."""
+def test_an_invalid_byte_changes_no_other_character(style: CheckpointTokenizer):
+    """The library's decoder would replace all bytes of the run, those already returned too."""
     vocabulary = style._tokenizer.get_vocab()
     run = [vocabulary[f"<0x{byte:02X}>"] for byte in "中".encode() + b"\xff" + b"A" + "文".encode()]
     assert style.decode(run) == "中\N{REPLACEMENT CHARACTER}A文"

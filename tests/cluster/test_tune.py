@@ -1,4 +1,4 @@
-"""`dendro tune`: ranks say what rounds do, lines say what they cost, and only the arms of a configuration change."""
+"""`dendro tune`: ranks predict rounds, fitted costs predict their times, and only a configuration's arms change."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PAST = 8  # the rank of a token that is not among the candidates
 
 
 def make_pair(folder: Path) -> tuple[Path, Path]:
-    """A tiny Mamba-2 target and a drafter that is the same with some noise: right now and then."""
+    """A tiny Mamba-2 target, and as its drafter the same model with noise, so that some guesses are accepted."""
     config = tiny_mamba.tiny_config("mamba2", tiny_models.PADDED)
     config.eos_token_id = config.bos_token_id = config.pad_token_id = tiny_models.END
     model = Mamba2ForCausalLM(config)
@@ -67,17 +67,20 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 # Ranks
 
 
-def test_chances_are_counted_at_every_place_and_depth():
-    """Ranks 0 1 2: the roots before them see (0 1 2), (1 2) and (2); with two children 2 is none of them."""
+def test_acceptance_is_counted_at_every_position_and_depth():
+    """Ranks 0 1 2: below the three roots are (0 1 2), (1 2) and (2); with two children, rank 2 is no candidate."""
     table = accepted([[0, 1, 2]], depth=3, children=2)
     assert table[0].tolist() == [1 / 3, 1 / 3]
-    second = [(0 + 32 / 3) / (2 + 32), (1 + 32 / 3) / (2 + 32)]  # two came so far: one found rank 1, one found 2
+    second = [
+        (0 + 32 / 3) / (2 + 32),
+        (1 + 32 / 3) / (2 + 32),
+    ]  # two rounds came to this depth: one with rank 1, one with 2
     assert table[1] == pytest.approx(second)
     assert table[2] == pytest.approx([(0 + 32 * second[0]) / (1 + 32), (0 + 32 * second[1]) / (1 + 32)])
 
 
-def test_chances_of_a_depth_converge_to_what_is_seen_there():
-    """Ranks that alternate between 0 and 1: below a row that was right with 0 comes 1, and the other way round."""
+def test_the_table_of_a_depth_converges_to_the_frequencies_there():
+    """Ranks that alternate between 0 and 1: rank 1 follows rank 0 and rank 0 follows rank 1."""
     table = accepted([[0, 1] * 3000], depth=2, children=2)
     assert table == pytest.approx(0.5, abs=1e-3)
     runs = accepted([([0] * 3 + [PAST]) * 2000], depth=5, children=1)[:, 0]
@@ -89,19 +92,19 @@ def test_chances_of_a_depth_converge_to_what_is_seen_there():
     "shape, lengths",
     [
         (OFF, [1] * 9),
-        (LevelShape((1, 1)), [3, 1, 2, 1]),  # the last two cannot hold a whole round
+        (LevelShape((1, 1)), [3, 1, 2, 1]),  # the last two positions are too few for a round
         (LevelShape((2, 1)), [3, 3, 1]),
         (NodeShape((2, 0, 1)), [2, 1, 3, 1]),  # the first child has no children, the second has one
         (NodeShape((2, 1)), [3, 2, 1, 1]),
     ],
     ids=str,
 )
-def test_a_replay_walks_the_tree_as_the_verifier_would(shape: TreeShape, lengths: list[int]):
+def test_a_replay_walks_the_tree_as_the_verifier_does(shape: TreeShape, lengths: list[int]):
     assert replayed_lengths([0, 0, 5, 1, 0, 4, 3, 0, 0], shape) == lengths
 
 
 async def lengths_of(verifier: VerifierEngine, drafter: DrafterEngine, text: Text, shape: TreeShape) -> list[int]:
-    """Rounds of the loop on two engines, with nobody who is late."""
+    """Tokens of each round of the loop on two engines, with no late drafts."""
     opening, held = new_opening(), 0
 
     def update() -> TextUpdate:
@@ -125,7 +128,7 @@ async def lengths_of(verifier: VerifierEngine, drafter: DrafterEngine, text: Tex
     return lengths
 
 
-async def test_replayed_ranks_are_what_rounds_really_did(pair):
+async def test_replayed_rounds_are_the_rounds_that_are_run(pair):
     """Round by round, at both temperatures, for chains and trees: ALGORITHMS 11, oracle 19."""
     target, path = pair
     verifier = VerifierEngine.load(target, name="t", dtype=torch.float32, max_length=256, max_sessions=2)
@@ -144,11 +147,11 @@ async def test_replayed_ranks_are_what_rounds_really_did(pair):
             assert len(ranks) == 60 and 0 < ranks.count(0) < 60
             for shape in (LevelShape((1, 1, 1)), LevelShape((3, 2, 1)), NodeShape((3, 2, 0, 1, 1, 1, 0, 2))):
                 text = Text(prompt, sampling, plain.limits)
-                really = await lengths_of(verifier, drafter, text, shape)
+                measured = await lengths_of(verifier, drafter, text, shape)
                 assert text.answer == plain.answer
-                said = replayed_lengths(ranks, shape)
-                assert said == really[: len(said)] and sum(said) > 50
-                emitted |= set(said)
+                lengths = replayed_lengths(ranks, shape)
+                assert lengths == measured[: len(lengths)] and sum(lengths) > 50
+                emitted |= set(lengths)
     finally:
         drafter.stop()
         await verifier.stop()
@@ -178,7 +181,7 @@ def timed(shape: TreeShape, costs: LinearCosts = TRUE) -> Timed:
     return Timed(draft, verify, draft + verify + hops + 50, queue_us=50)
 
 
-def test_costs_that_lie_on_lines_are_found_again_and_predict_rounds():
+def test_linear_costs_are_found_again_and_predict_rounds():
     shapes = [TreeShape.parse(text) for text in ("off", "(1,1,1,1)", "(8)", "(6,3,2)")]
     found = costs_of({shape: timed(shape) for shape in shapes})
     for name in LinearCosts.__dataclass_fields__:
@@ -188,13 +191,13 @@ def test_costs_that_lie_on_lines_are_found_again_and_predict_rounds():
     assert found.cost_ratio == pytest.approx(940 / 8720)
 
 
-def test_no_cost_is_below_zero():
+def test_no_cost_is_negative():
     assert nonnegative_fit([[1, 0], [1, 1], [1, 2]], [3, 2, 1]) == pytest.approx((2, 0))
     assert nonnegative_fit([[1, 1], [1, 2], [1, 3]], [1, 3, 5]) == pytest.approx((0, 11 / 7))
     assert nonnegative_fit([[1, 1], [1, 2]], [3, 5]) == pytest.approx((1, 2))
 
 
-def test_shapes_that_say_nothing_of_rows_are_refused():
+def test_too_few_shapes_to_fit_the_costs_are_refused():
     with pytest.raises(BadRequest, match="max_rows: and max_depth of the target leave too few shapes"):
         costs_of({shape: timed(shape) for shape in (OFF, LevelShape((1, 1, 1, 1)))})
 
@@ -248,22 +251,22 @@ def test_yaml_that_cannot_be_edited_safely_is_refused_with_what_to_write():
         with_arms(merged, ARMS)
 
 
-def test_nothing_is_overwritten_in_silence(tmp_path):
+def test_no_file_is_overwritten_without_force(tmp_path):
     source, other = tmp_path / "cluster.yaml", tmp_path / "other.yaml"
     source.write_text(WHOLE)
     other.write_text("mine")
     assert check_writable(source, False, None, False) is None
     assert check_writable(source, True, None, False) == source
     assert check_writable(source, False, other, True) == other
-    for call, said in (
+    for arguments, message in (
         ((None, True, None, False), "--write: needs a configuration"),
         ((source, True, other, False), "--write: cannot be given together"),
-        ((source, False, other, False), "--out: .* is there already; name another file, or say --force"),
+        ((source, False, other, False), "--out: .* is there already; name another file, or give --force"),
         ((source, False, None, True), "--force: belongs to --out"),
         ((source, False, tmp_path / "sub" / "new.yaml", False), "--out: must lie in the folder of"),
     ):
-        with pytest.raises(BadRequest, match=said):
-            check_writable(*call)
+        with pytest.raises(BadRequest, match=message):
+            check_writable(*arguments)
     write_arms(source, WHOLE, source, ARMS)
     assert source.read_text() == WHOLE.replace('["off", "(1,1,1,1)"]', '["off", "(1,1)", "nodes(3,1,1)"]')
     with pytest.raises(BadRequest, match="has changed while we measured; nothing was written"):
@@ -276,13 +279,13 @@ def test_nothing_is_overwritten_in_silence(tmp_path):
 
 def configured(pair: tuple[Path, Path], folder: Path, **target: object) -> Path:
     file = folder / "cluster.yaml"
-    said = {
+    sections = {
         "targets": {"tiny": {"checkpoint": str(pair[0]), "dtype": "float32", "max_length": 256} | target},
         "drafters": {"noisy": {"checkpoint": str(pair[1]), "dtype": "float32"}},
         "router": {"draft_timeout_ms": 20_000},
         "speculation": {"arms": ["off", "(1,1)", "(2,1)", "beam(2,2)"]},
     }
-    file.write_text("# tiny\n" + yaml.safe_dump(said))
+    file.write_text("# tiny\n" + yaml.safe_dump(sections))
     return file
 
 
@@ -337,23 +340,23 @@ async def test_a_small_run_predicts_replays_and_measures_every_shape(pair, tmp_p
 
 def test_what_cannot_be_tuned_is_refused_before_anything_is_loaded(pair, tmp_path):
     file = configured(pair, tmp_path)
-    said = yaml.safe_load(file.read_text())
+    sections = yaml.safe_load(file.read_text())
     for changes, tokens, reason in (
         ({"drafters": {}}, 16, "drafters: none serves the target tiny"),
         ({}, 200, "tokens: 200 after prompts of 128; max_length is 256"),
         ({"router": {"max_new_tokens": 10}}, 16, "tokens: 16; router.max_new_tokens is 10"),
     ):
-        file.write_text(yaml.safe_dump(said | changes))
+        file.write_text(yaml.safe_dump(sections | changes))
         with pytest.raises(BadRequest, match=reason):
             plan_for(file, tokens=tokens)
-    file.write_text(yaml.safe_dump(said))
+    file.write_text(yaml.safe_dump(sections))
     with pytest.raises(BadRequest, match="prompts: there are .* ask for fewer"):
         plan_for(file, learned=10_000)
     with pytest.raises(BadRequest, match="model: 'large' is not served here"):
         tune(file, target="large")
 
 
-def test_the_command_writes_what_it_found_and_says_what_it_replaced(pair, tmp_path):
+def test_the_command_writes_the_arms_found_and_prints_the_arms_before(pair, tmp_path):
     file = configured(pair, tmp_path)
     words = ["tune", str(file), "--local", "--quick", "--write", "--temperatures", "0", "--prompts", "1"]
     sizes = ["--held-out", "1", "--tokens", "12", "--max-rows", "8", "--json", str(tmp_path / "report.json")]
@@ -368,7 +371,7 @@ def test_the_command_writes_what_it_found_and_says_what_it_replaced(pair, tmp_pa
 
 
 def test_help_of_tune_names_every_option():
-    said = CliRunner().invoke(cli.app, ["tune", "--help"], env={"COLUMNS": "200"}).stdout
+    output = CliRunner().invoke(cli.app, ["tune", "--help"], env={"COLUMNS": "200"}).stdout
     names = (
         "target",
         "temperatures",
@@ -383,11 +386,11 @@ def test_help_of_tune_names_every_option():
         "held-out",
     )
     for option in (*names, "held-out", "tokens", "max-rows", "max-depth", "max-children", "seed"):
-        assert f"--{option} " in said
+        assert f"--{option} " in output
 
 
-def test_predictions_of_ranks_without_any_pattern_agree_with_their_replay():
-    """Ranks drawn without regard to place: the program's assumption holds, and E[N] is what a long replay emits."""
+def test_predictions_from_independent_ranks_agree_with_their_replay():
+    """Independently drawn ranks: the assumption of Sequoia's program holds, and E[N] is what a long replay emits."""
     generator = torch.Generator().manual_seed(4)
     chances = torch.tensor([0.5, 0.2, 0.1, 0.2])
     ranks = torch.multinomial(chances, 60_000, replacement=True, generator=generator).tolist()

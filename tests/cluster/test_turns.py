@@ -1,4 +1,4 @@
-"""Sessions of several turns on a pure state-space target, through the objects of a cluster in this process."""
+"""Sessions of several turns on a pure state-space target, with a cluster in this process."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ async def ask(client: Asking, prompt: list[int], speculation: str = "(2,1)", **o
 
 
 @pytest.mark.parametrize("family", ["mamba2", pytest.param("mamba", marks=pytest.mark.long)])
-async def test_every_turn_of_a_session_answers_as_its_whole_text_would_be_answered(tmp_path: Path, family: str):
-    """Whatever each turn adds, with a drafter, and with other texts at the same verifier."""
+async def test_every_turn_of_a_session_has_the_tokens_of_a_new_request_with_the_whole_text(tmp_path: Path, family: str):
+    """For turns of several lengths, with a drafter, and with other texts at the same verifier."""
     for name, kind, seed in (("target", family, 0), ("drafter", "mamba2", 1)):
         (tmp_path / name).mkdir()
         tiny_hybrids.make_checkpoint(tmp_path / name, kind, seed)

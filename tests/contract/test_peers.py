@@ -1,6 +1,6 @@
-"""What a router may expect of a peer, whether it is in this process or at the other end of a stream.
+"""The contract between a router and a peer, in this process or at the other end of a stream.
 
-One suite for the fakes, the fakes behind a socket, the engines, and the engines behind a socket.
+One suite runs on the fakes, the fakes behind a socket, the engines, and the engines behind a socket.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ Greedy = Callable[[Sequence[int], int], list[int]]
 
 @dataclass(frozen=True)
 class Case:
-    """A peer, and what the suite knows of the engine behind it."""
+    """A peer and the engine behind it."""
 
     peer: Any
     engine: Any
     vocabulary: int
     open_texts: Callable[[], int]
-    greedy: Greedy  # the target's own answer to a text
+    greedy: Greedy  # the target's greedy answer to a text, of so many tokens
 
 
 @pytest.fixture(scope="session")
@@ -66,14 +66,14 @@ def mamba(tmp_path_factory) -> Path:
 
 
 def greedy_of(folder: Path) -> Greedy:
-    """What transformers' `generate` gives for a checkpoint."""
+    """The greedy answers of transformers' `generate` for a checkpoint."""
 
     def greedy(ids: Sequence[int], count: int) -> list[int]:
         model = AutoModelForCausalLM.from_pretrained(folder).eval()
         model.generation_config.eos_token_id = None
         model.generation_config.suppress_tokens = list(range(tiny_models.VOCABULARY, tiny_models.PADDED))
-        said = model.generate(torch.tensor([list(ids)]), max_new_tokens=count, do_sample=False)
-        return said[0, len(ids) :].tolist()
+        output = model.generate(torch.tensor([list(ids)]), max_new_tokens=count, do_sample=False)
+        return output[0, len(ids) :].tolist()
 
     return greedy
 
@@ -102,7 +102,7 @@ async def verifier_engine(folder: Path) -> AsyncIterator[VerifierEngine]:
 
 @pytest.fixture(params=KINDS)
 def kind(request) -> str:
-    """Of both peers alike: their vocabularies must be one."""
+    """The same kind for both peers, because their vocabularies must be the same."""
     return request.param
 
 
@@ -151,19 +151,19 @@ def opening_of(text: Text) -> OpenCall:
     return OpenCall(whole(text, new_opening()), Terms(text.sampling, text.limits, "", ()))
 
 
-async def test_the_hello_is_the_engines_own(drafter, verifier):
+async def test_the_hello_is_that_of_the_engine(drafter, verifier):
     for case in (drafter, verifier):
         assert await case.peer.hello() == await case.engine.hello()
 
 
-async def test_an_opening_says_what_it_took(drafter, verifier):
+async def test_an_opening_reports_its_restored_and_processed_tokens(drafter, verifier):
     for case in (drafter, verifier):
         opened = await case.peer.open(opening_of(new_text([1, 2, 3, 4])))
         assert (opened.restored, opened.processed) == (0, 3)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-async def test_rounds_give_the_plain_answer_and_the_closing_ends_them(drafter, verifier, temperature):
+async def test_rounds_emit_the_answer_without_drafts_and_a_close_frees_the_text(drafter, verifier, temperature):
     sampling = Sampling(temperature=temperature, seed=2**64 - 1)
     answers = []
     for shape in (OFF, SHAPE):
@@ -173,17 +173,17 @@ async def test_rounds_give_the_plain_answer_and_the_closing_ends_them(drafter, v
             call = opening_of(text)
             openings.append(call.update.opening)
             await case.peer.open(call)
-        told = len(text)
+        sent = len(text)
         while text.finish is None:
             base = len(text)
-            tree = await drafter.peer.draft(DraftCall(rest(text, openings[0], told), shape))
-            verdict = await verifier.peer.verify(VerifyCall(rest(text, openings[1], told), tree))
+            tree = await drafter.peer.draft(DraftCall(rest(text, openings[0], sent), shape))
+            verdict = await verifier.peer.verify(VerifyCall(rest(text, openings[1], sent), tree))
             text.commit(verdict)
-            told = base
+            sent = base
         assert text.finish is Finish.LENGTH
         answers.append(text.answer)
         for case, opening in zip((drafter, verifier), openings, strict=True):
-            closed = await case.peer.close(CloseCall(rest(text, opening, told)))
+            closed = await case.peer.close(CloseCall(rest(text, opening, sent)))
             assert closed.saved in (0, len(text) - 1)  # a verifier's keys are not saved
             assert case.open_texts() == 0
     assert answers[0] == answers[1]
@@ -191,7 +191,7 @@ async def test_rounds_give_the_plain_answer_and_the_closing_ends_them(drafter, v
         assert answers[0] == verifier.greedy([5, 6, 7], 30)
 
 
-async def test_a_verdict_may_be_dropped_and_asked_for_again(verifier):
+async def test_a_repeated_verify_call_returns_the_same_tokens(verifier):
     text = new_text()
     call = opening_of(text)
     await verifier.peer.open(call)
@@ -221,7 +221,7 @@ async def test_a_text_that_differs_is_not_found(verifier, drafter, harm):
 
 
 @pytest.mark.parametrize("fault", ["another root", "past the vocabulary"])
-async def test_a_tree_that_does_not_fit_is_refused_and_the_opening_stands(verifier, fault):
+async def test_a_tree_that_does_not_fit_is_refused_and_the_opening_remains_usable(verifier, fault):
     text = new_text()
     call = opening_of(text)
     await verifier.peer.open(call)
@@ -234,7 +234,7 @@ async def test_a_tree_that_does_not_fit_is_refused_and_the_opening_stands(verifi
     assert list(verdict.tokens) == verifier.greedy(text.ids, 1)
 
 
-async def test_no_room_is_overload_and_leaves_nothing_behind(drafter, verifier):
+async def test_an_open_past_the_session_limit_is_overloaded_and_leaves_nothing_behind(drafter, verifier):
     for case in (drafter, verifier):
         if isinstance(case.engine, FakeDrafter | FakeVerifier):
             case.engine.max_sessions = SESSIONS
@@ -250,23 +250,23 @@ async def test_no_room_is_overload_and_leaves_nothing_behind(drafter, verifier):
 
 
 async def first_tokens(peer: Any, texts: Sequence[Text]) -> list[list[int]]:
-    """What a verifier says to all of them, asked at once."""
+    """The tokens of each text's first verdict, all calls sent at once."""
     calls = [opening_of(text) for text in texts]
     await asyncio.gather(*(peer.open(call) for call in calls))
-    asked = []
+    verdicts = []
     for text, call in zip(texts, calls, strict=True):
         update = rest(text, call.update.opening, len(text))
-        asked.append(peer.verify(VerifyCall(update, DraftTree.root_only(text.root))))
-    return [list(verdict.tokens) for verdict in await asyncio.gather(*asked)]
+        verdicts.append(peer.verify(VerifyCall(update, DraftTree.root_only(text.root))))
+    return [list(verdict.tokens) for verdict in await asyncio.gather(*verdicts)]
 
 
-async def test_many_requests_do_not_mix(verifier):
+async def test_concurrent_requests_do_not_mix(verifier):
     texts = [new_text([token, 2, 3]) for token in range(24)]
     assert await first_tokens(verifier.peer, texts) == [verifier.greedy(text.ids, 1) for text in texts]
 
 
 @pytest.mark.parametrize("kind", ["fake, near", "fake, far"], indirect=True)
-async def test_calls_of_many_requests_are_at_the_engine_together(verifier):
+async def test_calls_of_many_requests_reach_the_engine_concurrently(verifier):
     verifier.engine.pause_s = 0.01
     texts = [new_text([token, 2, 3]) for token in range(24)]
     await first_tokens(verifier.peer, texts)
@@ -274,12 +274,12 @@ async def test_calls_of_many_requests_are_at_the_engine_together(verifier):
 
 
 @pytest.mark.parametrize("kind", ["fake, near", "fake, far"], indirect=True)
-async def test_closing_while_opening_frees_the_opening(drafter):
+async def test_a_close_during_an_open_frees_the_opening(drafter):
     drafter.engine.open_pause_s = 30.0
     call = opening_of(new_text())
     opening = asyncio.ensure_future(drafter.peer.open(call))
     await asyncio.sleep(0.05)
-    opening.cancel()  # what a handle does, before it closes
+    opening.cancel()  # as a handle does before it closes
     await asyncio.wait({opening})
     with pytest.raises(NotFound):
         await drafter.peer.close(CloseCall(call.update))

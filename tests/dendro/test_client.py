@@ -1,4 +1,4 @@
-"""The clients against a server whose streams break, lie and stall, over a real socket."""
+"""The clients against a server whose streams break, are malformed or stall, over a real socket."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def complete(tokens: int = len(WHOLE)) -> pb.GenerateResponse:
 
 
 class Scripted(generation_pb2_grpc.GenerationServiceServicer):
-    """Does what the script says; keeps the requests."""
+    """Runs the script; records the requests."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
@@ -80,7 +80,7 @@ def no_long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["asyncio", "blocking"])
 def ask(request: pytest.FixtureRequest):
-    """Ask for a whole answer, through either client."""
+    """Asks for a whole answer with the asyncio or the blocking client."""
 
     async def ask(address: str, timeout_s: float = 20.0, attempts: int = 3, **options) -> Completion:
         if request.param == "asyncio":
@@ -102,12 +102,12 @@ BROKEN = [
     grpc.StatusCode.INTERNAL,
     grpc.StatusCode.NOT_FOUND,
     grpc.StatusCode.UNKNOWN,
-    None,  # the stream ends in order, but without `complete`
+    None,  # the stream ends normally, but without `complete`
 ]
 
 
 @pytest.mark.parametrize("code", BROKEN, ids=str)
-async def test_a_broken_stream_goes_on_from_its_offset_with_its_seed(ask, code: grpc.StatusCode | None):
+async def test_a_broken_stream_is_resumed_from_its_offset_with_its_seed(ask, code: grpc.StatusCode | None):
     async def script(call, request, context):
         held = list(request.resume.token_ids)
         yield started(request)
@@ -128,7 +128,7 @@ async def test_a_broken_stream_goes_on_from_its_offset_with_its_seed(ask, code: 
     assert servicer.metadata[0]["dendro-tenant"] == "t"
 
 
-async def test_a_call_that_never_began_is_made_again_as_it_was(ask):
+async def test_a_call_that_never_started_is_repeated_unchanged(ask):
     async def script(call, request, context):
         if call < 2:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "starting")
@@ -141,7 +141,7 @@ async def test_a_call_that_never_began_is_made_again_as_it_was(ask):
     assert not any(request.HasField("resume") for request in servicer.requests)
 
 
-@pytest.mark.parametrize("where", ["nobody", "stuck"])
+@pytest.mark.parametrize("where", ["closed-port", "stuck"])
 async def test_attempts_without_a_token_are_bounded(ask, where: str):
     async def script(call, request, context):
         yield started(request)
@@ -149,8 +149,8 @@ async def test_attempts_without_a_token_are_bounded(ask, where: str):
 
     async with serving(script) as (servicer, address):
         with pytest.raises(PeerLost, match="3 times"):
-            await ask("127.0.0.1:1" if where == "nobody" else address)
-    assert len(servicer.requests) == (0 if where == "nobody" else 3)
+            await ask("127.0.0.1:1" if where == "closed-port" else address)
+    assert len(servicer.requests) == (0 if where == "closed-port" else 3)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ async def test_attempts_without_a_token_are_bounded(ask, where: str):
     ],
     ids=str,
 )
-async def test_an_error_of_ours_is_raised_at_once_as_the_familys_member(ask, code: grpc.StatusCode, kind: type):
+async def test_an_error_of_the_server_is_raised_at_once_as_its_dendro_error(ask, code: grpc.StatusCode, kind: type):
     async def script(call, request, context):
         await context.abort(code, "top_p: is odd", ((REASON_KEY, "x"),))
         yield started(request)
@@ -186,7 +186,7 @@ async def test_an_error_of_ours_is_raised_at_once_as_the_familys_member(ask, cod
     ],
     ids=["gap", "repeat", "short", "no-event", "no-reason"],
 )
-async def test_a_stream_that_does_not_add_up_is_an_error_and_never_an_answer(ask, events):
+async def test_an_inconsistent_stream_is_an_error_and_not_an_answer(ask, events):
     async def script(call, request, context):
         yield started(request)
         for event in events:
@@ -200,7 +200,7 @@ async def test_a_stream_that_does_not_add_up_is_an_error_and_never_an_answer(ask
 @pytest.mark.parametrize("changed", ["model", "seed", "prompt_tokens", "prompt_digest", "target"])
 @pytest.mark.parametrize("held", [0, 4])
 async def test_a_resumed_stream_that_starts_with_other_facts_is_a_conflict(ask, changed: str, held: int):
-    """It would join tokens of two texts or of two targets. An answer without tokens yet may change its target."""
+    """The answer would mix tokens of two texts or of two targets. An answer without tokens may change its target."""
 
     async def script(call, request, context):
         event = started(request)
@@ -227,7 +227,7 @@ async def test_a_resumed_stream_that_starts_with_other_facts_is_a_conflict(ask, 
 
 
 async def test_a_status_arrives_whatever_characters_its_message_has(ask):
-    """Larger headers are dropped by chance, so it is tried a few times."""
+    """Repeated, since headers that are too large are dropped only sometimes."""
 
     async def script(call, request, context):
         yield started(request)
@@ -269,7 +269,7 @@ async def test_leaving_the_iteration_cancels_the_request():
         await asyncio.wait_for(left.wait(), 5)
 
 
-async def test_events_come_typed_and_in_order():
+async def test_events_are_typed_and_in_order():
     async def script(call, request, context):
         yield started(request)
         yield chunk(0, *WHOLE)
@@ -296,7 +296,7 @@ def test_a_misspelt_option_fails():
         build_request("p", temprature=1.0)
 
 
-def test_what_is_left_out_stays_absent_and_zero_does_not():
+def test_an_option_that_is_left_out_is_absent_and_zero_is_not():
     assert not build_request("p").sampling.HasField("temperature")
     assert build_request("p", temperature=0.0).sampling.HasField("temperature")
     assert build_request("p", max_new_tokens=0).HasField("max_new_tokens")

@@ -1,4 +1,4 @@
-"""An engine hangs when one step takes too long, however long all its steps take together."""
+"""An engine hangs if one step takes too long; the total time of its steps does not matter."""
 
 from dendro.health import StepWatch
 

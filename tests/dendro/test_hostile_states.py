@@ -1,4 +1,4 @@
-"""A state with a changed header and the right checksum for it counts as missing. The shelf never raises."""
+"""A state with a changed header and a valid checksum counts as missing. The shelf does not raise."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ json_values = st.recursive(
 
 
 def _replaced(value, path, new):
-    """`value` with one part replaced. path: which part of a part of it, and so on; indices wrap around."""
+    """`value` with the part at `path` replaced. path: an index per level of nesting; indices wrap around."""
     if not path or not isinstance(value, dict | list) or not value:
         return new
     parts = dict(value) if isinstance(value, dict) else list(value)

@@ -30,7 +30,7 @@ def test_a_shape_is_read_back_from_its_text_and_from_the_wire(shape):
 
 
 @given(node_shapes())
-def test_levels_and_depth_of_a_static_tree_are_those_of_walking_it(shape):
+def test_levels_and_depth_of_a_static_tree_equal_those_of_its_parents(shape):
     parents = [-1] + [row for row, count in enumerate(shape.children) for _ in range(count)]
     depths = [0]
     for parent in parents[1:]:
@@ -54,7 +54,7 @@ def test_shapes_of_equal_trees_have_equal_levels():
     + ["beam(0,3)", "beam(32,2)", "dynamic(4,3)", "dynamic(17,3,20)", "dynamic(2,3,2)", "dynamic(2,2,7)"]
     + ["dynamic(8,8,64)", "tree(1)", "(63,1)", "3,,2", "(4,4,4)"],
 )
-def test_what_is_no_shape_is_refused_by_name(text):
+def test_a_text_that_is_no_shape_is_refused_by_name(text):
     with pytest.raises(ValueError, match="^shape: "):
         TreeShape.parse(text)
 
@@ -64,7 +64,7 @@ def test_a_shape_counts_its_rows(widths, rows):
     assert LevelShape(widths).rows == rows
 
 
-def test_a_dynamic_tree_keeps_at_most_what_grows():
+def test_a_dynamic_tree_keeps_at_most_its_candidates():
     assert DynamicShape(2, 2, 6).candidates == 6  # 2 below the root, 2 below each of these
     assert (DynamicShape(2, 2, 6).rows, DynamicShape(1, 5, 5).depth) == (7, 5)
 

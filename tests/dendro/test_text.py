@@ -16,12 +16,12 @@ def update(tokens: list[int], start: int) -> TextUpdate:
     return TextUpdate(new_opening(), len(tokens), whole.digests[-1], start, tuple(tokens[start:]))
 
 
-def test_a_verdict_is_cut_at_the_first_end_of_text_and_keeps_it():
+def test_a_verdict_is_cut_after_the_first_end_of_text_token():
     cut = cut_verdict(verdict(5, 0, 7), frozenset({0}), 10, Limits(100))
     assert (cut.tokens, cut.path, cut.finish, cut.length) == ((5, 0), (0, 1), Finish.END_OF_TEXT, 3)
 
 
-def test_end_of_text_is_passed_by_when_asked():
+def test_ignore_end_does_not_cut_at_end_of_text():
     assert cut_verdict(verdict(5, 0, 7), frozenset({0}), 10, Limits(100, ignore_end=True)).finish is None
 
 
@@ -59,12 +59,12 @@ def test_a_peer_follows_a_cut_and_a_continuation():
     peer = PeerText()
     assert peer.follow(update([1, 2, 3], 0)) == 0
     assert peer.follow(update([1, 2, 3, 4, 5], 3)) == 3
-    assert peer.follow(update([1, 2, 3, 4, 9], 3)) == 4  # the router cut behind 4
+    assert peer.follow(update([1, 2, 3, 4, 9], 3)) == 4  # the router cut after 4
     assert peer.ids == [1, 2, 3, 4, 9]
 
 
 @pytest.mark.parametrize("start, tokens", [(4, [9]), (2, [8])], ids=["a gap", "another text"])
-def test_a_peer_that_lacks_text_says_so_and_keeps_what_it_has(start, tokens):
+def test_a_peer_that_lacks_text_raises_not_found_and_keeps_its_copy(start, tokens):
     peer = PeerText()
     peer.follow(update([1, 2, 3], 0))
     whole = [1, 7, 3, 5][:start] + tokens
@@ -88,7 +88,7 @@ HEADER = StateHeader("model", "tokenizer", "layout", 7, 99)
 TENSORS = {"ssm": np.arange(12, dtype=np.float32).reshape(3, 4), "conv": np.arange(6, dtype=np.uint16)}
 
 
-def test_a_state_reads_what_it_wrote():
+def test_an_unpacked_state_equals_the_packed_one():
     back = unpack_state(pack_state(HEADER, TENSORS), HEADER)
     assert all((back[name] == tensor).all() and back[name].dtype == tensor.dtype for name, tensor in TENSORS.items())
 

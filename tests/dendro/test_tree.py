@@ -45,12 +45,12 @@ def test_a_malformed_tree_is_refused_by_the_name_of_its_field(tokens, parents, f
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 0.5])
-def test_values_must_be_logarithms_of_chances(value):
+def test_values_must_be_logarithms_of_probabilities(value):
     with pytest.raises(ValueError, match="values"):
         DraftTree.of([1, 2], [-1, 0], [0.0, value])
 
 
-def test_the_same_token_may_stand_under_two_parents():
+def test_the_same_token_may_have_two_parents():
     assert DraftTree.of([1, 2, 3, 7, 7], [-1, 0, 0, 1, 2]).depths.tolist() == [0, 1, 1, 2, 2]
 
 
@@ -61,8 +61,8 @@ def test_a_full_tree_keeps_siblings_together_and_in_order_of_rank():
     assert DraftTree.root_only(9).rows == full_tree(9, OFF, []).rows == 1
 
 
-def test_a_tree_promises_at_most_one_token_a_depth_and_nothing_where_it_has_no_values():
-    """Two siblings of 0.6 and 0.5, below them 0.3 and 0.2: 1 token and 0.5."""
+def test_a_tree_promises_at_most_one_token_per_depth_and_none_without_values():
+    """Two siblings of 0.6 and 0.5, below them 0.3 and 0.2: 1 token at depth 1, 0.5 at depth 2."""
     values = [0.0, *map(math.log, (0.6, 0.5, 0.3, 0.2))]
     assert DraftTree.of([1, 2, 3, 4, 5], [-1, 0, 0, 1, 2], values).promised == pytest.approx(1.5)
     assert DraftTree.of([1, 2, 3], [-1, 0, 0]).promised is None

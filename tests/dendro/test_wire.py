@@ -1,4 +1,4 @@
-"""What goes over the wire comes back the same, and what is not a value is refused where it arrives."""
+"""Values are the same after a round trip over the wire, and malformed messages are refused."""
 
 from __future__ import annotations
 
@@ -98,14 +98,14 @@ def same_tree(one: DraftTree, other: DraftTree) -> bool:
 
 @given(trees())
 @settings(max_examples=50, deadline=None)
-def test_a_tree_comes_back_as_it_went(tree: DraftTree):
+def test_a_tree_is_unchanged_by_a_round_trip(tree: DraftTree):
     sent = wire.tree_message(tree).SerializeToString()
     assert same_tree(wire.tree_from(tree_pb2.DraftTree.FromString(sent)), tree)
 
 
 @given(st.one_of(opens(), st.builds(DraftCall, updates(), SHAPES), st.builds(CloseCall, updates())))
 @settings(max_examples=50, deadline=None)
-def test_a_drafters_call_comes_back_as_it_went(call):
+def test_a_drafters_call_is_unchanged_by_a_round_trip(call):
     sent = wire.drafter_call_message(7, call).SerializeToString()
     message = drafter_pb2.DrafterCall.FromString(sent)
     assert message.call == 7 and wire.drafter_call_from(message) == call
@@ -113,14 +113,14 @@ def test_a_drafters_call_comes_back_as_it_went(call):
 
 @given(st.one_of(opens(), st.builds(CloseCall, updates())))
 @settings(max_examples=30, deadline=None)
-def test_a_verifiers_call_comes_back_as_it_went(call):
+def test_a_verifiers_call_is_unchanged_by_a_round_trip(call):
     message = verifier_pb2.VerifierCall.FromString(wire.verifier_call_message(7, call).SerializeToString())
     assert message.call == 7 and wire.verifier_call_from(message) == call
 
 
 @given(updates(), trees())
 @settings(max_examples=30, deadline=None)
-def test_a_verification_carries_its_tree(update: TextUpdate, tree: DraftTree):
+def test_a_verify_call_is_unchanged_by_a_round_trip(update: TextUpdate, tree: DraftTree):
     message = verifier_pb2.VerifierCall.FromString(
         wire.verifier_call_message(1, VerifyCall(update, tree)).SerializeToString()
     )
@@ -130,19 +130,19 @@ def test_a_verification_carries_its_tree(update: TextUpdate, tree: DraftTree):
 
 @given(st.one_of(verdicts(), OPENED, CLOSED))
 @settings(max_examples=50, deadline=None)
-def test_a_verifiers_answer_comes_back_as_it_went(answer):
+def test_a_verifiers_answer_is_unchanged_by_a_round_trip(answer):
     message = verifier_pb2.VerifierAnswer.FromString(wire.verifier_answer_message(3, answer).SerializeToString())
     assert message.call == 3 and wire.verifier_answer_from(message) == answer
 
 
 @given(st.one_of(OPENED, CLOSED))
 @settings(max_examples=20, deadline=None)
-def test_a_drafters_answer_comes_back_as_it_went(answer):
+def test_a_drafters_answer_is_unchanged_by_a_round_trip(answer):
     message = drafter_pb2.DrafterAnswer.FromString(wire.drafter_answer_message(3, answer).SerializeToString())
     assert wire.drafter_answer_from(message) == answer
 
 
-def test_a_hello_comes_back_as_it_went():
+def test_a_hello_is_unchanged_by_a_round_trip():
     hello = Hello(1, "m", "f", "t", 4096, 2048, 64, 16, "bfloat16", "bitwise", 77, (0, 2), True, "facts", "words")
     assert wire.hello_from(calls_pb2.Hello.FromString(wire.hello_message(hello).SerializeToString())) == hello
 
@@ -159,12 +159,12 @@ def test_a_hello_comes_back_as_it_went():
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_an_error_keeps_its_kind_and_its_words(error):
+def test_an_error_keeps_its_type_and_its_message(error):
     with pytest.raises(type(error), match=f"^{error}$"):
         wire.drafter_answer_from(wire.drafter_answer_message(1, error))
 
 
-def test_an_error_of_the_inside_says_nothing_of_it():
+def test_an_internal_error_is_sent_without_its_message():
     message = wire.verifier_answer_message(1, RuntimeError("the secret"))
     assert "secret" not in message.error.message
     with pytest.raises(EngineFailed):
@@ -205,14 +205,14 @@ ROOT = {"tokens": [5], "parents": [-1], "values": [0.0]}
         "a chance above one",
     ],
 )
-def test_what_is_no_tree_is_refused_by_the_name_of_its_field(fields, name):
+def test_a_malformed_tree_is_refused_by_the_name_of_its_field(fields, name):
     with pytest.raises(BadRequest) as refused:
         wire.tree_from(tree_pb2.DraftTree(**fields))
     assert refused.value.field.startswith(name)
 
 
 @pytest.mark.parametrize("widths", [[0], [64], [2**32 - 1] * 8, [1] * 64, [4, 4, 4, 4]])
-def test_what_is_no_shape_is_refused(widths):
+def test_a_malformed_shape_is_refused(widths):
     with pytest.raises(BadRequest):
         wire.shape_from(tree_pb2.TreeShape(widths=widths))
 
@@ -224,8 +224,8 @@ def test_a_statistic_out_of_range_is_set_to_the_nearest_end_of_its_range():
     tree = wire.tree_from(tree_pb2.DraftTree(**ROOT, draft_us=MOST, texts=0, trace=[2**32 - 1] * 100_000))
     assert (tree.draft_us, tree.texts) == (wire.MAX_US, 1)
     assert tree.trace.tolist() == [2**31 - 1] * wire.MAX_TRACE
-    said = {"tokens": [1], "path": [0], "length": 1, "verify_us": MOST, "queue_us": MOST, "step_rows": 2**32 - 1}
-    verdict = wire.verdict_from(verifier_pb2.Verdict(**said, texts=2**32 - 1))
+    fields = {"tokens": [1], "path": [0], "length": 1, "verify_us": MOST, "queue_us": MOST, "step_rows": 2**32 - 1}
+    verdict = wire.verdict_from(verifier_pb2.Verdict(**fields, texts=2**32 - 1))
     assert (verdict.verify_us, verdict.queue_us) == (wire.MAX_US, wire.MAX_US)
     assert (verdict.step_rows, verdict.texts) == (wire.MAX_STEP_ROWS, wire.MAX_TEXTS)
     opened = calls_pb2.Opened(restored=MOST, processed=MOST, open_us=MOST)
@@ -245,21 +245,21 @@ def test_a_statistic_out_of_range_is_set_to_the_nearest_end_of_its_range():
         ({"end_ids": [1] * 100_000}, "hello.end_ids"),
     ],
 )
-def test_a_hello_that_leaves_room_for_no_text_is_refused_by_its_field(fields, name):
+def test_a_hello_without_room_for_a_text_is_refused_by_the_name_of_its_field(fields, name):
     with pytest.raises(BadRequest) as refused:
         wire.hello_from(calls_pb2.Hello(**{"vocabulary": 9, "max_length": 9, "max_rows": 9, **fields}))
     assert refused.value.field == name
 
 
 def test_limits_of_a_hello_above_ours_are_lowered_to_ours():
-    said = {"vocabulary": 9, "max_length": MOST, "max_rows": 2**32 - 1, "max_depth": 2**32 - 1, "model": "m\n" * 9999}
-    hello = wire.hello_from(calls_pb2.Hello(**said))
+    fields = {"vocabulary": 9, "max_length": MOST, "max_rows": 2**32 - 1, "max_depth": 2**32 - 1, "model": "m\n" * 9999}
+    hello = wire.hello_from(calls_pb2.Hello(**fields))
     assert (hello.max_length, hello.max_rows, hello.max_depth) == (2**31 - 1, MAX_ROWS, MAX_ROWS - 1)
     assert hello.model.isprintable() and len(hello.model) <= wire.MAX_NAME
 
 
 @pytest.mark.parametrize("fields", [{}, {"tokens": [1] * 65, "path": [0] * 65, "length": 65}, {"finish": 9}], ids=str)
-def test_a_malformed_verdict_is_an_engine_failure_and_no_bad_request(fields):
+def test_a_malformed_verdict_raises_engine_failed_and_not_bad_request(fields):
     with pytest.raises(EngineFailed):
         wire.verifier_answer_from(verifier_pb2.VerifierAnswer(verdict=verifier_pb2.Verdict(**fields)))
     with pytest.raises(EngineFailed):
@@ -270,13 +270,13 @@ GOOD = {"opening": b"o" * 16, "base": 3, "digest": 1, "start": 0, "tokens": [1, 
 
 
 @pytest.mark.parametrize(
-    "said, name",
+    "fields, name",
     [
         ({"call": 1}, "update.opening"),
         ({"update": {**GOOD, "opening": b"short"}}, "update.opening"),
         ({"update": {**GOOD, "start": 1}}, "update.base"),
         ({"update": {**GOOD, "base": 0, "tokens": []}}, "update.base"),
-        ({"update": GOOD}, "ask"),
+        ({"update": GOOD}, "call"),
         ({"update": {**GOOD, "start": 1, "base": 4}, "open": {"max_length": 9}}, "update.start"),
         ({"update": GOOD, "open": {"max_length": 2}}, "max_length"),
         ({"update": GOOD, "open": {"max_length": 9, "marks": [4]}}, "marks"),
@@ -288,15 +288,15 @@ GOOD = {"opening": b"o" * 16, "base": 3, "digest": 1, "start": 0, "tokens": [1, 
         ({"update": GOOD, "draft": {"shape": {"widths": [0]}}}, "shape"),
     ],
 )
-def test_a_malformed_call_is_refused_by_the_name_of_its_field(said, name):
+def test_a_malformed_call_is_refused_by_the_name_of_its_field(fields, name):
     with pytest.raises(BadRequest) as refused:
-        wire.drafter_call_from(drafter_pb2.DrafterCall(**said))
+        wire.drafter_call_from(drafter_pb2.DrafterCall(**fields))
     assert refused.value.field == name
 
 
 @given(st.binary(max_size=200))
 @settings(max_examples=200, deadline=None)
-def test_bytes_of_any_kind_raise_nothing_but_a_bad_request(noise: bytes):
+def test_random_bytes_raise_only_bad_request(noise: bytes):
     for kind, read in (
         (drafter_pb2.DrafterCall, wire.drafter_call_from),
         (verifier_pb2.VerifierCall, wire.verifier_call_from),
@@ -315,7 +315,7 @@ def test_bytes_of_any_kind_raise_nothing_but_a_bad_request(noise: bytes):
 
 @given(trees(), st.data())
 @settings(max_examples=100, deadline=None)
-def test_a_flipped_bit_is_another_tree_or_a_bad_request(tree: DraftTree, data: st.DataObject):
+def test_a_flipped_bit_gives_another_tree_or_bad_request(tree: DraftTree, data: st.DataObject):
     sent = bytearray(wire.tree_message(tree).SerializeToString())
     sent[data.draw(st.integers(0, len(sent) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     try:
@@ -324,7 +324,7 @@ def test_a_flipped_bit_is_another_tree_or_a_bad_request(tree: DraftTree, data: s
         return
 
 
-def test_batches_keep_their_order_and_their_size():
+def test_frames_keep_the_order_of_messages_and_their_size_limit():
     calls = [
         drafter_pb2.DrafterCall(call=1, update=calls_pb2.TextUpdate(tokens=[300] * size)) for size in (10, 10, 90, 5)
     ]

@@ -24,13 +24,13 @@ def compose():
     return yaml.safe_load((DOCKER / "compose.yaml").read_text())
 
 
-def test_hadolint_finds_nothing_to_say():
+def test_hadolint_reports_nothing():
     linter = shutil.which("hadolint") or str(Path(sys.executable).parent / "hadolint")
-    said = subprocess.run([linter, str(DOCKER / "Dockerfile")], capture_output=True, text=True)
-    assert said.returncode == 0, said.stdout
+    done = subprocess.run([linter, str(DOCKER / "Dockerfile")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
-def test_both_targets_have_our_ray_and_end_as_nobody_in_particular():
+def test_both_targets_have_our_ray_and_run_as_the_charts_user():
     assert f"ARG RAY_VERSION={ray.__version__}" in TEXT
     stages = re.split(r"^FROM ", TEXT, flags=re.M)[1:]
     assert [stage.split(" AS ")[1].split()[0] for stage in stages] == ["source", "cpu", "gpu"]
@@ -47,22 +47,24 @@ def test_images_carry_no_weights_and_freshly_generated_code():
 
 
 def test_the_compose_file_starts_a_redis_a_head_a_drafter_and_a_verifier():
-    said = compose()
-    assert set(said["services"]) == {"redis", "head", "drafter", "verifier"}
-    config = Config.of(yaml.safe_load(said["configs"]["cluster"]["content"]), ROOT)
+    content = compose()
+    assert set(content["services"]) == {"redis", "head", "drafter", "verifier"}
+    config = Config.of(yaml.safe_load(content["configs"]["cluster"]["content"]), ROOT)
     assert set(serve_config.serve_config(config))
     offered = {}
     for name in ("head", "drafter", "verifier"):
-        words = " ".join(said["services"][name]["command"])
+        words = " ".join(content["services"][name]["command"])
         offered |= json.loads(re.search(r"--resources='?(\{[^}]*\})", words).group(1))
-    wanted = [model.resources.custom for model in (*config.targets.values(), *config.drafters.values(), config.router)]
-    assert offered == {key: value for each in wanted for key, value in each.items()}
+    required = [
+        model.resources.custom for model in (*config.targets.values(), *config.drafters.values(), config.router)
+    ]
+    assert offered == {key: value for each in required for key, value in each.items()}
     for name in ("head", "drafter", "verifier"):
-        environment = dict(said["services"][name]["environment"])
+        environment = dict(content["services"][name]["environment"])
         assert environment.pop("RAY_AUTH_MODE") == "disabled" and environment == serve_config.ENVIRONMENT
 
 
-def test_containers_wait_for_the_longest_request():
+def test_containers_have_the_time_to_finish_the_longest_request():
     config = Config.of(yaml.safe_load(compose()["configs"]["cluster"]["content"]), ROOT)
     for name in ("head", "drafter", "verifier"):
         grace = compose()["services"][name]["stop_grace_period"]

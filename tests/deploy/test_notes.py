@@ -1,4 +1,4 @@
-"""templates/NOTES.txt: the way to a first answer."""
+"""templates/NOTES.txt: how to get a first answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""templates/rayservice.yaml: a RayService that KubeRay and Kubernetes take, with our own configuration inside."""
+"""templates/rayservice.yaml: a RayService that KubeRay and Kubernetes accept, with our own configuration inside."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def values(name):
     return SMALL if name == "small" else values_of(name)
 
 
-def cluster_of(said) -> Config:
+def cluster_of(deployed) -> Config:
     """The configuration inside, checked by our own models."""
-    (application,) = said["applications"]
+    (application,) = deployed["applications"]
     return Config.of(application["args"], CHART)
 
 
@@ -40,7 +40,7 @@ def pods(manifest):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_kuberay_knows_every_key(name):
+def test_kuberays_schema_has_every_key(name):
     jsonschema.validate(service(values(name)), strict_crd())
 
 
@@ -52,7 +52,7 @@ def test_the_strict_schema_notices_a_misspelt_key():
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_kubernetes_takes_every_pod(name):
+def test_kubernetes_accepts_every_pod(name):
     for template in pods(service(values(name))):
         pod = {
             "apiVersion": "v1",
@@ -64,31 +64,31 @@ def test_kubernetes_takes_every_pod(name):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_serve_and_we_know_every_key_of_the_configuration_inside(name):
-    said = serve_config(values(name))
-    ServeDeploySchema(**said)
+def test_serve_and_our_models_have_every_key_of_the_configuration_inside(name):
+    deployed = serve_config(values(name))
+    ServeDeploySchema(**deployed)
     for model, written in (
-        (ServeDeploySchema, said),
-        (HTTPOptionsSchema, said["http_options"]),
-        (gRPCOptionsSchema, said["grpc_options"]),
-        (ServeApplicationSchema, said["applications"][0]),
+        (ServeDeploySchema, deployed),
+        (HTTPOptionsSchema, deployed["http_options"]),
+        (gRPCOptionsSchema, deployed["grpc_options"]),
+        (ServeApplicationSchema, deployed["applications"][0]),
     ):
         assert set(written) <= set(model.model_fields)
-    config = cluster_of(said)
-    theirs = ours.serve_config(config)
-    assert {key: said[key] for key in said if key != "applications"} == {
-        key: theirs[key] for key in theirs if key != "applications"
+    config = cluster_of(deployed)
+    expected = ours.serve_config(config)
+    assert {key: deployed[key] for key in deployed if key != "applications"} == {
+        key: expected[key] for key in expected if key != "applications"
     }
     assert (
-        said["applications"][0].items()
-        >= {key: theirs["applications"][0][key] for key in ("name", "import_path")}.items()
+        deployed["applications"][0].items()
+        >= {key: expected["applications"][0][key] for key in ("name", "import_path")}.items()
     )
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_worker_of_a_pool_has_room_in_its_pods_and_in_no_other(name):
-    said = values(name)
-    manifest, config = service(said), cluster_of(serve_config(said))
+def test_every_worker_of_a_pool_fits_into_its_own_pods_alone(name):
+    chosen = values(name)
+    manifest, config = service(chosen), cluster_of(serve_config(chosen))
     workers = {"verifier": config.targets, "drafter": config.drafters, "router": {"router": config.router}}
     for pool, group in groups(manifest).items():
         offered = json.loads(json.loads(group["rayStartParams"]["resources"]))
@@ -105,17 +105,17 @@ def test_every_worker_of_a_pool_has_room_in_its_pods_and_in_no_other(name):
             assert size * model.resources.cpu <= _cpus(container["resources"]["requests"]["cpu"])
 
 
-def _cpus(said) -> float:
-    return float(said[:-1]) / 1000 if str(said).endswith("m") else float(said)
+def _cpus(quantity) -> float:
+    return float(quantity[:-1]) / 1000 if str(quantity).endswith("m") else float(quantity)
 
 
-def test_the_head_does_no_work():
+def test_the_head_has_no_resources_for_replicas():
     head = service()["spec"]["rayClusterConfig"]["headGroupSpec"]["rayStartParams"]
     assert (head["num-cpus"], head["num-gpus"]) == ("0", "0") and "resources" not in head
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_no_container_is_root_or_may_become_it(name):
+def test_no_container_is_root_or_can_become_root(name):
     for template in pods(service(values(name))):
         assert (
             template["spec"]["securityContext"]["runAsNonRoot"] and template["spec"]["securityContext"]["runAsUser"] > 0
@@ -127,7 +127,7 @@ def test_no_container_is_root_or_may_become_it(name):
             }
 
 
-def test_processes_are_started_with_what_they_read():
+def test_containers_have_the_environment_that_processes_read():
     for template in pods(service()):
         environment = {each["name"]: each.get("value") for each in template["spec"]["containers"][0]["env"]}
         assert environment == ours.ENVIRONMENT
@@ -140,9 +140,9 @@ def test_kuberays_service_finds_grpc_on_every_worker():
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_pods_wait_for_the_longest_request(name):
-    said = values(name)
-    manifest, longest = service(said), cluster_of(serve_config(said)).router.request_timeout_s
+def test_pods_have_the_time_to_finish_the_longest_request(name):
+    chosen = values(name)
+    manifest, longest = service(chosen), cluster_of(serve_config(chosen)).router.request_timeout_s
     for template in pods(manifest):
         assert template["spec"]["terminationGracePeriodSeconds"] >= longest + DRAIN_MARGIN_S + 30
     assert manifest["spec"]["rayClusterDeletionDelaySeconds"] >= longest
@@ -150,7 +150,7 @@ def test_pods_wait_for_the_longest_request(name):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"drain": {"gracePeriodSeconds": 600}}, "drain.gracePeriodSeconds: 600; .* at least 660"),
         ({"cluster": {"router": {"request_timeout_s": 900}}}, "at least 960"),
@@ -158,28 +158,28 @@ def test_pods_wait_for_the_longest_request(name):
         ({"cluster": {"targets": None}}, "targets"),
     ],
 )
-def test_drain_times_that_do_not_agree_fail_the_render(change, told):
-    with pytest.raises(HelmError, match=told):
+def test_inconsistent_drain_times_fail_the_render(change, message):
+    with pytest.raises(HelmError, match=message):
         rendered(merged(SMALL, change))
 
 
-def test_a_password_is_a_name_of_a_secret_and_never_a_value():
-    said = merged(SMALL, {"redis": {"url": "rediss://cache:6379", "existingSecret": "mine", "secretKey": "word"}})
-    manifest = service(said)
+def test_a_password_is_a_reference_to_a_secret_and_never_a_value():
+    chosen = merged(SMALL, {"redis": {"url": "rediss://cache:6379", "existingSecret": "mine", "secretKey": "word"}})
+    manifest = service(chosen)
     secret = {"secretKeyRef": {"name": "mine", "key": "word"}}
     fault_tolerance = manifest["spec"]["rayClusterConfig"]["gcsFaultToleranceOptions"]
     assert fault_tolerance == {"redisAddress": "rediss://cache:6379", "redisPassword": {"valueFrom": secret}}
     for template in pods(manifest):
         assert {"name": "REDIS_PASSWORD", "valueFrom": secret} in template["spec"]["containers"][0]["env"]
-    redis = cluster_of(serve_config(said)).redis
+    redis = cluster_of(serve_config(chosen)).redis
     assert (redis.url, redis.password_variable) == ("rediss://cache:6379", "REDIS_PASSWORD")
 
 
-def test_every_pod_may_fetch_from_the_hub_with_a_token_that_is_a_name_of_a_secret():
+def test_every_pod_has_the_hubs_address_and_a_token_by_reference_to_a_secret():
     """Routers and the head too: they read configurations and tokenizers, and resolve revisions."""
-    said = merged(SMALL, {"hub": {"endpoint": "https://hub.example", "existingSecret": "mine", "secretKey": "word"}})
+    chosen = merged(SMALL, {"hub": {"endpoint": "https://hub.example", "existingSecret": "mine", "secretKey": "word"}})
     secret = {"secretKeyRef": {"name": "mine", "key": "word"}}
-    for template in pods(service(said)):
+    for template in pods(service(chosen)):
         environment = template["spec"]["containers"][0]["env"]
         assert {"name": "HF_TOKEN", "valueFrom": secret} in environment
         assert {"name": "HF_ENDPOINT", "value": "https://hub.example"} in environment
@@ -187,11 +187,11 @@ def test_every_pod_may_fetch_from_the_hub_with_a_token_that_is_a_name_of_a_secre
         assert not [each for each in template["spec"]["containers"][0]["env"] if each["name"].startswith("HF_")]
 
 
-def test_checkpoints_are_mounted_where_the_configuration_looks_for_them():
-    said = values_of("values-production.yaml")
-    config = cluster_of(serve_config(said))
+def test_checkpoints_are_mounted_at_the_paths_of_the_configuration():
+    chosen = values_of("values-production.yaml")
+    config = cluster_of(serve_config(chosen))
     for pool in ("verifier", "drafter"):
-        spec = groups(service(said))[pool]["template"]["spec"]
+        spec = groups(service(chosen))[pool]["template"]["spec"]
         (mount,) = (each for each in spec["containers"][0]["volumeMounts"] if each["name"] == "checkpoints")
         assert (
             mount["readOnly"]
@@ -202,5 +202,5 @@ def test_checkpoints_are_mounted_where_the_configuration_looks_for_them():
             assert model.checkpoint.is_relative_to(mount["mountPath"])
 
 
-def test_the_chart_names_the_ray_that_we_run_on():
+def test_the_chart_has_the_installed_version_of_ray():
     assert service()["spec"]["rayClusterConfig"]["rayVersion"] == ray.__version__

@@ -1,4 +1,4 @@
-"""values.yaml and its schema: every value is documented where it stands, and a misspelt one is refused."""
+"""values.yaml and its schema: every value has a comment beside it, and a misspelt one is refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from helm_python import HelmError, lint
 
 DEFAULTS = values_of("values.yaml")
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
-FREE = ("cluster", "resources", "nodeSelector", "volume")  # whose keys are others'
+FREE = ("cluster", "resources", "nodeSelector", "volume")  # their keys are not the chart's
 
 
 def paths(values, at=()):
@@ -22,10 +22,10 @@ def paths(values, at=()):
             yield from paths(value, (*at, key))
 
 
-def test_helm_finds_nothing_to_say():
-    said = lint(str(CHART), SMALL, strict=True)
-    assert not said["errors"]
-    assert not [each for each in said["messages"] if "icon" not in each["error"]]
+def test_helm_lint_reports_nothing():
+    report = lint(str(CHART), SMALL, strict=True)
+    assert not report["errors"]
+    assert not [each for each in report["messages"] if "icon" not in each["error"]]
 
 
 def test_every_default_is_in_the_schema_and_every_schema_key_has_a_default():
@@ -41,7 +41,7 @@ def test_every_default_is_in_the_schema_and_every_schema_key_has_a_default():
     assert known == {path for path in paths(DEFAULTS) if path[0] != "cluster"}
 
 
-def test_every_section_says_what_it_is_for():
+def test_every_section_has_a_comment():
     lines = (CHART / "values.yaml").read_text().splitlines()
     for number, line in enumerate(lines):
         if re.match(r"[a-zA-Z]+:", line):
@@ -50,7 +50,7 @@ def test_every_section_says_what_it_is_for():
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "name"),
     [
         ({"pool": {}}, "pool"),
         ({"pools": {"verifier": {"minPod": 1}}}, "minPod"),
@@ -62,11 +62,11 @@ def test_every_section_says_what_it_is_for():
         ({"image": {"pullPolicy": "Sometimes"}}, "pullPolicy"),
     ],
 )
-def test_a_misspelt_or_impossible_value_is_refused_by_its_name(change, told):
-    with pytest.raises(HelmError, match=told):
+def test_a_misspelt_or_impossible_value_is_refused_by_its_name(change, name):
+    with pytest.raises(HelmError, match=name):
         rendered(merged(SMALL, change))
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in CHART.glob("values-*.yaml")))
-def test_the_files_for_places_change_only_what_there_is(name):
+def test_values_files_set_only_existing_keys(name):
     assert set(paths(values_of(name))) <= set(paths(DEFAULTS))

@@ -1,6 +1,6 @@
-"""The drafter's engine against a drafter without any memory, that reads the whole text again for every node.
+"""The drafter's engine against an oracle without memory, which prefills the whole path of every node.
 
-Whatever happened before, a draft is the one that a fresh drafter would make of the same text.
+After any history, a draft equals that of a fresh drafter for the same text.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from drafter_service.texts import DraftRound
 CPU = torch.device("cpu")
 CHAIN, TREE, WIDE = LevelShape((1, 1, 1, 1)), LevelShape((3, 2, 2, 1, 1)), LevelShape((12, 2))
 NODES, BEAM, DYNAMIC = NodeShape((3, 2, 0, 1, 0, 2, 1)), BeamShape(4, 5), DynamicShape(5, 4, 18)
-FEW_OF_MANY = DynamicShape(12, 3, 5)  # most of what it processes is dropped
-GREEDY, DRAWN = Sampling(), Sampling(temperature=0.8, seed=99, sample_index=1)
+FEW_OF_MANY = DynamicShape(12, 3, 5)  # drops most of the rows that it processes
+GREEDY, SAMPLED = Sampling(), Sampling(temperature=0.8, seed=99, sample_index=1)
 MASKED = Sampling(temperature=1.0, top_k=3, top_p=0.9, seed=5)
 SESSIONS = 9
 
 
 @pytest.fixture(autouse=True)
-def calibrations_stay(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A drafter learns nothing of its texts, so that its trees can be told beforehand; but where a test asks it to."""
+def fixed_calibrations(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the initial calibrations, so that trees are predictable, except in tests that request `learning`."""
     if "learning" not in request.fixturenames:
         monkeypatch.setattr(Calibration, "learn", lambda self, scores, rank: self)
 
@@ -73,7 +73,7 @@ def oracle(path: Path) -> Oracle:
 
 @asynccontextmanager
 async def serving(path: Path, states: StateStore | None = None, **options: int) -> AsyncIterator[DrafterEngine]:
-    """An engine at work. Small chunks, so that prompts take several forwards; every slot is free at the end."""
+    """A running engine with small chunks, so that prompts take several forwards. At the end all slots must be free."""
     options = {"prefill_chunk": 8, "max_sessions": SESSIONS} | options
     engine = DrafterEngine.load(path, name="tiny", states=states or NoStates(), **options)
     engine.start()
@@ -102,21 +102,21 @@ class Guess:
 
 @dataclass
 class Oracle:
-    """Drafts by reading each node's whole path from nothing."""
+    """Drafts without a memory: prefills the text and the whole path of each node."""
 
     model: DrafterModel
-    vocabulary: int = VOCABULARY  # ids that it may guess are below
+    vocabulary: int = VOCABULARY  # guesses are below it
 
     @torch.inference_mode()
     def logits(self, texts: list[list[int]]) -> torch.Tensor:
-        """[texts, V] what follows each text. All of one length. Ids that the model does not have are fed as 0."""
+        """[texts, V] next-token logits of texts of one length. Ids past the model's embedding are fed as 0."""
         texts = [[token if token < PADDED else 0 for token in text] for text in texts]
         zeros, own = np.zeros(len(texts), np.int64), np.arange(1, 1 + len(texts))
         rows = Chains(np.array(texts), np.full(len(texts), len(texts[0])), zeros, zeros, own, zeros[:0])
         return self.model.logits(self.model.memory(1 + len(texts), 1).chain(rows)[:, -1])[:, : self.vocabulary]
 
     def offers(self, texts: list[list[int]], sampling: Sampling, calibration: Calibration) -> list[list[Offer]]:
-        """Each text's 16 ordered candidates. The texts are of one length, and so have one noise."""
+        """The 16 ordered candidates of each text. The texts have the same length, and so the same noise."""
         warp = Warp(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
         logits = self.logits(texts)
         noise, scores = None, logits
@@ -136,7 +136,7 @@ class Oracle:
     def draft(
         self, ids: list[int], shape: TreeShape, sampling: Sampling, calibration: Calibration
     ) -> tuple[list[int], list[int], list[float]]:
-        """Tokens, parents and values, by sorting all there is at every level."""
+        """Tokens, parents and values, by sorting all candidates of each level."""
         rows, texts, frontier = [Guess(ids[-1], -1, 0.0, 0)], [list(ids)], [0]
         for depth in range(shape.depth):
             offers = self.offers([texts[row] for row in frontier], sampling, calibration)
@@ -185,7 +185,7 @@ class Oracle:
 
 @dataclass
 class DraftClient:
-    """What a router's handle does: knows the text and how much of it the peer is known to hold."""
+    """Calls the engine as a router's handle does: keeps the text and the length of it that was sent."""
 
     engine: DrafterEngine
     sampling: Sampling = GREEDY
@@ -203,7 +203,7 @@ class DraftClient:
     def update(self) -> TextUpdate:
         start = min(self.held, len(self.text))
         self.held = len(self.text)
-        return TextUpdate(self.opening, len(self.text), self.text.digests[-1], start, tuple(self.ids[start:]))
+        return TextUpdate(self.opening, len(self.text), self.text.digest(), start, tuple(self.ids[start:]))
 
     async def open(self, prompt: list[int]) -> Opened:
         self.text.extend(prompt)
@@ -218,7 +218,7 @@ class DraftClient:
 
     @property
     def kept(self) -> DraftRound:
-        """The round of the last tree, as the engine keeps it."""
+        """The engine's kept round of the last tree."""
         return self.engine._scheduler._sessions[self.opening].kept
 
     def cut(self, length: int) -> None:
@@ -230,15 +230,15 @@ def prompt_of(length: int, seed: float = 3) -> list[int]:
     return random.Random(seed).choices(range(VOCABULARY), k=length)
 
 
-async def first_session(engine: DrafterEngine) -> None:
-    """Until the engine's thread has taken a text in."""
-    while not engine.sessions:  # noqa: ASYNC110 - another thread's doing, which tells no event
+async def until_a_session_opens(engine: DrafterEngine) -> None:
+    """Wait until the engine's thread has opened a text."""
+    while not engine.sessions:  # noqa: ASYNC110 - changed by another thread, without an event
         await asyncio.sleep(0)
 
 
 @dataclass
 class AllGuesses:
-    """What the last tree grew, with the rows that were dropped at the end: may be more than a DraftTree holds."""
+    """All rows that the last tree grew, including those dropped at the end; may exceed the rows of a DraftTree."""
 
     tokens: list[int]
     parents: list[int]
@@ -252,7 +252,7 @@ def grown(client: DraftClient) -> AllGuesses:
 
 
 def walk(tree: DraftTree | AllGuesses, accepted: int, rng: random.Random) -> list[int]:
-    """The tokens of a random path of the tree, this long at most, and one that the tree did not guess there."""
+    """The tokens of a random path of the tree, at most `accepted`, and one token that the tree did not guess next."""
     row, tokens = 0, []
     while len(tokens) < accepted and tree.children(row):
         row = rng.choice(tree.children(row))
@@ -261,7 +261,7 @@ def walk(tree: DraftTree | AllGuesses, accepted: int, rng: random.Random) -> lis
     return [*tokens, rng.choice([token for token in range(VOCABULARY) if token not in guessed])]
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, DRAWN, MASKED], ids=["greedy", "drawn", "masked"])
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, MASKED], ids=["greedy", "sampled", "masked"])
 @pytest.mark.parametrize("shape", [CHAIN, TREE, WIDE, LevelShape((5,)), NODES, BEAM, DYNAMIC, FEW_OF_MANY], ids=str)
 async def test_drafting_by_levels_equals_a_fresh_prefill_of_every_path(path, oracle, shape, sampling):
     async with serving(path) as engine:
@@ -270,20 +270,20 @@ async def test_drafting_by_levels_equals_a_fresh_prefill_of_every_path(path, ora
             opened = await client.open(prompt_of(length))
             assert (opened.restored, opened.processed) == (0, length - 1)
             oracle.check(await client.draft(shape), client.ids, shape, sampling)
-            assert await client.close() == Closed(0)  # no store keeps it
+            assert await client.close() == Closed(0)  # no state store
 
 
 FEWER, MORE = 70, 500
 """Vocabularies of two targets: smaller than the drafter's, and larger than its embedding."""
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, DRAWN, MASKED], ids=["greedy", "drawn", "masked"])
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, MASKED], ids=["greedy", "sampled", "masked"])
 @pytest.mark.parametrize("shape", [CHAIN, TREE, NODES, BEAM, DYNAMIC], ids=str)
-async def test_texts_of_targets_of_different_vocabularies_share_levels_and_each_is_drafted_for_as_if_alone(
+async def test_texts_of_targets_with_different_vocabularies_share_levels_and_get_the_drafts_they_get_alone(
     path, oracle, shape, sampling
 ):
     """Guesses are ids below the smaller vocabulary, and their chances sum to one over these. Ids of the text past the
-    drafter's embedding are fed as one fixed id; ids in its padding as they are."""
+    drafter's embedding are fed as one fixed id; ids in its padding are fed unchanged."""
     texts = {
         FEWER: [token % FEWER for token in prompt_of(12)],
         0: prompt_of(12),
@@ -292,13 +292,16 @@ async def test_texts_of_targets_of_different_vocabularies_share_levels_and_each_
     async with serving(path) as engine:
         clients = [DraftClient(engine, sampling, vocabulary=vocabulary) for vocabulary in texts]
         await asyncio.gather(*(client.open(text) for client, text in zip(clients, texts.values(), strict=True)))
-        for _ in range(2):
+        rounds = most_texts = 0
+        while rounds < 2 or most_texts < len(texts):
+            rounds += 1
+            assert rounds < 20, f"no level has all texts; one has {most_texts}"
             trees = await asyncio.gather(*(client.draft(shape) for client in clients))
+            most_texts = max(most_texts, *(tree.texts for tree in trees))
             for client, tree in zip(clients, trees, strict=True):
                 limit = min(client.vocabulary or VOCABULARY, VOCABULARY)
                 Oracle(oracle.model, limit).check(tree, client.ids, shape, sampling)
                 client.text.extend([int(tree.tokens[1]), (client.vocabulary or VOCABULARY) - 1])
-        assert max(tree.texts for tree in trees) == 3
         for client in clients:
             await client.close()
 
@@ -318,7 +321,7 @@ async def test_the_first_id_past_the_targets_vocabulary_is_never_guessed(path, o
         await cut.close()
 
 
-async def test_a_state_saved_of_a_text_with_ids_that_the_drafter_lacks_is_found_and_drafts_the_same(path, oracle):
+async def test_a_saved_state_of_a_text_with_ids_past_the_embedding_is_restored_and_drafts_the_same(path, oracle):
     prompt = [3, MORE - 1, PADDED, 7, PADDED + 5, 2, 1, MORE - 2]
     async with serving(path, MemoryStates()) as engine:
         first = DraftClient(engine, vocabulary=MORE)
@@ -331,12 +334,12 @@ async def test_a_state_saved_of_a_text_with_ids_that_the_drafter_lacks_is_found_
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_after_any_history_a_draft_is_that_of_a_fresh_drafter(path, oracle, seed, learning):
-    """Shapes of all kinds, accepts in full, in part and not at all, text that goes on by guesses which the tree has
-    dropped, off rounds, repeated calls, cuts of any depth and other text put in the place of what was cut, 25 rounds
-    each. A fresh drafter of the same calibration: what was learned is all that may differ."""
+async def test_after_any_history_a_draft_equals_that_of_a_fresh_drafter(path, oracle, seed, learning):
+    """25 rounds of: shapes of all kinds; full, partial and no acceptance; continuation by guesses that the tree
+    dropped; off rounds; repeated calls; cuts of any depth, with other text after them. The fresh drafter has the same
+    calibration, the only state that may matter."""
     rng = random.Random(seed)
-    sampling = rng.choice([GREEDY, DRAWN])
+    sampling = rng.choice([GREEDY, SAMPLED])
     async with serving(path) as engine:
         client = DraftClient(engine, sampling)
         prompt = prompt_of(rng.randint(1, 20), seed)
@@ -348,10 +351,10 @@ async def test_after_any_history_a_draft_is_that_of_a_fresh_drafter(path, oracle
                 assert tree.tokens.tolist() == client.ids[-1:]
             else:
                 oracle.check(tree, client.ids, shape, sampling, client.kept.calibration)
-                if rng.random() < 0.5:  # all that was grown, not only what was kept of it
+                if rng.random() < 0.5:  # all rows that were grown, not only the kept ones
                     tree = grown(client)
             event = rng.random()
-            if event < 0.1:  # the round was lost: the same text again
+            if event < 0.1:  # the round was lost: repeat the call
                 continue
             client.text.extend(walk(tree, rng.randint(0, shape.depth), rng))
             if event < 0.4:
@@ -361,8 +364,8 @@ async def test_after_any_history_a_draft_is_that_of_a_fresh_drafter(path, oracle
 
 
 @pytest.mark.parametrize("accepted, forwarded", [(0, 3), (2, 3), (3, 3), (4, 4)], ids=lambda value: str(value))
-async def test_states_of_accepted_nodes_are_used_again(path, accepted, forwarded):
-    """A round of depth 4 forwards its root and three levels; only the last level's token was not forwarded before."""
+async def test_states_of_accepted_nodes_are_reused(path, accepted, forwarded):
+    """A round of depth 4 forwards its root and three levels; an accepted leaf is forwarded in the next round."""
     async with serving(path) as engine:
         client = DraftClient(engine)
         await client.open(prompt_of(9))
@@ -375,10 +378,10 @@ async def test_states_of_accepted_nodes_are_used_again(path, accepted, forwarded
 
 
 @pytest.mark.parametrize("shape", [NODES, BEAM, DYNAMIC, FEW_OF_MANY], ids=str)
-async def test_a_state_is_used_again_whether_or_not_the_tree_has_kept_its_row(path, oracle, shape):
-    """The text goes on through each row that was processed, in turn: the next round begins with its new root alone."""
+async def test_a_processed_rows_state_is_reused_whether_or_not_the_tree_keeps_the_row(path, oracle, shape):
+    """The text continues through each processed row in turn; the next round then forwards no row of the text again."""
     async with serving(path) as engine:
-        client = DraftClient(engine, DRAWN)
+        client = DraftClient(engine, SAMPLED)
         await client.open(prompt_of(9))
         await client.draft(shape)
         prompt, growth = list(client.ids), client.kept.growth
@@ -394,11 +397,11 @@ async def test_a_state_is_used_again_whether_or_not_the_tree_has_kept_its_row(pa
             before = engine.counters.rows
             tree = await client.draft(shape)
             assert engine.counters.rows - before == shape.forwarded
-            oracle.check(tree, client.ids, shape, DRAWN)
+            oracle.check(tree, client.ids, shape, SAMPLED)
         await client.close()
 
 
-async def test_what_is_learned_changes_values_and_never_which_guess_comes_first(path, oracle, learning):
+async def test_learning_changes_values_and_never_which_guess_comes_first(path, oracle, learning):
     async with serving(path) as engine:
         client = DraftClient(engine)
         await client.open(prompt_of(9))
@@ -409,28 +412,28 @@ async def test_what_is_learned_changes_values_and_never_which_guess_comes_first(
         client.cut(9)
         again = await client.draft(TREE)
         assert again.tokens.tolist() == first.tokens.tolist()
-        assert again.values[1] < first.values[1] - 1  # a text that its guesses do not hit: less is to be expected
-        assert engine._scheduler.calibrations[False] == Calibration()  # sampled texts are told nothing by a greedy one
+        assert again.values[1] < first.values[1] - 1  # guesses missed this text, so confidence drops
+        assert engine._scheduler.calibrations[False] == Calibration()  # greedy texts do not change it
         await client.close()
 
 
-async def test_a_tree_that_takes_more_slots_than_small_trees_are_given_is_grown(path, oracle):
-    """dynamic(16,5,7) has 8 rows as a tree and 65 while it grows: one more than eight trees of 8 rows."""
+async def test_a_tree_that_processes_more_rows_than_eight_full_trees_is_grown(path, oracle):
+    """dynamic(16,5,7) keeps 8 rows and processes 65, one more than eight trees of 8 rows."""
     shape = DynamicShape(16, 5, 7)
     async with serving(path, max_rows=8) as engine:
-        clients = [DraftClient(engine, DRAWN) for _ in range(3)]
+        clients = [DraftClient(engine, SAMPLED) for _ in range(3)]
         await asyncio.gather(*(client.open(prompt_of(6, i)) for i, client in enumerate(clients)))
         for _ in range(2):
             trees = await asyncio.wait_for(asyncio.gather(*(client.draft(shape) for client in clients)), 30)
             for client, tree in zip(clients, trees, strict=True):
-                oracle.check(tree, client.ids, shape, DRAWN)
+                oracle.check(tree, client.ids, shape, SAMPLED)
                 client.text.extend(walk(tree, 2, random.Random(0)))
         await asyncio.gather(*(client.close() for client in clients))
 
 
-async def test_sessions_that_share_forwards_draft_what_each_would_alone(path, oracle):
+async def test_sessions_that_share_forwards_get_the_drafts_they_get_alone(path, oracle):
     shapes = [CHAIN, TREE, WIDE, OFF, LevelShape((2, 2, 2)), NODES, BEAM, DYNAMIC, FEW_OF_MANY]
-    laws = [GREEDY, DRAWN, MASKED, GREEDY, DRAWN, Sampling(temperature=0.8, seed=100), DRAWN, GREEDY, MASKED]
+    laws = [GREEDY, SAMPLED, MASKED, GREEDY, SAMPLED, Sampling(temperature=0.8, seed=100), SAMPLED, GREEDY, MASKED]
     async with serving(path) as engine:
         clients = [DraftClient(engine, law) for law in laws]
         await asyncio.gather(*(client.open(prompt_of(5 + 9 * i, i)) for i, client in enumerate(clients)))
@@ -444,11 +447,11 @@ async def test_sessions_that_share_forwards_draft_what_each_would_alone(path, or
         forwards = engine.counters.forwards
         assert (await clients[0].draft(CHAIN)).texts == 1
         await asyncio.gather(*(client.close() for client in clients))
-    assert forwards < 8 * 5 * 4 / 2  # they did share
+    assert forwards < 8 * 5 * 4 / 2  # they shared forwards
     assert 1 < together <= 8
 
 
-async def test_when_slots_run_short_idle_trees_give_theirs_up_and_drafts_stay_right(path, oracle):
+async def test_when_node_slots_run_out_idle_trees_are_evicted_and_drafts_stay_correct(path, oracle):
     async with serving(path, max_rows=8, max_sessions=24) as engine:
         clients = [DraftClient(engine) for _ in range(24)]
         await asyncio.gather(*(client.open(prompt_of(6, i)) for i, client in enumerate(clients)))
@@ -461,22 +464,22 @@ async def test_when_slots_run_short_idle_trees_give_theirs_up_and_drafts_stay_ri
         await asyncio.gather(*(client.close() for client in clients))
 
 
-async def test_a_draft_sent_while_the_prompt_is_being_read_waits_for_it(path, oracle):
+async def test_a_draft_sent_during_prefill_waits_for_it(path, oracle):
     async with serving(path) as engine:
         client = DraftClient(engine)
         opening = asyncio.create_task(client.open(prompt_of(150)))
-        await first_session(engine)
+        await until_a_session_opens(engine)
         tree = await client.draft(TREE)
         oracle.check(tree, client.ids, TREE, GREEDY)
         assert (await opening).processed == 149
         await client.close()
 
 
-async def test_the_first_guess_obeys_top_k_and_the_others_do_not(path):
+async def test_only_the_first_guess_obeys_top_k(path):
     """With top-k 1 the first child is the likeliest token, whatever the noise; the rest are ordered by the noise."""
-    greedy, drawn = DraftClient, Sampling(temperature=1.0, top_k=1, seed=8)
+    greedy, sampled = DraftClient, Sampling(temperature=1.0, top_k=1, seed=8)
     async with serving(path) as engine:
-        plain, masked = greedy(engine), DraftClient(engine, drawn)
+        plain, masked = greedy(engine), DraftClient(engine, sampled)
         free = DraftClient(engine, Sampling(temperature=1.0, seed=8))
         for client in (plain, masked, free):
             await client.open(prompt_of(12))
@@ -504,13 +507,13 @@ async def test_the_trace_ranks_each_token_of_the_text_since_the_last_tree(path, 
                 order = drafter_order(scores, Warp(), None, CANDIDATES)[0].tolist()
                 token = client.ids[before + index]
                 assert rank == (order.index(token) if token in order else CANDIDATES)
-        tree = await client.draft(WIDE)  # its plan has twelve candidates
+        tree = await client.draft(WIDE)  # with twelve candidates per row
         client.text.extend([int(tree.tokens[10]), 0])
         assert (await client.draft(TREE)).trace[0] == CANDIDATES
         await client.close()
 
 
-# -- states by name ---------------------------------------------------------------------------------------------------
+# -- saved states ----------------------------------------------------------------------------------------------------
 
 
 async def one_turn(engine: DrafterEngine, prompt: list[int], **options: object) -> tuple[DraftClient, Closed]:
@@ -548,16 +551,16 @@ def flip(blob: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "spoil",
+    "corrupt",
     [flip, lambda blob: blob[:-1], lambda blob: b"", lambda blob: blob[:4] + b"\x09\x00" + blob[6:]],
     ids=["bit", "cut", "empty", "format"],
 )
-async def test_a_spoilt_state_is_a_counted_miss_and_the_draft_is_right(path, oracle, spoil):
+async def test_a_corrupt_state_counts_as_refused_and_the_draft_is_correct(path, oracle, corrupt):
     states = MemoryStates()
     async with serving(path, states) as engine:
         first, _ = await one_turn(engine, prompt_of(20))
         (name,) = states.blobs
-        states.blobs[name] = spoil(states.blobs[name])
+        states.blobs[name] = corrupt(states.blobs[name])
         client = DraftClient(engine)
         opened = await client.open(first.ids)
         assert (opened.restored, engine.stats()["states_refused"]) == (0, 1)
@@ -565,9 +568,7 @@ async def test_a_spoilt_state_is_a_counted_miss_and_the_draft_is_right(path, ora
         await client.close()
 
 
-async def test_a_text_whose_saved_state_cannot_be_loaded_is_processed_and_drafted_for_as_before(
-    path, oracle, monkeypatch
-):
+async def test_a_text_whose_saved_state_cannot_be_loaded_is_prefilled_and_drafts_the_same(path, oracle, monkeypatch):
     async with serving(path, MemoryStates()) as engine:
         first, _ = await one_turn(engine, prompt_of(20))
 
@@ -582,7 +583,7 @@ async def test_a_text_whose_saved_state_cannot_be_loaded_is_processed_and_drafte
         await client.close()
 
 
-async def test_a_state_of_another_model_tenant_or_text_is_not_taken(paths, oracle):
+async def test_a_state_of_another_model_tenant_or_text_is_not_restored(paths, oracle):
     states = MemoryStates()
     async with serving(paths["mamba"], states) as engine:
         first, _ = await one_turn(engine, prompt_of(20), tenant="a")
@@ -594,18 +595,18 @@ async def test_a_state_of_another_model_tenant_or_text_is_not_taken(paths, oracl
         client = DraftClient(engine, tenant="a")
         assert (await client.open(first.ids)).restored == 0
         await client.close()
-        for wanted in set(states.blobs) - {name}:
-            states.blobs[wanted] = blob  # a valid blob under a name that is not its own
+        for other_name in set(states.blobs) - {name}:
+            states.blobs[other_name] = blob  # a valid blob under the name of another state
         client = DraftClient(engine, tenant="a")
         assert (await client.open(first.ids)).restored == 0
         assert engine.stats()["states_refused"] == 1
         await client.close()
 
 
-# -- calls that end otherwise -----------------------------------------------------------------------------------------
+# -- other ends of calls -----------------------------------------------------------------------------------------------
 
 
-async def test_a_newer_call_takes_the_older_ones_place(path, oracle):
+async def test_a_newer_call_replaces_older_ones(path, oracle):
     async with serving(path) as engine:
         client = DraftClient(engine)
         await client.open(prompt_of(10))
@@ -616,7 +617,7 @@ async def test_a_newer_call_takes_the_older_ones_place(path, oracle):
         await client.close()
 
 
-async def test_a_cancelled_draft_leaves_the_engine_fine(path, oracle):
+async def test_after_cancelled_drafts_the_engine_drafts_correctly(path, oracle):
     async with serving(path) as engine:
         client = DraftClient(engine)
         await client.open(prompt_of(10))
@@ -632,7 +633,7 @@ async def test_a_cancelled_draft_leaves_the_engine_fine(path, oracle):
 async def test_a_cancelled_open_leaves_nothing_behind(path):
     async with serving(path, max_sessions=1) as engine:
         call = asyncio.create_task(DraftClient(engine).open(prompt_of(2000)))
-        await first_session(engine)
+        await until_a_session_opens(engine)
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
         client = DraftClient(engine)
@@ -640,11 +641,11 @@ async def test_a_cancelled_open_leaves_nothing_behind(path):
         await client.close()
 
 
-async def test_a_close_while_the_prompt_is_read_ends_the_open(path):
+async def test_a_close_during_prefill_ends_the_open(path):
     async with serving(path) as engine:
         client = DraftClient(engine)
         opening = asyncio.create_task(client.open(prompt_of(1000)))
-        await first_session(engine)
+        await until_a_session_opens(engine)
         await client.close()
         with pytest.raises(NotFound):
             await opening
@@ -660,7 +661,7 @@ async def test_an_unknown_opening_or_another_text_is_not_found(path):
             await engine.draft(DraftCall(TextUpdate(client.opening, 11, 1, 10, (5,)), CHAIN))
         with pytest.raises(NotFound, match="holds 10 tokens"):
             await engine.draft(DraftCall(TextUpdate(client.opening, 13, 1, 12, (5,)), CHAIN))
-        assert (await client.draft(CHAIN)).rows == 5  # the text is as it was
+        assert (await client.draft(CHAIN)).rows == 5  # the text is unchanged
         await client.close()
         with pytest.raises(NotFound, match="is not open here"):
             await client.draft(CHAIN)
@@ -676,7 +677,7 @@ async def test_an_unknown_opening_or_another_text_is_not_found(path):
     ],
     ids=["deep", "rows", "token", "empty"],
 )
-async def test_a_call_past_the_limits_is_refused_by_the_fields_name(path, field: str, call: Callable):
+async def test_a_call_past_the_limits_is_refused_with_the_fields_name(path, field: str, call: Callable):
     async with serving(path, max_rows=32) as engine:
         client = DraftClient(engine)
         await client.open(prompt_of(10))
@@ -693,7 +694,7 @@ async def test_a_temperature_too_small_to_divide_by_is_refused(path):
         assert refused.value.field == "temperature"
 
 
-async def test_more_texts_than_there_is_room_for_are_refused(path):
+async def test_texts_past_max_sessions_are_refused(path):
     async with serving(path, max_sessions=1) as engine:
         client = DraftClient(engine)
         await client.open(prompt_of(3))
@@ -702,7 +703,7 @@ async def test_more_texts_than_there_is_room_for_are_refused(path):
         await client.close()
 
 
-async def test_a_forward_that_breaks_ends_its_sessions_alone(path, oracle, monkeypatch):
+async def test_a_failed_forward_ends_only_its_own_sessions(path, oracle, monkeypatch):
     async with serving(path) as engine:
         client, other = DraftClient(engine), DraftClient(engine)
         await client.open(prompt_of(3))
@@ -717,7 +718,7 @@ async def test_a_forward_that_breaks_ends_its_sessions_alone(path, oracle, monke
         await other.close()
 
 
-async def test_a_scheduler_that_breaks_gives_up_its_texts_and_serves_on(path, oracle, monkeypatch):
+async def test_a_failed_scheduler_closes_all_texts_and_serves_new_ones(path, oracle, monkeypatch):
     async with serving(path) as engine:
         client = DraftClient(engine)
         await client.open(prompt_of(3))
@@ -731,7 +732,7 @@ async def test_a_scheduler_that_breaks_gives_up_its_texts_and_serves_on(path, or
         await again.close()
 
 
-async def test_a_stopped_engine_says_so(path):
+async def test_a_stopped_engine_raises_peer_lost(path):
     engine = DrafterEngine.load(path, name="tiny", states=NoStates())
     engine.start()
     client = DraftClient(engine)
@@ -742,7 +743,7 @@ async def test_a_stopped_engine_says_so(path):
         await client.draft(CHAIN)
 
 
-async def test_hello_says_what_it_is(path):
+async def test_hello_describes_the_model(path):
     async with serving(path) as engine:
         hello = await engine.hello()
         assert (hello.model, hello.vocabulary, hello.exactness, hello.dtype) == ("tiny", VOCABULARY, "", "float32")
@@ -758,14 +759,14 @@ async def test_hello_says_what_it_is(path):
         ("threads", {"threads": 0}),
     ],
 )
-def test_an_option_that_means_nothing_is_refused(path, field, options):
+def test_an_invalid_option_is_refused_with_its_name(path, field, options):
     with pytest.raises(BadRequest) as refused:
         DrafterEngine.load(path, name="tiny", states=NoStates(), **options)
     assert refused.value.field == field
 
 
-async def test_bfloat16_texts_share_forwards(path):
-    """Trees of several texts lie in slots that are not side by side."""
+async def test_texts_in_bfloat16_share_forwards(path):
+    """The node slots of the texts' trees are not adjacent."""
     async with serving(path, dtype="bfloat16") as engine:
         clients = [DraftClient(engine) for _ in range(3)]
         await asyncio.gather(*(client.open(prompt_of(20, i)) for i, client in enumerate(clients)))
@@ -777,7 +778,7 @@ async def test_bfloat16_texts_share_forwards(path):
         await asyncio.gather(*(client.close() for client in clients))
 
 
-async def test_bfloat16_drafts_and_restores_its_own_states(path):
+async def test_a_bfloat16_drafter_restores_its_saved_states(path):
     states = MemoryStates()
     async with serving(path, states, dtype="bfloat16") as engine:
         first, closed = await one_turn(engine, prompt_of(20))

@@ -1,4 +1,4 @@
-"""A drafter in float16: its logits are near the library's, and a saved state is restored bit for bit."""
+"""A drafter in float16: its logits are near those of transformers, and a saved state is restored bit for bit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from drafter_service.plan import EMPTY_TEXT, Chains
 
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
-def test_logits_in_float16_are_near_the_librarys_and_a_saved_state_is_restored_bit_for_bit(tmp_path, family):
+def test_logits_in_float16_are_near_transformers_and_a_saved_state_is_restored_bit_for_bit(tmp_path, family):
     library = make_drafter(tmp_path, family)
     model, _ = load_model(tmp_path, torch.float16, torch.device("cpu"))
     text = torch.randint(0, VOCABULARY, (40,), generator=torch.Generator().manual_seed(2)).tolist()
@@ -29,10 +29,10 @@ def test_logits_in_float16_are_near_the_librarys_and_a_saved_state_is_restored_b
     for name, array in arrays.items():
         if array.dtype == np.uint16:
             with pytest.raises(ValueError, match=f"{name} has a number that is not finite"):
-                other.check({**arrays, name: np.full_like(array, 0xFFFF)}, 30)  # a float16's bits of not a number
+                other.check({**arrays, name: np.full_like(array, 0xFFFF)}, 30)  # a NaN in float16
     other.load(1, arrays)
     last = model.logits(chained(memory, 30, 40, 1, 1))
     assert torch.equal(model.logits(chained(other, 30, 40, 1, 1)), last)
-    wanted = library(torch.tensor([text])).logits[0, :, :VOCABULARY]
-    assert (torch.cat((first, last)) - wanted).abs().max() < 0.05
+    expected = library(torch.tensor([text])).logits[0, :, :VOCABULARY]
+    assert (torch.cat((first, last)) - expected).abs().max() < 0.05
     assert "float16" in memory.layout

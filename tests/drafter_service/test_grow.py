@@ -1,4 +1,4 @@
-"""Choosing which of a dynamic tree's candidates stay, and how many rows each kind of shape processes."""
+"""The rerank of dynamic trees, and the trees that each kind of shape grows."""
 
 from __future__ import annotations
 
@@ -28,46 +28,46 @@ def candidate_trees(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray
     return np.array(values, np.float32), np.array(depths), np.array(parents)
 
 
-def slowly(values: np.ndarray, depths: np.ndarray, total: int) -> list[int]:
+def rerank_by_sorting(values: np.ndarray, depths: np.ndarray, total: int) -> list[int]:
     order = sorted(range(1, len(values)), key=lambda row: (-float(values[row]), int(depths[row]), row))
     return sorted([0, *order[:total]])
 
 
-def closed(kept: list[int], parents: np.ndarray) -> bool:
+def has_all_parents(kept: list[int], parents: np.ndarray) -> bool:
     return all(int(parents[row]) in kept for row in kept if row)
 
 
 @given(candidate_trees(), st.data())
-def test_a_rerank_keeps_every_ancestor_of_what_it_keeps_and_is_the_sorted_order(tree, data):
+def test_a_rerank_is_the_first_rows_of_the_sorted_order_and_keeps_every_ancestor(tree, data):
     values, depths, parents = tree
     total = data.draw(st.integers(1, len(values) - 1))
     kept = rerank(values, depths, parents, total).tolist()
-    assert kept == slowly(values, depths, total)
-    assert closed(kept, parents)
+    assert kept == rerank_by_sorting(values, depths, total)
+    assert has_all_parents(kept, parents)
 
 
-def test_by_the_value_alone_a_guess_would_be_kept_without_its_parent():
-    """Planted: three of a chain of six sure guesses, where of equals the last come first, as a top-k may have it."""
+def test_ordering_by_value_alone_would_keep_a_guess_without_its_parent():
+    """Three of a chain of six sure guesses; among equal values the last come first, as a top-k may return them."""
     values, depths, parents = np.zeros(7, np.float32), np.arange(7), np.arange(7) - 1
     by_value_alone = np.argsort(values, kind="stable")[::-1][:4].tolist()
-    assert not closed(by_value_alone, parents)
+    assert not has_all_parents(by_value_alone, parents)
     assert rerank(values, depths, parents, 3).tolist() == [0, 1, 2, 3]
 
 
-def test_where_values_are_equal_the_shallower_row_stays_and_then_the_earlier():
-    """Row 3 hangs below row 1 and comes before row 4, a child of the root."""
+def test_of_equal_values_the_shallower_row_is_kept_and_then_the_earlier():
+    """Row 3 is a child of row 1 and comes before row 4, a child of the root."""
     values = np.array([0, -1, -1, -1, -1], np.float32)
     depths, parents = np.array([0, 1, 1, 2, 1]), np.array([-1, 0, 0, 1, 0])
     assert [rerank(values, depths, parents, total).tolist() for total in (1, 2, 3)] == [[0, 1], [0, 1, 2], [0, 1, 2, 4]]
 
 
 def grown(shape: TreeShape, scores: np.ndarray) -> tuple[DraftTree, int]:
-    """A tree whose rows all offer the tokens 0, 1, ... with these log chances; and how many rows were processed."""
+    """A tree whose rows all have the candidates 0, 1, ... with these log confidences, and its processed rows."""
     growth = growth_of(99, shape)
     while not growth.finished:
         rows = len(growth.frontier)
-        offered = np.tile(scores.astype(np.float32), (rows, 1))
-        growth.extend(np.tile(np.arange(len(scores)), (rows, 1)), offered, offered)
+        confidences = np.tile(scores.astype(np.float32), (rows, 1))
+        growth.extend(np.tile(np.arange(len(scores)), (rows, 1)), confidences, confidences)
     return DraftTree(*growth.arrays()), growth.processed
 
 
@@ -88,36 +88,36 @@ SHAPES: list[TreeShape] = [
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("sure", [False, True], ids=["graded", "all-sure"])
-def test_a_grown_tree_has_its_shapes_rows_and_depth_and_processed_what_was_said(shape, sure):
+def test_a_grown_tree_has_the_rows_depth_and_processed_rows_of_its_shape(shape, sure):
     scores = np.zeros(MAX_K) if sure else -0.3 - 0.4 * np.arange(MAX_K)
     tree, processed = grown(shape, scores)
     assert tree.rows == shape.rows
     assert tree.depths.max() <= shape.depth
     assert processed == shape.forwarded
-    for row in range(tree.rows):  # of each row's candidates it is the first that became guesses, in order
+    for row in range(tree.rows):  # each row's guesses are its first candidates, in order
         assert tree.tokens[tree.children(row)].tolist() == list(range(len(tree.children(row))))
 
 
-def test_a_node_tree_gives_each_row_the_children_that_its_number_names():
+def test_a_node_tree_gives_each_row_its_number_of_children():
     tree, _ = grown(NodeShape((3, 0, 2, 1, 0, 2)), -np.arange(1.0, 9.0))
     assert tree.parents.tolist() == [-1, 0, 0, 0, 2, 2, 3, 5, 5]
 
 
-def test_a_beam_keeps_what_it_took_and_a_beam_that_is_left_stays_a_leaf():
-    """The first guess is nearly sure: the second level's best three hang below it and below the next."""
+def test_a_beam_keeps_its_earlier_rows_and_an_abandoned_beam_stays_a_leaf():
+    """The first guess is nearly sure: the second level's best are children of the first and of the second guess."""
     tree, _ = grown(BeamShape(2, 3), np.array([-0.1, -2.0, -3.0, -4.0, -5, -6, -7, -8]))
     assert tree.parents.tolist() == [-1, 0, 0, 0, 1, 1, 2]
     np.testing.assert_allclose(tree.values, [0, -0.1, -2, -3, -0.2, -2.1, -2.1], atol=1e-6)
 
 
-def test_a_dynamic_tree_goes_deep_where_it_is_sure_and_wide_where_it_is_not():
+def test_a_dynamic_tree_is_deep_if_its_guesses_are_sure_and_wide_if_they_are_not():
     sure, unsure = np.array([-0.05, -4, -5, -6]), np.array([-1.4, -1.5, -1.6, -1.7])
     deep, wide = [grown(DynamicShape(4, 4, 6), np.append(scores, [-9.0] * 4))[0] for scores in (sure, unsure)]
     assert (deep.depths.max(), wide.depths.max()) == (4, 2)
     assert (len(deep.children(0)), len(wide.children(0))) == (2, 4)
 
 
-def test_no_shape_processes_more_rows_than_there_are_slots_for():
+def test_no_shape_processes_more_rows_than_most_processed():
     for max_rows, max_depth in ((64, 16), (8, 16), (2, 1), (64, 63), (32, 4)):
         most = most_processed(max_rows, max_depth)
         steps = min(max_depth, max_rows - 1)

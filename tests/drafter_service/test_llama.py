@@ -1,4 +1,4 @@
-"""A Llama as a drafter: against the library over whole texts, and what it refuses."""
+"""Llama drafters: logits against transformers over whole texts, and configurations that are refused."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ def chained(memory, text: list[int], start: int, source: int, target: int) -> to
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("rope", ROPES)
 @torch.inference_mode()
-def test_logits_in_chunks_equal_the_librarys_over_the_whole_text(tmp_path, rope, kv_heads, tied):
+def test_logits_in_chunks_equal_those_of_transformers_over_the_whole_text(tmp_path, rope, kv_heads, tied):
     settings = {"rope_parameters": ROPES[rope], "num_key_value_heads": kv_heads, "tie_word_embeddings": tied}
     library = make_drafter(tmp_path, "llama", **settings, head_dim=12)
     model, _ = load_model(tmp_path, torch.float32, CPU)
     text = torch.randint(0, VOCABULARY, (200,), generator=torch.Generator().manual_seed(1)).tolist()
-    wanted = library(torch.tensor([text])).logits[0, :, :VOCABULARY]
+    expected = library(torch.tensor([text])).logits[0, :, :VOCABULARY]
     memory, found = model.memory(texts=2, nodes=1), []
     for start, stop in ((0, 1), (1, 70), (70, 134), (134, 135), (135, 200)):
         found.append(chained(memory, text[start:stop], start, 1 if start else EMPTY_TEXT, 1))
-    torch.testing.assert_close(model.logits(torch.cat(found)), wanted, atol=1e-4, rtol=0)
+    torch.testing.assert_close(model.logits(torch.cat(found)), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -62,13 +62,13 @@ def test_logits_in_chunks_equal_the_librarys_over_the_whole_text(tmp_path, rope,
         ({"attention_bias": True}, "attention_bias True is not supported"),
         ({"mlp_bias": True}, "mlp_bias True is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
-        ({"num_key_value_heads": 3}, "do not share 3"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
         ({"intermediate_size": 49}, "has shape"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "type dynamic depend on"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_llama_that_would_be_read_wrongly_is_refused_with_its_reason(tmp_path, changed, reason):
+def test_an_unsupported_llama_is_refused_with_the_reason(tmp_path, changed, reason):
     make_drafter(tmp_path, "llama")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | changed))
@@ -88,8 +88,8 @@ def update(opening: bytes, text: Tokens, held: int) -> TextUpdate:
 
 
 @pytest.mark.parametrize("room", [0, 1])
-async def test_a_text_is_drafted_for_up_to_the_models_positions_and_refused_past_them(tmp_path, room):
-    """Guesses may reach past the longest text. A text that has outgrown the drafter is forgotten when it is closed."""
+async def test_a_text_of_up_to_max_length_is_drafted_for_and_a_longer_one_refused(tmp_path, room):
+    """Guesses may lie past `max_length`. The memory of a text longer than that is discarded when the text is closed."""
     make_drafter(tmp_path, "llama", max_position_embeddings=40)
     states = MemoryStates()
     engine = DrafterEngine.load(tmp_path, name="tiny", states=states, prefill_chunk=16)
@@ -117,7 +117,7 @@ async def test_a_text_is_drafted_for_up_to_the_models_positions_and_refused_past
     assert engine.sessions == 0 and len(states.blobs) == room
 
 
-async def test_keys_of_another_number_of_tokens_are_not_taken(tmp_path):
+async def test_saved_keys_of_another_number_of_tokens_are_refused(tmp_path):
     make_drafter(tmp_path, "llama")
     engine = DrafterEngine.load(tmp_path, name="tiny", states=NoStates())
     memory = engine._runner.memory
@@ -131,7 +131,7 @@ async def test_keys_of_another_number_of_tokens_are_not_taken(tmp_path):
         memory.check({"keys": np.full_like(saved["keys"], np.nan)}, 3)
 
 
-def test_buffers_grow_by_doubling_and_hold_no_copy_of_nodes(tmp_path: Path):
+def test_buffers_grow_by_doubling_and_have_text_bytes(tmp_path: Path):
     make_drafter(tmp_path, "llama")
     model, _ = load_model(tmp_path, torch.float32, CPU)
     memory = model.memory(texts=2, nodes=1)
@@ -141,4 +141,4 @@ def test_buffers_grow_by_doubling_and_hold_no_copy_of_nodes(tmp_path: Path):
     assert memory._texts[1].shape[1] == 256
     assert memory.text_bytes(160) == memory._texts[1].nbytes == memory.text_bytes(256)
     assert memory.text_bytes(1 << 30) == POSITIONS * memory.node_bytes
-    assert memory.node_bytes == 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads with them, channels
+    assert memory.node_bytes == 2 * 2 * 2 * 8 * 4  # layers, keys and values, kv heads, channels, bytes

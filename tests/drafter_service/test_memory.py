@@ -1,7 +1,7 @@
-"""Memories of texts and trees against straight chains: whatever form nodes have, a model reads every path the same.
+"""The memories of texts and trees against one chain over each path, for every kind of memory.
 
-Several texts share every forward, at different depths. Trees are random; texts go through them in full, in part, by the
-root alone and not at all, leave them, and are read on in chains.
+Several texts share every forward, at different depths. Trees are random. A text goes through its tree in full, in part,
+by the root alone or not at all, and continues in chains.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ def ints(*values: int) -> np.ndarray:
 
 
 def read(model: DrafterModel, text: list[int]) -> tuple[torch.Tensor, DrafterMemory]:
-    """Logits after a text, by one chain over a memory of its own, and that memory, which has the text in slot 1."""
+    """Logits after a text run as one chain in a new memory, and that memory, with the text in slot 1."""
     memory = model.memory(texts=2, nodes=1)
     rows = Chains(np.array([text]), ints(len(text)), ints(0), ints(EMPTY_TEXT), ints(1), ints())
     return model.logits(memory.chain(rows)[0, -1:])[0], memory
 
 
 @dataclass
-class Story:
-    """A text, the tree that hangs off it, and what is known of both."""
+class TextCase:
+    """A text and its tree."""
 
     slot: int
     ids: list[int]
@@ -63,7 +63,7 @@ class Story:
         return self.ids[: self.covers] + [self.tokens[each] for each in self.path(node)]
 
     def grow(self, rng: np.random.Generator, free: list[int], widest: int) -> None:
-        """The root, or children of nodes of the newest level."""
+        """Add the root, or children of nodes of the newest level."""
         above = [int(node) for node in rng.choice(self.level, rng.integers(1, widest + 1))] if self.slots else [-1]
         self.level = list(range(len(self.slots), len(self.slots) + len(above)))
         self.parents += above
@@ -71,96 +71,96 @@ class Story:
         self.slots += [free.pop(int(rng.integers(0, len(free)))) for _ in above]
 
 
-def level_of(stories: list[Story]) -> Level:
-    most = max(len(story.slots) for story in stories)
-    nodes = np.full((len(stories), most), NO_NODE)
-    lines = np.zeros((len(stories), most, most), np.bool_)
-    for tree, story in enumerate(stories):
-        first = most - len(story.slots)
-        nodes[tree, first:] = story.slots
-        for node in range(len(story.slots)):
-            lines[tree, first + node, [first + each for each in story.path(node)]] = True
-    rows = [(story, node) for story in stories for node in story.level]
+def level_of(cases: list[TextCase]) -> Level:
+    most = max(len(case.slots) for case in cases)
+    nodes = np.full((len(cases), most), NO_NODE)
+    lines = np.zeros((len(cases), most, most), np.bool_)
+    for tree, case in enumerate(cases):
+        first = most - len(case.slots)
+        nodes[tree, first:] = case.slots
+        for node in range(len(case.slots)):
+            lines[tree, first + node, [first + each for each in case.path(node)]] = True
+    rows = [(case, node) for case in cases for node in case.level]
     return Level(
-        tokens=ints(*(story.tokens[node] for story, node in rows)),
-        parents=ints(*(story.slots[story.parents[node]] if node else NO_NODE for story, node in rows)),
-        positions=ints(*(len(story.text(node)) - 1 for story, node in rows)),
-        counts=ints(*(len(story.level) for story in stories)),
-        texts=ints(*(story.slot for story in stories)),
-        starts=ints(*(story.covers for story in stories)),
+        tokens=ints(*(case.tokens[node] for case, node in rows)),
+        parents=ints(*(case.slots[case.parents[node]] if node else NO_NODE for case, node in rows)),
+        positions=ints(*(len(case.text(node)) - 1 for case, node in rows)),
+        counts=ints(*(len(case.level) for case in cases)),
+        texts=ints(*(case.slot for case in cases)),
+        starts=ints(*(case.covers for case in cases)),
         nodes=nodes,
         lines=lines,
     )
 
 
-def chains_of(stories: list[Story], lengths: list[int], roots: list[int]) -> Chains:
-    tokens = np.zeros((len(stories), max(lengths)), np.int64)
-    for row, (story, length) in enumerate(zip(stories, lengths, strict=True)):
-        tokens[row, :length] = story.ids[story.covers : story.covers + length]
-    source = ints(*(story.slot if story.covers else EMPTY_TEXT for story in stories))
-    target = ints(*(story.slot for story in stories))
-    return Chains(tokens, ints(*lengths), ints(*(story.covers for story in stories)), source, target, ints(*roots))
+def chains_of(cases: list[TextCase], lengths: list[int], roots: list[int]) -> Chains:
+    tokens = np.zeros((len(cases), max(lengths)), np.int64)
+    for row, (case, length) in enumerate(zip(cases, lengths, strict=True)):
+        tokens[row, :length] = case.ids[case.covers : case.covers + length]
+    source = ints(*(case.slot if case.covers else EMPTY_TEXT for case in cases))
+    target = ints(*(case.slot for case in cases))
+    return Chains(tokens, ints(*lengths), ints(*(case.covers for case in cases)), source, target, ints(*roots))
 
 
-def compare_text(model: DrafterModel, memory: DrafterMemory, story: Story) -> None:
-    saved = memory.save(story.slot, story.covers)
-    straight = read(model, story.ids[: story.covers])[1].save(1, story.covers)
+def compare_text(model: DrafterModel, memory: DrafterMemory, case: TextCase) -> None:
+    saved = memory.save(case.slot, case.covers)
+    straight = read(model, case.ids[: case.covers])[1].save(1, case.covers)
     assert saved.keys() == straight.keys()
     for name in saved:
         error = np.linalg.norm(saved[name] - straight[name])
-        assert error <= 1e-5 * np.linalg.norm(straight[name]), (name, story.covers)
+        assert error <= 1e-5 * np.linalg.norm(straight[name]), (name, case.covers)
 
 
 @pytest.mark.parametrize("seed", range(4))
 @torch.inference_mode()
-def test_every_node_is_its_path_read_straight_and_every_fold_the_text_read_straight(model, seed):
-    """A text that is let lie may have its tree thrown away, or grown again. A chain may end in a root."""
+def test_every_node_and_every_fold_equals_one_chain_over_its_text(model, seed):
+    """A text may discard its tree instead of folding it. A chain may end in a root."""
     rng = np.random.default_rng(seed)
     memory = model.memory(TEXTS, NODES)
-    stories = [Story(slot, rng.integers(0, VOCABULARY, rng.integers(1, 20)).tolist()) for slot in range(1, TEXTS)]
+    cases = [TextCase(slot, rng.integers(0, VOCABULARY, rng.integers(1, 20)).tolist()) for slot in range(1, TEXTS)]
     for _ in range(12):
         free = list(range(1, NODES))
-        for story in stories:
-            story.ids += rng.integers(0, VOCABULARY, 3 if story.covers == len(story.ids) else 1).tolist()
-            story.tokens, story.slots, story.parents, story.level = [], [], [], []
-        late = [story for story in stories if len(story.ids) - story.covers > 1]
+        for case in cases:
+            case.ids += rng.integers(0, VOCABULARY, 3 if case.covers == len(case.ids) else 1).tolist()
+            case.tokens, case.slots, case.parents, case.level = [], [], [], []
+        late = [case for case in cases if len(case.ids) - case.covers > 1]
         if late:
             rooted = bool(rng.random() < 0.7)
-            lengths = [len(story.ids) - story.covers - (not rooted) for story in late]
+            lengths = [len(case.ids) - case.covers - (not rooted) for case in late]
             hidden = memory.chain(chains_of(late, lengths, [free.pop() for _ in late] if rooted else []))
-            for story, length, row in zip(late, lengths, hidden, strict=True):
+            for case, length, row in zip(late, lengths, hidden, strict=True):
                 torch.testing.assert_close(
-                    model.logits(row[length - 1 : length])[0], read(model, story.ids[: story.covers + length])[0],
+                    model.logits(row[length - 1 : length])[0], read(model, case.ids[: case.covers + length])[0],
                     atol=1e-4, rtol=0,
                 )  # fmt: skip
-                story.covers += length - rooted
-                compare_text(model, memory, story)
-        for _ in range(rng.integers(1, 6)):  # not all take part in every level: so their depths come apart
-            growing = [story for story in stories if rng.random() < 0.8] or stories
-            for story in growing:
-                story.grow(rng, free, 3)
+                case.covers += length - rooted
+                compare_text(model, memory, case)
+        for _ in range(rng.integers(1, 6)):  # not every text in every level, so that their depths differ
+            growing = [case for case in cases if rng.random() < 0.8] or cases
+            for case in growing:
+                case.grow(rng, free, 3)
             logits = model.logits(memory.level(level_of(growing)))
-            nodes = [(story, node) for story in growing for node in story.level]
-            for (story, node), found in zip(nodes, logits, strict=True):
-                torch.testing.assert_close(found, read(model, story.text(node))[0], atol=1e-4, rtol=0)
+            nodes = [(case, node) for case in growing for node in case.level]
+            for (case, node), found in zip(nodes, logits, strict=True):
+                torch.testing.assert_close(found, read(model, case.text(node))[0], atol=1e-4, rtol=0)
         folds = []
-        for story in stories:
-            if not story.slots or rng.random() < 0.2:
+        for case in cases:
+            if not case.slots or rng.random() < 0.2:
                 continue
-            path = story.path(int(rng.integers(0, len(story.slots))))
-            source = story.slot if story.covers else EMPTY_TEXT
-            folds.append(TextFold(story.covers, source, story.slot, tuple(story.slots[node] for node in path)))
-            story.ids[story.covers :] = [story.tokens[node] for node in path]
-            story.covers = len(story.ids)
+            path = case.path(int(rng.integers(0, len(case.slots))))
+            source = case.slot if case.covers else EMPTY_TEXT
+            folds.append(TextFold(case.covers, source, case.slot, tuple(case.slots[node] for node in path)))
+            case.ids[case.covers :] = [case.tokens[node] for node in path]
+            case.covers = len(case.ids)
         if folds:
             memory.fold(folds)
-        for story in stories:
-            if story.covers:
-                compare_text(model, memory, story)
+        for case in cases:
+            if case.covers:
+                compare_text(model, memory, case)
 
 
-def test_a_tree_of_mamba2_holds_inputs_and_no_state(tmp_path_factory):
-    """Of a layer: what the convolution takes in, x, B and dt, in float32. A state of this tiny model is twice that."""
+def test_a_mamba2_node_holds_inputs_and_no_state(tmp_path_factory):
+    """Per layer, a node holds the convolution's inputs, x, B and dt, in float32. Four nodes are smaller than a text."""
     model, _ = load_model(checkpoint_of("mamba2", tmp_path_factory), torch.float32, torch.device("cpu"))
     heads, width, size, groups, layers, taps = 4, 16, 8, 2, 2, 4
     x, B = heads * width, groups * size
@@ -173,7 +173,7 @@ def test_a_tree_of_mamba2_holds_inputs_and_no_state(tmp_path_factory):
 
 
 def held(memory: DrafterMemory) -> int:
-    """Bytes of all tensors that a memory has, however deep they are kept, each storage once."""
+    """Bytes of all tensors of a memory, at any depth of attributes, each storage counted once."""
     found: dict[int, int] = {}
     seen: set[int] = set()
 

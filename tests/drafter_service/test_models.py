@@ -1,4 +1,4 @@
-"""The lean step against the library, and what is refused of a checkpoint."""
+"""Mamba drafters: logits against transformers, and checkpoints that are refused."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def tokens(count: int) -> torch.Tensor:
 
 
 def chained(memory: DrafterMemory, text: torch.Tensor, start: int, source: int, target: int) -> torch.Tensor:
-    """A text, or a part of it, as one chain; hidden [T, d]"""
+    """Hidden [T, d] of a text, or of a part of it, as one chain."""
     one = np.array([[len(text)], [start], [source], [target]])
     return memory.chain(Chains(text[None].numpy(), *one, np.zeros(0, np.int64)))[0]
 
 
 def stepped(memory: DrafterMemory, token: torch.Tensor, start: int, text: int) -> torch.Tensor:
-    """One token as the root of a tree, which the text then goes through; hidden [1, d]. The text begins in slot 0."""
+    """Hidden [1, d] of a token as a tree's root, which is folded into the text. A text at start 0 begins in slot 0."""
     one, source, node = np.ones(1, np.int64), np.array([text if start else EMPTY_TEXT]), np.array([1])
     at, alone = np.array([start]), np.ones((1, 1, 1), np.bool_)
     level = Level(token.numpy(), np.array([NO_NODE]), at, one, source, at, node[None], alone)
@@ -56,16 +56,16 @@ def stepped(memory: DrafterMemory, token: torch.Tensor, start: int, text: int) -
 @pytest.mark.parametrize("layout", ["hugging-face", "state-spaces"])
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
-def test_logits_equal_the_librarys_within_2e_3_and_its_argmax_at_200_positions(made, family, layout):
+def test_logits_and_argmax_equal_those_of_transformers_within_2e_3_at_200_positions(made, family, layout):
     library, paths = made[family]
     model, _ = load_model(paths[layout], torch.float32, CPU)
     memory, text = model.memory(texts=3, nodes=2), tokens(200)
-    wanted = library(text[None]).logits[0, :, :VOCABULARY]
+    expected = library(text[None]).logits[0, :, :VOCABULARY]
     by_steps = torch.cat([stepped(memory, text[t : t + 1], t, 1) for t in range(len(text))])
     for hidden in (by_steps, chained(memory, text, 0, EMPTY_TEXT, 2)):
         logits = model.logits(hidden)
-        assert (logits - wanted).abs().max() < 2e-3
-        assert torch.equal(logits.argmax(1), wanted.argmax(1))
+        assert (logits - expected).abs().max() < 2e-3
+        assert torch.equal(logits.argmax(1), expected.argmax(1))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -129,7 +129,7 @@ def drop_tensor(folder: Path) -> None:
         (lambda folder: shutil.rmtree(folder), "is not a folder"),
     ],
 )
-def test_a_checkpoint_that_cannot_be_used_is_refused_with_its_reason(made, tmp_path, change, reason):
+def test_an_unusable_checkpoint_is_refused_with_the_reason(made, tmp_path, change, reason):
     folder = tmp_path / "checkpoint"
     shutil.copytree(made["mamba"][1]["hugging-face"], folder)
     change(folder)
@@ -156,7 +156,7 @@ def test_a_tokenizer_larger_than_the_model_is_cut_to_the_models_rows(made, tmp_p
     ],
     ids=["hybrid", "layer-norm", "layer", "option", "key"],
 )
-def test_a_state_spaces_configuration_that_means_another_function_is_refused(made, tmp_path, changed, reason):
+def test_an_unsupported_state_spaces_configuration_is_refused(made, tmp_path, changed, reason):
     folder = tmp_path / "checkpoint"
     shutil.copytree(made["mamba2"][1]["state-spaces"], folder)
     configure(**changed)(folder)

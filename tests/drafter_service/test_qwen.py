@@ -1,4 +1,4 @@
-"""Drafters with published configurations of Qwen2.5, Qwen3 and Llama: their logits are the library's."""
+"""Drafters with published configurations of Qwen2.5, Qwen3 and Llama: their logits equal those of transformers."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 def make(folder: Path, config: dict[str, Any]) -> PreTrainedModel:
-    """Write a checkpoint with exactly this `config.json`; the library's model of it, in float32."""
+    """Write a checkpoint with exactly this `config.json`, and load it with transformers in float32."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     dtype = getattr(torch, config["torch_dtype"])
@@ -120,16 +120,16 @@ def make(folder: Path, config: dict[str, Any]) -> PreTrainedModel:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 @torch.inference_mode()
-def test_texts_in_chunks_have_the_librarys_logits_under_published_configurations(tmp_path, name):
+def test_logits_in_chunks_equal_those_of_transformers_under_published_configurations(tmp_path, name):
     library = make(tmp_path / "made", PUBLISHED[name])
     model, _ = load_model(tmp_path / "made", torch.float32, CPU)
     text = torch.randint(0, VOCABULARY, (150,), generator=torch.Generator().manual_seed(1)).tolist()
-    wanted = library(torch.tensor([text])).logits[0, :, :VOCABULARY]
+    expected = library(torch.tensor([text])).logits[0, :, :VOCABULARY]
     memory, found = model.memory(texts=2, nodes=1), []
     for start, stop in ((0, 1), (1, 70), (70, 150)):
         one = np.array([[stop - start], [start], [1 if start else EMPTY_TEXT], [1]])
         found.append(memory.chain(Chains(np.array([text[start:stop]]), *one, np.zeros(0, np.int64)))[0])
-    torch.testing.assert_close(model.logits(torch.cat(found)), wanted, atol=1e-4, rtol=0)
+    torch.testing.assert_close(model.logits(torch.cat(found)), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_texts_in_chunks_have_the_librarys_logits_under_published_configurations
     ],
     ids=["window", "sliding-layers", "biases", "dynamic", "unknown-rope", "partial-rope"],
 )
-def test_a_configuration_that_is_not_supported_is_refused_with_its_reason(tmp_path, config, changed, reason):
+def test_an_unsupported_configuration_is_refused_with_the_reason(tmp_path, config, changed, reason):
     make(tmp_path / "made", config)
     (tmp_path / "made" / "config.json").write_text(json.dumps(config | changed))
     with pytest.raises(BadRequest, match=reason):

@@ -1,4 +1,4 @@
-"""What the drafter's scheduler plans, without a model: every row's candidates are the tokens 0, 1, 2, ..."""
+"""The plans of the drafter's scheduler, without a model: every row's candidates are the tokens 0, 1, 2, ..."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMALL, LARGE = LevelShape((2, 2)), DynamicShape(16, 5, 7)
 
 
 class Waiting:
-    """A caller that goes on waiting."""
+    """A caller that is never cancelled."""
 
     cancelled, waited_us = False, 1
 
@@ -45,7 +45,7 @@ def draft(scheduler: DraftScheduler, session: DrafterText, shape: TreeShape) -> 
     scheduler.draft(Waiting(), DraftCall(update, shape))
 
 
-def test_a_round_that_waits_for_many_slots_is_not_passed_by_those_that_need_few():
+def test_a_round_that_waits_for_many_slots_is_not_overtaken_by_rounds_that_need_few():
     scheduler = DraftScheduler("d", SlotPool(1 + 2 * SESSIONS), SlotPool(1 + LARGE.forwarded), SESSIONS, 8)
     first, large, last = [opened(scheduler, name) for name in range(SESSIONS)]
     while forward(scheduler) is not None:

@@ -1,4 +1,4 @@
-"""The training forwards equal the recurrences and Hugging Face's models; a killed run goes on as if it had not been."""
+"""The training forwards equal the recurrences and Hugging Face's models; a resumed run equals an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_projected_loss_and_its_gradients_equal_the_plain_formula() -> None:
 
 @pytest.fixture
 def tiny_teacher(monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
-    """A teacher for chunks of six rows of 140 tokens, run as it is: compiling it would take longer than the test."""
+    """A teacher with chunks of six rows of 140 tokens, not compiled, as that would take longer than the test."""
     monkeypatch.setattr(teacher, "CHUNK_ROWS", 6)
     monkeypatch.setattr(teacher, "ROW_TOKENS", 140)
     monkeypatch.setattr(teacher, "compiled", lambda module: module)
@@ -127,14 +127,16 @@ def test_teacher_outputs_are_the_models_largest_log_probs(tiny_teacher: PreTrain
         expected = tiny_teacher(inputs).logits.log_softmax(-1).gather(-1, rows.ids)
     torch.testing.assert_close(rows.log_probs.float(), expected, rtol=2e-3, atol=2e-3)
 
-    # A folder that was begun is gone on with, and ends with the same chunks.
+    # A resumed folder gets the same chunks.
     begun = teacher.TeacherFolder(tmp_path / "begun")
     for chunks in (1, 2):
         teacher.write_teacher_outputs(tiny_teacher, corpus, begun, Budget(steps=chunks), 0, lambda *_: None)
     assert np.array_equal(begun.read().tokens, text.tokens)
 
 
-def test_own_text_begins_with_real_tokens_and_is_greedy_at_temperature_zero(tiny_teacher: PreTrainedModel) -> None:
+def test_generated_text_begins_with_real_tokens_and_is_greedy_at_temperature_zero(
+    tiny_teacher: PreTrainedModel,
+) -> None:
     starts = torch.randint(61, (6, 128))
     text = teacher.write_own_text(tiny_teacher, starts, length=140, seed=1)
     shortest, longest = teacher.OWN_TEXT_STARTS
@@ -156,7 +158,7 @@ def tiny_trainer(state_path: Path) -> Trainer:
     return Trainer(model, batch_loss, 32, Recipe(Budget(steps=8)), state_path)
 
 
-def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
+def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path: Path) -> None:
     whole = tiny_trainer(tmp_path / "whole.state")
     whole.run(lambda progress: None)
     tiny_trainer(tmp_path / "killed.state").run(lambda progress: None, stop_at_step=3)

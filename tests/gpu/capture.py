@@ -1,4 +1,4 @@
-"""Are all of a verifier's steps recorded as graphs at load while another thread allocates, and are replays right?"""
+"""Records all of a verifier's steps as graphs while another thread allocates; then reports row independence."""
 
 from __future__ import annotations
 

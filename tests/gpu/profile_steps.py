@@ -1,4 +1,4 @@
-"""Where the time of a verifier's step and of a drafting level goes."""
+"""Times a verifier's steps and a drafter's levels, and profiles a step's operations."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OPERATIONS = 25
 
 
 def plan_of(runner: DeviceRunner, rows: int, warp: Warp) -> StepPlan:
-    """A round with a bushy tree of so many rows below a text of a few tokens."""
+    """A round with a tree of so many rows, four children to a row, after a text of 17 tokens."""
     ids = list(range(3, 20))
     tree = DraftTree.of([ids[-1], *range(20, 19 + rows)], [-1, *(row // 4 for row in range(rows - 1))])
     part = text_rows(ids, NO_ROWS, tree, runner.own_pages, runner.pages.scratch, runner.near)

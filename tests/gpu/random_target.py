@@ -1,4 +1,4 @@
-"""A target with random weights on the device, for steps that measure."""
+"""A target with random weights on the device, for the steps that measure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "nu
 
 
 def runner_of(width: int, layers: int) -> DeviceRunner:
-    """A Llama in bfloat16, with heads of 64 channels; in a dry run the smallest, in float32."""
+    """A Llama in bfloat16, with heads of 64 channels; in a dry run the one of SMALL, in float32."""
     large = {
         "hidden_size": width,
         "intermediate_size": 4 * width,

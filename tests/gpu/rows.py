@@ -1,4 +1,4 @@
-"""Do a row's bits depend on how many rows there are? For settings of the library, operations, shapes and row counts."""
+"""Tests whether a row's bits depend on the number of rows, by library setting, operation, dtype and shape."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TILE = 32
 
 @contextmanager
 def reduced(allowed: bool) -> Iterator[None]:
-    """Whether bfloat16 products may add up in bfloat16 where they split the inner dimension."""
+    """Allow or forbid bfloat16 sums in bfloat16 products that split the inner dimension."""
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_bf16_reduced_precision_reduction
     matmul.allow_bf16_reduced_precision_reduction = allowed
@@ -57,7 +57,7 @@ def cancelling(rows: int, outputs: int, inner: int) -> tuple[Tensor, Tensor]:
 
 
 def differing(run: Callable[[Tensor], Tensor], rows: Tensor) -> list[int]:
-    """The numbers of rows with which some row has other bits than among all rows."""
+    """The row counts with which some row has other bits than among all rows."""
     truth = run(rows)
     found = []
     for count in ROWS:

@@ -1,10 +1,10 @@
-"""`make gpu`: everything that needs an accelerator, in one command of less than ten minutes.
+"""`make gpu`: all checks that need an accelerator, in one command of less than ten minutes.
 
-Each step is a process of its own with a time limit and a log of its own. If one fails, the others run all the same. A
-folder of results is written: `results.json`, `summary.txt`, `logs/STEP.txt`, and beside it an archive of the folder.
-The exit status is 1 where a step failed. This file imports Python's standard library alone. The steps need torch,
-triton, transformers and pytest, which the machine must have. Other packages are installed from a folder of wheels into
-a temporary folder, without a network, where the machine has none or an older one.
+Each step is a process with its own time limit and log. If one fails, the others still run. A folder of results is
+written: `results.json`, `summary.txt`, `logs/STEP.txt`, and beside it an archive of the folder. The exit status is 1 if
+a step failed. This file imports Python's standard library alone. The steps need torch, triton, transformers and pytest,
+which the machine must have. Other packages that it lacks, or has in an older version, are installed without a network
+from a folder of wheels into a temporary folder.
 
 With `--dry` the steps run on the CPU, the kernels in Triton's interpreter, with tiny sizes.
 """
@@ -90,24 +90,24 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def lacking(wheel: Path) -> bool:
-    """Whether this wheel's package is missing on the machine, or older there."""
-    name, wanted = wheel.name.split("-")[:2]
+    """Whether the machine lacks this wheel's package or has an older one."""
+    name, offered = wheel.name.split("-")[:2]
     try:
-        return numbers(version(name)) < numbers(wanted)
+        return numbers(version(name)) < numbers(offered)
     except PackageNotFoundError:
         return True
 
 
 def install(wheels: Path, site: Path) -> str:
     """Install what the machine lacks from a folder of wheels; returns their names, or pip's error."""
-    wanted = [wheel for wheel in sorted(wheels.glob("*.whl")) if lacking(wheel)]
-    if not wanted:
+    missing = [wheel for wheel in sorted(wheels.glob("*.whl")) if lacking(wheel)]
+    if not missing:
         return "nothing"
     pip = ["-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile", "--target", str(site)]
-    ran = subprocess.run([sys.executable, *pip, *map(str, wanted)], capture_output=True, text=True)
+    ran = subprocess.run([sys.executable, *pip, *map(str, missing)], capture_output=True, text=True)
     if ran.returncode:
         return f"nothing, as pip failed: {ran.stderr.strip()}"
-    return ", ".join(wheel.name for wheel in wanted)
+    return ", ".join(wheel.name for wheel in missing)
 
 
 def environment(dry: bool, site: Path) -> dict[str, str]:
@@ -127,7 +127,7 @@ def environment(dry: bool, site: Path) -> dict[str, str]:
 
 
 def run(step: GpuStep, dry: bool, left_s: float, env: dict[str, str], log: Path) -> Done:
-    """Run a step in a process group of its own; kill the group when its time is over."""
+    """Run a step in its own process group; kill the group at its time limit."""
     limit = min(DRY_LIMIT_S if dry else step.limit_s, left_s)
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, log.open("w") as out:
@@ -156,7 +156,7 @@ def run(step: GpuStep, dry: bool, left_s: float, env: dict[str, str], log: Path)
 
 
 def left_by_step(found: Path, report: Path) -> dict[str, Any]:
-    """What a step wrote before it ended; a process that is killed may leave half a file."""
+    """The result that a step wrote. A killed step may leave a truncated file, which is reported as `unreadable`."""
     result: dict[str, Any] = {}
     for file, read in ((found, lambda file: json.loads(file.read_text())), (report, counts)):
         try:

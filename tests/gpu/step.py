@@ -1,4 +1,4 @@
-"""What the steps of `make gpu` have in common."""
+"""The device, result file and timing that the steps of `make gpu` share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def require_device() -> None:
-    """Exit where there is no accelerator and the run is not dry: a result of the CPU is not one of an accelerator."""
+    """Exit if there is no accelerator and the run is not dry, so that no CPU result is taken for an accelerator's."""
     if DEVICE.type == "cpu" and not DRY:
         sys.exit("there is no accelerator here; --dry runs on the CPU")
 

@@ -1,4 +1,4 @@
-"""The Triton kernels against the references: here in Triton's interpreter, on an accelerator as they are."""
+"""The Triton kernels against the references; without an accelerator, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def random_tree(rng, rows):
     return tokens, parents
 
 
-def test_walks_are_the_references():
+def test_walks_equal_the_references():
     rng = np.random.default_rng(0)
     trees = [random_tree(rng, int(rng.integers(1, 64))) for _ in range(20)]
     tokens = [token for tree in trees for token in tree[0]]
@@ -62,7 +62,7 @@ def test_walks_are_the_references():
         for row in range(len(own)):
             children = [own[child] for child in range(len(own)) if above[child] == row]
             picked.append(int(rng.choice(children)) if children and rng.random() < 0.8 else 999)
-    counts = [len(tree[0]) for tree in trees] + [0]  # one that only pads
+    counts = [len(tree[0]) for tree in trees] + [0]  # the last is padding
 
     def tensor(values):
         return torch.as_tensor(np.array(values, np.int64), device=DEVICE)
@@ -80,7 +80,7 @@ def test_walks_are_the_references():
 # Tokens of rows
 
 
-def test_rows_with_parameters_of_their_own_give_the_references_tokens():
+def test_rows_with_parameters_per_row_give_the_references_tokens():
     rng = np.random.default_rng(1)
     plain = [Warp(), Warp(1.0)]
     filtered = [Warp(0.7, 5), Warp(1.3, 0, 0.9), Warp(0.9, 50, 0.8, 0.05), Warp(1.0, 0, 1.0, 0.2), Warp(0.5, 1)]
@@ -88,7 +88,7 @@ def test_rows_with_parameters_of_their_own_give_the_references_tokens():
     logits = torch.as_tensor(rng.normal(size=(len(warps), 200)).astype(np.float32)) * 3
     logits[::3] = logits[::3].round()  # ties
     logits[-1] = -1e9
-    logits[-1, 20:24] = 0.0  # four equals, of which a half is exactly two
+    logits[-1, 20:24] = 0.0  # four equal probabilities of 1/4: top-p 0.5 keeps exactly two
     warps[-1] = Warp(1.0, 0, 0.5)
     noise = torch.cat([gumbel_noise(9, [row], 200) for row in range(len(warps))])
 
@@ -114,7 +114,7 @@ def test_rows_with_parameters_of_their_own_give_the_references_tokens():
 
 
 class Step:
-    """Texts with random keys in one pool, each with a tree, as both kernels take them."""
+    """Texts with random keys in one pool, each with a tree, as inputs of both kernels."""
 
     def __init__(self, lengths, kv_heads=2, group=3, dim=24, seed=0):
         generator = torch.Generator().manual_seed(seed)
@@ -123,7 +123,7 @@ class Step:
         pages = 1 + sum(-(-length // PAGE) + 1 for length in lengths)
         self.pool = self.layout.pool((pages + 4) * PAGE, torch.device("cpu"))
         self.pool[PAGE:] = torch.randn(self.pool[PAGE:].shape, generator=generator)
-        self.pool[..., 2 * dim] = 1.0  # the ones by which the reference adds weights up
+        self.pool[..., 2 * dim] = 1.0  # the ones with which the reference sums weights
         free = (1 + rng.permutation(pages - 1)).tolist()
         self.parts, scratch = [], pages * PAGE
         for length in lengths:
@@ -136,7 +136,7 @@ class Step:
         self.queries = torch.randn(rows, kv_heads * group, dim, generator=generator)
 
     def take(self, texts):
-        """Of these texts: the plan, and which of the queries are theirs."""
+        """The plan of these texts, and their queries."""
         starts = np.cumsum([0] + [len(part.tokens) for part in self.parts])
         rows = np.concatenate([np.arange(starts[text], starts[text + 1]) for text in texts])
         return pack([self.parts[text] for text in texts], NO_ROWS), self.queries[rows]
@@ -171,7 +171,7 @@ class Step:
             query, self.pool.to(DEVICE), step, self.layout, 0.2, window,
             sinks=None if sinks is None else sinks.to(DEVICE), **more
         ).cpu()  # fmt: skip
-        assert not out[len(queries) :].any(), "rows that only pad are zeros"
+        assert not out[len(queries) :].any(), "padding rows are zero"
         return out[: len(queries)]
 
 
@@ -186,13 +186,13 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_attention_is_the_references_within_1e_5(variant):
+def test_attention_equals_the_references_within_1e_5(variant):
     step, texts = Step(LENGTHS), range(len(LENGTHS))
     ours, theirs = (run(texts, **VARIANTS[variant]) for run in (step.accelerated, step.reference))
     assert torch.allclose(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
-def test_attention_of_a_row_has_the_same_bits_whatever_else_is_in_the_step():
+def test_attention_of_a_row_has_the_same_bits_beside_any_other_rows():
     step = Step(LENGTHS)
     together = step.accelerated(range(len(LENGTHS)), pad=5)
     start = 0
@@ -202,11 +202,11 @@ def test_attention_of_a_row_has_the_same_bits_whatever_else_is_in_the_step():
         start += len(alone)
 
 
-# Keeping
+# Commit
 
 
 @pytest.mark.parametrize("layers, width", [(1, 40), (3, 1500)])
-def test_accepted_rows_are_kept_as_the_reference_keeps_them_and_no_other_slot_is_written(layers, width):
+def test_accepted_rows_are_committed_as_by_the_reference_and_no_other_slot_is_written(layers, width):
     generator = torch.Generator().manual_seed(0)
     pool = torch.randn(layers, 30, 2, width // 2, generator=generator)
     source, target = torch.tensor([20, 0, 25, 21, 0]), torch.tensor([3, 7, 1, 9, 0])
@@ -216,7 +216,7 @@ def test_accepted_rows_are_kept_as_the_reference_keeps_them_and_no_other_slot_is
     assert torch.equal(ours.cpu(), truth)
 
 
-# For an accelerator that is not here
+# Compilation for an accelerator, without one
 
 COMPILED = """
 import sys, torch, triton
@@ -246,10 +246,10 @@ print("compiled")
 
 
 def test_every_kernel_compiles_for_sm_90():
-    said = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", COMPILED],
         env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
     )
-    assert said.stdout.strip() == "compiled", said.stderr[-2000:]
+    assert result.stdout.strip() == "compiled", result.stderr[-2000:]

@@ -1,4 +1,4 @@
-"""Facts of checkpoints, of each layout and form of tokenizer, with stale keys beside true ones."""
+"""Facts of checkpoints of each layout and tokenizer format, including ones with stale keys."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def tokenizer_json(texts: list[str], added: dict[int, str] | None = None, kind: 
 
 
 def mixer(kind: str, width: int = 4, channels: int = 8) -> dict[str, torch.Tensor]:
-    """The tensors of a layer by which kinds of Mamba and their sizes are recognised."""
+    """The tensors of a layer from which the kind of Mamba and its sizes are derived."""
     own = {"x_proj.weight": (5, channels)} if kind == "mamba" else {"dt_bias": (2,)}
     shapes = {**own, "out_proj.weight": (width, channels)}
     named = {f"backbone.layers.0.mixer.{name}": torch.zeros(shape) for name, shape in shapes.items()}
@@ -49,18 +49,18 @@ def ends(rows: int, name: str = "model.embed_tokens.weight", width: int = 4) -> 
 
 
 def header(json_text: bytes) -> bytes:
-    """The beginning of a safetensors file."""
+    """The header of a safetensors file."""
     return struct.pack("<Q", len(json_text)) + json_text
 
 
 def test_reading_facts_imports_neither_torch_nor_transformers_nor_numpy():
     heavy = "{'torch', 'transformers', 'numpy', 'dendro'}"
     script = f"import sys, tree_layers.checkpoint; print(sorted({heavy} & {{*sys.modules}}))"
-    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert said.stdout.strip() == "[]"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
 
 
-def test_the_embeddings_rows_are_read_from_the_tensors_where_there_are_any(tmp_path: Path):
+def test_the_embeddings_rows_are_read_from_the_tensors_if_there_are_any(tmp_path: Path):
     write(tmp_path, "config.json", LLAMA | {"vocab_size": None})
     save_file(ends(16) | {"model.norm.weight": torch.zeros(4)}, tmp_path / "model.safetensors")
     assert read_facts(tmp_path).rows == 16
@@ -73,7 +73,7 @@ def test_a_matrix_that_embeds_images_is_not_taken_for_the_vocabulary(tmp_path: P
     assert read_facts(tmp_path).rows == 16
 
 
-def test_tensors_of_unusual_names_and_shapes_are_passed_over(tmp_path: Path):
+def test_tensors_with_unusual_names_and_shapes_are_ignored(tmp_path: Path):
     write(tmp_path, "config.json", MAMBA | {"d_model": 4, "n_layer": 1})
     odd = ("weight", "backbone.norm_f.weight", "backbone.layers.0.mixer.out_proj.weight", "lm_head.weight")
     save_file(
@@ -125,7 +125,7 @@ def test_a_safetensors_file_with_a_broken_header_is_refused_by_name(tmp_path: Pa
 
 
 def test_a_single_file_is_preferred_to_an_index_beside_it(tmp_path: Path):
-    """granite-4.0-h-1b-base ships both; transformers takes the single file."""
+    """granite-4.0-h-1b-base has both; transformers reads the single file."""
     write(tmp_path, "config.json", LLAMA)
     save_file(ends(12), tmp_path / "model.safetensors")
     write(tmp_path, "model.safetensors.index.json", {"weight_map": {"x": "model-00001-of-00002.safetensors"}})
@@ -140,7 +140,7 @@ def test_safetensors_are_preferred_to_pickles_and_shards_are_all_read(tmp_path: 
     write(tmp_path, "model.safetensors.index.json", {"weight_map": shards})
     with pytest.raises(CheckpointError, match=r"names files that are missing: \['model-00001"):
         weight_files(tmp_path)
-    assert read_facts(tmp_path).rows == LLAMA["vocab_size"], "as where there are no weights at all"
+    assert read_facts(tmp_path).rows == LLAMA["vocab_size"], "as without any weights"
     save_file(ends(16), tmp_path / "model-00001-of-00002.safetensors")
     save_file(ends(14, "lm_head.weight"), tmp_path / "model-00002-of-00002.safetensors")
     assert read_facts(tmp_path).rows == 14  # ids past the head's rows have no logits
@@ -159,15 +159,15 @@ def test_safetensors_are_preferred_to_pickles_and_shards_are_all_read(tmp_path: 
             "mamba2",
             4,
         ),
-        # mamba-790m-hf: d_model of another model beside the true hidden_size
+        # mamba-790m-hf: d_model of another model, and the true hidden_size
         (MAMBA | {"d_model": 2048, "hidden_size": 4}, mixer("mamba"), "transformers", "mamba", 4),
-        # the library's defaults beside the true d_model
+        # transformers' defaults, and the true d_model
         (MAMBA | {"d_model": 4, "hidden_size": 768}, mixer("mamba"), "state-spaces", "mamba", 4),
         (MAMBA | {"d_model": 2048}, {}, "transformers", "mamba", 4),
     ],
     ids=["own", "own-2", "fine-tune", "fine-tune-without-layer", "stale-d_model", "stale-hidden_size", "no-weights"],
 )
-def test_where_keys_of_two_layouts_contradict_each_other_the_tensors_decide(
+def test_the_tensors_decide_if_keys_of_two_layouts_contradict_each_other(
     tmp_path: Path, changed, tensors, layout, kind, width
 ):
     write(tmp_path, "config.json", STATE_SPACES | changed)
@@ -183,7 +183,7 @@ def test_where_keys_of_two_layouts_contradict_each_other_the_tensors_decide(
     ids=["d_inner", "expand", "intermediate_size"],
 )
 def test_the_tensors_decide_how_many_channels_a_mixer_has(tmp_path: Path, changed: dict[str, int], channels: int):
-    """mamba-370m-hf says d_inner: 160; falcon-mamba says expand: 16 beside its true intermediate_size."""
+    """mamba-370m-hf has d_inner: 160; falcon-mamba has expand: 16 and its true intermediate_size."""
     write(tmp_path, "config.json", MAMBA | changed)
     save_file(mixer("mamba"), tmp_path / "model.safetensors")
     config = read_facts(tmp_path).config
@@ -215,7 +215,7 @@ def test_a_state_spaces_checkpoint_has_padded_rows_and_an_unpadded_vocabulary(tm
     assert (facts.rows, facts.known, facts.vocabulary, facts.tokens, facts.tokenizer) == (16, 10, 10, None, "")
 
 
-def test_a_checkpoint_without_a_tokenizer_takes_that_of_another_folder(tmp_path: Path):
+def test_a_checkpoint_without_a_tokenizer_uses_that_of_another_folder(tmp_path: Path):
     write(tmp_path / "own", "config.json", LLAMA)
     write(tmp_path / "other", "tokenizer.json", tokenizer_json(TEXTS))
     with pytest.raises(CheckpointError, match="there is no tokenizer that can be read"):
@@ -284,7 +284,7 @@ def test_a_token_table_is_the_vocabulary_overlaid_with_added_tokens(tmp_path: Pa
     assert (table.added, table.size) == ({0, 5}, 6)
 
 
-def test_a_tokenizer_that_differs_in_bytes_alone_has_the_same_fingerprint(tmp_path: Path):
+def test_a_tokenizer_that_differs_only_in_formatting_has_the_same_fingerprint(tmp_path: Path):
     same, other = tokenizer_json(TEXTS, {9: "</s>"}), tokenizer_json([*TEXTS[:8], "I", "</s>"], {9: "</s>"})
     (tmp_path / "b").mkdir()
     write(tmp_path / "a", "tokenizer.json", same)
@@ -297,7 +297,7 @@ def test_a_tokenizer_that_differs_in_bytes_alone_has_the_same_fingerprint(tmp_pa
 
 
 def test_a_sentencepiece_model_gives_the_table_of_its_tokenizer_json(tmp_path: Path):
-    """Vicuna ships tokenizer.model alone. Control pieces are what tokenizer.json has as added tokens."""
+    """Vicuna has only tokenizer.model. Control pieces correspond to the added tokens of tokenizer.json."""
     pieces = [("<unk>", 2), ("<s>", 3), ("</s>", 3), ("<0x0A>", 6), ("▁the", 1), ("é", 1)]
     (tmp_path / "spm").mkdir()
     (tmp_path / "spm" / "tokenizer.model").write_bytes(sentencepiece(pieces))
@@ -335,13 +335,13 @@ def test_vocab_json_is_a_tokenizer_only_with_merges_txt(tmp_path: Path):
         ("tokenizer.model", b""),
     ],
 )
-def test_a_file_that_holds_no_tokenizer_is_refused_by_name(tmp_path: Path, name: str, content: bytes):
+def test_a_file_without_a_tokenizer_is_refused_by_name(tmp_path: Path, name: str, content: bytes):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(CheckpointError, match="unreadable"):
         read_tokens(tmp_path)
 
 
-def test_the_digest_ignores_bytes_and_weights_and_sees_end_ids(tmp_path: Path):
+def test_the_digest_depends_on_end_ids_and_not_on_formatting_or_weights(tmp_path: Path):
     for name in "abc":
         write(tmp_path / name, "config.json", LLAMA)
         write(tmp_path / name, "tokenizer.json", tokenizer_json(TEXTS))
@@ -357,7 +357,7 @@ def test_the_digest_ignores_bytes_and_weights_and_sees_end_ids(tmp_path: Path):
     ("key", "value"),
     [("model_type", 7), ("model_type", ["llama"]), ("layer_types", "full"), ("layer_types", [["full_attention"]])],
 )
-def test_a_configuration_whose_names_are_no_strings_is_refused_by_the_key(tmp_path: Path, prefix, key, value):
+def test_a_configuration_whose_names_are_not_strings_is_refused_by_the_key(tmp_path: Path, prefix, key, value):
     write(tmp_path, "config.json", {**LLAMA, "text_config": {key: value}} if prefix else {**LLAMA, key: value})
     with pytest.raises(CheckpointError, match=f"config.json: {prefix}{key} must be a"):
         read_facts(tmp_path)

@@ -1,4 +1,4 @@
-"""Elementwise functions: a number's result is the same wherever it lies in a buffer of any length."""
+"""Elementwise functions: a number's result does not depend on its place in a buffer or on the buffer's length."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def numbers(count, dtype, seed=0):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_number_has_the_same_bits_in_every_buffer(name, dtype):
+def test_a_number_has_the_same_bits_in_any_buffer(name, dtype):
     run = elementwise(FUNCTIONS[name])
     x = numbers(1024, dtype)
     truth = run(x)
@@ -45,7 +45,7 @@ def test_half_of_a_gated_layers_output_has_the_bits_of_its_copy(name):
 
 
 @pytest.mark.parametrize("threads", [2, 3, 5])
-def test_threads_that_share_a_buffer_change_no_bit(threads):
+def test_the_number_of_threads_changes_no_bit(threads):
     x = numbers(THIRD_OF_A_BUFFER, torch.float32).view(-1, 32)
     truth = elementwise(F.silu)(x)
     with threads_of(threads):
@@ -54,7 +54,7 @@ def test_threads_that_share_a_buffer_change_no_bit(threads):
         assert torch.get_num_threads() == threads
 
 
-def test_a_buffer_is_safe_if_each_threads_part_is_whole_vectors():
+def test_a_buffer_is_safe_if_each_threads_part_consists_of_whole_vectors():
     assert is_safe(VECTOR_BYTES // 4, 4, threads=8)
     assert not is_safe(VECTOR_BYTES // 4 + 1, 4, threads=1)
     assert is_safe(GRAIN * 2, 4, threads=2)
@@ -75,7 +75,7 @@ def test_an_in_place_function_on_a_buffer_with_a_tail_is_an_error():
 @pytest.mark.parametrize("width", [1, 3, 6])
 @pytest.mark.parametrize("name", ["sigmoid", "silu", "softplus", "pow"])
 def test_narrow_rows_have_the_same_bits_among_any_number_of_rows(width, name):
-    """Such as shared experts' gates and routers' logits, on which model code calls functions that no module wraps."""
+    """Model code applies functions to such rows outside any module: shared experts' gates and routers' logits."""
     x = numbers(64 * width, torch.float32).view(64, width)
     truth = FUNCTIONS[name](narrow(x))
     for count in (8, 16, 24, 40):
@@ -85,7 +85,7 @@ def test_narrow_rows_have_the_same_bits_among_any_number_of_rows(width, name):
 
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("power", [lambda x: x**1.5, lambda x: 2**x], ids=["x ** 1.5", "2 ** x"])
-def test_powers_of_narrow_rows_have_the_same_bits_as_operators_too(width, power):
+def test_power_operators_on_narrow_rows_have_the_same_bits_too(width, power):
     x = numbers(64 * width, torch.float32).view(64, width).abs()
     truth = power(narrow(x))
     for count in (8, 16, 24, 40):

@@ -1,6 +1,6 @@
-"""The law of what is emitted is the target's: by exact enumeration, in fractions, wherever chance can be enumerated.
+"""Emitted tokens have the target's law, by exact enumeration in fractions where possible.
 
-Known-lossy rules stand beside the lossless ones, to show that the measure would see a loss.
+Lossy rules are tested too, to show that the measure detects a loss.
 """
 
 from collections import defaultdict
@@ -26,14 +26,14 @@ LOSSY = 1e-2
 
 
 def random_probs(rng: np.random.Generator, vocabulary: int = VOCABULARY) -> Probs:
-    """Fractions, so that sums are exact; now and then a token is impossible."""
+    """Random probabilities as fractions, so that sums are exact; some are zero."""
     weights = [int(weight) for weight in rng.integers(0, 12, vocabulary)]
     weights[int(rng.integers(vocabulary))] += 1
     return tuple(Fraction(weight, sum(weights)) for weight in weights)
 
 
 class LawModel:
-    """A law of the next token after each text, made up once."""
+    """A random law of the next token after each text, fixed by the seed."""
 
     def __init__(self, seed: int) -> None:
         rng = np.random.default_rng(seed)
@@ -74,7 +74,7 @@ class NextDraw(Exception):
 
 
 def emitted_law(tree: Tree, model: LawModel) -> Law:
-    """What one walk emits, over every draw of the target at every visited row."""
+    """The law of a walk's emitted tokens, over every draw of the target at every visited row."""
     law: Law = defaultdict(Fraction)
     waiting: list[tuple[Text, Fraction]] = [((), Fraction(1))]
     while waiting:
@@ -95,7 +95,7 @@ def emitted_law(tree: Tree, model: LawModel) -> Law:
 
 
 def completed(law: Law, model: LawModel, length: int) -> Law:
-    """The law of the first `length` tokens, short answers going on by plain decoding."""
+    """The law of the first `length` tokens; shorter answers are continued by plain decoding."""
     done: Law = defaultdict(Fraction)
     waiting = list(law.items())
     while waiting:
@@ -117,11 +117,11 @@ def test_the_walk_keeps_the_joint_law_for_every_tree(guesses):
             assert total_variation(completed(emitted_law(tree, model), model, length), model.joint(length)) < LOSSLESS
 
 
-# --- trees made from the very noise that the target draws with -------------------------------------------------------
+# --- trees made from the noise that the target draws with ------------------------------------------------------------
 
 
 def cells(laws: list[Probs]) -> list[tuple[Fraction, Fraction]]:
-    """The unit interval cut wherever any of these laws changes its token: (a point of the cell, the cell's mass)."""
+    """The unit interval, cut at every boundary between two tokens of a law: (a point of the cell, the cell's mass)."""
     cuts = sorted({Fraction(0), Fraction(1), *(sum(law[:i], Fraction(0)) for law in laws for i in range(1, len(law)))})
     return [((low + high) / 2, high - low) for low, high in zip(cuts, cuts[1:], strict=False)]
 
@@ -178,13 +178,13 @@ def adaptive(text, points, drafter, target):
 
 
 def spiteful(text, points, drafter, target):
-    """Knows what the target will say, and guesses it only where it is token 0 or 2: the worst of selections."""
-    coming = token_at(target.probs[text], points[len(text)])
-    return ([0, coming], [-1, 0]) if coming != 1 else ([0, 0, 2], [-1, 0, 0])
+    """Guesses the target's next token only if it is 0 or 2: the strongest selection bias."""
+    following = token_at(target.probs[text], points[len(text)])
+    return ([0, following], [-1, 0]) if following != 1 else ([0, 0, 2], [-1, 0, 0])
 
 
 def decoded(build: Build, target: LawModel, drafter: LawModel, by_row: bool = False) -> Law:
-    """The law of two tokens, over all noise, in as many rounds as it takes. `by_row` plants the bug."""
+    """The law of two tokens, over all noise, in as many rounds as needed. by_row: key the noise by row: a bug"""
     drawing = [target.probs[text] for length in range(2) for text in product(TOKENS, repeat=length)]
     guessing = [drafter.probs[text] for length in range(2) for text in product(TOKENS, repeat=length)]
     law: Law = defaultdict(Fraction)
@@ -197,7 +197,7 @@ def decoded(build: Build, target: LawModel, drafter: LawModel, by_row: bool = Fa
             def pick(row: int, text: Text = text, tree: Tree = tree, points: Points = points) -> int:
                 after = text + context(tree, row)
                 if len(after) >= 2:
-                    return 0  # a third token: nobody looks at it
+                    return 0  # a third token; unused
                 return token_at(target.probs[after], points[min(row, 1) if by_row else len(after)])
 
             text += walk(*tree, pick).tokens
@@ -213,8 +213,8 @@ def test_trees_made_from_the_shared_noise_keep_the_joint_law(build, seed):
 
 
 @pytest.mark.parametrize("build", [off, chain, fork])
-def test_noise_keyed_by_row_instead_of_position_would_lose_the_joint_law(build):
-    """Each round begins at row 0, so the token after a rejected round repeats the noise of the one before it."""
+def test_noise_keyed_by_row_instead_of_position_is_lossy(build):
+    """Each round starts at row 0, so the token after a rejection repeats the noise of the one before it."""
     worst = max(
         total_variation(decoded(build, LawModel(s), LawModel(s + 100), by_row=True), LawModel(s).joint(2))
         for s in (0, 1)
@@ -222,7 +222,7 @@ def test_noise_keyed_by_row_instead_of_position_would_lose_the_joint_law(build):
     assert worst > LOSSY
 
 
-# --- rules for siblings that were drawn: which are lossless, and which are known not to be ---------------------------
+# --- acceptance rules for sampled siblings: lossless ones and lossy ones ---------------------------------------------
 
 
 def normalised(weights: Sequence[Fraction]) -> list[Fraction]:
@@ -301,11 +301,11 @@ def test_the_lossless_sibling_rules_keep_the_law(siblings, rule):
     [(top_two, "removed"), (two_draws_merged, "replaced"), (two_draws_without_replacement, "replaced")],
     ids=["top-k as if sampled", "merged draws with the with-replacement rule", "SWOR with the with-replacement rule"],
 )
-def test_the_lossy_sibling_rules_are_seen_to_lose_it(siblings, rule):
+def test_the_lossy_sibling_rules_are_detected(siblings, rule):
     assert worst_loss(siblings, rule) > LOSSY
 
 
-# --- the noise itself ------------------------------------------------------------------------------------------------
+# --- the noise -------------------------------------------------------------------------------------------------------
 
 EIGHT = torch.tensor([0.3, 0.2, 0.15, 0.12, 0.1, 0.08, 0.04, 0.01])
 DRAWS = 20_000
@@ -322,7 +322,7 @@ def chance_of(drawn: np.ndarray) -> float:
 
 @pytest.mark.parametrize("over", ["seeds", "positions", "samples"])
 def test_the_largest_of_log_probability_and_noise_follows_the_law(over):
-    """Chi-square over 20,000 draws with fixed seeds; sound noise fails this once in 1,000 choices of seeds."""
+    """Chi-square over 20,000 draws with fixed seeds; correct noise fails this once in 1,000 choices of seeds."""
     match over:
         case "seeds":
             noise = torch.cat([gumbel_noise(seed, [17], 8) for seed in range(DRAWS)])
@@ -333,7 +333,7 @@ def test_the_largest_of_log_probability_and_noise_follows_the_law(over):
     assert chance_of(drawn_with(noise)) > 1e-3
 
 
-def test_the_chi_square_would_see_a_law_that_is_a_little_off():
+def test_the_chi_square_detects_a_small_error_of_the_law():
     noise = gumbel_noise(17, range(DRAWS), 8)
     noise[:, 0] += 0.15
     assert chance_of(drawn_with(noise)) < 1e-12
@@ -341,7 +341,7 @@ def test_the_chi_square_would_see_a_law_that_is_a_little_off():
 
 @pytest.mark.parametrize("other", ["the next position", "the next sample", "the next seed", "another stream"])
 def test_draws_that_share_all_but_one_key_are_independent(other):
-    """Chi-square of the 8 by 8 table of pairs; sound noise fails this once in 1,000 choices of seeds."""
+    """Chi-square of the 8 by 8 table of pairs; correct noise fails this once in 1,000 choices of seeds."""
     one = gumbel_noise(23, range(DRAWS), 8)
     two = {
         "the next position": lambda: gumbel_noise(23, range(1, DRAWS + 1), 8),

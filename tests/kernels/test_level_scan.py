@@ -1,4 +1,4 @@
-"""Levels of trees from inputs against every path by itself, in float64 and one token after another (ALGORITHMS 11)."""
+"""Levels of trees from inputs against each path computed separately, token by token in float64 (ALGORITHMS 11)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WIDTH, SIZE = 8, 16
 
 
 def random_tree(rng, nodes, new):
-    """Who is on whose path, [nodes, nodes], where the last `new` nodes have no children."""
+    """Which nodes are on each node's path, [nodes, nodes]; the last `new` nodes have no children."""
     lines = np.eye(nodes, dtype=bool)
     for node in range(1, nodes):
         lines[node] |= lines[rng.integers(0, max(min(node, nodes - new), 1))]
@@ -42,8 +42,8 @@ def stepped(inputs, tree, path, state, C, A):
 @pytest.mark.parametrize("strength", [1.0, 10.0], ids=["mild", "strong-decay"])
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("sizes", [[(1, 1)], [(9, 4)], [(1, 1), (16, 9), (7, 3)], [(63, 30), (40, 1)]], ids=str)
-def test_every_new_node_equals_its_path_alone_whatever_trees_lie_beside_it(sizes, groups, strength):
-    """sizes: nodes of each tree, and how many of them are new. Padding is poisoned but for its dt."""
+def test_every_new_node_equals_its_path_computed_separately_beside_any_other_trees(sizes, groups, strength):
+    """sizes: nodes of each tree, and how many of them are new. Padding has random inputs and dt = 0."""
     rng, generator = np.random.default_rng(len(sizes)), torch.Generator().manual_seed(groups)
     heads, trees = 4, len(sizes)
     most, widest = max(size for size, _ in sizes), max(new for _, new in sizes)
@@ -64,8 +64,8 @@ def test_every_new_node_equals_its_path_alone_whatever_trees_lie_beside_it(sizes
             assert error < (2e-6 if strength == 1 else 2e-5)
 
 
-def test_siblings_beyond_the_range_of_the_exponential_do_not_meet():
-    """A sibling that decays by exp(-200) has a difference of +200 to the other one."""
+def test_siblings_are_hidden_even_where_the_exponential_would_overflow():
+    """One sibling decays by exp(-200), so its difference to the other one is +200."""
     generator = torch.Generator().manual_seed(0)
     inputs = random_inputs(generator, 1, 3, 2, 1, 1.0)
     inputs.dt[0, 1:] = torch.tensor([[1e-3, 1e-3], [200.0, 200.0]])
@@ -79,7 +79,7 @@ def test_siblings_beyond_the_range_of_the_exponential_do_not_meet():
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_folded_paths_of_several_lengths_leave_the_states_of_their_steps(groups):
+def test_folding_paths_of_several_lengths_gives_the_states_of_single_steps(groups):
     generator, heads, lengths = torch.Generator().manual_seed(3), 4, [1, 5, 3]
     inputs = random_inputs(generator, 3, 5, heads, groups, 1.0)
     for row, length in enumerate(lengths):

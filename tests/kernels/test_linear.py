@@ -1,4 +1,4 @@
-"""Linear layers whose rows do not depend on their neighbours: what is chosen, and that a bad form would be noticed."""
+"""Linear layers whose rows do not depend on other rows: the choice of a form, and detection of a bad one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def give_forms(model, threads=1, buckets=BUCKETS):
 
 
 class Threads(TorchDispatchMode):
-    """Notes in how many threads each product runs."""
+    """Records the number of threads of each product."""
 
     def __init__(self, seen):
         super().__init__()
@@ -41,7 +41,7 @@ class Threads(TorchDispatchMode):
 
 
 def split_by_rows(weight, bias):
-    """A form that splits its inner dimension the more, the fewer rows there are: what libraries do."""
+    """A form that splits its inner dimension into more parts for fewer rows, as libraries do."""
 
     def run(x):
         parts = 1 + 64 // x.shape[-2]
@@ -53,7 +53,7 @@ def split_by_rows(weight, bias):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("inputs", [48, 320, 896, 1000, 1152, 2048])
-def test_every_layer_gets_rows_that_stand_alone(inputs, dtype):
+def test_every_layer_gets_a_form_with_independent_rows(inputs, dtype):
     torch.manual_seed(inputs)
     layer = nn.Linear(inputs, 72, dtype=dtype)
     model = nn.Sequential(layer)
@@ -72,7 +72,7 @@ def test_every_layer_gets_rows_that_stand_alone(inputs, dtype):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [8, 32, 37, 80])
-def test_every_form_is_the_product(rows, dtype, bias):
+def test_every_form_computes_the_product(rows, dtype, bias):
     torch.manual_seed(0)
     layer = nn.Linear(200, 40, bias=bias, dtype=dtype).requires_grad_(False)
     x = torch.randn(2, rows, 200).to(dtype)
@@ -84,8 +84,8 @@ def test_every_form_is_the_product(rows, dtype, bias):
         assert error < (1e-5 if dtype == torch.float32 else 3e-2), choice.name
 
 
-def test_a_form_that_splits_by_the_number_of_rows_is_noticed(monkeypatch):
-    """On ordinary numbers it shows in so few results that a check may miss it; on sums that cancel it always does."""
+def test_a_form_that_splits_by_the_number_of_rows_is_detected(monkeypatch):
+    """On ordinary numbers a check may miss it, since few results change; on sums that cancel it is always detected."""
     for name in ("_plain", "_packed"):
         monkeypatch.setattr(f"tree_layers.linear.{name}", split_by_rows)
     for name in ("_in_tiles", "_in_full_tiles"):
@@ -100,11 +100,11 @@ def test_a_form_that_splits_by_the_number_of_rows_is_noticed(monkeypatch):
 
 @pytest.fixture
 def packs_float32(monkeypatch):
-    """What processors do on which oneDNN packs bfloat16, on any."""
+    """Packs float32 layers, so that packing is tested also on processors where oneDNN cannot pack bfloat16."""
     monkeypatch.setattr("tree_layers.linear.PACKED_LAYERS", (torch.float32,))
 
 
-def test_a_packed_weight_takes_the_place_of_the_layers_own_but_not_of_an_embedding(packs_float32):
+def test_a_packed_weight_replaces_the_layers_weight_but_not_an_embeddings(packs_float32):
     torch.manual_seed(0)
     layer, embedding = nn.Linear(64, 48), nn.Embedding(48, 64)
     embedding.weight = layer.weight
@@ -126,7 +126,7 @@ def test_a_layer_that_is_never_called_keeps_its_weight(packs_float32):
 
 
 def test_layers_that_share_a_weight_share_its_packed_form(packs_float32):
-    """zamba2's attention layers do."""
+    """As in zamba2's attention layers."""
     torch.manual_seed(0)
     first, second = nn.Linear(64, 48, bias=False), nn.Linear(64, 48, bias=False)
     second.weight = first.weight
@@ -149,7 +149,7 @@ def test_large_layers_run_in_all_threads_and_small_ones_in_one():
     assert torch.get_num_threads() == before
 
 
-def test_a_form_that_looks_at_a_rows_place_is_noticed():
+def test_a_form_that_depends_on_a_rows_place_is_detected():
     def placed(x):
         return x * torch.arange(x.shape[-2])[:, None]
 
@@ -157,7 +157,7 @@ def test_a_form_that_looks_at_a_rows_place_is_noticed():
     assert rows_are_independent(lambda x: 2 * x, torch.randn(64, 16), BUCKETS)
 
 
-def test_a_layer_with_a_form_of_its_own_is_left_alone():
+def test_a_layer_with_its_own_forward_is_not_changed():
     layer = nn.Linear(640, 8, dtype=torch.bfloat16)
     layer.forward = lambda x: x
     give_forms(nn.Sequential(layer))
@@ -167,7 +167,7 @@ def test_a_layer_with_a_form_of_its_own_is_left_alone():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [True, False])
 def test_any_number_of_rows_has_the_bits_of_a_step(dtype, bias):
-    """Libraries multiply one to three float32 rows by another product than more rows. Experts get such numbers."""
+    """Libraries use another product for one to three float32 rows than for more. Experts get so few rows."""
     torch.manual_seed(0)
     layer = nn.Linear(48, 40, bias=bias, dtype=dtype)
     with torch.inference_mode():
@@ -181,7 +181,7 @@ def test_any_number_of_rows_has_the_bits_of_a_step(dtype, bias):
         assert torch.equal(layer(x.view(20, 10, 48)).view(200, 40), truth)
 
 
-def test_rows_are_cut_into_checked_numbers_with_little_padding():
+def test_rows_are_split_into_buckets_with_less_padding_than_the_smallest_bucket():
     for rows in range(1, 400):
         pieces = list(_pieces(rows, BUCKETS))
         assert [start for start, *_ in pieces] == [0, *(stop for _, stop, _ in pieces[:-1])]
@@ -191,7 +191,7 @@ def test_rows_are_cut_into_checked_numbers_with_little_padding():
 
 
 class Routed(nn.Module):
-    """Weights of no linear layer, multiplied in each way that the library uses."""
+    """Weights outside linear layers, multiplied in each way that transformers uses."""
 
     def __init__(self, dtype):
         super().__init__()
@@ -209,7 +209,7 @@ class Routed(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_of_no_linear_layer_have_forms_too(dtype):
+def test_weights_outside_linear_layers_have_forms_too(dtype):
     torch.manual_seed(0)
     module = Routed(dtype)
     x = torch.randn(64, 48).to(dtype)
@@ -224,7 +224,7 @@ def test_weights_of_no_linear_layer_have_forms_too(dtype):
     assert report.independent
 
 
-def test_a_failed_weight_of_no_linear_layer_is_named_by_its_shape(monkeypatch):
+def test_a_failed_weight_outside_linear_layers_is_named_by_its_shape(monkeypatch):
     for name in ("_plain", "_packed"):
         monkeypatch.setattr(f"tree_layers.linear.{name}", split_by_rows)
     for name in ("_in_tiles", "_in_full_tiles"):
@@ -252,7 +252,7 @@ def test_few_rows_are_padded_to_the_smallest_unit_that_passes_the_check(dtype, m
 
 
 def test_a_unit_whose_multiples_have_other_bits_is_rejected(monkeypatch):
-    """Three rows or fewer have other bits, so nothing below four is a unit."""
+    """With three rows or fewer the bits differ, so the unit is at least four."""
 
     def few_otherwise(weight, bias):
         return lambda x: F.linear(x, weight, bias) * (1 if x.shape[-2] > 3 else 1 + 2**-20)

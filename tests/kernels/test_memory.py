@@ -1,4 +1,4 @@
-"""Pages: none is given out twice, none is lost, and paths are kept in every layer."""
+"""Pages: none is allocated twice, none is lost, and paths are committed in every layer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tree_kernels.tree_attention import PAGE, Layout
 from tree_layers.memory import PageBook, Pages, PagesFull, pages_for
 
 
-def test_pages_are_out_once_and_come_back():
+def test_pages_are_allocated_once_and_can_be_released():
     book = PageBook(5)
     first, second = book.take(2), book.take(3)
     assert sorted(first + second) == [1, 2, 3, 4, 5]  # never 0, the zero page
@@ -27,7 +27,7 @@ def test_tokens_need_whole_pages():
     assert [pages_for(tokens) for tokens in (0, 1, 64, 65, 128)] == [0, 1, 1, 2, 2]
 
 
-def test_a_path_is_kept_in_every_layer_whatever_its_layout():
+def test_a_path_is_committed_in_every_layer_of_any_layout():
     layouts = [Layout(2, 16, 16), Layout(1, 8, 24), Layout(2, 16, 16)]
     pages = Pages(layouts, 2, 10, torch.device("cpu"))
     assert pages.scratch == 3 * PAGE

@@ -26,19 +26,19 @@ def test_philox_gives_the_known_answers_of_random123(counter, key, expected):
     assert philox4x32(np.array([words(counter)], np.uint32), (k0, k1)).tolist() == [words(expected)]
 
 
-def test_philox_rows_do_not_depend_on_their_neighbours():
+def test_philox_rows_do_not_depend_on_other_rows():
     counters = np.random.default_rng(0).integers(0, 2**32, (37, 4), dtype=np.uint32)
     together = philox4x32(counters, (7, 2**32 - 1))
     for i in range(len(counters)):
         assert (philox4x32(counters[i : i + 1], (7, 2**32 - 1))[0] == together[i]).all()
 
 
-def test_philox_refuses_a_counter_of_another_form():
+def test_philox_refuses_a_counter_of_another_dtype():
     with pytest.raises(ValueError, match="counter"):
         philox4x32(np.zeros((1, 4), np.uint64), (0, 0))  # type: ignore[arg-type]
 
 
-# Version 1 of the public contract. These numbers came from scalar Python integers and math.log; they may never change.
+# Version 1 of the public contract: computed with Python integers and math.log. These numbers must not change.
 IDS = [0, 1, 4095, 128255]
 VECTORS = [  # position, sample index, stream, the noise of those ids
     (0, 0, 0, [0.98016357421875, -0.524169921875, -1.1224775314331055, 1.3864996433258057]),
@@ -61,7 +61,7 @@ def test_the_extreme_words_give_finite_noise(word, expected):
 
 
 def test_the_last_word_would_be_infinite_in_float32():
-    """Why the contract says float64: this is the arithmetic that it forbids."""
+    """The reason for float64 in the contract."""
     with np.errstate(divide="ignore"):
         u = (np.float32(2**32 - 1) + np.float32(0.5)) * np.float32(2.0**-32)
         assert u == 1 and np.isposinf(-np.log(-np.log(u)))
@@ -82,7 +82,7 @@ def test_noise_does_not_depend_on_the_size_of_the_vocabulary(vocabulary):
 
 
 @pytest.mark.parametrize("positions", [[5], [5, 6, 7, 8], [8, 5, 5, 1], list(range(70)), [2**32 - 1, 5]])
-def test_noise_does_not_depend_on_which_other_positions_are_asked(positions):
+def test_noise_does_not_depend_on_which_other_positions_are_computed(positions):
     together = gumbel_noise(SEED, positions, 4099)
     for row, position in enumerate(positions):
         assert torch.equal(together[row], gumbel_noise(SEED, [position], 4099)[0])
@@ -117,7 +117,7 @@ def test_bad_arguments_are_refused_by_name(field, arguments):
         gumbel_noise(*arguments)
 
 
-def test_kept_rows_equal_computed_ones_in_the_order_asked():
+def test_kept_rows_equal_computed_ones_in_the_requested_order():
     kept = NoiseRows(SEED, 33, sample_index=2)
     kept.prepare([4, 5])
     assert torch.equal(kept.rows([6, 4, 4, 5]), gumbel_noise(SEED, [6, 4, 4, 5], 33, sample_index=2))
@@ -140,7 +140,7 @@ def test_missing_rows_are_computed_once_and_together(monkeypatch):
     assert calls == [[3, 4], [5, 6]]
 
 
-def test_committed_positions_are_forgotten_and_come_back_the_same():
+def test_forgotten_positions_are_computed_again_with_the_same_bits():
     kept = NoiseRows(SEED, 16)
     before = kept.rows([3, 4, 5])
     kept.forget_before(5)

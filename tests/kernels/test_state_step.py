@@ -1,4 +1,4 @@
-"""The recurrences against the formulas written out one number at a time, and chains against steps."""
+"""The recurrences against the formulas, computed one number at a time, and chains against steps."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def untouched(before: Tensor, after: Tensor, target: Tensor | slice) -> bool:
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=["scattered", "run"])
-def test_mamba1_step_equals_the_formula_and_writes_its_targets_alone(target):
+def test_mamba1_step_equals_the_formula_and_writes_only_its_targets(target):
     states, given = torch.randn(SLOTS, CHANNELS, SIZE), mamba1_inputs(ROWS)
     before = states.clone()
     y = mamba1_step(states, SOURCE, target, **given)
@@ -77,7 +77,7 @@ def test_mamba1_step_equals_the_formula_and_writes_its_targets_alone(target):
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=["scattered", "run"])
-def test_mamba2_step_equals_the_formula_and_writes_its_targets_alone(target):
+def test_mamba2_step_equals_the_formula_and_writes_only_its_targets(target):
     states, given = torch.randn(SLOTS, HEADS, WIDTH, SIZE), mamba2_inputs(ROWS)
     before = states.clone()
     y = mamba2_step(states, SOURCE, target, **given)
@@ -137,7 +137,7 @@ def test_a_chain_of_either_kind_equals_its_steps_and_padding_changes_nothing(len
             torch.testing.assert_close(after[row], states[0], atol=1e-5, rtol=1e-5)
 
 
-def test_a_convolution_chain_equals_its_steps_and_keeps_the_last_inputs_that_count():
+def test_a_convolution_chain_equals_its_steps_and_keeps_the_last_inputs_before_padding():
     lengths, time = [5, 1, 3], 5
     before, inputs = torch.randn(3, TAPS - 1, CHANNELS), torch.randn(3, time, CHANNELS)
     weight, bias = torch.randn(TAPS, CHANNELS), torch.randn(CHANNELS)
@@ -152,7 +152,7 @@ def test_a_convolution_chain_equals_its_steps_and_keeps_the_last_inputs_that_cou
 
 
 def test_a_mamba2_chain_of_strong_decay_is_finite():
-    """exp of the masked half of the decays would overflow."""
+    """Without the mask, exp of the decays above the diagonal overflows."""
     given = mamba2_inputs(1, 64)
     given["dt"], given["A"] = torch.full((1, 64, HEADS), 20.0), torch.full((HEADS,), -10.0)
     left, driven = mamba2_drive(given["x"], given["dt"], given["A"])

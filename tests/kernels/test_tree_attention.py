@@ -1,4 +1,4 @@
-"""Tree attention: every row is its own path's attention, and the same bits in whatever company it is computed."""
+"""Tree attention: each row attends to its own path, and its bits do not depend on the other rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NEAR = 16
 
 @dataclass
 class AttentionCase:
-    """Texts with keys of their own, spread over one pool, and rows that stand in them."""
+    """Texts with random keys and values on random pages of one pool, and steps of their rows."""
 
     heads: int
     kv_heads: int
@@ -43,7 +43,7 @@ class AttentionCase:
         return torch.randn(*shape, generator=self.generator).to(self.dtype)
 
     def text(self, base, parents):
-        """A text of `base` tokens whose last is the root of a tree of these parents; all of its q, k and v."""
+        """A text of `base` tokens, its last the root of a tree with these parents; with all of its q, k and v."""
         rows = base - 1 + len(parents)
         depth = [0] * len(parents)
         for row, parent in enumerate(parents[1:], 1):
@@ -67,7 +67,7 @@ class AttentionCase:
         return row if row < text["base"] else text["base"] - 1 + text["depth"][row - text["base"] + 1]
 
     def path(self, text, row):
-        """The rows that a row sees, in order of position, itself the last."""
+        """The rows that a row attends to, in order of position, itself last."""
         if row < text["base"]:
             return list(range(row + 1))
         above = [row - text["base"] + 1]
@@ -81,7 +81,7 @@ class AttentionCase:
         return text["scratch"] + row - text["base"] + 1
 
     def step(self, wanted, padded):
-        """The step of rows [(text, [rows])], each text's side by side."""
+        """The step of rows [(text, [rows])]; each text's rows are consecutive."""
         positions, slots, near, far = [], [], [], []
         for text, rows in wanted:
             start = len(positions)
@@ -100,7 +100,7 @@ class AttentionCase:
         return TreeRows(torch.tensor(positions), torch.tensor(slots), torch.tensor(near, dtype=long), far, padded)
 
     def run(self, wanted, extra=0):
-        """[rows, heads, dim] of the wanted rows, computed in one step whose keys are written first."""
+        """Attention [rows, heads, dim] of the wanted rows in one step, whose keys are written first."""
         rows = [(text, row) for text, mine in wanted for row in mine]
         padded = -(-len(rows) // 8) * 8 + 8 * extra
         pack = {
@@ -148,7 +148,7 @@ def rows_of(text):
 
 
 def prefilled(case, base, parents):
-    """A text whose committed keys were written in chunks of 23 rows, and what came of each row."""
+    """A text whose committed keys were written in chunks of 23 rows, and the attention of each row."""
     text = case.text(base, parents)
     committed = list(range(base))
     return text, torch.cat([case.run([(text, committed[at : at + 23])]) for at in range(0, base, 23)])
@@ -158,7 +158,7 @@ def prefilled(case, base, parents):
 @pytest.mark.parametrize(
     ("dtype", "atol", "rel_rms"), [(torch.float32, 1e-5, 1e-5), (torch.bfloat16, 2e-2, 4e-3)], ids=["fp32", "bf16"]
 )
-def test_every_row_is_the_softmax_over_its_own_path(variant, dtype, atol, rel_rms):
+def test_every_row_equals_the_softmax_over_its_own_path(variant, dtype, atol, rel_rms):
     kv_heads = 2 if variant == "grouped" else 4
     case = AttentionCase(4, kv_heads, 16, dtype)
     case.window = 20 if variant == "window" else None
@@ -189,7 +189,7 @@ def test_a_row_has_the_same_bits_alone_in_a_chunk_and_in_a_tree(base, heads, kv_
 
 
 def test_a_guess_has_the_bits_it_has_once_it_is_committed():
-    """The path of a tree, written down and computed as plain text, row by row."""
+    """A path of a tree, computed again as plain text, row by row."""
     for base in (15, 16, 50, 64, 130):
         case = AttentionCase(6, 2, 64)
         tree, _ = prefilled(case, base, TREES["fork"])
@@ -205,7 +205,7 @@ def test_a_guess_has_the_bits_it_has_once_it_is_committed():
                 assert torch.equal(last[0], guessed[row - base + 1])
 
 
-def test_sessions_side_by_side_have_the_bits_they_have_alone():
+def test_texts_in_one_step_have_the_bits_they_have_in_separate_steps():
     for kv_heads in (1, 2, 6):
         case = AttentionCase(6, kv_heads, 64)
         texts = [
@@ -230,7 +230,7 @@ def test_sessions_side_by_side_have_the_bits_they_have_alone():
             at, end = at + len(rows), end - len(rows)
 
 
-def test_a_window_hides_far_and_near_keys_bit_for_bit_alike():
+def test_a_window_hides_far_and_near_keys_with_the_same_bits_in_any_step():
     case = AttentionCase(4, 2, 16, window=40)
     text, chunked = prefilled(case, 300, TREES["fork"])
     for row in (10, 39, 40, 41, 104, 200, 299):

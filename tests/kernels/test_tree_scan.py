@@ -1,4 +1,4 @@
-"""Convolution and recurrence of packed trees against each path by itself, in float64 (ALGORITHMS 11, 8 to 10)."""
+"""Convolution and recurrence of packed trees against each path separately, in float64 (ALGORITHMS 11, 8 to 10)."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ CHAIN = 5  # committed tokens between the checkpoint and the tree
 
 
 def random_tree(rng, rows):
-    """Parents of a tree of so many rows, the root first."""
+    """Parents of a random tree of `rows` rows, the root first."""
     return [-1, *(int(rng.integers(0, row)) for row in range(1, rows))]
 
 
 def paths_of(parents, chain=CHAIN):
-    """Slots of every row's path: the chain's are 1 to `chain`, the rows' own follow."""
+    """Slots of every row's path: 1 to `chain` for the committed tokens, then one per row."""
     paths = []
     for row, parent in enumerate(parents):
         above = list(range(1, chain + 1)) if parent < 0 else paths[parent]
@@ -37,7 +37,7 @@ def paths_of(parents, chain=CHAIN):
 
 
 def packed(paths, source, folds=(), room=3):
-    """The paths as a step, with some empty columns on either side."""
+    """The paths as a step, with `room` or more empty columns on either side."""
     columns = torch.zeros(len(paths), max(map(len, paths)) + 2 * room, dtype=torch.int64)
     for row, path in enumerate(paths):
         columns[row, room : room + len(path)] = torch.tensor(path)
@@ -71,7 +71,7 @@ def stepped(inputs, state, path, A, C, D):
 
 
 def repeated(inputs, own, groups):
-    """Inputs of which so many heads have an x and so many groups a B, and the same with those of each in its place."""
+    """Inputs with `own` distinct x and `groups` distinct B; and the same inputs with a copy of them for every head."""
     heads, readers = inputs.x.shape[1], inputs.B.shape[1]
     few = TokenInputs(inputs.x[:, :own].contiguous(), inputs.B[:, :groups].contiguous(), inputs.dt)
     x, B = few.x.repeat_interleave(heads // own, 1), few.B.repeat_interleave(readers // groups, 1)
@@ -85,7 +85,7 @@ def relative(found, truth):
 @pytest.mark.parametrize("groups", [1, 2, 8])
 @pytest.mark.parametrize("rows", [1, 2, 15, 64])
 @pytest.mark.parametrize("source", [0, 2])
-def test_a_tree_scan_is_each_path_by_itself(rows, groups, source):
+def test_a_tree_scan_equals_each_path_separately(rows, groups, source):
     rng, generator = np.random.default_rng(rows), torch.Generator().manual_seed(rows)
     heads, width, size = 8, 64, 16
     paths = paths_of(random_tree(rng, rows))
@@ -110,10 +110,10 @@ def test_a_tree_scan_is_each_path_by_itself(rows, groups, source):
 
 @pytest.mark.parametrize("rows", [1, 2, 15, 64])
 @pytest.mark.parametrize("source", [0, 2])
-def test_a_tree_scan_in_order_is_each_path_by_itself_bit_for_bit(rows, source):
-    """Mamba-1: whatever rows share a forest, a row has the bits that it has alone."""
+def test_a_tree_scan_in_order_equals_each_path_separately_bit_for_bit(rows, source):
+    """Mamba-1: a row has the same bits in a forest with other rows as in a step without them."""
     rng, generator = np.random.default_rng(rows), torch.Generator().manual_seed(rows)
-    heads, size = 40, 16  # a batch of one such product has other bits than a larger batch, where 24 has not
+    heads, size = 40, 16  # with 40 heads a bmm of batch size 1 has other bits than a larger one; with 24 it has not
     paths = paths_of(random_tree(rng, rows))
     A = -torch.rand(heads, size, generator=generator) * 16
     D = torch.randn(heads, generator=generator)
@@ -133,7 +133,7 @@ def test_a_tree_scan_in_order_is_each_path_by_itself_bit_for_bit(rows, source):
 
 
 @pytest.mark.parametrize("kind", ["mamba1", "mamba2"])
-def test_folds_are_steps_one_after_another(kind):
+def test_folds_equal_steps_one_after_another(kind):
     generator = torch.Generator().manual_seed(3)
     heads, width, groups, size = (8, 1, 1, 16) if kind == "mamba1" else (8, 32, 2, 16)
     run = fold_in_order if kind == "mamba1" else fold
@@ -156,7 +156,7 @@ def test_folds_are_steps_one_after_another(kind):
         assert relative(state, truth) < 2e-6
 
 
-def test_a_row_may_start_from_what_the_step_folded():
+def test_a_row_may_start_from_a_fold_of_its_own_step():
     generator = torch.Generator().manual_seed(4)
     heads, width, groups, size = 4, 8, 1, 16
     A, D = -torch.rand(heads, generator=generator), torch.randn(heads, generator=generator)
@@ -171,12 +171,12 @@ def test_a_row_may_start_from_what_the_step_folded():
 
 
 @pytest.mark.parametrize("run", [tree_scan, tree_scan_in_order], ids=["mamba2", "mamba1"])
-def test_decays_that_underflow_give_no_infinities_and_hide_siblings_wholly(run):
-    """200 nats of decay a token: whatever lies behind a token is gone, and a sibling's huge input never shows."""
+def test_decays_that_underflow_give_no_infinities_and_siblings_stay_hidden(run):
+    """200 nats of decay per token remove all earlier tokens; a sibling's huge input has no effect."""
     heads, width, size = 2, 1, 4
     slots = 12
     inputs = TokenInputs(torch.ones(slots, heads, width), torch.ones(slots, 1, size), torch.full((slots, heads), 200.0))
-    inputs.x[9] = 1e30  # row 3, nobody's ancestor
+    inputs.x[9] = 1e30  # row 3, which has no descendants
     for each in inputs:
         each[0] = 0
     paths = paths_of([-1, 0, 0, 0, 1], chain=5)
@@ -191,7 +191,7 @@ def test_decays_that_underflow_give_no_infinities_and_hide_siblings_wholly(run):
 
 @pytest.mark.parametrize("rows", [1, 7, 33])
 @pytest.mark.parametrize("chain", [0, 1, 5])
-def test_a_tree_convolution_is_each_paths_convolution(rows, chain):
+def test_a_tree_convolution_equals_each_paths_convolution(rows, chain):
     rng, generator = np.random.default_rng(rows), torch.Generator().manual_seed(rows)
     channels, width = 12, 4
     raw = torch.randn(chain + 1 + rows, channels, generator=generator)
@@ -208,8 +208,8 @@ def test_a_tree_convolution_is_each_paths_convolution(rows, chain):
 
 
 @pytest.mark.parametrize(("own", "groups"), [(2, 2), (1, 1), (4, 2), (8, 1)])
-def test_heads_that_share_x_and_b_are_heads_with_copies_of_them(own, groups):
-    """Mamba-in-Llama: a token's x and B are as few as its weights make them; outputs and folded states are the same."""
+def test_heads_that_share_x_and_b_equal_heads_with_copies_of_them(own, groups):
+    """Mamba-in-Llama: x and B are stored once for several heads. Outputs and folded states are the same."""
     rng, generator = np.random.default_rng(6), torch.Generator().manual_seed(6)
     heads, width, readers, size, rows = 8, 16, 4, 16, 15
     paths = paths_of(random_tree(rng, rows))
@@ -232,8 +232,8 @@ def test_heads_that_share_x_and_b_are_heads_with_copies_of_them(own, groups):
     [(8, 64, 8, 2, 2, 64), (8, 128, 2, 2, 8, 128), (4, 8, 2, 2, 4, 8)],
     ids=["mamba2", "mamba-in-llama", "a tiny mamba-in-llama"],
 )
-def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(heads, width, own, groups, readers, size):
-    """Mamba-2: alone, in a tree, and in another order."""
+def test_a_rows_bits_do_not_depend_on_the_other_rows(heads, width, own, groups, readers, size):
+    """Mamba-2: as a single row, in a tree, and in another order."""
     rng, generator = np.random.default_rng(5), torch.Generator().manual_seed(5)
     rows = 63
     paths = paths_of(random_tree(rng, rows))

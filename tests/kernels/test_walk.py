@@ -1,4 +1,4 @@
-"""The walk, and speculative decoding in miniature: a toy language model, the real noise, warp, order and walk."""
+"""The walk, and small-scale speculative decoding: a toy language model with the real noise, warp, order and walk."""
 
 from collections.abc import Callable, Sequence
 
@@ -33,7 +33,7 @@ PARENTS = [-1, 0, 0, 0, 1, 1, 3, 5]
     ],
     ids=["no child", "a leaf", "a cousin's token", "to the end", "the deepest"],
 )
-def test_walk_goes_to_the_child_with_the_targets_token_and_asks_only_of_visited_rows(picks, expected):
+def test_walk_goes_to_the_child_with_the_targets_token_and_picks_only_at_visited_rows(picks, expected):
     asked: list[int] = []
 
     def pick(row: int) -> int:
@@ -48,18 +48,18 @@ def test_an_empty_tree_is_plain_decoding():
     assert walk([5], [-1], lambda row: 5) == Walk((0,), (5,), ())
 
 
-def test_walk_takes_arrays():
+def test_walk_accepts_arrays():
     tree = walk(np.array(TOKENS), np.array(PARENTS), lambda row: [11, 21, 0, 0, 9][row])
     assert tree == Walk((0, 1, 4), (11, 21, 9), (0, 0))
 
 
 @pytest.mark.parametrize("parents", [[-1, 0], [-1, 0, 2], [-1, 2, 0], [-1, -1, 0]])
-def test_parents_that_make_no_tree_are_refused(parents):
+def test_parents_that_are_no_tree_are_refused(parents):
     with pytest.raises(ValueError, match="^parents:"):
         walk([1, 2, 3], parents, lambda row: 2)
 
 
-# --- speculative decoding in miniature -------------------------------------------------------------------------------
+# --- small-scale speculative decoding --------------------------------------------------------------------------------
 
 VOCABULARY = 16
 LENGTH = 256
@@ -127,15 +127,15 @@ def grown(model: torch.Tensor, shape: Sequence[int], seed: int, warp: Warp, text
 
 
 def scattered(rng: np.random.Generator, truth: list[int], text: list[int]) -> Tree:
-    """Any tree at all, half of it along what the target is going to say, so that walks go deep."""
-    coming = truth[len(text) - len(PROMPT) :]
+    """A random tree, about half of it along the target's next tokens, so that walks go deep."""
+    following = truth[len(text) - len(PROMPT) :]
     tokens, parents, spine = [text[-1]], [-1], [0]
     for row in range(1, int(rng.integers(1, 30))):
-        on_spine = rng.random() < 0.5 and len(spine) <= len(coming)
+        on_spine = rng.random() < 0.5 and len(spine) <= len(following)
         parent = spine[-1] if on_spine else int(rng.integers(0, row))
-        token = coming[len(spine) - 1] if on_spine else int(rng.integers(0, VOCABULARY))
+        token = following[len(spine) - 1] if on_spine else int(rng.integers(0, VOCABULARY))
         twins = [i for i in range(1, row) if parents[i] == parent and tokens[i] == token]
-        if twins:  # siblings differ: a token of its own, outside the vocabulary and so never picked
+        if twins:  # siblings must differ: use a token outside the vocabulary, which is never picked
             token = 100 + row
         if on_spine:
             spine.append(twins[0] if twins else row)
@@ -151,7 +151,7 @@ def speculative(
     noise_position: Callable[[int, int, int], int] = lambda base, depth, row: base + depth,
     extra: int = 0,
 ) -> tuple[list[int], list[int]]:
-    """The answer and the N of each round. The last two arguments are for planting bugs."""
+    """The answer and the N of each round. noise_position, extra: to plant bugs"""
     noise, text, counts = NoiseRows(seed, VOCABULARY), list(PROMPT), list[int]()
     while len(text) < LENGTH + len(PROMPT):
         tokens, parents = build(text)
@@ -180,12 +180,12 @@ def test_speculative_decoding_equals_plain_decoding_token_for_token(drafter, war
     answer, counts = speculative(7, warp, lambda text: grown(DRAFTERS[drafter], shape, 7, warp, text))
     assert answer == plain(7, warp)
     if shape and drafter == "close":
-        assert sum(counts) / len(counts) > 1.3  # it did speculate
+        assert sum(counts) / len(counts) > 1.3  # guesses were accepted
 
 
 @given(seed=st.integers(0, 2**64 - 1), trees=st.integers(0, 2**32), warp=st.sampled_from(WARPS))
 @settings(max_examples=25, deadline=None)
-def test_any_trees_at_all_leave_the_answer_as_it_is(seed, trees, warp):
+def test_random_trees_do_not_change_the_answer(seed, trees, warp):
     rng, truth = np.random.default_rng(trees), plain(seed, warp)
     answer, counts = speculative(seed, warp, lambda text: scattered(rng, truth, text))
     assert answer == truth
@@ -194,12 +194,12 @@ def test_any_trees_at_all_leave_the_answer_as_it_is(seed, trees, warp):
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (3, 2, 2, 1, 1)], ids=str)
 @pytest.mark.parametrize("warp", WARPS, ids=str)
-def test_a_drafter_made_of_the_target_has_every_guess_accepted(warp, shape):
+def test_every_guess_of_a_drafter_equal_to_the_target_is_accepted(warp, shape):
     _, counts = speculative(11, warp, lambda text: grown(TARGET, shape, 11, warp, text))
     assert set(counts) == {len(shape) + 1}
 
 
-def test_a_drafter_with_noise_of_its_own_is_lossless_but_accepted_less():
+def test_a_drafter_with_other_noise_is_lossless_but_accepted_less():
     warp, shape = Warp(1.0), (1, 1, 1, 1)
     _, shared = speculative(5, warp, lambda text: grown(DRAFTERS["close"], shape, 5, warp, text))
     answer, own = speculative(5, warp, lambda text: grown(DRAFTERS["close"], shape, 6, warp, text))
@@ -207,7 +207,7 @@ def test_a_drafter_with_noise_of_its_own_is_lossless_but_accepted_less():
     assert sum(own) / len(own) < 0.8 * sum(shared) / len(shared)
 
 
-def test_noise_keyed_by_the_row_instead_of_the_position_would_be_seen():
+def test_noise_keyed_by_the_row_instead_of_the_position_is_detected():
     warp, shape = Warp(1.0), (3, 2)
     answer, _ = speculative(
         7, warp, lambda text: grown(DRAFTERS["close"], shape, 7, warp, text), lambda base, depth, row: base + row
@@ -215,7 +215,7 @@ def test_noise_keyed_by_the_row_instead_of_the_position_would_be_seen():
     assert answer != plain(7, warp)
 
 
-def test_a_token_committed_too_many_would_be_seen():
+def test_an_extra_committed_token_is_detected():
     warp = Warp(0.0)
     answer, _ = speculative(7, warp, lambda text: grown(DRAFTERS["weak"], (1, 1, 1), 7, warp, text), extra=1)
     assert answer != plain(7, warp)

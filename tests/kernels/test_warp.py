@@ -26,8 +26,8 @@ def random_logits(rows: int, vocabulary: int, seed: int = 0, spread: float = 3.0
     return spread * torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed))
 
 
-def by_the_book(logits: torch.Tensor, warp: Warp) -> torch.Tensor:
-    """The definition, with full sorts and one row: order by (value descending, id ascending), keep a prefix."""
+def by_definition(logits: torch.Tensor, warp: Warp) -> torch.Tensor:
+    """The definition for one row, with full sorts: order by (value descending, id ascending), keep a prefix."""
     scores = logits / warp.temperature
     order = sorted(range(len(scores)), key=lambda token: (-float(scores[token]), token))
     order = order[: warp.top_k or len(order)]
@@ -74,7 +74,7 @@ def test_warp_has_the_masks_of_transformers_and_probabilities_within_1e_6(wanted
 @pytest.mark.parametrize("wanted", WARPS, ids=str)
 def test_partial_selection_equals_the_full_sort(wanted, vocabulary, spread):
     logits = random_logits(4, vocabulary, seed=1, spread=spread)
-    assert torch.equal(warp(logits, wanted), torch.stack([by_the_book(row, wanted) for row in logits]))
+    assert torch.equal(warp(logits, wanted), torch.stack([by_definition(row, wanted) for row in logits]))
 
 
 WARP_VALUES = st.builds(
@@ -91,7 +91,7 @@ TIED_ROWS = st.lists(st.lists(st.integers(-3, 3), min_size=12, max_size=12), min
 @settings(max_examples=300, deadline=None)
 def test_ties_are_broken_by_the_lowest_id(rows, wanted):
     logits = torch.tensor(rows, dtype=torch.float32)
-    assert torch.equal(warp(logits, wanted), torch.stack([by_the_book(row, wanted) for row in logits]))
+    assert torch.equal(warp(logits, wanted), torch.stack([by_definition(row, wanted) for row in logits]))
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
@@ -120,9 +120,9 @@ def test_of_two_tokens_with_equal_probabilities_top_p_keeps_the_one_with_the_lar
 
 @pytest.mark.parametrize("vocabulary", [7, 50, 1003, 4096])
 @pytest.mark.parametrize("wanted", WARPS, ids=str)
-def test_a_row_alone_equals_bit_for_bit_the_row_in_a_batch(wanted, vocabulary):
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(wanted, vocabulary):
     logits = random_logits(29, vocabulary, seed=2)
-    logits[::3] *= 0.01  # flat rows make the selection grow for their neighbours too
+    logits[::3] *= 0.01  # flat rows widen the selection for the other rows too
     noise = gumbel_noise(3, range(29), vocabulary)
     together, tokens = warp(logits, wanted), tokens_of(logits, wanted, noise)
     order = drafter_order(logits, wanted, noise, 4)
@@ -133,13 +133,13 @@ def test_a_row_alone_equals_bit_for_bit_the_row_in_a_batch(wanted, vocabulary):
         assert torch.equal(drafter_order(logits[alone].clone(), wanted, noise[alone], 4)[0], order[row])
 
 
-def test_temperature_0_leaves_the_logits_alone_whatever_else_is_set():
+def test_temperature_0_ignores_all_other_parameters():
     logits = random_logits(3, 20)
     assert torch.equal(warp(logits, Warp(0.0, top_k=2, top_p=0.1, min_p=0.9)), logits)
 
 
 @pytest.mark.parametrize("wanted", [Warp(), *WARPS], ids=str)
-def test_nothing_is_written_to_the_arguments(wanted):
+def test_the_arguments_are_not_modified(wanted):
     logits, noise = random_logits(3, 64), None if wanted.greedy else gumbel_noise(1, range(3), 64)
     before = logits.clone(), None if noise is None else noise.clone()
     warp(logits, wanted)
@@ -213,7 +213,7 @@ def test_a_bad_parameter_is_refused_by_name(field, values):
         Warp(**values)
 
 
-def test_noise_is_asked_for_exactly_where_it_is_used():
+def test_noise_is_required_if_and_only_if_it_is_used():
     logits = torch.zeros(2, 4)
     for wanted, noise in [(Warp(), torch.zeros(2, 4)), (Warp(1.0), None), (Warp(1.0), torch.zeros(1, 4))]:
         with pytest.raises(ValueError, match="^noise:"):
@@ -226,7 +226,7 @@ def test_noise_is_asked_for_exactly_where_it_is_used():
 
 
 @pytest.mark.parametrize("wanted", [Warp(), *WARPS], ids=str)
-def test_a_logit_that_is_not_a_number_harms_its_own_row_alone(wanted):
+def test_a_nan_logit_affects_only_its_own_row(wanted):
     logits = random_logits(3, 40)
     noise = None if wanted.greedy else gumbel_noise(1, range(3), 40)
     sound = tokens_of(logits, wanted, noise)

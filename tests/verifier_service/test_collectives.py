@@ -1,4 +1,4 @@
-"""Sums and gathers of a group: the order of ranks, the same bits for everybody, and an end when somebody dies."""
+"""Sums and gathers of a group: in the order of ranks, the same bits at every worker, WorkerLost when one dies."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from verifier_service.collectives import (
 )
 
 SIZE = 3
-SHAPES = ((1, 1, 5), (1, 33, 17), (1, 3, SLOT_BYTES // 4), (0, 4))  # one goes in several pieces
+SHAPES = ((1, 1, 5), (1, 33, 17), (1, 3, SLOT_BYTES // 4), (0, 4))  # one takes several exchanges
 WIDTHS = (1, 2, 7, 264)
 
 
 def part(rank, shape, dtype):
-    """Numbers whose sum in another order, or rounded on the way, is another."""
+    """Numbers whose sum differs if it is taken in another order or rounded on the way."""
     values = torch.randn(shape, generator=torch.Generator().manual_seed(rank))
     return (values * (1e4 if rank < SIZE - 1 else 1.0) * (-1) ** rank).to(dtype)
 
@@ -40,7 +40,7 @@ def ordered(parts):
 
 
 def everything(group):
-    """What a group makes of all the cases."""
+    """A group's results for all cases."""
     answers = []
     for dtype in (torch.float32, torch.bfloat16):
         answers += [group.sum(part(group.rank, shape, dtype)) for shape in SHAPES]
@@ -82,7 +82,7 @@ def test_shared_memory_adds_in_the_order_of_ranks_and_rounds_once():
 
 
 def test_a_part_is_not_overwritten_while_others_still_read_it():
-    """Thousands of exchanges back to back, with parts that tell which exchange they are of."""
+    """Thousands of exchanges back to back, whose parts contain the number of their exchange."""
 
     def count(group):
         return [group.sum(torch.full((4,), float(turn))).tolist() for turn in range(2000)]
@@ -91,7 +91,7 @@ def test_a_part_is_not_overwritten_while_others_still_read_it():
         assert answers == [[float(SIZE * turn)] * 4 for turn in range(2000)]
 
 
-def test_who_waits_for_the_dead_is_told_so():
+def test_waiting_for_a_dead_worker_raises_worker_lost():
     def alone(group):
         if group.rank == 0:
             with pytest.raises(WorkerLost, match="gone"):
@@ -103,12 +103,12 @@ def test_who_waits_for_the_dead_is_told_so():
     in_shared_memory(alone, 2, gone)
 
 
-def test_who_waits_for_the_frozen_is_told_so(monkeypatch):
+def test_waiting_for_a_frozen_worker_raises_worker_lost(monkeypatch):
     monkeypatch.setattr(collectives, "FROZEN_S", 0.01)
 
     def alone(group):
         if group.rank == 0:
-            with pytest.raises(WorkerLost, match="worker 1 says nothing"):
+            with pytest.raises(WorkerLost, match="worker 1 has not answered for"):
                 group.sum(torch.ones(3))
 
     in_shared_memory(alone, 2)

@@ -1,6 +1,6 @@
-"""The runner for accelerators: the same tokens by its own kernels, whatever is in a step, and graphs where they exist.
+"""The runner for accelerators: its kernels give the same tokens, whatever is in a step, and its steps are recorded.
 
-Without an accelerator its kernels run in Triton's interpreter, and everything but the capture is as it would be.
+Without an accelerator its kernels run in Triton's interpreter, and all but the capture of graphs is tested.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def test_rows_are_independent_and_logits_the_references(engine, folder):
 
 @IN_INTERPRETER
 @pytest.mark.timeout(300)
-async def test_trees_and_company_change_no_token(engine, folder):
+async def test_trees_and_other_texts_change_no_token(engine, folder):
     rng = np.random.default_rng(0)
     async with running(engine) as ours:
         truths = await alone(ours, PROMPTS, LAWS, COUNT)
@@ -87,7 +87,7 @@ async def test_trees_and_company_change_no_token(engine, folder):
         trees = [guessing(rng, truth) for truth in truths]
         assert await asyncio.gather(*map(RoundByRound.finish, routers, trees)) == truths
         assert ours.stats()["guesses"] > 0 and ours.stats()["pages_held"] == 0
-    # In float32, on numbers that are not near each other, the reference draws the same.
+    # In float32, where no two logits are close, the reference draws the same tokens.
     reference = VerifierEngine.load(folder, name="tiny", dtype=torch.float32, max_length=96, max_sessions=3)
     async with running(reference) as theirs:
         assert await alone(theirs, PROMPTS, LAWS, COUNT) == truths
@@ -151,7 +151,7 @@ def plan_of(runner, ids=(5, 6, 7, 8)):
 
 
 def without_a_model(runner):
-    """Let the runner's steps compute nothing."""
+    """Replace the runner's step by one that computes nothing."""
     nothing = torch.zeros(2, 4, dtype=torch.int64)
     runner._step = lambda shape, inputs: Drawn(nothing, nothing, nothing[:, 0])
     return runner

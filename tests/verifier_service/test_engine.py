@@ -1,4 +1,4 @@
-"""The verifier engine: whatever trees, company, drops and re-openings, the tokens are those of plain decoding."""
+"""The verifier engine: with any trees, other texts, dropped verdicts and re-openings, tokens as in plain decoding."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def loaded(folders):
 
 @asynccontextmanager
 async def running(engine):
-    """An engine that answers in this event loop, and has every page free again at the end."""
+    """An engine that answers in this event loop; at the end all its pages must be free."""
     again = VerifierEngine(engine.scheduler, engine.runner, await engine.hello())
     await again.start()
     try:
@@ -64,8 +64,8 @@ async def running(engine):
         assert not again.scheduler.sessions
 
 
-class Teller:
-    """A text and what a router does with it."""
+class TextRouter:
+    """A text and the calls that a router makes for it."""
 
     def __init__(self, engine, prompt=PROMPT, sampling=None, limits=None):
         self.engine = engine
@@ -103,16 +103,16 @@ class Teller:
 
 async def plain(engine, count, prompt=PROMPT, sampling=None):
     """The answer by root-only rounds."""
-    teller = Teller(engine, prompt, sampling)
-    await teller.open()
+    router = TextRouter(engine, prompt, sampling)
+    await router.open()
     for _ in range(count):
-        await teller.round()
-    await teller.close()
-    return teller.text.ids[len(prompt) :]
+        await router.round()
+    await router.close()
+    return router.text.ids[len(prompt) :]
 
 
 def random_tree(rng, root, truth, depth=16, rows=40):
-    """A tree with wrong guesses, in which the true continuation is somewhere, as far as luck has it."""
+    """A tree with wrong guesses that has each next level of the true continuation with probability 0.85."""
     tokens, parents, level = [root], [-1], [0]
     right = 0
     for step in range(int(rng.integers(0, depth + 1))):
@@ -134,14 +134,14 @@ def random_tree(rng, root, truth, depth=16, rows=40):
 async def by_trees(engine, truth, prompt=PROMPT, sampling=None, seed=0, count=None):
     """An answer as long as `truth`, by random trees; returns it with the number of rounds."""
     rng = np.random.default_rng(seed)
-    teller = Teller(engine, prompt, sampling)
-    await teller.open()
+    router = TextRouter(engine, prompt, sampling)
+    await router.open()
     rounds, count = 0, count or len(truth)
-    while (done := len(teller.text) - len(prompt)) < count:
-        await teller.round(random_tree(rng, teller.text.ids[-1], truth[done:]))
+    while (done := len(router.text) - len(prompt)) < count:
+        await router.round(random_tree(rng, router.text.ids[-1], truth[done:]))
         rounds += 1
-    await teller.close()
-    return teller.text.ids[len(prompt) :][:count], rounds
+    await router.close()
+    return router.text.ids[len(prompt) :][:count], rounds
 
 
 # The target
@@ -204,7 +204,7 @@ async def test_start_check_announces_bitwise_wherever_products_have_forms(loaded
             assert (hello.vocabulary, hello.end_ids) == (VOCABULARY, (END,))
 
 
-# Promise 1
+# Trees and other texts change no token
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), WARM, HOT], ids=["greedy", "warm", "hot"])
@@ -246,79 +246,79 @@ async def test_seeds_and_sample_indices_give_other_answers(loaded):
 async def test_part_of_a_verdict_may_be_dropped(loaded):
     async with running(loaded()) as engine:
         truth = await plain(engine, 40)
-        teller = Teller(engine)
-        await teller.open()
+        router = TextRouter(engine)
+        await router.open()
         kept = 0
         while kept < 24:
-            tokens, parents = [teller.text.ids[-1], *truth[kept : kept + 8]], list(range(-1, 8))
-            verdict = await teller.round(DraftTree.of(tokens, parents), keep=3)
+            tokens, parents = [router.text.ids[-1], *truth[kept : kept + 8]], list(range(-1, 8))
+            verdict = await router.round(DraftTree.of(tokens, parents), keep=3)
             assert verdict.tokens == tuple(truth[kept : kept + 9])
             kept += 3
-        await teller.close()
+        await router.close()
 
 
 async def test_text_that_was_not_drawn_may_follow_a_verdict(loaded):
-    """The router owns the text: other tokens than the verdict's, or an older text, are simply the text."""
+    """The router owns the text: it may go on with other tokens than the verdict's, or from an older text."""
     async with running(loaded()) as engine:
-        teller = Teller(engine)
-        await teller.open()
-        await teller.round()
+        router = TextRouter(engine)
+        await router.open()
+        await router.round()
         forced = [9, 8, 7]
-        teller.text.extend(forced)
+        router.text.extend(forced)
         for _ in range(3):
-            await teller.round()
-        assert teller.text.ids[76:][3:] == await plain(engine, 3, teller.text.ids[:79])
-        await teller.close()
+            await router.round()
+        assert router.text.ids[76:][3:] == await plain(engine, 3, router.text.ids[:79])
+        await router.close()
 
 
-async def test_a_lost_verdict_is_asked_again(loaded):
+async def test_a_verdict_can_be_requested_again(loaded):
     async with running(loaded()) as engine:
         truth = await plain(engine, 12)
-        teller = Teller(engine)
-        await teller.open()
+        router = TextRouter(engine)
+        await router.open()
         tree = DraftTree.of([PROMPT[-1], *truth[:4]], range(-1, 4))
-        first = await teller.verify(tree)
-        again = await teller.verify(tree, start=len(PROMPT) - 5)
+        first = await router.verify(tree)
+        again = await router.verify(tree, start=len(PROMPT) - 5)
         assert first.tokens == again.tokens == tuple(truth[:5])
         assert (first.path, first.ranks, first.length) == (again.path, again.ranks, again.length)
-        await teller.close()
+        await router.close()
 
 
 async def test_a_text_opened_again_midway_goes_on_with_the_same_tokens(loaded):
     async with running(loaded("llama", "bf16")) as engine:
         truth = await plain(engine, 30, sampling=WARM)
-        teller = Teller(engine, sampling=WARM)
-        opened = await teller.open()
+        router = TextRouter(engine, sampling=WARM)
+        opened = await router.open()
         assert opened.restored + opened.processed == len(PROMPT) - 1
-        while len(teller.text) < len(PROMPT) + 30:
-            done = len(teller.text) - len(PROMPT)
-            await teller.round(
-                DraftTree.of([teller.text.ids[-1], *truth[done : done + 3]], range(-1, len(truth[done : done + 3])))
+        while len(router.text) < len(PROMPT) + 30:
+            done = len(router.text) - len(PROMPT)
+            await router.round(
+                DraftTree.of([router.text.ids[-1], *truth[done : done + 3]], range(-1, len(truth[done : done + 3])))
             )
             if done > 10 and done % 2:
-                await teller.close()
-                opened = await teller.open()
-                assert opened.restored + opened.processed == len(teller.text) - 1
-        assert teller.text.ids[len(PROMPT) :][:30] == truth
-        await teller.close()
+                await router.close()
+                opened = await router.open()
+                assert opened.restored + opened.processed == len(router.text) - 1
+        assert router.text.ids[len(PROMPT) :][:30] == truth
+        await router.close()
 
 
-async def test_two_openings_of_one_text_live_side_by_side(loaded):
+async def test_two_openings_of_one_text_are_independent(loaded):
     async with running(loaded()) as engine:
-        tellers = [Teller(engine, sampling=HOT) for _ in range(2)]
-        await asyncio.gather(*(teller.open() for teller in tellers))
+        routers = [TextRouter(engine, sampling=HOT) for _ in range(2)]
+        await asyncio.gather(*(router.open() for router in routers))
         for _ in range(5):
-            await asyncio.gather(*(teller.round() for teller in tellers))
-        await tellers[0].close()
-        await tellers[1].round()
-        assert tellers[1].text.ids[:-1] == tellers[0].text.ids
-        await tellers[1].close()
+            await asyncio.gather(*(router.round() for router in routers))
+        await routers[0].close()
+        await routers[1].round()
+        assert routers[1].text.ids[:-1] == routers[0].text.ids
+        await routers[1].close()
 
 
 async def test_an_answer_ends_at_the_end_of_text_and_at_its_limit(loaded):
     async with running(loaded()) as engine:
         truth = await plain(engine, 12)
-        limit = Teller(engine, limits=Limits(len(PROMPT) + 3, ignore_end=True))
+        limit = TextRouter(engine, limits=Limits(len(PROMPT) + 3, ignore_end=True))
         await limit.open()
         verdict = await limit.verify(DraftTree.of([PROMPT[-1], *truth[:8]], range(-1, 8)))
         assert (verdict.tokens, verdict.finish, verdict.length) == (tuple(truth[:3]), Finish.LENGTH, 9)
@@ -327,14 +327,14 @@ async def test_an_answer_ends_at_the_end_of_text_and_at_its_limit(loaded):
         assert hello.end_ids == (END,)
 
 
-async def test_a_verdict_says_what_it_cost(loaded):
+async def test_a_verdict_reports_its_times(loaded):
     async with running(loaded()) as engine:
-        teller = Teller(engine)
-        assert (await teller.open()).open_us > 0
-        verdict = await teller.verify()
+        router = TextRouter(engine)
+        assert (await router.open()).open_us > 0
+        verdict = await router.verify()
         assert verdict.verify_us > 0
         assert verdict.queue_us >= 0
-        await teller.close()
+        await router.close()
 
 
 # What is refused
@@ -347,39 +347,39 @@ BAD_TREES = {
 }
 
 
-async def test_bad_trees_are_refused_and_the_opening_goes_on(folders):
+async def test_bad_trees_are_refused_and_the_opening_stays_open(folders):
     engine = VerifierEngine.load(folders["llama"][0], name="t", dtype=torch.float32, max_rows=40)
     async with running(engine) as engine:
         truth = await plain(engine, 8)
-        teller = Teller(engine)
-        await teller.open()
+        router = TextRouter(engine)
+        await router.open()
         for at, (tokens, parents, message) in enumerate(BAD_TREES.values()):
-            root = teller.text.ids[-1]
+            root = router.text.ids[-1]
             shifted = [(root + 1) % 256 if at == 0 else root, *tokens[1:]]
             with pytest.raises(BadRequest, match=message):
-                await teller.engine.verify(VerifyCall(teller.update(), DraftTree.of(shifted, parents)))
-            await teller.round()
-        assert teller.text.ids[len(PROMPT) :] == truth[: len(BAD_TREES)]
-        await teller.close()
+                await router.engine.verify(VerifyCall(router.update(), DraftTree.of(shifted, parents)))
+            await router.round()
+        assert router.text.ids[len(PROMPT) :] == truth[: len(BAD_TREES)]
+        await router.close()
 
 
 async def test_unknown_openings_and_differing_texts_are_not_found(loaded):
     async with running(loaded()) as engine:
-        teller = Teller(engine)
+        router = TextRouter(engine)
         with pytest.raises(NotFound, match="opening"):
-            await teller.verify()
+            await router.verify()
         with pytest.raises(NotFound, match="opening"):
-            await teller.close()
-        await teller.open()
-        update = teller.update()
+            await router.close()
+        await router.open()
+        update = router.update()
         wrong = TextUpdate(update.opening, update.base, update.digest ^ 1, update.start, update.tokens)
         with pytest.raises(NotFound, match="digest"):
             await engine.verify(VerifyCall(wrong, DraftTree.root_only(PROMPT[-1])))
         ahead = TextUpdate(update.opening, update.base + 9, update.digest, update.base + 9, ())
         with pytest.raises(NotFound):
             await engine.verify(VerifyCall(ahead, DraftTree.root_only(PROMPT[-1])))
-        assert (await teller.verify()).tokens
-        await teller.close()
+        assert (await router.verify()).tokens
+        await router.close()
 
 
 @pytest.mark.parametrize(
@@ -395,31 +395,31 @@ async def test_unknown_openings_and_differing_texts_are_not_found(loaded):
 async def test_texts_that_cannot_be_served_are_refused_with_the_numbers(loaded, prompt, limits, message):
     async with running(loaded()) as engine:
         with pytest.raises(BadRequest, match=message):
-            await Teller(engine, prompt, limits=limits).open()
+            await TextRouter(engine, prompt, limits=limits).open()
 
 
 async def test_a_caller_that_goes_away_frees_its_place(loaded):
     async with running(loaded()) as engine:
         truth = await plain(engine, 3)
-        gone = [asyncio.ensure_future(Teller(engine, PROMPT * 5).open()) for _ in range(6)]
-        teller = Teller(engine)
-        await teller.open()
-        waiting = asyncio.ensure_future(teller.verify())
+        gone = [asyncio.ensure_future(TextRouter(engine, PROMPT * 5).open()) for _ in range(6)]
+        router = TextRouter(engine)
+        await router.open()
+        waiting = asyncio.ensure_future(router.verify())
         await asyncio.sleep(0)
         for task in (*gone, waiting):
             task.cancel()
         await asyncio.gather(*gone, waiting, return_exceptions=True)
         for _ in range(3):
-            await teller.round()
-        assert teller.text.ids[len(PROMPT) :] == truth
-        await teller.close()
+            await router.round()
+        assert router.text.ids[len(PROMPT) :] == truth
+        await router.close()
         assert all(task.cancelled() for task in (*gone, waiting))
         assert not engine.scheduler.sessions
 
 
 async def test_a_step_that_fails_loses_its_texts_and_no_others(loaded, monkeypatch):
     async with running(loaded()) as engine:
-        lost, kept = Teller(engine), Teller(engine)
+        lost, kept = TextRouter(engine), TextRouter(engine)
         await lost.open()
         await kept.open()
         run = engine.runner.run
@@ -440,7 +440,7 @@ async def test_a_step_that_fails_loses_its_texts_and_no_others(loaded, monkeypat
 @pytest.mark.parametrize("method", ["next", "apply"])
 async def test_a_fault_of_the_scheduler_ends_its_texts_and_not_the_replica(loaded, monkeypatch, method):
     async with running(loaded()) as engine:
-        lost, later = Teller(engine), Teller(engine)
+        lost, later = TextRouter(engine), TextRouter(engine)
         await lost.open()
 
         def broken(*_):
@@ -456,7 +456,7 @@ async def test_a_fault_of_the_scheduler_ends_its_texts_and_not_the_replica(loade
 
 
 async def test_an_engine_whose_loop_has_ended_reports_a_fault(loaded, monkeypatch):
-    """Its replica is then replaced: those who wait would wait for ever."""
+    """Serve then replaces the replica, whose pending calls would wait for ever."""
     async with running(loaded()) as engine:
 
         def broken():
@@ -464,22 +464,22 @@ async def test_an_engine_whose_loop_has_ended_reports_a_fault(loaded, monkeypatc
 
         assert engine.fault() == ""
         monkeypatch.setattr(engine.scheduler, "next_leaving", broken)
-        await Teller(engine).open()
+        await TextRouter(engine).open()
         await asyncio.wait({engine._loop}, timeout=5)
         assert engine.fault() == "its loop has ended"
 
 
-async def test_what_waits_at_the_end_is_told_so(loaded):
+async def test_calls_pending_at_stop_fail_with_peer_lost(loaded):
     async with running(loaded()) as engine:
-        teller = Teller(engine)
-        await teller.open()
-        waiting = asyncio.ensure_future(teller.verify())
+        router = TextRouter(engine)
+        await router.open()
+        waiting = asyncio.ensure_future(router.verify())
         await asyncio.sleep(0)
         await engine.stop()
         with pytest.raises(PeerLost, match="stopped"):
             await waiting
         with pytest.raises(PeerLost, match="not running"):
-            await teller.verify()
+            await router.verify()
 
 
 # Checkpoints
@@ -506,7 +506,7 @@ def broken(folder, copy, **changes):
         ({"num_hidden_layers": 4}, "tensors are missing"),
     ],
 )
-def test_checkpoints_of_unsupported_kinds_say_why(folders, tmp_path, changes, message):
+def test_unsupported_checkpoints_are_refused_with_the_reason(folders, tmp_path, changes, message):
     with pytest.raises(BadRequest, match=f"checkpoint: .*{message}"):
         load_target(broken(folders["llama"][0], tmp_path / "c", **changes), torch.float32, torch.device("cpu"), [8])
 
@@ -527,7 +527,7 @@ def test_damaged_weights_are_refused(folders, tmp_path):
         load_target(folder, torch.float32, torch.device("cpu"), [8])
 
 
-def test_fingerprints_name_weights_and_tokenizer(loaded, folders, tmp_path):
+def test_fingerprints_identify_weights_and_tokenizer(loaded, folders, tmp_path):
     first = load_target(folders["llama"][0], torch.float32, torch.device("cpu"), [8])
     make_checkpoint(tmp_path, "llama", seed=9)
     other = load_target(tmp_path, torch.float32, torch.device("cpu"), [8])

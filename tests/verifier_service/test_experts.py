@@ -31,7 +31,7 @@ class Norm(nn.Module):
 
 
 def experts_of(dtype, transposed=False, biased=False, gated=True, normed=False):
-    """A module described as the library's experts are. Its forward is a plain loop over experts."""
+    """A module with the attributes of the library's experts. Its forward is a plain loop over experts."""
 
     class Experts(nn.Module):
         def __init__(self, config):
@@ -124,8 +124,8 @@ def oracle(model, ids):
 
 
 def engine_of(folder, dtype=torch.float32, degree=1, **limits):
-    said = {"max_length": 256, "max_sessions": 8, "max_waiting": 64, "prefill_chunk": 128, "max_depth": 8} | limits
-    return VerifierEngine.load(folder, name="tiny", dtype=dtype, tensor_parallel=degree, **said)
+    settings = {"max_length": 256, "max_sessions": 8, "max_waiting": 64, "prefill_chunk": 128, "max_depth": 8} | limits
+    return VerifierEngine.load(folder, name="tiny", dtype=dtype, tensor_parallel=degree, **settings)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,4 +1,4 @@
-"""Every causal family of the installed transformers: served and certified, or refused for a property of a list."""
+"""Every causal family of the installed transformers is served and certified, or refused for a listed property."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def refused(folder, dtype=torch.float32):
 @pytest.mark.parametrize(
     ("family", "why"),
     [
-        ("falcon", Property.OUTSIDE_INTERFACE),  # its constructor knows no such attention
+        ("falcon", Property.OUTSIDE_INTERFACE),  # its constructor rejects our attention
         ("gptj", Property.OUTSIDE_INTERFACE),
-        ("bloom", Property.OUTSIDE_INTERFACE),  # it never asks for one
+        ("bloom", Property.OUTSIDE_INTERFACE),  # it never calls the interface
         ("bart", Property.POSITIONS),
         ("lfm2", Property.CONVOLUTION),
         ("recurrent_gemma", Property.STATES),
@@ -78,7 +78,7 @@ def test_a_family_that_cannot_be_served_is_refused_for_its_property(family, why,
 
 
 def test_opt_is_served_with_the_librarys_answers(tmp_path):
-    """OPT's model calls its decoder, not its base model, from which the head once expected its rows."""
+    """OPT's model calls its decoder, not its base model: the head must get its rows from the decoder."""
     assert try_family("opt", tmp_path).refused is None
 
 

@@ -1,4 +1,4 @@
-"""A target in float16: its logits are near, what it announces holds, and a model with larger numbers is refused."""
+"""A target in float16: close logits, the exactness that it reports, and a refusal of models with larger numbers."""
 
 from __future__ import annotations
 

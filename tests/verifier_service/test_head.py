@@ -1,4 +1,4 @@
-"""The head computes logits for the rows that a walk comes to, in blocks, and holds one block of them."""
+"""The head computes logits for the rows that a walk visits, in blocks, and holds one block of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS = 2 * HEAD_ROWS + 8
 
 
 class CountedHead:
-    """A head that knows which blocks it was given and which of its logits still live."""
+    """A head that records which blocks it was given and how many of its logits are still alive."""
 
     def __init__(self) -> None:
         self.firsts: list[int] = []
@@ -36,7 +36,7 @@ class CountedHead:
         return logits
 
 
-def test_a_block_is_computed_when_one_of_its_rows_is_asked_for_and_no_other_is():
+def test_a_block_is_computed_only_when_one_of_its_rows_is_needed():
     head, hidden = CountedHead(), torch.arange(float(ROWS))[:, None]
     logits = Logits(hidden, head)
     assert head.firsts == []
@@ -54,7 +54,7 @@ def test_one_block_is_held_at_a_time():
     assert head.alive_before == [0, 0, 0]
 
 
-def test_logits_that_are_there_are_made_no_more():
+def test_logits_that_exist_are_not_computed_again():
     there = torch.arange(float(ROWS))[:, None]
     logits = Logits.made(there)
     assert [float(logits.row(row)) for row in (0, ROWS - 1)] == [0.0, ROWS - 1.0]
@@ -65,7 +65,7 @@ def test_logits_that_are_there_are_made_no_more():
 def test_a_step_of_one_block_and_a_head_that_workers_share_take_one_call_of_the_model(
     guesses, together, calls, tmp_path
 ):
-    """Workers would wait for each other where logits are made twice, and none knows which rows walks will come to."""
+    """Workers would wait for each other in every further call, and cannot predict which rows the walks visit."""
     tiny_models.make_checkpoint(tmp_path, "llama")
     engine, tree = engine_of(tmp_path), DraftTree.of([5, *range(guesses)], [-1] + [0] * guesses)
     engine.runner.target.head.together = together
@@ -76,7 +76,7 @@ def test_a_step_of_one_block_and_a_head_that_workers_share_take_one_call_of_the_
 
 
 def big_tree(root: int, without: int) -> DraftTree:
-    """64 rows: all of them the root's children, none of them this token."""
+    """64 rows: the root and 63 children, none of which is the token `without`."""
     tokens = [token for token in range(64) if token != without][:63]
     return DraftTree.of([root, *tokens], [-1] + [0] * 63)
 
@@ -89,7 +89,7 @@ def engine_of(folder) -> VerifierEngine:
 
 
 @pytest.mark.parametrize("family", SCALED)
-def test_what_a_family_does_to_its_logits_after_the_product_is_done(family, tmp_path):
+def test_a_familys_scaling_of_logits_after_the_product_is_applied(family, tmp_path):
     model = tiny_hybrids.make_checkpoint(tmp_path, family, **SCALED[family])
     ids = np.random.default_rng(0).integers(0, 64, 40).tolist()
     found = engine_of(tmp_path).logits_of(ids, tiny_hybrids.tree_below(ids[-1]))
@@ -127,10 +127,10 @@ def test_a_rows_logits_have_the_same_bits_in_every_block(family, tmp_path):
 async def test_a_walk_that_ends_at_the_root_computes_one_block(family, tmp_path):
     tiny_hybrids.make_checkpoint(tmp_path, family)
     engine = engine_of(tmp_path)
-    prompt, asked, head = list(range(40)), list[int](), engine.runner.target.head.logits
+    prompt, blocks, head = list(range(40)), list[int](), engine.runner.target.head.logits
 
     def counted(hidden):
-        asked.append(len(hidden))
+        blocks.append(len(hidden))
         return head(hidden)
 
     await engine.start()
@@ -141,6 +141,6 @@ async def test_a_walk_that_ends_at_the_root_computes_one_block(family, tmp_path)
         answer = (await plain.round()).tokens[0]
         engine.runner.target.head.logits = counted
         verdict = await guessing.round(big_tree(prompt[-1], answer))
-        assert verdict.tokens == (answer,) and asked == [HEAD_ROWS]
+        assert verdict.tokens == (answer,) and blocks == [HEAD_ROWS]
     finally:
         await engine.stop()

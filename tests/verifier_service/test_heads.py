@@ -16,7 +16,7 @@ from tree_kernels.tree_attention import PAGE
 from tree_layers.errors import CheckpointError
 
 from verifier_service.engine import VerifierEngine
-from verifier_service.models.heads import SpreadNorm, deal_out, is_mixer
+from verifier_service.models.heads import SpreadNorm, is_mixer, plan_shards
 from verifier_service.models.mamba_in_llama import library_config
 from verifier_service.models.norms import GroupedNorm
 
@@ -26,7 +26,7 @@ EXPERTS = {
     "moe_intermediate_size": 48,
     "moe_shared_expert_intermediate_size": 48,
 }
-FEW = [  # (family, what is changed of it, workers)
+FEW = [  # (family, changed settings, workers)
     ("mamba2", {}, 2),
     ("bamba", {}, 2),
     ("nemotron_h", EXPERTS, 2),
@@ -70,14 +70,14 @@ def models(tmp_path_factory):
 
 
 def engine_of(folder, degree, dtype=torch.float32, **limits):
-    said = {"max_length": 512, "max_sessions": 8, "max_waiting": 64, "prefill_chunk": 128, "max_depth": 8} | limits
-    return VerifierEngine.load(folder, name="tiny", dtype=dtype, tensor_parallel=degree, **said)
+    settings = {"max_length": 512, "max_sessions": 8, "max_waiting": 64, "prefill_chunk": 128, "max_depth": 8} | limits
+    return VerifierEngine.load(folder, name="tiny", dtype=dtype, tensor_parallel=degree, **settings)
 
 
 def name_of(case):
     family, changes, degree = case
-    said = "experts" if changes is EXPERTS else ", ".join(f"{key}={value}" for key, value in changes.items())
-    return f"{family}, {said}, {degree}" if said else f"{family}, {degree}"
+    label = "experts" if changes is EXPERTS else ", ".join(f"{key}={value}" for key, value in changes.items())
+    return f"{family}, {label}, {degree}" if label else f"{family}, {degree}"
 
 
 @pytest.mark.parametrize(
@@ -103,8 +103,8 @@ def test_trees_of_several_workers_have_the_librarys_logits(models, family, chang
 
 @pytest.mark.parametrize("family", few_of(["mamba", "mamba2", "bamba"], "mamba2"))
 def test_two_workers_round_in_bfloat16_about_as_one_does(models, family):
-    """Parts of sums are rounded once more: from the float32 logits they are at most half as far again as one worker. A
-    choice then differs from the library's only where its lead is less than twice that."""
+    """Parts of sums are rounded once more: their error from the float32 logits is less than 1.5 times that of one
+    worker. A greedy token can differ from the library's only where its lead is less than twice that error."""
     folder, model = models(family)
     engines = [engine_of(folder, degree, torch.bfloat16) for degree in (1, 2)]
     try:
@@ -123,7 +123,7 @@ def test_two_workers_round_in_bfloat16_about_as_one_does(models, family):
 
 @pytest.mark.parametrize(("family", "dtype", "degree"), BITWISE, ids=lambda each: str(each).removeprefix("torch."))
 async def test_random_arrivals_at_one_degree_change_no_token(models, family, dtype, degree):
-    """Trees, chunks and company, waiting and giving way: each text's tokens are those it has alone at this degree."""
+    """With trees, chunks, other texts, waiting and preemption: each text's tokens are those it has alone."""
     rng = np.random.default_rng(2)
     engine = engine_of(models(family)[0], degree, dtype, pool_tokens=7 * PAGE)
     await engine.start()
@@ -133,7 +133,7 @@ async def test_random_arrivals_at_one_degree_change_no_token(models, family, dty
         laws = [LAWS[place % len(LAWS)] for place in range(len(prompts))]
         await arrive_at_random(engine, prompts, laws, 40, rng, VOCABULARY)
         stats = engine.stats()
-        assert stats["guesses"] > 0 and stats["set_back"] > 0
+        assert stats["guesses"] > 0 and stats["preempted"] > 0
         assert stats["pages_held"] == stats["sessions"] == 0
     finally:
         await engine.stop()
@@ -150,8 +150,8 @@ async def test_random_arrivals_at_one_degree_change_no_token(models, family, dty
     ],
 )
 async def test_random_rounds_leave_the_logits_of_straight_decoding(models, family, degree):
-    """Rounds with and without a tree, some verdicts dropped: the logits of every visited row are bitwise those of one
-    token after another."""
+    """Rounds with and without a tree, some verdicts dropped: the logits of every visited row are bitwise those of
+    decoding one token after another."""
     rng = np.random.default_rng(3)
     engine = engine_of(models(family)[0], degree, max_sessions=2)
     seen = watch_logits(engine)
@@ -190,16 +190,16 @@ async def test_random_rounds_leave_the_logits_of_straight_decoding(models, famil
         *(("mamba_in_llama", 2), ("mamba_in_llama", 4)),
     ],
 )
-def test_workers_read_of_mixers_nothing_but_their_parts(models, family, degree):
-    """All workers' parts together are the checkpoint's: whole rows once, and B and C, or x and B, once for each that
-    shares them."""
+def test_workers_read_only_their_parts_of_mixers(models, family, degree):
+    """All workers' parts together are the checkpoint's rows: each once, and those of B and C, or x and B, once for each
+    worker that shares them."""
     folder, model = models(family)
     config = library_config(folder)
     mixer = next(module for module in model.modules() if is_mixer(module))
     name = next(name for name, module in model.named_modules() if module is mixer)
     read = []
     for rank in range(degree):
-        with deal_out(folder, config, rank, degree).tensors(folder) as tensors:
+        with plan_shards(folder, config, rank, degree).tensors(folder) as tensors:
             found = {each.rpartition(f"{name.partition('layers.')[2]}.")[2]: each for each in tensors}
             weight = next(each for key, each in found.items() if key == "in_proj.weight")
             read.append(tensors[weight][...])
@@ -221,7 +221,7 @@ def test_a_worker_keeps_the_states_of_its_own_heads(models):
 
 
 class Summed:
-    """A group of one process: what its workers gave is added when all have; then they ask again."""
+    """A group in one process: a first pass collects the workers' parts, and a second one gets their sum."""
 
     def __init__(self):
         self.given = []
@@ -265,7 +265,7 @@ def test_a_norm_spread_over_workers_is_the_whole_norm(kind, groups, workers):
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "degree", "said"),
+    ("family", "changes", "degree", "message"),
     [
         ("mamba2", {}, 3, "its 4 heads of a mixer cannot be dealt out to 3 workers evenly"),
         ("mamba", {}, 3, "its 64 channels of a mixer cannot be dealt out to 3 workers evenly"),
@@ -279,13 +279,13 @@ def test_a_norm_spread_over_workers_is_the_whole_norm(kind, groups, workers):
         ),
     ],
 )
-def test_mixers_that_cannot_be_dealt_out_are_refused_with_the_numbers(models, family, changes, degree, said):
+def test_mixers_that_cannot_be_dealt_out_are_refused_with_the_numbers(models, family, changes, degree, message):
     folder, _ = models(family, **changes)
-    with pytest.raises(CheckpointError, match=said):
-        deal_out(folder, library_config(folder), 0, degree)
+    with pytest.raises(CheckpointError, match=message):
+        plan_shards(folder, library_config(folder), 0, degree)
 
 
 @pytest.mark.long
-def test_an_engine_refuses_what_cannot_be_dealt_out(models):
+def test_an_engine_refuses_mixers_that_cannot_be_dealt_out(models):
     with pytest.raises(BadRequest, match="its 4 heads of a mixer cannot be dealt out to 3 workers evenly"):
         engine_of(models("mamba2")[0], 3)

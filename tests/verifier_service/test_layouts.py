@@ -1,4 +1,4 @@
-"""A target has the same logits in every layout in which checkpoints are published, and none of them can run code."""
+"""A target has the same logits in every layout in which checkpoints are published, and none of them runs code."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def target_in(folder):
 
 
 def same_weights(one, other):
-    """Before layers get their forms: packed ones have no weights to compare."""
+    """Compared before layers get their forms: packed ones have no weights."""
     ours, theirs = (load_library_model(folder, dtype=torch.float32).state_dict() for folder in (one, other))
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
@@ -93,8 +93,8 @@ class OldNorm(nn.Module):
         return self.weight * normed.to(hidden_states.dtype)
 
 
-def test_mixers_of_several_groups_have_norms_by_groups_whatever_transformers_makes(folders, tmp_path, monkeypatch):
-    """In both layouts, as the target and as what `dendro certify` compares it with."""
+def test_mixers_of_several_groups_have_norms_by_groups_in_every_version_of_transformers(folders, tmp_path, monkeypatch):
+    """In both layouts, for the target and for the library model that `dendro certify` compares it with."""
     folder, model = folders("mamba2")
     assert model.config.n_groups > 1
     make_state_spaces(tmp_path / "own", model)
@@ -123,7 +123,7 @@ def test_workers_read_their_shards_from_state_spaces_own_layout(folders, tmp_pat
 
 
 class Planted:
-    """Pickled, it makes a file when it is loaded by an unpickler that trusts."""
+    """Creates a file when an unsafe unpickler loads it."""
 
     def __init__(self, path):
         self.path = path

@@ -1,4 +1,4 @@
-"""Many texts, little memory: waiting, growing, sharing, giving way. Every text's tokens are those it has when alone."""
+"""Many texts in little memory: waiting, growth, sharing, preemption. Every text has the tokens that it has alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tree_layers.memory import pages_for
 from verifier_service.budget import StepCosts, path_in, reached, subtree, worthwhile
 from verifier_service.engine import VerifierEngine
 from verifier_service.memory import PageTable, TextMemory, most_pages, salt_of
-from verifier_service.requests import Ask, Capacity
+from verifier_service.requests import Capacity, PendingCall
 from verifier_service.rows import StepOutcome
 from verifier_service.scheduler import StepScheduler
 
@@ -37,14 +37,14 @@ def folder(tmp_path_factory):
 
 
 def engine_of(folder, dtype=torch.float32, **limits):
-    said = {"max_length": 256, "max_sessions": 8, "max_waiting": 64, "prefill_chunk": 128} | limits
-    return VerifierEngine.load(folder, name="tiny", dtype=dtype, **said)
+    settings = {"max_length": 256, "max_sessions": 8, "max_waiting": 64, "prefill_chunk": 128} | limits
+    return VerifierEngine.load(folder, name="tiny", dtype=dtype, **settings)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
 async def test_random_arrivals_and_departures_in_little_memory_change_no_token(folder, dtype, seed):
-    """Pages for about three of the texts, places for eight: texts wait, share, are set back and computed again."""
+    """Pages for about three of the texts, places for eight: texts wait, share, are preempted and computed again."""
     rng = np.random.default_rng(seed)
     engine = engine_of(folder, dtype, pool_tokens=9 * PAGE)
     await engine.start()
@@ -54,14 +54,14 @@ async def test_random_arrivals_and_departures_in_little_memory_change_no_token(f
         laws = [LAWS[int(rng.integers(0, len(LAWS)))] for _ in prompts]
         await arrive_at_random(engine, prompts, laws, 40, rng, leaving=True)
         stats = engine.stats()
-        assert stats["set_back"] > 0 and stats["shared_tokens"] > 0
+        assert stats["preempted"] > 0 and stats["shared_tokens"] > 0
         assert stats["pages_held"] == stats["sessions"] == 0
         assert stats["pages_held_at_most"] <= 9
     finally:
         await engine.stop()
 
 
-async def test_a_text_that_finds_no_place_waits_its_turn_and_one_too_many_is_refused(folder):
+async def test_a_text_without_a_free_place_waits_and_one_more_than_max_waiting_is_refused(folder):
     engine = engine_of(folder, max_sessions=2, max_waiting=1)
     await engine.start()
     try:
@@ -149,7 +149,7 @@ async def test_equal_beginnings_are_computed_once_but_never_across_tenants(folde
         await engine.stop()
 
 
-async def test_a_text_cut_inside_a_shared_page_harms_nobody(folder):
+async def test_a_text_cut_inside_a_shared_page_changes_no_other_text(folder):
     engine = engine_of(folder)
     await engine.start()
     try:
@@ -160,7 +160,7 @@ async def test_a_text_cut_inside_a_shared_page_harms_nobody(folder):
         await second.open()
         changed = prompt[:100] + [7, 8, 9]
         expected = await RoundByRound(engine, changed).finish()
-        first.text = Tokens()  # its router takes tokens back, and goes on in another way
+        first.text = Tokens()  # its router drops tokens and goes on with others
         first.text.extend(changed)
         first.prompt, first.known, first.end = changed, 100, len(changed) + 24
         while len(first.text) < first.end:
@@ -176,7 +176,7 @@ async def test_a_text_cut_inside_a_shared_page_harms_nobody(folder):
         await engine.stop()
 
 
-def test_a_text_that_gives_its_pages_back_finds_them_until_they_are_wanted():
+def test_released_pages_are_found_again_until_they_are_reused():
     memory, ids = PageTable(4), list(range(3 * PAGE))
     text = TextMemory(salt_of("a"))
     assert memory.grow(text, len(ids))
@@ -220,8 +220,8 @@ def random_values(rng, rows):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_what_stays_of_the_trees_is_the_best_of_all_subtrees(seed):
-    """Against every choice of guesses whose ancestors are chosen."""
+def test_the_guesses_that_are_kept_are_the_best_of_all_subtrees(seed):
+    """Compared with every choice of guesses that includes their ancestors."""
     rng = np.random.default_rng(seed)
     trees = [random_values(rng, int(rng.integers(2, 6))) for _ in range(2)]
     costs = StepCosts()
@@ -248,7 +248,7 @@ def test_what_stays_of_the_trees_is_the_best_of_all_subtrees(seed):
     assert rate(tokens) == pytest.approx(best, rel=1e-12)
 
 
-def test_a_saturated_step_sheds_all_speculation_and_a_lone_text_keeps_its_tree():
+def test_a_saturated_step_drops_all_guesses_and_a_lone_text_keeps_its_tree():
     rng = np.random.default_rng(0)
     trees = [random_values(rng, 12) for _ in range(6)]
     costs = StepCosts()
@@ -263,14 +263,14 @@ def test_a_saturated_step_sheds_all_speculation_and_a_lone_text_keeps_its_tree()
     assert sum(tree.guesses for tree in worthwhile(trees, 6, 9, SIZES, StepCosts())) == 9
 
 
-def test_values_that_rise_below_their_parent_break_no_ancestry():
+def test_a_guess_whose_value_is_above_its_parents_is_not_kept_without_its_parent():
     tree = DraftTree.of([0, 1, 2, 3], [-1, 0, 1, 2], [0.0, -3.0, -0.1, -0.1])
     rival = DraftTree.of([0, 1], [-1, 0], [0.0, -0.5])
     kept = worthwhile([tree, rival], 2, 2, SIZES, StepCosts())
     assert [each.rows for each in kept] == [2, 2]
 
 
-def test_a_subtrees_path_is_told_in_the_rows_of_the_whole():
+def test_a_subtrees_path_is_given_in_the_rows_of_the_whole_tree():
     tree = DraftTree.of([0, 5, 6, 7, 8], [-1, 0, 0, 2, 2])
     part = subtree(tree, [0, 2, 4])
     assert (part.tokens.tolist(), part.parents.tolist()) == ([0, 6, 8], [-1, 0, 1])
@@ -278,7 +278,7 @@ def test_a_subtrees_path_is_told_in_the_rows_of_the_whole():
 
 
 def scheduler_of(**limits):
-    said = {
+    settings = {
         "vocabulary": 100,
         "max_length": 64,
         "max_rows": 16,
@@ -293,44 +293,46 @@ def scheduler_of(**limits):
         "first_scratch": 30 * PAGE,
         "end_ids": frozenset(),
     }
-    return StepScheduler(Capacity(**said | limits))
+    return StepScheduler(Capacity(**settings | limits))
 
 
 @pytest.mark.parametrize("guesses, rows", [(0, 16), (3, 16), (11, 24), (14, 24), (15, 24)])
-async def test_a_prompt_beside_a_tree_takes_every_row_that_would_only_pad(guesses, rows):
+async def test_a_prompt_beside_a_tree_gets_every_row_that_would_be_padding(guesses, rows):
     scheduler = scheduler_of(step_rows=64, prefill_rows=16)
-    speaker, newcomer = RoundByRound(None, [1], count=9), RoundByRound(None, range(50), count=9)
+    decoding, opening = RoundByRound(None, [1], count=9), RoundByRound(None, range(50), count=9)
     tree = DraftTree.of(list(range(1, guesses + 2)), [-1, *[0] * guesses])
-    calls = [OpenCall(router.update(), router.terms) for router in (speaker, newcomer)]
-    speaker.known = 1
-    for call in (*calls, VerifyCall(speaker.update(), tree)):
-        scheduler.submit(Ask(call, asyncio.get_running_loop().create_future()))
+    calls = [OpenCall(router.update(), router.terms) for router in (decoding, opening)]
+    decoding.known = 1
+    for call in (*calls, VerifyCall(decoding.update(), tree)):
+        scheduler.submit(PendingCall(call, asyncio.get_running_loop().create_future()))
     assert len(scheduler.next().tokens) == rows
 
 
-async def test_a_verdict_says_how_many_of_its_own_trees_guesses_were_left_out():
-    """A step of 16 rows, 2 of them roots: of 9 guesses and 7 that are worth less, 9 and 5 are taken."""
+async def test_a_verdict_reports_how_many_of_its_own_trees_guesses_were_left_out():
+    """A step of 16 rows, 2 of them roots: of 9 guesses and 7 less likely ones, 9 and 5 are in the step."""
     scheduler = scheduler_of(step_rows=16, prefill_rows=8, sizes=(8, 16))
     replies = []
     for place, (guesses, value) in enumerate([(9, -1.0), (7, -2.0)]):
         router = RoundByRound(None, [1], count=9)
         tree = DraftTree.of(range(1, guesses + 2), [-1, *[0] * guesses], [0.0, *[value] * guesses])
-        scheduler.submit(Ask(OpenCall(router.update(), router.terms), asyncio.get_running_loop().create_future()))
+        scheduler.submit(
+            PendingCall(OpenCall(router.update(), router.terms), asyncio.get_running_loop().create_future())
+        )
         router.known = 1
         replies.append(asyncio.get_running_loop().create_future())
-        scheduler.submit(Ask(VerifyCall(router.update(), tree), replies[place]))
+        scheduler.submit(PendingCall(VerifyCall(router.update(), tree), replies[place]))
     plan = scheduler.next()
     scheduler.apply(StepOutcome(tuple(Walk((0,), (99,), ()) for _ in plan.draws), 1000, 1000))
     assert [reply.result().trimmed for reply in replies] == [0, 2]
 
 
 @pytest.mark.parametrize("cold", [True, False])
-async def test_the_time_of_a_step_that_compiled_is_no_steps_price(cold):
+async def test_the_time_of_a_step_that_compiled_is_not_learned_as_a_cost(cold):
     scheduler = scheduler_of()
     router, reply = RoundByRound(None, [1], count=9), asyncio.get_running_loop().create_future()
-    scheduler.submit(Ask(OpenCall(router.update(), router.terms), asyncio.get_running_loop().create_future()))
+    scheduler.submit(PendingCall(OpenCall(router.update(), router.terms), asyncio.get_running_loop().create_future()))
     router.known = 1
-    scheduler.submit(Ask(VerifyCall(router.update(), DraftTree.root_only(1)), reply))
+    scheduler.submit(PendingCall(VerifyCall(router.update(), DraftTree.root_only(1)), reply))
     scheduler.next()
     scheduler.apply(StepOutcome((Walk((0,), (99,), ()),), 9_000_000, 9_000_000, cold))
     assert reply.result().cold is cold
@@ -338,7 +340,7 @@ async def test_the_time_of_a_step_that_compiled_is_no_steps_price(cold):
 
 
 class TakingTurns:
-    """Texts whose routers come back some time after each verdict, on a clock of their own."""
+    """Texts whose routers send the next round `away_s` after each verdict, on a simulated clock."""
 
     STEP_S = 0.020
 
@@ -348,7 +350,7 @@ class TakingTurns:
         self.scheduler, self.away_s = scheduler_of(), away_s
         self.routers = [RoundByRound(None, [place + 1], count=50) for place in range(len(away_s))]
         self.due = {}
-        self.sharers = 0  # texts of the last step, by its verdicts
+        self.sharers = 0  # texts of the last step, as its verdicts report
         for router in self.routers:
             self.submit(OpenCall(router.update(), router.terms))
             router.known = len(router.text)
@@ -361,16 +363,16 @@ class TakingTurns:
 
     def submit(self, call, arrived=None):
         reply = asyncio.get_running_loop().create_future()
-        self.scheduler.submit(Ask(call, reply, self.now if arrived is None else arrived))
+        self.scheduler.submit(PendingCall(call, reply, self.now if arrived is None else arrived))
         return reply
 
     def run(self, plan):
-        self.now += self.STEP_S  # whatever the number of rows: memory is what a step waits for
+        self.now += self.STEP_S  # for any number of rows: steps are memory-bound
         walks = tuple(Walk((0,), (7,), ()) for _ in plan.draws)
         self.scheduler.apply(StepOutcome(walks, 19_000, int(1e6 * self.STEP_S)))
 
     def rounds(self, count, places=None):
-        """Steps that `count` rounds of every text take, or of those at `places`, while the others stay away."""
+        """Steps that `count` rounds of every text take, or only of those at `places`."""
         replies, steps = {}, 0
         left = {place: count if places is None or place in places else 0 for place in range(len(self.routers))}
         while any(left.values()):
@@ -395,13 +397,13 @@ class TakingTurns:
         return steps
 
 
-async def test_texts_whose_routers_are_back_soon_go_together(monkeypatch):
+async def test_texts_whose_routers_return_soon_share_their_steps(monkeypatch):
     turns = TakingTurns(monkeypatch, [0.002, 0.003, 0.004])
     turns.rounds(4)
     assert turns.rounds(20) == 20
 
 
-async def test_texts_that_come_while_the_others_step_runs_join_them(monkeypatch):
+async def test_texts_that_arrive_during_the_others_step_share_the_next_one(monkeypatch):
     turns = TakingTurns(monkeypatch, [0.004] * 4)
     turns.due = {place: turns.now + (0.0, 0.0, 0.004, 0.004)[place] for place in range(4)}
     turns.rounds(4)
@@ -409,7 +411,7 @@ async def test_texts_that_come_while_the_others_step_runs_join_them(monkeypatch)
     assert turns.sharers == 4
 
 
-async def test_nobody_waits_for_a_router_that_is_away_for_long(monkeypatch):
+async def test_no_step_waits_for_a_router_that_is_away_for_long(monkeypatch):
     turns = TakingTurns(monkeypatch, [0.002, 0.050])
     turns.rounds(4)
     began = turns.now
@@ -419,10 +421,10 @@ async def test_nobody_waits_for_a_router_that_is_away_for_long(monkeypatch):
     assert turns.now - began < 2 * alone_s + 12 * 0.050
 
 
-async def test_a_router_that_never_comes_back_holds_up_nobody(monkeypatch):
+async def test_a_router_that_never_returns_delays_no_other_text(monkeypatch):
     turns = TakingTurns(monkeypatch, [0.002, 0.003])
     turns.rounds(4)
-    turns.rounds(2, places=[0])  # the other one is missed for a while
+    turns.rounds(2, places=[0])  # for a while the other one is still expected
     began = turns.now
     turns.rounds(10, places=[0])
     assert turns.now - began == pytest.approx(10 * (turns.STEP_S + 0.002), abs=0.0021)
@@ -435,7 +437,7 @@ async def test_a_lone_text_never_waits(monkeypatch):
     assert turns.now - began == pytest.approx(10 * turns.STEP_S + 9 * 0.002)
 
 
-async def test_no_step_has_more_rows_than_a_step_may_have_though_a_text_was_set_back():
+async def test_no_step_has_more_rows_than_step_rows_though_a_text_was_preempted():
     scheduler = scheduler_of(step_rows=32, prefill_rows=8)
     routers = [
         RoundByRound(None, [1], count=9),
@@ -446,7 +448,7 @@ async def test_no_step_has_more_rows_than_a_step_may_have_though_a_text_was_set_
 
     def submit(call):
         replies.append(asyncio.get_running_loop().create_future())
-        scheduler.submit(Ask(call, replies[-1]))
+        scheduler.submit(PendingCall(call, replies[-1]))
 
     def step():
         plan = scheduler.next()
@@ -489,7 +491,7 @@ MOST = most_pages(512, WINDOW, slack=9, rows=128 + 8)
 
 @pytest.mark.parametrize("dtype", few_of([torch.float32, torch.bfloat16], torch.float32), ids=["fp32", "bf16"])
 async def test_texts_longer_than_the_pool_keep_their_tokens_where_windows_slide(sliding, dtype):
-    """Texts of up to 300 tokens, seven pages of 64: they drop what they no longer see, share, wait and give way."""
+    """Texts of up to 300 tokens, seven pages of 64: they release pages out of sight, share, wait and are preempted."""
     rng = np.random.default_rng(8)
     engine = sliding_engine(sliding, dtype, pool_tokens=7 * PAGE)
     roomy = sliding_engine(sliding, dtype)
@@ -504,7 +506,7 @@ async def test_texts_longer_than_the_pool_keep_their_tokens_where_windows_slide(
         trees = [guessing(rng, truth) for truth in truths]
         assert await asyncio.gather(*map(RoundByRound.finish, routers, trees)) == truths
         stats = engine.stats()
-        assert stats["set_back"] > 0 and stats["shared_tokens"] > 0
+        assert stats["preempted"] > 0 and stats["shared_tokens"] > 0
         assert stats["pages_held"] == stats["sessions"] == 0
     finally:
         await engine.stop()
@@ -526,7 +528,7 @@ async def test_a_long_text_holds_no_more_than_its_window_needs(sliding):
         await engine.stop()
 
 
-async def test_a_text_cut_back_behind_what_was_dropped_is_computed_again(sliding):
+async def test_a_text_cut_to_before_its_released_pages_is_computed_again(sliding):
     engine = sliding_engine(sliding)
     await engine.start()
     try:
@@ -553,7 +555,7 @@ async def test_a_text_cut_inside_a_shared_page_sees_all_that_its_rows_see(slidin
         await router.open()
         while len(router.text) < 3 * PAGE + 3:
             await router.round()
-        router.back_to(3 * PAGE - 2)  # a verdict's length, but into a page that is full, and published
+        router.back_to(3 * PAGE - 2)  # by a verdict's length, but into a page that is full and published
         assert await router.go_on() == straight.answer
         first, second = seen.values()
         for position, logits in first.items():
@@ -564,7 +566,7 @@ async def test_a_text_cut_inside_a_shared_page_sees_all_that_its_rows_see(slidin
 
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize(("window", "slack"), [(70, 9), (1, 3), (64, 17), (129, 2), (300, 17)])
-def test_whatever_is_cut_every_page_that_the_next_rows_see_is_there(window, slack, share):
+def test_after_every_cut_all_pages_that_the_next_rows_see_are_held(window, slack, share):
     rng = np.random.default_rng(window)
     memory = PageTable(40, share, window, slack)
     text = TextMemory(salt_of(""))
@@ -592,11 +594,11 @@ def test_pages_out_of_sight_are_free_and_those_in_sight_are_not():
     memory = PageTable(8, share=False, window=100, slack=4)
     text = TextMemory(salt_of(""))
     memory.grow(text, 6 * PAGE)
-    memory.append(text, range(PAGE + 102))  # the next rows, and those that may come back, are at 162 and later
+    memory.append(text, range(PAGE + 102))  # the next rows, after any cut within the slack, are at 162 and later
     assert text.unseen == 0 and memory.held == 6
     memory.append(text, [0])  # at 163 a row sees from 64 on
     assert text.unseen == 1 and memory.held == 5 and text.pages[0] == 0 and 0 not in text.pages[1:]
     memory.cut(text, PAGE + 99)
     assert len(text.consumed) == PAGE + 99 and memory.held == 5
-    memory.cut(text, PAGE + 98)  # a row there would see the dropped page
+    memory.cut(text, PAGE + 98)  # a row there would see the released page
     assert text.consumed == [] and memory.held == 0

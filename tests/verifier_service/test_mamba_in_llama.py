@@ -1,4 +1,4 @@
-"""Mamba-in-Llama's own: what its configuration may say, its tensors, and mixers whose heads share x and B.
+"""Mamba-in-Llama: its configuration, its tensors, and mixers whose heads share x and B.
 
 What it has in common with the other hybrids is tested with them (`test_states.py`, `test_heads.py`).
 """
@@ -30,8 +30,8 @@ def folder(tmp_path_factory):
 
 
 def engine_of(folder, dtype=torch.float32, **limits):
-    said = {"max_length": 512, "max_sessions": 8, "prefill_chunk": 128, "max_depth": 8} | limits
-    return VerifierEngine.load(folder, name="tiny", dtype=dtype, **said)
+    settings = {"max_length": 512, "max_sessions": 8, "prefill_chunk": 128, "max_depth": 8} | limits
+    return VerifierEngine.load(folder, name="tiny", dtype=dtype, **settings)
 
 
 def target_of(folder):
@@ -39,17 +39,17 @@ def target_of(folder):
 
 
 def changed(folder, to, ssm=None, **changes):
-    """A checkpoint of which `mamba_config.json` says something else; None takes a key away."""
+    """A checkpoint with changes to `mamba_config.json`; None removes a key."""
     shutil.copytree(folder, to)
-    said = json.loads((to / "mamba_config.json").read_text()) | changes
-    said["ssm_cfg"] = said["ssm_cfg"] | (ssm or {}) if isinstance(said["ssm_cfg"], dict) else said["ssm_cfg"]
-    said["ssm_cfg"] = {key: value for key, value in (said["ssm_cfg"] or {}).items() if value is not None}
-    (to / "mamba_config.json").write_text(json.dumps({key: value for key, value in said.items() if value is not None}))
+    raw = json.loads((to / "mamba_config.json").read_text()) | changes
+    raw["ssm_cfg"] = raw["ssm_cfg"] | (ssm or {}) if isinstance(raw["ssm_cfg"], dict) else raw["ssm_cfg"]
+    raw["ssm_cfg"] = {key: value for key, value in (raw["ssm_cfg"] or {}).items() if value is not None}
+    (to / "mamba_config.json").write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
     return to
 
 
 def with_tensors(folder, to, change):
-    """A checkpoint whose tensors `change` has changed."""
+    """A checkpoint whose tensors were changed by `change`."""
     shutil.copytree(folder, to)
     tensors = load_file(to / "model.safetensors")
     change(tensors)
@@ -72,7 +72,7 @@ def with_tensors(folder, to, change):
     ],
     ids=str,
 )
-def test_checkpoints_of_other_settings_have_the_oracles_logits_and_independent_rows(tmp_path, settings):
+def test_checkpoints_of_all_settings_have_the_oracles_logits_and_independent_rows(tmp_path, settings):
     model = make_mamba_in_llama(tmp_path, **settings)
     announces_what_it_must(engine_of(tmp_path, torch.bfloat16))
     engine = engine_of(tmp_path)
@@ -84,7 +84,7 @@ def test_checkpoints_of_other_settings_have_the_oracles_logits_and_independent_r
         assert (engine.logits_of(ids, tree_below(ids[-1])) - truth).abs().max() < 1e-4, length
 
 
-def test_a_token_is_kept_with_no_more_x_and_b_than_it_has(folder):
+def test_the_memory_of_a_token_holds_each_shared_x_and_b_once(folder):
     """Four heads of eight channels share two x and two B of eight: 16 numbers each, and 64 before the convolution."""
     target = target_of(folder)
     assert len(target.mixers) == 2 and len(target.layouts) == 1
@@ -92,7 +92,7 @@ def test_a_token_is_kept_with_no_more_x_and_b_than_it_has(folder):
     assert target.mixers[0].state_bytes == 4 * 8 * 8 * 4
 
 
-def test_the_fingerprint_names_the_mixers_too(folder, tmp_path):
+def test_the_fingerprint_depends_on_the_mixers_configuration(folder, tmp_path):
     other = changed(folder, tmp_path / "c", ssm={"dt_limit": [0.0, 1.0]})
     assert target_of(folder).fingerprint != target_of(other).fingerprint
 
@@ -100,7 +100,7 @@ def test_the_fingerprint_names_the_mixers_too(folder, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ssm": {"ngroups": None}}, "ssm_cfg has no ngroups, as where mixers are Mamba-1's"),
+        ({"ssm": {"ngroups": None}}, "ssm_cfg has no ngroups, so the mixers are Mamba-1's"),
         ({"ssm": {"repeat_kv_before_conv": True}}, "ssm_cfg.repeat_kv_before_conv True is not supported"),
         ({"ssm": {"D_has_hdim": True}}, "ssm_cfg.D_has_hdim True is not supported"),
         ({"ssm": {"norm_before_gate": True}}, "ssm_cfg.norm_before_gate True is not supported"),
@@ -110,8 +110,8 @@ def test_the_fingerprint_names_the_mixers_too(folder, tmp_path):
         ({"ssm": {"dt_limit": 3}}, "ssm_cfg.dt_limit is 3, not two numbers"),
         ({"d_xb": 24}, "d_xb 24 is no multiple of d_state 8 that divides d_inner 32"),
         ({"d_xb": None}, "d_xb is None, not a number of 1 or more"),
-        ({"d_model": 64}, "d_model is 64, and hidden_size 32"),
-        ({"n_layer": 4}, "n_layer is 4, and num_hidden_layers 3"),
+        ({"d_model": 64}, "d_model is 64, but hidden_size is 32"),
+        ({"n_layer": 4}, "n_layer is 4, but num_hidden_layers is 3"),
         ({"attn_layers": [3]}, r"attn_layers \[3\] are not all among its 3 layers"),
         ({"attn_layers": None}, "attn_layers is None, not a list"),
         ({"rms_norm_eps": 0}, "rms_norm_eps is 0, not a number above 0"),
@@ -152,7 +152,7 @@ def test_tensors_that_do_not_fit_are_named(folder, tmp_path, name, kind):
         target_of(with_tensors(folder, tmp_path / "c", change))
 
 
-async def test_a_session_without_attention_goes_on_at_another_replica_from_what_was_put_by(tmp_path):
+async def test_a_session_without_attention_goes_on_at_another_replica_from_its_saved_state(tmp_path):
     make_mamba_in_llama(tmp_path, attn_layers=())
     store = MemoryStates()
     engines = [engine_of(tmp_path, states=store) for _ in range(2)]

@@ -61,7 +61,7 @@ def test_the_module_whose_rows_differ_is_named_with_their_number(folders, family
     assert runner.check_rows() == [f"8 rows, first in {name}"]
 
 
-def test_what_a_parent_makes_of_its_modules_is_named_as_the_next_ones_input(folders):
+def test_a_difference_in_a_parents_own_computation_is_named_as_the_next_modules_input(folders):
     runner = engine_of(folders("llama")).runner
     mlp = runner.target.model.model.layers[1].mlp
 
@@ -95,7 +95,7 @@ def test_the_engine_its_log_and_certify_name_what_differs(folders, monkeypatch, 
     assert _exactness(engine_of(folders("llama"))) == "bitwise"
 
 
-def test_tests_of_bits_are_not_run_where_no_form_keeps_them_and_fail_where_the_fault_is_ours(folders, monkeypatch):
+def test_bitwise_tests_are_skipped_where_no_form_is_independent_and_fail_for_any_other_cause(folders, monkeypatch):
     bitwise_or_skip(engine_of(folders("llama")))
     with monkeypatch.context() as patch:
         patch.setattr("tree_layers.linear._first_independent", lambda *_: None)
@@ -110,7 +110,7 @@ def test_tests_of_bits_are_not_run_where_no_form_keeps_them_and_fail_where_the_f
 
 
 def test_the_parts_of_experts_are_not_compared_row_by_row():
-    """Each part's rows are in an order of its own."""
+    """The rows of each part are in its own order."""
 
     class UnevenExperts(nn.Module):
         has_gate, is_transposed = True, False

@@ -1,4 +1,4 @@
-"""A target on several workers: the bits of one degree are the same whatever is in a step, and a loss ends all of it."""
+"""A target on several workers: bits at one degree do not depend on the step, and a lost worker ends the replica."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SETTINGS = {
     "eos_token_id": END,
     "pad_token_id": END,
 }
-FAMILIES = {  # what a plan may ask for: plain slices, tied weights, biases, gathered projections, experts
+FAMILIES = {  # what plans contain: plain slices, tied weights, biases, gathered projections, experts
     "Llama": {"tie_word_embeddings": True},
     "Qwen3": {"head_dim": 16},
     "Gemma2": {"head_dim": 16},
@@ -59,12 +59,12 @@ def folder(tmp_path_factory):
 
 
 def engine_of(folder, degree, dtype=torch.float32, **limits):
-    said = {"max_length": 256, "max_sessions": 8, "max_waiting": 64, "prefill_chunk": 128} | limits
-    return VerifierEngine.load(folder, name="tiny", dtype=dtype, tensor_parallel=degree, **said)
+    settings = {"max_length": 256, "max_sessions": 8, "max_waiting": 64, "prefill_chunk": 128} | limits
+    return VerifierEngine.load(folder, name="tiny", dtype=dtype, tensor_parallel=degree, **settings)
 
 
 def workers():
-    """The processes of shards below this one."""
+    """The child processes that run shards."""
     return [each for each in multiprocessing.active_children() if each.name.startswith("shard")]
 
 
@@ -78,7 +78,7 @@ async def until(condition, seconds=20.0):
 @pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("dtype", few_of([torch.float32, torch.bfloat16], torch.float32), ids=["fp32", "bf16"])
 async def test_random_arrivals_at_one_degree_change_no_token(folder, dtype, degree):
-    """Trees, chunks and company, waiting and giving way: each text's tokens are those it has alone at this degree."""
+    """With trees, chunks, other texts, waiting and preemption: each text's tokens are those it has alone."""
     rng = np.random.default_rng(degree)
     engine = engine_of(folder, degree, dtype, pool_tokens=6 * PAGE)
     try:
@@ -87,7 +87,7 @@ async def test_random_arrivals_at_one_degree_change_no_token(folder, dtype, degr
         laws = [LAWS[place % len(LAWS)] for place in range(len(prompts))]
         await arrive_at_random(engine, prompts, laws, 30, rng)
         stats = engine.stats()
-        assert stats["guesses"] > 0 and stats["set_back"] > 0
+        assert stats["guesses"] > 0 and stats["preempted"] > 0
         assert stats["pages_held"] == stats["sessions"] == 0
     finally:
         await engine.stop()
@@ -126,7 +126,7 @@ def test_each_worker_keeps_the_keys_of_its_own_heads(folder):
     assert {report.token_bytes for report in four.runner.crew.reports} == {four.runner.target.token_bytes}
 
 
-async def test_replicas_of_another_degree_do_not_pass_for_the_same(folder):
+async def test_replicas_of_another_degree_have_another_fingerprint(folder):
     names = []
     for degree in (1, 2):
         engine = engine_of(folder, degree)
@@ -143,15 +143,15 @@ async def test_a_worker_that_dies_ends_the_replica_within_seconds(folder, idle):
     try:
         router = RoundByRound(engine, range(40), Sampling(temperature=1.0, seed=5), count=200)
         await router.open()
-        asking = None if idle else asyncio.create_task(router.go_on())
+        pending = None if idle else asyncio.create_task(router.go_on())
         await asyncio.sleep(0.2)
         assert not lost.done()
         os.kill(workers()[0].pid, signal.SIGKILL)
         async with asyncio.timeout(5):
             assert "worker 1 of 2" in await lost
-            if asking is not None:
+            if pending is not None:
                 with pytest.raises(PeerLost):
-                    await asking
+                    await pending
             with pytest.raises(PeerLost, match="worker 1 of 2"):
                 await router.round()
             with pytest.raises(PeerLost):
@@ -197,13 +197,13 @@ def test_a_family_without_a_plan_is_refused_and_leaves_nothing_behind(tmp_path):
     assert not [each for each in workers() if each.join(10) or each.is_alive()]
 
 
-def test_a_worker_that_does_not_come_is_said_to_be_missing(monkeypatch):
+def test_a_worker_that_does_not_connect_is_reported(monkeypatch):
     monkeypatch.setattr(shards, "MUSTER_S", 0.2)
-    with pytest.raises(WorkerLost, match="0 of 1 workers came within 0.2 s"):
+    with pytest.raises(WorkerLost, match="0 of 1 workers connected in 0.2 s"):
         Crew.muster(2, lambda summons: None)
 
 
-def test_a_stranger_without_the_key_is_no_worker(monkeypatch):
+def test_a_connection_without_the_key_is_rejected(monkeypatch):
     monkeypatch.setattr(shards, "MUSTER_S", 1.0)
 
     def impostor(summons):

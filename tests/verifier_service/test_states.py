@@ -1,4 +1,4 @@
-"""State-space and hybrid targets: the library's logits, and the same bits however a text came to be where it is."""
+"""State-space and hybrid targets: the library's logits, and bits that do not depend on how a text was computed."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def models(tmp_path_factory):
 
 
 def broken(*_):
-    """In the place of a runner's method."""
+    """Replaces a runner's method."""
     raise RuntimeError("broken by a test")
 
 
 def engine_of(folder, dtype=torch.float32, **limits):
-    said = {"max_length": 512, "max_sessions": 8, "max_waiting": 64, "prefill_chunk": 128, "max_depth": 8} | limits
-    return VerifierEngine.load(folder, name="tiny", dtype=dtype, **said)
+    settings = {"max_length": 512, "max_sessions": 8, "max_waiting": 64, "prefill_chunk": 128, "max_depth": 8} | limits
+    return VerifierEngine.load(folder, name="tiny", dtype=dtype, **settings)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -57,7 +57,7 @@ def test_every_familys_trees_have_the_librarys_logits(models, family):
 
 
 @pytest.mark.parametrize(("family", "attends"), [("mamba", False), ("mamba2", False), ("bamba", True)])
-async def test_a_target_says_whether_any_of_its_layers_attends(models, family, attends):
+async def test_hello_states_whether_any_layer_attends(models, family, attends):
     assert (await engine_of(models(family)[0]).hello()).attends is attends
 
 
@@ -87,18 +87,18 @@ async def test_greedy_answers_are_those_of_the_full_forward(models, family):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("family", few_of(MIXED, "bamba"))
 async def test_random_arrivals_and_departures_change_no_token(models, family, dtype):
-    """Pages for about four of the texts: they wait, are set back and computed again."""
+    """Pages for about four of the texts: they wait, are preempted and computed again."""
     rng = np.random.default_rng(2)
     engine = engine_of(models(family)[0], dtype, pool_tokens=7 * PAGE)
     await engine.start()
     try:
-        # They end before the end of a page, so that all of them soon want another.
+        # They end before the end of a page, so that all of them soon need another.
         lengths = [PAGE * int(rng.integers(1, 3)) - int(rng.integers(9, 30)) for _ in range(12)]
         prompts = [rng.integers(0, VOCABULARY, length).tolist() for length in lengths]
         laws = [LAWS[int(rng.integers(0, len(LAWS)))] for _ in prompts]
         await arrive_at_random(engine, prompts, laws, 40, rng, VOCABULARY, leaving=True)
         stats = engine.stats()
-        assert stats["set_back"] > 0
+        assert stats["preempted"] > 0
         assert stats["pages_held"] == stats["sessions"] == 0
         assert engine.scheduler.memory.places.free == 8
     finally:
@@ -107,8 +107,8 @@ async def test_random_arrivals_and_departures_change_no_token(models, family, dt
 
 @pytest.mark.parametrize("family", few_of(MIXED, "mamba2"))
 async def test_a_thousand_random_rounds_leave_the_state_and_the_logits_of_straight_decoding(models, family):
-    """Rounds that accept nothing, something, all; rounds without a tree; verdicts that are dropped. What the memory
-    holds then, and the logits of every visited row, are bitwise those of one token after another."""
+    """Rounds that accept no guess, some and all; rounds without a tree; dropped verdicts. The memory after them and the
+    logits of every visited row are bitwise those of decoding one token after another."""
     rounds = 1000 if family == "mamba2" else 250
     count = 3 * rounds
     rng = np.random.default_rng(3)
@@ -146,11 +146,11 @@ async def test_a_thousand_random_rounds_leave_the_state_and_the_logits_of_straig
 
 
 def chains(rng, truth):
-    """Trees of up to the greatest depth, true as far as chance has it, with siblings."""
+    """Trees of up to the greatest depth, right for a random number of levels, with siblings."""
 
     def tree(router):
         tokens, parents, done = [router.text.ids[-1]], [-1], len(router.answer)
-        # One token comes after a path: none may lead past the end of the truth, not even by luck.
+        # One token comes after a path, so no path may reach the last token of the truth, even by chance.
         depth, last = min(int(rng.integers(0, 9)), max(len(truth) - done - 1, 0)), 0
         right = int(rng.integers(0, depth + 1))
         for step in range(depth):
@@ -165,7 +165,7 @@ def chains(rng, truth):
 
 
 def same_memory(engine, first, second):
-    """Both texts have consumed the same; whatever both places still hold of it is bitwise the same."""
+    """Both texts have consumed the same tokens; what both places still hold is bitwise the same."""
     assert first.consumed == second.consumed
     one, other = first.place, second.place
     length = len(first.consumed)
@@ -180,7 +180,7 @@ def same_memory(engine, first, second):
 
 
 @pytest.mark.parametrize("family", few_of(MIXED, "mamba2"))
-async def test_a_text_cut_back_behind_its_ring_is_computed_again(models, family):
+async def test_a_text_cut_to_before_its_ring_is_computed_again(models, family):
     engine = engine_of(models(family)[0])
     await engine.start()
     try:
@@ -195,7 +195,7 @@ async def test_a_text_cut_back_behind_its_ring_is_computed_again(models, family)
         await engine.stop()
 
 
-async def test_a_prompt_longer_than_its_ring_is_kept_as_far_as_it_is_needed(models):
+async def test_a_prompt_longer_than_its_ring_keeps_the_inputs_that_later_rows_need(models):
     """A chunk of 128 goes round a ring of 48 more than twice."""
     engine = engine_of(models("mamba2")[0], max_depth=4)
     assert engine.scheduler.capacity.recurrent.extent.ring == 48
@@ -212,8 +212,8 @@ async def test_a_prompt_longer_than_its_ring_is_kept_as_far_as_it_is_needed(mode
         await engine.stop()
 
 
-def test_a_place_can_be_cut_by_its_slack_wherever_it_stands():
-    """What rows after a cut look back on is in the ring, and their checkpoint not written over."""
+def test_a_place_can_be_cut_by_its_slack_at_every_length():
+    """The inputs that rows after a cut take are in the ring, and their checkpoint is not overwritten."""
     for block, depth in ((16, 16), (16, 3), (32, 20)):
         extent = Extent.of(block, depth + 1, depth)
         places = StatePool(1, extent)
@@ -262,7 +262,7 @@ def test_a_hybrid_whose_rotary_embeddings_depend_on_the_batch_is_refused(models,
 
 
 def test_a_hybrid_with_a_layer_that_attends_past_our_seats_is_refused(models, monkeypatch):
-    """What its attention makes of a text would not be ours to keep."""
+    """Its keys would not be in our pages."""
     monkeypatch.setattr(BambaAttention, "forward", lambda self, hidden_states, *_, **ignored: (hidden_states, None))
     with pytest.raises(BadRequest, match="0 layers call the attention interface, not 1"):
         engine_of(models("bamba")[0])
@@ -286,7 +286,7 @@ def test_states_leave_the_rest_of_their_share_to_keys(models, monkeypatch):
     assert engine.stats()["pages"] == (free // 2 - states) // (target.token_bytes * PAGE)
 
 
-async def test_a_memory_that_cannot_be_copied_is_not_kept_and_the_engine_goes_on(models, monkeypatch):
+async def test_a_memory_that_cannot_be_copied_is_not_saved_and_the_engine_goes_on(models, monkeypatch):
     store = MemoryStates()
     engine = engine_of(models("mamba2")[0], states=store)
 
@@ -302,7 +302,7 @@ async def test_a_memory_that_cannot_be_copied_is_not_kept_and_the_engine_goes_on
         await engine.stop()
 
 
-async def test_a_close_that_the_end_of_the_engine_overtakes_is_answered(models, monkeypatch):
+async def test_closes_pending_when_the_engine_stops_fail_with_peer_lost(models, monkeypatch):
     engine = engine_of(models("mamba2")[0], states=MemoryStates())
     began, go_on = threading.Event(), threading.Event()
 
@@ -327,17 +327,17 @@ async def test_a_close_that_the_end_of_the_engine_overtakes_is_answered(models, 
             await asyncio.wait_for(each, 5)
 
 
-def test_a_hybrid_of_another_family_says_so(models, tmp_path):
+def test_a_state_space_model_of_an_unsupported_family_is_refused_as_such(models, tmp_path):
     folder = changed(models("mamba2")[0], tmp_path / "c", model_type="mamba9")
     with pytest.raises(BadRequest, match="state-space mixer of a kind that is not supported"):
         engine_of(folder)
 
 
-# States at rest
+# Saved states
 
 
 async def two_turns(first, second, family_law=LAWS[1], marks=()):
-    """A turn at one engine, and the next at another; what the second opening found, and both answers."""
+    """A turn at one engine and the next at another; returns the second opening's answer and both turns' tokens."""
     one = RoundByRound(first, range(3, 40), family_law, 30)
     begin = await one.finish()
     other = RoundByRound(second, [*one.text.ids, 7, 8, 9], family_law, 30)
@@ -348,7 +348,7 @@ async def two_turns(first, second, family_law=LAWS[1], marks=()):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("family", ["mamba", "falcon_mamba", "mamba2"])
-async def test_a_session_goes_on_at_another_replica_from_what_was_put_by(models, family, dtype):
+async def test_a_session_goes_on_at_another_replica_from_its_saved_state(models, family, dtype):
     store = MemoryStates()
     folder = models(family)[0]
     engines = [engine_of(folder, dtype, states=states) for states in (store, store, NoStates())]
@@ -371,7 +371,7 @@ async def test_a_session_goes_on_at_another_replica_from_what_was_put_by(models,
 
 @pytest.mark.parametrize("length", few_of([1, 15, 16, 17, 31, 32, 33, 47, 48, 63, 64], 15, 16, 17))
 async def test_a_text_of_any_length_is_restored_bit_for_bit(models, length):
-    """Also where its last block is just full, and the next checkpoint not folded yet."""
+    """Also where its last block has just become full, and the next checkpoint is not computed yet."""
     store = MemoryStates()
     folder = models("mamba2")[0]
     engines = [engine_of(folder, states=states) for states in (store, store, NoStates())]
@@ -392,7 +392,7 @@ async def test_a_text_of_any_length_is_restored_bit_for_bit(models, length):
 
 
 ADDED = (1, 15, 16, 17, 64, 200)
-"""Tokens that a turn adds: fewer than a block of inputs has, a block, a token more, and more than a step takes."""
+"""Tokens that a turn adds: fewer than a block of inputs, a block, one token more, and more than a step takes."""
 
 
 @pytest.mark.parametrize(
@@ -404,7 +404,7 @@ ADDED = (1, 15, 16, 17, 64, 200)
     ],
     ids=["mamba2-bf16", "mamba2-fp32", "mamba-fp32"],
 )
-async def test_a_session_takes_turn_after_turn_of_any_length_beside_other_texts(models, family, dtype, turns):
+async def test_a_session_goes_on_for_several_turns_of_any_length_beside_other_texts(models, family, dtype, turns):
     """Each turn goes on from the saved state. Its answer, and that of another text beside it, are those of an engine
     that saves no states."""
     folder = models(family)[0]
@@ -435,7 +435,7 @@ async def test_a_session_takes_turn_after_turn_of_any_length_beside_other_texts(
         await plain.stop()
 
 
-async def test_a_saved_memory_that_cannot_be_put_in_place_costs_its_text_time_and_no_other_text_anything(
+async def test_a_text_whose_saved_memory_cannot_be_restored_is_computed_and_no_other_text_is_affected(
     models, monkeypatch
 ):
     store = MemoryStates()
@@ -462,7 +462,7 @@ async def test_a_saved_memory_that_cannot_be_put_in_place_costs_its_text_time_an
 
 
 async def test_faults_in_idle_time_and_while_saving_end_no_text(models, monkeypatch):
-    """Noise that cannot be computed ahead, and a store that raises."""
+    """Noise that cannot be computed in advance, and a store that raises."""
 
     class Raising(MemoryStates):
         async def save(self, name, blob):
@@ -484,8 +484,8 @@ async def test_faults_in_idle_time_and_while_saving_end_no_text(models, monkeypa
         await engine.stop()
 
 
-def test_a_saved_memory_newer_than_the_next_row_needs_is_not_taken():
-    """The next row would start from an older checkpoint than the saved one: what lies there is another text's."""
+def test_a_saved_memory_newer_than_the_next_row_needs_is_not_restored():
+    """The next row would start from an older checkpoint than the saved one: that slot holds another text's."""
     extent = Extent.of(16, 9, 8)
     for length, tokens, stands in ((33, 17, True), (33, 1, False), (33, 33, True), (15, 15, True), (40, 8, False)):
         memory = PageTable(8, places=StatePool(1, extent))
@@ -514,7 +514,7 @@ async def test_a_damaged_state_is_a_miss(models):
         await plain.stop()
 
 
-async def test_a_text_that_is_set_back_after_it_was_restored_is_computed_again(models):
+async def test_a_text_that_is_preempted_after_it_was_restored_is_computed_again(models):
     store = MemoryStates()
     folder = models("mamba2")[0]
     engine = engine_of(folder, states=store, pool_tokens=3 * PAGE)
@@ -529,12 +529,12 @@ async def test_a_text_that_is_set_back_after_it_was_restored_is_computed_again(m
             await router.close()
         found = await asyncio.gather(*(RoundByRound(engine, prompt, LAWS[1], 60).finish() for prompt in prompts))
         assert found == truths
-        assert engine.stats()["set_back"] > 0 and engine.stats()["states_restored"] >= 3
+        assert engine.stats()["preempted"] > 0 and engine.stats()["states_restored"] >= 3
     finally:
         await engine.stop()
 
 
-async def test_a_hybrid_puts_nothing_by(models):
+async def test_a_hybrid_saves_no_state(models):
     store = MemoryStates()
     engine = engine_of(models("bamba")[0], states=store)
     await engine.start()

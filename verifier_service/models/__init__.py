@@ -1,4 +1,4 @@
-"""Any decoder-only Transformer checkpoint as a target: loaded by transformers, with our attention in its seats."""
+"""Loads a decoder-only checkpoint as a target: transformers' model, with our attention and mixers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from verifier_service.models.families import (
     why_not_read,
 )
 from verifier_service.models.head import HEAD_ROWS, Head, Product
-from verifier_service.models.heads import deal_out
+from verifier_service.models.heads import plan_shards
 from verifier_service.models.mamba_in_llama import MambaInLlamaConfig, library_config
 from verifier_service.models.mixers import MIXER_FAMILIES, seat_mixers
 from verifier_service.models.norms import group_norms
@@ -48,7 +48,7 @@ from verifier_service.models.sharded import check_divisible, take_off_wrappers
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedTarget:
-    """A loaded target and what is to be known of it."""
+    """A loaded target and its properties."""
 
     model: PreTrainedModel
     run: ForwardContext  # what its attention reads; set before each forward
@@ -84,7 +84,7 @@ class LoadedTarget:
             return self._forward(tokens, positions, wanted).logits[0]
 
     def hidden(self, tokens: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
-        """The same before the head: [k, D]."""
+        """As `logits`, but the rows [k, D] that go into the head."""
         with self._one_thread():
             return self.head.take(lambda: self._forward(tokens, positions, wanted))
 
@@ -98,10 +98,10 @@ class LoadedTarget:
             return self.model(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
 
     def _one_thread(self) -> AbstractContextManager[None]:
-        """A forward runs in one thread; large products, attention and scans of many rows take more themselves.
+        """A forward runs in one thread; large products, attention and scans of many rows set more threads themselves.
 
-        Other operations are small, and threads would share their buffers in parts of any length, so that functions
-        which round the end of a part otherwise give other bits (`tree_kernels.elementwise`).
+        Other operations are small, and several threads would split their buffers into parts of any length: functions
+        that round the end of a part differently would then give other bits (`tree_kernels.elementwise`).
         """
         return threads_of(1) if self.run.threads > 1 else nullcontext()
 
@@ -115,8 +115,8 @@ def load_target(
     group: Collectives | None = None,
     tokenizer: Path | None = None,
 ) -> LoadedTarget:
-    """Load a checkpoint to run with these numbers of rows, or this worker's shard of it where there is a group; then
-    torch's own process group must be there too. Raises BadRequest, saying what is wrong with it.
+    """Load a checkpoint to run with these numbers of rows, or this worker's shard of it where there is a group, which
+    also needs torch's own process group. Raises BadRequest with the reason.
 
     tokenizer: the folder with the tokenizer, where that is not the checkpoint.
     """
@@ -157,10 +157,10 @@ def _load(
     check_config(folder, config.to_dict())  # again, with the family's defaults for what the file leaves out
     try:
         settings: dict[str, Any] = {"config": config, "dtype": dtype, "attn_implementation": ATTENTION}
-        settings |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # that they are told of by name
+        settings |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # reported by name below
         loaded: Any
         if group is not None and config.model_type in MIXER_FAMILIES:
-            deal = deal_out(folder, config, group.rank, group.size)
+            deal = plan_shards(folder, config, group.rank, group.size)
             spread = DistributedConfig(tp_size=group.size, tp_plan=deal.plan)
             with deal.tensors(folder) as tensors:
                 loaded = deal.kind.from_pretrained(None, state_dict=tensors, distributed_config=spread, **settings)
@@ -169,7 +169,7 @@ def _load(
                 check_divisible(folder, config.get_text_config(), group.size)
                 settings["distributed_config"] = DistributedConfig(tp_size=group.size)
             loaded = load_library_model(folder, **settings)
-    except (DistError, CheckpointError):  # another worker gave up, and knows why; or what is wrong is said already
+    except (DistError, CheckpointError):  # another worker reports why, or the message is final
         raise
     except UnpicklingError as error:
         raise CheckpointError(f"{files[0]} is not a file of plain weights: {error}") from error
@@ -180,7 +180,7 @@ def _load(
         raise CheckpointError(f"{folder}: {len(lacking)} tensors are missing or misshapen, among them {lacking[0]}")
     if isinstance(config, MambaInLlamaConfig) and (extra := sorted(info["unexpected_keys"])):
         raise CheckpointError(
-            f"{folder}: {len(extra)} tensors belong to no layer that {MAMBA_CONFIG} tells of, among them {extra[0]}"
+            f"{folder}: {len(extra)} tensors belong to no layer of {MAMBA_CONFIG}, among them {extra[0]}"
         )
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
@@ -228,13 +228,13 @@ def _float_head(head: nn.Linear, vocabulary: int, forms: RowForms) -> Product:
 
 
 def _float_form(weight: Tensor, bias: Tensor | None, forms: RowForms) -> Form:
-    """In float32. A step of plain decoding needs the logits of one row: no more rows are added than bits need."""
+    """In float32. A decode step needs the logits of one row, so no more rows are padded than equal bits require."""
     weight, bias = weight.float(), None if bias is None else bias.float()
     return forms.of(weight, bias, may_pack=True, unit=forms.unit(weight, bias, may_pack=True))
 
 
 def _gathering_head(head: nn.Linear, outputs: int, vocabulary: int, forms: RowForms, group: Collectives) -> Product:
-    """The same where each worker has some of the head's `outputs` rows: every worker gets all of the logits."""
+    """As `_float_head`, where each worker has some of the head's `outputs` rows: every worker gets all logits."""
     form = _float_form(head.weight, head.bias, forms)
 
     def forward(hidden: Tensor) -> Tensor:
@@ -246,9 +246,9 @@ def _gathering_head(head: nn.Linear, outputs: int, vocabulary: int, forms: RowFo
 def _take_seats(
     folder: Path, model: PreTrainedModel, head: Head, run: ForwardContext, vocabulary: int, positions: int, mixers: bool
 ) -> tuple[Layout, ...]:
-    """Seat our attention in the model and find out by forwards what its layers attend. Raises FamilyError.
+    """Give the model's modules seats, and find its attention layers by forwards. Raises FamilyError.
 
-    mixers: whether some layers are mixers, whose library forwards are replaced: there are no logits to compare with
+    mixers: whether some layers are mixers. Their library forwards are replaced, so there are no logits to compare with.
     """
     for module in model.modules():
         module.dendro_seat = Seat(run)

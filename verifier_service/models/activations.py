@@ -16,7 +16,7 @@ ACTIVATIONS: tuple[type[nn.Module], ...] = (
 
 
 def make_activations_safe(model: nn.Module) -> None:
-    """Let every activation module of the model, transformers' or torch's, run through `elementwise`."""
+    """Wrap the forward of every activation module of the model, transformers' or torch's, in `elementwise`."""
     for module in model.modules():
         if isinstance(module, ACTIVATIONS) and "forward" not in module.__dict__:
             module.forward = elementwise(module.forward)

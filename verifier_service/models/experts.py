@@ -1,13 +1,13 @@
 """Experts whose rows do not depend on how many rows each of them gets.
 
 transformers multiplies all rows that chose an expert at once, one row or hundreds, and matrix libraries round products
-of few rows otherwise than of many. Here each expert's rows are padded to a number of rows that its product was checked
-for, a multiple of 1, 4 or 8. A row's experts are added up in the order of their ranks, in float32, and rounded once, as
-in transformers' `grouped_mm`.
+of few rows differently from those of many. Here each expert's rows are padded to a number of rows that its product was
+checked for, a multiple of 1, 4 or 8. A row's experts are added up in the order of their ranks, in float32, and rounded
+once, as in transformers' `grouped_mm`.
 
-This is for the classes that transformers decorates with `use_experts_implementation`. Their attributes say whether they
-have gates and biases, and whether their weights are transposed. Other experts keep the library's forward; their
-products take forms as all weights' do (`tree_layers.linear.RowWeight`).
+This is for the classes that transformers decorates with `use_experts_implementation`. Their attributes state whether
+they have gates and biases, and whether their weights are transposed. Other experts keep the library's forward; their
+products get row-independent forms like those of all weights (`tree_layers.linear.RowWeight`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from tree_layers.linear import Form, RowForms
 
 SAFE_ROWS = 64
-"""The rows of all experts together are padded to a multiple of this. Then their buffer has no tail, whatever its width
+"""The rows of all experts together are padded to a multiple of this, so that their buffer has no tail at any width
 (`tree_kernels.elementwise`)."""
 
 
 def seat_experts(model: nn.Module, forms: RowForms) -> None:
-    """Replace the forward of all experts on a CPU. On an accelerator they keep the library's: ours reads which experts
-    were chosen, and would have to wait for the device."""
+    """Replace the forward of all experts on a CPU. On an accelerator they keep the library's: ours reads on the host
+    which experts were chosen, and would have to wait for the device."""
     module: Any
     for module in model.modules():
         if is_experts(module) and module.down_proj.device.type == "cpu":

@@ -1,4 +1,4 @@
-"""Which models can be targets: the properties for which one is refused, and how each is found.
+"""Decides which models can be targets: the properties for which one is refused, and how each is found.
 
 The configuration is checked before weights are loaded. Everything else is found by running the loaded model: once with
 a probe in place of its attention, which records what each layer passes to it, and then on a short text, whose logits
@@ -38,11 +38,11 @@ from verifier_service.rows import Ints, text_rows
 
 
 class Property(StrEnum):
-    """Why a family is refused. The list is closed: every refusal of a family gives one of these."""
+    """Why a family is refused. Every refusal of a family gives one of these."""
 
     ENCODER_DECODER = "is an encoder-decoder; a target is decoder-only"
     NO_CAUSAL_CLASS = "has no causal language model in the installed transformers"
-    NOT_BUILT = "is configured so that the installed transformers makes no causal language model of it"
+    NOT_BUILT = "has a configuration of which the installed transformers builds no causal language model"
     PACKAGE = "needs a package that is not installed"
     NO_HEAD = "has no single linear head that makes its logits"
     OUTSIDE_INTERFACE = "attends outside transformers' attention interface"
@@ -55,16 +55,16 @@ class Property(StrEnum):
     ROPE_BY_LENGTH = "has rotary embeddings that depend on the longest text of a batch"
     BIDIRECTIONAL = "attends to later tokens too"
     WINDOW_NOT_HANDED = "has a sliding window that it does not pass to the attention"
-    OWN_MASK = "passes its attention a mask or a bias of its own (ALiBi, relative positions)"
-    UNKNOWN_ARGUMENT = "passes its attention an argument that is not known here"
-    POSITIONS = "takes positions otherwise than from position_ids that begin at 0"
-    ROWS_MIX = "lets the rows of a step change one another outside its attention"
-    UNCALLABLE = "cannot be called with tokens and positions alone"
-    OTHER_LOGITS = "has other logits here than with the library's own attention"
+    OWN_MASK = "passes its attention its own mask or bias (ALiBi, relative positions)"
+    UNKNOWN_ARGUMENT = "passes its attention an argument that is not supported"
+    POSITIONS = "does not take its positions from position_ids that begin at 0"
+    ROWS_MIX = "mixes the rows of a step outside its attention"
+    UNCALLABLE = "cannot be called with only tokens and positions"
+    OTHER_LOGITS = "gives logits that differ from those of the library's own attention"
 
 
 class FamilyError(CheckpointError):
-    """A target is refused for what its family is; `property` says why."""
+    """A target's family is not supported, for the reason in `property`."""
 
     def __init__(self, folder: Path, kind: str, why: Property, detail: str = "") -> None:
         """kind: the configuration's model_type   detail: what was found in this checkpoint"""
@@ -145,7 +145,7 @@ def why_not_loaded(folder: Path, file: str, config: PretrainedConfig, error: Exc
 
 
 def _cannot_be_built(config: PretrainedConfig, attention: str) -> Exception | None:
-    """The error of making the model without weights; None where it can be made."""
+    """The error of building the model without weights; None where it can be built."""
     try:
         with torch.device("meta"):
             AutoModelForCausalLM.from_config(config, attn_implementation=attention)
@@ -155,8 +155,8 @@ def _cannot_be_built(config: PretrainedConfig, attention: str) -> Exception | No
 
 
 PROBE = "dendro_probe"
-"""The attention that records its arguments and computes nothing. A mask function is registered for it, so that models
-pass a mask."""
+"""The attention that records its arguments and returns zeros. A mask function is registered for it, so that models pass
+a mask."""
 
 PROBED_ROWS = 40
 """Rows of the short text: more than a page's near window, and a multiple of 8."""
@@ -181,7 +181,7 @@ KNOWN_ARGUMENTS = {
     *("dropout", "position_ids", "use_cache", "is_causal", "output_attentions", "output_router_logits", "layer_idx"),
     *("cache_position", "return_dict", "output_hidden_states", "past_key_values", "logits_to_keep"),
 }
-"""Arguments that our attention takes, and those that models pass on and that change nothing in a forward without
+"""Arguments that our attention takes, and others that models pass and that have no effect in a forward without
 cache."""
 
 
@@ -290,7 +290,7 @@ AttentionMaskInterface.register(PROBE, _probe_mask)
 
 @contextmanager
 def attending_by(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """All layers of the model attend by this implementation inside the context."""
+    """Context in which all layers of the model use this attention implementation."""
     configs = {id(found): found for module in model.modules() if (found := getattr(module, "config", None)) is not None}
     before = {key: config._attn_implementation_internal for key, config in configs.items() if _has_one(config)}
     try:
@@ -338,7 +338,7 @@ def _layer_types(model: PreTrainedModel) -> list[str]:
 
 
 def check_layer_types(folder: Path, model: PreTrainedModel) -> None:
-    """Raise FamilyError for a layer type that is not known here: a short text may not show how it differs."""
+    """Raise FamilyError for a layer type that is not supported: a short text may not show how it differs."""
     if unknown := sorted(set(_layer_types(model)) - PACKABLE_LAYERS):
         raise FamilyError(folder, model.config.model_type, Property.OTHER_LAYERS, f"of types {unknown}")
 
@@ -358,7 +358,7 @@ def check_logits(
     """Compare our attention's logits of a short text with those of the library's own; the text's rows are in order in
     one step and shuffled in another. Raises FamilyError.
 
-    vocabulary: of the tokens   positions: that the model has
+    vocabulary: number of tokens   positions: number that the model has
     """
     kind, dtype = model.config.model_type, model.dtype
     count = min(PROBED_ROWS, positions // 8 * 8)
@@ -404,9 +404,9 @@ def _by_the_library(model: PreTrainedModel, tokens: Tensor, positions: Tensor | 
 def _by_our_seats(
     model: PreTrainedModel, run: ForwardContext, tokens: Tensor, order: Tensor, apart: Head | None = None
 ) -> Tensor:
-    """Logits [rows, vocabulary] of a text, in its order, by our attention in a step that has the rows in another.
+    """Logits [rows, vocabulary] of a text, in its order, by our attention in a step with the rows in `order`.
 
-    apart: this head makes them, after a forward of the layers alone
+    apart: the head that computes them after a forward of only the layers
     """
     near = near_window(0)
     layouts = [layer.layout for layer in run.probed]
@@ -447,7 +447,7 @@ def _errors(found: Tensor, truth: Tensor) -> Tensor:
 
 
 def _off(found: Tensor, truth: Tensor, dtype: torch.dtype) -> float:
-    """The largest error of the rows that must be near, when the others are left out."""
+    """The largest error among the share of rows that must be near, those with the smallest errors."""
     return float(_errors(found, truth).quantile(AGREEING if dtype == torch.float32 else ROUGHLY_AGREEING))
 
 

@@ -1,7 +1,7 @@
-"""The target's head, apart from its layers: logits of a few rows at a time, when a walk asks for them.
+"""The target's head, run separately from its layers: logits of a few rows at a time, when a walk visits them.
 
-A step's logits are [rows, vocabulary] float32, and more than all else that a small model's step makes. A walk visits
-few of a tree's rows, and these in order: so one block of them is held at a time, and some are never computed.
+A step's logits are [rows, vocabulary] float32, larger than all other results of a small model's step. A walk visits few
+of a tree's rows, in order: so one block of logits is held at a time, and some blocks are never computed.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 HEAD_ROWS = 32
-"""Rows of a block. The check at start compares smaller blocks with it, as it does steps."""
+"""Rows of a block. The check at start compares smaller blocks with a full one, as it does steps."""
 
 Product = Callable[[Tensor], Tensor]
 
 
 class Head:
-    """In the seat of the model's head: what the library does before it and after it stays the library's.
+    """Replaces the product of the model's head; the library's code before and after it stays.
 
-    `take` runs the whole model but the product; `logits` runs the product and what comes after, and no layer.
+    `take` runs the whole model except the product; `logits` runs the product and what comes after, and no layer.
     """
 
     def __init__(self, model: PreTrainedModel, product: Product, together: bool) -> None:
         """product: [..., D] hidden -> [..., vocabulary] float32 logits, before the library scales or caps them.
-        together: several workers make them, so all of a step's rows are made at once, whether or not somebody asks."""
+        together: several workers compute them, so all of a step's rows are computed at once, needed or not."""
         self.together = together
         self._model: Any = model
         self._product = product
@@ -49,7 +49,7 @@ class Head:
 
     @contextmanager
     def of_rows(self, wanted: Tensor) -> Iterator[None]:
-        """Inside, the head makes logits of these rows [k] of a step alone. Not every family has `logits_to_keep`."""
+        """Context in which the head computes only these rows [k] of a step. Not every family has `logits_to_keep`."""
         self._wanted = wanted
         try:
             yield
@@ -57,7 +57,7 @@ class Head:
             self._wanted = None
 
     def take(self, run: Callable[[], object]) -> Tensor:
-        """The hidden rows [k, D] that a run of the model hands to its head; nothing is made of them."""
+        """The hidden rows [k, D] that a run of the model passes to its head; no logits are computed."""
         self._taking = True
         try:
             run()
@@ -88,15 +88,15 @@ class Head:
         return self._product(hidden)
 
     def _note(self, layers: nn.Module, given: Any, answer: Any) -> None:
-        """Keep the last inner model to end in a forward: it is the one that the model itself calls. It need not be
+        """Record the inner model whose forward ends last: it is the one that the model itself calls. It need not be
         `base_model`: OPT calls its decoder."""
         self._layers, self._kind, self._width = layers, type(answer), answer[0].shape[-1]
 
     @contextmanager
     def _without_layers(self, answer: Tensor) -> Iterator[None]:
-        """The model's layers answer with this at once."""
+        """Context in which the model's layers return `answer` without running."""
         layers, kind = self._layers, self._kind
-        assert kind is not None, "the model has run once, when its seats were taken"
+        assert kind is not None, "the model has not run yet"
         kept = layers.forward
         layers.forward = lambda *_, **__: kind(last_hidden_state=answer)
         try:
@@ -106,7 +106,7 @@ class Head:
 
 
 class Logits:
-    """A step's wanted rows: block after block as they are asked for, the newest held."""
+    """The logits of a step's wanted rows, computed block by block on demand; the newest block is held."""
 
     def __init__(self, hidden: Tensor, head: Product) -> None:
         """hidden [k, D]   head: [n, D] -> [n, vocabulary]"""
@@ -118,7 +118,7 @@ class Logits:
 
     @classmethod
     def made(cls, logits: Tensor) -> Logits:
-        """Of logits [k, vocabulary] that there are already."""
+        """From logits [k, vocabulary] that exist already."""
         found = cls(logits, lambda block: block)
         found._blocks, found._block = (logits,), 0
         return found
@@ -128,12 +128,12 @@ class Logits:
         block, at = divmod(row, len(self._blocks[0]))
         if block != self._block:
             began = time.perf_counter()
-            self._held = self._blocks[block]  # not the old logits, while the new ones are made
+            self._held = self._blocks[block]  # drops the old logits before the new ones are computed
             self._held, self._block = self._head(self._blocks[block]), block
             self.took_s += time.perf_counter() - began
         return self._held[at : at + 1]
 
     def all(self) -> Tensor:
-        """[k, vocabulary] float32. What is held is not made again."""
+        """[k, vocabulary] float32. The block that is held is not computed again."""
         made = (self._held if place == self._block else self._head(rows) for place, rows in enumerate(self._blocks))
         return torch.cat([*made])

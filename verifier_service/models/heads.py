@@ -1,8 +1,8 @@
-"""Mixers of which each worker has some of the heads, Mamba-1's of which it has some of the channels.
+"""Mixers sharded by heads, those of Mamba-1 by channels.
 
-transformers has no tensor-parallel plan for mixers: rows of in_proj are pieces of several kinds, which no style of its
-own can deal out. So we give its plan a style of ours, which makes the mixers small before their weights are read, and
-read the checkpoint ourselves, of each mixer's tensors the worker's part alone.
+transformers has no tensor-parallel plan for mixers: rows of in_proj are pieces of several kinds, which none of its
+styles can deal out. So we add a style of ours to its plan, which shrinks the mixers before their weights are read, and
+read the checkpoint ourselves: of each mixer's tensors only this worker's part.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def is_mixer(module: nn.Module) -> bool:
 
 
 def repeats_of(mixer: Any) -> int:
-    """How many heads in a row have one x in common, and how many groups of C one B (`MixerLayout.repeats`)."""
+    """How many consecutive heads share one x, and how many groups of C share one B (`MixerLayout.repeats`)."""
     return int(getattr(mixer, "repeats", 1))
 
 
@@ -52,14 +52,14 @@ class TensorRanges:
         return sum(stop - start for start, stop in self.ranges)
 
     def of(self, whole: Any) -> Tensor:
-        """Of a tensor, or of a file's tensor, of which no more is read."""
+        """These ranges of a tensor, or of a file's tensor, of which nothing else is read."""
         before = (slice(None),) * self.dim
         return torch.cat([whole[(*before, slice(start, stop))] for start, stop in self.ranges], self.dim)
 
 
 @dataclass(frozen=True, slots=True)
 class _PartOfFile:
-    """A file's tensor of which a part is read; transformers asks for all of it when it is wanted."""
+    """A file's tensor of which only a part is read, when transformers indexes all of it."""
 
     whole: Any
     part: TensorRanges
@@ -69,12 +69,12 @@ class _PartOfFile:
 
 
 class SpreadNorm(nn.Module):
-    """The gated norm of a group of channels that spans workers: they add up its squares."""
+    """The gated norm of a group of channels that spans workers: its squares are summed over them."""
 
     group: Collectives
 
     def __init__(self, norm: Any, channels: int, places: int, place: int) -> None:
-        """norm: of the whole model   channels: of a group of it   place: which of its `places` groups is this one"""
+        """norm: of the whole model   channels: of one group   places: groups in all   place: this worker's group"""
         super().__init__()
         self.weight = norm.weight
         self.eps = norm.variance_epsilon
@@ -89,17 +89,17 @@ class SpreadNorm(nn.Module):
         if self.gate_first:
             y = y * gate
         squares = y.new_zeros(*y.shape[:-1], self.places)
-        squares[..., self.place] = y.square().sum(-1)  # every worker adds to its own group's place
+        squares[..., self.place] = y.square().sum(-1)  # every worker adds only to its own group
         mean = self.group.sum(squares)[..., self.place, None] / self.channels
         y = self.weight * (y * torch.rsqrt(mean + self.eps))
         return y if self.gate_first else y * gate
 
 
 class ByHeads(TensorParallelLayer):
-    """A style of transformers' plans: the mixer has this worker's heads. Put on before weights are read."""
+    """A style of transformers' plans: a mixer is shrunk to this worker's heads before weights are read."""
 
     def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
-        if is_mixer(module):  # elsewhere a family may call other layers by the same name
+        if is_mixer(module):  # a family may have other layers of the same name
             shrink(module, mesh.get_local_rank(), mesh.size())
         return module
 
@@ -108,8 +108,8 @@ ALL_PARALLEL_STYLES.register(BY_HEADS, ByHeads())
 
 
 def parts_of(mixer: Any, rank: int, size: int) -> dict[str, TensorRanges]:
-    """Which part of each of a whole mixer's parameters is a worker's, by name. Raises ValueError, with the numbers,
-    where it cannot be dealt out evenly. Those that are not named are every worker's."""
+    """A worker's part of each of a whole mixer's parameters, by name; every worker has all of the others. Raises
+    ValueError, with the numbers, where the mixer cannot be dealt out evenly."""
     inner = mixer.intermediate_size
     if hasattr(mixer, "x_proj"):
         mine = _share(inner, "channels of a mixer", rank, size)
@@ -151,7 +151,7 @@ def parts_of(mixer: Any, rank: int, size: int) -> dict[str, TensorRanges]:
 
 
 def shrink(mixer: Any, rank: int, size: int) -> None:
-    """Make a whole mixer without weights (on torch's `meta`) one of this worker's heads."""
+    """Shrink a whole mixer without weights (on torch's `meta`) to this worker's heads."""
     dealt = parts_of(mixer, rank, size)
     for name, part in dealt.items():
         owner, _, key = name.rpartition(".")
@@ -163,7 +163,7 @@ def shrink(mixer: Any, rank: int, size: int) -> None:
     for module in mixer.children():
         if isinstance(module, nn.Linear):
             module.out_features, module.in_features = module.weight.shape
-    mixer.dealt_rows = dealt["in_proj.weight"]  # for what else goes by in_proj's rows
+    mixer.dealt_rows = dealt["in_proj.weight"]  # for other vectors by in_proj's rows (`mup_vector`)
     if not hasattr(mixer, "x_proj"):
         repeats = repeats_of(mixer)
         whole_groups = mixer.n_groups * repeats  # of the norm, as of C
@@ -183,8 +183,8 @@ def shrink(mixer: Any, rank: int, size: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Deal:
-    """How a model with mixers is dealt out to workers."""
+class ShardPlan:
+    """How a model with mixers is dealt out to the workers."""
 
     kind: type[PreTrainedModel]
     plan: dict[str, str]  # for transformers, beside the family's own
@@ -192,7 +192,7 @@ class Deal:
 
     @contextmanager
     def tensors(self, folder: Path) -> Iterator[dict[str, Any]]:
-        """A checkpoint's tensors, or this worker's parts of them, to be read when they are wanted."""
+        """A checkpoint's tensors, or this worker's parts of them, read on demand."""
         with open_tensors(folder) as found:
             yield {
                 name: whole if (part := self.parts.get(_in_layers(name))) is None else _PartOfFile(whole, part)
@@ -200,8 +200,8 @@ class Deal:
             }
 
 
-def deal_out(folder: Path, config: Any, rank: int, size: int) -> Deal:
-    """Raises CheckpointError, with the numbers, for a model whose mixers cannot be dealt out evenly."""
+def plan_shards(folder: Path, config: Any, rank: int, size: int) -> ShardPlan:
+    """Plan a model's shards. Raises CheckpointError, with the numbers, where its mixers cannot be dealt out evenly."""
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     with torch.device("meta"):
         whole: PreTrainedModel = kind(copy.deepcopy(config))
@@ -221,12 +221,12 @@ def deal_out(folder: Path, config: Any, rank: int, size: int) -> Deal:
             parts |= {_in_layers(f"{name}.{parameter}"): part for parameter, part in dealt.items()}
         elif style := _style_of(module, size):
             plan |= {f"{as_rule(name)}.{layer}": each for layer, each in style.items()}
-    return Deal(kind, plan, parts)
+    return ShardPlan(kind, plan, parts)
 
 
 def _style_of(module: Any, size: int) -> dict[str, str]:
-    """How the linear layers of an attention or an MLP are dealt out: the families with mixers have no plan for them.
-    Nothing where they cannot be dealt out evenly, or not in this way: then every worker has all of it."""
+    """Styles of the linear layers of an attention or an MLP: the families with mixers have no plan for them. Empty
+    where they have another form or cannot be dealt out evenly: then every worker has all of it."""
     children = dict(module.named_children())
     layers = {name: layer for name, layer in children.items() if isinstance(layer, nn.Linear)}
     kind = layers.keys()
@@ -245,7 +245,7 @@ def _style_of(module: Any, size: int) -> dict[str, str]:
 
 
 def _in_layers(name: str) -> str:
-    """A parameter's name from `layers.` on: what is before it differs between a file and the model."""
+    """A parameter's name from `layers.` on: the part before it differs between a file and the model."""
     return name[max(name.rfind("layers."), 0) :]
 
 

@@ -1,7 +1,8 @@
-"""Mamba-in-Llama: a Llama in which mixers of Mamba-2 stand where some layers' attention was (arXiv 2408.15237).
+"""Mamba-in-Llama: a Llama in which mixers of Mamba-2 replace the attention of some layers (arXiv 2408.15237).
 
-The library has no class for it. A checkpoint is Llama's, and a `mamba_config.json` says which layers have mixers. As an
-attention has keys and values, such a mixer has x and B for every r heads in a row; only C is every head's own.
+The library has no class for it. A checkpoint is Llama's with a `mamba_config.json`, which states the layers with
+attention; the others have mixers. As keys and values in an attention, x and B are shared by r consecutive heads; each
+head has its own C.
 
 H heads of N channels (their state is N x N), X = H / r heads that have an x and a B of their own.
 """
@@ -23,7 +24,7 @@ from tree_layers.errors import CheckpointError
 from verifier_service.models.norms import GroupedNorm
 
 GATED_EPS = 1e-5
-"""Of the norm after the gate; no checkpoint says another."""
+"""Of the norm after the gate; no checkpoint sets another."""
 
 PURE_MAMBAS = ("mamba", "mamba2")
 """Families whose checkpoints may have state-spaces' layout."""
@@ -37,7 +38,7 @@ LLAMAS = {
     "intermediate_size": "intermediate_size",
     "hidden_act": "hidden_act",
 }
-"""What both files say, and the word for it in Llama's."""
+"""Keys of `mamba_config.json` that Llama's configuration has too, and their names there."""
 DEFAULTS = {
     "D_has_hdim": False,
     "rmsnorm": True,
@@ -46,17 +47,17 @@ DEFAULTS = {
     "bias": False,
     "conv_bias": True,
 }
-"""What of `ssm_cfg` changes the function and is not supported otherwise."""
+"""Keys of `ssm_cfg` that change the function, and their only supported values."""
 WITHOUT_EFFECT = {"expand", "headdim", "d_ssm", "conv_init", "A_init_range", "dt_min", "dt_max", "dt_init_floor"}
 WITHOUT_EFFECT |= {"chunk_size", "use_mem_eff_path", "sequence_parallel"}
-"""What of `ssm_cfg` is for training or the form of a kernel, or is said by d_inner and d_state."""
+"""Keys of `ssm_cfg` that are for training or the form of a kernel, or follow from d_inner and d_state."""
 
 
 class MambaInLlamaConfig(LlamaConfig):
-    """Llama's configuration, and of the layers of type `linear_attention` their mixers'."""
+    """Llama's configuration, and that of the mixers in layers of type `linear_attention`."""
 
     model_type = "mamba_in_llama"
-    base_model_tp_plan: ClassVar[dict[str, Any]] = {}  # what of attention and MLP is a worker's, `heads.py` says
+    base_model_tp_plan: ClassVar[dict[str, Any]] = {}  # `heads.py` plans attention and MLP
 
     layer_types: list[str] | None = None
     mixer_inner: int = 0  # H N
@@ -69,8 +70,8 @@ class MambaInLlamaConfig(LlamaConfig):
 
 
 class MambaInLlamaMixer(nn.Module):
-    """The weights of a mixer, named as in a checkpoint and described as the library's are. `seat_mixers` gives it its
-    forward."""
+    """The weights of a mixer, named as in a checkpoint, with the attributes of the library's mixers. `seat_mixers` sets
+    its forward."""
 
     activation = "silu"
 
@@ -105,7 +106,7 @@ class MambaInLlamaLayer(nn.Module):
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.mixer_norm_eps)
 
     def forward(self, hidden_states: Tensor, **ignored: Any) -> Tensor:
-        """hidden_states [1, rows, hidden]; what Llama's model says to an attention means nothing here."""
+        """hidden_states [1, rows, hidden]; other arguments that Llama's model passes are ignored."""
         hidden_states = hidden_states + self.mamba(self.input_layernorm(hidden_states))
         after: Tensor = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
         return after
@@ -128,11 +129,11 @@ AutoModelForCausalLM.register(MambaInLlamaConfig, MambaInLlamaForCausalLM)
 
 
 def library_config(folder: Path) -> PreTrainedConfig:
-    """A checkpoint's configuration as the library's models take it. Raises CheckpointError for one of Mamba-in-Llama
-    that says what is not supported; what the library raises, for others."""
-    said = read_config(folder)
-    if said["model_type"] in PURE_MAMBAS:
-        return AutoConfig.for_model(**{key: _decoded(value) for key, value in said.items()})
+    """A checkpoint's configuration as the library's models take it. Raises CheckpointError for an unsupported one of
+    Mamba-in-Llama, and what the library raises for others."""
+    fields = read_config(folder)
+    if fields["model_type"] in PURE_MAMBAS:
+        return AutoConfig.for_model(**{key: _decoded(value) for key, value in fields.items()})
     config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if quantisation := getattr(config, "quantization_config", None):
         config.quantization_config = {**quantisation, "dequantize": True}  # on every device
@@ -147,21 +148,21 @@ def _decoded(value: Any) -> Any:
 
 
 def _with_mixers(folder: Path, config: PreTrainedConfig) -> MambaInLlamaConfig:
-    said = _read(folder)
+    fields = _read(folder)
     where = f"{folder}: {MAMBA_CONFIG}"
     if config.model_type != "llama":
-        raise CheckpointError(f"{where} beside a {config.model_type}: mixers are supported in a llama alone")
+        raise CheckpointError(f"{where} beside a {config.model_type}: mixers are supported only in a llama")
     for key, llamas in LLAMAS.items():
-        if said.get(key) is not None and said[key] != getattr(config, llamas):
-            raise CheckpointError(f"{where}: {key} is {said[key]!r}, and {llamas} {getattr(config, llamas)!r}")
-    ssm = said["ssm_cfg"]
+        if fields.get(key) is not None and fields[key] != getattr(config, llamas):
+            raise CheckpointError(f"{where}: {key} is {fields[key]!r}, but {llamas} is {getattr(config, llamas)!r}")
+    ssm = fields["ssm_cfg"]
     layers = config.num_hidden_layers
-    attending = said["attn_layers"]
+    attending = fields["attn_layers"]
     if not set(attending) <= set(range(layers)):
         raise CheckpointError(f"{where}: attn_layers {attending} are not all among its {layers} layers")
     state, groups = _whole(where, ssm, "ssm_cfg.d_state", 128), _whole(where, ssm, "ssm_cfg.ngroups")
-    inner = _whole(where, said, "d_inner", groups * state)
-    shared = _whole(where, said, "d_xb")
+    inner = _whole(where, fields, "d_inner", groups * state)
+    shared = _whole(where, fields, "d_xb")
     if inner != groups * state:
         raise CheckpointError(f"{where}: d_inner {inner} is not ngroups {groups} times d_state {state}")
     if shared % state or inner % shared:
@@ -176,49 +177,49 @@ def _with_mixers(folder: Path, config: PreTrainedConfig) -> MambaInLlamaConfig:
         mixer_conv=_whole(where, ssm, "ssm_cfg.d_conv", 4),
         mixer_dt_low=low,
         mixer_dt_high=high,
-        mixer_norm_eps=_epsilon(where, said),
+        mixer_norm_eps=_epsilon(where, fields),
     )
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """The file, of known keys, the lists and objects in it being such."""
+    """The fields of `mamba_config.json`: their keys, `ssm_cfg` and the type of `attn_layers` are checked."""
     where = f"{folder}: {MAMBA_CONFIG}"
     try:
-        said = json.loads((folder / MAMBA_CONFIG).read_text())
+        fields = json.loads((folder / MAMBA_CONFIG).read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{where} is unreadable: {error}") from error
-    if not isinstance(said, dict):
-        raise CheckpointError(f"{where} holds no object")
-    if unknown := sorted(set(said) - KEYS):
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{where} is not a JSON object")
+    if unknown := sorted(set(fields) - KEYS):
         raise CheckpointError(f"{where}: unknown keys {unknown}")
-    ssm, attending = said.get("ssm_cfg"), said.get("attn_layers")
+    ssm, attending = fields.get("ssm_cfg"), fields.get("attn_layers")
     if not isinstance(ssm, dict):
         raise CheckpointError(f"{where}: ssm_cfg is {ssm!r}, not an object")
     if not isinstance(attending, list) or not all(type(layer) is int for layer in attending):
         raise CheckpointError(f"{where}: attn_layers is {attending!r}, not a list of numbers of layers")
     if "ngroups" not in ssm:
         raise CheckpointError(
-            f"{where}: ssm_cfg has no ngroups, as where mixers are Mamba-1's: those of Mamba-2 alone are supported"
+            f"{where}: ssm_cfg has no ngroups, so the mixers are Mamba-1's; only Mamba-2's are supported"
         )
     for key, value in ssm.items():
         if key in DEFAULTS and value != DEFAULTS[key]:
             raise CheckpointError(f"{where}: ssm_cfg.{key} {value!r} is not supported, only {DEFAULTS[key]!r}")
     if unknown := sorted(set(ssm) - set(DEFAULTS) - WITHOUT_EFFECT - {"d_state", "ngroups", "d_conv", "dt_limit"}):
         raise CheckpointError(f"{where}: ssm_cfg {unknown} is not supported")
-    return said
+    return fields
 
 
-def _whole(where: str, said: dict[str, Any], key: str, default: int | None = None) -> int:
+def _whole(where: str, fields: dict[str, Any], key: str, default: int | None = None) -> int:
     """A number of 1 or more; `key` may name its object before a dot."""
-    value = said.get(key.rpartition(".")[2])
+    value = fields.get(key.rpartition(".")[2])
     value = default if value is None else value
     if type(value) is not int or value < 1:
         raise CheckpointError(f"{where}: {key} is {value!r}, not a number of 1 or more")
     return value
 
 
-def _epsilon(where: str, said: dict[str, Any]) -> float:
-    value = said.get("rms_norm_eps", 1e-5)
+def _epsilon(where: str, fields: dict[str, Any]) -> float:
+    value = fields.get("rms_norm_eps", 1e-5)
     if not isinstance(value, float) or not value > 0:
         raise CheckpointError(f"{where}: rms_norm_eps is {value!r}, not a number above 0")
     return value

@@ -1,7 +1,7 @@
-"""Our tree-aware mixers in the seats of a state-space or hybrid model's own.
+"""Replaces the mixers of a state-space or hybrid model by our tree-aware ones.
 
 Only `forward` of a mixer is replaced; its linear layers and norms, and everything around it, stay the library's. (A
-norm without groups in a mixer of several is replaced before: `norms.py`.)
+norm without groups in a mixer of several groups is replaced before: `norms.py`.)
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ MIXER_FAMILIES = {
 def seat_mixers(
     folder: Path, model: PreTrainedModel, run: ForwardContext, group: Collectives | None = None
 ) -> tuple[MixerLayout, ...]:
-    """Replace every mixer's forward by ours; returns what their layers remember, in order.
+    """Replace every mixer's forward by ours; returns the layouts of their memory, in order.
 
-    Before linear layers get their forms: Mamba-1 adds the bias of dt in float32, so that layer loses it; and where
-    there is a group, out_proj's is added once, after the sum.
+    Call it before linear layers get their forms: Mamba-1 adds the bias of dt in float32, so that layer loses it; and
+    with a group, out_proj's bias is added once, after the sum.
     """
     layouts: list[MixerLayout] = []
     for module in model.modules():
@@ -132,7 +132,7 @@ def _convolution(conv: nn.Conv1d) -> tuple[Tensor, Tensor]:
 
 
 def _joined(layer: nn.Linear, group: Collectives | None) -> Callable[[Tensor], Tensor]:
-    """A layer of whose inputs every worker of a group has some."""
+    """A layer of which every worker of a group has some of the inputs: the workers' results are summed."""
     if group is None:
         return layer
     bias = layer.bias
@@ -146,7 +146,7 @@ def _joined(layer: nn.Linear, group: Collectives | None) -> Callable[[Tensor], T
 
 
 def _normed(norm: nn.Module, y: Tensor, gate: Tensor) -> Tensor:
-    """Gate and norm; a model without this norm has the gate alone."""
+    """Gate and norm; a model without this norm has only the gate."""
     if isinstance(norm, nn.Identity):
         return y * silu(gate.float())
     normed: Tensor = norm(y, gate)

@@ -28,8 +28,8 @@ class GroupedNorm(nn.Module):
 
 
 def group_norms(model: nn.Module) -> None:
-    """Give each mixer of several groups a norm by groups, where the library's takes all channels as one group, as those
-    of mamba2, bamba and granitemoehybrid do in transformers 5.17."""
+    """Give each mixer of several groups a norm by groups, where the library's norm takes all channels as one group: in
+    transformers 5.17 those of mamba2, bamba and granitemoehybrid."""
     mixer: Any
     for mixer in model.modules():
         norm: Any = getattr(mixer, "norm", None)

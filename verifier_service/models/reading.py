@@ -1,4 +1,4 @@
-"""The library's model of a checkpoint, and tensors of its weight files, read when they are wanted."""
+"""Loads the library's model of a checkpoint, and reads tensors of its weight files on demand."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def open_tensors(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def check_scales(folder: Path) -> None:
-    """Raise CheckpointError for weights in FP8 without the scales that transformers looks for: it would take their
-    numbers as they are."""
+    """Raise CheckpointError for weights in FP8 without the scales that transformers looks for: it would use their
+    numbers unscaled."""
     with open_tensors(folder) as tensors:
         for name, tensor in tensors.items():
             dtype = str(tensor.get_dtype() if hasattr(tensor, "get_dtype") else tensor.dtype)

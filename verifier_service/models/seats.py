@@ -1,4 +1,4 @@
-"""Our attention function, and the seat by which it finds the step's rows: some models drop keyword arguments."""
+"""Our attention function. It finds the step's rows by its module's seat, as some models drop keyword arguments."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from tree_kernels.tree_attention.triton import TableRows
 
 ATTENTION = "dendro_tree"
-"""No mask function is registered under this name, so models pass no mask, and look for no packed sequences."""
+"""No mask function is registered under this name, so models pass no mask and do not look for packed sequences."""
 
 
 SMALL_STEP = 64
-"""Rows up to which attention and scans run in one thread: waking other threads takes longer than so little work. The
-check at start compares such steps with larger ones."""
+"""Rows up to which attention and scans run in one thread: waking other threads takes longer than the work. The check at
+start compares such steps with larger ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class ProbedLayer:
 
 @dataclass(slots=True)
 class ForwardContext:
-    """What all seats of a model share: its pages, and the rows of the forward that runs now."""
+    """Shared by all seats of a model: its pages, and the rows of the current forward."""
 
     threads: int = 1  # of large products, and of the attention and scans of many rows, on a CPU
     pages: Pages | None = None
@@ -52,7 +52,7 @@ class ForwardContext:
         self._prepared.clear()
 
     def threads_for(self, rows: int) -> AbstractContextManager[None]:
-        """Inside, attention and scans of so many rows take all of the run's threads, unless the rows are few."""
+        """Context in which attention and scans of so many rows use all threads; no change up to SMALL_STEP rows."""
         return threads_of(self.threads) if self.threads > 1 and rows > SMALL_STEP else nullcontext()
 
     def prepared(self, kv_heads: int, window: int | None) -> Prepared:
@@ -64,7 +64,7 @@ class ForwardContext:
 
 
 class Seat:
-    """One attention module's layer number, which the probe sets, and the run whose rows it sees."""
+    """One attention module's layer number, which the probe sets, and the context of its forwards."""
 
     __slots__ = ("index", "run")
 
@@ -85,9 +85,9 @@ def seat_attention(
     s_aux: Tensor | None = None,
     **ignored: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, heads, rows, dim], key and value [1, kv heads, rows, dim], all of the step's rows alone.
+    """query [1, heads, rows, dim], key and value [1, kv heads, rows, dim], all of only the step's rows.
 
-    Returns [1, rows, heads, dim]. Dropout, and whatever else models pass to other implementations, means nothing here.
+    Returns [1, rows, heads, dim]. Dropout and other arguments that models pass are ignored.
     """
     seat: Seat = module.dendro_seat  # type: ignore[assignment]
     run = seat.run

@@ -1,7 +1,7 @@
-"""A model of which this worker has one shard: the library's tensor-parallel plan, without the library's wrappers.
+"""This worker's shard of a model: the library's tensor-parallel plan, without the library's wrappers.
 
 transformers loads each worker's slices by the model's own plan and wraps every layer in DTensors, which cost more here
-than the layers do. The wrappers are taken off; what they mean is put back as plain layers and our own sums.
+than the layers do. The wrappers are replaced by plain layers and our own sums and gathers.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from tree_layers.errors import CheckpointError
 from verifier_service.collectives import Collectives, shard_of
 
 LOCAL = {"colwise", "packed_colwise", "packed_rowwise", "replicated_with_grad_allreduce", "replicate"}
-"""Styles that say where weights are, and ask for nothing in a forward."""
+"""Styles that only place weights and need no exchange in a forward."""
 GATHERED = {"colwise_gather_output", "colwise_rep"}
 SPLIT = {"rowwise_split_input", "rowwise_rep"}
 SUMMED = {"rowwise", "moe_tp_experts", "all_reduce"}
 VOCABULARY = "embedding_rowwise"
 BY_HEADS = "dendro_by_heads"
-"""Our own, of mixers (`heads.py`): they have their sums themselves."""
+"""Our own style, for mixers (`heads.py`): they make their sums themselves."""
 
 Forward = Callable[..., Any]
 
 
 def check_divisible(folder: Path, config: Any, size: int) -> None:
-    """Raise CheckpointError for a model whose heads cannot be dealt out evenly."""
+    """Raise CheckpointError for a model whose heads cannot be dealt out evenly to the workers."""
     heads = config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", None) or heads
     for count, what in ((heads, "attention heads"), (groups, "key-value heads")):
@@ -41,10 +41,10 @@ def check_divisible(folder: Path, config: Any, size: int) -> None:
 
 
 def take_off_wrappers(folder: Path, model: PreTrainedModel) -> Callable[[Collectives], None]:
-    """Make a model that the library sharded one of plain layers, each with this worker's slices.
+    """Replace the layers of a model that the library sharded by plain ones with this worker's slices.
 
-    Returns what joins the workers' layers, to be called once the layers have their forms. The head is left to the
-    caller. Raises CheckpointError for a plan with a style that is not known here.
+    Returns a function that adds the sums and gathers over workers, to be called once the layers have their forms. The
+    head is left to the caller. Raises CheckpointError for a plan with a style that is not supported.
     """
     plan = {name: style for name, style in model.tp_plan.items() if style != BY_HEADS}
     modules = dict(model.named_modules())
@@ -53,7 +53,7 @@ def take_off_wrappers(folder: Path, model: PreTrainedModel) -> Callable[[Collect
         raise CheckpointError(f"{folder}: its plan for several workers has styles {sorted(unknown)}: not supported")
     widths = {name: module.out_features for name, module in modules.items() if isinstance(module, nn.Linear)}
     inputs = {name: module.in_features for name, module in modules.items() if isinstance(module, nn.Linear)}
-    locals_: dict[int, nn.Parameter] = {}  # weights that two layers share stay one
+    locals_: dict[int, nn.Parameter] = {}  # weights that two layers share stay shared
     for name, module in modules.items():
         for key, parameter in list(module._parameters.items()):
             if isinstance(parameter, DTensor):
@@ -115,7 +115,7 @@ def _looked_up(module: nn.Embedding, group: Collectives) -> Forward:
     """An embedding of which each worker has some rows: one finds the token, the others add zeros."""
     rows = module.weight.shape[0]
     first, _ = shard_of(module.num_embeddings, group.rank, group.size)
-    module.padding_idx = None  # of training, and past this shard
+    module.padding_idx = None  # only for training, and may be outside this shard
     forward = module.forward
 
     def run(tokens: Tensor) -> Tensor:

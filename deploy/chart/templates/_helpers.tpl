@@ -1,4 +1,4 @@
-{{/* Names and values that several templates share. */}}
+{{/* Names and values shared by several templates. */}}
 
 {{- define "dendro.labels" -}}
 app.kubernetes.io/name: dendroaspis
@@ -20,7 +20,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{ dig "router" "request_timeout_s" 600 .Values.cluster | int }}
 {{- end }}
 
-{{/* Fails the render where pods would be stopped before their requests have ended. */}}
+{{/* Fails if pods would be stopped before their requests have ended. */}}
 {{- define "dendro.checkDrain" -}}
 {{- $request := include "dendro.requestSeconds" . | int }}
 {{- $needed := add $request 60 }}
@@ -32,33 +32,33 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end }}
 {{- end }}
 
-{{/* The configuration with Redis, the port and each model's pool in it. */}}
+{{/* The cluster's configuration, with Redis, the port and each model's pool filled in. */}}
 {{- define "dendro.cluster" -}}
-{{- $said := deepCopy .Values.cluster }}
+{{- $config := deepCopy .Values.cluster }}
 {{- range $key := list "redis" "grpc" }}
-{{- if hasKey $said $key }}{{ fail (printf "cluster.%s: is filled in from the value %s" $key $key) }}{{ end }}
+{{- if hasKey $config $key }}{{ fail (printf "cluster.%s: is filled in from the value %s" $key $key) }}{{ end }}
 {{- end }}
-{{- if not $said.targets }}{{ fail "cluster.targets: name at least one target" }}{{ end }}
+{{- if not $config.targets }}{{ fail "cluster.targets: name at least one target" }}{{ end }}
 {{- range $section, $pool := dict "targets" "verifier" "drafters" "drafter" }}
-{{- range $name, $model := get $said $section }}
+{{- range $name, $model := get $config $section }}
 {{- $resources := mergeOverwrite (dict) ($model.resources | default dict) (dict "custom" (dict $pool 1)) }}
 {{- $_ := set $model "resources" $resources }}
 {{- end }}
 {{- end }}
-{{- $router := $said.router | default dict }}
+{{- $router := $config.router | default dict }}
 {{- $_ := set $router "resources" (mergeOverwrite (dict "cpu" 0.25) ($router.resources | default dict) (dict "custom" (dict "router" 1))) }}
-{{- $_ := set $said "router" $router }}
+{{- $_ := set $config "router" $router }}
 {{- range $key := list "drafters" "speculation" }}
-{{- if not (get $said $key) }}{{ $_ := unset $said $key }}{{ end }}
+{{- if not (get $config $key) }}{{ $_ := unset $config $key }}{{ end }}
 {{- end }}
 {{- $redis := dict "url" (include "dendro.redisUrl" .) }}
 {{- if .Values.redis.existingSecret }}{{ $_ := set $redis "password_variable" "REDIS_PASSWORD" }}{{ end }}
-{{- $_ := set $said "redis" $redis }}
-{{- $_ := set $said "grpc" (dict "port" (int .Values.grpc.port)) }}
-{{- toYaml $said }}
+{{- $_ := set $config "redis" $redis }}
+{{- $_ := set $config "grpc" (dict "port" (int .Values.grpc.port)) }}
+{{- toYaml $config }}
 {{- end }}
 
-{{/* What Ray's and Serve's processes read when they start. */}}
+{{/* The environment of Ray's and Serve's processes. */}}
 {{- define "dendro.env" -}}
 - {name: RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S, value: "1"}
 - {name: RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S, value: "3"}

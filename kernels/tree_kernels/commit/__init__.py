@@ -1,4 +1,4 @@
-"""Keeping the accepted rows of a tree (README.md beside this file)."""
+"""Moves the accepted rows of a tree to their final slots (README.md in this folder)."""
 
 from tree_kernels.commit.reference import commit
 

@@ -1,4 +1,4 @@
-"""Copies accepted rows to their places on an accelerator. Only accepted slots are read and written."""
+"""Copies accepted rows to their final slots on an accelerator. Reads and writes only those slots."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def commit_rows(pool: Tensor, source: Tensor, target: Tensor) -> None:
     """pool[:, target] = pool[:, source], except for rows whose source is slot 0, which are skipped.
 
     pool [layers, slots, ...] contiguous, written here   source, target [rows] int64
-    Rows are copied in parallel: no slot may be both a source and a target, nor a target twice.
+    Rows are copied in parallel: no slot may be both a source and a target, or a target twice.
     """
     assert pool.is_contiguous() and source.is_contiguous() and target.is_contiguous()
     layers, slots = pool.shape[:2]

@@ -1,4 +1,4 @@
-"""Mamba-2 on the newest level of drafted trees, from nodes' inputs (README.md beside this file)."""
+"""Mamba-2 on the newest level of drafted trees, from nodes' inputs (README.md in this folder)."""
 
 from tree_kernels.level_scan.reference import Lines, NodeInputs, level_scan
 

@@ -1,7 +1,7 @@
-"""Mamba-2 on the newest level of drafted trees, from the nodes' inputs alone, in PyTorch: matrix products.
+"""Mamba-2 on the newest level of drafted trees, from the nodes' inputs, in PyTorch: matrix products.
 
-S trees side by side, each padded in front to K nodes, of which the last R are new; H heads of P channels, G groups of
-heads that share B and C, N state width. A node that only pads has dt = 0, and is on nobody's path.
+A batch of S trees, each padded in front to K nodes, of which the last R are new; H heads of P channels, G groups of
+heads that share B and C, N state width. A padding node has dt = 0 and is on no real node's path.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class NodeInputs(NamedTuple):
-    """What the recurrence has of nodes: `x`, `B` after the convolution, `dt` after softplus and clamp. float32."""
+    """The recurrence's inputs of nodes: `x`, `B` after the convolution, `dt` after softplus and clamp. float32."""
 
     x: Tensor  # [S, K, H, P]
     B: Tensor  # [S, K, G, N]
@@ -26,14 +26,14 @@ class NodeInputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lines:
-    """Who is on whose path, in the two forms that a level needs. The same for all layers."""
+    """Which nodes are on each node's path, as a matrix of sums and as a mask. The same for all layers."""
 
     sums: Tensor  # [S, K, K] float32: one where node k is on the path of node j
     bars: Tensor  # [S, 1, R, K] float32: minus infinity where node k is not on the path of new node r, else zero
 
     @classmethod
     def of(cls, lines: npt.NDArray[np.bool_], new: int, device: torch.device) -> Lines:
-        """lines [S, K, K]: whether node k is on the path of node j, itself on its own   new: R, the last of the K"""
+        """lines [S, K, K]: whether node k is on the path of node j; true for k == j   new: R, the last of the K"""
         bars = np.where(lines[:, None, lines.shape[1] - new :], np.float32(0), np.float32(-np.inf))
         sums = torch.from_numpy(lines.astype(np.float32)).to(device)
         return cls(sums.transpose(1, 2), torch.from_numpy(bars).to(device))
@@ -49,10 +49,10 @@ def level_scan(inputs: NodeInputs, lines: Lines, states: Sequence[Tensor], C: Te
     nodes, heads, width = inputs.x.shape[1:]
     members = heads // groups
     dt = inputs.dt.transpose(1, 2)
-    # [S, H, 1, K] logarithms of what is left of a text's state at each node: sums over its path.
+    # [S, H, 1, K] logarithm of the decay of a text's state up to each node: sums over its path.
     left = torch.bmm(dt * A[:, None], lines.sums).view(trees, heads, 1, nodes)
     here = left[..., nodes - count :].transpose(2, 3)
-    # Barred before the exponential: off the path a difference may be so great that it has none.
+    # Masked before the exponential: off the path a difference may be large enough to overflow it.
     weight = (here - left).add_(lines.bars).exp_().mul_(dt.unsqueeze(2))
     queries = C.transpose(1, 2).reshape(trees * groups, count, size)
     alike = torch.bmm(queries, inputs.B.permute(0, 2, 3, 1).reshape(trees * groups, size, nodes))

@@ -1,4 +1,4 @@
-"""The noise that target and drafter share: public contract, version 1 (README.md beside this file)."""
+"""The noise that target and drafter share: public contract, version 1 (README.md in this folder)."""
 
 from tree_kernels.noise.reference import (
     NOISE_VERSION,

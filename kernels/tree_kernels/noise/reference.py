@@ -1,11 +1,11 @@
-"""Gumbel noise that depends on (seed, position, token id) and on nothing else. The truth: NumPy on a CPU.
+"""Gumbel noise, a function of (seed, position, sample index, stream, token id). The reference: NumPy on a CPU.
 
     key      (seed's low word, seed's high word)
     counter  (token // 4, position, sample index, version << 8 | stream)
     word     number token % 4 of Philox4x32-10(counter, key)
     noise    -log(-log((word + 0.5) * 2**-32)), in float64, rounded to float32 at the end
 
-`position` is that of the token *being drawn*, absolute over the whole session.
+`position` is the absolute position, over the session, of the token *being drawn*.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 LOW_WORD = np.uint64(0xFFFF_FFFF)
 WORD_BITS = np.uint64(32)
 TILE_BLOCKS = 8192
-"""Counter blocks worked on at a time: a temporary of 64 KiB, so that a row of 128k tokens stays in the cache."""
+"""Counter blocks computed at a time: temporaries of 64 KiB, which stay in the cache for a row of 128k tokens."""
 
 Words = npt.NDArray[np.uint32]
-Wide = npt.NDArray[np.uint64]  # holds 32-bit words, with room for their products
+Wide = npt.NDArray[np.uint64]  # 32-bit words, with room for their products
 
 
 def philox4x32(counter: Words, key: tuple[int, int]) -> Words:
     """Philox4x32-10 of Salmon et al. 2011, as in Random123. counter [n, 4] uint32, returns [n, 4] uint32.
 
-    NumPy's own `Philox` is Philox4x64: another generator.
+    NumPy's `Philox` is Philox4x64, a different generator.
     """
     if counter.ndim != 2 or counter.shape[1] != 4 or counter.dtype != np.uint32:
         raise ValueError(f"counter: must be [n, 4] uint32, got {list(counter.shape)} {counter.dtype}")
@@ -42,10 +42,10 @@ def philox4x32(counter: Words, key: tuple[int, int]) -> Words:
 
 
 def _ten_rounds(c0: Wide, c1: Wide, c2: Wide, c3: Wide, key: tuple[int, int]) -> tuple[Wide, Wide, Wide, Wide]:
-    """The counter's four words after ten rounds. The arguments may be of shapes that broadcast: what is the
-    same for all positions, or for all tokens, is then computed once in the first two rounds.
+    """The counter's four words after ten rounds. The arguments may have shapes that broadcast: the first two rounds
+    then compute words that are the same for all positions, or for all tokens, only once.
 
-    c1 and c3 carry garbage above 32 bits: they are only ever xored into a word that is masked next.
+    c1 and c3 have undefined bits above 32 inside the loop: they are only xored into a word that is masked next.
     """
     k0, k1 = key
     for _ in range(ROUNDS):
@@ -72,7 +72,7 @@ def gumbel_of_words(words: npt.NDArray[np.uint32] | npt.NDArray[np.uint64]) -> n
 def gumbel_noise(
     seed: int, positions: Sequence[int], vocabulary: int, sample_index: int = 0, stream: int = 0
 ) -> torch.Tensor:
-    """Noise of every token at each position: [len(positions), vocabulary] float32, one row per position as asked."""
+    """Noise of every token at each position: [len(positions), vocabulary] float32, in the order of `positions`."""
     _check(seed, vocabulary, sample_index, stream)
     if any(not 0 <= position < 2**32 for position in positions):
         raise ValueError(f"positions: must be 0 to 2**32 - 1, got {list(positions)}")
@@ -104,9 +104,9 @@ def _check(seed: int, vocabulary: int, sample_index: int, stream: int) -> None:
 
 
 class NoiseRows:
-    """The noise rows of one request: each is computed once, and kept until its position is committed.
+    """The noise rows of one request: each is computed once and kept until its position is committed.
 
-    Rows may be computed ahead, in time that would be spent waiting. Hands out rows that nobody may write to.
+    `prepare` computes rows ahead, in time that would be spent waiting. Returned rows must not be written to.
     """
 
     def __init__(self, seed: int, vocabulary: int, sample_index: int = 0) -> None:
@@ -120,14 +120,14 @@ class NoiseRows:
         return len(self._rows)
 
     def prepare(self, positions: Iterable[int]) -> None:
-        """Compute what is missing of these rows, in one call."""
+        """Compute those of these rows that are missing, in one call."""
         missing = [position for position in dict.fromkeys(positions) if position not in self._rows]
         if missing:
             computed = gumbel_noise(self.seed, missing, self.vocabulary, self.sample_index)
             self._rows.update(zip(missing, computed, strict=True))
 
     def row(self, position: int) -> torch.Tensor:
-        """The row of one position, [vocabulary], not copied."""
+        """The row of one position, [vocabulary], without a copy."""
         if position not in self._rows:
             self.prepare([position])
         return self._rows[position]

@@ -1,4 +1,4 @@
-"""The noise on an accelerator. Where its float64 logarithm rounds as the CPU's does, the bits are the reference's."""
+"""The noise on an accelerator. Has the reference's bits if its float64 logarithm rounds as the CPU's."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from torch import Tensor
 from tree_kernels.noise.reference import NOISE_VERSION
 
 BLOCK = 256
-"""Counters of a program, of four tokens each."""
+"""Counters per program; a counter gives the noise of four tokens."""
 NOISE_TAG: tl.constexpr = tl.constexpr(NOISE_VERSION << 8)
 
 
 def gumbel_rows(seeds: Tensor, positions: Tensor, sample_indices: Tensor, vocabulary: int) -> Tensor:
     """Noise [rows, vocabulary] float32 of stream 0.
 
-    seeds [rows] int64, the 64 bits of each; positions, of the tokens being drawn, and sample_indices [rows] int64.
+    seeds [rows] int64, read as 64 unsigned bits   positions [rows] int64, of the tokens being drawn
+    sample_indices [rows] int64
     """
     noise = torch.empty(len(seeds), vocabulary, dtype=torch.float32, device=seeds.device)
     _gumbel[(len(seeds), triton.cdiv(vocabulary, 4 * BLOCK))](

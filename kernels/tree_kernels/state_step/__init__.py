@@ -1,4 +1,4 @@
-"""One step, or a chain of steps, of the recurrence of Mamba-1 and Mamba-2 (README.md beside this file)."""
+"""One step, or a chain of steps, of the recurrence of Mamba-1 and Mamba-2 (README.md in this folder)."""
 
 from tree_kernels.state_step.reference import (
     conv_chain,

@@ -1,9 +1,9 @@
-"""The recurrences of Mamba-1 and Mamba-2 and their causal convolution, out of place. Plain PyTorch: the truth.
+"""The recurrences of Mamba-1 and Mamba-2 and their causal convolution, out of place. The reference, in plain PyTorch.
 
-A *step* consumes one token per row: it reads slot `source[row]` and writes slot `target[row]`, so that siblings may
-start from one parent. No slot may be both written and read by different rows of one call. A *chain* consumes
-several tokens per row and is given the memory itself. A *target* is a slice where the slots lie side by side: it
-is then written without an index. All states, dt, A, B, C and D are float32.
+A *step* consumes one token per row: it reads slot `source[row]` and writes slot `target[row]`, so that siblings can
+start from one parent. No slot may be written by one row of a call and read by another. A *chain* consumes several
+tokens per row; its argument is the memory itself. A *target* may be a slice if its slots are consecutive; it is then
+written without an index. All states, dt, A, B, C and D are float32.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Slots = Tensor | slice  # [rows] int64, or a run of as many slots
+Slots = Tensor | slice  # [rows] int64, or a slice of `rows` consecutive slots
 
 
 def conv_step(memory: Tensor, source: Tensor, target: Slots, inputs: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """One token through the depthwise causal convolution and SiLU.
+    """The depthwise causal convolution and SiLU for one token per row.
 
     memory [slots, W - 1, C] the last raw inputs, oldest first; written at target
     inputs [rows, C]   weight [W, C], the current token's tap last   bias [C]; returns [rows, C]
@@ -27,10 +27,10 @@ def conv_step(memory: Tensor, source: Tensor, target: Slots, inputs: Tensor, wei
 
 
 def conv_chain(before: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Several tokens per row through the convolution.
+    """The convolution for several tokens per row.
 
     before [rows, W - 1, C]   inputs [rows, T, C]   weight [W, C]   bias [C]
-    returns the outputs [rows, T, C] and all raw inputs, those before among them [rows, W - 1 + T, C]
+    returns the outputs [rows, T, C] and all raw inputs, `before` included [rows, W - 1 + T, C]
     """
     history = torch.cat((before, inputs), 1)
     time, taps = inputs.shape[1], weight.shape[0]
@@ -41,7 +41,7 @@ def conv_chain(before: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor) -> 
 
 
 def conv_tail(history: Tensor, lengths: Tensor, taps: int) -> Tensor:
-    """The last W - 1 raw inputs after so many tokens of a chain. history [rows, W - 1 + T, C]   lengths [rows]"""
+    """The last W - 1 raw inputs after the first `lengths` [rows] tokens of a chain. history [rows, W - 1 + T, C]"""
     last = lengths[:, None] + torch.arange(taps - 1, device=lengths.device)  # [rows, W - 1]
     return history.gather(1, last[..., None].expand(-1, -1, history.shape[2]))
 
@@ -62,13 +62,13 @@ def mamba1_step(
 def mamba1_chain(
     state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Several tokens per row of Mamba-1, one after another, the same arithmetic as as many steps.
+    """Several tokens per row of Mamba-1, one after another, with the same arithmetic as single steps.
 
     state [rows, I, N]   x [rows, T, I]   dt [rows, T, I]   A [I, N]   B, C [rows, T, N]   D [I]
     returns y [rows, T, I] and the state after every token [rows, T, I, N]
     """
     decay = torch.exp(dt[..., None] * A)  # [rows, T, I, N]
-    every = (dt * x)[..., None] * B[:, :, None]  # what drives each token's state, then that state itself
+    every = (dt * x)[..., None] * B[:, :, None]  # dt B x of each token; the loop replaces it by the token's state
     for time in range(x.shape[1]):
         state = torch.addcmul(every[:, time], state, decay[:, time], out=every[:, time])
     return torch.matmul(every, C[..., None])[..., 0].addcmul_(x, D), every
@@ -85,7 +85,7 @@ def mamba2_step(
     rows, heads, width = x.shape
     groups, size = B.shape[1:]
     members = heads // groups * width  # channels of a group
-    # A factor per row of a matrix: a CPU multiplies that several times faster than the same in four dimensions.
+    # In two dimensions, since a CPU multiplies this several times faster than in four.
     before = states.index_select(0, source)
     before.view(rows * heads, width * size).mul_((dt * A).exp_().view(rows * heads, 1))
     driven = (dt[..., None] * x).view(rows, groups, members, 1)
@@ -97,10 +97,10 @@ def mamba2_step(
 
 
 def mamba2_chain(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Tensor:
-    """Several tokens per row of Mamba-2 as matrix products: every token looks back at those before it.
+    """Several tokens per row of Mamba-2 as matrix products.
 
     state [rows, H, P, N]   x [rows, T, H, P]   dt [rows, T, H]   A [H]   B, C [rows, T, G, N]   D [H]
-    returns y [rows, T, H, P]; `mamba2_fold` gives the state
+    returns y [rows, T, H, P]; `mamba2_fold` computes the state
     """
     heads, groups, time = x.shape[2], B.shape[2], x.shape[1]
     total = (dt * A).cumsum(1).transpose(1, 2)  # [rows, H, T] log of the decay from the start through each token
@@ -115,9 +115,9 @@ def mamba2_chain(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: 
 
 
 def mamba2_drive(x: Tensor, dt: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
-    """What several tokens make of a state: `left` times the state, plus `driven` B^T.
+    """The effect of several tokens on a state: the new state is `left` times the state, plus `driven` B^T.
 
-    x [..., T, H, P]   dt [..., T, H], zero where a token does not count   A: a factor of dt
+    x [..., T, H, P]   dt [..., T, H], zero for padding tokens   A broadcasts with dt
     returns left [..., H, 1, 1] and driven [..., T, H, P]
     """
     total = (dt * A).cumsum(-2)
@@ -126,10 +126,10 @@ def mamba2_drive(x: Tensor, dt: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mamba2_fold(states: Tensor, source: Tensor, target: Slots, left: Tensor, driven: Tensor, B: Tensor) -> None:
-    """Several tokens per row into a state, out of place as a step.
+    """Advance states by several tokens per row, out of place.
 
-    states [slots, H, P, N], written at target   left [rows, H, 1, 1], driven [rows, T, H, P] as `mamba2_drive` gives
-    them   B [rows, T, G, N]
+    states [slots, H, P, N], written at target   left [rows, H, 1, 1], driven [rows, T, H, P] from `mamba2_drive`
+    B [rows, T, G, N]
     """
     rows, time, heads, width = driven.shape
     groups = B.shape[2]
@@ -139,7 +139,7 @@ def mamba2_fold(states: Tensor, source: Tensor, target: Slots, left: Tensor, dri
 
 
 def _drive(states: Tensor, target: Slots, before: Tensor, x: Tensor, B: Tensor) -> Tensor:
-    """states[target] = before + x B, which is returned; `before` is used up."""
+    """states[target] = before + x B, which is returned. May overwrite `before`."""
     if isinstance(target, slice):
         return torch.addcmul(before, x, B, out=states[target])
     states[target] = before.addcmul_(x, B)
@@ -147,5 +147,5 @@ def _drive(states: Tensor, target: Slots, before: Tensor, x: Tensor, B: Tensor) 
 
 
 def _read(state: Tensor, C: Tensor) -> Tensor:
-    """state [rows, channels, N], C [rows, N] -> [rows, channels]; a row times a matrix is what a CPU does well."""
+    """state [rows, channels, N], C [rows, N] -> [rows, channels]; a row times a matrix is fast on a CPU."""
     return torch.bmm(C[:, None], state.transpose(1, 2))[:, 0]

@@ -1,4 +1,4 @@
-"""Attention of a list of rows, each with a path of its own, over a paged pool (README.md beside this file)."""
+"""Attention of a list of rows, each over its own path, in a paged pool (README.md in this folder)."""
 
 from tree_kernels.tree_attention.reference import (
     PAGE,

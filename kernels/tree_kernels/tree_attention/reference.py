@@ -1,4 +1,4 @@
-"""Attention in PyTorch: gathered near windows, fixed-shape products for the pages before them. What a CPU runs."""
+"""Attention in PyTorch: gathered near windows, and fixed-shape products for the pages before them. Runs on CPUs."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import Tensor
 from tree_kernels.elementwise import elementwise, elementwise_
 
 PAGE = 64
-"""Positions of a page, the block of far keys that is multiplied at once."""
+"""Positions of a page; the far keys of a page are multiplied at once."""
 
 ROW_MULTIPLE = 8
-"""Rows of a product are padded to a multiple of this: fewer, or others, take different paths through the library."""
+"""Rows of a product are padded to a multiple of this: the library uses other kernels for other numbers of rows."""
 
 NEAR_CHOICES = (16, 32, 64)
 
 _exp2 = elementwise(torch.exp2)
 
 LOG2_E = 1 / math.log(2)
-"""Scores are kept in units of log 2: exp2 is ten times faster than exp here where its result is zero or next to it."""
+"""Scores are in units of log 2: exp2 is ten times faster than exp where its result is zero or close to it."""
 
 
 def near_window(max_depth: int) -> int:
@@ -35,7 +35,7 @@ def near_window(max_depth: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What one slot of a layer holds: a key, a value, a one, and zeros up to a multiple of 16 numbers."""
+    """The numbers in one slot of a layer: a key, a value, a one, and zeros up to a multiple of 16 numbers."""
 
     kv_heads: int
     key_dim: int
@@ -51,29 +51,29 @@ class Layout:
         return self.kv_heads * self.width * 4
 
     def pool(self, slots: int, device: torch.device) -> Tensor:
-        """[slots, kv_heads, width] float32, all zero. Untouched pages of it take no memory on a CPU."""
+        """[slots, kv_heads, width] float32, all zero. On a CPU, pages take no memory until they are written."""
         return torch.zeros(slots, self.kv_heads, self.width, device=device)
 
 
 @dataclass(frozen=True, slots=True)
 class FarRows:
-    """Rows [start, stop) of a step, of one text, and that text's pages that any of them sees as far, in order."""
+    """Rows [start, stop) of a step, all of one text, and its pages that are far for any of them, in order."""
 
     start: int
     stop: int
     pages: tuple[int, ...]
-    first: int = 0  # the index of the first of them in the text: those before it lie outside every row's window
+    first: int = 0  # index in the text of the first of these pages; earlier ones are outside every row's window
 
 
 @dataclass(frozen=True, slots=True)
 class TreeRows:
-    """Where the rows of a step stand and what they see. The same for all layers.
+    """The rows of a step: their positions, and the keys that they attend to. The same for all layers.
 
-    positions [rows] int64, ascending or not
+    positions [rows] int64, in any order
     slots     [rows] int64   where each row's own key and value are written
-    near      [rows, 2 * near] int64   slots of the keys at positions near * (p // near - 1) + column; 0 where none is
+    near      [rows, 2 * near] int64   slots of the keys at positions near * (p // near - 1) + column; 0: no key
     far       each row that has far keys is in exactly one of these
-    padded    rows of the step's matrices, a multiple of 8, at least as many as there are rows
+    padded    rows of the step's matrices: a multiple of 8, at least the number of rows
     """
 
     positions: Tensor
@@ -85,19 +85,19 @@ class TreeRows:
 
 @dataclass(frozen=True, slots=True)
 class _Far:
-    """`FarRows` made ready: `count` rows of `padded`, and what hides keys from them."""
+    """Prepared `FarRows`: `count` rows, padded to `padded`, and their mask."""
 
     start: int
     count: int
     padded: int
-    runs: tuple[tuple[int, int], ...]  # (first page, pages side by side): their scores are one product
+    runs: tuple[tuple[int, int], ...]  # (first page, number of consecutive pages): one product of scores for each
     keys: int
     hidden: Tensor  # [count, 1, keys] float32: 0 where seen, -inf where not
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Everything about a step's rows that layers of equal kv heads and window share."""
+    """The parts of a step's rows that layers with equal kv heads and window share."""
 
     rows: int
     padded: int
@@ -108,7 +108,7 @@ class Prepared:
 
 
 def prepare(step: TreeRows, kv_heads: int, window: int | None = None) -> Prepared:
-    """What `write` and `attend` need of a step, for layers with so many kv heads and this sliding window, if any."""
+    """The input of `write` and `attend`, for layers with this number of kv heads and this sliding window, if any."""
     columns = step.near.shape[1]
     near = columns // 2
     device = step.near.device
@@ -142,7 +142,7 @@ def _far(step: TreeRows, first: Tensor, rows: FarRows, window: int | None) -> _F
 
 
 def _runs(pages: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Pages in order as runs of pages that lie side by side: 3, 4, 5, 9 is (3, 3), (9, 1)."""
+    """Groups pages into runs of consecutive ones: 3, 4, 5, 9 is (3, 3), (9, 1)."""
     runs: list[tuple[int, int]] = []
     for page in pages:
         if runs and page == sum(runs[-1]):
@@ -157,7 +157,7 @@ def _bias(hidden: Tensor) -> Tensor:
 
 
 def write(pool: Tensor, key: Tensor, value: Tensor, step: Prepared) -> None:
-    """Put keys [kv_heads, padded, key_dim] and values [.., value_dim] of the real rows into their slots."""
+    """Write keys [kv_heads, padded, key_dim] and values [.., value_dim] into the rows' slots; skip padding rows."""
     key_dim, value_dim = key.shape[-1], value.shape[-1]
     rows = pool.new_ones(step.rows, *pool.shape[1:])
     rows[..., :key_dim] = key[:, : step.rows].transpose(0, 1)
@@ -176,12 +176,12 @@ def attend(
 ) -> Tensor:
     """Attention of every row over its own path, whose keys are all in the pool.
 
-    query [heads, padded, key_dim]; sinks [heads]; returns [padded, heads, value_dim] in the query's dtype. Rows that
-    only pad come back finite and mean nothing.
+    query [heads, padded, key_dim]; sinks [heads]; returns [padded, heads, value_dim] in the query's dtype. Padding rows
+    are finite and otherwise undefined.
     """
     kv_heads, key_dim, value_dim = layout.kv_heads, layout.key_dim, layout.value_dim
     group, rows = query.shape[0] // kv_heads, step.rows
-    # Contiguous, in an order of its own: the products see one layout for any number of rows.
+    # Contiguous, so that the products have the same layout for any number of rows.
     q = query.transpose(0, 1).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     q = q.mul_(scaling * LOG2_E if softcap is None else scaling / softcap)
     q = q.view(step.padded, kv_heads, group, key_dim)
@@ -202,7 +202,7 @@ def attend(
         torch.maximum(mine, far_scores.amax(-1, keepdim=True).transpose(0, 1), out=mine)
 
     weights = elementwise_(Tensor.exp2_, scores.sub_(top)).view(batch, group, -1)
-    # Rows that only pad: one over one.
+    # Padding rows stay ones: 1 / 1.
     total = pool.new_ones(step.padded, kv_heads, group, value_dim + 1)
     total[:rows] = torch.bmm(weights, near[..., key_dim : key_dim + value_dim + 1]).view(rows, kv_heads, group, -1)
     for part, products, far_scores in far:
@@ -216,18 +216,18 @@ def attend(
 
 
 def _capped(scores: Tensor, softcap: float | None) -> Tensor:
-    """Scores in units of log 2, in place; with a cap they come divided by it."""
+    """Scores in units of log 2, in place. With a cap, the argument is divided by it."""
     return scores if softcap is None else elementwise_(Tensor.tanh_, scores).mul_(softcap * LOG2_E)
 
 
 def _far_scores(q: Tensor, pool: Tensor, part: _Far, layout: Layout, softcap: float | None) -> tuple[Tensor, Tensor]:
     """Products [kv_heads, padded * group, keys] of one text's rows with its far keys, and a view of them.
 
-    The view, [kv_heads, count, group, keys], has the scores of the rows that count. The others only pad, and are left
-    as products: finite.
+    The view, [kv_heads, count, group, keys], has the scores of the text's rows. Padding rows stay unmasked products,
+    which are finite.
     """
     group = q.shape[2]
-    mine = q[part.start : part.start + part.padded]  # rows past `count` are others', and only pad
+    mine = q[part.start : part.start + part.padded]  # rows past `count`, of other texts, serve as padding
     if len(mine) < part.padded:
         mine = q.new_zeros(part.padded, *q.shape[1:])
         mine[: part.count] = q[part.start : part.start + part.count]
@@ -242,7 +242,7 @@ def _far_scores(q: Tensor, pool: Tensor, part: _Far, layout: Layout, softcap: fl
 
 
 def _far_values(weights: Tensor, pool: Tensor, part: _Far, layout: Layout, group: int) -> Tensor:
-    """Weighted values and weights [count, kv_heads, group, value_dim + 1]: a product for each page, added in order."""
+    """Sums of weighted values and of weights [count, kv_heads, group, value_dim + 1]: a product per page, in order."""
     values = slice(layout.key_dim, layout.key_dim + layout.value_dim + 1)
     total, column = None, 0
     for first, count in part.runs:

@@ -1,8 +1,8 @@
-"""Attention on an accelerator: one program for each row and key-value head, over that row's own path, in its order.
+"""Attention on an accelerator: one program for each row and key-value head, over that row's own path, in order.
 
-A program's shapes are the same whatever else is in the step, and how many pages it goes through depends on its row's
-position alone: a row's bits do not depend on its neighbours. All arguments are tensors of a fixed shape, so a step can
-be captured in a CUDA graph.
+A program's shapes do not depend on the step's other rows, and its number of pages depends only on its row's position:
+so a row's bits do not depend on other rows. All arguments are tensors of a fixed shape, so a step can be captured in a
+CUDA graph.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ SMALLEST_DOT = 16
 
 @dataclass(frozen=True, slots=True)
 class TableRows:
-    """Where the rows of a step stand and what they see, as tensors of a fixed shape.
+    """The rows of a step, as tensors of a fixed shape.
 
     positions [rows] int64
-    slots     [rows] int64   where each row's own key and value are written; several that only pad may share one
-    near      [rows, 2 * near] int64   as in `TreeRows`; all 0 for a row that only pads
-    texts     [rows] int64   which of the tables is the row's
-    tables    [texts, pages] int64   the pages of each text, by position; anything past its end
+    slots     [rows] int64   where each row's own key and value are written; padding rows may share one
+    near      [rows, 2 * near] int64   as in `TreeRows`; all 0 for a padding row
+    texts     [rows] int64   index of the row's table
+    tables    [texts, pages] int64   the pages of each text, by position; any values past its end
     """
 
     positions: Tensor
@@ -38,7 +38,7 @@ class TableRows:
 
 
 def write_table(pool: Tensor, key: Tensor, value: Tensor, step: TableRows) -> None:
-    """Put keys [kv_heads, rows, key_dim] and values [.., value_dim] into the rows' slots."""
+    """Write keys [kv_heads, rows, key_dim] and values [.., value_dim] into the rows' slots."""
     key_dim, value_dim = key.shape[-1], value.shape[-1]
     rows = pool.new_ones(key.shape[1], *pool.shape[1:])
     rows[..., :key_dim] = key.transpose(0, 1)
@@ -58,8 +58,8 @@ def attend_table(
 ) -> Tensor:
     """Attention of every row over its own path, whose keys are all in the pool.
 
-    query [heads, rows, key_dim]; sinks [heads]; returns [rows, heads, value_dim] in the query's dtype. Rows that only
-    pad come back as zeros.
+    query [heads, rows, key_dim]; sinks [heads]; returns [rows, heads, value_dim] in the query's dtype. Padding rows are
+    zero.
     """
     heads, rows, _ = query.shape
     out = query.new_empty(rows, heads, layout.value_dim)
@@ -73,7 +73,7 @@ def attend_table(
         step.near,
         step.texts,
         step.tables,
-        out if sinks is None else sinks,  # not read where there are none
+        out if sinks is None else sinks,  # not read without sinks
         out,
         scaling * LOG2_E if softcap is None else scaling / softcap,
         0.0 if softcap is None else softcap * LOG2_E,
@@ -129,7 +129,7 @@ def _attend(
     WINDOWED: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """scale: of the scores, in units of log 2 or, with a cap, divided by it; window: 0 where there is none."""
+    """scale: factor of the scores, in units of log 2 or, with a cap, divided by it   window: 0: none"""
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     members = tl.arange(0, GROUP_PAD)
@@ -237,7 +237,7 @@ def _block(
     WIDTH: tl.constexpr,
     CAPPED: tl.constexpr,
 ):
-    """Take in a block of keys: the running maximum, the sum of weights, and the weighted values."""
+    """Update the running maximum, the sum of weights and the weighted values with a block of keys."""
     key_columns = tl.arange(0, KEY_PAD)
     value_columns = tl.arange(0, VALUE_PAD)
     places = pool + (slots * KV_HEADS + kv_head) * WIDTH
@@ -247,7 +247,7 @@ def _block(
         scores = (1.0 - 2.0 / (tl.exp(2.0 * scores) + 1.0)) * cap
     scores = tl.where(seen[None, :], scores, float("-inf"))
     highest = tl.maximum(top, tl.max(scores, 1))
-    level = tl.where(highest == float("-inf"), 0.0, highest)  # nothing was seen yet
+    level = tl.where(highest == float("-inf"), 0.0, highest)  # -inf: no key was visible yet
     weights = tl.exp2(scores - level[:, None])
     faded = tl.exp2(top - level)
     values = tl.load(

@@ -1,4 +1,4 @@
-"""The causal convolution of a list of rows, each with a path of its own (README.md beside this file)."""
+"""The causal convolution of a list of rows, each over its own path (README.md in this folder)."""
 
 from tree_kernels.tree_conv.reference import tree_conv
 

@@ -1,4 +1,4 @@
-"""The convolution along paths in PyTorch: one gather, and a multiply-add for each tap."""
+"""The convolution along paths in PyTorch: one gather, and one multiply-add per tap."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _silu = elementwise(F.silu)
 
 
 def tree_conv(raw: Tensor, taps: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """raw [slots, C] the inputs before the convolution; slot 0 holds zeros
+    """The convolution and SiLU of each row: [rows, C] in the dtype of `raw`.
 
+    raw [slots, C] inputs of the convolution; slot 0 holds zeros
     taps [rows, W] slots of each row's last inputs, itself last, 0 before the text   weight [W, C]   bias [C], float32
-    returns [rows, C] in the dtype of `raw`
     """
     rows, width = taps.shape
     seen = raw.index_select(0, taps.t().reshape(-1)).view(width, rows, -1).float()

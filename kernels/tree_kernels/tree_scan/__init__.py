@@ -1,4 +1,4 @@
-"""The recurrence of state-space layers for a list of rows, each with a path of its own (README.md beside this file)."""
+"""The recurrence of state-space layers for a list of rows, each along its own path (README.md in this folder)."""
 
 from tree_kernels.tree_scan.reference import (
     ROW_MULTIPLE,

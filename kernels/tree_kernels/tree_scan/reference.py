@@ -1,12 +1,12 @@
-"""The recurrence along paths in PyTorch: matrix products for Mamba-2, token by token for Mamba-1. What a CPU runs.
+"""The recurrence along paths in PyTorch: matrix products for Mamba-2, token by token for Mamba-1. Runs on CPUs.
 
-A row's state is a checkpoint of its text, followed by the inputs in its `columns`, oldest first. Slot 0 holds zeros: a
-column that is 0 has dt = 0, decays nothing and adds nothing.
+A row's state is a checkpoint of its text, advanced by the inputs in its `columns`, oldest first. Slot 0 holds zeros: a
+column that is 0 has dt = 0, so it decays nothing and adds nothing.
 
     H heads of P channels, G groups of heads that share B and C, N state width. Mamba-1: H channels, P = 1, G = 1.
 
-Mamba-in-Llama keeps less of a token: X = H / r heads have an x, each for r heads in a row, and G groups have a B, each
-for r groups of C in a row. Elsewhere r = 1.
+Mamba-in-Llama has fewer inputs per token: X = H / r heads have an x, each for r consecutive heads, and G groups have a
+B, each for r consecutive groups of C. Otherwise r = 1.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ROW_MULTIPLE = 8
-"""Rows of a product are padded to a multiple of this: fewer, or others, take different paths through the library."""
+"""Rows of a product are padded to a multiple of this: the library uses other kernels for other numbers of rows."""
 
 
 class TokenInputs(NamedTuple):
-    """What a layer keeps of every token, by slot; `x`, `B` after the convolution, `dt` after softplus and clamp."""
+    """A layer's inputs of every token, by slot; `x`, `B` after the convolution, `dt` after softplus and clamp."""
 
     x: Tensor  # [slots, X, P]
     B: Tensor  # [slots, G, N]
@@ -36,42 +36,42 @@ class TokenInputs(NamedTuple):
 class Group:
     """Rows that start from one checkpoint."""
 
-    source: int  # a slot of the states, or -1 - f for what the step's fold f gives; 0, the zero state, has no group
-    rows: Tensor  # [a multiple of ROW_MULTIPLE] int64; those past `count` only pad
+    source: int  # a slot of the states, or -1 - f: the result of the step's fold f; never 0, the zero state
+    rows: Tensor  # [a multiple of ROW_MULTIPLE] int64; padding past `count`
     count: int
 
 
 @dataclass(frozen=True, slots=True)
 class BlockFold:
-    """A checkpoint moved on by one block of tokens."""
+    """A checkpoint advanced by one block of tokens."""
 
-    source: int  # as a group's; 0 is the zero state
-    columns: Tensor  # [block] int64 slots of the block's inputs, in order; all are there
-    target: int  # the slot of the states that keeps it; -1: this step alone needs it
+    source: int  # as in `Group`; may be 0, the zero state
+    columns: Tensor  # [block] int64 slots of the block's inputs, in order; none is 0
+    target: int  # the slot of the states that stores it; -1: used in this step only
 
 
 class Wave(NamedTuple):
     """The tokens at one distance from their checkpoints."""
 
-    columns: Tensor  # [n] int64 their slots
-    parents: Tensor  # [n] int64 their places in the wave before, or among the sources
-    rows: Tensor  # [m] int64 the step's rows whose paths end here
-    ends: Tensor  # [m] int64 and where: places in this wave
+    columns: Tensor  # [n] int64 slots of the tokens
+    parents: Tensor  # [n] int64 index of each token's parent in the wave before, or among the sources
+    rows: Tensor  # [m] int64 the step's rows whose paths end in this wave
+    ends: Tensor  # [m] int64 index in this wave of each such row's last token
 
 
 class Waves(NamedTuple):
-    """Checkpoints, and what comes after them."""
+    """The paths of a step as a forest: checkpoints, and the waves of tokens after them."""
 
-    sources: tuple[int, ...]  # as a group's
+    sources: tuple[int, ...]  # as in `Group`; the first is 0, the zero state
     waves: tuple[Wave, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Paths:
-    """The rows of a step and what they see. The same for all layers.
+    """The paths of a step's rows. The same for all layers.
 
-    columns [rows, K] int64   slots of each row's inputs since its checkpoint, in order of position, its own among
-    them; 0 where there is none
+    columns [rows, K] int64   slots of each row's inputs since its checkpoint, in order of position, its own included;
+    0: none
     """
 
     columns: Tensor
@@ -82,18 +82,18 @@ class Paths:
     _waves: list[Waves] = field(default_factory=list)
 
     def waves(self) -> Waves:
-        """The paths as a forest, each token of it once."""
+        """The paths as a forest that contains each token once."""
         if not self._waves:
             self._waves.append(_forest(self.columns, self.groups))
         return self._waves[0]
 
     def slots(self) -> Tensor:
-        """The slots that the rows see, each once: far fewer than the columns, as the rows of a tree share most."""
+        """The unique slots of all columns: far fewer than the columns, since the rows of a tree share most of them."""
         return self._shared()[0]
 
     def gather(self, parts: int, times: int = 1) -> Tensor:
-        """[rows * parts * times, K] rows of `slots()` seen as [slots * parts, ...]: every row's columns, part by part,
-        each so many times in a row; the newest first."""
+        """[rows * parts * times, K] indices into `slots()` viewed as [slots * parts, ...]: every row's columns, part by
+        part, each repeated `times` times; the newest first."""
         key = (parts, times)
         if key not in self._gathers:
             places = self._shared()[1].flip(1)[:, None, :] * parts
@@ -117,10 +117,10 @@ def tree_scan(
     A: Tensor,
     D: Tensor,
 ) -> Tensor:
-    """Mamba-2 of every row along its own path (ALGORITHMS 6.1, and 6.4 for the rule of checkpoints).
+    """Mamba-2 of every row along its own path (ALGORITHMS 6.1, and 6.4 for the checkpoint rule).
 
-    states [slots, H, P, N]   folded: what `fold` gave for the step's folds   x [rows, X, P], C [rows, r G, N] the rows'
-    own   A, D [H] float32; returns y [rows, H, P] float32
+    states [slots, H, P, N]   folded: the result of `fold` for the step's folds   x [rows, X, P], C [rows, r G, N]
+    A, D [H] float32; returns y [rows, H, P] float32
     """
     rows, own, width = x.shape
     heads, readers, (groups, size) = inputs.dt.shape[1], C.shape[1], inputs.B.shape[1:]
@@ -136,7 +136,7 @@ def tree_scan(
     alike = alike.view(rows, groups, columns, -1).transpose(2, 3)[:, :, :, None]
     seen = inputs.x.index_select(0, slots).view(-1, width).float()
     weight = weight.mul_(alike).view(rows * heads, columns)
-    # A bag sums its columns one after another where they lie: a product would need every row's copy of them.
+    # A bag sums its columns one after another in place; a product would need a copy of them for every row.
     bags = paths.gather(own, heads // own)
     y = F.embedding_bag(bags, seen, mode="sum", per_sample_weights=weight).view(rows, heads, width)
     if paths.groups:
@@ -152,7 +152,7 @@ def tree_scan(
 
 
 def fold(inputs: TokenInputs, states: Tensor, folds: Sequence[BlockFold], A: Tensor) -> list[Tensor]:
-    """The state after each fold's block, [H, P, N]; a fold may begin where an earlier one ended."""
+    """The state after each fold's block, [H, P, N]. The source of a fold may be an earlier fold."""
     own, width = inputs.x.shape[1:]
     heads, (groups, size) = inputs.dt.shape[1], inputs.B.shape[1:]
     done: list[Tensor] = []
@@ -184,7 +184,7 @@ def tree_scan_in_order(
 ) -> Tensor:
     """Mamba-1 of every row along its own path: the recurrence, one token after another (ALGORITHMS 6.7).
 
-    The same as `tree_scan`, but A [H, N]. A path that several rows have in common is walked once.
+    As `tree_scan`, but A is [H, N]. A path that several rows have in common is computed once.
     """
     plan = paths.waves()
     y = torch.zeros(x.shape, device=x.device)
@@ -195,13 +195,13 @@ def tree_scan_in_order(
     for wave in plan.waves:
         state = _step(inputs, state.index_select(0, wave.parents), wave.columns, A)
         if len(wave.rows):
-            # No bmm: of a batch of one with one column it has other bits than of a larger batch.
+            # No bmm: for a batch of one with one column it has other bits than for a larger batch.
             y[wave.rows] = state.index_select(0, wave.ends).mul_(C.index_select(0, wave.rows)).sum(-1)
     return y.addcmul_(x.float(), D[:, None])
 
 
 def fold_in_order(inputs: TokenInputs, states: Tensor, folds: Sequence[BlockFold], A: Tensor) -> list[Tensor]:
-    """`fold` for Mamba-1; A [H, N]."""
+    """`fold` for Mamba-1; A is [H, N]."""
     done: list[Tensor] = []
     for each in folds:
         state = states.new_zeros(1, *states.shape[1:]) if not each.source else _source(each.source, states, done)[None]
@@ -212,9 +212,10 @@ def fold_in_order(inputs: TokenInputs, states: Tensor, folds: Sequence[BlockFold
 
 
 def _decays(a: Tensor) -> tuple[Tensor, Tensor]:
-    """a [..., K] log decays of tokens, the newest first, to that of all [..., 1] and of those after each [..., K].
+    """The log decay over all tokens [..., 1] and over the tokens after each [..., K].
 
-    Sums of numbers of one sign: differences of sums from the beginning would lose what the far end of a path is worth.
+    a [..., K]: the tokens' log decays, newest first.
+    Sums of numbers of one sign; differences of sums from the beginning would lose digits of recent tokens' decays.
     """
     total = a.cumsum(-1)
     since = torch.zeros_like(total)
@@ -227,7 +228,7 @@ def _source(source: int, states: Tensor, folded: Sequence[Tensor]) -> Tensor:
 
 
 def _step(inputs: TokenInputs, state: Tensor, columns: Tensor, A: Tensor) -> Tensor:
-    """state [n, H, P, N] moved on by one token each."""
+    """state [n, H, P, N], each advanced by one token."""
     dt = inputs.dt.index_select(0, columns)[..., None]  # [n, H, 1]
     decay = (dt * A).exp_()[:, :, None]
     drive = inputs.x.index_select(0, columns).float().mul_(dt)[..., None] * inputs.B.index_select(0, columns)[:, None]
@@ -238,16 +239,16 @@ def _forest(columns: Tensor, groups: Sequence[Group]) -> Waves:
     slots = columns.cpu().numpy()
     rows, width = slots.shape
     sources = (0, *(group.source for group in groups))
-    begins = np.zeros(rows, np.int64)  # of each row: the place of its checkpoint among the sources
+    begins = np.zeros(rows, np.int64)  # for each row, the index of its checkpoint in the sources
     for place, group in enumerate(groups, 1):
         begins[group.rows[: group.count].cpu().numpy()] = place
     paths = np.take_along_axis(slots, np.argsort(slots == 0, axis=1, kind="stable"), 1)
     lengths = (slots != 0).sum(1)
     most = int(slots.max()) + 1
-    waves, nodes = [], begins  # nodes: of each row, the place of its token in the wave before
+    waves, nodes = [], begins  # nodes: for each row, the index of its token in the wave before
     for distance in range(int(lengths.max(initial=0))):
         active = np.flatnonzero(lengths > distance)
-        # A slot is on one path of one text, but that path may be walked from two checkpoints.
+        # The same slot may be reached from two checkpoints of its text.
         found, first, places = np.unique(
             begins[active] * most + paths[active, distance], return_index=True, return_inverse=True
         )

@@ -1,4 +1,4 @@
-"""The walk down a draft tree, for every temperature."""
+"""The walk down a draft tree, for any temperature (README.md in this folder)."""
 
 from tree_kernels.tree_walk.reference import Walk, walk
 

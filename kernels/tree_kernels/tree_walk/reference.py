@@ -1,4 +1,4 @@
-"""The walk: go to the child that carries the target's token, and stop where none does."""
+"""The walk: go to the child that has the target's token; stop if there is none."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """What the target made of a tree. N, the number of emitted tokens, is one more than the guesses accepted."""
+    """The accepted path of a tree. N, the number of emitted tokens, is the number of accepted guesses plus one."""
 
     path: tuple[int, ...]  # rows, from the root (0) to the last accepted one
-    tokens: tuple[int, ...]  # emitted: the tokens of path[1:], then the target's own
-    ranks: tuple[int, ...]  # for each accepted guess, its index among its siblings, which stand in row order
+    tokens: tuple[int, ...]  # emitted: the tokens of path[1:], then the target's next token
+    ranks: tuple[int, ...]  # for each accepted guess, its index among its siblings in row order
 
 
 def walk(tokens: Sequence[int], parents: Sequence[int], pick: Callable[[int], int]) -> Walk:
     """Walk the tree of `tokens` and `parents` (parents[0] is -1, parents[i] < i) with the target's tokens.
 
     `pick(row)` is the target's token after that row's path. It is called once for each visited row, in order, and
-    for no other. The tokens emitted are exactly those picked: so a target that picks the same token after the
-    same text, tree or no tree, emits the same text.
+    for no other. The emitted tokens are exactly those picked: if the pick depends only on the text, the emitted
+    tokens are those of plain decoding.
     """
     if len(tokens) != len(parents):
         raise ValueError(f"parents: {len(parents)} for {len(tokens)} tokens")
     children: list[list[int]] = [[] for _ in tokens]
     for row in range(1, len(parents)):
         if not 0 <= parents[row] < row:
-            raise ValueError(f"parents: row {row} has parent {parents[row]}, which does not stand before it")
+            raise ValueError(f"parents: row {row} has parent {parents[row]}; a parent must come before its children")
         children[parents[row]].append(row)
     path, emitted, ranks = [0], list[int](), list[int]()
     while True:

@@ -1,4 +1,4 @@
-"""The walk on an accelerator: one program for each tree, which looks at all of a tree's rows at every step down."""
+"""The walk on an accelerator: one program per tree, which compares all rows of the tree at every level."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 def walk_rows(
     tokens: Tensor, parents: Tensor, picked: Tensor, first: Tensor, count: Tensor, max_rows: int, max_depth: int
 ) -> tuple[Tensor, Tensor]:
-    """Walk trees whose rows lie side by side.
+    """Walk trees whose rows are consecutive rows of a step.
 
-    tokens, parents (within the tree), picked (the target's token after each row) [rows] int64; first, count [trees]
-    int64, count 0 for a tree that only pads. Returns (paths, lengths): paths [trees, max_depth + 1] int64, the rows of
-    the step that were visited, in order, of which `lengths` [trees] int64 count; the token emitted at each is `picked`
-    there.
+    tokens, parents (within the tree), picked (the target's token after each row) [rows] int64
+    first, count [trees] int64: each tree's first row and number of rows; count is 0 for a padding tree
+    Returns (paths, lengths): paths [trees, max_depth + 1] int64, the visited rows of the step in order, of which the
+    first `lengths` [trees] int64 are valid. The token emitted at each is `picked` of that row.
     """
     trees = len(first)
     paths = torch.zeros(trees, max_depth + 1, dtype=torch.int64, device=tokens.device)

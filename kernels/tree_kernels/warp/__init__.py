@@ -1,4 +1,4 @@
-"""One warp for plain decoding and for trees: what a request's parameters make of a row of logits."""
+"""Sampling parameters applied to rows of logits, for plain decoding and for trees (README.md in this folder)."""
 
 from tree_kernels.warp.reference import (
     SMALLEST_TEMPERATURE,

@@ -1,6 +1,6 @@
-"""The target's tokens of rows that each have parameters of their own, without a look by the host at any value.
+"""The target's tokens of rows with parameters per row. The host reads no value, so a step can be captured.
 
-What a captured step runs. The order of the filters, and of ties, is that of `reference.py`.
+The order of the filters, and of ties, is that of `reference.py`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class WarpRows:
 def tokens_of_rows(logits: Tensor, warp: WarpRows, noise: Tensor, masks: bool) -> Tensor:
     """argmax(warped logits + noise) of each row, the lowest id on ties; [rows] int64.
 
-    logits, noise [rows, vocabulary] float32; the noise of a greedy row is not looked at. masks: whether any row has a
-    filter; without one, none is sorted.
+    logits, noise [rows, vocabulary] float32; the noise of a greedy row is ignored. masks: whether any row has a filter;
+    if not, no row is sorted.
     """
     greedy = (warp.temperature == 0)[:, None]
     scores = logits.float() / torch.where(greedy, 1.0, warp.temperature[:, None])

@@ -1,6 +1,6 @@
-"""Temperature, top-k, top-p and min-p, the target's token, and the order in which a drafter guesses.
+"""Temperature, top-k, top-p and min-p, the target's token, and the order of a drafter's guesses.
 
-Every row is worked on by itself: a row warped alone equals, bit for bit, the same row warped in a batch.
+Rows are independent: a row warped alone equals, bit for bit, the same row warped in a batch.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 SMALLEST_TEMPERATURE = 1e-6
-"""Below it, dividing by the temperature comes near to overflowing float32. Say 0 to be greedy."""
+"""Below it, dividing by the temperature may overflow float32. 0 is greedy."""
 
 FIRST_WIDTHS = (64, 1024)
-"""How many of the likeliest tokens top-p and min-p look at before they look at all."""
+"""Numbers of the likeliest tokens that top-p and min-p try before all tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Warp:
-    """What is done to the logits before a token is drawn. Temperature 0 is greedy, and the others then do nothing."""
+    """Sampling parameters. Temperature 0 is greedy; the others are then ignored."""
 
     temperature: float = 0.0
     top_k: int = 0  # 0 is off
@@ -46,7 +46,7 @@ class Warp:
 
     @property
     def masks(self) -> bool:
-        """Whether any token is removed at all."""
+        """Whether any filter is on."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
@@ -62,12 +62,12 @@ def warp(logits: Tensor, warp: Warp) -> Tensor:
     """logits [rows, vocabulary] -> scores [rows, vocabulary] float32: logits / temperature, -inf where removed.
 
     The order is top-k, top-p, min-p, as in transformers; at least one token stays. Ties are broken by the
-    lowest id, so exactly top_k tokens stay. At temperature 0 the logits come back unchanged (not a copy).
+    lowest id, so exactly top_k tokens stay. At temperature 0 returns the logits unchanged (not a copy).
     """
     return _warped(logits, warp)
 
 
-def _warped(logits: Tensor, warp: Warp) -> Tensor:  # under a second name, where an argument is called warp
+def _warped(logits: Tensor, warp: Warp) -> Tensor:  # for callers with an argument called warp
     if warp.greedy:
         return logits.float()
     scores = logits.float() / warp.temperature
@@ -76,10 +76,10 @@ def _warped(logits: Tensor, warp: Warp) -> Tensor:  # under a second name, where
 
 
 def _removed(scores: Tensor, warp: Warp) -> Tensor | None:
-    """Mask [rows, vocabulary] of the tokens that top-k, then top-p, then min-p remove; None when they are all off."""
+    """Mask [rows, vocabulary] of the tokens that top-k, then top-p, then min-p remove; None if all are off."""
     vocabulary = scores.shape[1]
     if 0 < warp.top_k < vocabulary:
-        best = _largest(scores, warp.top_k + 1)  # one more than is kept, to see whether the last one is tied
+        best = _largest(scores, warp.top_k + 1)  # one more than is kept, to detect a tie with the last one
         law = torch.softmax(best[:, : warp.top_k], dim=1)
         return _all_but(scores, best, _nucleus(law, _mass(law), warp))
     if warp.top_p == 1 and warp.min_p == 0:
@@ -87,7 +87,7 @@ def _removed(scores: Tensor, warp: Warp) -> Tensor | None:
     law = torch.softmax(scores, dim=1)
     mass = _mass(law)
     for width in (*(width for width in FIRST_WIDTHS if 4 * width <= vocabulary), vocabulary):
-        # A longer list begins with the shorter one, so the width cannot change the answer.
+        # A longer list begins with the shorter one, so the width does not change the result.
         kept = _nucleus(_largest(law, width), mass, warp)
         if bool((kept < width).all()):
             break
@@ -95,17 +95,17 @@ def _removed(scores: Tensor, warp: Warp) -> Tensor | None:
 
 
 def _mass(law: Tensor) -> Tensor:
-    """What each row of float32 probabilities really sums to, [rows, 1] float64: up to 3e-7 away from 1.
+    """The sum of each row of float32 probabilities, [rows, 1] float64: up to 3e-7 away from 1.
 
-    By cumsum, which goes through a row in order; a sum over one long row may be split among threads.
+    By cumsum, which adds in order; a sum over one long row may be split among threads.
     """
     return law.cumsum(dim=1, dtype=torch.float64)[:, -1:]
 
 
 def _nucleus(law: Tensor, mass: Tensor, warp: Warp) -> Tensor:
-    """How many of the likeliest tokens top-p and min-p keep. law [rows, width] float32, descending; returns [rows, 1].
+    """The number of tokens that top-p and min-p keep, [rows, 1]. law [rows, width] float32, descending.
 
-    A token stays for top-p when those before it have less than top_p together: the smallest set with at least top_p.
+    top-p keeps a token if the sum of those before it is less than top_p: the smallest set with at least top_p.
     """
     kept = torch.full((law.shape[0], 1), law.shape[1], device=law.device)
     if warp.top_p < 1:
@@ -113,14 +113,14 @@ def _nucleus(law: Tensor, mass: Tensor, warp: Warp) -> Tensor:
         kept = 1 + (before < warp.top_p * mass).sum(dim=1, keepdim=True)
     if warp.min_p > 0:
         likely = (law >= warp.min_p * law[:, :1]).sum(dim=1, keepdim=True)
-        kept = torch.minimum(kept, likely.clamp(min=1))  # 0 only where a logit was not a number
+        kept = torch.minimum(kept, likely.clamp(min=1))  # 0 only if a logit is NaN
     return kept
 
 
 def _all_but(values: Tensor, best: Tensor, kept: Tensor) -> Tensor:
-    """Mask [rows, n] of all but each row's `kept` [rows, 1] largest values, the lower id being larger among equals.
+    """Mask [rows, n] of all but each row's `kept` [rows, 1] largest values; among equals the lowest ids are kept.
 
-    best [rows, width] are the row's largest values, descending, at least one more than are kept if there are more.
+    best [rows, width]: the row's largest values, descending, at least one more than `kept` if there are more.
     """
     last = best.gather(1, kept - 1)
     removed = values < last
@@ -134,9 +134,9 @@ def _all_but(values: Tensor, best: Tensor, kept: Tensor) -> Tensor:
 
 
 def _largest(values: Tensor, count: int) -> Tensor:
-    """Each row's `count` largest values, descending: [rows, count]. No row is sorted further than that.
+    """Each row's `count` largest values, descending: [rows, count]. The rest of a row is not sorted.
 
-    NumPy's selection is vectorised: on a CPU it takes a third of topk's time, and its sort a twentieth of torch's.
+    On a CPU, NumPy's vectorised selection takes a third of topk's time, and its sort a twentieth of torch's.
     """
     if values.device.type != "cpu":
         return values.topk(count, dim=1).values
@@ -149,7 +149,7 @@ def _largest(values: Tensor, count: int) -> Tensor:
 def tokens_of(logits: Tensor, warp: Warp, noise: Tensor | None) -> Tensor:
     """The target's token of each row: argmax(warped logits + noise), the lowest id on ties.
 
-    logits and noise [rows, vocabulary]; noise is None at temperature 0, and only there; returns [rows] int64.
+    logits and noise [rows, vocabulary]; noise is None if and only if the temperature is 0; returns [rows] int64.
     """
     _check_noise(logits, warp, noise)
     scores = _warped(logits, warp)
@@ -164,8 +164,8 @@ def drafter_order(logits: Tensor, warp: Warp, noise: Tensor | None, k: int) -> T
 def drafter_ranking(logits: Tensor, warp: Warp, noise: Tensor | None, k: int) -> Ranking:
     """A drafter's k guesses for each row, with the noise that the target will use for the token being guessed.
 
-    The first comes from the law masked by top-k, top-p and min-p; the others from the unmasked one, since what the
-    drafter's mask removes the target's may keep. At temperature 0: the k largest logits, ties by the lowest id.
+    The first is from the law masked by top-k, top-p and min-p; the others are from the unmasked law, since the target's
+    mask may keep tokens that the drafter's removes. At temperature 0: the k largest logits, ties by the lowest id.
     """
     _check_noise(logits, warp, noise)
     if not 1 <= k <= logits.shape[1]:
@@ -190,7 +190,7 @@ def _ordered(values: Tensor, k: int) -> Tensor:
     best = values.topk(min(k + 1, values.shape[1]), dim=1)
     ids = best.indices[:, :k].contiguous()
     tied = (best.values[:, 1:] == best.values[:, :-1]).any(dim=1)
-    for row in tied.nonzero()[:, 0].tolist():  # topk promises no order among equals
+    for row in tied.nonzero()[:, 0].tolist():  # topk has no defined order among equals
         candidates = (~(values[row] < best.values[row, k - 1])).nonzero()[:, 0]  # ascending
         ids[row] = candidates[values[row, candidates].sort(descending=True, stable=True).indices[:k]]
     return ids

@@ -27,7 +27,7 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     DESCRIPTOR: _descriptor.EnumDescriptor
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
     FINISH_REASON_END_OF_TEXT: _FinishReason.ValueType  # 1
-    """END_OF_TEXT: the target drew an end-of-text token."""
+    """END_OF_TEXT: the target picked an end-of-text token."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """LENGTH: max_new_tokens was reached."""
 
@@ -35,7 +35,7 @@ class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper): ...
 
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 FINISH_REASON_END_OF_TEXT: FinishReason.ValueType  # 1
-"""END_OF_TEXT: the target drew an end-of-text token."""
+"""END_OF_TEXT: the target picked an end-of-text token."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """LENGTH: max_new_tokens was reached."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
@@ -78,37 +78,38 @@ class GenerateRequest(_message.Message):
     SPECULATION_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """request_id names the request over all its resumes. The client makes it of at most 128 printable ASCII characters other
-    than the space. Empty: the server makes one. A request that wrote one of the session's last 8 turns is answered from the
-    record, so that a turn that is begun again is not written twice; with another prompt than that turn's it is refused.
+    """request_id is the request's id, the same over all its resumes: at most 128 printable ASCII characters other than
+    the space, chosen by the client. Empty: the server makes one. A request with the id of one of the session's last 8
+    turns is answered from that turn's record, so that a repeated turn is not written twice; it is refused if its
+    prompt differs from that turn's.
     """
     model: _builtins.str
     """model is the target's name. Empty: the first target of the configuration."""
     text: _builtins.str
-    """text is tokenised by the target's own tokenizer; its special tokens are added where a text begins."""
+    """text is tokenised by the target's tokenizer, which adds special tokens at the start of a text."""
     max_new_tokens: _builtins.int
     """max_new_tokens bounds the answer. Absent: the server's default; zero is refused."""
     ignore_end: _builtins.bool
-    """ignore_end goes on past the end-of-text token; for measuring."""
+    """ignore_end continues past the end-of-text token; for measuring."""
     session: _builtins.str
-    """session is the token of a session to go on with. Empty: a text of its own."""
+    """session is the token of a session to continue. Empty: the request continues none."""
     keep_session: _builtins.bool
-    """keep_session asks for a new session where `session` is empty; its token comes with `complete`."""
+    """keep_session asks for a new session if `session` is empty; `complete` has its token."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
-        """token_ids are taken as they are."""
+        """token_ids are used unchanged."""
 
     @_builtins.property
     def sampling(self) -> Global___Sampling:
-        """sampling warps the target's law. Absent: greedy."""
+        """sampling has the sampling parameters. Absent: greedy."""
 
     @_builtins.property
     def speculation(self) -> Global___Speculation:
-        """speculation says how the answer may be guessed at. Absent: the server chooses. It changes no token."""
+        """speculation controls speculation for this answer. Absent: the server chooses. It does not change tokens."""
 
     @_builtins.property
     def resume(self) -> Global___Resume:
-        """resume goes on with an answer whose stream broke."""
+        """resume continues an answer whose stream broke."""
 
     def __init__(
         self,
@@ -151,17 +152,17 @@ class Sampling(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     SAMPLE_INDEX_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """temperature divides the logits. Absent or zero: greedy. (A double: the law must not depend on a rounding underway.)"""
+    """temperature divides the logits. Absent or zero: greedy. (A double, so that no rounding changes the law.)"""
     top_k: _builtins.int
-    """top_k keeps so many of the likeliest tokens. Absent or zero: all."""
+    """top_k is the number of likeliest tokens to keep. Absent or zero: all."""
     top_p: _builtins.float
-    """top_p keeps the likeliest tokens that together reach this chance, in (0, 1]. Absent: 1, all."""
+    """top_p keeps the likeliest tokens that together reach this probability, in (0, 1]. Absent: 1, all."""
     min_p: _builtins.float
-    """min_p drops tokens less likely than this share of the likeliest, in [0, 1). Absent or zero: none."""
+    """min_p removes tokens less likely than this fraction of the likeliest, in [0, 1). Absent or zero: none."""
     seed: _builtins.int
-    """seed fixes the noise. Absent: the session's, or one that the server draws; `started` reports it."""
+    """seed determines the noise. Absent: the session's, or one that the server draws; `started` reports it."""
     sample_index: _builtins.int
-    """sample_index tells samples of one seed apart. Absent: the session's, or zero."""
+    """sample_index distinguishes samples of one seed. Absent: the session's, or zero."""
     def __init__(
         self,
         *,
@@ -205,7 +206,7 @@ Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
 
 @_typing.final
 class Speculation(_message.Message):
-    """Speculation is a request's word on its draft trees. A field that means nothing in its mode is refused, not ignored."""
+    """Speculation has a request's options for draft trees. A field that has no use in its mode is refused, not ignored."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -218,21 +219,21 @@ class Speculation(_message.Message):
         MODE_UNSPECIFIED: Speculation._Mode.ValueType  # 0
         """UNSPECIFIED: AUTO."""
         MODE_AUTO: Speculation._Mode.ValueType  # 1
-        """AUTO: a policy picks a shape for every round among the server's; no tree at all is one of its choices."""
+        """AUTO: a policy picks one of the server's shapes for every round; `off` is one of them."""
         MODE_OFF: Speculation._Mode.ValueType  # 2
-        """OFF: no tree is asked for; every round is plain decoding."""
+        """OFF: every round is plain decoding."""
         MODE_FIXED: Speculation._Mode.ValueType  # 3
-        """FIXED: every round asks for `shape`."""
+        """FIXED: every round requests `shape`."""
 
     class Mode(_Mode, metaclass=_ModeEnumTypeWrapper): ...
     MODE_UNSPECIFIED: Speculation.Mode.ValueType  # 0
     """UNSPECIFIED: AUTO."""
     MODE_AUTO: Speculation.Mode.ValueType  # 1
-    """AUTO: a policy picks a shape for every round among the server's; no tree at all is one of its choices."""
+    """AUTO: a policy picks one of the server's shapes for every round; `off` is one of them."""
     MODE_OFF: Speculation.Mode.ValueType  # 2
-    """OFF: no tree is asked for; every round is plain decoding."""
+    """OFF: every round is plain decoding."""
     MODE_FIXED: Speculation.Mode.ValueType  # 3
-    """FIXED: every round asks for `shape`."""
+    """FIXED: every round requests `shape`."""
 
     MODE_FIELD_NUMBER: _builtins.int
     SHAPE_FIELD_NUMBER: _builtins.int
@@ -241,19 +242,19 @@ class Speculation(_message.Message):
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     mode: Global___Speculation.Mode.ValueType
     shape: _builtins.str
-    """shape is what FIXED asks for, such as "(3,2,1)", "nodes(2,1)", "beam(4,3)", "dynamic(6,5,24)" or
-    "proposed(7)". Empty otherwise.
+    """shape is the shape of FIXED, such as "(3,2,1)", "nodes(2,1)", "beam(4,3)", "dynamic(6,5,24)" or "proposed(7)".
+    Empty otherwise.
     """
     policy: _builtins.str
-    """policy is the policy that AUTO picks with. Empty: the server's."""
+    """policy is the policy of AUTO. Empty: the server's."""
     max_nodes: _builtins.int
-    """max_nodes bounds the guesses of a round, its root not counted. AUTO leaves larger shapes out (zero: all of them); a
-    larger shape that is FIXED is refused. Absent: what the target takes.
+    """max_nodes bounds the guesses of a round, without its root. AUTO leaves larger shapes out (zero: all of them); a
+    larger shape with FIXED is refused. Absent: the target's limit.
     """
     deadline_ms: _builtins.int
-    """deadline_ms bounds how long a round waits for its draft, in milliseconds, at least 1; a round whose draft is late is
-    plain decoding. It shortens the server's own limit and never lengthens it. Absent: the server's. FIXED waits up to
-    the limit; AUTO has a shorter deadline, computed from what drafts and rounds usually take.
+    """deadline_ms bounds the time that a round waits for its draft, in milliseconds, at least 1; a round whose draft is
+    late is plain decoding. It can only shorten the server's limit. Absent: the server's limit. FIXED waits up to the
+    limit; AUTO has a shorter deadline, computed from usual times of drafts and rounds.
     """
     def __init__(
         self,
@@ -281,9 +282,9 @@ Global___Speculation: _TypeAlias = Speculation  # noqa: Y015
 
 @_typing.final
 class Resume(_message.Message):
-    """Resume names the text before the answer and the target that began it, as `started` reported them. The call ends with
-    ABORTED where the text differs, because another turn of the session was written since, or where token_ids are given and
-    the target differs: the answer cannot continue; begin the turn again, with the same request_id.
+    """Resume identifies the text before the answer and the target that started it, as reported by `started`. The call ends
+    with ABORTED if the text differs, because another turn of the session was written since, or if token_ids are given
+    and the target differs. The answer can then not be continued: repeat the turn with the same request_id.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -294,16 +295,16 @@ class Resume(_message.Message):
     PROMPT_DIGEST_FIELD_NUMBER: _builtins.int
     TARGET_FIELD_NUMBER: _builtins.int
     seed: _builtins.int
-    """seed is the one that `started` reported."""
+    """seed is the one reported by `started`."""
     prompt_tokens: _builtins.int
-    """prompt_tokens is the one that `started` reported. Required: zero is refused with INVALID_ARGUMENT."""
+    """prompt_tokens is the one reported by `started`. Required: zero is refused with INVALID_ARGUMENT."""
     prompt_digest: _builtins.int
-    """prompt_digest is the one that `started` reported."""
+    """prompt_digest is the one reported by `started`."""
     target: _builtins.str
-    """target is the one that `started` reported. Required: empty is refused with INVALID_ARGUMENT."""
+    """target is the one reported by `started`. Required: empty is refused with INVALID_ARGUMENT."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """token_ids are the answer's tokens that the client has; the stream goes on after them. It may be empty."""
+        """token_ids are the answer's tokens that the client has; the stream continues after them. May be empty."""
 
     def __init__(
         self,
@@ -368,16 +369,16 @@ class GenerateStarted(_message.Message):
     model: _builtins.str
     """model is the target's name."""
     seed: _builtins.int
-    """seed is what the noise is drawn from; a resume names it."""
+    """seed is the seed of the noise; a resume repeats it."""
     prompt_tokens: _builtins.int
-    """prompt_tokens is the length of the text before the answer, a session's earlier turns included."""
+    """prompt_tokens is the length of the text before the answer, a session's earlier turns included; a resume repeats it."""
     offset: _builtins.int
-    """offset is the number of the answer's tokens that were resumed from."""
+    """offset is the number of the answer's tokens that the resume had."""
     prompt_digest: _builtins.int
-    """prompt_digest is the chained 64-bit digest of the tokens before the answer; a resume names it."""
+    """prompt_digest is the chained 64-bit digest of the tokens before the answer; a resume repeats it."""
     target: _builtins.str
-    """target is a digest of what the answer's tokens depend on beside the text: weights, dtype, exactness, tokenizer and
-    end-of-text ids. A resume names it.
+    """target is a digest of all that the answer's tokens depend on besides the text: weights, dtype, exactness,
+    tokenizer, vocabulary and end-of-text ids. A resume repeats it.
     """
     def __init__(
         self,
@@ -409,9 +410,9 @@ class GenerateChunk(_message.Message):
     offset: _builtins.int
     """offset is the number of the answer's tokens before this chunk."""
     text: _builtins.str
-    """text is what they add to the answer's text. It may be empty: an incomplete character waits for its other bytes."""
+    """text is the text that they append to the answer. May be empty: an incomplete character is held until its last byte."""
     shape: _builtins.str
-    """shape is the tree that was asked for in this round: "off" or "(3,2,1)". Empty where an answer is told from its record."""
+    """shape is the shape requested in this round: "off" or "(3,2,1)". Empty: the answer is sent from its record."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """token_ids are the tokens of one round; never empty."""
@@ -444,24 +445,24 @@ class GenerateComplete(_message.Message):
     TARGET_FIELD_NUMBER: _builtins.int
     finish_reason: Global___FinishReason.ValueType
     session: _builtins.str
-    """session is the token to go on with. Empty where no session was asked for, or where the store could not keep it.
-    It differs from the request's where the store lost that session while the answer was made.
+    """session is the session's token, for the next turn. Empty: no session was requested, or the store could not keep it.
+    It differs from the request's if the store lost that session during the answer.
     """
     @_builtins.property
     def usage(self) -> Global___Usage: ...
     @_builtins.property
     def speculation(self) -> Global___SpeculationStats:
-        """speculation is the account of this stream's rounds, whether they had trees or not (a resumed stream counts its own).
-        Absent where there were none: the answer is told from its record, or the client had it whole.
+        """speculation has the statistics of this stream's rounds, with and without trees (a resumed stream counts its own).
+        Absent: there were no rounds, since the answer is sent from its record or the client had all of it.
         """
 
     @_builtins.property
     def drafter(self) -> Global___OpeningStats:
-        """drafter is what opening the text took at the drafter. Absent where none drafted."""
+        """drafter is the cost of opening the text at the drafter. Absent: there was no drafter."""
 
     @_builtins.property
     def target(self) -> Global___OpeningStats:
-        """target is what opening the text took at the verifier. Absent where an answer is told from its record."""
+        """target is the cost of opening the text at the verifier. Absent: the answer is sent from its record."""
 
     def __init__(
         self,
@@ -507,9 +508,9 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class SpeculationStats(_message.Message):
-    """SpeculationStats is an answer's account of its rounds. Of every account it holds that
+    """SpeculationStats has the statistics of an answer's rounds. Always:
       rounds         = sum of pulls = sum of emitted
-      emitted_tokens = sum of N * emitted[N] = accepted_tokens + rounds, less 1 where cut_tokens is not zero
+      emitted_tokens = sum of N * emitted[N] = accepted_tokens + rounds, less 1 if cut_tokens is not zero
       drafted_tokens = accepted_tokens + discarded_tokens
       rounds_us      = draft_us + verify_us + queue_us + hop_us + opening_us
     """
@@ -577,49 +578,51 @@ class SpeculationStats(_message.Message):
     DECODE_US_FIELD_NUMBER: _builtins.int
     VERIFIER_MOVES_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
-    """policy is what picked the shapes: a policy's name, or "off" or "fixed" where the request left no choice."""
+    """policy is the name of the policy that picked the shapes, or "off" or "fixed" if the request set them."""
     rounds: _builtins.int
     """rounds is the number of draft-and-verify rounds."""
     emitted_tokens: _builtins.int
-    """emitted_tokens is what the rounds gave: accepted guesses, and after them one token of the target's own."""
+    """emitted_tokens counts the tokens of the rounds: accepted guesses, and one token of the target after them."""
     cut_tokens: _builtins.int
-    """cut_tokens is what the last round gave past the answer's end, the target's own token among it."""
+    """cut_tokens counts the tokens of the last round past the answer's end, the target's own token included."""
     drafted_tokens: _builtins.int
     """drafted_tokens counts the guesses of the trees that came in time."""
     accepted_tokens: _builtins.int
-    """accepted_tokens counts those that became part of the answer, discarded_tokens those that did not."""
+    """accepted_tokens counts the guesses that became part of the answer, discarded_tokens those that did not."""
     discarded_tokens: _builtins.int
     trimmed_tokens: _builtins.int
-    """trimmed_tokens counts those of the discarded that the verifier had no room for, and never looked at."""
+    """trimmed_tokens counts the discarded guesses that the verifier had no room for and did not verify."""
     late_drafts: _builtins.int
-    """late_drafts counts the rounds whose tree was wanted and did not come: late, wrong or lost."""
+    """late_drafts counts the rounds whose tree was requested and did not come: it was late, malformed or lost."""
     rounds_us: _builtins.int
-    """rounds_us is the time of the rounds, each from its choice of a shape to its verdict, in microseconds; a round is never
-    shorter than its peers say that they were at it. What is between rounds is in none.
+    """rounds_us is the time of the rounds, each from the choice of its shape to its verdict, in microseconds. A round
+    counts with at least the time that its peers report for it. Time between rounds is not included.
     """
     draft_us: _builtins.int
-    """draft_us is the part of it in which drafters were busy with these rounds or had them queued, and late ones waited for."""
+    """draft_us is the part of rounds_us in which rounds were queued or computed at drafters, or waited for late drafts."""
     verify_us: _builtins.int
-    """verify_us is the part in which the verifier was busy with them, queue_us that in which they waited there."""
+    """verify_us is the part in which the verifier was busy with them, queue_us the part in which they were queued there."""
     queue_us: _builtins.int
     hop_us: _builtins.int
-    """hop_us is the rest, but for the first round: frames, sockets and event loops, and openings at another verifier."""
+    """hop_us is the remaining time of all rounds but the first: frames, sockets, event loops, and openings at another
+    verifier.
+    """
     opening_us: _builtins.int
-    """opening_us is the first round's rest: above all its wait for the text to be opened."""
+    """opening_us is the remaining time of the first round: mostly waiting for the text to be opened."""
     decode_tokens: _builtins.int
-    """decode_tokens counts the tokens emitted after the first round; decode_us is the time from its end to the last round's,
-    what is between rounds included, in microseconds.
+    """decode_tokens counts the tokens emitted after the first round; decode_us is the time from its end to the last
+    round's end, time between rounds included, in microseconds.
     """
     decode_us: _builtins.int
     verifier_moves: _builtins.int
-    """verifier_moves counts how often the text was opened at another verifier."""
+    """verifier_moves counts the openings of the text at another verifier."""
     @_builtins.property
     def pulls(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """pulls says how often each shape was asked for."""
+        """pulls is the number of rounds by requested shape."""
 
     @_builtins.property
     def emitted(self) -> _containers.ScalarMap[_builtins.int, _builtins.int]:
-        """emitted says in how many rounds N tokens were emitted, by N, after any cut."""
+        """emitted is the number of rounds by number of emitted tokens, after any cut."""
 
     def __init__(
         self,
@@ -661,11 +664,11 @@ class OpeningStats(_message.Message):
     PROCESSED_TOKENS_FIELD_NUMBER: _builtins.int
     OPEN_US_FIELD_NUMBER: _builtins.int
     restored_tokens: _builtins.int
-    """restored_tokens is how much of the text came from a saved state."""
+    """restored_tokens is the number of the text's tokens that a saved state covered."""
     processed_tokens: _builtins.int
-    """processed_tokens is how much of it was processed again."""
+    """processed_tokens is the number of the text's tokens that were processed."""
     open_us: _builtins.int
-    """open_us is the time it took, in microseconds."""
+    """open_us is the time that opening took, in microseconds."""
     def __init__(
         self,
         *,
@@ -728,11 +731,11 @@ class ModelInfo(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     DRAFTERS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """name is what a request's `model` says."""
+    """name is the value of a request's `model`."""
     vocabulary: _builtins.int
     """vocabulary is the number of token ids."""
     max_length: _builtins.int
-    """max_length is the longest text, prompt and answer together."""
+    """max_length is the longest text, prompt and answer together, in tokens."""
     dtype: _builtins.str
     """dtype is that of the weights: "bfloat16", "float16" or "float32"."""
     @_builtins.property

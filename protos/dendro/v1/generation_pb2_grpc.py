@@ -50,22 +50,22 @@ class GenerationServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Generate streams an answer: `started`, one `chunk` per round, `complete`. A stream without `complete` is broken: call
-        again with the same request_id and `resume`, and it goes on with the same tokens.
+        """Generate streams an answer: `started`, one `chunk` per round, `complete`. A stream without `complete` is broken:
+        call again with the same request_id and `resume`, and it continues with the same tokens.
 
         INVALID_ARGUMENT: a field is wrong; the details begin with its name.
         NOT_FOUND with trailing metadata `dendro-reason`: there is no such session (or it is another tenant's).
-        ABORTED: another request wrote the session first, or a resumed answer cannot go on (see Resume); begin the turn again,
+        ABORTED: another request wrote the session first, or a resumed answer cannot continue (see Resume); repeat the turn
         with the same request_id.
-        RESOURCE_EXHAUSTED: no room now; try later. UNAVAILABLE: a part is gone; call again.
-        INTERNAL: our fault; nothing of the inside is told.
+        RESOURCE_EXHAUSTED: no room now; try later. UNAVAILABLE: a service is gone; call again.
+        INTERNAL: a fault of the server; the details have no internals.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetServerInfo(self, request, context):
-        """GetServerInfo says what is served. It fails with UNAVAILABLE alone.
+        """GetServerInfo returns the served models. It fails only with UNAVAILABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -32,35 +32,35 @@ class GenerationServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GenerationServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]
-    """Generate streams an answer: `started`, one `chunk` per round, `complete`. A stream without `complete` is broken: call
-    again with the same request_id and `resume`, and it goes on with the same tokens.
+    """Generate streams an answer: `started`, one `chunk` per round, `complete`. A stream without `complete` is broken:
+    call again with the same request_id and `resume`, and it continues with the same tokens.
 
     INVALID_ARGUMENT: a field is wrong; the details begin with its name.
     NOT_FOUND with trailing metadata `dendro-reason`: there is no such session (or it is another tenant's).
-    ABORTED: another request wrote the session first, or a resumed answer cannot go on (see Resume); begin the turn again,
+    ABORTED: another request wrote the session first, or a resumed answer cannot continue (see Resume); repeat the turn
     with the same request_id.
-    RESOURCE_EXHAUSTED: no room now; try later. UNAVAILABLE: a part is gone; call again.
-    INTERNAL: our fault; nothing of the inside is told.
+    RESOURCE_EXHAUSTED: no room now; try later. UNAVAILABLE: a service is gone; call again.
+    INTERNAL: a fault of the server; the details have no internals.
     """
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_generation_pb2.GetServerInfoRequest, _generation_pb2.GetServerInfoResponse]
-    """GetServerInfo says what is served. It fails with UNAVAILABLE alone."""
+    """GetServerInfo returns the served models. It fails only with UNAVAILABLE."""
 
 @_typing.type_check_only
 class GenerationServiceAsyncStub(GenerationServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Generate streams an answer: `started`, one `chunk` per round, `complete`. A stream without `complete` is broken: call
-    again with the same request_id and `resume`, and it goes on with the same tokens.
+    """Generate streams an answer: `started`, one `chunk` per round, `complete`. A stream without `complete` is broken:
+    call again with the same request_id and `resume`, and it continues with the same tokens.
 
     INVALID_ARGUMENT: a field is wrong; the details begin with its name.
     NOT_FOUND with trailing metadata `dendro-reason`: there is no such session (or it is another tenant's).
-    ABORTED: another request wrote the session first, or a resumed answer cannot go on (see Resume); begin the turn again,
+    ABORTED: another request wrote the session first, or a resumed answer cannot continue (see Resume); repeat the turn
     with the same request_id.
-    RESOURCE_EXHAUSTED: no room now; try later. UNAVAILABLE: a part is gone; call again.
-    INTERNAL: our fault; nothing of the inside is told.
+    RESOURCE_EXHAUSTED: no room now; try later. UNAVAILABLE: a service is gone; call again.
+    INTERNAL: a fault of the server; the details have no internals.
     """
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_generation_pb2.GetServerInfoRequest, _generation_pb2.GetServerInfoResponse]  # type: ignore[assignment]
-    """GetServerInfo says what is served. It fails with UNAVAILABLE alone."""
+    """GetServerInfo returns the served models. It fails only with UNAVAILABLE."""
 
 class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -69,15 +69,15 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generation_pb2.GenerateResponse], _abc.AsyncIterator[_generation_pb2.GenerateResponse]]:
-        """Generate streams an answer: `started`, one `chunk` per round, `complete`. A stream without `complete` is broken: call
-        again with the same request_id and `resume`, and it goes on with the same tokens.
+        """Generate streams an answer: `started`, one `chunk` per round, `complete`. A stream without `complete` is broken:
+        call again with the same request_id and `resume`, and it continues with the same tokens.
 
         INVALID_ARGUMENT: a field is wrong; the details begin with its name.
         NOT_FOUND with trailing metadata `dendro-reason`: there is no such session (or it is another tenant's).
-        ABORTED: another request wrote the session first, or a resumed answer cannot go on (see Resume); begin the turn again,
+        ABORTED: another request wrote the session first, or a resumed answer cannot continue (see Resume); repeat the turn
         with the same request_id.
-        RESOURCE_EXHAUSTED: no room now; try later. UNAVAILABLE: a part is gone; call again.
-        INTERNAL: our fault; nothing of the inside is told.
+        RESOURCE_EXHAUSTED: no room now; try later. UNAVAILABLE: a service is gone; call again.
+        INTERNAL: a fault of the server; the details have no internals.
         """
 
     @_abc_1.abstractmethod
@@ -86,6 +86,6 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.GetServerInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.GetServerInfoResponse, _abc.Awaitable[_generation_pb2.GetServerInfoResponse]]:
-        """GetServerInfo says what is served. It fails with UNAVAILABLE alone."""
+        """GetServerInfo returns the served models. It fails only with UNAVAILABLE."""
 
 def add_GenerationServiceServicer_to_server(servicer: GenerationServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -45,14 +45,15 @@ class VerifierServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Rounds(self, request_iterator, context):
-        """Rounds carries the calls of many requests on one stream: a greeting and a hello, then frames of calls and frames of
-        answers, in any order. When the stream ends, so does every text that was opened on it.
+        """Rounds has the calls of many requests on one stream: a greeting and a hello, then frames of calls and frames of
+        answers, in any order. When the stream ends, every text that was opened on it is closed.
 
-        INVALID_ARGUMENT: the first frame is no greeting, or of another protocol. UNAVAILABLE: the replica is going.
-        Of a single call (CallError):
+        INVALID_ARGUMENT: the first frame has no greeting, or another protocol version. UNAVAILABLE: the replica is
+        stopping.
+        Errors of a single call (CallError):
         NOT_FOUND: the opening or the lease is unknown, or the text differs: open the text again.
-        INVALID_ARGUMENT: a field is wrong, such as a malformed tree; the opening stands.
-        RESOURCE_EXHAUSTED: no room for another text. INTERNAL: our fault.
+        INVALID_ARGUMENT: a field is wrong, such as a malformed tree; the opening stays open.
+        RESOURCE_EXHAUSTED: no room for another text. INTERNAL: a fault of the replica.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
