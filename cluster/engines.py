@@ -8,13 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dendro.calls import DrafterPeer, VerifierPeer
+from dendro.calls import DrafterPeer, Peer, VerifierPeer
 from dendro.errors import BadRequest
 from dendro.state import StateStore
 
 from cluster.config import DrafterConfig, ModelConfig, Resources, TargetConfig
 from cluster.hub import fetched_model
-from cluster.peers.opening import Peer
 
 if TYPE_CHECKING:
     from verifier_service.shards import Invitation

@@ -424,7 +424,7 @@ class DraftScheduler:
                 text = session.text.tokens
                 ids = tuple(text.ids[: session.covers])
                 ready = MemoryComplete(
-                    session.number, session.slot, ids, text.digests[session.covers], session.terms.tenant
+                    session.number, session.slot, ids, text.digest(session.covers), session.terms.tenant
                 )
                 self.answers.append((session.closing, ready))
                 session.closing, session.ended = None, True

@@ -67,9 +67,7 @@ def resume_of(prompt: Sequence[int], held: Sequence[int] = (), seed: int = 0, ta
     """The resume of a client that has the tokens `held` of an answer to a prompt."""
     text = Tokens()
     text.extend(prompt)
-    return pb.Resume(
-        token_ids=held, seed=seed, prompt_tokens=len(prompt), prompt_digest=text.digests[-1], target=target
-    )
+    return pb.Resume(token_ids=held, seed=seed, prompt_tokens=len(prompt), prompt_digest=text.digest(), target=target)
 
 
 class EdgeVerifier:

@@ -26,7 +26,7 @@ class RoundByRound:
 
     def update(self):
         ids = self.text.ids
-        return TextUpdate(self.opening, len(ids), self.text.digests[-1], self.known, tuple(ids[self.known :]))
+        return TextUpdate(self.opening, len(ids), self.text.digest(), self.known, tuple(ids[self.known :]))
 
     async def open(self):
         opened = await self.engine.open(OpenCall(self.update(), self.terms))

@@ -383,7 +383,7 @@ class VerifierEngine:
         assert isinstance(ask.call, CloseCall) and self._shelf is not None
         shelf, arrays = self._shelf, None
         ids = list(session.memory.consumed)
-        digest = session.text.tokens.digests[len(ids)]
+        digest = session.text.tokens.digest(len(ids))
         if (place := session.memory.place) is not None and ids:
             copied = asyncio.get_running_loop().run_in_executor(self._thread, self.runner.save, place, len(ids))
             try:

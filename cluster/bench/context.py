@@ -90,7 +90,7 @@ class EngineRounds:
 
     def _update(self, start: int) -> TextUpdate:
         ids = self._text.ids
-        return TextUpdate(self._opening, len(ids), self._text.digests[-1], start, tuple(ids[start:]))
+        return TextUpdate(self._opening, len(ids), self._text.digest(), start, tuple(ids[start:]))
 
     async def open(self) -> None:
         terms = Terms(Sampling(), Limits(len(self._text) + SPARE, ignore_end=True), "", ())

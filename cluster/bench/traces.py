@@ -188,7 +188,7 @@ class EngineText:
     def update(self, start: int) -> TextUpdate:
         """A call's text: the tokens from `start` on."""
         ids = self.text.ids
-        return TextUpdate(self._opening, len(ids), self.text.digests[-1], start, tuple(ids[start:]))
+        return TextUpdate(self._opening, len(ids), self.text.digest(), start, tuple(ids[start:]))
 
     async def open(self, engine: DrafterPeer | VerifierPeer, room: int) -> None:
         limits = Limits(len(self.text) + room, ignore_end=True)

@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from dendro.calls import CloseCall, Closed, Hello, OpenCall, Opened, Terms, TextUpdate, new_opening
+from dendro.calls import CloseCall, Hello, OpenCall, Opened, Peer, Terms, TextUpdate, new_opening
 from dendro.errors import DendroError
 from dendro.smoothing import smoothed
 from dendro.text import Text
@@ -30,14 +30,6 @@ STRIKES = 3
 # floors keep scheduling jitter from counting as lateness.
 DRAFT_FACTOR, DRAFT_FLOOR_S = 3.0, 0.020
 VERIFY_FACTOR, VERIFY_FLOOR_S = 2.0, 0.060
-
-
-class Peer(Protocol):
-    """What drafters and verifiers share."""
-
-    async def hello(self) -> Hello: ...
-    async def open(self, call: OpenCall) -> Opened: ...
-    async def close(self, call: CloseCall) -> Closed: ...
 
 
 P = TypeVar("P", bound=Peer)

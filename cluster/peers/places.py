@@ -13,14 +13,14 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
-from dendro.calls import DrafterPeer, VerifierPeer
+from dendro.calls import DrafterPeer, Peer, VerifierPeer
 from dendro.errors import Overloaded, PeerLost
 from dendro.text import Text
 
 from cluster.checkpoints import ClusterFacts
 from cluster.config import Config
 from cluster.peers.drafter import DrafterHandle, NoDrafter, SpeculationGate
-from cluster.peers.opening import Leased, Pace, Peer, Pool
+from cluster.peers.opening import Leased, Pace, Pool
 from cluster.peers.stream import DRAFTER, VERIFIER, PeerStream, RemoteDrafter, RemoteVerifier, Streams
 from cluster.peers.verifier import PATIENCE_S, VerifierHandle
 

@@ -130,25 +130,27 @@ TARGET_FACTS = ("fingerprint", "dtype", "exactness", "tokenizer", "vocabulary", 
 """Fields of a verifier's Hello that an answer's tokens depend on besides the text. The fingerprint includes the degree
 of sharding. The limits (`max_*`) do not change tokens; calls outside them are refused."""
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
-class DrafterPeer(Protocol):
-    """A drafter, in this process or remote."""
+class Peer(Protocol):
+    """What drafters and verifiers have in common, in this process or at the other end of a stream."""
 
     async def hello(self) -> Hello: ...
     async def open(self, call: OpenCall) -> Opened: ...
+    async def close(self, call: CloseCall) -> Closed: ...
+
+
+class DrafterPeer(Peer, Protocol):
+    """A drafter."""
+
     async def draft(self, call: DraftCall) -> DraftTree: ...
-    async def close(self, call: CloseCall) -> Closed: ...
 
 
-class VerifierPeer(Protocol):
-    """A verifier, in this process or remote."""
+class VerifierPeer(Peer, Protocol):
+    """A verifier."""
 
-    async def hello(self) -> Hello: ...
-    async def open(self, call: OpenCall) -> Opened: ...
     async def verify(self, call: VerifyCall) -> Verdict: ...
-    async def close(self, call: CloseCall) -> Closed: ...
 
 
 class PeerText:
@@ -169,18 +171,19 @@ class PeerText:
         """
         if update.start > len(self.tokens) or update.start + len(update.tokens) != update.base:
             raise NotFound(f"opening: holds {len(self.tokens)} tokens, the call starts at {update.start}")
-        trial = Tokens(self.ids[: update.start], self.tokens.digests[: update.start + 1])
-        trial.extend(update.tokens)
-        if trial.digests[-1] != update.digest:
+        old = self.ids[update.start :]
+        self._replace(update.start, update.tokens)
+        if self.tokens.digest() != update.digest:
+            self._replace(update.start, old)
             raise NotFound("opening: the text's digest differs")
-        kept = _common_prefix(self.ids, trial.ids)
-        self.tokens = trial
-        return kept
+        return update.start + _common(old, update.tokens)
+
+    def _replace(self, start: int, tokens: Sequence[int]) -> None:
+        self.tokens.cut(start)
+        self.tokens.extend(tokens)
 
 
-def _common_prefix(old: Sequence[int], new: Sequence[int]) -> int:
+def _common(old: Sequence[int], new: Sequence[int]) -> int:
     """Length of the longest common prefix."""
-    length = min(len(old), len(new))
-    if list(old[:length]) == list(new[:length]):
-        return length
-    return next(index for index in range(length) if old[index] != new[index])
+    pairs = enumerate(zip(old, new, strict=False))
+    return next((index for index, (one, other) in pairs if one != other), min(len(old), len(new)))

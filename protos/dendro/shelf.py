@@ -56,17 +56,13 @@ class Shelf:
         """
         ids, longest = call.update.tokens, call.update.base - 1
         lengths = {longest, *call.terms.marks, *(mark - 1 for mark in call.terms.marks)}
-        digests: list[int] = []
+        tokens = Tokens(ids)
         for length in sorted((length for length in lengths if 1 <= length <= longest), reverse=True)[:LOOKUPS]:
             blob = await self._store.load(self._name(call.terms.tenant, ids[:length]))
             if blob is None:
                 continue
-            if not digests:
-                tokens = Tokens()
-                tokens.extend(ids)
-                digests = tokens.digests
             try:
-                arrays = await asyncio.to_thread(unpack_state, blob, self._header(length, digests[length]))
+                arrays = await asyncio.to_thread(unpack_state, blob, self._header(length, tokens.digest(length)))
                 self._check(arrays, length)
             except (ValueError, TypeError, LookupError) as error:
                 self.counters.states_refused += 1

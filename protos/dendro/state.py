@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 MAGIC = b"DNDR"
-FORMAT = 1
+FORMAT = 2
 _PREFIX = struct.Struct("<4sHI")
 _CHECKSUM_BYTES = 32
 _DTYPES = {"float32": "<f4", "uint16": "<u2", "int64": "<i8", "uint8": "|u1"}  # bfloat16 is stored as its bits, uint16

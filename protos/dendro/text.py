@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
@@ -97,30 +97,69 @@ class Verdict:
         return self.finish is not None
 
 
-def chain_digest(previous: int, token: int) -> int:
-    """The 64-bit digest of a text, from the digest of the text without its last token and that token."""
-    packed = previous.to_bytes(8, "little") + token.to_bytes(8, "little")
-    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
+DIGEST_BYTES = 8
+CHECKPOINT_TOKENS = 1024
+"""Tokens between two stored states of a text's running hash: what a digest of an older prefix hashes again at most."""
 
 
-@dataclass(slots=True)
 class Tokens:
-    """Tokens with a chained digest of every prefix. Router and replicas each have one and compare digests."""
+    """A growing list of tokens, and the 64-bit digest of any of its prefixes. Router and replicas keep one each and
+    compare digests.
 
-    ids: list[int] = field(default_factory=list)
-    digests: list[int] = field(default_factory=lambda: [0])  # digests[n] covers ids[:n]
+    A digest is BLAKE2b of the prefix as little-endian 32-bit numbers. The state of the running hash is kept, so the
+    digest of a text that grew by a round costs the same whatever the text's length.
+    """
 
-    def extend(self, tokens: Iterable[int]) -> None:
-        for token in tokens:
-            self.digests.append(chain_digest(self.digests[-1], token))
-            self.ids.append(token)
-
-    def cut(self, length: int) -> None:
-        """Keep the first `length` tokens."""
-        del self.ids[length:], self.digests[length + 1 :]
+    def __init__(self, ids: Iterable[int] = ()) -> None:
+        self.ids: list[int] = list(ids)
+        self._checkpoints = [_new_hash()]  # the k-th has taken in ids[: k * CHECKPOINT_TOKENS]
+        self._newest = (0, _new_hash())  # length of the prefix whose digest was computed last, and its hash
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Append tokens."""
+        self.ids += tokens
+
+    def cut(self, length: int) -> None:
+        """Keep the first `length` tokens."""
+        del self.ids[length:], self._checkpoints[length // CHECKPOINT_TOKENS + 1 :]
+        if self._newest[0] > length:
+            self._newest = (0, _new_hash())
+
+    def digest(self, length: int | None = None) -> int:
+        """The digest of the first `length` tokens; of all, where it is not given."""
+        return _number(self._hash(len(self.ids) if length is None else length))
+
+    def _hash(self, length: int) -> hashlib.blake2b:
+        if not 0 <= length <= len(self.ids):
+            raise IndexError(f"a prefix of {length} tokens of {len(self.ids)}")
+        done, running = self._newest
+        known = min(length // CHECKPOINT_TOKENS, len(self._checkpoints) - 1)
+        if not known * CHECKPOINT_TOKENS <= done <= length:
+            done, running = known * CHECKPOINT_TOKENS, self._checkpoints[known]
+        running = running.copy()
+        while done < length:
+            upto = min((done // CHECKPOINT_TOKENS + 1) * CHECKPOINT_TOKENS, length)
+            running.update(_packed(self.ids[done:upto]))
+            done = upto
+            if done == len(self._checkpoints) * CHECKPOINT_TOKENS:
+                self._checkpoints.append(running.copy())
+        self._newest = (length, running)
+        return running
+
+
+def _new_hash() -> hashlib.blake2b:
+    return hashlib.blake2b(digest_size=DIGEST_BYTES)
+
+
+def _packed(tokens: Sequence[int]) -> bytes:
+    return np.asarray(tokens, "<u4").tobytes()
+
+
+def _number(running: hashlib.blake2b) -> int:
+    return int.from_bytes(running.digest(), "little")
 
 
 class Text:
@@ -141,8 +180,7 @@ class Text:
             raise BadRequest("prompt", "is empty; it needs at least one token")
         if limits.max_length <= len(prompt):
             raise BadRequest("max_new_tokens", "leaves no room for a single token")
-        self._tokens = Tokens()
-        self._tokens.extend(prompt)
+        self._tokens = Tokens(prompt)
         self.prompt_length = len(prompt)
         self.sampling = sampling
         self.limits = limits
@@ -167,7 +205,7 @@ class Text:
         return self._tokens.ids[self.prompt_length :]
 
     def digest(self, length: int) -> int:
-        return self._tokens.digests[length]
+        return self._tokens.digest(length)
 
     def commit(self, verdict: Verdict) -> Verdict:
         """Append the emitted tokens. Raises ValueError after a finish, and for tokens past the limit."""

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 TEXT = Tokens()
 TEXT.extend([1, 2, 3])
-HEADER = StateHeader("f", "t", "l", 2, TEXT.digests[2])
+HEADER = StateHeader("f", "t", "l", 2, TEXT.digest(2))
 TENSORS = {"recurrent.0": np.arange(6, dtype=np.float32).reshape(2, 3), "conv.0": np.arange(4, dtype=np.uint16)}
 GOOD = pack_state(HEADER, TENSORS)
 _HEAD = struct.unpack_from("<4sHI", GOOD)[2]
@@ -123,9 +123,9 @@ def test_a_changed_byte_under_the_right_checksum_is_refused_or_gives_tensors(pla
 async def test_a_changed_state_in_the_store_is_counted_and_missing_for_its_text(name):
     store = MemoryStates()
     shelf = Shelf(store, "f", "t", "l", lambda arrays, tokens: None)
-    update = TextUpdate(new_opening(), 3, TEXT.digests[3], 0, (1, 2, 3))
+    update = TextUpdate(new_opening(), 3, TEXT.digest(3), 0, (1, 2, 3))
     call = OpenCall(update, Terms(Sampling(), Limits(9), "", ()))
-    await shelf.put("", [1, 2], TEXT.digests[2], TENSORS)
+    await shelf.put("", [1, 2], TEXT.digest(2), TENSORS)
     (key,) = store.blobs
     assert (await shelf.find(call))[0] == 2
     store.blobs[key] = MUTATIONS[name]

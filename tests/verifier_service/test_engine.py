@@ -78,7 +78,7 @@ class TextRouter:
     def update(self, start=None):
         start = self.known if start is None else start
         ids = self.text.ids
-        return TextUpdate(self.opening, len(ids), self.text.digests[-1], start, tuple(ids[start:]))
+        return TextUpdate(self.opening, len(ids), self.text.digest(), start, tuple(ids[start:]))
 
     async def open(self):
         self.opening, self.known = new_opening(), 0
