@@ -14,6 +14,7 @@ import typer
 from dendro.errors import BadRequest
 from rich.console import Console
 
+from cluster.bench.bookkeeping import BLOCKS, QUICK_BLOCKS, bookkeeping_aim, bookkeeping_row, measure_bookkeeping
 from cluster.bench.command import PLAIN_WIDTH, THREADS, Bars, Which, parameter_count, target_config
 from cluster.bench.context import (
     CHAIN,
@@ -31,7 +32,7 @@ from cluster.bench.context import (
     with_positions,
 )
 from cluster.bench.machine import describe_machine, describe_run
-from cluster.bench.report import Cells, Report, machine_facts, show_tables, write_reports
+from cluster.bench.report import Cells, Report, aims_table, machine_facts, show_tables, write_reports
 from cluster.config import DEMO_MODELS
 from cluster.demo.prompts import held_out_prompts, load_tokenizer
 from verifier_service.engine import VerifierEngine
@@ -57,6 +58,7 @@ async def run_context(
     name: str,
     contexts: tuple[int, ...],
     repetitions: int,
+    blocks: int,
     models: Path,
     begin: Callable[[str, int], Callable[[], None]],
 ) -> dict[str, Any]:
@@ -87,6 +89,7 @@ async def run_context(
             lengths = await measure_context(engine, library, ids, contexts, repetitions, step)
         finally:
             await engine.stop()
+    bookkeeping = await measure_bookkeeping(blocks, begin("bookkeeping", blocks + 1))
     layouts = engine.runner.target.layouts
     library_bytes = sum(each.kv_heads * (each.key_dim + each.value_dim) for each in layouts) * 2
     ours = engine.runner.target.token_bytes
@@ -103,7 +106,8 @@ async def run_context(
         "read_gb_per_second": round(read_bandwidth(device) / 1e9, 2),
         "rows": rows_of(lengths),
         "fits": [fit_of(lengths, way, library_bytes if way == LIBRARY else ours) for way in WAYS],
-        "aims": [],
+        "bookkeeping": bookkeeping_row(bookkeeping),
+        "aims": [bookkeeping_aim(bookkeeping)],
     }
 
 
@@ -158,6 +162,23 @@ def tables_of(report: Report) -> Iterator[Cells]:
         for fit in report["fits"]
     ]
     yield "Fitted lines", lines, fits
+    spent = report["bookkeeping"]
+    ratio = spent["long_over_short"]
+    yield (
+        "Bookkeeping of a round: loop, handles, proposers and peers' texts, without models",
+        ("tokens of the text", "us", "90 %", "over the shortest", "90 %"),
+        [
+            (
+                f"{int(tokens):,}",
+                f"{each['median']:.0f}",
+                f"{each['low']:.0f}-{each['high']:.0f}",
+                f"{ratio['median']:.2f}" if number else "",
+                f"{ratio['low']:.2f}-{ratio['high']:.2f}" if number else "",
+            )
+            for number, (tokens, each) in enumerate(spent["round_us"].items())
+        ],
+    )
+    yield aims_table(report)
 
 
 def plot(report: Report, path: Path) -> None:
@@ -201,7 +222,8 @@ def bench_context(
     models: Annotated[Path, typer.Option(help="Folder written by `dendro train demo`.")] = DEMO_MODELS,
 ) -> None:
     """Measure a round by context length: time, memory and the bytes that must be read, without speculation, with a
-    chain and with a tree, beside transformers' own decoding step. The engine runs in this process.
+    chain and with a tree, beside transformers' own decoding step. The engine runs in this process. Then the bookkeeping
+    of a round, without models, in a text of 100,000 tokens and one of 1,000.
     """
     if target not in (Which.DEMO, Which.COSTLY):
         raise BadRequest("target", "one at a time: demo or costly")
@@ -209,7 +231,8 @@ def bench_context(
     repeated = repetitions if repetitions is not None else QUICK_REPETITIONS if quick else REPETITIONS
     bars = Bars(Console(stderr=True))
     with bars.progress:
-        report = asyncio.run(run_context(target.value, found, repeated, models, bars.begin))
+        blocks = QUICK_BLOCKS if quick else BLOCKS
+        report = asyncio.run(run_context(target.value, found, repeated, blocks, models, bars.begin))
     console = Console()
     facts, tables = list(facts_of(report)), list(tables_of(report))
     show_tables(console if console.is_terminal else Console(width=PLAIN_WIDTH), facts, tables)

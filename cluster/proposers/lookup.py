@@ -14,6 +14,8 @@ from cluster.proposers.proposal import Proposal, trust
 
 LONGEST = 16
 """Tokens of a match that are compared at most; longer matches are hardly more certain."""
+SCANNED = 8192
+"""The newest occurrences of the root that are considered."""
 MOST = 512
 """Occurrences of the root that are compared. Where there are more, those that match more of the text's end stay, and of
 these the newest."""
@@ -30,6 +32,9 @@ class Lookup:
         # LONGEST entries of -1, which is no token, precede the text, so that no match extends past its beginning.
         self._ids: npt.NDArray[np.int64] = np.full(256, -1, np.int64)
         self._length = 0
+        # Positions by token: those of the first text sorted, which is fast for a long prompt, and later ones in lists.
+        self._tokens = self._positions = np.empty(0, np.int64)
+        self._later: dict[int, list[int]] = {}
 
     def grow(self, text: Text) -> None:
         more = text.ids[self._length :]
@@ -39,6 +44,13 @@ class Lookup:
             longer[: len(self._ids)] = self._ids
             self._ids = longer
         self._ids[LONGEST + start : LONGEST + self._length] = more
+        if not start:
+            first = self._ids[LONGEST : LONGEST + self._length]
+            self._positions = np.argsort(first, kind="stable")
+            self._tokens = first[self._positions]
+            return
+        for position, token in enumerate(more, start):
+            self._later.setdefault(token, []).append(position)
 
     def propose(self, text: Text, max_rows: int, max_depth: int) -> Proposal:
         proposal = Proposal(text.root)
@@ -63,7 +75,7 @@ class Lookup:
         A place is before the text's end, so the end does not match itself, though a match may overlap it.
         """
         ids = self._ids[: LONGEST + self._length]
-        places = LONGEST + 1 + np.flatnonzero(ids[LONGEST:-1] == ids[-1])
+        places = LONGEST + 1 + self._earlier(int(ids[-1]))
         for back in range(2, LONGEST + 1):
             if len(places) <= MOST:
                 break
@@ -75,6 +87,13 @@ class Lookup:
         matched = np.logical_and.accumulate(alike, axis=1).sum(axis=1)
         order = np.argsort(matched, kind="stable")[::-1]
         return list(zip((places[order] - LONGEST).tolist(), matched[order].tolist(), strict=True))
+
+    def _earlier(self, token: int) -> npt.NDArray[np.int64]:
+        """The newest positions of the text's last token, but for the last, in order."""
+        first, last = np.searchsorted(self._tokens, (token, token + 1))
+        initial = self._positions[max(first, last - SCANNED - 1) : last]
+        later = np.array(self._later.get(token, [])[-SCANNED - 1 :], np.int64)
+        return np.concatenate([initial, later])[:-1][-SCANNED:]
 
 
 def _follow(proposal: Proposal, ids: list[int], end: int, matched: int, depth: int, rank: int) -> None:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+from contextlib import aclosing
 
 import pytest
 import tiny_models
 import torch
 from dendro.errors import BadRequest
 
+from cluster.bench.bookkeeping import (
+    SHORT,
+    bookkeeping_aim,
+    bookkeeping_row,
+    endless_rounds,
+    measure_bookkeeping,
+    token_at,
+)
 from cluster.bench.command import Which
 from cluster.bench.context import (
     CHAIN,
@@ -95,7 +104,27 @@ async def test_a_small_run_measures_every_way_at_every_length(tmp_path):
     assert pages == [1, 4], "as many pages as the text and its deepest guess need"
     report = {"rows": rows_of(found), "fits": [fit_of(found, way, 100) for way in WAYS]}
     assert {(row["way"], row["context"]) for row in report["rows"]} == {(way, at) for way in WAYS for at in (60, 200)}
-    for _, columns, cells in tables_of(report | {"aims": []}):
+    bookkeeping = await measure_bookkeeping(1, lambda: steps.append(1))
+    assert len(steps) == 8
+    report |= {"bookkeeping": bookkeeping_row(bookkeeping), "aims": [bookkeeping_aim(bookkeeping)]}
+    for _, columns, cells in tables_of(report):
         assert cells and all(len(each) == len(columns) for each in cells)
     plot(report, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+async def test_rounds_without_models_emit_the_tokens_of_their_positions_with_accepted_guesses():
+    async with aclosing(endless_rounds(SHORT)) as verdicts:
+        lengths, emitted = [], []
+        async for verdict in verdicts:
+            emitted += verdict.tokens
+            lengths.append(verdict.length)
+            if len(lengths) == 20:
+                break
+    assert emitted == [token_at(SHORT + position) for position in range(len(emitted))]
+    assert max(lengths) == 3, "some trees arrive, and both levels of them are accepted"
+
+
+@pytest.mark.parametrize("ratio, met", [(1.1, True), (1.3, False)])
+def test_the_aim_of_bookkeeping_is_met_at_most_at_its_bar(ratio, met):
+    assert bookkeeping_aim({1_000: [1.0] * 8, 100_000: [ratio] * 8})["met"] is met

@@ -86,6 +86,17 @@ def test_a_root_with_more_occurrences_than_are_compared_still_has_its_longest_ma
     assert proposed(Lookup(), a_text(ids)).tokens[1:3] == [3, 1]
 
 
+def test_a_lookup_considers_a_bounded_number_of_occurrences_and_the_newest_of_them():
+    ids = [7, 1, *[9, 0] * lookup.SCANNED, 5, 0]
+    grown = Lookup()
+    for length in (len(ids) - 2, len(ids)):
+        grown.grow(Text(ids[:length], Sampling(), Limits(1 << 20)))
+    places = grown._earlier(0)
+    assert len(places) == lookup.SCANNED
+    assert places.tolist() == [place for place, token in enumerate(ids[:-1]) if token == 0][-lookup.SCANNED :]
+    assert grown._earlier(7).tolist() == []
+
+
 @pytest.mark.parametrize("make", [Lookup, lambda: Suffix(Outputs(64), 64)], ids=["lookup", "suffix"])
 @pytest.mark.parametrize(
     "ids, guesses",
