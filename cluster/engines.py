@@ -16,6 +16,7 @@ from cluster.config import DrafterConfig, ModelConfig, Resources, TargetConfig
 from cluster.hub import fetched_model
 
 if TYPE_CHECKING:
+    from verifier_service.options import VerifierOptions
     from verifier_service.shards import Invitation
 
 
@@ -91,29 +92,33 @@ def load_verifier(name: str, target: TargetConfig, states: StateStore, **workers
 
     workers: how to start the workers of a sharded target; by default they are processes below this one.
     """
-    import torch
-
     from verifier_service.engine import VerifierEngine
 
     target = fetched_model(f"targets.{name}", target)
-    return VerifierEngine.load(
-        target.checkpoint,
-        tokenizer=target.tokenizer,
+    return VerifierEngine.load(target.checkpoint, verifier_options(name, target), states=states, **workers)
+
+
+def verifier_options(name: str, target: TargetConfig) -> VerifierOptions:
+    """The options of a target's engine. Raises BadRequest, naming the field."""
+    import torch
+
+    from verifier_service.options import VerifierOptions
+
+    return VerifierOptions(
         name=name,
-        states=states,
+        tokenizer=target.tokenizer,
         dtype=getattr(torch, target.dtype),
         device=device_of(target),
         threads=target.threads,
         max_length=target.max_length,
         max_sessions=target.max_sessions,
         max_waiting=target.max_waiting,
-        memory_fraction=target.memory_fraction,
-        share_prefixes=target.share_prefixes,
         max_rows=target.max_rows,
         max_depth=target.max_depth,
+        memory_fraction=target.memory_fraction,
+        share_prefixes=target.share_prefixes,
         tensor_parallel=target.tensor_parallel,
         longest_step_s=target.longest_step_s,
-        **workers,
     )
 
 

@@ -27,6 +27,7 @@ from transformers.utils import logging
 
 from verifier_service.engine import VerifierEngine
 from verifier_service.models.families import FamilyError, Property
+from verifier_service.options import VerifierOptions
 
 DATA = Path(__file__).parent / "families.json"
 PAGE = Path(__file__).parent.parent / "docs" / "families.md"
@@ -67,7 +68,7 @@ def try_family(family: str, folder: Path) -> Tried:
 
 def _engine(folder: Path, dtype: torch.dtype) -> VerifierEngine:
     limits = {"max_length": 192, "max_sessions": 1, "max_waiting": 0, "max_depth": 8, "prefill_chunk": 128}
-    return VerifierEngine.load(folder, name="tiny", dtype=dtype, **limits)
+    return VerifierEngine.load(folder, VerifierOptions(name="tiny", dtype=dtype, **limits))
 
 
 def _text(length: int) -> list[int]:

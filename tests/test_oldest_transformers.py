@@ -20,6 +20,7 @@ import torch
 from dendro.tree import DraftTree
 
 from verifier_service.engine import VerifierEngine
+from verifier_service.options import VerifierOptions
 
 ROOT = Path(__file__).parents[1]
 OURS = (
@@ -49,7 +50,9 @@ HYBRIDS = ("mamba2", "bamba", "mamba_in_llama")
 
 def logits_of(folder):
     """A target's logits of a small tree."""
-    engine = VerifierEngine.load(folder, name="tiny", dtype=torch.float32, max_length=64, max_sessions=1)
+    engine = VerifierEngine.load(
+        folder, VerifierOptions(name="tiny", dtype=torch.float32, max_length=64, max_sessions=1)
+    )
     return engine.logits_of([5, 6, 7], DraftTree.of([7, 8, 9], [-1, 0, 0])).as_subclass(torch.Tensor)
 
 

@@ -19,7 +19,6 @@ import torch
 from dendro.calls import PROTOCOL_VERSION, CloseCall, Closed, Hello, OpenCall, Opened, VerifyCall
 from dendro.errors import BadRequest, EngineFailed, PeerLost
 from dendro.health import LONGEST_STEP_S, StepWatch
-from dendro.shapes import MAX_ROWS
 from dendro.shelf import Arrays, Shelf
 from dendro.state import NoStates, StateStore
 from dendro.text import Verdict
@@ -28,7 +27,8 @@ from tree_kernels.tree_attention import PAGE, near_window
 from tree_layers.memory import pages_for
 
 from verifier_service.memory import most_pages
-from verifier_service.models import load_target
+from verifier_service.models import LoadedTarget, load_target
+from verifier_service.options import VerifierOptions
 from verifier_service.recurrent import Arrangement
 from verifier_service.requests import Call, Capacity, PendingCall, Saved, VerifierText
 from verifier_service.runner import StepRunner, buckets_up_to
@@ -76,146 +76,82 @@ class VerifierEngine:
     def load(
         cls,
         path: str | Path,
+        options: VerifierOptions,
         *,
-        tokenizer: Path | None = None,
-        name: str,
         states: StateStore | None = None,
-        dtype: torch.dtype = torch.bfloat16,
-        device: torch.device | str = "cpu",
-        threads: int = 1,
-        max_length: int = 2048,
-        max_sessions: int = 16,
-        max_waiting: int = 64,
-        max_rows: int = MAX_ROWS,
-        max_depth: int = 16,
-        pool_tokens: int | None = None,
-        memory_fraction: float | None = None,
-        share_prefixes: bool = True,
-        prefill_chunk: int = 256,
-        tensor_parallel: int = 1,
         start_workers: Starter = start_processes,
         host: str = "127.0.0.1",
-        longest_step_s: float = LONGEST_STEP_S,
     ) -> Self:
         """Load a checkpoint and check the engine's rows; takes seconds. Raises BadRequest, naming the field.
 
-        tokenizer: the folder with the tokenizer, where that is not the checkpoint.
         states: store of the memory of closed texts of a state-space target; a target with attention saves nothing.
-        max_length: tokens of a text, prompt and answer. max_sessions: texts that hold memory at once; `max_waiting`
-        more may wait for a place. pool_tokens: tokens of all open texts; or memory_fraction: their share of the
-        device's free memory once the weights are loaded; by default there is room for `max_sessions` of the longest.
-        share_prefixes: whether texts of one tenant that begin alike share that part's memory and computation; those of
-        a target with states never do. prefill_chunk: rows of a step, and so of a chunk of a prompt.
-        tensor_parallel: workers with a shard of the target each, including this process; the others are started by
-        `start_workers` and connect to `host`, an address of this machine.
-        On a CPU, `MKL_CBWR=AUTO,STRICT` must be in the environment before torch is imported; without it the
+        start_workers: starts the other workers of a sharded target, which connect to `host`, an address of this
+        machine. On a CPU, `MKL_CBWR=AUTO,STRICT` must be in the environment before torch is imported; without it the
         engine works and reports the exactness `margin`.
         """
-        device = torch.device(device)
-        if not 1 <= max_rows <= MAX_ROWS or not 0 <= max_depth < MAX_ROWS:
-            raise BadRequest("max_rows, max_depth", f"{max_rows}, {max_depth}; at most {MAX_ROWS}, {MAX_ROWS - 1}")
-        if prefill_chunk < 2 * MAX_ROWS:
-            raise BadRequest("prefill_chunk", f"{prefill_chunk}; at least {2 * MAX_ROWS}")
+        device = torch.device(options.device)
         if device.type == "cpu":
-            torch.set_num_threads(threads)
-        if pool_tokens is not None and memory_fraction is not None:
-            raise BadRequest("memory_fraction", "and pool_tokens both set the size of the pool: set only one")
-        if memory_fraction is not None and not 0 < memory_fraction <= 1:
-            raise BadRequest("memory_fraction", f"{memory_fraction}; above 0 and at most 1")
-        if tensor_parallel < 1:
-            raise BadRequest("tensor_parallel", f"{tensor_parallel}; at least 1")
-        longest = pages_for(max_length + max_depth)
-        buckets = buckets_up_to(prefill_chunk)
+            torch.set_num_threads(options.threads)
+        buckets = buckets_up_to(options.prefill_chunk)
+        depth, loading = options.max_depth, (options.dtype, device, buckets, options.threads)
         with contextlib.ExitStack() as undo:  # stops the crew where a later line fails
             crew = None
-            if tensor_parallel == 1:
-                target = load_target(path, dtype, device, buckets, threads, tokenizer=tokenizer)
+            if options.tensor_parallel == 1:
+                target = load_target(path, *loading, tokenizer=options.tokenizer)
             else:
-                crew = Crew.muster(tensor_parallel, start_workers, host)
+                crew = Crew.muster(options.tensor_parallel, start_workers, host)
                 undo.callback(crew.stop)
-                target = crew.load(Path(path), dtype, device, buckets, threads, host, tokenizer)
-            if max_length > target.max_positions:
-                raise BadRequest("max_length", f"{max_length}; the model has {target.max_positions} positions")
-            most = most_pages(max_length + max_depth, target.window, max_depth + 1, prefill_chunk + max_depth)
-            pages = max_sessions * most
-            arrangement = Arrangement.of(max_sessions, near_window(max_depth), max_depth, buckets[-1])
+                target = crew.load(Path(path), *loading, host, options.tokenizer)
+            if options.max_length > target.max_positions:
+                raise BadRequest("max_length", f"{options.max_length}; the model has {target.max_positions} positions")
+            arrangement = Arrangement.of(options.max_sessions, near_window(depth), depth, buckets[-1])
             states_bytes = target.recurrent_bytes(arrangement.tokens, arrangement.states)
-            if pool_tokens is not None:
-                pages = pages_for(pool_tokens)
-            elif memory_fraction is not None:
-                sharing = crew.size if crew is not None and crew.memory_is_shared else 1  # workers on one machine
-                taken = sharing * states_bytes
-                bytes_left = int(memory_fraction * free_bytes(device)) - taken
-                if bytes_left < 0:
-                    raise BadRequest(
-                        "memory_fraction",
-                        f"the states of max_sessions = {max_sessions} texts take {taken / 1e6:.0f} MB, "
-                        f"{-bytes_left / 1e6:.0f} MB more than {memory_fraction} of what is free",
-                    )
-                if target.token_bytes:  # without attention, pages only count tokens
-                    room = bytes_left // (target.token_bytes * PAGE)
-                    pages = room if crew is None else crew.pages(memory_fraction, room, states_bytes)
-            if pages < 1 or max_length < 2:
-                raise BadRequest("pool_tokens, max_length", f"{pages} pages and {max_length} leave no room for a text")
+            pages = _pool_pages(options, target, device, states_bytes, crew)
+            longest = pages_for(options.max_length + depth)
             capacity = Capacity(
                 vocabulary=target.vocabulary,
-                max_length=max_length,
-                max_rows=max_rows,
-                max_depth=max_depth,
-                max_sessions=max_sessions,
-                max_waiting=max_waiting,
-                step_rows=prefill_chunk,
+                max_length=options.max_length,
+                max_rows=options.max_rows,
+                max_depth=depth,
+                max_sessions=options.max_sessions,
+                max_waiting=options.max_waiting,
+                step_rows=options.prefill_chunk,
                 sizes=buckets,
-                prefill_rows=prefill_chunk // 4,
+                prefill_rows=options.prefill_chunk // 4,
                 pages=pages,
-                share_prefixes=share_prefixes,
+                share_prefixes=options.share_prefixes,
                 first_scratch=(1 + pages + longest) * PAGE,
                 end_ids=target.facts.end_ids,
                 window=target.window,
                 saves=bool(target.mixers) and not target.layouts and crew is None,
                 recurrent=arrangement if target.mixers else None,
             )
-            bounds = Bounds(capacity.near, pages, longest, max_sessions, max_depth, arrangement)
+            bounds = Bounds(capacity.near, pages, longest, options.max_sessions, depth, arrangement)
             if crew is not None:
                 crew.set_out(bounds)
             runner = runner_for(target, bounds, buckets, crew)
-            dependent = [name for report in crew.reports for name in report.dependent] if crew is not None else []
+            reports = crew.reports if crew is not None else ()
+            dependent = [product for report in reports for product in report.dependent]
             differ = [*target.linear.failed, *dependent, *runner.check_rows()]
             runner.warm_up()
             if not runner.logits_are_finite():
+                cause = ": its numbers are too large for float16; take bfloat16"
                 raise BadRequest(
                     "dtype",
-                    f"{str(dtype).removeprefix('torch.')}: the model's logits are not finite"
-                    + (": its numbers are too large for float16; take bfloat16" if dtype == torch.float16 else ""),
+                    f"{_name_of(options.dtype)}: the model's logits are not finite"
+                    + (cause if options.dtype == torch.float16 else ""),
                 )
             log.info(
                 "verifier %s: linear layers: %s; rows %s; %d pages, %.1f kB per token, %.1f MB of states",
-                name,
+                options.name,
                 target.linear,
                 f"differ: {', '.join(differ)}" if differ else "bitwise independent",
                 pages,
                 runner.pages.token_bytes / 1e3,
                 states_bytes / 1e6,
             )
-            hello = Hello(
-                protocol=PROTOCOL_VERSION,
-                model=name,
-                # Sums of shards round differently: texts move only between replicas of one degree.
-                fingerprint=target.fingerprint + (f"-tp{tensor_parallel}" if crew is not None else ""),
-                tokenizer=target.facts.tokenizer,
-                vocabulary=target.vocabulary,
-                max_length=max_length,
-                max_rows=max_rows,
-                max_depth=max_depth,
-                dtype=str(dtype).removeprefix("torch."),
-                exactness="margin" if differ else "bitwise",
-                pid=os.getpid(),
-                end_ids=tuple(sorted(target.facts.end_ids)),
-                attends=bool(target.layouts),
-                facts=target.facts.digest,
-                ordinary_tokens=target.facts.ordinary_tokens,
-            )
             undo.pop_all()
+        hello = _hello_of(options, target, "margin" if differ else "bitwise")
         shelf = None
         if capacity.saves and capacity.recurrent is not None and (memory := target.run.recurrent) is not None:
             block = capacity.recurrent.extent.block
@@ -224,7 +160,7 @@ class VerifierEngine:
                 memory.check(arrays, 2 * block)
 
             shelf = Shelf(states or NoStates(), hello.fingerprint, hello.tokenizer, memory.layout(block), check)
-        return cls(StepScheduler(capacity), runner, hello, shelf, longest_step_s, differ)
+        return cls(StepScheduler(capacity), runner, hello, shelf, options.longest_step_s, differ)
 
     # The peer
 
@@ -448,3 +384,57 @@ class VerifierEngine:
         any thread, and before `start`.
         """
         return self._thread.submit(self.runner.tree_logits, ids, tree).result().cpu()
+
+
+def _pool_pages(
+    options: VerifierOptions, target: LoadedTarget, device: torch.device, states_bytes: int, crew: Crew | None
+) -> int:
+    """Pages of keys and values for all open texts. Raises BadRequest where there is no room for one."""
+    depth = options.max_depth
+    most = most_pages(options.max_length + depth, target.window, depth + 1, options.prefill_chunk + depth)
+    pages = options.max_sessions * most
+    if options.pool_tokens is not None:
+        pages = pages_for(options.pool_tokens)
+    elif options.memory_fraction is not None:
+        sharing = crew.size if crew is not None and crew.memory_is_shared else 1  # workers on one machine
+        taken = sharing * states_bytes
+        bytes_left = int(options.memory_fraction * free_bytes(device)) - taken
+        if bytes_left < 0:
+            raise BadRequest(
+                "memory_fraction",
+                f"the states of max_sessions = {options.max_sessions} texts take {taken / 1e6:.0f} MB, "
+                f"{-bytes_left / 1e6:.0f} MB more than {options.memory_fraction} of what is free",
+            )
+        if target.token_bytes:  # without attention, pages only count tokens
+            room = bytes_left // (target.token_bytes * PAGE)
+            pages = room if crew is None else crew.pages(options.memory_fraction, room, states_bytes)
+    if pages < 1 or options.max_length < 2:
+        reason = f"{pages} pages and {options.max_length} leave no room for a text"
+        raise BadRequest("pool_tokens, max_length", reason)
+    return pages
+
+
+def _hello_of(options: VerifierOptions, target: LoadedTarget, exactness: str) -> Hello:
+    # Sums of shards round differently: texts move only between replicas of one degree.
+    degree = f"-tp{options.tensor_parallel}" if options.tensor_parallel > 1 else ""
+    return Hello(
+        protocol=PROTOCOL_VERSION,
+        model=options.name,
+        fingerprint=target.fingerprint + degree,
+        tokenizer=target.facts.tokenizer,
+        vocabulary=target.vocabulary,
+        max_length=options.max_length,
+        max_rows=options.max_rows,
+        max_depth=options.max_depth,
+        dtype=_name_of(options.dtype),
+        exactness=exactness,
+        pid=os.getpid(),
+        end_ids=tuple(sorted(target.facts.end_ids)),
+        attends=bool(target.layouts),
+        facts=target.facts.digest,
+        ordinary_tokens=target.facts.ordinary_tokens,
+    )
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -8,19 +8,20 @@ A group that loses one worker is lost as a whole: all streams end, and with them
 
 from __future__ import annotations
 
-import hmac
 import mmap
 import multiprocessing
 import os
 import pickle
 import secrets
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,13 @@ MUSTER_S = 120.0
 GROUP_S = 600.0
 """How long torch's process group waits for a worker that reads its shard."""
 KEY_BYTES = 32
+HANDSHAKE_S = 5.0
+"""How long one step of a handshake may take."""
 
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """What a worker needs to connect to its leader. Connections without the key are rejected."""
+    """What a worker needs to connect to its leader. The key proves that both belong to the group; it is not sent."""
 
     rank: int
     host: str
@@ -136,11 +139,10 @@ class Crew:
                     stream, _ = server.accept()
                 except TimeoutError:
                     raise WorkerLost(f"{len(streams)} of {size - 1} workers connected in {MUSTER_S:g} s") from None
-                rank = _rank_of(stream, key)
-                if rank is None:
-                    stream.close()
-                else:
-                    streams[rank] = Connection(stream.detach())
+                joined = _joined(stream, key)
+                if joined is not None:
+                    rank, connection = joined
+                    streams[rank] = connection
         return cls([streams[rank] for rank in sorted(streams)])
 
     def load(
@@ -279,18 +281,47 @@ def has_ended(stream: socket.socket) -> bool:
         return True
 
 
-def _rank_of(stream: socket.socket, key: bytes) -> int | None:
-    """The rank of a worker that connects; None without the key. Nothing is unpickled before the key is checked."""
-    stream.settimeout(5.0)
+def join_leader(summons: Invitation) -> Connection:
+    """Connect to the leader, both proving that they have the key. Raises OSError, EOFError or AuthenticationError."""
+    stream = Connection(_without_delay(socket.create_connection((summons.host, summons.port))).detach())
     try:
-        received = stream.recv(KEY_BYTES + 1, socket.MSG_WAITALL)
-    except OSError:
+        answer_challenge(stream, summons.key)
+        deliver_challenge(stream, summons.key)
+        stream.send_bytes(bytes([summons.rank]))
+    except BaseException:
+        stream.close()
+        raise
+    return stream
+
+
+def _joined(stream: socket.socket, key: bytes) -> tuple[int, Connection] | None:
+    """A worker's rank and its connection; None for a stranger, who is disconnected. Nothing is unpickled before the
+    other end has proved that it has the key (HMAC of a challenge, as `multiprocessing.connection` does it)."""
+    _without_delay(stream)
+    _limit_reads(stream, HANDSHAKE_S)
+    connection = Connection(os.dup(stream.fileno()))
+    try:
+        deliver_challenge(connection, key)
+        answer_challenge(connection, key)
+        (rank,) = connection.recv_bytes(1)
+        _limit_reads(stream, 0)
+        return rank, connection
+    except (OSError, EOFError, ValueError, AuthenticationError):
+        connection.close()
         return None
-    if len(received) != KEY_BYTES + 1 or not hmac.compare_digest(received[:-1], key):
-        return None
-    stream.settimeout(None)
+    finally:
+        stream.close()
+
+
+def _without_delay(stream: socket.socket) -> socket.socket:
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return received[-1]
+    return stream
+
+
+def _limit_reads(stream: socket.socket, seconds: float) -> None:
+    """A read of the socket, also by its file descriptor, ends with an OSError after so long; 0: never."""
+    stream.settimeout(None)
+    stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), int(1e6 * (seconds % 1))))
 
 
 def free_bytes(device: torch.device) -> int:

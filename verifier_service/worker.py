@@ -16,7 +16,16 @@ import torch.distributed as dist
 from verifier_service.collectives import WorkerLost, join_memory
 from verifier_service.rows import StepPlan
 from verifier_service.runners import runner_for
-from verifier_service.shards import GROUP_S, AcceptedSlots, Bounds, Invitation, Shard, has_ended, load_shard
+from verifier_service.shards import (
+    GROUP_S,
+    AcceptedSlots,
+    Bounds,
+    Invitation,
+    Shard,
+    has_ended,
+    join_leader,
+    load_shard,
+)
 
 
 def start_processes(summons: Sequence[Invitation]) -> None:
@@ -28,10 +37,7 @@ def start_processes(summons: Sequence[Invitation]) -> None:
 
 def work(summons: Invitation) -> None:
     """Serve a leader until the stream to it ends. Blocks; the shard runs in the calling thread."""
-    caller = socket.create_connection((summons.host, summons.port))
-    caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    caller.sendall(summons.key + bytes([summons.rank]))
-    with Connection(caller.detach()) as stream, contextlib.suppress(EOFError, OSError, WorkerLost):
+    with join_leader(summons) as stream, contextlib.suppress(EOFError, OSError, WorkerLost):
         _serve(stream, summons.rank)
 
 

@@ -36,6 +36,7 @@ from cluster.bench.report import Cells, Report, aims_table, machine_facts, show_
 from cluster.config import DEMO_MODELS
 from cluster.demo.prompts import held_out_prompts, load_tokenizer
 from verifier_service.engine import VerifierEngine
+from verifier_service.options import VerifierOptions
 
 CONTEXTS, QUICK_CONTEXTS = (256, 512, 1024, 2048, 4096, 8192), (256, 1024, 2048)
 REPETITIONS, QUICK_REPETITIONS = 15, 5
@@ -75,13 +76,15 @@ async def run_context(
         library = LibrarySteps(checkpoint, target.dtype, device)
         engine = VerifierEngine.load(
             checkpoint,
-            name=name,
-            dtype=getattr(torch, target.dtype),
-            device=device,
-            threads=THREADS,
-            max_length=contexts[-1] + SPARE,
-            max_sessions=1,
-            share_prefixes=False,
+            VerifierOptions(
+                name=name,
+                dtype=getattr(torch, target.dtype),
+                device=device,
+                threads=THREADS,
+                max_length=contexts[-1] + SPARE,
+                max_sessions=1,
+                share_prefixes=False,
+            ),
         )
         await engine.start()
         try:

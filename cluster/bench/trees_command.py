@@ -61,6 +61,7 @@ from cluster.demo.prompts import load_tokenizer
 from cluster.policies import POLICIES
 from drafter_service.engine import DrafterEngine
 from verifier_service.engine import VerifierEngine
+from verifier_service.options import VerifierOptions
 
 DRAFTERS = ("mamba2", "mamba", "llama")
 """The first is the main one: its trees are grown, and policies are replayed with it."""
@@ -113,12 +114,14 @@ async def verifier_of(config: Config, texts: int, tokens: int) -> AsyncIterator[
     (target,) = config.targets.values()
     engine = VerifierEngine.load(
         target.checkpoint,
-        name=COSTLY,
-        dtype=getattr(torch, target.dtype),
-        threads=THREADS,
-        max_length=PROMPT_TOKENS + tokens + SPARE + MAX_ROWS + MARGIN,
-        max_sessions=texts,
-        share_prefixes=False,
+        VerifierOptions(
+            name=COSTLY,
+            dtype=getattr(torch, target.dtype),
+            threads=THREADS,
+            max_length=PROMPT_TOKENS + tokens + SPARE + MAX_ROWS + MARGIN,
+            max_sessions=texts,
+            share_prefixes=False,
+        ),
     )
     await engine.start()
     try:

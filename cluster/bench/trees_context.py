@@ -26,6 +26,7 @@ from cluster.bench.traces import DRAFTER_DTYPE, SPARE, TracedAnswer
 from cluster.demo.prompts import held_out_prompts, load_tokenizer
 from drafter_service.engine import DrafterEngine
 from verifier_service.engine import VerifierEngine
+from verifier_service.options import VerifierOptions
 
 TOKENS = 32
 """New tokens of an answer."""
@@ -103,12 +104,14 @@ async def measure_contexts(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         verifier = VerifierEngine.load(
             with_positions(target.checkpoint, contexts[-1] + 2 * ROOM, folder),
-            name=COSTLY,
-            dtype=getattr(torch, target.dtype),
-            threads=THREADS,
-            max_length=contexts[-1] + ROOM,
-            max_sessions=1,
-            share_prefixes=False,
+            VerifierOptions(
+                name=COSTLY,
+                dtype=getattr(torch, target.dtype),
+                threads=THREADS,
+                max_length=contexts[-1] + ROOM,
+                max_sessions=1,
+                share_prefixes=False,
+            ),
         )
         await verifier.start()
         stack.push_async_callback(verifier.stop)

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -24,7 +24,7 @@ from cluster.certify.asking import Step
 from cluster.certify.promises import Promise, report, show
 from cluster.config import Config, TargetConfig, demo_config, resolved_path
 from cluster.demo.prompts import held_out_prompts
-from cluster.engines import device_of
+from cluster.engines import verifier_options
 from cluster.hub import fetched, pinned
 from cluster.router.tokenizer import CheckpointTokenizer
 from cluster.running import local_client, running_cluster
@@ -159,18 +159,9 @@ def _exactness(engine: VerifierEngine) -> str:
 
 
 def _own_engine(name: str, target: TargetConfig) -> VerifierEngine:
-    return VerifierEngine.load(
-        target.checkpoint,
-        tokenizer=target.tokenizer,
-        name=name,
-        dtype=DTYPES[target.dtype],
-        device=device_of(target),
-        threads=target.threads,
-        max_length=target.max_length,
-        max_sessions=4,
-        max_rows=target.max_rows,
-        max_depth=target.max_depth,
-    )
+    """An engine beside the cluster: for few texts, in this process alone."""
+    options = replace(verifier_options(name, target), max_sessions=4, memory_fraction=None, tensor_parallel=1)
+    return VerifierEngine.load(target.checkpoint, options)
 
 
 def certify(

@@ -35,6 +35,7 @@ from cluster.bench.context import (
 )
 from cluster.bench.context_command import bench_context, parse_contexts, plot, tables_of
 from verifier_service.engine import VerifierEngine
+from verifier_service.options import VerifierOptions
 
 
 def lengths(contexts=(100, 200, 400), slope=1e-5, fixed=0.02):
@@ -91,7 +92,9 @@ async def test_a_small_run_measures_every_way_at_every_length(tmp_path):
     tiny_models.make_checkpoint(source, max_position_embeddings=64)
     longer = with_positions(source, 300, copies)
     assert json.loads((longer / "config.json").read_text())["max_position_embeddings"] == 300
-    engine = VerifierEngine.load(longer, name="tiny", max_length=300, max_sessions=1, share_prefixes=False)
+    engine = VerifierEngine.load(
+        longer, VerifierOptions(name="tiny", max_length=300, max_sessions=1, share_prefixes=False)
+    )
     await engine.start()
     steps = []
     try:

@@ -77,6 +77,7 @@ from cluster.policies import POLICIES, Experience, make_policy
 from cluster.router.rounds import rounds
 from drafter_service.engine import DrafterEngine
 from verifier_service.engine import VerifierEngine
+from verifier_service.options import VerifierOptions
 
 CHAIN, TREE = LevelShape((1, 1, 1)), LevelShape((3, 2, 1))
 ARMS: tuple[TreeShape, ...] = (OFF, CHAIN, TREE, DynamicShape(3, 3, 8))
@@ -103,7 +104,9 @@ async def engines(folder: Path) -> AsyncIterator[tuple[DrafterEngine, VerifierEn
     target, small = tiny_pair(folder)
     drafter = DrafterEngine.load(small, name="d", states=NoStates(), max_sessions=8)
     drafter.start()
-    verifier = VerifierEngine.load(target, name="v", dtype=torch.float32, max_length=256, max_sessions=4)
+    verifier = VerifierEngine.load(
+        target, VerifierOptions(name="v", dtype=torch.float32, max_length=256, max_sessions=4)
+    )
     await verifier.start()
     try:
         yield drafter, verifier, Forward(small, "float32")

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from cluster import cli
 from verifier_service.engine import VerifierEngine
+from verifier_service.options import VerifierOptions
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,9 @@ def test_a_fitting_pair_is_loaded_and_the_reported_memory_is_that_of_the_engines
     assert "loading targets.t, 1 of 2 ..." in done.stderr and "loading drafters.d, 2 of 2 ..." in done.stderr
     stored = load_file(models / "target" / "model.safetensors")
     assert target["weights"] == sum(tensor.nbytes for tensor in stored.values())  # stored in float32
-    engine = VerifierEngine.load(models / "target", name="t", dtype=torch.float32, max_length=256, max_sessions=2)
+    engine = VerifierEngine.load(
+        models / "target", VerifierOptions(name="t", dtype=torch.float32, max_length=256, max_sessions=2)
+    )
     assert target["memory"]["pages"] == sum(store.nbytes for store in engine.runner.pages.stores) > 0
     assert target["memory"]["states"] == 0
     assert target["exactness"] == engine._hello.exactness

@@ -42,6 +42,7 @@ from cluster.router.rounds import rounds
 from drafter_service.engine import DrafterEngine
 from drafter_service.servicer import serve_drafter
 from verifier_service.engine import VerifierEngine
+from verifier_service.options import VerifierOptions
 from verifier_service.servicer import serve_verifier
 
 PROMPT = [(7 * at * at + 3 * at) % 256 for at in range(20)]
@@ -88,7 +89,7 @@ def target(tmp_path_factory):
 
 def load(folder) -> VerifierEngine:
     return VerifierEngine.load(
-        folder, name="tiny", dtype=torch.float32, max_length=128, max_sessions=4, longest_step_s=0.3
+        folder, VerifierOptions(name="tiny", dtype=torch.float32, max_length=128, max_sessions=4, longest_step_s=0.3)
     )
 
 

@@ -12,6 +12,7 @@ from cluster.certify import checks
 from cluster.certify.checks import SHAPES_OF_ITS_OWN, the_target_drafts_for_itself
 from drafter_service.runner import DraftRunner
 from verifier_service.engine import VerifierEngine
+from verifier_service.options import VerifierOptions
 
 PROMPTS = ((1, 2, 3, 4, 5), (9, 8, 7, 6, 5, 4, 3))
 
@@ -19,7 +20,7 @@ PROMPTS = ((1, 2, 3, 4, 5), (9, 8, 7, 6, 5, 4, 3))
 @pytest.fixture
 async def verifier(tmp_path: Path):
     make_checkpoint(tmp_path)
-    engine = VerifierEngine.load(tmp_path, name="tiny", dtype=torch.float32, max_length=64)
+    engine = VerifierEngine.load(tmp_path, VerifierOptions(name="tiny", dtype=torch.float32, max_length=64))
     await engine.start()
     yield engine
     await engine.stop()

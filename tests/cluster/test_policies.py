@@ -287,12 +287,12 @@ def test_the_first_of_many_requests_to_return_is_not_treated_as_alone_but_one_th
     experience = Experience()
     ConcurrentRequests(experience, off_us=30_000, tree_us=70_000).answer(100)
     with experience.concurrency.running() as request:
-        assert experience.concurrency.trial is not None and not request.guesses
+        assert experience.concurrency.trial is not None and not request.speculates
         for _ in range(60):  # of 30 ms
             experience.learn_time(OFF, tree(1), verdict(1), 30_000)
-        assert experience.concurrency.trial is None and request.guesses
+        assert experience.concurrency.trial is None and request.speculates
         with experience.concurrency.running(fixed=True) as other:
-            assert other.guesses, "its client fixed the shape"
+            assert other.speculates, "its client fixed the shape"
 
 
 def test_speculation_is_resumed_by_the_next_trial_after_it_has_become_faster():

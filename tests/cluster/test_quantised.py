@@ -22,6 +22,7 @@ from cluster.config import pair_config
 from drafter_service.models import load_model
 from verifier_service.engine import VerifierEngine
 from verifier_service.models import load_target
+from verifier_service.options import VerifierOptions
 
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 16]}}
 METHODS = {
@@ -94,7 +95,8 @@ def quantised(request, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 async def test_a_target_in_fp8_answers_like_its_dequantised_weights(quantised, dtype):
     engines = [
-        VerifierEngine.load(folder, name="tiny", dtype=dtype, max_length=128, max_sessions=4) for folder in quantised
+        VerifierEngine.load(folder, VerifierOptions(name="tiny", dtype=dtype, max_length=128, max_sessions=4))
+        for folder in quantised
     ]
     prompts, rng = [[5, 9, 2, 40, 7], list(range(30, 70))], np.random.default_rng(0)
     truths, logits = [], []

@@ -20,13 +20,14 @@ from cluster import deploy
 from cluster.config import Config
 from cluster.redis_server import RedisServer
 from verifier_service.engine import VerifierEngine
+from verifier_service.options import VerifierOptions
 
 PROMPT, COUNT = list(range(40, 75)), 300
 LAW = Sampling(temperature=0.8, seed=7)
 
 
 async def truth(folder) -> list[int]:
-    engine = VerifierEngine.load(folder, name="tiny", tensor_parallel=2)
+    engine = VerifierEngine.load(folder, VerifierOptions(name="tiny", tensor_parallel=2))
     await engine.start()
     try:
         return await RoundByRound(engine, PROMPT, LAW, COUNT).finish()

@@ -39,6 +39,7 @@ from cluster.tune.tuning import SearchLimits, as_arm, is_chain
 from cluster.tune.writing import check_writable, with_arms, write_arms
 from drafter_service.engine import DrafterEngine
 from verifier_service.engine import VerifierEngine
+from verifier_service.options import VerifierOptions
 
 PAST = 8  # the rank of a token that is not among the candidates
 
@@ -131,7 +132,9 @@ async def lengths_of(verifier: VerifierEngine, drafter: DrafterEngine, text: Tex
 async def test_replayed_rounds_are_the_rounds_that_are_run(pair):
     """Round by round, at both temperatures, for chains and trees: ALGORITHMS 11, oracle 19."""
     target, path = pair
-    verifier = VerifierEngine.load(target, name="t", dtype=torch.float32, max_length=256, max_sessions=2)
+    verifier = VerifierEngine.load(
+        target, VerifierOptions(name="t", dtype=torch.float32, max_length=256, max_sessions=2)
+    )
     drafter = DrafterEngine.load(path, name="d", states=MemoryStates(), max_sessions=2)
     ranker = Ranker(DrafterConfig(checkpoint=path, dtype="float32"), "cpu", PAST)
     await verifier.start()

@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM
 
 from drafter_service.engine import DrafterEngine
 from verifier_service.engine import VerifierEngine
+from verifier_service.options import VerifierOptions
 
 SHAPE = TreeShape.parse("(2,1,1)")
 KINDS = ("fake, near", "fake, far", "engine, near", "engine, far")
@@ -91,7 +92,7 @@ async def drafter_engine(folder: Path) -> AsyncIterator[DrafterEngine]:
 @asynccontextmanager
 async def verifier_engine(folder: Path) -> AsyncIterator[VerifierEngine]:
     engine = VerifierEngine.load(
-        folder, name="tiny", dtype=torch.float32, max_length=128, max_sessions=SESSIONS, max_waiting=0
+        folder, VerifierOptions(name="tiny", dtype=torch.float32, max_length=128, max_sessions=SESSIONS, max_waiting=0)
     )
     await engine.start()
     try:

@@ -22,6 +22,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from verifier_service.device import GREEDY, DeviceRunner, Drawn, StepBuffers, StepShape
 from verifier_service.engine import VerifierEngine
 from verifier_service.models import LoadedTarget, load_target
+from verifier_service.options import VerifierOptions
 from verifier_service.recurrent import Arrangement
 from verifier_service.rows import NO_ROWS, pack, text_rows
 from verifier_service.shards import Bounds
@@ -45,10 +46,16 @@ def engine(folder):
         patch.setattr("verifier_service.engine.runner_for", DeviceRunner)
         if DEVICE == "cpu":  # a forward in the interpreter takes seconds, and the check runs one for each number
             patch.setattr("verifier_service.engine.buckets_up_to", lambda step_rows: (8, 32, step_rows))
-        return VerifierEngine.load(
-            folder, name="tiny", dtype=torch.float32, device=DEVICE, max_length=96, max_sessions=3, max_depth=6,
+        options = VerifierOptions(
+            name="tiny",
+            dtype=torch.float32,
+            device=DEVICE,
+            max_length=96,
+            max_sessions=3,
+            max_depth=6,
             prefill_chunk=128,
-        )  # fmt: skip
+        )
+        return VerifierEngine.load(folder, options)
 
 
 @asynccontextmanager
@@ -69,7 +76,9 @@ IN_INTERPRETER = pytest.mark.long if DEVICE == "cpu" else pytest.mark.slow  # a 
 @pytest.mark.timeout(300)  # it loads the fixture, and without a device the kernels run in an interpreter
 def test_rows_are_independent_and_logits_the_references(engine, folder):
     assert engine._hello.exactness == "bitwise"
-    reference = VerifierEngine.load(folder, name="tiny", dtype=torch.float32, max_length=96, max_sessions=3)
+    reference = VerifierEngine.load(
+        folder, VerifierOptions(name="tiny", dtype=torch.float32, max_length=96, max_sessions=3)
+    )
     ids = [(7 * at * at + 3 * at) % 256 for at in range(40)]
     tree = DraftTree.of([ids[-1], 5, 6, 7, 8], [-1, 0, 0, 1, 1])
     ours, theirs = engine.logits_of(ids, tree).cpu(), reference.logits_of(ids, tree)
@@ -88,7 +97,9 @@ async def test_trees_and_other_texts_change_no_token(engine, folder):
         assert await asyncio.gather(*map(RoundByRound.finish, routers, trees)) == truths
         assert ours.stats()["guesses"] > 0 and ours.stats()["pages_held"] == 0
     # In float32, where no two logits are close, the reference draws the same tokens.
-    reference = VerifierEngine.load(folder, name="tiny", dtype=torch.float32, max_length=96, max_sessions=3)
+    reference = VerifierEngine.load(
+        folder, VerifierOptions(name="tiny", dtype=torch.float32, max_length=96, max_sessions=3)
+    )
     async with running(reference) as theirs:
         assert await alone(theirs, PROMPTS, LAWS, COUNT) == truths
 

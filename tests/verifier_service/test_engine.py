@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from verifier_service.engine import VerifierEngine
 from verifier_service.models import load_target
+from verifier_service.options import VerifierOptions
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PROMPT = [(7 * at * at + 3 * at) % 256 for at in range(75)]
@@ -44,7 +45,7 @@ def loaded(folders):
     def load(family="llama", dtype="fp32"):
         if (family, dtype) not in kept:
             kept[family, dtype] = VerifierEngine.load(
-                folders[family][0], name="tiny", dtype=DTYPES[dtype], max_length=512, max_sessions=12
+                folders[family][0], VerifierOptions(name="tiny", dtype=DTYPES[dtype], max_length=512, max_sessions=12)
             )
         return kept[family, dtype]
 
@@ -348,7 +349,7 @@ BAD_TREES = {
 
 
 async def test_bad_trees_are_refused_and_the_opening_stays_open(folders):
-    engine = VerifierEngine.load(folders["llama"][0], name="t", dtype=torch.float32, max_rows=40)
+    engine = VerifierEngine.load(folders["llama"][0], VerifierOptions(name="t", dtype=torch.float32, max_rows=40))
     async with running(engine) as engine:
         truth = await plain(engine, 8)
         router = TextRouter(engine)

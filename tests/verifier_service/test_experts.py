@@ -19,6 +19,7 @@ from tree_layers.linear import RowForms, make_rows_independent
 from verifier_service.engine import VerifierEngine
 from verifier_service.models.activations import make_activations_safe
 from verifier_service.models.experts import is_experts, seat_experts
+from verifier_service.options import VerifierOptions
 
 VOCABULARY = 257
 BUCKETS = (8, 16, 24, 32, 48, 64)
@@ -125,7 +126,7 @@ def oracle(model, ids):
 
 def engine_of(folder, dtype=torch.float32, degree=1, **limits):
     settings = {"max_length": 256, "max_sessions": 8, "max_waiting": 64, "prefill_chunk": 128, "max_depth": 8} | limits
-    return VerifierEngine.load(folder, name="tiny", dtype=dtype, tensor_parallel=degree, **settings)
+    return VerifierEngine.load(folder, VerifierOptions(name="tiny", dtype=dtype, tensor_parallel=degree, **settings))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

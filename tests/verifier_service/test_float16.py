@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from tiny_hybrids import paths_below, tree_below
 
 from verifier_service.engine import VerifierEngine
+from verifier_service.options import VerifierOptions
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,10 @@ def folders(tmp_path_factory):
 
 def engine_of(folder):
     return VerifierEngine.load(
-        folder, name="tiny", dtype=torch.float16, max_length=128, max_sessions=4, max_depth=8, prefill_chunk=128
+        folder,
+        VerifierOptions(
+            name="tiny", dtype=torch.float16, max_length=128, max_sessions=4, max_depth=8, prefill_chunk=128
+        ),
     )
 
 

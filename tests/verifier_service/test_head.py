@@ -15,6 +15,7 @@ from routers import RoundByRound
 
 from verifier_service.engine import VerifierEngine
 from verifier_service.models.head import HEAD_ROWS, Logits
+from verifier_service.options import VerifierOptions
 
 ROWS = 2 * HEAD_ROWS + 8
 
@@ -85,7 +86,7 @@ SCALED = {"falcon_h1": {"lm_head_multiplier": 0.25}, "granitemoehybrid": {"logit
 
 
 def engine_of(folder) -> VerifierEngine:
-    return VerifierEngine.load(folder, name="tiny", dtype=torch.float32, max_length=256, max_depth=8)
+    return VerifierEngine.load(folder, VerifierOptions(name="tiny", dtype=torch.float32, max_length=256, max_depth=8))
 
 
 @pytest.mark.parametrize("family", SCALED)

@@ -19,6 +19,7 @@ from verifier_service.engine import VerifierEngine
 from verifier_service.models.heads import SpreadNorm, is_mixer, plan_shards
 from verifier_service.models.mamba_in_llama import library_config
 from verifier_service.models.norms import GroupedNorm
+from verifier_service.options import VerifierOptions
 
 EXPERTS = {
     "layers_block_type": ["mamba", "moe", "attention", "mamba"],
@@ -71,7 +72,7 @@ def models(tmp_path_factory):
 
 def engine_of(folder, degree, dtype=torch.float32, **limits):
     settings = {"max_length": 512, "max_sessions": 8, "max_waiting": 64, "prefill_chunk": 128, "max_depth": 8} | limits
-    return VerifierEngine.load(folder, name="tiny", dtype=dtype, tensor_parallel=degree, **settings)
+    return VerifierEngine.load(folder, VerifierOptions(name="tiny", dtype=dtype, tensor_parallel=degree, **settings))
 
 
 def name_of(case):

@@ -21,6 +21,7 @@ from cluster.certify.checks import LibraryModel
 from verifier_service.engine import VerifierEngine
 from verifier_service.models import load_target
 from verifier_service.models.reading import load_library_model
+from verifier_service.options import VerifierOptions
 
 IDS = [5, 9, 2, 40, 7, 7, 31, 12, 3]
 FAMILIES = ("llama", "mamba2", "mamba_in_llama")
@@ -49,13 +50,15 @@ def same_weights(one, other):
 def logits_in(folder, degree=1):
     engine = VerifierEngine.load(
         folder,
-        name="tiny",
-        dtype=torch.float32,
-        max_length=64,
-        max_sessions=1,
-        max_depth=8,
-        tensor_parallel=degree,
-        prefill_chunk=128,
+        VerifierOptions(
+            name="tiny",
+            dtype=torch.float32,
+            max_length=64,
+            max_sessions=1,
+            max_depth=8,
+            tensor_parallel=degree,
+            prefill_chunk=128,
+        ),
     )
     try:
         return engine.logits_of(IDS, tree_below(IDS[-1]))

@@ -22,6 +22,7 @@ from tree_layers.memory import pages_for
 from verifier_service.budget import StepCosts, path_in, reached, subtree, worthwhile
 from verifier_service.engine import VerifierEngine
 from verifier_service.memory import PageTable, TextMemory, most_pages, salt_of
+from verifier_service.options import VerifierOptions
 from verifier_service.requests import Capacity, PendingCall
 from verifier_service.rows import StepOutcome
 from verifier_service.scheduler import StepScheduler
@@ -38,7 +39,7 @@ def folder(tmp_path_factory):
 
 def engine_of(folder, dtype=torch.float32, **limits):
     settings = {"max_length": 256, "max_sessions": 8, "max_waiting": 64, "prefill_chunk": 128} | limits
-    return VerifierEngine.load(folder, name="tiny", dtype=dtype, **settings)
+    return VerifierEngine.load(folder, VerifierOptions(name="tiny", dtype=dtype, **settings))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

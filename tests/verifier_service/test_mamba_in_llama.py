@@ -20,6 +20,7 @@ from tiny_hybrids import VOCABULARY, make_mamba_in_llama, oracle, paths_below, t
 
 from verifier_service.engine import VerifierEngine
 from verifier_service.models import load_target
+from verifier_service.options import VerifierOptions
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +30,9 @@ def folder(tmp_path_factory):
     return made
 
 
-def engine_of(folder, dtype=torch.float32, **limits):
+def engine_of(folder, dtype=torch.float32, states=None, **limits):
     settings = {"max_length": 512, "max_sessions": 8, "prefill_chunk": 128, "max_depth": 8} | limits
-    return VerifierEngine.load(folder, name="tiny", dtype=dtype, **settings)
+    return VerifierEngine.load(folder, VerifierOptions(name="tiny", dtype=dtype, **settings), states=states)
 
 
 def target_of(folder):

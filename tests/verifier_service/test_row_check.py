@@ -16,6 +16,7 @@ from torch import nn
 import verifier_service.models as models
 from cluster.certify.command import _exactness
 from verifier_service.engine import VerifierEngine
+from verifier_service.options import VerifierOptions
 from verifier_service.row_check import RowTrace
 
 MAKERS = {"llama": make_checkpoint, "mixtral": make_experts, "mamba2": make_hybrid}
@@ -28,7 +29,7 @@ def folders(tmp_path_factory):
 
 
 def engine_of(folder):
-    return VerifierEngine.load(folder, name="tiny", max_length=256, max_sessions=2, prefill_chunk=128)
+    return VerifierEngine.load(folder, VerifierOptions(name="tiny", max_length=256, max_sessions=2, prefill_chunk=128))
 
 
 def spoil(module, rows=8):

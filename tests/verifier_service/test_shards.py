@@ -7,7 +7,11 @@ import multiprocessing
 import os
 import signal
 import socket
+import threading
 import time
+from dataclasses import replace
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection
 
 import numpy as np
 import psutil
@@ -25,7 +29,8 @@ from tree_kernels.tree_attention import PAGE
 from verifier_service import shards
 from verifier_service.collectives import WorkerLost
 from verifier_service.engine import VerifierEngine
-from verifier_service.shards import Crew
+from verifier_service.options import VerifierOptions
+from verifier_service.shards import Crew, join_leader
 
 DEGREES = (2, 4)
 SETTINGS = {
@@ -60,7 +65,7 @@ def folder(tmp_path_factory):
 
 def engine_of(folder, degree, dtype=torch.float32, **limits):
     settings = {"max_length": 256, "max_sessions": 8, "max_waiting": 64, "prefill_chunk": 128} | limits
-    return VerifierEngine.load(folder, name="tiny", dtype=dtype, tensor_parallel=degree, **settings)
+    return VerifierEngine.load(folder, VerifierOptions(name="tiny", dtype=dtype, tensor_parallel=degree, **settings))
 
 
 def workers():
@@ -203,12 +208,57 @@ def test_a_worker_that_does_not_connect_is_reported(monkeypatch):
         Crew.muster(2, lambda summons: None)
 
 
-def test_a_connection_without_the_key_is_rejected(monkeypatch):
-    monkeypatch.setattr(shards, "MUSTER_S", 1.0)
+def wrong_key(summons):
+    with pytest.raises((AuthenticationError, OSError, EOFError)):
+        join_leader(replace(summons, key=bytes(shards.KEY_BYTES)))
 
-    def impostor(summons):
-        with socket.create_connection((summons[0].host, summons[0].port)) as stream:
-            stream.sendall(bytes(shards.KEY_BYTES) + bytes([1]))
 
-    with pytest.raises(WorkerLost, match="0 of 1 workers"):
-        Crew.muster(2, impostor)
+def plain_bytes(summons):
+    with socket.create_connection((summons.host, summons.port)) as stream:
+        stream.sendall(summons.key + bytes([1]) + bytes(64))
+
+
+def silence(summons):
+    with socket.create_connection((summons.host, summons.port)) as stream:
+        stream.recv(1024)
+        stream.recv(1024)  # until the leader gives up
+
+
+@pytest.mark.parametrize("stranger", [wrong_key, plain_bytes, silence])
+def test_a_connection_that_does_not_prove_it_has_the_key_is_rejected_and_holds_up_no_worker(monkeypatch, stranger):
+    monkeypatch.setattr(shards, "HANDSHAKE_S", 1.0)
+    joined = []
+
+    def start(summons):
+        def come():
+            stranger(summons[0])
+            joined.append(join_leader(summons[0]))
+
+        threads.append(threading.Thread(target=come))
+        threads[0].start()
+
+    threads: list[threading.Thread] = []
+    crew = Crew.muster(2, start)
+    threads[0].join()
+    crew.broadcast("hello")
+    assert joined[0].recv() == "hello"
+    crew.stop()
+    joined[0].close()
+
+
+def test_the_key_of_a_group_is_never_sent(monkeypatch):
+    sent = []
+    monkeypatch.setattr(
+        Connection, "_send", lambda self, data: sent.append(bytes(data)) or os.write(self._handle, data)
+    )
+    keys = []
+
+    def start(summons):
+        keys.append(summons[0].key)
+        threads.append(threading.Thread(target=lambda: join_leader(summons[0]).close()))
+        threads[0].start()
+
+    threads: list[threading.Thread] = []
+    Crew.muster(2, start).stop()
+    threads[0].join()
+    assert sent and not any(keys[0] in data for data in sent)

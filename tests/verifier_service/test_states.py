@@ -23,6 +23,7 @@ from tree_kernels.tree_attention import PAGE
 
 from verifier_service.engine import VerifierEngine
 from verifier_service.memory import PageTable, TextMemory
+from verifier_service.options import VerifierOptions
 from verifier_service.recurrent import Arrangement, Extent, StatePool, last_writers
 
 MIXED = ("mamba", "mamba2", "bamba", "mamba_in_llama")
@@ -39,9 +40,9 @@ def broken(*_):
     raise RuntimeError("broken by a test")
 
 
-def engine_of(folder, dtype=torch.float32, **limits):
+def engine_of(folder, dtype=torch.float32, states=None, **limits):
     settings = {"max_length": 512, "max_sessions": 8, "max_waiting": 64, "prefill_chunk": 128, "max_depth": 8} | limits
-    return VerifierEngine.load(folder, name="tiny", dtype=dtype, **settings)
+    return VerifierEngine.load(folder, VerifierOptions(name="tiny", dtype=dtype, **settings), states=states)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,0 +1,50 @@
+"""How a verifier's engine is set up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from dendro.errors import BadRequest
+from dendro.health import LONGEST_STEP_S
+from dendro.shapes import MAX_ROWS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifierOptions:
+    """All that an engine does not read from its checkpoint. Raises BadRequest, naming the field.
+
+    Pages for keys and values are for `pool_tokens` tokens of all open texts, or for a share of the device's free memory
+    once the weights are loaded (`memory_fraction`); by default for `max_sessions` texts of `max_length`.
+    """
+
+    name: str  # under which the target is served
+    tokenizer: Path | None = None  # the tokenizer's folder, where it is not the checkpoint's
+    dtype: torch.dtype = torch.bfloat16
+    device: torch.device | str = "cpu"
+    threads: int = 1  # of large products, on a CPU
+    max_length: int = 2048  # tokens of a text, prompt and answer
+    max_sessions: int = 16  # texts that hold memory at once
+    max_waiting: int = 64  # texts more that may wait for memory
+    max_rows: int = MAX_ROWS  # of a tree, the root included
+    max_depth: int = 16
+    pool_tokens: int | None = None
+    memory_fraction: float | None = None
+    share_prefixes: bool = True  # among texts of one tenant; never for a target with states
+    prefill_chunk: int = 256  # rows of a step, and so of a chunk of a prompt
+    tensor_parallel: int = 1  # workers with a shard of the target each, the engine's process included
+    longest_step_s: float = LONGEST_STEP_S  # a longer step counts as hung
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_rows <= MAX_ROWS or not 0 <= self.max_depth < MAX_ROWS:
+            most = f"at most {MAX_ROWS}, {MAX_ROWS - 1}"
+            raise BadRequest("max_rows, max_depth", f"{self.max_rows}, {self.max_depth}; {most}")
+        if self.prefill_chunk < 2 * MAX_ROWS:
+            raise BadRequest("prefill_chunk", f"{self.prefill_chunk}; at least {2 * MAX_ROWS}")
+        if self.pool_tokens is not None and self.memory_fraction is not None:
+            raise BadRequest("memory_fraction", "and pool_tokens both set the size of the pool: set only one")
+        if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:
+            raise BadRequest("memory_fraction", f"{self.memory_fraction}; above 0 and at most 1")
+        if self.tensor_parallel < 1:
+            raise BadRequest("tensor_parallel", f"{self.tensor_parallel}; at least 1")
