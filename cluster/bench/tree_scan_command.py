@@ -12,7 +12,7 @@ import typer
 from dendro.errors import BadRequest
 from rich.console import Console
 from transformers.utils import logging
-from tree_kernels.tree_attention.reference import NEAR_CHOICES
+from tree_kernels.tree_attention import NEAR_CHOICES
 
 from cluster.bench.command import PLAIN_WIDTH, THREADS, Bars
 from cluster.bench.machine import describe_machine, describe_run

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tree_kernels.level_scan import level_scan
 from tree_kernels.state_step import (
+    Slots,
     conv_chain,
     conv_step,
     conv_tail,
@@ -26,7 +27,6 @@ from tree_kernels.state_step import (
     mamba2_drive,
     mamba2_fold,
 )
-from tree_kernels.state_step.reference import Slots
 from tree_kernels.tree_conv import tree_conv
 
 from tree_layers.nodes import LayerNodes, LevelStep, NodeLayout

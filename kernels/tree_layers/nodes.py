@@ -15,8 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from tree_kernels.level_scan import Lines, NodeInputs
-from tree_kernels.state_step import mamba2_drive, mamba2_fold
-from tree_kernels.state_step.reference import Slots
+from tree_kernels.state_step import Slots, mamba2_drive, mamba2_fold
 
 from tree_layers.states import States, StateShape, as_slots
 

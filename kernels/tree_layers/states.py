@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from tree_kernels.state_step.reference import Slots
+from tree_kernels.state_step import Slots
 
 from tree_layers.arrays import as_array, as_tensor, check_arrays
 

@@ -12,7 +12,8 @@ import torch
 from dendro.tree import DraftTree
 from tree_kernels.commit import commit
 from tree_kernels.noise import gumbel_noise
-from tree_kernels.tree_attention import PAGE, FarRows, Layout, TreeRows, attend, prepare
+from tree_kernels.tree_attention import PAGE, FarRows, Layout, TreeRows
+from tree_kernels.tree_attention import reference as plain_attention
 from tree_kernels.tree_walk import walk
 from tree_kernels.warp import Warp, tokens_of
 from tree_kernels.warp.batched import WarpRows, tokens_of_rows
@@ -123,7 +124,7 @@ class Step:
         pages = 1 + sum(-(-length // PAGE) + 1 for length in lengths)
         self.pool = self.layout.pool((pages + 4) * PAGE, torch.device("cpu"))
         self.pool[PAGE:] = torch.randn(self.pool[PAGE:].shape, generator=generator)
-        self.pool[..., 2 * dim] = 1.0  # the ones with which the reference sums weights
+        self.pool[..., 2 * dim] = 1.0  # the ones with which a CPU sums weights
         free = (1 + rng.permutation(pages - 1)).tolist()
         self.parts, scratch = [], pages * PAGE
         for length in lengths:
@@ -143,13 +144,10 @@ class Step:
 
     def reference(self, texts, window=None, **more):
         plan, queries = self.take(texts)
-        padded = -(-len(queries) // 8) * 8
         far = [FarRows(each.start, each.stop, each.pages) for each in plan.far]
-        step = TreeRows(*map(torch.from_numpy, (plan.positions, plan.slots, plan.near)), far, padded)
-        query = torch.nn.functional.pad(queries, (0, 0, 0, 0, 0, padded - len(queries))).transpose(0, 1)
-        return attend(query, self.pool, prepare(step, self.layout.kv_heads, window), self.layout, 0.2, **more)[
-            : len(queries)
-        ]
+        step = TreeRows(*map(torch.from_numpy, (plan.positions, plan.slots, plan.near)), far, len(queries))
+        query = queries.transpose(0, 1)
+        return plain_attention.attend(query, self.pool, step, self.layout, 0.2, window, **more).float()
 
     def accelerated(self, texts, window=None, pad=0, tables=0, **more):
         plan, queries = self.take(texts)

@@ -1,4 +1,4 @@
-"""The recurrences against the formulas, computed one number at a time, and chains against steps."""
+"""The recurrences against the reference in float64, from the same numbers; and chains against steps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tree_kernels.state_step import (
+from tree_kernels.state_step import reference
+from tree_kernels.state_step.cpu import (
     conv_chain,
     conv_step,
     conv_tail,
@@ -51,60 +52,101 @@ def mamba2_inputs(*lead: int) -> dict[str, Tensor]:
     }
 
 
+def conv_inputs(*lead: int) -> dict[str, Tensor]:
+    return {
+        "inputs": torch.randn(*lead, CHANNELS),
+        "weight": torch.randn(TAPS, CHANNELS),
+        "bias": torch.randn(CHANNELS),
+    }
+
+
 def untouched(before: Tensor, after: Tensor, target: Tensor | slice) -> bool:
     written = torch.zeros(SLOTS, dtype=torch.bool)
     written[target] = True
     return torch.equal(before[~written], after[~written])
 
 
+def check(ours: Tensor, truth: Tensor, bound: float | None = None) -> None:
+    """ALGORITHMS 11, row 8: the norm of the difference, relative to the reference's."""
+    assert ours.shape == truth.shape
+    limit = bound or {torch.float32: 2e-6, torch.float64: 1e-12}[ours.dtype]
+    assert (ours.double() - truth).norm() <= limit * truth.norm()
+
+
+def cast(dtype: torch.dtype, *tensors: Tensor) -> list[Tensor]:
+    """Copies, so that a call cannot write its argument."""
+    return [each.to(dtype, copy=True) for each in tensors]
+
+
+BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32-2e-6", "fp64-1e-12"])
+STEPS = {
+    "conv": (conv_step, reference.conv_step, (TAPS - 1, CHANNELS), conv_inputs),
+    "mamba1": (mamba1_step, reference.mamba1_step, (CHANNELS, SIZE), mamba1_inputs),
+    "mamba2": (mamba2_step, reference.mamba2_step, (HEADS, WIDTH, SIZE), mamba2_inputs),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("kind", STEPS)
 @pytest.mark.parametrize("target", TARGETS, ids=["scattered", "run"])
-def test_mamba1_step_equals_the_formula_and_writes_only_its_targets(target):
-    states, given = torch.randn(SLOTS, CHANNELS, SIZE), mamba1_inputs(ROWS)
-    before = states.clone()
-    y = mamba1_step(states, SOURCE, target, **given)
-    after = states[target]
-    x, dt, A, B, C, D = given.values()
-    for row in range(ROWS):
-        for i in range(CHANNELS):
-            total = D[i] * x[row, i]
-            for n in range(SIZE):
-                decay = torch.exp(dt[row, i] * A[i, n])
-                h = decay * before[SOURCE[row], i, n] + dt[row, i] * B[row, n] * x[row, i]
-                torch.testing.assert_close(after[row, i, n], h)
-                total = total + C[row, n] * h
-            torch.testing.assert_close(y[row, i], total, atol=1e-5, rtol=1e-5)
-    assert untouched(before, states, target)
+def test_a_step_equals_the_reference_and_writes_only_its_targets(target, kind, dtype):
+    step, plain, shape, made = STEPS[kind]
+    before, inputs = torch.randn(SLOTS, *shape), made(ROWS).values()
+    (states,), (truth,) = cast(dtype, before), cast(torch.float64, before)
+    out = step(states, SOURCE, target, *cast(dtype, *inputs))
+    check(out, plain(truth, SOURCE, target, *cast(torch.float64, *inputs)))
+    check(states[target], truth[target])
+    assert untouched(before.to(dtype), states, target) and untouched(before.double(), truth, target)
 
 
+@BOTH
+@pytest.mark.parametrize("time", [1, 2, 40])
+def test_a_chain_equals_the_reference(time, dtype):
+    before, conv = torch.randn(ROWS, TAPS - 1, CHANNELS), conv_inputs(ROWS, time).values()
+    ours = conv_chain(*cast(dtype, before, *conv))
+    truth = reference.conv_chain(*cast(torch.float64, before, *conv))
+    check(ours[0], truth[0])
+    assert torch.equal(ours[1], truth[1].to(dtype))
+    lengths = torch.randint(time + 1, [ROWS])
+    assert torch.equal(conv_tail(ours[1], lengths, TAPS), reference.conv_tail(ours[1], lengths, TAPS))
+
+    state, inputs = torch.randn(ROWS, CHANNELS, SIZE), mamba1_inputs(ROWS, time).values()
+    both = mamba1_chain(*cast(dtype, state, *inputs)), reference.mamba1_chain(*cast(torch.float64, state, *inputs))
+    for got, wanted in zip(*both, strict=True):
+        check(got, wanted)
+
+    state, inputs = torch.randn(ROWS, HEADS, WIDTH, SIZE), mamba2_inputs(ROWS, time).values()
+    check(mamba2_chain(*cast(dtype, state, *inputs)), reference.mamba2_chain(*cast(torch.float64, state, *inputs)))
+
+
+@BOTH
 @pytest.mark.parametrize("target", TARGETS, ids=["scattered", "run"])
-def test_mamba2_step_equals_the_formula_and_writes_only_its_targets(target):
-    states, given = torch.randn(SLOTS, HEADS, WIDTH, SIZE), mamba2_inputs(ROWS)
-    before = states.clone()
-    y = mamba2_step(states, SOURCE, target, **given)
-    after = states[target]
-    x, dt, A, B, C, D = given.values()
-    for row in range(ROWS):
-        for head in range(HEADS):
-            group = head // (HEADS // GROUPS)
-            decay = torch.exp(dt[row, head] * A[head])
-            driven = dt[row, head] * torch.outer(x[row, head], B[row, group])
-            S = decay * before[SOURCE[row], head] + driven
-            torch.testing.assert_close(after[row, head], S)
-            wanted = S @ C[row, group] + D[head] * x[row, head]
-            torch.testing.assert_close(y[row, head], wanted, atol=1e-5, rtol=1e-5)
-    assert untouched(before, states, target)
+def test_the_effect_of_several_tokens_on_a_state_equals_the_reference(target, dtype):
+    before, given = torch.randn(SLOTS, HEADS, WIDTH, SIZE), mamba2_inputs(ROWS, 7)
+    given["dt"] *= torch.arange(7)[:, None] < torch.tensor([7, 3, 1, 0])[:, None, None]  # padding: dt = 0
+    B = given["B"]
+    drive = [given[name] for name in ("x", "dt", "A")]
+    (states,), (truth,) = cast(dtype, before), cast(torch.float64, before)
+    ours, plain = mamba2_drive(*cast(dtype, *drive)), reference.mamba2_drive(*cast(torch.float64, *drive))
+    for got, wanted in zip(ours, plain, strict=True):
+        check(got, wanted)
+    mamba2_fold(states, SOURCE, target, *ours, *cast(dtype, B))
+    reference.mamba2_fold(truth, SOURCE, target, *plain, *cast(torch.float64, B))
+    check(states[target], truth[target])
+    assert untouched(before.to(dtype), states, target)
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=["scattered", "run"])
-def test_conv_step_equals_a_convolution_over_history_and_token(target):
-    memory, weight, bias = torch.randn(SLOTS, TAPS - 1, CHANNELS), torch.randn(TAPS, CHANNELS), torch.randn(CHANNELS)
-    inputs, before = torch.randn(ROWS, CHANNELS), memory.clone()
-    out = conv_step(memory, SOURCE, target, inputs, weight, bias)
-    window = torch.cat((before[SOURCE], inputs[:, None]), 1)
-    wanted = F.conv1d(window.transpose(1, 2), weight.t()[:, None], bias, groups=CHANNELS)[..., 0]
-    torch.testing.assert_close(out, F.silu(wanted))
-    assert torch.equal(memory[target], window[:, 1:])
-    assert untouched(before, memory, target)
+def test_chains_of_2000_tokens_equal_the_reference_within_1e_4():
+    """Slow decay, so that the state holds hundreds of tokens."""
+    one, two = mamba1_inputs(1, 2000), mamba2_inputs(1, 2000)
+    one["A"], two["A"] = one["A"] / 400, two["A"] / 400
+    state = torch.randn(1, CHANNELS, SIZE)
+    ours, truth = mamba1_chain(state, **one), reference.mamba1_chain(*cast(torch.float64, state, *one.values()))
+    for got, wanted in zip(ours, truth, strict=True):
+        check(got, wanted, 1e-4)
+    state = torch.randn(1, HEADS, WIDTH, SIZE)
+    truth = reference.mamba2_chain(*cast(torch.float64, state, *two.values()))
+    check(mamba2_chain(state, **two), truth, 1e-4)
 
 
 def chained1(start, inputs, counts):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import subprocess
 import sys
@@ -12,7 +11,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from tree_kernels.commit import commit
-from tree_kernels.tree_attention import PAGE, FarRows, Layout, TreeRows, attend, near_window, prepare, write
+from tree_kernels.tree_attention import PAGE, FarRows, Layout, TreeRows, near_window, reference
+from tree_kernels.tree_attention.cpu import attend, prepare, write
 
 NEAR = 16
 
@@ -94,13 +94,30 @@ class AttentionCase:
                 near.append([self.slot(text, path[key]) if 0 <= key <= position else 0 for key in keys])
                 positions.append(position)
                 slots.append(self.slot(text, row))
-            if reach > 0:
-                far.append(FarRows(start, len(positions), tuple(text["table"][: -(-reach // PAGE)])))
+            lowest = 0 if self.window is None else max(min(positions[start:]) - self.window + 1, 0) // PAGE
+            if pages := tuple(text["table"][lowest : -(-max(reach, 0) // PAGE)]):
+                far.append(FarRows(start, len(positions), pages, lowest))
         long = torch.int64
         return TreeRows(torch.tensor(positions), torch.tensor(slots), torch.tensor(near, dtype=long), far, padded)
 
     def run(self, wanted, extra=0):
         """Attention [rows, heads, dim] of the wanted rows in one step, whose keys are written first."""
+        step, pack = self.call(wanted, extra)
+        prepared = prepare(step, self.kv_heads, self.window)
+        write(self.pool, pack["k"], pack["v"], prepared)
+        out = attend(pack["q"], self.pool, prepared, self.layout, self.dim**-0.5, self.softcap, self.sinks)
+        assert torch.isfinite(out).all()
+        return out[: len(step.positions)]
+
+    def plain(self, wanted):
+        """The reference's attention of these rows, whose keys were written before."""
+        step, pack = self.call(wanted)
+        return reference.attend(
+            pack["q"], self.pool, step, self.layout, self.dim**-0.5, self.window, self.softcap, self.sinks
+        )
+
+    def call(self, wanted, extra=0):
+        """The step of the wanted rows, and their q, k and v [heads, padded, dim]; padding rows are random."""
         rows = [(text, row) for text, mine in wanted for row in mine]
         padded = -(-len(rows) // 8) * 8 + 8 * extra
         pack = {
@@ -110,28 +127,7 @@ class AttentionCase:
             ).transpose(0, 1)
             for name in "qkv"
         }
-        prepared = prepare(self.step(wanted, padded), self.kv_heads, self.window)
-        write(self.pool, pack["k"], pack["v"], prepared)
-        out = attend(pack["q"], self.pool, prepared, self.layout, self.dim**-0.5, self.softcap, self.sinks)
-        assert torch.isfinite(out).all()
-        return out[: len(rows)]
-
-    def oracle(self, text, row):
-        """Dense softmax over the row's path, in float64 from the same rounded inputs."""
-        path = torch.tensor(self.path(text, row))
-        group = self.heads // self.kv_heads
-        k = text["k"][path].double().repeat_interleave(group, 1)
-        v = text["v"][path].double().repeat_interleave(group, 1)
-        scores = torch.einsum("hd,khd->hk", text["q"][row].double(), k) * self.dim**-0.5
-        if self.softcap is not None:
-            scores = self.softcap * torch.tanh(scores / self.softcap)
-        if self.window is not None:
-            position = len(path) - 1
-            scores[:, torch.arange(len(path)) <= position - self.window] = -math.inf
-        if self.sinks is not None:
-            scores = torch.cat([scores, self.sinks.double()[:, None]], 1)
-        law = scores.softmax(-1)[:, : len(path)]
-        return torch.einsum("hk,khd->hd", law, v)
+        return self.step(wanted, padded), pack
 
 
 TREES = {
@@ -158,7 +154,7 @@ def prefilled(case, base, parents):
 @pytest.mark.parametrize(
     ("dtype", "atol", "rel_rms"), [(torch.float32, 1e-5, 1e-5), (torch.bfloat16, 2e-2, 4e-3)], ids=["fp32", "bf16"]
 )
-def test_every_row_equals_the_softmax_over_its_own_path(variant, dtype, atol, rel_rms):
+def test_every_row_equals_the_reference_the_softmax_over_its_own_path(variant, dtype, atol, rel_rms):
     kv_heads = 2 if variant == "grouped" else 4
     case = AttentionCase(4, kv_heads, 16, dtype)
     case.window = 20 if variant == "window" else None
@@ -169,9 +165,33 @@ def test_every_row_equals_the_softmax_over_its_own_path(variant, dtype, atol, re
             text, _ = prefilled(case, base, parents)
             rows = rows_of(text)[-len(parents) - 3 :] if base > 3 else rows_of(text)[base - 1 :]
             ours = case.run([(text, rows)]).double()
-            truth = torch.stack([case.oracle(text, row) for row in rows])
+            truth = case.plain([(text, rows)])
             assert (ours - truth).abs().max() < atol
             assert (ours - truth).norm() / truth.norm() < rel_rms
+
+
+@pytest.mark.parametrize("base", [1, 17, 64, 150])
+@pytest.mark.parametrize("tree", TREES)
+def test_the_reference_reads_the_keys_from_the_root_of_the_tree_to_the_row_by_position(tree, base):
+    case = AttentionCase(4, 2, 16)
+    text = case.text(base, TREES[tree])
+    rows = rows_of(text)
+    step = case.step([(case.text(70, [-1]), [69]), (text, rows)], 8)
+    for index, row in enumerate(rows, 1):
+        slots = [case.slot(text, above) for above in case.path(text, row)]
+        assert reference.path_keys(step, index) == list(enumerate(slots))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_keys_and_values_are_written_as_by_the_reference_and_nothing_else_is(dtype):
+    case = AttentionCase(4, 2, 16, dtype)
+    texts = [case.text(base, TREES["fork"]) for base in (1, 70)]
+    step, pack = case.call([(text, rows_of(text)) for text in texts], extra=1)
+    ours = case.pool.normal_(generator=case.generator)
+    truth = ours.clone()
+    write(ours, pack["k"], pack["v"], prepare(step, case.kv_heads))
+    reference.write(truth, pack["k"], pack["v"], step)
+    assert torch.equal(ours, truth)
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -235,7 +255,7 @@ def test_a_window_hides_far_and_near_keys_with_the_same_bits_in_any_step():
     text, chunked = prefilled(case, 300, TREES["fork"])
     for row in (10, 39, 40, 41, 104, 200, 299):
         assert torch.equal(case.run([(text, [row])])[0], chunked[row])
-        assert (chunked[row].double() - case.oracle(text, row)).abs().max() < 1e-5
+        assert (chunked[row].double() - case.plain([(text, [row])])[0]).abs().max() < 1e-5
 
 
 BITS = """

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from tree_kernels.elementwise import threads_of
-from tree_kernels.tree_attention import Layout, TreeRows, attend, prepare, write
-from tree_kernels.tree_attention.reference import Prepared
+from tree_kernels.tree_attention import Layout, Prepared, TreeRows, attend, prepare, write
 from tree_layers.memory import Pages
 from tree_layers.tree_mixers import RecurrentMemory, RecurrentStep
 

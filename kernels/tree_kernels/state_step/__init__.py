@@ -1,6 +1,9 @@
-"""One step, or a chain of steps, of the recurrence of Mamba-1 and Mamba-2 (README.md in this folder)."""
+"""One step, or a chain of steps, of the recurrence of Mamba-1 and Mamba-2 (README.md in this folder).
 
-from tree_kernels.state_step.reference import (
+There is no Triton form: every device runs `cpu.py`.
+"""
+
+from tree_kernels.state_step.cpu import (
     conv_chain,
     conv_step,
     conv_tail,
@@ -11,8 +14,10 @@ from tree_kernels.state_step.reference import (
     mamba2_fold,
     mamba2_step,
 )
+from tree_kernels.state_step.slots import Slots
 
 __all__ = [
+    "Slots",
     "conv_chain",
     "conv_step",
     "conv_tail",

@@ -1,9 +1,8 @@
-"""The recurrences of Mamba-1 and Mamba-2 and their causal convolution, out of place. The reference, in plain PyTorch.
+"""The recurrences of Mamba-1 and Mamba-2 and their causal convolution, one row, token and channel or head at a time.
 
-A *step* consumes one token per row: it reads slot `source[row]` and writes slot `target[row]`, so that siblings can
-start from one parent. No slot may be written by one row of a call and read by another. A *chain* consumes several
-tokens per row; its argument is the memory itself. A *target* may be a slice if its slots are consecutive; it is then
-written without an index. All states, dt, A, B, C and D are float32.
+ALGORITHMS 1.1 (Mamba-1), 1.2 (Mamba-2) and 1.6 D (the state after several tokens). Letters: T tokens, W taps of the
+convolution, I channels and N states of Mamba-1; H heads of width P and G groups of Mamba-2. Computes in the dtype of
+the arguments, all of which have the same; the tests pass float64. Steps write `target`, as those of `cpu.py` do.
 """
 
 from __future__ import annotations
@@ -12,140 +11,129 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Slots = Tensor | slice  # [rows] int64, or a slice of `rows` consecutive slots
+from tree_kernels.state_step.slots import Slots
 
 
 def conv_step(memory: Tensor, source: Tensor, target: Slots, inputs: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """The depthwise causal convolution and SiLU for one token per row.
+    """out = silu(bias + sum_m weight[W - 1 - m] input_{t - m}), m = 0 the current token (ALGORITHMS 1.1).
 
-    memory [slots, W - 1, C] the last raw inputs, oldest first; written at target
-    inputs [rows, C]   weight [W, C], the current token's tap last   bias [C]; returns [rows, C]
+    memory [slots, W - 1, C], written at target   inputs [rows, C]   weight [W, C]   bias [C]; returns [rows, C]
     """
-    window = torch.cat((memory.index_select(0, source), inputs[:, None]), 1)  # [rows, W, C]
-    memory[target] = window[:, 1:]
-    return F.silu((window * weight).sum(1).add_(bias))
+    out = torch.zeros_like(inputs)
+    for row, slot in enumerate(_numbers(target, memory)):
+        window = torch.cat((memory[source[row]], inputs[row : row + 1]))  # [W, C], oldest first
+        total = bias
+        for tap in range(len(weight)):
+            total = total + weight[tap] * window[tap]
+        out[row] = F.silu(total)
+        memory[slot] = window[1:]
+    return out
 
 
 def conv_chain(before: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """The convolution for several tokens per row.
+    """`conv_step` for each token. before [rows, W - 1, C]   inputs [rows, T, C]   weight [W, C]   bias [C]
 
-    before [rows, W - 1, C]   inputs [rows, T, C]   weight [W, C]   bias [C]
-    returns the outputs [rows, T, C] and all raw inputs, `before` included [rows, W - 1 + T, C]
+    returns [rows, T, C] and all raw inputs, `before` included [rows, W - 1 + T, C]
     """
-    history = torch.cat((before, inputs), 1)
-    time, taps = inputs.shape[1], weight.shape[0]
-    out = history[:, :time] * weight[0] + bias
-    for tap in range(1, taps):
-        out.addcmul_(history[:, tap : tap + time], weight[tap])
-    return F.silu(out), history
+    memory, own, out = before.clone(), torch.arange(len(before)), torch.zeros_like(inputs)
+    for t in range(inputs.shape[1]):
+        out[:, t] = conv_step(memory, own, own, inputs[:, t], weight, bias)
+    return out, torch.cat((before, inputs), 1)
 
 
 def conv_tail(history: Tensor, lengths: Tensor, taps: int) -> Tensor:
     """The last W - 1 raw inputs after the first `lengths` [rows] tokens of a chain. history [rows, W - 1 + T, C]"""
-    last = lengths[:, None] + torch.arange(taps - 1, device=lengths.device)  # [rows, W - 1]
-    return history.gather(1, last[..., None].expand(-1, -1, history.shape[2]))
+    return torch.stack([history[row, length : length + taps - 1] for row, length in enumerate(lengths.tolist())])
 
 
 def mamba1_step(
     states: Tensor, source: Tensor, target: Slots, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor
 ) -> Tensor:
-    """One token per row of Mamba-1: h = exp(dt A) h + dt B x, y = C h + D x.
+    """h[i] = exp(dt[i] A[i]) h[i] + dt[i] x[i] B,   y[i] = C . h[i] + D[i] x[i]   (ALGORITHMS 1.1)
 
-    states [slots, I, N], written at target   x [rows, I]   dt [rows, I] after softplus   A [I, N] negative
-    B, C [rows, N]   D [I]; returns y [rows, I]
+    states [slots, I, N], written at target   x, dt [rows, I]   A [I, N]   B, C [rows, N]   D [I]; returns [rows, I]
     """
-    before = states.index_select(0, source).mul_((dt[..., None] * A).exp_())  # [rows, I, N]
-    state = _drive(states, target, before, (dt * x)[..., None], B[:, None])
-    return _read(state, C).addcmul_(x, D)
+    y = torch.zeros_like(x)
+    for row, slot in enumerate(_numbers(target, states)):
+        for i in range(len(D)):
+            above = states[source[row], i]  # [N]
+            h = torch.exp(dt[row, i] * A[i]) * above + dt[row, i] * x[row, i] * B[row]
+            states[slot, i] = h
+            y[row, i] = C[row] @ h + D[i] * x[row, i]
+    return y
 
 
 def mamba1_chain(
     state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Several tokens per row of Mamba-1, one after another, with the same arithmetic as single steps.
+    """`mamba1_step` for each token. state [rows, I, N]   x, dt [rows, T, I]   A [I, N]   B, C [rows, T, N]   D [I]
 
-    state [rows, I, N]   x [rows, T, I]   dt [rows, T, I]   A [I, N]   B, C [rows, T, N]   D [I]
     returns y [rows, T, I] and the state after every token [rows, T, I, N]
     """
-    decay = torch.exp(dt[..., None] * A)  # [rows, T, I, N]
-    every = (dt * x)[..., None] * B[:, :, None]  # dt B x of each token; the loop replaces it by the token's state
-    for time in range(x.shape[1]):
-        state = torch.addcmul(every[:, time], state, decay[:, time], out=every[:, time])
-    return torch.matmul(every, C[..., None])[..., 0].addcmul_(x, D), every
+    h, own, y, every = state.clone(), torch.arange(len(state)), torch.zeros_like(x), []
+    for t in range(x.shape[1]):
+        y[:, t] = mamba1_step(h, own, own, x[:, t], dt[:, t], A, B[:, t], C[:, t], D)
+        every.append(h.clone())
+    return y, torch.stack(every, 1)
 
 
 def mamba2_step(
     states: Tensor, source: Tensor, target: Slots, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor
 ) -> Tensor:
-    """One token per row of Mamba-2: a scalar decay per head, B and C shared by the heads of a group.
+    """S[h] = exp(dt[h] A[h]) S[h] + dt[h] x[h] B[g]^T,   y[h] = S[h] C[g] + D[h] x[h],   g = h // (H / G)
+    (ALGORITHMS 1.2)
 
-    states [slots, H, P, N], written at target   x [rows, H, P]   dt [rows, H] after softplus and clamp
-    A [H] negative   B, C [rows, G, N]   D [H]; returns y [rows, H, P]
+    states [slots, H, P, N], written at target   x [rows, H, P]   dt [rows, H]   A [H]   B, C [rows, G, N]   D [H]
+    returns y [rows, H, P]
     """
-    rows, heads, width = x.shape
-    groups, size = B.shape[1:]
-    members = heads // groups * width  # channels of a group
-    # In two dimensions, since a CPU multiplies this several times faster than in four.
-    before = states.index_select(0, source)
-    before.view(rows * heads, width * size).mul_((dt * A).exp_().view(rows * heads, 1))
-    driven = (dt[..., None] * x).view(rows, groups, members, 1)
-    state = _drive(
-        states.view(-1, groups, members, size), target, before.view(rows, groups, members, size), driven, B[:, :, None]
-    )
-    y = _read(state.view(rows * groups, members, size), C.reshape(rows * groups, size))
-    return y.view(rows, heads, width).addcmul_(x, D[:, None])
+    y = torch.zeros_like(x)
+    for row, slot in enumerate(_numbers(target, states)):
+        for h in range(len(D)):
+            g = h // (len(D) // B.shape[1])
+            above = states[source[row], h]  # [P, N]
+            S = torch.exp(dt[row, h] * A[h]) * above + dt[row, h] * torch.outer(x[row, h], B[row, g])
+            states[slot, h] = S
+            y[row, h] = S @ C[row, g] + D[h] * x[row, h]
+    return y
 
 
 def mamba2_chain(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Tensor:
-    """Several tokens per row of Mamba-2 as matrix products.
+    """`mamba2_step` for each token. state [rows, H, P, N]   x [rows, T, H, P]   dt [rows, T, H]   A, D [H]
 
-    state [rows, H, P, N]   x [rows, T, H, P]   dt [rows, T, H]   A [H]   B, C [rows, T, G, N]   D [H]
-    returns y [rows, T, H, P]; `mamba2_fold` computes the state
+    B, C [rows, T, G, N]; returns y [rows, T, H, P]
     """
-    heads, groups, time = x.shape[2], B.shape[2], x.shape[1]
-    total = (dt * A).cumsum(1).transpose(1, 2)  # [rows, H, T] log of the decay from the start through each token
-    later = torch.ones(time, time, dtype=torch.bool, device=x.device).triu_(1)
-    decay = (total[..., None] - total[:, :, None]).masked_fill_(later, -torch.inf).exp_()  # [rows, H, to, from]
-    alike = torch.einsum("rtgn,rsgn->rgts", C, B).repeat_interleave(heads // groups, 1)  # [rows, H, to, from]
-    driven = (x * dt[..., None]).transpose(1, 2)  # [rows, H, T, P]
-    heads_C = C.repeat_interleave(heads // groups, 2).transpose(1, 2)
-    y = torch.matmul(alike.mul_(decay), driven)
-    y.addcmul_(torch.matmul(heads_C, state.transpose(2, 3)), total.exp()[..., None])
-    return y.transpose(1, 2) + x * D[:, None]
+    S, own, y = state.clone(), torch.arange(len(state)), torch.zeros_like(x)
+    for t in range(x.shape[1]):
+        y[:, t] = mamba2_step(S, own, own, x[:, t], dt[:, t], A, B[:, t], C[:, t], D)
+    return y
 
 
 def mamba2_drive(x: Tensor, dt: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
-    """The effect of several tokens on a state: the new state is `left` times the state, plus `driven` B^T.
+    """left = exp(c_T),   driven_t = exp(c_T - c_t) dt_t x_t,   c_t = sum_{s<=t} dt_s A   (ALGORITHMS 1.6 D)
 
-    x [..., T, H, P]   dt [..., T, H], zero for padding tokens   A broadcasts with dt
-    returns left [..., H, 1, 1] and driven [..., T, H, P]
+    x [..., T, H, P]   dt [..., T, H]   A broadcasts with dt; returns left [..., H, 1, 1], driven [..., T, H, P]
     """
-    total = (dt * A).cumsum(-2)
-    end = total[..., -1:, :]
-    return end.movedim(-2, -1).exp()[..., None], x * torch.exp(end - total).mul_(dt)[..., None]
+    a, driven = dt * A, torch.zeros_like(x)
+    for t in range(x.shape[-3]):
+        kept = torch.exp(a[..., t + 1 :, :].sum(-2))  # [..., H] exp(c_T - c_t), the decay by all later tokens
+        driven[..., t, :, :] = (kept * dt[..., t, :])[..., None] * x[..., t, :, :]
+    return torch.exp(a.sum(-2))[..., None, None], driven
 
 
 def mamba2_fold(states: Tensor, source: Tensor, target: Slots, left: Tensor, driven: Tensor, B: Tensor) -> None:
-    """Advance states by several tokens per row, out of place.
+    """S'[h] = left[h] S[h] + sum_t driven_t[h] B_t[g]^T   (ALGORITHMS 1.6 D)
 
-    states [slots, H, P, N], written at target   left [rows, H, 1, 1], driven [rows, T, H, P] from `mamba2_drive`
-    B [rows, T, G, N]
+    states [slots, H, P, N], written at target   left [rows, H, 1, 1]   driven [rows, T, H, P]   B [rows, T, G, N]
     """
-    rows, time, heads, width = driven.shape
-    groups = B.shape[2]
-    after = torch.matmul(driven.view(rows, time, groups, -1).permute(0, 2, 3, 1), B.transpose(1, 2))
-    after = after.view(rows, heads, width, -1)
-    states[target] = after.addcmul_(states.index_select(0, source), left)
+    time, heads, groups = *driven.shape[1:3], B.shape[2]
+    for row, slot in enumerate(_numbers(target, states)):
+        for h in range(heads):
+            S = left[row, h] * states[source[row], h]  # [P, N]
+            for t in range(time):
+                S = S + torch.outer(driven[row, t, h], B[row, t, h // (heads // groups)])
+            states[slot, h] = S
 
 
-def _drive(states: Tensor, target: Slots, before: Tensor, x: Tensor, B: Tensor) -> Tensor:
-    """states[target] = before + x B, which is returned. May overwrite `before`."""
-    if isinstance(target, slice):
-        return torch.addcmul(before, x, B, out=states[target])
-    states[target] = before.addcmul_(x, B)
-    return before
-
-
-def _read(state: Tensor, C: Tensor) -> Tensor:
-    """state [rows, channels, N], C [rows, N] -> [rows, channels]; a row times a matrix is fast on a CPU."""
-    return torch.bmm(C[:, None], state.transpose(1, 2))[:, 0]
+def _numbers(target: Slots, states: Tensor) -> list[int]:
+    """The slots, one by one."""
+    return torch.arange(len(states))[target].tolist()

@@ -1,14 +1,20 @@
-"""Attention of a list of rows, each over its own path, in a paged pool (README.md in this folder)."""
+"""Attention of a list of rows, each over its own path, in a paged pool (README.md in this folder).
 
-from tree_kernels.tree_attention.reference import (
-    PAGE,
-    FarRows,
-    Layout,
-    TreeRows,
-    attend,
-    near_window,
-    prepare,
-    write,
-)
+These functions are `cpu.py`'s. An accelerator's, of other arguments, are in `triton.py`, whose import needs Triton.
+"""
 
-__all__ = ["PAGE", "FarRows", "Layout", "TreeRows", "attend", "near_window", "prepare", "write"]
+from tree_kernels.tree_attention.cpu import Prepared, attend, prepare, write
+from tree_kernels.tree_attention.rows import NEAR_CHOICES, PAGE, FarRows, Layout, TreeRows, near_window
+
+__all__ = [
+    "NEAR_CHOICES",
+    "PAGE",
+    "FarRows",
+    "Layout",
+    "Prepared",
+    "TreeRows",
+    "attend",
+    "near_window",
+    "prepare",
+    "write",
+]

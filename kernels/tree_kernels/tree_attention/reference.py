@@ -1,255 +1,72 @@
-"""Attention in PyTorch: gathered near windows, and fixed-shape products for the pages before them. Runs on CPUs."""
+"""Tree attention as the formula: a softmax of each row and head over the row's own path, in float64.
+
+ALGORITHMS 7.1 (which keys a row sees; the window) and section 11, row 13 (per-path causal attention):
+
+    score_k = scaling q . k_k      with a softcap c: c tanh(score_k / c)
+    o       = sum_k e^score_k v_k / sum_k e^score_k, over the keys of the path with p - position(k) < window
+
+A sink is one more score, which has no value. Head h reads key-value head h // (heads / kv_heads).
+"""
 
 from __future__ import annotations
-
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from tree_kernels.elementwise import elementwise, elementwise_
-
-PAGE = 64
-"""Positions of a page; the far keys of a page are multiplied at once."""
-
-ROW_MULTIPLE = 8
-"""Rows of a product are padded to a multiple of this: the library uses other kernels for other numbers of rows."""
-
-NEAR_CHOICES = (16, 32, 64)
-
-_exp2 = elementwise(torch.exp2)
-
-LOG2_E = 1 / math.log(2)
-"""Scores are in units of log 2: exp2 is ten times faster than exp where its result is zero or close to it."""
+from tree_kernels.tree_attention.rows import PAGE, Layout, TreeRows
 
 
-def near_window(max_depth: int) -> int:
-    """The smallest block of near positions that holds a tree of this depth."""
-    for near in NEAR_CHOICES:
-        if max_depth <= near:
-            return near
-    raise ValueError(f"max_depth: at most {NEAR_CHOICES[-1]}, got {max_depth}")
+def write(pool: Tensor, key: Tensor, value: Tensor, step: TreeRows) -> None:
+    """Put each row's key, value and a one, side by side, into its slot; the rest of the slot is ones.
 
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """The numbers in one slot of a layer: a key, a value, a one, and zeros up to a multiple of 16 numbers."""
-
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-
-    @property
-    def width(self) -> int:
-        return -(-(self.key_dim + self.value_dim + 1) // 16) * 16
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one slot."""
-        return self.kv_heads * self.width * 4
-
-    def pool(self, slots: int, device: torch.device) -> Tensor:
-        """[slots, kv_heads, width] float32, all zero. On a CPU, pages take no memory until they are written."""
-        return torch.zeros(slots, self.kv_heads, self.width, device=device)
-
-
-@dataclass(frozen=True, slots=True)
-class FarRows:
-    """Rows [start, stop) of a step, all of one text, and its pages that are far for any of them, in order."""
-
-    start: int
-    stop: int
-    pages: tuple[int, ...]
-    first: int = 0  # index in the text of the first of these pages; earlier ones are outside every row's window
-
-
-@dataclass(frozen=True, slots=True)
-class TreeRows:
-    """The rows of a step: their positions, and the keys that they attend to. The same for all layers.
-
-    positions [rows] int64, in any order
-    slots     [rows] int64   where each row's own key and value are written
-    near      [rows, 2 * near] int64   slots of the keys at positions near * (p // near - 1) + column; 0: no key
-    far       each row that has far keys is in exactly one of these
-    padded    rows of the step's matrices: a multiple of 8, at least the number of rows
+    pool [slots, kv_heads, width], written here   key [kv_heads, padded, key_dim]   value [kv_heads, padded, value_dim]
     """
-
-    positions: Tensor
-    slots: Tensor
-    near: Tensor
-    far: Sequence[FarRows]
-    padded: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Far:
-    """Prepared `FarRows`: `count` rows, padded to `padded`, and their mask."""
-
-    start: int
-    count: int
-    padded: int
-    runs: tuple[tuple[int, int], ...]  # (first page, number of consecutive pages): one product of scores for each
-    keys: int
-    hidden: Tensor  # [count, 1, keys] float32: 0 where seen, -inf where not
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """The parts of a step's rows that layers with equal kv heads and window share."""
-
-    rows: int
-    padded: int
-    slots: Tensor  # [rows]
-    gather: Tensor  # [rows * kv_heads * 2 near] rows of the pool seen as [slots * kv_heads, width]
-    hidden: Tensor  # [rows, 1, 1, 2 near] float32: 0 where seen, -inf where not
-    far: tuple[_Far, ...]
-
-
-def prepare(step: TreeRows, kv_heads: int, window: int | None = None) -> Prepared:
-    """The input of `write` and `attend`, for layers with this number of kv heads and this sliding window, if any."""
-    columns = step.near.shape[1]
-    near = columns // 2
-    device = step.near.device
-    first = step.positions // near * near - near  # [rows] position of column 0
-    hidden = step.near == 0
-    if window is not None:
-        keys = first[:, None] + torch.arange(columns, device=device)
-        hidden |= step.positions[:, None] - keys >= window
-    gather = step.near
-    if kv_heads > 1:
-        gather = (gather * kv_heads)[:, None, :] + torch.arange(kv_heads, device=device)[:, None]
-    return Prepared(
-        rows=len(step.positions),
-        padded=step.padded,
-        slots=step.slots,
-        gather=gather.reshape(-1),
-        hidden=_bias(hidden)[:, None, None, :],
-        far=tuple(_far(step, first, rows, window) for rows in step.far),
-    )
-
-
-def _far(step: TreeRows, first: Tensor, rows: FarRows, window: int | None) -> _Far:
-    count = rows.stop - rows.start
-    alone = count == len(step.positions)
-    padded = step.padded if alone else -(-count // ROW_MULTIPLE) * ROW_MULTIPLE
-    keys = torch.arange(rows.first * PAGE, (rows.first + len(rows.pages)) * PAGE, device=first.device)
-    hidden = keys >= first[rows.start : rows.stop, None]  # [count, keys]
-    if window is not None:
-        hidden |= step.positions[rows.start : rows.stop, None] - keys >= window
-    return _Far(rows.start, count, padded, _runs(rows.pages), len(keys), _bias(hidden)[:, None, :])
-
-
-def _runs(pages: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Groups pages into runs of consecutive ones: 3, 4, 5, 9 is (3, 3), (9, 1)."""
-    runs: list[tuple[int, int]] = []
-    for page in pages:
-        if runs and page == sum(runs[-1]):
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
-        else:
-            runs.append((page, 1))
-    return tuple(runs)
-
-
-def _bias(hidden: Tensor) -> Tensor:
-    return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -math.inf)
-
-
-def write(pool: Tensor, key: Tensor, value: Tensor, step: Prepared) -> None:
-    """Write keys [kv_heads, padded, key_dim] and values [.., value_dim] into the rows' slots; skip padding rows."""
     key_dim, value_dim = key.shape[-1], value.shape[-1]
-    rows = pool.new_ones(step.rows, *pool.shape[1:])
-    rows[..., :key_dim] = key[:, : step.rows].transpose(0, 1)
-    rows[..., key_dim : key_dim + value_dim] = value[:, : step.rows].transpose(0, 1)
-    pool.index_copy_(0, step.slots, rows)
+    for row, slot in enumerate(step.slots.tolist()):  # padding rows have no slot
+        pool[slot] = 1.0
+        pool[slot, :, :key_dim] = key[:, row]
+        pool[slot, :, key_dim : key_dim + value_dim] = value[:, row]
+
+
+def path_keys(step: TreeRows, row: int) -> list[tuple[int, int]]:
+    """(position, slot) of each key of the row's path, itself last. A text's keys before its first page are absent."""
+    near = step.near.shape[1] // 2
+    first = near * (int(step.positions[row]) // near - 1)  # position of near column 0; the keys before it are far
+    keys = []
+    for part in step.far:
+        if part.start <= row < part.stop:
+            for index, page in enumerate(part.pages, part.first):  # the page of positions PAGE * index + 0, 1, ...
+                keys += [(PAGE * index + at, PAGE * page + at) for at in range(PAGE) if PAGE * index + at < first]
+    return keys + [(first + column, slot) for column, slot in enumerate(step.near[row].tolist()) if slot != 0]
 
 
 def attend(
     query: Tensor,
     pool: Tensor,
-    step: Prepared,
+    step: TreeRows,
     layout: Layout,
     scaling: float,
+    window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of every row over its own path, whose keys are all in the pool.
 
-    query [heads, padded, key_dim]; sinks [heads]; returns [padded, heads, value_dim] in the query's dtype. Padding rows
-    are finite and otherwise undefined.
+    query [heads, at least rows, key_dim]   pool [slots, kv_heads, width]   sinks [heads]
+    returns [rows, heads, value_dim] float64
     """
-    kv_heads, key_dim, value_dim = layout.kv_heads, layout.key_dim, layout.value_dim
-    group, rows = query.shape[0] // kv_heads, step.rows
-    # Contiguous, so that the products have the same layout for any number of rows.
-    q = query.transpose(0, 1).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    q = q.mul_(scaling * LOG2_E if softcap is None else scaling / softcap)
-    q = q.view(step.padded, kv_heads, group, key_dim)
-
-    batch = rows * kv_heads
-    near = pool.view(-1, layout.width).index_select(0, step.gather).view(batch, -1, layout.width)
-    scores = torch.bmm(q[:rows].view(batch, group, key_dim), near[..., :key_dim].transpose(1, 2))
-    scores = _capped(scores, softcap).view(rows, kv_heads, group, -1).add_(step.hidden)
-    top = scores.amax(-1, keepdim=True)  # [rows, kv_heads, group, 1]
-    if sinks is not None:
-        sink = sinks.float().view(kv_heads, group, 1) * LOG2_E
-        torch.maximum(top, sink, out=top)
-    far = []
-    for part in step.far:
-        products, far_scores = _far_scores(q, pool, part, layout, softcap)
-        far.append((part, products, far_scores))
-        mine = top[part.start : part.start + part.count]
-        torch.maximum(mine, far_scores.amax(-1, keepdim=True).transpose(0, 1), out=mine)
-
-    weights = elementwise_(Tensor.exp2_, scores.sub_(top)).view(batch, group, -1)
-    # Padding rows stay ones: 1 / 1.
-    total = pool.new_ones(step.padded, kv_heads, group, value_dim + 1)
-    total[:rows] = torch.bmm(weights, near[..., key_dim : key_dim + value_dim + 1]).view(rows, kv_heads, group, -1)
-    for part, products, far_scores in far:
-        its = slice(part.start, part.start + part.count)
-        elementwise_(Tensor.exp2_, far_scores.sub_(top[its].transpose(0, 1)))
-        total[its] += _far_values(products, pool, part, layout, group)
-    if sinks is not None:
-        total[:rows, ..., -1:] += _exp2(sink - top)
-    out = total[..., :-1] / total[..., -1:]
-    return out.view(step.padded, -1, value_dim).to(query.dtype)
-
-
-def _capped(scores: Tensor, softcap: float | None) -> Tensor:
-    """Scores in units of log 2, in place. With a cap, the argument is divided by it."""
-    return scores if softcap is None else elementwise_(Tensor.tanh_, scores).mul_(softcap * LOG2_E)
-
-
-def _far_scores(q: Tensor, pool: Tensor, part: _Far, layout: Layout, softcap: float | None) -> tuple[Tensor, Tensor]:
-    """Products [kv_heads, padded * group, keys] of one text's rows with its far keys, and a view of them.
-
-    The view, [kv_heads, count, group, keys], has the scores of the text's rows. Padding rows stay unmasked products,
-    which are finite.
-    """
-    group = q.shape[2]
-    mine = q[part.start : part.start + part.padded]  # rows past `count`, of other texts, serve as padding
-    if len(mine) < part.padded:
-        mine = q.new_zeros(part.padded, *q.shape[1:])
-        mine[: part.count] = q[part.start : part.start + part.count]
-    rows = mine.transpose(0, 1).reshape(layout.kv_heads, part.padded * group, layout.key_dim)
-    by_run = [
-        torch.bmm(rows, pool[first * PAGE : (first + count) * PAGE, :, : layout.key_dim].permute(1, 2, 0))
-        for first, count in part.runs
-    ]
-    products = by_run[0] if len(by_run) == 1 else torch.cat(by_run, -1)
-    scores = products.view(layout.kv_heads, part.padded, group, part.keys)[:, : part.count]
-    return products, _capped(scores, softcap).add_(part.hidden)
-
-
-def _far_values(weights: Tensor, pool: Tensor, part: _Far, layout: Layout, group: int) -> Tensor:
-    """Sums of weighted values and of weights [count, kv_heads, group, value_dim + 1]: a product per page, in order."""
-    values = slice(layout.key_dim, layout.key_dim + layout.value_dim + 1)
-    total, column = None, 0
-    for first, count in part.runs:
-        for page in range(first, first + count):
-            keys = weights[..., column : column + PAGE]
-            page_values = pool[page * PAGE : (page + 1) * PAGE, :, values].transpose(0, 1)
-            total = torch.bmm(keys, page_values) if total is None else total.baddbmm_(keys, page_values)
-            column += PAGE
-    assert total is not None
-    return total.view(layout.kv_heads, part.padded, group, -1)[:, : part.count].transpose(0, 1)
+    heads, rows = len(query), len(step.positions)
+    out = torch.zeros(rows, heads, layout.value_dim, dtype=torch.float64)
+    for row in range(rows):
+        position = int(step.positions[row])
+        seen = [slot for at, slot in path_keys(step, row) if window is None or position - at < window]
+        for head in range(heads):
+            own = pool[seen, head // (heads // layout.kv_heads)].double()  # [keys, width]
+            k, v = own[:, : layout.key_dim], own[:, layout.key_dim : layout.key_dim + layout.value_dim]
+            scores = scaling * (k @ query[head, row].double())  # [keys]
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[head : head + 1].double()))
+            out[row, head] = scores.softmax(0)[: len(seen)] @ v
+    return out

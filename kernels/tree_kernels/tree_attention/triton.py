@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tree_kernels.tree_attention.reference import LOG2_E, PAGE, Layout
+from tree_kernels.tree_attention.rows import LOG2_E, PAGE, Layout
 
 SMALLEST_DOT = 16
 """Triton multiplies blocks of at least this many rows and columns."""

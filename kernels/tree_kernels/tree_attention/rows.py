@@ -1,0 +1,76 @@
+"""The pool, the rows of a step and the keys that they attend to: what all forms of the attention share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+PAGE = 64
+"""Positions of a page; the far keys of a page are multiplied at once."""
+
+NEAR_CHOICES = (16, 32, 64)
+
+LOG2_E = 1 / math.log(2)
+"""Scores are in units of log 2: exp2 is ten times faster than exp where its result is zero or close to it."""
+
+
+def near_window(max_depth: int) -> int:
+    """The smallest block of near positions that holds a tree of this depth."""
+    for near in NEAR_CHOICES:
+        if max_depth <= near:
+            return near
+    raise ValueError(f"max_depth: at most {NEAR_CHOICES[-1]}, got {max_depth}")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The numbers in one slot of a layer: a key, a value, and at least one 1, up to a multiple of 16 numbers."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def width(self) -> int:
+        return -(-(self.key_dim + self.value_dim + 1) // 16) * 16
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one slot."""
+        return self.kv_heads * self.width * 4
+
+    def pool(self, slots: int, device: torch.device) -> Tensor:
+        """[slots, kv_heads, width] float32, all zero. On a CPU, pages take no memory until they are written."""
+        return torch.zeros(slots, self.kv_heads, self.width, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class FarRows:
+    """Rows [start, stop) of a step, all of one text, and its pages that are far for any of them, in order."""
+
+    start: int
+    stop: int
+    pages: tuple[int, ...]
+    first: int = 0  # index in the text of the first of these pages; earlier ones are outside every row's window
+
+
+@dataclass(frozen=True, slots=True)
+class TreeRows:
+    """The rows of a step: their positions, and the keys that they attend to. The same for all layers.
+
+    positions [rows] int64, in any order
+    slots     [rows] int64   where each row's own key and value are written
+    near      [rows, 2 * near] int64   slots of the keys at positions near * (p // near - 1) + column; 0: no key
+    far       each row that has far keys is in exactly one of these
+    padded    rows of the step's matrices: a multiple of 8, at least the number of rows
+    """
+
+    positions: Tensor
+    slots: Tensor
+    near: Tensor
+    far: Sequence[FarRows]
+    padded: int
