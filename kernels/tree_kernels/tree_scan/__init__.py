@@ -1,6 +1,6 @@
 """The recurrence of state-space layers for a list of rows, each along its own path (README.md in this folder)."""
 
-from tree_kernels.tree_scan.reference import (
+from tree_kernels.tree_scan.cpu import (
     ROW_MULTIPLE,
     BlockFold,
     Group,
