@@ -1,4 +1,4 @@
-"""Levels of trees from inputs against each path computed separately, token by token in float64 (ALGORITHMS 11)."""
+"""Levels of trees from inputs against `level_scan/reference.py`, node by node in float64 (ALGORITHMS 11, 8 and 9)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tree_kernels.level_scan import Lines, NodeInputs, level_scan
-from tree_kernels.state_step import mamba2_drive, mamba2_fold, mamba2_step
+from tree_kernels.level_scan import Lines, NodeInputs, level_scan, reference
+from tree_kernels.state_step import mamba2_drive, mamba2_fold
 
 WIDTH, SIZE = 8, 16
 
@@ -27,18 +27,6 @@ def random_inputs(generator, trees, nodes, heads, groups, strength):
     return NodeInputs(x, B, dt)
 
 
-def stepped(inputs, tree, path, state, C, A):
-    """The recurrence by its definition along one path of a tree, in float64: y [H, P] and the state after it."""
-    heads, groups = inputs.dt.shape[2], inputs.B.shape[2]
-    states, first = state.double()[None].clone(), torch.zeros(1, dtype=torch.int64)
-    y = torch.zeros(1)
-    for node in path:
-        x, B, dt = (part[tree, node].double()[None] for part in inputs)
-        y = mamba2_step(states, first, slice(0, 1), x, dt, A.double(), B, C.double()[None], torch.zeros(heads))
-    assert heads % groups == 0
-    return y[0], states[0]
-
-
 @pytest.mark.parametrize("strength", [1.0, 10.0], ids=["mild", "strong-decay"])
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("sizes", [[(1, 1)], [(9, 4)], [(1, 1), (16, 9), (7, 3)], [(63, 30), (40, 1)]], ids=str)
@@ -55,13 +43,21 @@ def test_every_new_node_equals_its_path_computed_separately_beside_any_other_tre
     states = [torch.randn(heads, WIDTH, SIZE, generator=generator) for _ in sizes]
     C = torch.randn(trees, widest, groups, SIZE, generator=generator)
     A = -torch.rand(heads, generator=generator) * 4
-    y = level_scan(inputs, Lines.of(lines, widest, torch.device("cpu")), states, C, A)
+    of = Lines.of(lines, widest, torch.device("cpu"))
+    y = level_scan(inputs, of, states, C, A)
+    exact = level_scan(
+        NodeInputs(*(each.double() for each in inputs)),
+        Lines(of.sums.double(), of.bars.double()),
+        [state.double() for state in states],
+        C.double(),
+        A.double(),
+    )
+    truth = reference.level_scan(inputs, lines, states, C, A)
     for tree, (_, new) in enumerate(sizes):
         for row in range(widest - new, widest):
-            path = np.flatnonzero(lines[tree, most - widest + row])
-            wanted, _ = stepped(inputs, tree, path, states[tree], C[tree, row], A)
-            error = (y[tree, row].double() - wanted).norm() / wanted.norm()
-            assert error < (2e-6 if strength == 1 else 2e-5)
+            wanted = truth[tree, row]
+            assert (y[tree, row].double() - wanted).norm() / wanted.norm() < (2e-6 if strength == 1 else 2e-5)
+            assert (exact[tree, row] - wanted).norm() / wanted.norm() < 1e-12
 
 
 def test_siblings_are_hidden_even_where_the_exponential_would_overflow():
@@ -73,9 +69,8 @@ def test_siblings_are_hidden_even_where_the_exponential_would_overflow():
     C, A = torch.randn(1, 2, 1, SIZE, generator=generator), torch.full((2,), -1.0)
     state = torch.randn(2, WIDTH, SIZE, generator=generator)
     y = level_scan(inputs, Lines.of(lines, 2, torch.device("cpu")), [state], C, A)
-    for row, path in enumerate(([0, 1], [0, 2])):
-        wanted, _ = stepped(inputs, 0, path, state, C[0, row], A)
-        torch.testing.assert_close(y[0, row].double(), wanted, atol=1e-5, rtol=1e-5)
+    wanted = reference.level_scan(inputs, lines, [state], C, A)
+    torch.testing.assert_close(y.double(), wanted, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -89,6 +84,6 @@ def test_folding_paths_of_several_lengths_gives_the_states_of_single_steps(group
     left, driven = mamba2_drive(inputs.x, inputs.dt, A)
     mamba2_fold(states, torch.tensor([2, 0, 1]), torch.tensor([3, 0, 5]), left, driven, inputs.B)
     for row, (source, target) in enumerate([(2, 3), (0, 0), (1, 5)]):
-        _, wanted = stepped(inputs, row, range(lengths[row]), before[source], torch.zeros(groups, SIZE), A)
+        wanted = reference.advanced(inputs, row, range(lengths[row]), before[source], A)
         torch.testing.assert_close(states[target].double(), wanted, atol=1e-5, rtol=1e-5)
     assert torch.equal(states[[1, 2, 4]], before[[1, 2, 4]])

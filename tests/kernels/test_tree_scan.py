@@ -1,4 +1,7 @@
-"""Convolution and recurrence of packed trees against each path separately, in float64 (ALGORITHMS 11, 8 to 10)."""
+"""Convolution and recurrence of packed trees against each path separately, in float64 (ALGORITHMS 11, 8 to 10).
+
+The recurrence of each path separately is `tree_scan/reference.py`.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from tree_kernels.tree_scan import (
     TokenInputs,
     fold,
     fold_in_order,
+    reference,
     tree_scan,
     tree_scan_in_order,
 )
@@ -58,18 +62,6 @@ def random_inputs(generator, slots, heads, width, groups, size, dtype=torch.floa
     return TokenInputs(x.to(dtype), B.to(dtype), dt if dtype == torch.float64 else dt.float())
 
 
-def stepped(inputs, state, path, A, C, D):
-    """The recurrence by its definition, one token after another; A [H] or [H, N]."""
-    members = inputs.x.shape[1] // inputs.B.shape[1]
-    A = A.double().view(len(A), 1, -1)
-    for slot in path:
-        dt = inputs.dt[slot].double()[:, None, None]
-        B = inputs.B[slot].double().repeat_interleave(members, 0)[:, None]
-        state = torch.exp(dt * A) * state + dt * inputs.x[slot].double()[..., None] * B
-    C = C.double().repeat_interleave(members, 0)[:, None]
-    return (state * C).sum(-1) + D.double()[:, None] * inputs.x[path[-1]].double(), state
-
-
 def repeated(inputs, own, groups):
     """Inputs with `own` distinct x and `groups` distinct B; and the same inputs with a copy of them for every head."""
     heads, readers = inputs.x.shape[1], inputs.B.shape[1]
@@ -80,6 +72,28 @@ def repeated(inputs, own, groups):
 
 def relative(found, truth):
     return float((found.double() - truth).norm() / truth.norm())
+
+
+@pytest.mark.parametrize("kind", ["mamba1", "mamba2"])
+@pytest.mark.parametrize("rows", [1, 15, 64])
+def test_the_reference_equals_the_sum_over_each_path_in_float64(rows, kind):
+    """ALGORITHMS 6.1: y_i = exp(c_i) S C_i + sum_j exp(c_i - c_j) dt_j (C_i . B_j) x_j + D x_i."""
+    rng, generator = np.random.default_rng(rows), torch.Generator().manual_seed(rows)
+    heads, width, size = (8, 1, 16) if kind == "mamba1" else (8, 64, 16)
+    paths = paths_of(random_tree(rng, rows))
+    A = -torch.rand(heads, size if kind == "mamba1" else 1, generator=generator, dtype=torch.float64) * 16
+    D = torch.randn(heads, generator=generator, dtype=torch.float64)
+    C = torch.randn(rows, 1, size, generator=generator, dtype=torch.float64)
+    states = torch.randn(3, heads, width, size, generator=generator, dtype=torch.float64)
+    inputs = random_inputs(generator, CHAIN + 1 + rows, heads, width, 1, size)
+    x = inputs.x[torch.tensor([path[-1] for path in paths])]
+    y = reference.tree_scan(inputs, states, [], packed(paths, 2), x, C, A.squeeze(1), D)
+    for row, path in enumerate(paths):
+        x_j, B_j, dt_j = (each[torch.tensor(path)] for each in inputs)
+        c = (dt_j[..., None] * A).cumsum(0)  # [K, H, 1 or N]
+        state = torch.exp(c[-1])[:, None] * states[2]
+        state += torch.einsum("khn,kh,khp,kn->hpn", torch.exp(c[-1] - c).expand(-1, -1, size), dt_j, x_j, B_j[:, 0])
+        assert relative(y[row], state @ C[row, 0] + D[:, None] * x[row]) < 1e-12
 
 
 @pytest.mark.parametrize("groups", [1, 2, 8])
@@ -99,12 +113,7 @@ def test_a_tree_scan_equals_each_path_separately(rows, groups, source):
         own = torch.tensor([path[-1] for path in paths])
         x, c = inputs.x[own], C.to(dtype)
         y = tree_scan(inputs, states.float(), [], packed(paths, source), x, c, A.float(), D.float())
-        truth = torch.stack(
-            [
-                stepped(inputs, states[source].float().double(), p, A.float(), c[r], D.float())[0]
-                for r, p in enumerate(paths)
-            ]
-        )
+        truth = reference.tree_scan(inputs, states.float(), [], packed(paths, source), x, c, A.float(), D.float())
         assert relative(y, truth) < bound
 
 
@@ -123,10 +132,7 @@ def test_a_tree_scan_in_order_equals_each_path_separately_bit_for_bit(rows, sour
     inputs = random_inputs(generator, CHAIN + 1 + rows, heads, 1, 1, size, torch.float32)
     x = inputs.x[torch.tensor([path[-1] for path in paths])]
     y = tree_scan_in_order(inputs, states, [], packed(paths, source), x, C, A, D)
-    truth = torch.stack(
-        [stepped(inputs, states[source].double(), path, A, C[row], D)[0] for row, path in enumerate(paths)]
-    )
-    assert relative(y, truth) < 2e-6
+    assert relative(y, reference.tree_scan(inputs, states, [], packed(paths, source), x, C, A, D)) < 2e-6
     for row, path in enumerate(paths):
         alone = tree_scan_in_order(inputs, states, [], packed([path], source), x[row : row + 1], C[row : row + 1], A, D)
         assert torch.equal(alone[0], y[row])
@@ -145,18 +151,14 @@ def test_folds_equal_steps_one_after_another(kind):
     inputs = random_inputs(generator, 40, heads, width, groups, size, torch.float32)
     states = torch.randn(3, heads, width, size, generator=generator)
     blocks = torch.randperm(39, generator=generator)[:32].view(2, 16) + 1
-    done = run(
-        inputs, states, [BlockFold(2, blocks[0], 1), BlockFold(-1, blocks[1], -1), BlockFold(0, blocks[1], -1)], A
-    )
-    zeros, nothing = torch.zeros(groups, size), torch.zeros(heads)
-    first = stepped(inputs, states[2].double(), blocks[0].tolist(), A, zeros, nothing)[1]
-    second = stepped(inputs, first, blocks[1].tolist(), A, zeros, nothing)[1]
-    fresh = stepped(inputs, torch.zeros_like(first), blocks[1].tolist(), A, zeros, nothing)[1]
-    for state, truth in zip(done, (first, second, fresh), strict=True):
+    folds = [BlockFold(2, blocks[0], 1), BlockFold(-1, blocks[1], -1), BlockFold(0, blocks[1], -1)]
+    done = run(inputs, states, folds, A)
+    for state, truth in zip(done, reference.fold(inputs, states, folds, A), strict=True):
         assert relative(state, truth) < 2e-6
 
 
 def test_a_row_may_start_from_a_fold_of_its_own_step():
+    """Its block and its columns are then one path from zero."""
     generator = torch.Generator().manual_seed(4)
     heads, width, groups, size = 4, 8, 1, 16
     A, D = -torch.rand(heads, generator=generator), torch.randn(heads, generator=generator)
@@ -166,8 +168,30 @@ def test_a_row_may_start_from_a_fold_of_its_own_step():
     folds = [BlockFold(0, torch.arange(1, 17), -1)]
     paths = Paths(torch.arange(17, 30)[None], [Group(-1, torch.zeros(8, dtype=torch.int64), 1)], folds)
     y = tree_scan(inputs, states, fold(inputs, states, folds, A), paths, inputs.x[29:], C, A, D)
-    truth, _ = stepped(inputs, states[0].double(), list(range(1, 30)), A, C[0], D)
-    assert relative(y[0], truth) < 2e-6
+    whole = Paths(torch.arange(1, 30)[None], [], [])
+    assert relative(y, reference.tree_scan(inputs, states, [], whole, inputs.x[29:], C, A, D)) < 2e-6
+
+
+@pytest.mark.parametrize("kind", ["mamba1", "mamba2"])
+def test_rows_of_one_step_start_from_zero_from_two_checkpoints_and_from_a_fold(kind):
+    rng, generator = np.random.default_rng(7), torch.Generator().manual_seed(7)
+    heads, width, groups, size = (8, 1, 1, 16) if kind == "mamba1" else (8, 32, 2, 16)
+    A = -torch.rand(heads, size if kind == "mamba1" else 1, generator=generator).squeeze(1)
+    D = torch.randn(heads, generator=generator)
+    C = torch.randn(20, groups, size, generator=generator)
+    states = torch.randn(3, heads, width, size, generator=generator)
+    inputs = random_inputs(generator, 40, heads, width, groups, size, torch.float32)
+    columns = packed(paths_of(random_tree(rng, 20)), 0).columns
+    rows = torch.from_numpy(rng.permutation(20))
+    folds = [BlockFold(2, torch.arange(26, 40), -1)]
+    starts = [Group(source, rows[at : at + 8], count) for source, at, count in ((2, 0, 5), (-1, 5, 6), (1, 11, 4))]
+    paths = Paths(columns, starts, folds)
+    x = inputs.x[columns.amax(1)]
+    run, advance = (tree_scan_in_order, fold_in_order) if kind == "mamba1" else (tree_scan, fold)
+    y = run(inputs, states, advance(inputs, states, folds, A), paths, x, C, A, D)
+    truth = reference.tree_scan(inputs, states, reference.fold(inputs, states, folds, A), paths, x, C, A, D)
+    for row in range(20):
+        assert relative(y[row], truth[row]) < 2e-6
 
 
 @pytest.mark.parametrize("run", [tree_scan, tree_scan_in_order], ids=["mamba2", "mamba1"])
@@ -220,11 +244,12 @@ def test_heads_that_share_x_and_b_equal_heads_with_copies_of_them(own, groups):
     few, whole = repeated(inputs, own, groups)
     at = torch.tensor([path[-1] for path in paths])
     folds = [BlockFold(2, torch.arange(1, 17), 1), BlockFold(0, torch.arange(20, 36), -1)]
-    for found, truth in zip(fold(few, states, folds, A), fold(whole, states, folds, A), strict=True):
+    for found, truth in zip(fold(few, states, folds, A), reference.fold(whole, states, folds, A), strict=True):
         assert relative(found, truth) < 1e-6
     y = tree_scan(few, states, [], packed(paths, 2), few.x[at], C, A, D)
-    truth = [stepped(whole, states[2].double(), path, A, C[row], D)[0] for row, path in enumerate(paths)]
-    assert relative(y, torch.stack(truth)) < 2e-6
+    truth = reference.tree_scan(whole, states, [], packed(paths, 2), whole.x[at], C, A, D)
+    assert relative(y, truth) < 2e-6
+    assert torch.equal(reference.tree_scan(few, states, [], packed(paths, 2), few.x[at], C, A, D), truth)
 
 
 @pytest.mark.parametrize(

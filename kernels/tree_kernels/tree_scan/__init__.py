@@ -1,16 +1,8 @@
 """The recurrence of state-space layers for a list of rows, each along its own path (README.md in this folder)."""
 
-from tree_kernels.tree_scan.reference import (
-    ROW_MULTIPLE,
-    BlockFold,
-    Group,
-    Paths,
-    TokenInputs,
-    fold,
-    fold_in_order,
-    tree_scan,
-    tree_scan_in_order,
-)
+from tree_kernels.tree_scan.cpu import fold, fold_in_order, tree_scan, tree_scan_in_order
+from tree_kernels.tree_scan.inputs import TokenInputs
+from tree_kernels.tree_scan.paths import ROW_MULTIPLE, BlockFold, Group, Paths
 
 __all__ = [
     "ROW_MULTIPLE",

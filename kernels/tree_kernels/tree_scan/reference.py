@@ -1,110 +1,23 @@
-"""The recurrence along paths in PyTorch: matrix products for Mamba-2, token by token for Mamba-1. Runs on CPUs.
+"""The recurrence along paths, one token after another (ALGORITHMS 1.1, 1.2).
 
-A row's state is a checkpoint of its text, advanced by the inputs in its `columns`, oldest first. Slot 0 holds zeros: a
-column that is 0 has dt = 0, so it decays nothing and adds nothing.
+Every token of a path advances the state of each head, [P, N]; a row's output reads the state after its own token:
 
-    H heads of P channels, G groups of heads that share B and C, N state width. Mamba-1: H channels, P = 1, G = 1.
+    S = exp(dt A) S + dt x B^T        y = S C + D x
 
-Mamba-in-Llama has fewer inputs per token: X = H / r heads have an x, each for r consecutive heads, and G groups have a
-B, each for r consecutive groups of C. Otherwise r = 1.
+Both Mamba-2 and Mamba-1: A is [H] for Mamba-2, one decay per head; [H, N] for Mamba-1, one per channel and state. So
+`tree_scan` is also the reference of `tree_scan_in_order`, and `fold` of `fold_in_order`. All arguments are converted to
+float64, in which everything is computed. The letters of shapes are those of `inputs.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-ROW_MULTIPLE = 8
-"""Rows of a product are padded to a multiple of this: the library uses other kernels for other numbers of rows."""
-
-
-class TokenInputs(NamedTuple):
-    """A layer's inputs of every token, by slot; `x`, `B` after the convolution, `dt` after softplus and clamp."""
-
-    x: Tensor  # [slots, X, P]
-    B: Tensor  # [slots, G, N]
-    dt: Tensor  # [slots, H] float32
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Rows that start from one checkpoint."""
-
-    source: int  # a slot of the states, or -1 - f: the result of the step's fold f; never 0, the zero state
-    rows: Tensor  # [a multiple of ROW_MULTIPLE] int64; padding past `count`
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class BlockFold:
-    """A checkpoint advanced by one block of tokens."""
-
-    source: int  # as in `Group`; may be 0, the zero state
-    columns: Tensor  # [block] int64 slots of the block's inputs, in order; none is 0
-    target: int  # the slot of the states that stores it; -1: used in this step only
-
-
-class Wave(NamedTuple):
-    """The tokens at one distance from their checkpoints."""
-
-    columns: Tensor  # [n] int64 slots of the tokens
-    parents: Tensor  # [n] int64 index of each token's parent in the wave before, or among the sources
-    rows: Tensor  # [m] int64 the step's rows whose paths end in this wave
-    ends: Tensor  # [m] int64 index in this wave of each such row's last token
-
-
-class Waves(NamedTuple):
-    """The paths of a step as a forest: checkpoints, and the waves of tokens after them."""
-
-    sources: tuple[int, ...]  # as in `Group`; the first is 0, the zero state
-    waves: tuple[Wave, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Paths:
-    """The paths of a step's rows. The same for all layers.
-
-    columns [rows, K] int64   slots of each row's inputs since its checkpoint, in order of position, its own included;
-    0: none
-    """
-
-    columns: Tensor
-    groups: Sequence[Group]
-    folds: Sequence[BlockFold]
-    _gathers: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    _slots: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    _waves: list[Waves] = field(default_factory=list)
-
-    def waves(self) -> Waves:
-        """The paths as a forest that contains each token once."""
-        if not self._waves:
-            self._waves.append(_forest(self.columns, self.groups))
-        return self._waves[0]
-
-    def slots(self) -> Tensor:
-        """The unique slots of all columns: far fewer than the columns, since the rows of a tree share most of them."""
-        return self._shared()[0]
-
-    def gather(self, parts: int, times: int = 1) -> Tensor:
-        """[rows * parts * times, K] indices into `slots()` viewed as [slots * parts, ...]: every row's columns, part by
-        part, each repeated `times` times; the newest first."""
-        key = (parts, times)
-        if key not in self._gathers:
-            places = self._shared()[1].flip(1)[:, None, :] * parts
-            index = places + torch.arange(parts, device=places.device).repeat_interleave(times)[:, None]
-            self._gathers[key] = index.flatten(0, 1)
-        return self._gathers[key]
-
-    def _shared(self) -> tuple[Tensor, Tensor]:
-        if not self._slots:
-            self._slots.append(torch.unique(self.columns, return_inverse=True))
-        return self._slots[0]
+from tree_kernels.tree_scan.inputs import TokenInputs
+from tree_kernels.tree_scan.paths import BlockFold, Paths
 
 
 def tree_scan(
@@ -117,145 +30,48 @@ def tree_scan(
     A: Tensor,
     D: Tensor,
 ) -> Tensor:
-    """Mamba-2 of every row along its own path (ALGORITHMS 6.1, and 6.4 for the checkpoint rule).
+    """y of every row: its checkpoint, advanced by the tokens in its columns.
 
     states [slots, H, P, N]   folded: the result of `fold` for the step's folds   x [rows, X, P], C [rows, r G, N]
-    A, D [H] float32; returns y [rows, H, P] float32
+    A [H] or [H, N]   D [H]; returns y [rows, H, P] float64
     """
-    rows, own, width = x.shape
-    heads, readers, (groups, size) = inputs.dt.shape[1], C.shape[1], inputs.B.shape[1:]
-    columns, members = paths.columns.shape[1], heads // readers
-    C = C.float()
-    slots = paths.slots()
-    dt = inputs.dt.index_select(0, slots).view(-1).take(paths.gather(heads))  # [rows * H, K]
-    total, since = _decays(dt.view(rows, heads, columns) * A[:, None])
-    weight = since.exp_().mul_(dt.view_as(since)).view(rows, groups, readers // groups, members, columns)
-    B = inputs.B.index_select(0, slots).view(-1, size).float()
-    B = B.index_select(0, paths.gather(groups).view(-1)).view(rows * groups, columns, size)
-    alike = torch.bmm(B, C.reshape(rows * groups, readers // groups, size).transpose(1, 2))
-    alike = alike.view(rows, groups, columns, -1).transpose(2, 3)[:, :, :, None]
-    seen = inputs.x.index_select(0, slots).view(-1, width).float()
-    weight = weight.mul_(alike).view(rows * heads, columns)
-    # A bag sums its columns one after another in place; a product would need a copy of them for every row.
-    bags = paths.gather(own, heads // own)
-    y = F.embedding_bag(bags, seen, mode="sum", per_sample_weights=weight).view(rows, heads, width)
-    if paths.groups:
-        before = torch.zeros_like(y)
-        for group in paths.groups:
-            state = _source(group.source, states, folded).view(readers, members * width, size)
-            queries = C.index_select(0, group.rows).transpose(0, 1)
-            read = torch.bmm(queries, state.transpose(1, 2))[:, : group.count]  # [r G, count, members * P]
-            before[group.rows[: group.count]] = read.transpose(0, 1).reshape(group.count, heads, width)
-        y.addcmul_(before, total.exp())
-    y.view(rows, own, -1, width).addcmul_(x.float()[:, :, None], D.view(own, -1, 1))
-    return y
+    sources = {row: group.source for group in paths.groups for row in group.rows[: group.count].tolist()}
+    y = []
+    for row, columns in enumerate(paths.columns.tolist()):
+        state = checkpoint(sources.get(row, 0), states, folded)
+        state = advanced(inputs, state, columns, A)  # [H, P, N]
+        heads = state.shape[0]
+        state_C = (state * per_head(C[row], heads)[:, None]).sum(2)  # [H, P]
+        y.append(state_C + D.double()[:, None] * per_head(x[row], heads))
+    return torch.stack(y)
 
 
 def fold(inputs: TokenInputs, states: Tensor, folds: Sequence[BlockFold], A: Tensor) -> list[Tensor]:
-    """The state after each fold's block, [H, P, N]. The source of a fold may be an earlier fold."""
-    own, width = inputs.x.shape[1:]
-    heads, (groups, size) = inputs.dt.shape[1], inputs.B.shape[1:]
+    """The state after each fold's block, [H, P, N] float64. The source of a fold may be an earlier fold."""
     done: list[Tensor] = []
     for each in folds:
-        columns = each.columns.flip(0)
-        dt = inputs.dt.index_select(0, columns)  # [block, H]
-        total, since = _decays((dt * A).t().contiguous())
-        weight = since.exp_().t() * dt
-        x = inputs.x.index_select(0, columns).float()
-        x = (x if own == heads else x.repeat_interleave(heads // own, 1)).mul_(weight[..., None])
-        B = inputs.B.index_select(0, columns).float()
-        x = x.view(-1, groups, heads // groups * width).permute(1, 2, 0)  # [G, channels, block]
-        after = torch.bmm(x, B.transpose(0, 1)).view(heads, width, size)
-        if each.source:
-            after.addcmul_(_source(each.source, states, done), total.exp()[:, :, None])
-        done.append(after)
+        done.append(advanced(inputs, checkpoint(each.source, states, done), each.columns.tolist(), A))
     return done
 
 
-def tree_scan_in_order(
-    inputs: TokenInputs,
-    states: Tensor,
-    folded: Sequence[Tensor],
-    paths: Paths,
-    x: Tensor,
-    C: Tensor,
-    A: Tensor,
-    D: Tensor,
-) -> Tensor:
-    """Mamba-1 of every row along its own path: the recurrence, one token after another (ALGORITHMS 6.7).
-
-    As `tree_scan`, but A is [H, N]. A path that several rows have in common is computed once.
-    """
-    plan = paths.waves()
-    y = torch.zeros(x.shape, device=x.device)
-    C = C.float()[:, :, None]  # [rows, 1, 1, N]
-    zero = torch.zeros_like(states[0])
-    before = [_source(source, states, folded) if source else zero for source in plan.sources]
-    state = torch.stack(before)
-    for wave in plan.waves:
-        state = _step(inputs, state.index_select(0, wave.parents), wave.columns, A)
-        if len(wave.rows):
-            # No bmm: for a batch of one with one column it has other bits than for a larger batch.
-            y[wave.rows] = state.index_select(0, wave.ends).mul_(C.index_select(0, wave.rows)).sum(-1)
-    return y.addcmul_(x.float(), D[:, None])
+def advanced(inputs: TokenInputs, state: Tensor, slots: Iterable[int], A: Tensor) -> Tensor:
+    """The state [H, P, N] after the tokens in `slots`, in order; slot 0 is no token."""
+    heads = state.shape[0]
+    for slot in slots:
+        if slot != 0:
+            x, B = per_head(inputs.x[slot], heads), per_head(inputs.B[slot], heads)  # [H, P], [H, N]
+            dt = inputs.dt[slot].double()[:, None, None]  # [H, 1, 1]
+            state = torch.exp(dt * A.double().view(heads, 1, -1)) * state + dt * x[:, :, None] * B[:, None, :]
+    return state
 
 
-def fold_in_order(inputs: TokenInputs, states: Tensor, folds: Sequence[BlockFold], A: Tensor) -> list[Tensor]:
-    """`fold` for Mamba-1; A is [H, N]."""
-    done: list[Tensor] = []
-    for each in folds:
-        state = states.new_zeros(1, *states.shape[1:]) if not each.source else _source(each.source, states, done)[None]
-        for column in each.columns.split(1):
-            state = _step(inputs, state, column, A)
-        done.append(state[0])
-    return done
+def checkpoint(source: int, states: Tensor, folded: Sequence[Tensor]) -> Tensor:
+    """The state of a `Group.source` or `BlockFold.source`: zero, a slot of the states, or the result of a fold."""
+    if source == 0:
+        return torch.zeros(states.shape[1:], dtype=torch.float64)
+    return states[source].double() if source > 0 else folded[-1 - source].double()
 
 
-def _decays(a: Tensor) -> tuple[Tensor, Tensor]:
-    """The log decay over all tokens [..., 1] and over the tokens after each [..., K].
-
-    a [..., K]: the tokens' log decays, newest first.
-    Sums of numbers of one sign; differences of sums from the beginning would lose digits of recent tokens' decays.
-    """
-    total = a.cumsum(-1)
-    since = torch.zeros_like(total)
-    since[..., 1:] = total[..., :-1]
-    return total[..., -1:], since
-
-
-def _source(source: int, states: Tensor, folded: Sequence[Tensor]) -> Tensor:
-    return states[source] if source >= 0 else folded[-1 - source]
-
-
-def _step(inputs: TokenInputs, state: Tensor, columns: Tensor, A: Tensor) -> Tensor:
-    """state [n, H, P, N], each advanced by one token."""
-    dt = inputs.dt.index_select(0, columns)[..., None]  # [n, H, 1]
-    decay = (dt * A).exp_()[:, :, None]
-    drive = inputs.x.index_select(0, columns).float().mul_(dt)[..., None] * inputs.B.index_select(0, columns)[:, None]
-    return drive.addcmul_(state, decay)
-
-
-def _forest(columns: Tensor, groups: Sequence[Group]) -> Waves:
-    slots = columns.cpu().numpy()
-    rows, width = slots.shape
-    sources = (0, *(group.source for group in groups))
-    begins = np.zeros(rows, np.int64)  # for each row, the index of its checkpoint in the sources
-    for place, group in enumerate(groups, 1):
-        begins[group.rows[: group.count].cpu().numpy()] = place
-    paths = np.take_along_axis(slots, np.argsort(slots == 0, axis=1, kind="stable"), 1)
-    lengths = (slots != 0).sum(1)
-    most = int(slots.max()) + 1
-    waves, nodes = [], begins  # nodes: for each row, the index of its token in the wave before
-    for distance in range(int(lengths.max(initial=0))):
-        active = np.flatnonzero(lengths > distance)
-        # The same slot may be reached from two checkpoints of its text.
-        found, first, places = np.unique(
-            begins[active] * most + paths[active, distance], return_index=True, return_inverse=True
-        )
-        parents = nodes[active][first]
-        nodes = nodes.copy()
-        nodes[active] = places
-        ending = np.flatnonzero(lengths == distance + 1)
-        parts = (found % most, parents, ending, nodes[ending])
-        waves.append(Wave(*(torch.from_numpy(part).to(columns.device) for part in parts)))
-    return Waves(sources, tuple(waves))
+def per_head(shared: Tensor, heads: int) -> Tensor:
+    """[n, ...] -> [H, ...] float64: each of the n is for H / n consecutive heads."""
+    return shared.double().repeat_interleave(heads // len(shared), 0)
