@@ -4,10 +4,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
-TORCH := torch==2.13.0
+# The versions to install, torch's included: a file for each version of Python.
+PYTHON_MINOR = $(shell $(or $(wildcard $(BIN)/python),$(PYTHON)) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+PINS = requirements/pins-$(PYTHON_MINOR).txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev demo test check clean gpu gpu-dry gpu-wheels
+.PHONY: help setup dev demo test check pins clean gpu gpu-dry gpu-wheels
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,6 +30,9 @@ check: dev ## ruff, mypy, import contracts, generated stubs up to date
 	@$(BIN)/mypy protos/dendro kernels/tree_kernels kernels/tree_layers drafter_service verifier_service cluster
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/lint-imports
 	@$(BIN)/python protos/generate.py --check
+
+pins: $(BIN)/python ## requirements/pins-*.txt written anew, with .venv's versions where they fit pyproject.toml
+	@$(BIN)/python requirements/pin.py
 
 # A GPU machine has torch, triton, transformers and pytest, but no .venv and no network. Our other dependencies are
 # copied there as wheels, in .wheels.
@@ -56,15 +61,15 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 13) else "Python 3.11 or 3.12 is needed: make PYTHON=python3.11 ...")'
 	@$(PYTHON) -m venv $(VENV)
 
-# torch is installed first, at a fixed version; later installs keep it.
-$(VENV)/.setup: pyproject.toml | $(BIN)/python
+# torch is installed first; later installs keep it.
+$(VENV)/.setup: pyproject.toml $(wildcard requirements/pins-*.txt) | $(BIN)/python
 	@echo "installing torch (the largest part)"
-	@$(PIP) "$(TORCH)"
+	@$(PIP) --constraint $(PINS) torch
 	@echo "installing dendroaspis and its serving dependencies"
-	@$(PIP) --editable '.[serve,embedded]'
+	@$(PIP) --constraint $(PINS) --editable '.[serve,embedded]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.setup
 	@echo "installing the dependencies of tests and checks"
-	@$(PIP) --editable '.[serve,embedded,dev]'
+	@$(PIP) --constraint $(PINS) --editable '.[serve,embedded,dev]'
 	@touch $@
