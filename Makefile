@@ -64,7 +64,7 @@ $(BIN)/python:
 # torch is installed first; later installs keep it.
 $(VENV)/.setup: pyproject.toml $(wildcard requirements/pins-*.txt) | $(BIN)/python
 	@echo "installing torch (the largest part)"
-	@$(PIP) --constraint $(PINS) torch
+	@$(PIP) --constraint $(PINS) "$$(grep '^torch==' $(PINS))"
 	@echo "installing dendroaspis and its serving dependencies"
 	@$(PIP) --constraint $(PINS) --editable '.[serve,embedded]'
 	@touch $@

@@ -68,9 +68,10 @@ def test_the_makefile_installs_torch_first_and_all_by_the_pins_of_its_python(tmp
         shutil.copy(ROOT / name, tmp_path)
     command = ["make", "--dry-run", "dev", f"PYTHON={sys.executable}"]
     printed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-    constraint = f"--constraint requirements/pins-{sys.version_info.major}.{sys.version_info.minor}.txt"
+    file = f"requirements/pins-{sys.version_info.major}.{sys.version_info.minor}.txt"
+    constraint = f"--constraint {file}"
     assert re.findall(r"-m pip install (?:--[a-z-]+ )*?(--constraint .+|[^-].*)", printed) == [
-        f"{constraint} torch",
+        f"{constraint} \"$(grep '^torch==' {file})\"",
         f"{constraint} --editable '.[serve,embedded]'",
         f"{constraint} --editable '.[serve,embedded,dev]'",
     ]
