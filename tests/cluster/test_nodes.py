@@ -14,9 +14,9 @@ from dendro.client import AsyncClient
 from fakes import FakeVerifier, plain
 from toy_cluster import LOADERS, toy_config
 
-from cluster import app, deploy
+from cluster import deploy
 from cluster.redis_server import RedisServer
-from cluster.serve_config import ENVIRONMENT
+from cluster.serve_config import APPLICATION, ENVIRONMENT
 
 SCALING = {"min_replicas": 1, "max_replicas": 2, "leases": 2, "up_after_s": 0.5, "down_after_s": 2}
 
@@ -47,7 +47,7 @@ def replicas():
     """Running replicas of each deployment."""
     from ray import serve
 
-    deployed = serve.status().applications[app.APPLICATION].deployments
+    deployed = serve.status().applications[APPLICATION].deployments
     return {name: each.replica_states.get("RUNNING", 0) for name, each in deployed.items()}
 
 
