@@ -180,21 +180,27 @@ class StepRunner:
         return bool(torch.isfinite(self._whole_text(ids)).all())
 
     def check_rows(self, seed: int = 0) -> list[str]:
-        """Run the largest bucket, then every bucket on shuffled rows of it. Returns the buckets whose logits have other
-        bits, each with the first module whose results have other bits."""
+        """Run the largest bucket, then every bucket and a single row, on shuffled rows of it.
+
+        Returns the numbers of rows whose logits have other bits, each with the first module whose results differ.
+        """
         largest = min(self.buckets[-1], self.target.max_positions, len(self.own_pages) * PAGE)
         generator = np.random.default_rng(seed)
         ids = generator.integers(0, self.target.vocabulary, largest).tolist()
         order = generator.permutation(largest)
         truth = self._whole_text(ids)
         differ = {}
-        for bucket in self.buckets:
-            for start in range(0, min(largest, CHECKED_ROWS), bucket):  # a small bucket shows a difference less often
-                rows = order[start : start + bucket]
+        for count in (*self.buckets, 1):
+            # A single row is padded to the smallest bucket; products over pairs of a row and a kv head are not padded.
+            if count == 1 and self.buckets[0] in differ:
+                continue
+            for start in range(0, min(largest, CHECKED_ROWS), max(count, self.buckets[0])):
+                rows = order[start : start + count]
                 if not torch.equal(self._text_rows(ids, rows, None), truth[self._tensor(rows)]):
-                    differ[bucket] = rows
+                    differ[count] = rows
                     break
-        return [f"{bucket} rows, first in {place}" for bucket, place in self._first_in(ids, differ).items()]
+        places = self._first_in(ids, differ)
+        return [f"{count} row{'s' * (count > 1)}, first in {place}" for count, place in places.items()]
 
     def _whole_text(self, ids: Sequence[int]) -> Tensor:
         """Logits of all rows of a text in one step."""
@@ -204,17 +210,17 @@ class StepRunner:
         return logits
 
     def _first_in(self, ids: Sequence[int], differ: Mapping[int, Ints]) -> dict[int, str]:
-        """By bucket, the first place where its rows of a text have other bits than in a step of the whole text."""
+        """By number of rows, the first place where these rows have other bits than in a step of the whole text."""
         if not differ:
             return {}
         whole, places = RowTrace(), {}
         with whole.of(self.target.model, self._bucket(len(ids))):
             self._whole_text(ids)
-        for bucket, rows in differ.items():
+        for count, rows in differ.items():
             part = RowTrace()
             with part.of(self.target.model, self._bucket(len(rows))):
                 self._text_rows(ids, rows, None)
-            places[bucket] = whole.first_difference(part, self._tensor(rows))
+            places[count] = whole.first_difference(part, self._tensor(rows))
         return places
 
     def _text_rows(self, ids: Sequence[int], committed: Ints, tree: DraftTree | None) -> Tensor:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from other_kernels import give_a_batch_of_one_other_bits
 from tree_kernels.commit import commit
 from tree_kernels.tree_attention import PAGE, FarRows, Layout, TreeRows, near_window, reference
 from tree_kernels.tree_attention.cpu import attend, prepare, write
@@ -206,6 +207,12 @@ def test_a_row_has_the_same_bits_alone_in_a_chunk_and_in_a_tree(base, heads, kv_
         assert torch.equal(case.run([(text, [row])])[0], in_tree[index])
     for row in (0, base // 2, base - 1):
         assert torch.equal(case.run([(text, [row])])[0], chunked[row])
+
+
+@pytest.mark.parametrize("base", [1, 2, 65])
+def test_a_row_has_the_same_bits_where_the_library_computes_a_batch_of_one_with_another_kernel(base, monkeypatch):
+    give_a_batch_of_one_other_bits(monkeypatch)
+    test_a_row_has_the_same_bits_alone_in_a_chunk_and_in_a_tree(base, 4, 1, 16)
 
 
 def test_a_guess_has_the_bits_it_has_once_it_is_committed():

@@ -8,10 +8,12 @@ import pytest
 import torch
 from exactness import announces_what_it_must, bitwise_or_skip
 from made_once import made_once
+from other_kernels import give_a_batch_of_one_other_bits
 from tiny_experts import make_checkpoint as make_experts
 from tiny_hybrids import make_checkpoint as make_hybrid
 from tiny_models import make_checkpoint
 from torch import nn
+from tree_kernels.tree_attention import cpu
 
 import verifier_service.models as models
 from cluster.certify.command import _exactness
@@ -19,7 +21,7 @@ from verifier_service.engine import VerifierEngine
 from verifier_service.options import VerifierOptions
 from verifier_service.row_check import RowTrace
 
-MAKERS = {"llama": make_checkpoint, "mixtral": make_experts, "mamba2": make_hybrid}
+MAKERS = {"llama": make_checkpoint, "mixtral": make_experts, "mamba2": make_hybrid, "bamba": make_hybrid}
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +74,22 @@ def test_a_difference_in_a_parents_own_computation_is_named_as_the_next_modules_
 
     mlp.forward = forward
     assert runner.check_rows() == ["16 rows, first in model.layers.1.mlp.down_proj's input"]
+
+
+@pytest.mark.parametrize("family", ["llama", "bamba"])
+def test_a_batch_of_one_has_the_same_bits_where_the_library_uses_another_kernel_for_it(family, tmp_path, monkeypatch):
+    """With one kv head, a single row is a batch of one."""
+    give_a_batch_of_one_other_bits(monkeypatch)
+    MAKERS[family](tmp_path, family, num_key_value_heads=1)
+    engine = engine_of(tmp_path)
+    assert engine.dependent == () and engine._hello.exactness == "bitwise"
+
+
+def test_a_single_rows_difference_is_named(tmp_path, monkeypatch):
+    make_checkpoint(tmp_path, "llama", num_key_value_heads=1)
+    give_a_batch_of_one_other_bits(monkeypatch)
+    monkeypatch.setattr(cpu, "bmm", torch.bmm)
+    assert engine_of(tmp_path).dependent == ("1 row, first in model.layers.0.self_attn.o_proj's input",)
 
 
 def test_the_head_is_checked_too(folders):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tree_kernels.elementwise import elementwise, elementwise_
+from tree_kernels.products import bmm
 from tree_kernels.tree_attention.rows import LOG2_E, PAGE, FarRows, Layout, TreeRows
 
 ROW_MULTIPLE = 8
@@ -126,7 +127,7 @@ def attend(
 
     batch = rows * kv_heads
     near = pool.view(-1, layout.width).index_select(0, step.gather).view(batch, -1, layout.width)
-    scores = torch.bmm(q[:rows].view(batch, group, key_dim), near[..., :key_dim].transpose(1, 2))
+    scores = bmm(q[:rows].view(batch, group, key_dim), near[..., :key_dim].transpose(1, 2))
     scores = _capped(scores, softcap).view(rows, kv_heads, group, -1).add_(step.hidden)
     top = scores.amax(-1, keepdim=True)  # [rows, kv_heads, group, 1]
     if sinks is not None:
@@ -142,7 +143,7 @@ def attend(
     weights = elementwise_(Tensor.exp2_, scores.sub_(top)).view(batch, group, -1)
     # Padding rows stay ones: 1 / 1.
     total = pool.new_ones(step.padded, kv_heads, group, value_dim + 1)
-    total[:rows] = torch.bmm(weights, near[..., key_dim : key_dim + value_dim + 1]).view(rows, kv_heads, group, -1)
+    total[:rows] = bmm(weights, near[..., key_dim : key_dim + value_dim + 1]).view(rows, kv_heads, group, -1)
     for part, products, far_scores in far:
         its = slice(part.start, part.start + part.count)
         elementwise_(Tensor.exp2_, far_scores.sub_(top[its].transpose(0, 1)))
