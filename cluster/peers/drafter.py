@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Protocol
 
-from dendro.calls import DraftCall, DrafterPeer, Opened
+from dendro.calls import IDLE_ROUNDS, DraftCall, DrafterPeer, Opened
 from dendro.errors import BadRequest, DendroError, NotFound, PeerLost
 from dendro.shapes import TreeShape
 from dendro.text import Text
@@ -34,8 +34,6 @@ from cluster.peers.verifier import VerifierHandle
 
 FROZEN_S = 5.0
 """How much longer a late draft may take before its drafter counts as hung and another is leased."""
-IDLE_ROUNDS = 32
-"""Consecutive rounds without a drafted shape after which a drafter's lease is released."""
 
 
 class SpeculationGate(Protocol):

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from dendro.calls import TARGET_BYTES
 from dendro.errors import BadRequest, Conflict, PeerLost
 from dendro.text import SEED_BITS, Limits, Sampling, Text
 from dendro.v1 import generation_pb2 as pb
@@ -29,7 +30,7 @@ log = logging.getLogger("dendro.router")
 
 MAX_REQUEST_ID = 128
 _REQUEST_ID = re.compile(f"[!-~]{{1,{MAX_REQUEST_ID}}}")  # safe in a log line, a key and a header
-_TARGET = re.compile("[0-9a-f]{32}")  # `Hello.target`, as stored in records
+_TARGET = re.compile(f"[0-9a-f]{{{2 * TARGET_BYTES}}}")  # `Hello.target`, as stored in records
 LONG_PROMPT_BYTES = 1 << 14
 
 BEGIN_AGAIN = "begin the turn again, with the same request_id"
@@ -144,7 +145,7 @@ class Admission:
         if resume is not None and not resume.prompt_tokens:
             raise BadRequest("resume.prompt_tokens", "is missing: it must be what `started` reported")
         if resume is not None and not _TARGET.fullmatch(resume.target):
-            raise BadRequest("resume.target", "must be what `started` reported, 32 hexadecimal digits")
+            raise BadRequest("resume.target", f"must be what `started` reported, {2 * TARGET_BYTES} hexadecimal digits")
         sampling = _sampling(request, record)
         experience = self._experience[served.name].of(tenant)
         kind = PriorKey.of(served.name, self._config.drafters_of(served.name), sampling.temperature, tenant)

@@ -31,7 +31,7 @@ from dendro.errors import BadRequest, DendroError, EngineFailed, error_for, one_
 from dendro.internal.v1 import calls_pb2, drafter_pb2, tree_pb2, verifier_pb2
 from dendro.shapes import MAX_ROWS, BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape
 from dendro.text import Finish, Limits, Sampling, Verdict
-from dendro.tree import DraftTree
+from dendro.tree import LONGEST_TRACE, DraftTree
 
 _FINISH_MESSAGE = {
     None: verifier_pb2.FINISH_UNSPECIFIED,
@@ -46,8 +46,8 @@ MAX_US = 3_600_000_000
 """Longer times in a peer's statistics are lowered to this: an hour, in microseconds."""
 MAX_STEP_ROWS = 1 << 14
 MAX_TEXTS = 1 << 14
-MAX_TRACE = 2 * MAX_ROWS
-"""Of a longer trace only its last MAX_TRACE ranks are read. Policies ignore a trace of more than MAX_ROWS."""
+MAX_TRACE = 2 * LONGEST_TRACE
+"""Of a longer trace only its last MAX_TRACE ranks are read. Policies ignore a trace of more than LONGEST_TRACE."""
 MAX_NAME = 256
 """The longest name or fingerprint, in characters."""
 MAX_END_IDS = 1024
