@@ -14,6 +14,7 @@ from dendro import wire
 from dendro.calls import PROTOCOL_VERSION, CloseCall, Closed, DraftCall, Hello, OpenCall, Opened, VerifyCall
 from dendro.errors import BadRequest, DendroError, EngineFailed, PeerLost, error_for, one_line
 from dendro.internal.v1 import calls_pb2, drafter_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
+from dendro.long_work import off_loop
 from dendro.serving import MAX_MESSAGE_BYTES, STREAM_OPTIONS
 from dendro.text import Verdict
 from dendro.tree import DraftTree
@@ -112,10 +113,11 @@ class PeerStream:
 
     async def call(self, ask: Any) -> Any:
         """Make a call and return its answer. Raises what the peer raised, and PeerLost when the stream breaks."""
+        number, self._next = self._next, self._next + 1
+        # Calls of an opening keep their order: only its first is long, and the next is made after that one's answer.
+        message = await off_loop(len(ask.update.tokens), lambda: self._kind.call_message(number, ask))
         if self._lost:
             raise PeerLost(self._lost)
-        number, self._next = self._next, self._next + 1
-        message = self._kind.call_message(number, ask)
         if message.ByteSize() > MAX_MESSAGE_BYTES // 2:
             raise BadRequest("prompt", f"makes a call of {message.ByteSize()} bytes")
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()

@@ -20,6 +20,7 @@ from functools import partial
 from typing import TypeVar, cast
 
 from dendro.errors import Conflict, DendroError, NotFound, Overloaded, PeerLost, one_line
+from dendro.long_work import off_loop
 from dendro.text import Finish, Limits, Text, Verdict
 from dendro.v1 import generation_pb2 as pb
 
@@ -125,6 +126,7 @@ class Ingress:
                 job.tenant,
                 job.record.marks if job.record else (),
             )
+            await off_loop(len(text), lambda: text.digest(len(text)))  # later digests begin from this one
             check_text_of_resume(job, text)
             outcome = "left"
             stream = TextStream(job.served.tokenizer)

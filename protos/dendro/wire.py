@@ -29,6 +29,7 @@ from dendro.calls import (
 )
 from dendro.errors import BadRequest, DendroError, EngineFailed, error_for, one_line
 from dendro.internal.v1 import calls_pb2, drafter_pb2, tree_pb2, verifier_pb2
+from dendro.long_work import PART
 from dendro.shapes import MAX_ROWS, BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape
 from dendro.text import Finish, Limits, Sampling, Verdict
 from dendro.tree import LONGEST_TRACE, DraftTree
@@ -117,14 +118,11 @@ def shape_from(message: tree_pb2.TreeShape) -> TreeShape:
         raise _bad("shape", error) from None
 
 
-def update_message(update: TextUpdate) -> calls_pb2.TextUpdate:
-    return calls_pb2.TextUpdate(
-        opening=update.opening,
-        base=update.base,
-        digest=update.digest,
-        start=update.start,
-        tokens=update.tokens,
-    )
+def _fill_update(message: calls_pb2.TextUpdate, update: TextUpdate) -> None:
+    message.opening, message.base = update.opening, update.base
+    message.digest, message.start = update.digest, update.start
+    for start in range(0, len(update.tokens), PART):
+        message.tokens.extend(update.tokens[start : start + PART])
 
 
 def update_from(message: calls_pb2.TextUpdate) -> TextUpdate:
@@ -175,7 +173,8 @@ def _open_from(update: TextUpdate, message: calls_pb2.OpenCall) -> OpenCall:
 
 
 def drafter_call_message(number: int, call: DrafterCall) -> drafter_pb2.DrafterCall:
-    message = drafter_pb2.DrafterCall(call=number, update=update_message(call.update))
+    message = drafter_pb2.DrafterCall(call=number)
+    _fill_update(message.update, call.update)
     match call:
         case OpenCall():
             message.open.CopyFrom(_open_message(call))
@@ -200,7 +199,8 @@ def drafter_call_from(message: drafter_pb2.DrafterCall) -> DrafterCall:
 
 
 def verifier_call_message(number: int, call: VerifierCall) -> verifier_pb2.VerifierCall:
-    message = verifier_pb2.VerifierCall(call=number, update=update_message(call.update))
+    message = verifier_pb2.VerifierCall(call=number)
+    _fill_update(message.update, call.update)
     match call:
         case OpenCall():
             message.open.CopyFrom(_open_message(call))
