@@ -24,7 +24,7 @@ from dendro.errors import Conflict, NotFound, PeerLost
 from dendro.long_work import off_loop
 from dendro.text import packed_ids
 
-from cluster.state_store import REDIS_FAULTS, CircuitBreaker, within
+from cluster.state_store import REDIS_FAULTS, CircuitBreaker, CircuitOpen, within
 
 PREFIX = "dendro:session:"
 SECRET_KEY = "dendro:session-secret"
@@ -246,15 +246,10 @@ class RedisSessions:
         return f"{PREFIX}{hashlib.sha256(tenant.encode()).hexdigest()[:16]}:{name}"
 
     async def _ask(self, call: Callable[[], Awaitable[Answer]]) -> Answer:
-        if not self._breaker.allows():
-            raise PeerLost("session: the store does not answer")
         try:
-            answer = await call()
-        except REDIS_FAULTS as error:
-            self._breaker.failed()
+            return await self._breaker.ask(call)
+        except (CircuitOpen, *REDIS_FAULTS) as error:
             raise PeerLost("session: the store does not answer") from error
-        self._breaker.succeeded()
-        return answer
 
 
 def _bytes(answer: bytes | str) -> bytes:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from dendro.calls import IDLE_ROUNDS, DraftCall, DrafterPeer, Opened
-from dendro.errors import BadRequest, DendroError, NotFound, PeerLost
+from dendro.errors import BadAnswer, BadRequest, DendroError, NotFound, PeerLost
 from dendro.shapes import TreeShape
 from dendro.text import Text
 from dendro.tree import DraftTree
@@ -21,13 +21,12 @@ from cluster.peers.opening import (
     FIRST_BACKOFF_S,
     LONGEST_BACKOFF_S,
     STRIKES,
-    BackgroundTasks,
-    CallTimes,
     Opening,
     Pace,
+    PeerHandle,
     Pool,
     checkpoint_mismatch,
-    end_task,
+    first_of,
     log,
 )
 from cluster.peers.verifier import VerifierHandle
@@ -49,7 +48,7 @@ class SpeculationGate(Protocol):
         ...
 
 
-class DrafterHandle:
+class DrafterHandle(PeerHandle[DrafterPeer]):
     """A request's drafter. `draft` returns a tree in time, or the root alone; it never raises for a drafter's fault."""
 
     def __init__(
@@ -67,30 +66,21 @@ class DrafterHandle:
         verifier's limits. Without `gate` every requested tree is drafted. `facts`: of the drafter's checkpoint;
         replicas of another one are not used. `vocabulary`: the target's by the router's facts, used until a verifier is
         leased."""
+        super().__init__(pool, pace)
         self._facts = facts
         self._vocabulary = vocabulary
-        self.clock = CallTimes()
         self.fallbacks: Counter[str] = Counter()  # rounds without the requested tree, by reason
         self.leases = 0
-        self.saved = 0
-        self.opened: Opened | None = None
-        self._pool = pool
-        self._pace = pace
         self._verifier = verifier
         self._longest_s = longest_s
         self._gate = gate
         self._adaptive = adaptive
-        self._opening: Opening[DrafterPeer] | None = None
-        self._pending: Opening[DrafterPeer] | None = None
         self._idle = 0
         self._strikes = 0
         self._given_up = ""  # why this request uses no drafter any more; empty while it does
         self._late_draft: asyncio.Task[None] | None = None
         self._pause_s = FIRST_BACKOFF_S
         self._not_before_s = 0.0
-        self._closed = False
-        self._background = BackgroundTasks()
-        self._opening_task: asyncio.Task[None] | None = None  # None until a tree is requested
         verifier.on_refused_tree = self.strike
 
     def strike(self) -> None:
@@ -103,7 +93,8 @@ class DrafterHandle:
             return DraftTree.root_only(text.root)
         self._idle = 0
         if self._opening_task is None:
-            await self._wait_for_verifier()  # requests that arrive with this one are counted by then
+            # Until a verifier is leased or its opening has failed: requests that arrive with this one are counted then.
+            await first_of(self._verifier.ready(), self._verifier.greeted.wait())
             if self._gate is not None and not self._gate.speculates:
                 return self._root_alone(text, "unwanted")
             self._begin(text)
@@ -136,8 +127,8 @@ class DrafterHandle:
         try:
             tree = work.result()
             self._check(tree, text, shape)
-        except BadRequest as error:
-            log.warning("drafter: its tree is refused: %s", error)
+        except (BadAnswer, BadRequest) as error:
+            log.warning("drafter: sends no valid tree: %s", error)
             opening.unsent(call.update)
             self.strike()
             return self._root_alone(text, "malformed", wall_s)
@@ -161,16 +152,6 @@ class DrafterHandle:
         self._pause_s = FIRST_BACKOFF_S
         return tree
 
-    async def close(self, text: Text) -> None:
-        """Close the opening; the peer saves its state of `text`. May be called again; never raises."""
-        if self._closed:
-            return
-        self._closed = True
-        await end_task(self._opening_task)
-        opening, self._opening = self._opening or self._pending, None
-        if opening is not None:
-            self.saved = await opening.close(text)
-
     def _refusal(self, text: Text, shape: TreeShape) -> str:
         """Why no tree of this shape can be requested; empty where one can."""
         opening, target = self._opening, self._verifier.hello
@@ -189,32 +170,18 @@ class DrafterHandle:
 
     def _check(self, tree: DraftTree, text: Text, shape: TreeShape) -> None:
         if tree.tokens[0] != text.root:
-            raise BadRequest("tree.tokens", f"begins with {tree.tokens[0]}; the text's root is {text.root}")
+            raise BadAnswer(f"tree.tokens: begins with {tree.tokens[0]}; the text's root is {text.root}")
         if tree.rows > shape.rows or int(tree.depths.max()) > shape.depth:
-            raise BadRequest("tree", f"has {tree.rows} rows and depth {tree.depths.max()}; requested was {shape}")
+            raise BadAnswer(f"tree: has {tree.rows} rows and depth {tree.depths.max()}; requested was {shape}")
         target = self._verifier.hello
         if target is not None and (tree.tokens >= target.vocabulary).any():
-            raise BadRequest("tree.tokens", f"exceed the target's vocabulary of {target.vocabulary}")
-
-    async def _wait_for_verifier(self) -> None:
-        """Wait until a verifier is leased, or its first opening has failed."""
-        verifier = asyncio.ensure_future(self._verifier.ready())
-        greeted = asyncio.ensure_future(self._verifier.greeted.wait())
-        try:
-            await asyncio.wait({verifier, greeted}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            verifier.cancel()
-            greeted.cancel()
+            raise BadAnswer(f"tree.tokens: exceed the target's vocabulary of {target.vocabulary}")
 
     async def _wait_first(self) -> None:
         """Wait for the drafter's opening, but no longer than for the verifier's. So a first tree that is requested in a
         later round, when the verifier's text is open, does not wait."""
         if self._opening is None and self._opening_task is not None:
-            verifier = asyncio.ensure_future(self._verifier.ready())
-            try:
-                await asyncio.wait({self._opening_task, verifier}, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                verifier.cancel()
+            await first_of(self._opening_task, self._verifier.ready())
 
     def _root_alone(self, text: Text, reason: str, wall_s: float = 0.0) -> DraftTree:
         """The root alone, for a round of plain decoding; `wall_s` is the time that was spent waiting for a draft."""
@@ -288,9 +255,7 @@ class DrafterHandle:
         except (DendroError, TimeoutError) as error:
             log.info("drafter: %s; trying again later", error or "does not answer")
             self._back_off()
-            if self._pending is not None:
-                self._background.start(self._pending.close(text))
-                self._pending = None
+            self._close_pending(text)
         else:
             self.opened = self.opened or opened
             self._opening, self._pending = opening, None

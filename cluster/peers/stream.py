@@ -12,7 +12,7 @@ from typing import Any, cast
 import grpc.aio
 from dendro import wire
 from dendro.calls import PROTOCOL_VERSION, CloseCall, Closed, DraftCall, Hello, OpenCall, Opened, VerifyCall
-from dendro.errors import BadRequest, DendroError, EngineFailed, PeerLost, error_for, one_line
+from dendro.errors import BadAnswer, BadRequest, DendroError, PeerLost, error_for, one_line
 from dendro.internal.v1 import calls_pb2, drafter_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 from dendro.long_work import off_loop
 from dendro.serving import MAX_MESSAGE_BYTES, STREAM_OPTIONS
@@ -34,20 +34,17 @@ class PeerKind:
     rounds: Callable[[grpc.aio.Channel], Any]  # begins a stream
     frame: Callable[[calls_pb2.Greeting | None, list[Any]], Any]
     call_message: Callable[[int, Any], Any]
-    answer_from: Callable[[Any], Any]
 
 
 DRAFTER = PeerKind(
     rounds=lambda channel: cast(Any, drafter_pb2_grpc.DrafterServiceStub(channel)).Rounds(),
     frame=lambda greeting, calls: drafter_pb2.DraftFrame(greeting=greeting, calls=calls),
     call_message=wire.drafter_call_message,
-    answer_from=wire.drafter_answer_from,
 )
 VERIFIER = PeerKind(
     rounds=lambda channel: cast(Any, verifier_pb2_grpc.VerifierServiceStub(channel)).Rounds(),
     frame=lambda greeting, calls: verifier_pb2.VerifyFrame(greeting=greeting, calls=calls),
     call_message=wire.verifier_call_message,
-    answer_from=wire.verifier_answer_from,
 )
 
 
@@ -129,7 +126,7 @@ class PeerStream:
             answer = await future
         finally:
             self._waiting.pop(number, None)
-        return self._kind.answer_from(answer)
+        return wire.answer_from(answer)
 
     async def _write(self, call: Any) -> None:
         with self._losing():
@@ -236,7 +233,7 @@ def _us_since(began_s: float) -> int:
 
 def _expect(kind: type, answer: object) -> object:
     if not isinstance(answer, kind):
-        raise EngineFailed(f"peer: answers with a {type(answer).__name__} instead of a {kind.__name__}")
+        raise BadAnswer(f"peer: answers with a {type(answer).__name__} instead of a {kind.__name__}")
     return answer
 
 

@@ -2,7 +2,7 @@
 
 A plain object without Ray or sockets: `Ingress.generate` takes a message and yields messages. Its gRPC shells are the
 servicer in `cluster/api/grpc.py` and the Serve deployment in `cluster/app.py`; both map errors to statuses with
-`status_of`.
+`logged_status`.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Converts values to messages and back: `..._message` makes a message from a value, `..._from` a value from a message.
 
-Messages of peers are checked here, once. A malformed call, hello or tree raises BadRequest, any other malformed answer
-EngineFailed. A statistic out of range is set to the nearest end of its range; any other field out of range is refused.
-The length of a repeated field is checked before it is copied to a list.
+Messages of peers are checked here, once. A malformed call or hello raises BadRequest, a malformed answer BadAnswer. A
+statistic out of range is set to the nearest end of its range; any other field out of range is refused. The length of a
+repeated field is checked before it is copied to a list.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import grpc
 import numpy as np
@@ -27,7 +27,7 @@ from dendro.calls import (
     VerifierCall,
     VerifyCall,
 )
-from dendro.errors import BadRequest, DendroError, EngineFailed, error_for, one_line
+from dendro.errors import BadAnswer, BadRequest, DendroError, error_for, one_line
 from dendro.internal.v1 import calls_pb2, drafter_pb2, tree_pb2, verifier_pb2
 from dendro.long_work import PART
 from dendro.shapes import MAX_ROWS, BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape
@@ -342,35 +342,17 @@ def verifier_answer_message(number: int, answer: Opened | Verdict | Closed | Exc
     return message
 
 
-def drafter_answer_from(message: drafter_pb2.DrafterAnswer) -> Opened | DraftTree | Closed:
-    """The answer. Raises the peer's error, and BadRequest for a malformed answer."""
-    match message.WhichOneof("answer"):
-        case "opened":
-            return _opened_from(message.opened)
-        case "tree":
-            return tree_from(message.tree)
-        case "closed":
-            return _closed_from(message.closed)
-        case "error":
-            raise _error_from(message.error)
-    raise BadRequest("answer", "is missing")
-
-
-def verifier_answer_from(message: verifier_pb2.VerifierAnswer) -> Opened | Verdict | Closed:
-    """The answer. Raises the peer's error, and EngineFailed for a malformed answer, since the request is valid."""
-    match message.WhichOneof("answer"):
-        case "opened":
-            return _opened_from(message.opened)
-        case "verdict":
-            try:
-                return verdict_from(message.verdict)
-            except BadRequest as error:
-                raise EngineFailed(f"verifier: its verdict is malformed: {error}") from None
-        case "closed":
-            return _closed_from(message.closed)
-        case "error":
-            raise _error_from(message.error)
-    raise EngineFailed("verifier: its answer is empty")
+def answer_from(message: drafter_pb2.DrafterAnswer | verifier_pb2.VerifierAnswer) -> Answer:
+    """The answer of a drafter or verifier. Raises the peer's error, and BadAnswer for a malformed answer."""
+    kind = message.WhichOneof("answer")
+    if kind is None:
+        raise BadAnswer("answer: is empty")
+    if kind == "error":
+        raise _error_from(message.error)
+    try:
+        return _ANSWER_FROM[kind](getattr(message, kind))
+    except BadRequest as error:
+        raise BadAnswer(str(error)) from None
 
 
 def _opened_message(opened: Opened) -> calls_pb2.Opened:
@@ -384,6 +366,14 @@ def _opened_from(message: calls_pb2.Opened) -> Opened:
 
 def _closed_from(message: calls_pb2.Closed) -> Closed:
     return Closed(min(message.saved, _MAX_COUNT))
+
+
+_ANSWER_FROM: dict[str, Callable[[Any], Answer]] = {
+    "opened": _opened_from,
+    "tree": tree_from,
+    "verdict": verdict_from,
+    "closed": _closed_from,
+}
 
 
 def _within(value: int, least: int, most: int) -> int:

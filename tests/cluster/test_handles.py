@@ -14,6 +14,7 @@ from pathlib import Path
 import grpc.aio
 import numpy as np
 import pytest
+from dendro import wire
 from dendro.calls import PROTOCOL_VERSION, TARGET_FACTS, OpenCall, VerifyCall, new_opening
 from dendro.errors import BadRequest, EngineFailed, NotFound, PeerLost
 from dendro.internal.v1 import calls_pb2, verifier_pb2
@@ -218,22 +219,17 @@ async def test_after_three_malformed_trees_a_request_asks_for_no_more_drafts(spo
 
 
 async def test_a_message_that_is_not_a_tree_counts_as_a_malformed_tree(monkeypatch):
-    spoil = stream.DRAFTER.answer_from
+    spoil = wire.answer_from
 
     def garbled(message):
         if message.WhichOneof("answer") == "tree":
             message.tree.parents[0] = 3
         return spoil(message)
 
-    monkeypatch.setattr(stream, "DRAFTER", stream.PeerKind(**{**_fields(stream.DRAFTER), "answer_from": garbled}))
-    monkeypatch.setattr("fakes.DRAFTER", stream.DRAFTER)
+    monkeypatch.setattr(wire, "answer_from", garbled)
     async with pair(FakeDrafter(), FakeVerifier()) as pools:
         ran = await run(new_text(), *pools)
     assert is_plain(ran) and ran.drafter.fallbacks["malformed"] == 3
-
-
-def _fields(kind: stream.PeerKind) -> dict:
-    return {name: getattr(kind, name) for name in ("rounds", "frame", "call_message", "answer_from")}
 
 
 class RefusingVerifier(FakeVerifier):
