@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import redis.asyncio
 import redis.exceptions
+from dendro.clock import Clock
 from dendro.errors import Conflict, NotFound, PeerLost
 from dendro.long_work import off_loop
 from dendro.text import packed_ids
@@ -150,7 +151,7 @@ def unpack_record(blob: bytes) -> Record:
 class MemorySessions:
     """Records in this process, for one-process runs and tests. `clock` is in seconds."""
 
-    def __init__(self, ttl_s: float = float("inf"), clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, ttl_s: float = float("inf"), clock: Clock = time.monotonic) -> None:
         self.ttl_s = ttl_s
         self.clock = clock
         self._secret = secrets.token_bytes(SECRET_BYTES)

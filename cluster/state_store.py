@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import redis.asyncio
 import redis.exceptions
+from dendro.clock import Clock
 
 from cluster.policies.prior import MAX_PRIOR_BYTES, Prior, PriorKey, pack_prior, unpack_prior
 
@@ -65,7 +66,7 @@ class CircuitBreaker:
         self,
         failures: int = FAILURES_TO_OPEN,
         open_s: float = OPEN_S,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
     ) -> None:
         self.failures = failures
         self.open_s = open_s

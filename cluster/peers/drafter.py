@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from dendro.calls import IDLE_ROUNDS, DraftCall, DrafterPeer, Opened
+from dendro.clock import Clock
 from dendro.errors import BadAnswer, BadRequest, DendroError, NotFound, PeerLost
 from dendro.shapes import TreeShape
 from dendro.text import Text
@@ -61,12 +62,13 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
         adaptive: bool = True,
         facts: Facts | None = None,
         vocabulary: int = 0,
+        clock: Clock = time.monotonic,
     ) -> None:
         """`longest_s` bounds every wait for a draft; a round that is not `adaptive` waits up to it. Trees must keep the
         verifier's limits. Without `gate` every requested tree is drafted. `facts`: of the drafter's checkpoint;
         replicas of another one are not used. `vocabulary`: the target's by the router's facts, used until a verifier is
         leased."""
-        super().__init__(pool, pace)
+        super().__init__(pool, pace, clock)
         self._facts = facts
         self._vocabulary = vocabulary
         self.fallbacks: Counter[str] = Counter()  # rounds without the requested tree, by reason
@@ -109,7 +111,7 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
         return await self._draft(opening, text, shape)
 
     async def _draft(self, opening: Opening[DrafterPeer], text: Text, shape: TreeShape) -> DraftTree:
-        began_s = time.monotonic()
+        began_s = self._clock()
         call = DraftCall(opening.update(text), shape)
         work = asyncio.ensure_future(opening.peer.draft(call))
         longest_s = self._longest_s
@@ -119,7 +121,7 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
         except asyncio.CancelledError:
             work.cancel()
             raise
-        wall_s = time.monotonic() - began_s
+        wall_s = self._clock() - began_s
         if not work.done():
             # The call goes on: it carries the text to the peer, and its duration updates the usual time.
             self._late_draft = self._background.start(self._late(opening, work, began_s, text, shape))
@@ -148,7 +150,7 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
             self._back_off()
             return self._root_alone(text, "failed", wall_s)
         self._pace.drafted(wall_s, shape.depth)
-        self.clock.add(wall_s, tree.draft_us)
+        self.times.add(wall_s, tree.draft_us)
         self._pause_s = FIRST_BACKOFF_S
         return tree
 
@@ -187,7 +189,7 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
         """The root alone, for a round of plain decoding; `wall_s` is the time that was spent waiting for a draft."""
         self.fallbacks[reason] += 1
         wall_us = int(1e6 * wall_s)
-        self.clock.add(wall_s, wall_us)
+        self.times.add(wall_s, wall_us)
         return replace(DraftTree.root_only(text.root), draft_us=wall_us, missed=True)
 
     async def _late(
@@ -202,7 +204,7 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
         released."""
         await asyncio.wait({work}, timeout=FROZEN_S)
         if work.done() and not work.cancelled() and work.exception() is None:
-            self._pace.drafted(time.monotonic() - began_s, shape.depth)
+            self._pace.drafted(self._clock() - began_s, shape.depth)
             return
         work.cancel()
         if not self._closed:
@@ -223,12 +225,12 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
         """Open in the background, unless an opening runs or the last failure is too recent. `old` is replaced under its
         own lease, at once."""
         running = self._opening_task is not None and not self._opening_task.done()
-        if not running and not self._closed and (old is not None or time.monotonic() >= self._not_before_s):
+        if not running and not self._closed and (old is not None or self._clock() >= self._not_before_s):
             self._opening_task = self._background.start(self._lease_and_open(text, old))
 
     def _back_off(self) -> None:
         """Delay the next lease: if it failed too, it would cost another prefill of the text."""
-        self._not_before_s = time.monotonic() + self._pause_s
+        self._not_before_s = self._clock() + self._pause_s
         self._pause_s = min(2 * self._pause_s, LONGEST_BACKOFF_S)
 
     async def _lease_and_open(self, text: Text, old: Opening[DrafterPeer] | None = None) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from dendro.calls import CloseCall, Hello, OpenCall, Opened, Peer, Terms, TextUpdate, new_opening
+from dendro.clock import Clock
 from dendro.errors import DendroError
 from dendro.smoothing import smoothed
 from dendro.text import Text
@@ -157,12 +158,13 @@ class BackgroundTasks:
 class PeerHandle(Generic[P]):
     """What the handles of drafters and verifiers share: at most one text open, which is opened in the background."""
 
-    def __init__(self, pool: Pool[P], pace: Pace) -> None:
-        self.clock = CallTimes()
+    def __init__(self, pool: Pool[P], pace: Pace, clock: Clock) -> None:
+        self.times = CallTimes()
         self.saved = 0  # tokens that the state saved at closing covers
         self.opened: Opened | None = None  # of the first opening
         self._pool = pool
         self._pace = pace
+        self._clock = clock
         self._opening: Opening[P] | None = None
         self._pending: Opening[P] | None = None  # the opening in progress
         self._opening_task: asyncio.Task[None] | None = None

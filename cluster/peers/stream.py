@@ -12,6 +12,7 @@ from typing import Any, cast
 import grpc.aio
 from dendro import wire
 from dendro.calls import PROTOCOL_VERSION, CloseCall, Closed, DraftCall, Hello, OpenCall, Opened, VerifyCall
+from dendro.clock import Clock, microseconds
 from dendro.errors import BadAnswer, BadRequest, DendroError, PeerLost, error_for, one_line
 from dendro.internal.v1 import calls_pb2, drafter_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 from dendro.long_work import off_loop
@@ -189,8 +190,9 @@ def status_text(error: Exception) -> str:
 class _RemotePeer:
     """What remote drafters and verifiers share."""
 
-    def __init__(self, stream: PeerStream) -> None:
+    def __init__(self, stream: PeerStream, clock: Clock = time.monotonic) -> None:
         self.stream = stream
+        self._clock = clock
 
     async def hello(self) -> Hello:
         return self.stream.hello
@@ -201,15 +203,18 @@ class _RemotePeer:
     async def close(self, call: CloseCall) -> Closed:
         return cast(Closed, _expect(Closed, await self.stream.call(call)))
 
+    def _us_since(self, began_s: float) -> int:
+        return microseconds(self._clock() - began_s)
+
 
 class RemoteDrafter(_RemotePeer):
     """A drafter in another process."""
 
     async def draft(self, call: DraftCall) -> DraftTree:
         """The tree. Its `draft_us` is capped at the duration of the call."""
-        began_s = time.monotonic()
+        began_s = self._clock()
         tree = cast(DraftTree, _expect(DraftTree, await self.stream.call(call)))
-        took_us = _us_since(began_s)
+        took_us = self._us_since(began_s)
         return replace(tree, draft_us=took_us) if tree.draft_us > took_us else tree
 
 
@@ -218,17 +223,13 @@ class RemoteVerifier(_RemotePeer):
 
     async def verify(self, call: VerifyCall) -> Verdict:
         """The verdict. Its `verify_us` and `queue_us` together are capped at the duration of the call."""
-        began_s = time.monotonic()
+        began_s = self._clock()
         verdict = cast(Verdict, _expect(Verdict, await self.stream.call(call)))
-        took_us = _us_since(began_s)
+        took_us = self._us_since(began_s)
         if verdict.verify_us + verdict.queue_us <= took_us:
             return verdict
         verify_us = min(verdict.verify_us, took_us)
         return replace(verdict, verify_us=verify_us, queue_us=min(verdict.queue_us, took_us - verify_us))
-
-
-def _us_since(began_s: float) -> int:
-    return int(1e6 * (time.monotonic() - began_s))
 
 
 def _expect(kind: type, answer: object) -> object:

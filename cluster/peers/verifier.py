@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from dendro.calls import TARGET_FACTS, Hello, Opened, VerifierPeer, VerifyCall
+from dendro.clock import Clock
 from dendro.errors import BadAnswer, BadRequest, DendroError, EngineFailed, NotFound, Overloaded, PeerLost
 from dendro.text import Finish, Text, Verdict
 from dendro.tree import DraftTree
@@ -45,9 +46,10 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
         patience_s: float = PATIENCE_S,
         step_s: float = STEP_S,
         facts: Facts | None = None,
+        clock: Clock = time.monotonic,
     ) -> None:
         """`facts`: of the target's checkpoint; replicas of another one are not used."""
-        super().__init__(pool, pace)
+        super().__init__(pool, pace, clock)
         self._facts = facts
         self.moves = 0  # times that the text was opened at another verifier
         self.reopened = 0  # times that it was opened again at the same
@@ -81,11 +83,11 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
         """The target's verdict. Raises BadRequest for a text that verifiers refuse, PeerLost or Overloaded after the
         patience, EngineFailed when a second opening or round since the last verdict fails by a verifier's own fault,
         the same one's or another's."""
-        give_up_s = time.monotonic() + self._patience_s
+        give_up_s = self._clock() + self._patience_s
         forgotten = 0
         while True:
             opening = await self._current_opening(text)
-            began_s = time.monotonic()
+            began_s = self._clock()
             call = VerifyCall(opening.update(text), tree)
             try:
                 async with asyncio.timeout(self._step_s):
@@ -108,13 +110,13 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
                 if self.on_refused_tree is not None:
                     self.on_refused_tree()
             except Overloaded:
-                if time.monotonic() > give_up_s:
+                if self._clock() > give_up_s:
                     raise
                 await asyncio.sleep(FIRST_BACKOFF_S)
             except (PeerLost, EngineFailed, TimeoutError) as error:
                 if self._is_last_fault(error):
                     raise
-                if time.monotonic() > give_up_s:
+                if self._clock() > give_up_s:
                     raise PeerLost(f"verifier: {error or 'does not answer'}") from error
                 log.warning("verifier: %s; the text is opened at another", error or "does not answer")
                 self.moves += 1
@@ -122,10 +124,10 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
                 self._begin(text, opening, same=False)
             else:
                 self._faults = 0
-                wall_s = time.monotonic() - began_s
+                wall_s = self._clock() - began_s
                 if not verdict.cold:
                     self._pace.verified(wall_s)
-                self.clock.add(wall_s, verdict.verify_us, verdict.queue_us)
+                self.times.add(wall_s, verdict.verify_us, verdict.queue_us)
                 return verdict
 
     def _begin(self, text: Text, old: Opening[VerifierPeer], same: bool) -> None:
@@ -147,7 +149,7 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
         `old` is the opening that this one replaces, first under the `same` lease where that is set. It is closed after
         the first attempt, not before: a lease ends with the last of its openings.
         """
-        give_up_s = time.monotonic() + self._patience_s
+        give_up_s = self._clock() + self._patience_s
         pause_s = FIRST_BACKOFF_S
         leased = old.leased if old is not None and same else None
         while True:
@@ -163,7 +165,7 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
                 self._close_pending(text)
                 if self._is_last_fault(error) or (isinstance(error, BadRequest) and self.opened is None):
                     raise  # where `opened`, another verifier has accepted the text: this one's limits are tighter
-                if time.monotonic() + pause_s > give_up_s:
+                if self._clock() + pause_s > give_up_s:
                     if isinstance(error, Overloaded):
                         raise
                     raise PeerLost("verifier: none opens the text in time") from error

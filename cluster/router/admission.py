@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from dendro.calls import TARGET_BYTES
+from dendro.clock import Clock
 from dendro.errors import BadRequest, Conflict, PeerLost
 from dendro.long_work import PART, off_loop
 from dendro.text import SEED_BITS, Limits, Sampling, Text
@@ -79,9 +79,9 @@ class Job:
     session: str  # the session's token; empty: no session
     resume: pb.Resume | None
     record: Record | None  # of the session so far; None: it begins with this request
+    began_s: float  # by the router's clock
     written: Turn | None = None  # the record's turn of this request, which an earlier attempt completed
     target: str = ""  # `Hello.target`, a digest of what tokens depend on besides the text; empty until there is one
-    began_s: float = field(default_factory=time.monotonic)
 
     @property
     def answer_length(self) -> int:
@@ -122,6 +122,7 @@ class Admission:
         sessions: Sessions,
         priors: Priors,
         experience: Mapping[str, Experiences],
+        clock: Clock,
     ) -> None:
         """served, experience: by target."""
         self._config = config
@@ -129,6 +130,7 @@ class Admission:
         self._sessions = sessions
         self._priors = priors
         self._experience = experience
+        self._clock = clock
 
     async def admit(self, request: pb.GenerateRequest, request_id: str, tenant: str) -> Job:
         """Check a request. Raises BadRequest naming the field, NotFound for an unknown session, Conflict for a resume
@@ -177,6 +179,7 @@ class Admission:
             session=session,
             resume=resume,
             record=record,
+            began_s=self._clock(),
             written=written,
         )
 
