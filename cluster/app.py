@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dendro.answer import REASON_MARK
-from dendro.errors import BadRequest, one_line
+from dendro.errors import BadRequest
 from dendro.serving import Leases, Replica
 from dendro.state import StateStore
 from dendro.v1 import generation_pb2 as pb
 
-from cluster.api.grpc import status_of, tenant_of
+from cluster.api.grpc import logged_status, tenant_of
 from cluster.config import Config, DrafterConfig, ModelConfig, TargetConfig
 from cluster.engines import (
     LocalDrafter,
@@ -36,7 +36,6 @@ from cluster.engines import (
 )
 from cluster.hub import pinned
 from cluster.peers.places import ServePeers
-from cluster.router.admission import MAX_REQUEST_ID
 from cluster.router.ingress import Ingress
 from cluster.sessions import RedisSessions
 from cluster.state_store import RedisPriors, RedisStates
@@ -168,9 +167,7 @@ class RouterShell:
                 async for event in events:
                     yield event
         except Exception as error:  # every error becomes a status; details of internal ones stay here
-            code, details, reason = status_of(error)
-            if code is code.INTERNAL:
-                log.exception("request %s failed", one_line(request.request_id, MAX_REQUEST_ID))
+            code, details, reason = logged_status(error, request)
             grpc_context.set_code(code)
             grpc_context.set_details(f"{details}{REASON_MARK}{reason}]")
             raise RuntimeError(details) from None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import yaml
+from dendro.client import MAX_MESSAGE_BYTES
 from dendro.errors import BadRequest
 
 from cluster.config import Config
@@ -23,7 +24,7 @@ HTTP_PORT = 8000
 ENVIRONMENT = {
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",  # a killed proxy is replaced in 4 s instead of 30
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "3",
-    "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(8 << 20),
+    "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(MAX_MESSAGE_BYTES),
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",  # else a hung one may last as long as a request
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",  # Ray's default of 15 would let any other process starve the engines

@@ -14,15 +14,18 @@ import json
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import redis.asyncio
 import redis.exceptions
+from dendro.clock import Clock
 from dendro.errors import Conflict, NotFound, PeerLost
+from dendro.long_work import off_loop
+from dendro.text import packed_ids
 
-from cluster.state_store import REDIS_FAULTS, CircuitBreaker, within
+from cluster.state_store import REDIS_FAULTS, CircuitBreaker, CircuitOpen, within
 
 PREFIX = "dendro:session:"
 SECRET_KEY = "dendro:session-secret"
@@ -32,6 +35,8 @@ SECRET_BYTES = 32
 MAX_TOKEN = 64
 """Characters; our tokens have 45."""
 CALL_BUDGET_S = 1.0
+TOKEN_BYTES = 6
+"""Of a stored token, about: base64 of 4 bytes."""
 RECORD_FORMAT = 3
 KEPT_TURNS = 8
 """Last turns of a record whose requests, if retried, are answered from it. An attempt that its client left ends within
@@ -124,8 +129,8 @@ def _spell(name: bytes, tag: bytes) -> str:
 
 def pack_record(record: Record) -> bytes:
     """A record as JSON; the tokens are base64 of little-endian uint32."""
-    fields = asdict(record)
-    fields["tokens"] = base64.b64encode(np.asarray(record.tokens, "<u4").tobytes()).decode()
+    fields = asdict(replace(record, tokens=()))  # asdict would copy each token by itself
+    fields["tokens"] = base64.b64encode(packed_ids(record.tokens)).decode()
     return json.dumps({"format": RECORD_FORMAT, **fields}, sort_keys=True).encode()
 
 
@@ -146,7 +151,7 @@ def unpack_record(blob: bytes) -> Record:
 class MemorySessions:
     """Records in this process, for one-process runs and tests. `clock` is in seconds."""
 
-    def __init__(self, ttl_s: float = float("inf"), clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, ttl_s: float = float("inf"), clock: Clock = time.monotonic) -> None:
         self.ttl_s = ttl_s
         self.clock = clock
         self._secret = secrets.token_bytes(SECRET_BYTES)
@@ -159,12 +164,12 @@ class MemorySessions:
         blob, until = self._records.get(check_token(token, tenant, self._secret), (b"", 0.0))
         if until <= self.clock():
             raise unknown_session()
-        return unpack_record(blob)
+        return await off_loop(len(blob) // TOKEN_BYTES, lambda: unpack_record(blob))
 
     async def write(self, token: str, tenant: str, record: Record) -> None:
         name = check_token(token, tenant, self._secret)
         blob, until = self._records.get(name, (b"", 0.0))
-        check_version(blob if until > self.clock() else None, record)
+        check_version(blob if until > self.clock() else b"", record.version)
         self._records[name] = (pack_record(record), self.clock() + self.ttl_s)
 
 
@@ -200,24 +205,26 @@ class RedisSessions:
         blob = await self._ask(lambda: self._redis.get(key))
         if blob is None:
             raise unknown_session()
-        return unpack_record(_bytes(blob))
+        found = _bytes(blob)
+        return await off_loop(len(found) // TOKEN_BYTES, lambda: unpack_record(found))
 
     async def _write(self, token: str, tenant: str, record: Record) -> None:
         key = self._key(tenant, check_token(token, tenant, await self._secret()))
-        await self._ask(lambda: self._compare_and_set(key, record))
+        blob = await off_loop(len(record.tokens), lambda: pack_record(record))
+        await self._ask(lambda: self._compare_and_set(key, blob, record.version))
 
     async def close(self) -> None:
         await self._redis.aclose()
 
-    async def _compare_and_set(self, key: str, record: Record) -> None:
+    async def _compare_and_set(self, key: str, blob: bytes, version: int) -> None:
         """WATCH, compare, MULTI: prevents two turns that read the same version from both being written. (Without EVAL,
         which the Redis user may not be allowed to call.)"""
         async with self._redis.pipeline(transaction=True) as pipe:
             await pipe.watch(key)
-            found = await pipe.get(key)
-            check_version(None if found is None else _bytes(found), record)
+            found = await pipe.get(key) or b""
+            await off_loop(len(found) // TOKEN_BYTES, lambda: check_version(_bytes(found), version))
             pipe.multi()
-            pipe.set(key, pack_record(record), ex=self.ttl_s)
+            pipe.set(key, blob, ex=self.ttl_s)
             try:
                 await pipe.execute()
             except redis.exceptions.WatchError:
@@ -240,15 +247,10 @@ class RedisSessions:
         return f"{PREFIX}{hashlib.sha256(tenant.encode()).hexdigest()[:16]}:{name}"
 
     async def _ask(self, call: Callable[[], Awaitable[Answer]]) -> Answer:
-        if not self._breaker.allows():
-            raise PeerLost("session: the store does not answer")
         try:
-            answer = await call()
-        except REDIS_FAULTS as error:
-            self._breaker.failed()
+            return await self._breaker.ask(call)
+        except (CircuitOpen, *REDIS_FAULTS) as error:
             raise PeerLost("session: the store does not answer") from error
-        self._breaker.succeeded()
-        return answer
 
 
 def _bytes(answer: bytes | str) -> bytes:
@@ -257,11 +259,11 @@ def _bytes(answer: bytes | str) -> bytes:
     return answer
 
 
-def check_version(blob: bytes | None, record: Record) -> None:
-    """Raise Conflict where `blob`, the record in the store, is not the version before `record`'s. Without a blob there
-    is no conflict: the record has expired or was lost."""
+def check_version(blob: bytes, version: int) -> None:
+    """Raise Conflict where `blob`, the record in the store, is not the one before `version`. Without a blob there is no
+    conflict: the record has expired or was lost."""
     if not blob:
         return
     found = unpack_record(blob).version
-    if found != record.version - 1:
-        raise Conflict(f"session: it is at version {found}, this turn began at {record.version - 1}")
+    if found != version - 1:
+        raise Conflict(f"session: it is at version {found}, this turn began at {version - 1}")

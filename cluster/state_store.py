@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import redis.asyncio
 import redis.exceptions
+from dendro.clock import Clock
 
 from cluster.policies.prior import MAX_PRIOR_BYTES, Prior, PriorKey, pack_prior, unpack_prior
 
@@ -54,6 +55,10 @@ def _ended(task: asyncio.Task[Any]) -> None:
         task.exception()  # else asyncio logs that it was never retrieved
 
 
+class CircuitOpen(Exception):
+    """No call was made: the last ones failed."""
+
+
 class CircuitBreaker:
     """After `failures` consecutive failures no call is allowed for `open_s` seconds; then one call may probe."""
 
@@ -61,7 +66,7 @@ class CircuitBreaker:
         self,
         failures: int = FAILURES_TO_OPEN,
         open_s: float = OPEN_S,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
     ) -> None:
         self.failures = failures
         self.open_s = open_s
@@ -77,6 +82,18 @@ class CircuitBreaker:
             return False
         self._shut_until = self.clock() + self.open_s
         return True
+
+    async def ask(self, call: Callable[[], Awaitable[Answer]]) -> Answer:
+        """The answer of a call to Redis. Raises CircuitOpen, or one of REDIS_FAULTS."""
+        if not self.allows():
+            raise CircuitOpen
+        try:
+            answer = await call()
+        except REDIS_FAULTS:
+            self.failed()
+            raise
+        self.succeeded()
+        return answer
 
     def succeeded(self) -> None:
         self._in_a_row = 0
@@ -142,17 +159,13 @@ class RedisStates:
         await self._redis.aclose()
 
     async def _ask(self, call: Callable[[], Awaitable[Answer]]) -> Answer | None:
-        if not self.breaker.allows():
-            self.counters.skipped += 1
-            return None
         try:
-            answer = await within(self.budget_s, _awaited(call))
+            return await self.breaker.ask(lambda: within(self.budget_s, _awaited(call)))
+        except CircuitOpen:
+            self.counters.skipped += 1
         except REDIS_FAULTS:
             self.counters.errors += 1
-            self.breaker.failed()
-            return None
-        self.breaker.succeeded()
-        return answer
+        return None
 
 
 async def _awaited(call: Callable[[], Awaitable[Answer]]) -> Answer:

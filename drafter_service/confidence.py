@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from dendro.tree import FloatArray
+from dendro.tree import RANKED, FloatArray
 
-CANDIDATES = 8
-"""K: the best candidates of a row, which ranks distinguish and over which confidences are normalised."""
+CANDIDATES = RANKED
+"""K: the best candidates of a row, over which confidences are normalised."""
 KEPT = 1 - 1 / 4096
 """Decay of the curvature per token: after 4096 tokens, the weight of a token is 1/e."""
 SHARPEST = 16.0

@@ -12,11 +12,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+from dendro.smoothing import OUTLIER
 from dendro.tree import DraftTree
 
 SMOOTHING = 0.1
-OUTLIER = 3.0
-"""A step's time counts as at most this many times the usual one."""
 
 Floats = npt.NDArray[np.float64]
 

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from dendro.tree import DraftTree
 from torch import Tensor
+from tree_kernels import ROW_MULTIPLE
 from tree_kernels.tree_attention import PAGE, FarRows, TreeRows
-from tree_kernels.tree_scan import ROW_MULTIPLE, BlockFold, Group, Paths
+from tree_kernels.tree_scan import BlockFold, Group, Paths
 from tree_kernels.tree_walk import Walk
 from tree_layers.memory import Pages
 from tree_layers.tree_mixers import Array, RecurrentMemory, RecurrentStep
@@ -25,21 +26,21 @@ from verifier_service.rows import NO_ROWS, Ints, StepOutcome, StepPlan, pack, te
 from verifier_service.shards import AcceptedSlots, Bounds, Crew
 from verifier_service.walk import Walker
 
-SMALL_BUCKETS = tuple(range(8, 65, 8))
+SMALL_BUCKETS = tuple(range(ROW_MULTIPLE, 65, ROW_MULTIPLE))
 
 CHECKED_ROWS = 32
 """Rows that the check at start compares in each smaller bucket."""
 
 
 def buckets_up_to(step_rows: int) -> tuple[int, ...]:
-    """Numbers of rows that a step is padded to: multiples of 8 up to 64, then 96, 128, 192, 256, ... The last is
-    `step_rows`, rounded up to a multiple of 8."""
+    """Numbers of rows that a step is padded to: multiples of ROW_MULTIPLE up to 64, then 96, 128, 192, 256, ...
+    The last is `step_rows`, rounded up to a multiple of ROW_MULTIPLE."""
     buckets = [bucket for bucket in SMALL_BUCKETS if bucket < step_rows]
     size = 64
     while size < step_rows:
         buckets += [bucket for bucket in (size * 3 // 2, size * 2) if bucket < step_rows]
         size *= 2
-    return (*buckets, -(-step_rows // 8) * 8)
+    return (*buckets, -(-step_rows // ROW_MULTIPLE) * ROW_MULTIPLE)
 
 
 class StepRunner:

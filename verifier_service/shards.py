@@ -11,7 +11,6 @@ from __future__ import annotations
 import mmap
 import multiprocessing
 import os
-import pickle
 import secrets
 import socket
 import struct
@@ -23,7 +22,7 @@ from datetime import timedelta
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,6 +37,7 @@ from verifier_service.collectives import (
     can_share_memory,
     new_memory,
 )
+from verifier_service.messages import BadFrame, packed, receive
 from verifier_service.models import LoadedTarget, load_target
 from verifier_service.recurrent import Arrangement
 from verifier_service.rows import Ints
@@ -49,6 +49,10 @@ GROUP_S = 600.0
 KEY_BYTES = 32
 HANDSHAKE_S = 5.0
 """How long one step of a handshake may take."""
+MAX_REPORT_BYTES = 1 << 20
+"""The longest message of a worker to its leader."""
+
+Report = TypeVar("Report")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,13 @@ class Shard:
     size: int
     meeting: tuple[str, int]  # host and port of the leader's store, for torch's process group
     memory: Path | None  # the group's shared memory, where this kind of machine supports it
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryAccess:
+    """From a worker: whether it opened the group's shared memory. From the leader: whether all workers did."""
+
+    opened: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,10 +176,10 @@ class Crew:
                 checkpoint, tokenizer, dtype, device.type, buckets, threads, self.size, (host, store.port), shared
             )
             self.broadcast(shard)
-            self.memory_is_shared = all([self._receive(stream) for stream in self._streams])
-            self.broadcast(self.memory_is_shared)
+            self.memory_is_shared = all([self._receive(stream, MemoryAccess).opened for stream in self._streams])
+            self.broadcast(MemoryAccess(self.memory_is_shared))
         target, report = load_shard(shard, 0, store, memory if self.memory_is_shared else None, self.check)
-        self.reports = [self._receive(stream) for stream in self._streams]
+        self.reports = [self._receive(stream, Loaded) for stream in self._streams]
         reports = [report, *self.reports]
         for fault in (each.fault for each in reports if each.fault):
             raise BadRequest("checkpoint", fault)
@@ -196,11 +207,11 @@ class Crew:
         self._watch.start()
 
     def broadcast(self, message: object) -> None:
-        """Send a message to all workers. Raises WorkerLost."""
-        pickled = pickle.dumps(message)
+        """Send a message, a dataclass as in `messages`, to all workers. Raises WorkerLost."""
+        frame = packed(message)
         try:
             for stream in self._streams:
-                stream.send_bytes(pickled)
+                stream.send_bytes(frame)
         except OSError as error:
             raise WorkerLost(f"a worker is gone: {error}") from error
 
@@ -220,11 +231,13 @@ class Crew:
         for peeked in self._sockets:
             peeked.close()
 
-    def _receive(self, stream: Connection) -> Any:
+    def _receive(self, stream: Connection, kind: type[Report]) -> Report:
+        rank = 1 + self._streams.index(stream)
         try:
-            return stream.recv()
+            return receive(stream, kind, limit=MAX_REPORT_BYTES)
+        except BadFrame as error:
+            raise WorkerLost(f"worker {rank} of {self.size} sends {error}") from error
         except (EOFError, OSError) as error:
-            rank = 1 + self._streams.index(stream)
             raise WorkerLost(f"worker {rank} of {self.size} died while it loaded its shard") from error
 
     def _wait_for_end(self, lost: Callable[[str], None]) -> None:
@@ -295,8 +308,8 @@ def join_leader(summons: Invitation) -> Connection:
 
 
 def _joined(stream: socket.socket, key: bytes) -> tuple[int, Connection] | None:
-    """A worker's rank and its connection; None for a stranger, who is disconnected. Nothing is unpickled before the
-    other end has proved that it has the key (HMAC of a challenge, as `multiprocessing.connection` does it)."""
+    """A worker's rank and its connection; None for a stranger, who is disconnected. The other end must prove that it
+    has the key (HMAC of a challenge, as `multiprocessing.connection` does it)."""
     _without_delay(stream)
     _limit_reads(stream, HANDSHAKE_S)
     connection = Connection(os.dup(stream.fileno()))

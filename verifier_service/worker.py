@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from verifier_service.collectives import WorkerLost, join_memory
+from verifier_service.messages import packed, receive
 from verifier_service.rows import StepPlan
 from verifier_service.runners import runner_for
 from verifier_service.shards import (
@@ -21,6 +22,7 @@ from verifier_service.shards import (
     AcceptedSlots,
     Bounds,
     Invitation,
+    MemoryAccess,
     Shard,
     has_ended,
     join_leader,
@@ -36,7 +38,8 @@ def start_processes(summons: Sequence[Invitation]) -> None:
 
 
 def work(summons: Invitation) -> None:
-    """Serve a leader until the stream to it ends. Blocks; the shard runs in the calling thread."""
+    """Serve a leader until the stream to it ends. Blocks; the shard runs in the calling thread. Raises BadFrame for
+    what is no message, AuthenticationError for a leader without the key."""
     with join_leader(summons) as stream, contextlib.suppress(EOFError, OSError, WorkerLost):
         _serve(stream, summons.rank)
 
@@ -48,20 +51,20 @@ def _serve(stream: Connection, rank: int) -> None:
         if has_ended(leader):
             raise WorkerLost("the leader is gone")
 
-    shard: Shard = stream.recv()
+    shard = receive(stream, Shard)
     torch.set_num_threads(shard.threads)
     memory = None if shard.memory is None else join_memory(shard.memory, shard.size)
-    stream.send(memory is not None)
-    together: bool = stream.recv()
+    stream.send_bytes(packed(MemoryAccess(memory is not None)))
+    together = receive(stream, MemoryAccess).opened
     store = dist.TCPStore(*shard.meeting, shard.size, False, timedelta(seconds=GROUP_S))
     target, report = load_shard(shard, rank, store, memory if together else None, check)
-    stream.send(report)
+    stream.send_bytes(packed(report))
     if target is None:
         return
-    bounds: Bounds = stream.recv()
+    bounds = receive(stream, Bounds)
     runner = runner_for(target, bounds, shard.buckets)
     while True:
-        order: StepPlan | AcceptedSlots = stream.recv()
+        order: StepPlan | AcceptedSlots = receive(stream, StepPlan, AcceptedSlots)
         if isinstance(order, StepPlan):
             with torch.inference_mode():
                 runner.forward(order)

@@ -32,6 +32,14 @@ def status_of(error: BaseException) -> tuple[grpc.StatusCode, str, str]:
     return grpc.StatusCode.INTERNAL, "internal error; the server's log has the request's id", "EngineFailed"
 
 
+def logged_status(error: BaseException, request: pb.GenerateRequest) -> tuple[grpc.StatusCode, str, str]:
+    """`status_of` the error that ended a request. An internal error is logged with its traceback."""
+    code, details, reason = status_of(error)
+    if code is grpc.StatusCode.INTERNAL:
+        log.error("request %s failed", one_line(request.request_id, MAX_REQUEST_ID), exc_info=error)
+    return code, details, reason
+
+
 def tenant_of(metadata: Mapping[str, str | bytes]) -> str:
     """The tenant that the gateway wrote into the metadata; empty where there is no gateway."""
     value = metadata.get(TENANT_KEY, "")
@@ -58,9 +66,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     await context.write(event)
         except Exception as raised:  # every error becomes a status; details of internal ones stay here
             error = Overloaded("request: its answer was not read in time") if unread.expired() else raised
-            code, details, reason = status_of(error)
-            if code is grpc.StatusCode.INTERNAL:
-                log.exception("request %s failed", one_line(request.request_id, MAX_REQUEST_ID))
+            code, details, reason = logged_status(error, request)
             abort = context.abort(code, details, ((REASON_KEY, reason),))
             if not unread.expired():
                 await abort

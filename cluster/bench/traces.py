@@ -25,7 +25,7 @@ from dendro.calls import CloseCall, DraftCall, DrafterPeer, OpenCall, Terms, Tex
 from dendro.calls import new_opening as opening_id
 from dendro.shapes import LevelShape, NodeShape, ProposedShape, TreeShape, child_counts
 from dendro.text import Limits, Sampling, Text, Tokens, Verdict
-from dendro.tree import DraftTree, FloatArray, IntArray
+from dendro.tree import RANKED, DraftTree, FloatArray, IntArray
 from tree_kernels.noise import NoiseRows
 from tree_kernels.warp import Warp, drafter_ranking
 from tree_layers.checkpoint import read_config
@@ -48,8 +48,6 @@ DRAFTER_DTYPE = "float32"
 how the text was split into forwards. On a CPU both cost the same."""
 DEEPEST = 16
 """Depth limit of proposals: a target's default limit of tree depth."""
-TRACED = 8
-"""Candidates among which an engine reports the ranks of the text's tokens."""
 
 
 def is_static(shape: TreeShape) -> bool:
@@ -141,9 +139,9 @@ class Trace:
         return self.tree(shape, base).rows if shape in self.trees else shape.rows
 
     def reported_ranks(self, start: int, stop: int) -> npt.NDArray[np.int32]:
-        """The ranks of text tokens start..stop-1 as an engine reports them with a tree, at most TRACED."""
+        """The ranks of text tokens start..stop-1 as an engine reports them with a tree, at most RANKED."""
         ranks = self.guesses.ranks[start - self.answer.begin : stop - self.answer.begin]
-        return np.minimum(ranks, TRACED).astype(np.int32)
+        return np.minimum(ranks, RANKED).astype(np.int32)
 
 
 def walk(tree: DraftTree, tokens: Sequence[int]) -> tuple[int, ...]:

@@ -10,8 +10,9 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Protocol
 
-from dendro.calls import DraftCall, DrafterPeer, Opened
-from dendro.errors import BadRequest, DendroError, NotFound, PeerLost
+from dendro.calls import IDLE_ROUNDS, DraftCall, DrafterPeer, Opened
+from dendro.clock import Clock
+from dendro.errors import BadAnswer, BadRequest, DendroError, NotFound, PeerLost
 from dendro.shapes import TreeShape
 from dendro.text import Text
 from dendro.tree import DraftTree
@@ -21,21 +22,18 @@ from cluster.peers.opening import (
     FIRST_BACKOFF_S,
     LONGEST_BACKOFF_S,
     STRIKES,
-    BackgroundTasks,
-    CallTimes,
     Opening,
     Pace,
+    PeerHandle,
     Pool,
     checkpoint_mismatch,
-    end_task,
+    first_of,
     log,
 )
 from cluster.peers.verifier import VerifierHandle
 
 FROZEN_S = 5.0
 """How much longer a late draft may take before its drafter counts as hung and another is leased."""
-IDLE_ROUNDS = 32
-"""Consecutive rounds without a drafted shape after which a drafter's lease is released."""
 
 
 class SpeculationGate(Protocol):
@@ -51,7 +49,7 @@ class SpeculationGate(Protocol):
         ...
 
 
-class DrafterHandle:
+class DrafterHandle(PeerHandle[DrafterPeer]):
     """A request's drafter. `draft` returns a tree in time, or the root alone; it never raises for a drafter's fault."""
 
     def __init__(
@@ -64,35 +62,27 @@ class DrafterHandle:
         adaptive: bool = True,
         facts: Facts | None = None,
         vocabulary: int = 0,
+        clock: Clock = time.monotonic,
     ) -> None:
         """`longest_s` bounds every wait for a draft; a round that is not `adaptive` waits up to it. Trees must keep the
         verifier's limits. Without `gate` every requested tree is drafted. `facts`: of the drafter's checkpoint;
         replicas of another one are not used. `vocabulary`: the target's by the router's facts, used until a verifier is
         leased."""
+        super().__init__(pool, pace, clock)
         self._facts = facts
         self._vocabulary = vocabulary
-        self.clock = CallTimes()
         self.fallbacks: Counter[str] = Counter()  # rounds without the requested tree, by reason
         self.leases = 0
-        self.saved = 0
-        self.opened: Opened | None = None
-        self._pool = pool
-        self._pace = pace
         self._verifier = verifier
         self._longest_s = longest_s
         self._gate = gate
         self._adaptive = adaptive
-        self._opening: Opening[DrafterPeer] | None = None
-        self._pending: Opening[DrafterPeer] | None = None
         self._idle = 0
         self._strikes = 0
         self._given_up = ""  # why this request uses no drafter any more; empty while it does
         self._late_draft: asyncio.Task[None] | None = None
         self._pause_s = FIRST_BACKOFF_S
         self._not_before_s = 0.0
-        self._closed = False
-        self._background = BackgroundTasks()
-        self._opening_task: asyncio.Task[None] | None = None  # None until a tree is requested
         verifier.on_refused_tree = self.strike
 
     def strike(self) -> None:
@@ -105,7 +95,8 @@ class DrafterHandle:
             return DraftTree.root_only(text.root)
         self._idle = 0
         if self._opening_task is None:
-            await self._wait_for_verifier()  # requests that arrive with this one are counted by then
+            # Until a verifier is leased or its opening has failed: requests that arrive with this one are counted then.
+            await first_of(self._verifier.ready(), self._verifier.greeted.wait())
             if self._gate is not None and not self._gate.speculates:
                 return self._root_alone(text, "unwanted")
             self._begin(text)
@@ -120,7 +111,7 @@ class DrafterHandle:
         return await self._draft(opening, text, shape)
 
     async def _draft(self, opening: Opening[DrafterPeer], text: Text, shape: TreeShape) -> DraftTree:
-        began_s = time.monotonic()
+        began_s = self._clock()
         call = DraftCall(opening.update(text), shape)
         work = asyncio.ensure_future(opening.peer.draft(call))
         longest_s = self._longest_s
@@ -130,7 +121,7 @@ class DrafterHandle:
         except asyncio.CancelledError:
             work.cancel()
             raise
-        wall_s = time.monotonic() - began_s
+        wall_s = self._clock() - began_s
         if not work.done():
             # The call goes on: it carries the text to the peer, and its duration updates the usual time.
             self._late_draft = self._background.start(self._late(opening, work, began_s, text, shape))
@@ -138,8 +129,8 @@ class DrafterHandle:
         try:
             tree = work.result()
             self._check(tree, text, shape)
-        except BadRequest as error:
-            log.warning("drafter: its tree is refused: %s", error)
+        except (BadAnswer, BadRequest) as error:
+            log.warning("drafter: sends no valid tree: %s", error)
             opening.unsent(call.update)
             self.strike()
             return self._root_alone(text, "malformed", wall_s)
@@ -159,19 +150,9 @@ class DrafterHandle:
             self._back_off()
             return self._root_alone(text, "failed", wall_s)
         self._pace.drafted(wall_s, shape.depth)
-        self.clock.add(wall_s, tree.draft_us)
+        self.times.add(wall_s, tree.draft_us)
         self._pause_s = FIRST_BACKOFF_S
         return tree
-
-    async def close(self, text: Text) -> None:
-        """Close the opening; the peer saves its state of `text`. May be called again; never raises."""
-        if self._closed:
-            return
-        self._closed = True
-        await end_task(self._opening_task)
-        opening, self._opening = self._opening or self._pending, None
-        if opening is not None:
-            self.saved = await opening.close(text)
 
     def _refusal(self, text: Text, shape: TreeShape) -> str:
         """Why no tree of this shape can be requested; empty where one can."""
@@ -191,38 +172,24 @@ class DrafterHandle:
 
     def _check(self, tree: DraftTree, text: Text, shape: TreeShape) -> None:
         if tree.tokens[0] != text.root:
-            raise BadRequest("tree.tokens", f"begins with {tree.tokens[0]}; the text's root is {text.root}")
+            raise BadAnswer(f"tree.tokens: begins with {tree.tokens[0]}; the text's root is {text.root}")
         if tree.rows > shape.rows or int(tree.depths.max()) > shape.depth:
-            raise BadRequest("tree", f"has {tree.rows} rows and depth {tree.depths.max()}; requested was {shape}")
+            raise BadAnswer(f"tree: has {tree.rows} rows and depth {tree.depths.max()}; requested was {shape}")
         target = self._verifier.hello
         if target is not None and (tree.tokens >= target.vocabulary).any():
-            raise BadRequest("tree.tokens", f"exceed the target's vocabulary of {target.vocabulary}")
-
-    async def _wait_for_verifier(self) -> None:
-        """Wait until a verifier is leased, or its first opening has failed."""
-        verifier = asyncio.ensure_future(self._verifier.ready())
-        greeted = asyncio.ensure_future(self._verifier.greeted.wait())
-        try:
-            await asyncio.wait({verifier, greeted}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            verifier.cancel()
-            greeted.cancel()
+            raise BadAnswer(f"tree.tokens: exceed the target's vocabulary of {target.vocabulary}")
 
     async def _wait_first(self) -> None:
         """Wait for the drafter's opening, but no longer than for the verifier's. So a first tree that is requested in a
         later round, when the verifier's text is open, does not wait."""
         if self._opening is None and self._opening_task is not None:
-            verifier = asyncio.ensure_future(self._verifier.ready())
-            try:
-                await asyncio.wait({self._opening_task, verifier}, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                verifier.cancel()
+            await first_of(self._opening_task, self._verifier.ready())
 
     def _root_alone(self, text: Text, reason: str, wall_s: float = 0.0) -> DraftTree:
         """The root alone, for a round of plain decoding; `wall_s` is the time that was spent waiting for a draft."""
         self.fallbacks[reason] += 1
         wall_us = int(1e6 * wall_s)
-        self.clock.add(wall_s, wall_us)
+        self.times.add(wall_s, wall_us)
         return replace(DraftTree.root_only(text.root), draft_us=wall_us, missed=True)
 
     async def _late(
@@ -237,7 +204,7 @@ class DrafterHandle:
         released."""
         await asyncio.wait({work}, timeout=FROZEN_S)
         if work.done() and not work.cancelled() and work.exception() is None:
-            self._pace.drafted(time.monotonic() - began_s, shape.depth)
+            self._pace.drafted(self._clock() - began_s, shape.depth)
             return
         work.cancel()
         if not self._closed:
@@ -258,12 +225,12 @@ class DrafterHandle:
         """Open in the background, unless an opening runs or the last failure is too recent. `old` is replaced under its
         own lease, at once."""
         running = self._opening_task is not None and not self._opening_task.done()
-        if not running and not self._closed and (old is not None or time.monotonic() >= self._not_before_s):
+        if not running and not self._closed and (old is not None or self._clock() >= self._not_before_s):
             self._opening_task = self._background.start(self._lease_and_open(text, old))
 
     def _back_off(self) -> None:
         """Delay the next lease: if it failed too, it would cost another prefill of the text."""
-        self._not_before_s = time.monotonic() + self._pause_s
+        self._not_before_s = self._clock() + self._pause_s
         self._pause_s = min(2 * self._pause_s, LONGEST_BACKOFF_S)
 
     async def _lease_and_open(self, text: Text, old: Opening[DrafterPeer] | None = None) -> None:
@@ -290,9 +257,7 @@ class DrafterHandle:
         except (DendroError, TimeoutError) as error:
             log.info("drafter: %s; trying again later", error or "does not answer")
             self._back_off()
-            if self._pending is not None:
-                self._background.start(self._pending.close(text))
-                self._pending = None
+            self._close_pending(text)
         else:
             self.opened = self.opened or opened
             self._opening, self._pending = opening, None

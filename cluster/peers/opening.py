@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from dendro.calls import CloseCall, Hello, OpenCall, Opened, Peer, Terms, TextUpdate, new_opening
+from dendro.clock import Clock
 from dendro.errors import DendroError
 from dendro.smoothing import smoothed
 from dendro.text import Text
@@ -154,6 +155,39 @@ class BackgroundTasks:
             log.error("a background task failed", exc_info=task.exception())
 
 
+class PeerHandle(Generic[P]):
+    """What the handles of drafters and verifiers share: at most one text open, which is opened in the background."""
+
+    def __init__(self, pool: Pool[P], pace: Pace, clock: Clock) -> None:
+        self.times = CallTimes()
+        self.saved = 0  # tokens that the state saved at closing covers
+        self.opened: Opened | None = None  # of the first opening
+        self._pool = pool
+        self._pace = pace
+        self._clock = clock
+        self._opening: Opening[P] | None = None
+        self._pending: Opening[P] | None = None  # the opening in progress
+        self._opening_task: asyncio.Task[None] | None = None
+        self._closed = False
+        self._background = BackgroundTasks()
+
+    async def close(self, text: Text) -> None:
+        """Close the opening; the peer saves its state of `text`. May be called again; never raises."""
+        if self._closed:
+            return
+        self._closed = True
+        await end_task(self._opening_task)
+        opening, self._opening = self._opening or self._pending, None
+        if opening is not None:
+            self.saved = await opening.close(text)
+
+    def _close_pending(self, text: Text) -> None:
+        """Close an opening that failed or lost the race, so that a live peer frees its memory."""
+        if self._pending is not None:
+            self._background.start(self._pending.close(text))
+            self._pending = None
+
+
 def checkpoint_mismatch(hello: Hello, facts: Facts | None) -> str:
     """How a replica differs from the router's facts of its checkpoint; empty where it does not, or without facts. By
     these facts it was decided at start whether a drafter's tokens fit its target's."""
@@ -166,6 +200,17 @@ def checkpoint_mismatch(hello: Hello, facts: Facts | None) -> str:
     )
     parts = [f"its {name} is {theirs}, here {ours}" for name, theirs, ours in compared if theirs != ours]
     return f"it was loaded from another checkpoint: {'; '.join(parts) or 'its configuration differs'}"
+
+
+async def first_of(*waits: Coroutine[Any, Any, object] | asyncio.Task[Any]) -> None:
+    """Wait until one of these has ended, with whatever outcome. Coroutines are then cancelled; tasks go on."""
+    started = [asyncio.ensure_future(each) for each in waits if not isinstance(each, asyncio.Task)]
+    given = [each for each in waits if isinstance(each, asyncio.Task)]
+    try:
+        await asyncio.wait({*started, *given}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for each in started:
+            each.cancel()
 
 
 async def end_task(task: asyncio.Task[Any] | None) -> None:

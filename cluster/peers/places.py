@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 from dendro.calls import DrafterPeer, Peer, VerifierPeer
+from dendro.clock import Clock
 from dendro.errors import Overloaded, PeerLost
 from dendro.text import Text
 
@@ -95,8 +97,10 @@ class Peers:
         targets: Mapping[str, Pool[VerifierPeer]],
         drafters: Mapping[str, Pool[DrafterPeer]],
         patience_s: float = PATIENCE_S,
+        clock: Clock = time.monotonic,
     ) -> None:
         """`patience_s`: how long a request tries to open its text at a verifier."""
+        self._clock = clock
         self._config = config
         self._patience_s = patience_s
         self._targets = targets
@@ -112,7 +116,9 @@ class Peers:
     def verifier(self, target: str, text: Text) -> VerifierHandle:
         """A verifier for a text. Its lease and its opening run in the background."""
         facts = self._facts.targets[target] if self._facts is not None else None
-        handle = VerifierHandle(text, self._targets[target], self._pace(target), self._patience_s, facts=facts)
+        handle = VerifierHandle(
+            text, self._targets[target], self._pace(target), self._patience_s, facts=facts, clock=self._clock
+        )
         self._verifiers[text] = handle
         return handle
 
@@ -137,6 +143,7 @@ class Peers:
             adaptive=adaptive,
             facts=facts.drafters[names[0]] if facts is not None else None,
             vocabulary=facts.targets[target].vocabulary if facts is not None else 0,
+            clock=self._clock,
         )
 
     def _pace(self, target: str) -> Pace:

@@ -12,8 +12,10 @@ from typing import Any, cast
 import grpc.aio
 from dendro import wire
 from dendro.calls import PROTOCOL_VERSION, CloseCall, Closed, DraftCall, Hello, OpenCall, Opened, VerifyCall
-from dendro.errors import BadRequest, DendroError, EngineFailed, PeerLost, error_for, one_line
+from dendro.clock import Clock, microseconds
+from dendro.errors import BadAnswer, BadRequest, DendroError, PeerLost, error_for, one_line
 from dendro.internal.v1 import calls_pb2, drafter_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
+from dendro.long_work import off_loop
 from dendro.serving import MAX_MESSAGE_BYTES, STREAM_OPTIONS
 from dendro.text import Verdict
 from dendro.tree import DraftTree
@@ -33,20 +35,17 @@ class PeerKind:
     rounds: Callable[[grpc.aio.Channel], Any]  # begins a stream
     frame: Callable[[calls_pb2.Greeting | None, list[Any]], Any]
     call_message: Callable[[int, Any], Any]
-    answer_from: Callable[[Any], Any]
 
 
 DRAFTER = PeerKind(
     rounds=lambda channel: cast(Any, drafter_pb2_grpc.DrafterServiceStub(channel)).Rounds(),
     frame=lambda greeting, calls: drafter_pb2.DraftFrame(greeting=greeting, calls=calls),
     call_message=wire.drafter_call_message,
-    answer_from=wire.drafter_answer_from,
 )
 VERIFIER = PeerKind(
     rounds=lambda channel: cast(Any, verifier_pb2_grpc.VerifierServiceStub(channel)).Rounds(),
     frame=lambda greeting, calls: verifier_pb2.VerifyFrame(greeting=greeting, calls=calls),
     call_message=wire.verifier_call_message,
-    answer_from=wire.verifier_answer_from,
 )
 
 
@@ -112,10 +111,11 @@ class PeerStream:
 
     async def call(self, ask: Any) -> Any:
         """Make a call and return its answer. Raises what the peer raised, and PeerLost when the stream breaks."""
+        number, self._next = self._next, self._next + 1
+        # Calls of an opening keep their order: only its first is long, and the next is made after that one's answer.
+        message = await off_loop(len(ask.update.tokens), lambda: self._kind.call_message(number, ask))
         if self._lost:
             raise PeerLost(self._lost)
-        number, self._next = self._next, self._next + 1
-        message = self._kind.call_message(number, ask)
         if message.ByteSize() > MAX_MESSAGE_BYTES // 2:
             raise BadRequest("prompt", f"makes a call of {message.ByteSize()} bytes")
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -127,7 +127,7 @@ class PeerStream:
             answer = await future
         finally:
             self._waiting.pop(number, None)
-        return self._kind.answer_from(answer)
+        return wire.answer_from(answer)
 
     async def _write(self, call: Any) -> None:
         with self._losing():
@@ -190,8 +190,9 @@ def status_text(error: Exception) -> str:
 class _RemotePeer:
     """What remote drafters and verifiers share."""
 
-    def __init__(self, stream: PeerStream) -> None:
+    def __init__(self, stream: PeerStream, clock: Clock = time.monotonic) -> None:
         self.stream = stream
+        self._clock = clock
 
     async def hello(self) -> Hello:
         return self.stream.hello
@@ -202,15 +203,18 @@ class _RemotePeer:
     async def close(self, call: CloseCall) -> Closed:
         return cast(Closed, _expect(Closed, await self.stream.call(call)))
 
+    def _us_since(self, began_s: float) -> int:
+        return microseconds(self._clock() - began_s)
+
 
 class RemoteDrafter(_RemotePeer):
     """A drafter in another process."""
 
     async def draft(self, call: DraftCall) -> DraftTree:
         """The tree. Its `draft_us` is capped at the duration of the call."""
-        began_s = time.monotonic()
+        began_s = self._clock()
         tree = cast(DraftTree, _expect(DraftTree, await self.stream.call(call)))
-        took_us = _us_since(began_s)
+        took_us = self._us_since(began_s)
         return replace(tree, draft_us=took_us) if tree.draft_us > took_us else tree
 
 
@@ -219,22 +223,18 @@ class RemoteVerifier(_RemotePeer):
 
     async def verify(self, call: VerifyCall) -> Verdict:
         """The verdict. Its `verify_us` and `queue_us` together are capped at the duration of the call."""
-        began_s = time.monotonic()
+        began_s = self._clock()
         verdict = cast(Verdict, _expect(Verdict, await self.stream.call(call)))
-        took_us = _us_since(began_s)
+        took_us = self._us_since(began_s)
         if verdict.verify_us + verdict.queue_us <= took_us:
             return verdict
         verify_us = min(verdict.verify_us, took_us)
         return replace(verdict, verify_us=verify_us, queue_us=min(verdict.queue_us, took_us - verify_us))
 
 
-def _us_since(began_s: float) -> int:
-    return int(1e6 * (time.monotonic() - began_s))
-
-
 def _expect(kind: type, answer: object) -> object:
     if not isinstance(answer, kind):
-        raise EngineFailed(f"peer: answers with a {type(answer).__name__} instead of a {kind.__name__}")
+        raise BadAnswer(f"peer: answers with a {type(answer).__name__} instead of a {kind.__name__}")
     return answer
 
 

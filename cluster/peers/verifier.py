@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable
 
 from dendro.calls import TARGET_FACTS, Hello, Opened, VerifierPeer, VerifyCall
-from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, Overloaded, PeerLost
+from dendro.clock import Clock
+from dendro.errors import BadAnswer, BadRequest, DendroError, EngineFailed, NotFound, Overloaded, PeerLost
 from dendro.text import Finish, Text, Verdict
 from dendro.tree import DraftTree
 from tree_layers.checkpoint import Facts
@@ -16,13 +17,13 @@ from cluster.peers.opening import (
     FIRST_BACKOFF_S,
     LONGEST_BACKOFF_S,
     STRIKES,
-    BackgroundTasks,
-    CallTimes,
     Opening,
     Pace,
+    PeerHandle,
     Pool,
     checkpoint_mismatch,
     end_task,
+    first_of,
     log,
 )
 
@@ -34,7 +35,7 @@ SLOW_OPENING = 1 / 3
 """Share of the patience after which a text whose opening is not answered is also opened at another replica."""
 
 
-class VerifierHandle:
+class VerifierHandle(PeerHandle[VerifierPeer]):
     """A request's verifier. `verify` returns the target's tokens, and opens the text at other replicas as needed."""
 
     def __init__(
@@ -45,28 +46,21 @@ class VerifierHandle:
         patience_s: float = PATIENCE_S,
         step_s: float = STEP_S,
         facts: Facts | None = None,
+        clock: Clock = time.monotonic,
     ) -> None:
         """`facts`: of the target's checkpoint; replicas of another one are not used."""
+        super().__init__(pool, pace, clock)
         self._facts = facts
-        self.clock = CallTimes()
         self.moves = 0  # times that the text was opened at another verifier
         self.reopened = 0  # times that it was opened again at the same
-        self.saved = 0  # tokens that the state saved at closing covers
-        self.opened: Opened | None = None
         self.hello: Hello | None = None
         self.greeted = asyncio.Event()  # set once `hello` is
         self.on_refused_tree: Callable[[], None] | None = None
-        self._pool = pool
-        self._pace = pace
         self._patience_s = patience_s
         self._step_s = step_s
         self._faults = 0  # openings and rounds since the last verdict that failed by a verifier's own fault
         self._began_with: Hello | None = None  # of the first verifier that was leased
-        self._opening: Opening[VerifierPeer] | None = None
-        self._pending: Opening[VerifierPeer] | None = None  # the opening in progress
-        self._closed = False
-        self._background = BackgroundTasks()
-        self._opening_task: asyncio.Task[None] | None = self._background.start(self._lease_and_open(text))
+        self._opening_task = self._background.start(self._lease_and_open(text))
 
     async def ready(self) -> None:
         """Wait until the text is open for the first time, or opening it has failed; never raises."""
@@ -78,11 +72,7 @@ class VerifierHandle:
         """Wait for the first leased verifier's hello. Raises PeerLost or Overloaded where none is leased within the
         patience."""
         if self.hello is None and (task := self._opening_task) is not None:
-            greeted = asyncio.ensure_future(self.greeted.wait())
-            try:
-                await asyncio.wait({task, greeted}, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                greeted.cancel()
+            await first_of(task, self.greeted.wait())
             if self.hello is None:
                 await asyncio.shield(task)  # raises what ended it
         if self.hello is None:
@@ -93,11 +83,11 @@ class VerifierHandle:
         """The target's verdict. Raises BadRequest for a text that verifiers refuse, PeerLost or Overloaded after the
         patience, EngineFailed when a second opening or round since the last verdict fails by a verifier's own fault,
         the same one's or another's."""
-        give_up_s = time.monotonic() + self._patience_s
+        give_up_s = self._clock() + self._patience_s
         forgotten = 0
         while True:
             opening = await self._current_opening(text)
-            began_s = time.monotonic()
+            began_s = self._clock()
             call = VerifyCall(opening.update(text), tree)
             try:
                 async with asyncio.timeout(self._step_s):
@@ -120,13 +110,13 @@ class VerifierHandle:
                 if self.on_refused_tree is not None:
                     self.on_refused_tree()
             except Overloaded:
-                if time.monotonic() > give_up_s:
+                if self._clock() > give_up_s:
                     raise
                 await asyncio.sleep(FIRST_BACKOFF_S)
             except (PeerLost, EngineFailed, TimeoutError) as error:
                 if self._is_last_fault(error):
                     raise
-                if time.monotonic() > give_up_s:
+                if self._clock() > give_up_s:
                     raise PeerLost(f"verifier: {error or 'does not answer'}") from error
                 log.warning("verifier: %s; the text is opened at another", error or "does not answer")
                 self.moves += 1
@@ -134,21 +124,11 @@ class VerifierHandle:
                 self._begin(text, opening, same=False)
             else:
                 self._faults = 0
-                wall_s = time.monotonic() - began_s
+                wall_s = self._clock() - began_s
                 if not verdict.cold:
                     self._pace.verified(wall_s)
-                self.clock.add(wall_s, verdict.verify_us, verdict.queue_us)
+                self.times.add(wall_s, verdict.verify_us, verdict.queue_us)
                 return verdict
-
-    async def close(self, text: Text) -> None:
-        """Close the opening; the peer saves its state of `text`. May be called again; never raises."""
-        if self._closed:
-            return
-        self._closed = True
-        await end_task(self._opening_task)
-        opening, self._opening = self._opening or self._pending, None
-        if opening is not None:
-            self.saved = await opening.close(text)
 
     def _begin(self, text: Text, old: Opening[VerifierPeer], same: bool) -> None:
         self._opening_task = self._background.start(self._lease_and_open(text, old, same))
@@ -169,7 +149,7 @@ class VerifierHandle:
         `old` is the opening that this one replaces, first under the `same` lease where that is set. It is closed after
         the first attempt, not before: a lease ends with the last of its openings.
         """
-        give_up_s = time.monotonic() + self._patience_s
+        give_up_s = self._clock() + self._patience_s
         pause_s = FIRST_BACKOFF_S
         leased = old.leased if old is not None and same else None
         while True:
@@ -185,7 +165,7 @@ class VerifierHandle:
                 self._close_pending(text)
                 if self._is_last_fault(error) or (isinstance(error, BadRequest) and self.opened is None):
                     raise  # where `opened`, another verifier has accepted the text: this one's limits are tighter
-                if time.monotonic() + pause_s > give_up_s:
+                if self._clock() + pause_s > give_up_s:
                     if isinstance(error, Overloaded):
                         raise
                     raise PeerLost("verifier: none opens the text in time") from error
@@ -253,12 +233,6 @@ class VerifierHandle:
         if not second.cancelled() and second.exception() is None:
             await second.result()[0].close(text)
 
-    def _close_pending(self, text: Text) -> None:
-        """Close an opening that failed or lost the race, so that a live peer frees its memory."""
-        if self._pending is not None:
-            self._background.start(self._pending.close(text))
-            self._pending = None
-
     def _is_last_fault(self, error: BaseException) -> bool:
         """Count a verifier's own fault. Returns whether it is the second since the last verdict, which is fatal."""
         self._faults += isinstance(error, EngineFailed)
@@ -277,18 +251,18 @@ class VerifierHandle:
 
 
 def _check_verdict(verdict: Verdict, tree: DraftTree, text: Text, hello: Hello) -> None:
-    """Raise EngineFailed for a verdict that does not fit its tree, its text or its target's vocabulary."""
+    """Raise BadAnswer for a verdict that does not fit its tree, its text or its target's vocabulary."""
     guesses = verdict.length - 1  # accepted, those past a cut among them
     if len(verdict.ranks) != min(guesses, len(verdict.tokens)) or guesses + verdict.trimmed > tree.guesses:
-        raise EngineFailed(
+        raise BadAnswer(
             f"verifier: its verdict has N = {verdict.length}, {len(verdict.ranks)} ranks and {verdict.trimmed} guesses "
             f"left out of a tree of {tree.guesses}"
         )
     for above, row, token in zip(verdict.path, verdict.path[1:], verdict.tokens, strict=False):
         if row >= tree.rows or tree.parents[row] != above or tree.tokens[row] != token:
-            raise EngineFailed(f"verifier: its verdict's path {verdict.path} is not in the tree")
+            raise BadAnswer(f"verifier: its verdict's path {verdict.path} is not in the tree")
     if max(verdict.tokens) >= hello.vocabulary:
-        raise EngineFailed(f"verifier: emits {max(verdict.tokens)}; its vocabulary is {hello.vocabulary}")
+        raise BadAnswer(f"verifier: emits {max(verdict.tokens)}; its vocabulary is {hello.vocabulary}")
     room, ended = text.limits.max_length - len(text) - len(verdict.tokens), verdict.finish
     if (
         room < 0
@@ -296,6 +270,6 @@ def _check_verdict(verdict: Verdict, tree: DraftTree, text: Text, hello: Hello) 
         or (ended is Finish.LENGTH and room > 0)
         or (ended is Finish.END_OF_TEXT and (text.limits.ignore_end or verdict.tokens[-1] not in hello.end_ids))
     ):
-        raise EngineFailed(
+        raise BadAnswer(
             f"verifier: finish {ended}, N = {verdict.length}, {len(verdict.tokens)} tokens, {room} from the limit"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-ROW_BUCKET = 8
+from tree_kernels import ROW_MULTIPLE
 
 
 def temperature_class(temperature: float) -> str:
@@ -15,8 +15,8 @@ def temperature_class(temperature: float) -> str:
 
 
 def row_bucket(rows: int) -> int:
-    """Rows of a forward, padded to a multiple of ROW_BUCKET."""
-    return -(-rows // ROW_BUCKET) * ROW_BUCKET
+    """Rows of a forward, padded to a multiple of ROW_MULTIPLE."""
+    return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def load_class(requests: int) -> int:

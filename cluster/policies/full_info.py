@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from dendro.calls import IDLE_ROUNDS
 from dendro.shapes import OFF, TreeShape
 from dendro.text import Verdict
 from dendro.tree import DraftTree
@@ -27,8 +28,8 @@ from cluster.policies.rate import OPENING_ROUNDS
 from cluster.policies.ratio_ucb import RatioUCB
 from cluster.policies.replay import WINDOW, RankTrace, Replay, replayed
 
-PROBE_EVERY = 28
-"""Rounds without a drafter before a tree is drafted as a probe. Fewer than the 32 after which the drafter's lease is
+PROBE_EVERY = IDLE_ROUNDS - 4
+"""Rounds without a drafter before a tree is drafted as a probe. Fewer than those after which the drafter's lease is
 released, and with it the trace. The smallest tree costs some tenths of a round, so one probe in 28 rounds costs 1 to
 2 %."""
 LEAST_RANKED = 8

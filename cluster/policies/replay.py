@@ -17,13 +17,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from dendro.shapes import LevelShape, NodeShape, TreeShape, child_counts
 from dendro.text import Verdict
-from dendro.tree import DraftTree, IntArray
+from dendro.tree import LONGEST_TRACE, RANKED, DraftTree, IntArray
 
-RANKED = 8
-"""Candidates among which a drafter ranks the text's tokens. RANKED itself stands for every rank past them."""
-LONGEST_TRACE = 64
-"""Tokens since its last tree that a drafter ranks. Of more tokens it reports the unranked first ones as past all
-candidates, so a longer trace is ignored as a whole."""
 WINDOW = 128
 """Text tokens over which arms are judged: 30 to 60 rounds."""
 

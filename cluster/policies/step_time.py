@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from dendro.smoothing import OUTLIER
+
 STEP = 0.01
-OUTLIER = 3.0
-"""Times longer than this multiple of the expected one count as the multiple: one page fault must not condemn an arm."""
 UNIT = 64
 """Rows per unit of n in the sums, which keeps fourth powers small."""
 SINGULAR = 1e-9

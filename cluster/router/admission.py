@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 import secrets
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-import numpy as np
+from dendro.calls import TARGET_BYTES
+from dendro.clock import Clock
 from dendro.errors import BadRequest, Conflict, PeerLost
+from dendro.long_work import PART, off_loop
 from dendro.text import SEED_BITS, Limits, Sampling, Text
 from dendro.v1 import generation_pb2 as pb
 from tree_layers.checkpoint import Facts
@@ -29,9 +29,7 @@ log = logging.getLogger("dendro.router")
 
 MAX_REQUEST_ID = 128
 _REQUEST_ID = re.compile(f"[!-~]{{1,{MAX_REQUEST_ID}}}")  # safe in a log line, a key and a header
-_TARGET = re.compile("[0-9a-f]{32}")  # `Hello.target`, as stored in records
-LONG_PROMPT_BYTES = 1 << 14
-
+_TARGET = re.compile(f"[0-9a-f]{{{2 * TARGET_BYTES}}}")  # `Hello.target`, as stored in records
 BEGIN_AGAIN = "begin the turn again, with the same request_id"
 
 
@@ -81,9 +79,9 @@ class Job:
     session: str  # the session's token; empty: no session
     resume: pb.Resume | None
     record: Record | None  # of the session so far; None: it begins with this request
+    began_s: float  # by the router's clock
     written: Turn | None = None  # the record's turn of this request, which an earlier attempt completed
     target: str = ""  # `Hello.target`, a digest of what tokens depend on besides the text; empty until there is one
-    began_s: float = field(default_factory=time.monotonic)
 
     @property
     def answer_length(self) -> int:
@@ -124,6 +122,7 @@ class Admission:
         sessions: Sessions,
         priors: Priors,
         experience: Mapping[str, Experiences],
+        clock: Clock,
     ) -> None:
         """served, experience: by target."""
         self._config = config
@@ -131,6 +130,7 @@ class Admission:
         self._sessions = sessions
         self._priors = priors
         self._experience = experience
+        self._clock = clock
 
     async def admit(self, request: pb.GenerateRequest, request_id: str, tenant: str) -> Job:
         """Check a request. Raises BadRequest naming the field, NotFound for an unknown session, Conflict for a resume
@@ -140,11 +140,11 @@ class Admission:
         record = await self._sessions.read(request.session, tenant) if request.session else None
         served = self._served_for(request, record)
         resume = request.resume if request.HasField("resume") else None
-        held = _checked_ids("resume.token_ids", resume.token_ids, served) if resume else []
+        held = await _checked_ids("resume.token_ids", resume.token_ids, served) if resume else []
         if resume is not None and not resume.prompt_tokens:
             raise BadRequest("resume.prompt_tokens", "is missing: it must be what `started` reported")
         if resume is not None and not _TARGET.fullmatch(resume.target):
-            raise BadRequest("resume.target", "must be what `started` reported, 32 hexadecimal digits")
+            raise BadRequest("resume.target", f"must be what `started` reported, {2 * TARGET_BYTES} hexadecimal digits")
         sampling = _sampling(request, record)
         experience = self._experience[served.name].of(tenant)
         kind = PriorKey.of(served.name, self._config.drafters_of(served.name), sampling.temperature, tenant)
@@ -179,6 +179,7 @@ class Admission:
             session=session,
             resume=resume,
             record=record,
+            began_s=self._clock(),
             written=written,
         )
 
@@ -196,18 +197,13 @@ class Admission:
         """The text before the answer: the session's `earlier` text and this request's prompt."""
         kind = request.WhichOneof("prompt")
         if kind == "token_ids":
-            ids = _checked_ids("prompt.token_ids", request.token_ids.ids, served)
+            ids = await _checked_ids("prompt.token_ids", request.token_ids.ids, served)
         elif kind == "text" and request.text:
             size = len(request.text.encode())
             limit = self._config.router.max_prompt_bytes
             if size > limit:
                 raise BadRequest("prompt", f"has {size} bytes; at most {limit}")
-            if size > LONG_PROMPT_BYTES:  # takes milliseconds, which would delay other requests' rounds
-                ids = await asyncio.to_thread(served.tokenizer.encode, request.text, not earlier)
-            else:
-                ids = served.tokenizer.encode(request.text, not earlier)
-            if max(ids, default=0) >= served.vocabulary:
-                raise BadRequest("prompt.text", f"has the token {max(ids)}; the model has {served.vocabulary}")
+            ids = await off_loop(size // 2, lambda: _encoded(request.text, served, begins=not earlier))
         else:
             ids = []
         if not ids:
@@ -232,16 +228,29 @@ class Admission:
         return count
 
 
-def _checked_ids(name: str, raw: Sequence[int], served: Served) -> list[int]:
+def _encoded(text: str, served: Served, begins: bool) -> list[int]:
+    ids = served.tokenizer.encode(text, begins)
+    if max(ids, default=0) >= served.vocabulary:
+        raise BadRequest("prompt.text", f"has the token {max(ids)}; the model has {served.vocabulary}")
+    return ids
+
+
+async def _checked_ids(name: str, raw: Sequence[int], served: Served) -> list[int]:
     """The ids as a list. More than a text may have are refused before the list is made."""
     if len(raw) > served.max_length:
         raise BadRequest(name, f"has {len(raw)} ids; a text has at most {served.max_length}")
-    ids = np.fromiter(raw, np.int64, len(raw))
-    outside = np.flatnonzero(ids >= served.vocabulary)
-    if len(outside):
-        first = int(outside[0])
-        raise BadRequest(f"{name}[{first}]", f"{ids[first]} is outside the vocabulary of {served.vocabulary}")
-    return ids.tolist()
+    return await off_loop(len(raw), lambda: _below_vocabulary(name, raw, served.vocabulary))
+
+
+def _below_vocabulary(name: str, raw: Sequence[int], vocabulary: int) -> list[int]:
+    ids: list[int] = []
+    for start in range(0, len(raw), PART):
+        part = raw[start : start + PART]
+        if max(part) >= vocabulary:
+            index, token = next((index, token) for index, token in enumerate(part, start) if token >= vocabulary)
+            raise BadRequest(f"{name}[{index}]", f"{token} is outside the vocabulary of {vocabulary}")
+        ids += part
+    return ids
 
 
 def _sampling(request: pb.GenerateRequest, record: Record | None) -> Sampling:

@@ -2,7 +2,7 @@
 
 A plain object without Ray or sockets: `Ingress.generate` takes a message and yields messages. Its gRPC shells are the
 servicer in `cluster/api/grpc.py` and the Serve deployment in `cluster/app.py`; both map errors to statuses with
-`status_of`.
+`logged_status`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from contextlib import aclosing
 from functools import partial
 from typing import TypeVar, cast
 
+from dendro.clock import Clock
 from dendro.errors import Conflict, DendroError, NotFound, Overloaded, PeerLost, one_line
+from dendro.long_work import off_loop
 from dendro.text import Finish, Limits, Text, Verdict
 from dendro.v1 import generation_pb2 as pb
 
@@ -69,10 +71,12 @@ class Ingress:
         sessions: Sessions,
         served: Mapping[str, Served] | None = None,
         priors: PriorStore | None = None,
+        clock: Clock = time.monotonic,
     ) -> None:
         """`served` has the tokenizers and limits of the targets. Without it they are read from the checkpoints, and
         replicas loaded from other checkpoints are not used. Without `priors`, priors are kept in this process only."""
         self.config = config
+        self._clock = clock
         self._peers = peers
         self._sessions = sessions
         if served is None:
@@ -87,7 +91,7 @@ class Ingress:
         }
         self._priors = Priors(priors or NoPriors())
         self.experience = {name: Experiences() for name in config.targets}
-        self._admission = Admission(config, served, sessions, self._priors, self.experience)
+        self._admission = Admission(config, served, sessions, self._priors, self.experience, clock)
         self._closing: set[asyncio.Task[None]] = set()
 
     def info(self) -> pb.GetServerInfoResponse:
@@ -114,7 +118,7 @@ class Ingress:
         """
         outcome, account = "refused", None
         request_id = request.request_id or secrets.token_hex(16)
-        began_s = time.monotonic()
+        began_s = self._clock()
         try:
             job = await self._admission.admit(request, request_id, tenant)
             text = Text(
@@ -125,6 +129,7 @@ class Ingress:
                 job.tenant,
                 job.record.marks if job.record else (),
             )
+            await off_loop(len(text), lambda: text.digest(len(text)))  # later digests begin from this one
             check_text_of_resume(job, text)
             outcome = "left"
             stream = TextStream(job.served.tokenizer)
@@ -140,7 +145,7 @@ class Ingress:
             if finish is None:
                 experience = job.experience
                 with experience.concurrency.running(fixed=not job.plan.free) as running:
-                    account = RoundAccount(job.plan, experience, running, job.sampling.temperature)
+                    account = RoundAccount(job.plan, experience, running, job.sampling.temperature, self._clock)
                     try:
                         run = self._run(job, text, account, stream, complete)
                         async with aclosing(_ahead(run, self._left_s(job))) as events:
@@ -171,7 +176,7 @@ class Ingress:
                 account.stats.emitted_tokens if account else 0,
                 account.stats.rounds if account else 0,
                 account.stats.accepted_tokens if account else 0,
-                time.monotonic() - began_s,
+                self._clock() - began_s,
                 outcome,
             )
 
@@ -218,7 +223,7 @@ class Ingress:
                 )
 
     def _left_s(self, job: Job) -> float:
-        return self.config.router.request_timeout_s - (time.monotonic() - job.began_s)
+        return self.config.router.request_timeout_s - (self._clock() - job.began_s)
 
     async def _close(self, text: Text, *handles: HandlePort) -> None:
         """Close the handles in tasks of their own, so that neither a cancelled request nor a hung peer keeps a lease.

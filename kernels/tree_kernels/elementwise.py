@@ -31,12 +31,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tree_kernels import ROW_MULTIPLE
+
 VECTOR_BYTES = 128
 """Two AVX-512 registers: the most that an iteration of ATen's loops processes."""
 GRAIN = 32768
 """Above this many numbers, ATen splits a loop among threads (at::internal::GRAIN_SIZE)."""
-ROW_MULTIPLE = 8
-"""The number of rows of a step is a multiple of this."""
 
 
 @contextmanager

@@ -18,6 +18,10 @@ from dendro.text import Limits, Sampling, Tokens, Verdict
 from dendro.tree import DraftTree
 
 OPENING_BYTES = 16
+TARGET_BYTES = 16
+"""Bytes of `Hello.target`."""
+IDLE_ROUNDS = 32
+"""Consecutive rounds without a drafted shape after which a request's drafter is released, and with it the trace."""
 
 
 def new_opening() -> bytes:
@@ -123,7 +127,7 @@ class Hello:
     def target(self) -> str:
         """A digest of `TARGET_FACTS`. An answer may continue at another verifier only if its digest is the same."""
         facts = [getattr(self, name) for name in TARGET_FACTS]
-        return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b(repr(facts).encode(), digest_size=TARGET_BYTES).hexdigest()
 
 
 TARGET_FACTS = ("fingerprint", "dtype", "exactness", "tokenizer", "vocabulary", "end_ids")

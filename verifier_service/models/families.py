@@ -26,6 +26,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from tree_kernels import ROW_MULTIPLE
 from tree_kernels.tree_attention import FarRows, Layout, TreeRows, near_window
 from tree_layers.checkpoint import CONFIG
 from tree_layers.errors import CheckpointError
@@ -159,7 +160,7 @@ PROBE = "dendro_probe"
 a mask."""
 
 PROBED_ROWS = 40
-"""Rows of the short text: more than a page's near window, and a multiple of 8."""
+"""Rows of the short text: more than a page's near window, and a multiple of ROW_MULTIPLE."""
 
 FAR = 1 << 20
 """A distance between two tokens that no window reaches."""
@@ -361,7 +362,7 @@ def check_logits(
     vocabulary: number of tokens   positions: number that the model has
     """
     kind, dtype = model.config.model_type, model.dtype
-    count = min(PROBED_ROWS, positions // 8 * 8)
+    count = min(PROBED_ROWS, positions // ROW_MULTIPLE * ROW_MULTIPLE)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, vocabulary, (count,), generator=generator)
     in_order, mixed = torch.arange(count), torch.randperm(count, generator=generator)

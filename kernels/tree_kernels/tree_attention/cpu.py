@@ -12,12 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tree_kernels import ROW_MULTIPLE
 from tree_kernels.elementwise import elementwise, elementwise_
 from tree_kernels.products import bmm
 from tree_kernels.tree_attention.rows import LOG2_E, PAGE, FarRows, Layout, TreeRows
-
-ROW_MULTIPLE = 8
-"""Rows of a product are padded to a multiple of this: the library uses other kernels for other numbers of rows."""
 
 _exp2 = elementwise(torch.exp2)
 

@@ -2,10 +2,9 @@
 
 from tree_kernels.tree_scan.cpu import fold, fold_in_order, tree_scan, tree_scan_in_order
 from tree_kernels.tree_scan.inputs import TokenInputs
-from tree_kernels.tree_scan.paths import ROW_MULTIPLE, BlockFold, Group, Paths
+from tree_kernels.tree_scan.paths import BlockFold, Group, Paths
 
 __all__ = [
-    "ROW_MULTIPLE",
     "BlockFold",
     "Group",
     "TokenInputs",

@@ -14,9 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-ROW_MULTIPLE = 8
-"""Rows of a product are padded to a multiple of this: the library uses other kernels for other numbers of rows."""
-
 
 @dataclass(frozen=True, slots=True)
 class Group:

@@ -37,8 +37,8 @@ class Warp:
             raise ValueError(f"top_k: must be a whole number, 0 (off) or more, got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p: must be above 0 and at most 1 (off), got {self.top_p}")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p: must be 0 (off) to 1, got {self.min_p}")
+        if not 0 <= self.min_p < 1:
+            raise ValueError(f"min_p: must be at least 0 (off) and below 1, got {self.min_p}")
 
     @property
     def greedy(self) -> bool:
