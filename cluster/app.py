@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dendro.answer import REASON_MARK
+from dendro.engine import Engine, LocalDrafter, LocalVerifier
 from dendro.errors import BadRequest, one_line
 from dendro.serving import Leases, Replica
 from dendro.state import StateStore
@@ -24,15 +25,11 @@ from dendro.v1 import generation_pb2 as pb
 from cluster.api.grpc import status_of, tenant_of
 from cluster.config import Config, DrafterConfig, ModelConfig, TargetConfig
 from cluster.engines import (
-    LocalDrafter,
-    LocalVerifier,
     actor_options,
     engine_environment,
     load_drafter,
     load_replica,
     node_address,
-    start_engine,
-    stop_engine,
 )
 from cluster.hub import pinned
 from cluster.peers.places import ServePeers
@@ -63,7 +60,7 @@ LAST_WORDS_S = 0.2
 class _Shell:
     """What the deployments of engines share. Serve calls `lease`; routers call the replica's own gRPC server."""
 
-    _engine: Any
+    _engine: Engine
     _replica: Replica
 
     async def lease(self) -> AsyncIterator[dict[str, str]]:
@@ -83,7 +80,7 @@ class _Shell:
 
     async def __del__(self) -> None:  # Serve awaits it once the replica is drained
         await self._replica.stop()
-        await stop_engine(self._engine)
+        await self._engine.stop()
 
 
 class DrafterShell(_Shell):
@@ -101,7 +98,7 @@ class DrafterShell(_Shell):
 
         _log_to_serve_file()
         self._engine = load(name, drafter, states())
-        await start_engine(self._engine)
+        await self._engine.start()
         self._replica = await serve_drafter(
             self._engine, Leases(cap_s=longest_s), node_address(), fault=self._engine.fault
         )
@@ -122,7 +119,7 @@ class VerifierShell(_Shell):
 
         _log_to_serve_file()
         self._engine = load(name, target, states())
-        await start_engine(self._engine)
+        await self._engine.start()
         self._replica = await serve_verifier(
             self._engine, Leases(cap_s=longest_s), node_address(), fault=self._engine.fault
         )

@@ -1,24 +1,23 @@
-"""The drafter's engine: calls in, trees out. The model runs in a thread of its own; callers wait on an event loop.
+"""The drafter's engine: calls in, trees out.
 
 call -> inbox -> [ scheduler.next -> runner.run -> scheduler.apply ] -> answer
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
-import queue
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from dendro.calls import PROTOCOL_VERSION, CloseCall, Closed, DraftCall, Hello, OpenCall, Opened, TextUpdate
-from dendro.errors import BadRequest, DendroError, EngineFailed, PeerLost
-from dendro.health import LONGEST_STEP_S, StepWatch
+from dendro.clock import Clock, microseconds
+from dendro.engine import EngineThread, Ticket
+from dendro.errors import BadRequest, DendroError
+from dendro.health import LONGEST_STEP_S
 from dendro.shapes import MAX_ROWS
 from dendro.shelf import Arrays, Shelf
 from dendro.state import StateStore
@@ -39,41 +38,6 @@ TREES = 8
 """Full trees for which there are node slots, kept trees of idle sessions included."""
 
 
-class _Ticket:
-    """A caller on an event loop, waiting for an answer from the engine's thread."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._future: asyncio.Future[object] = self._loop.create_future()
-        self._arrived_ns = time.perf_counter_ns()
-
-    @property
-    def cancelled(self) -> bool:
-        return self._future.cancelled()
-
-    @property
-    def waited_us(self) -> int:
-        return (time.perf_counter_ns() - self._arrived_ns) // 1000
-
-    async def answer(self) -> object:
-        return await self._future
-
-    def settle(self, value: object) -> None:
-        """Answer the caller, from any thread. Does nothing if the caller was cancelled or its loop is closed."""
-        try:
-            self._loop.call_soon_threadsafe(self._settle, value)
-        except RuntimeError:
-            log.debug("an answer is discarded: the event loop of its caller is closed")
-
-    def _settle(self, value: object) -> None:
-        if self._future.done():
-            return
-        if isinstance(value, BaseException):
-            self._future.set_exception(value)
-        else:
-            self._future.set_result(value)
-
-
 @dataclass(frozen=True, slots=True)
 class _Saved:
     """The memory of a closed session."""
@@ -92,7 +56,7 @@ class DrafterCounters:
 
 
 class DrafterEngine:
-    """A drafter in this process; implements `dendro.calls.DrafterPeer`."""
+    """Implements `dendro.engine.LocalDrafter`."""
 
     def __init__(
         self,
@@ -103,21 +67,27 @@ class DrafterEngine:
         prefill_chunk: int,
         threads: int,
         longest_step_s: float = LONGEST_STEP_S,
+        clock: Clock = time.monotonic,
     ) -> None:
         """runner: has `text_slots` and `node_slots` of these limits
         longest_step_s: `fault` reports a step that takes longer
         """
-        self._watch = StepWatch(longest_step_s)
         self._hello = hello
         self._runner = runner
         memory = runner.memory
         self._shelf = Shelf(states, hello.fingerprint, hello.tokenizer, memory.layout, memory.check)
-        self._threads = threads
+        self._clock = clock
         self._max_sessions = max_sessions
         self._chunk = prefill_chunk
         self._scheduler = self._fresh()
-        self._inbox: queue.SimpleQueue[tuple[_Ticket, Callable[[], None]] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread = EngineThread(
+            f"drafter {hello.model}",
+            self._step,
+            self._end_texts,
+            setup=partial(torch.set_num_threads, threads),  # of this thread; other engines of the process set theirs
+            longest_step_s=longest_step_s,
+            clock=clock,
+        )
         self.counters = DrafterCounters()
 
     @classmethod
@@ -180,18 +150,17 @@ class DrafterEngine:
         runner = DraftRunner(model, text_slots(max_sessions), node_slots(max_rows, max_depth), place)
         return cls(hello, runner, states, max_sessions, prefill_chunk, threads, longest_step_s)
 
-    def start(self) -> None:
-        """Start the engine's thread, which also serves calls made before."""
-        if self._thread is not None:
-            raise RuntimeError("the engine was started before")
-        self._thread = threading.Thread(target=self._work, name=f"drafter-{self._hello.model}", daemon=True)
+    async def start(self) -> None:
         self._thread.start()
 
-    def stop(self) -> None:
-        """Stop after the current forward; waiting callers get PeerLost. May be repeated."""
-        if self._thread is not None and self._thread.is_alive():
-            self._inbox.put(None)
-            self._thread.join()
+    async def stop(self) -> None:
+        await self._thread.stop()
+
+    async def lost(self) -> str:
+        return await self._thread.lost()
+
+    def fault(self) -> str:
+        return self._thread.fault()
 
     def stats(self) -> dict[str, int]:
         """Counters since the start, open sessions and free slots."""
@@ -204,12 +173,6 @@ class DrafterEngine:
         limits, memory = self._hello, self._runner.memory
         texts, nodes = text_slots(self._max_sessions), node_slots(limits.max_rows, limits.max_depth)
         return {"states": texts * memory.text_bytes(longest) + nodes * memory.node_bytes}
-
-    def fault(self) -> str:
-        """Why this engine cannot serve; empty if it can."""
-        if self._thread is not None and not self._thread.is_alive():
-            return "the engine's thread has ended"
-        return self._watch.fault()
 
     @property
     def sessions(self) -> int:
@@ -237,7 +200,9 @@ class DrafterEngine:
     def _fresh(self) -> DraftScheduler:
         limits = self._hello
         texts, nodes = text_slots(self._max_sessions), node_slots(limits.max_rows, limits.max_depth)
-        return DraftScheduler(limits.model, SlotPool(texts), SlotPool(nodes), self._max_sessions, self._chunk)
+        return DraftScheduler(
+            limits.model, SlotPool(texts), SlotPool(nodes), self._max_sessions, self._chunk, self._clock
+        )
 
     # -- the caller's side ---------------------------------------------------------------------------------------
 
@@ -249,16 +214,16 @@ class DrafterEngine:
 
         Raises BadRequest, with the field's name, and Overloaded. Cancelling it closes the opening.
         """
-        arrived_ns = time.perf_counter_ns()
+        arrived_s = self._clock()
         self._check(call.update)
         vocabulary = call.terms.vocabulary or self._hello.vocabulary
         least = min(MAX_ROWS, self._hello.vocabulary)
         if vocabulary < least:
             raise BadRequest("vocabulary", f"is {vocabulary}; must be at least {least} for this drafter")
         restored, arrays = await self._shelf.find(call)
-        ticket = _Ticket()
 
-        def work() -> None:
+        @torch.inference_mode()
+        def work(ticket: Ticket) -> None:
             nonlocal restored
             session = self._scheduler.open(ticket, call, restored, vocabulary)
             try:
@@ -275,13 +240,9 @@ class DrafterEngine:
                     self._scheduler.not_restored(session)
                     restored = 0
 
-        try:
-            consumed = await self._ask(ticket, work)
-        except asyncio.CancelledError:
-            self._inbox.put((ticket, lambda: self._scheduler.give_up(call.update.opening)))
-            raise
+        consumed = await self._thread.ask(work, lambda ticket: self._scheduler.give_up(call.update.opening))
         assert isinstance(consumed, Prefilled)
-        return Opened(restored, consumed.processed, (time.perf_counter_ns() - arrived_ns) // 1000)
+        return Opened(restored, consumed.processed, microseconds(self._clock() - arrived_s))
 
     async def draft(self, call: DraftCall) -> DraftTree:
         """A full tree of the call's shape. An unfinished earlier call of the opening is answered with its root alone.
@@ -298,8 +259,7 @@ class DrafterEngine:
             raise BadRequest("shape", f"{shape} has {shape.rows} rows; this drafter allows {limits.max_rows}")
         if shape.width > limits.vocabulary:
             raise BadRequest("shape", f"{shape} is wider than the vocabulary of {limits.vocabulary} tokens")
-        ticket = _Ticket()
-        tree = await self._ask(ticket, lambda: self._scheduler.draft(ticket, call))
+        tree = await self._thread.ask(lambda ticket: self._scheduler.draft(ticket, call))
         assert isinstance(tree, DraftTree)
         return tree
 
@@ -308,24 +268,16 @@ class DrafterEngine:
 
         The memory of a text that is longer than `max_length` is discarded.
         """
-        ticket = _Ticket()
         if call.update.base > self._hello.max_length:
-            self._inbox.put((ticket, lambda: self._scheduler.give_up(call.update.opening)))
+            self._thread.post(lambda ticket: self._scheduler.give_up(call.update.opening))
             return Closed(0)
         self._check(call.update)
-        saved = await self._ask(ticket, lambda: self._scheduler.close(ticket, call))
+        saved = await self._thread.ask(lambda ticket: self._scheduler.close(ticket, call))
         assert isinstance(saved, _Saved)
         ids = saved.ready.ids
         if not ids:
             return Closed(0)
         return Closed(await self._shelf.put(saved.ready.tenant, ids, saved.ready.digest, saved.arrays))
-
-    async def _ask(self, ticket: _Ticket, work: Callable[[], None]) -> object:
-        """Run `work` on the engine's thread and wait for the ticket's answer."""
-        if self._thread is not None and not self._thread.is_alive():
-            raise PeerLost(f"drafter {self._hello.model} has stopped")
-        self._inbox.put((ticket, work))
-        return await ticket.answer()
 
     def _check(self, update: TextUpdate) -> None:
         if update.base < 1:
@@ -336,50 +288,21 @@ class DrafterEngine:
 
     # -- the engine's thread -------------------------------------------------------------------------------------
 
-    def _work(self) -> None:
-        torch.set_num_threads(self._threads)  # applies to this thread; other engines of the process set their own
-        with torch.inference_mode():
-            idle = True
-            while self._run_calls(wait=idle):
-                try:
-                    with self._watch.busy():
-                        plan = self._scheduler.next()
-                        self._fold()
-                        if plan is not None:
-                            self._forward(plan)
-                        self._send_answers()
-                        idle = plan is None and not self._prepare_noise()
-                except Exception as error:
-                    log.exception("the drafter's scheduler failed; all its texts are closed")
-                    self._reset(EngineFailed(f"drafter: {error}"))
-        self._reset(PeerLost(f"drafter {self._hello.model} has stopped"))
+    @torch.inference_mode()
+    def _step(self) -> float | None:
+        """One forward, if any is wanted, and the answers; while idle, a row of noise."""
+        plan = self._scheduler.next()
+        self._fold()
+        if plan is not None:
+            self._forward(plan)
+        self._send_answers()
+        return None if plan is None and not self._prepare_noise() else 0.0
 
-    def _reset(self, reason: DendroError) -> None:
-        """Close every text and answer all waiting callers with `reason`."""
+    def _end_texts(self, reason: DendroError) -> None:
         for ticket in self._scheduler.tickets():
             ticket.settle(reason)
         self._scheduler = self._fresh()
         self._runner.forget_all()
-
-    def _run_calls(self, wait: bool) -> bool:
-        """Run all queued calls, with `wait` at least one; False if the engine is to stop."""
-        while True:
-            try:
-                item = self._inbox.get(block=wait)
-            except queue.Empty:
-                return True
-            if item is None:
-                return False
-            wait = False
-            ticket, work = item
-            try:
-                with self._watch.busy():
-                    work()
-            except DendroError as error:
-                ticket.settle(error)
-            except Exception as error:
-                log.exception("a call to the drafter's scheduler failed")
-                ticket.settle(EngineFailed(f"drafter: {error}"))
 
     def _fold(self) -> None:
         """Run the scheduler's folds, before the nodes' slots are overwritten and memories are saved."""

@@ -141,11 +141,11 @@ async def drafter_of(checkpoint: Path) -> AsyncIterator[DrafterEngine]:
         threads=THREADS,
         max_sessions=SIDE_BY_SIDE,
     )
-    engine.start()
+    await engine.start()
     try:
         yield engine
     finally:
-        engine.stop()
+        await engine.stop()
 
 
 async def write_answers(

@@ -118,8 +118,8 @@ async def measure_contexts(
         drafter = DrafterEngine.load(
             models / name, name=name, states=NoStates(), dtype=DRAFTER_DTYPE, threads=THREADS, max_sessions=1
         )
-        drafter.start()
-        stack.callback(drafter.stop)
+        await drafter.start()
+        stack.push_async_callback(drafter.stop)
         page_bytes = PAGE * verifier.runner.target.token_bytes
         shapes = live_shapes()
         step = begin("longer texts", len(contexts) * len(shapes))

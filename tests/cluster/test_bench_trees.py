@@ -103,7 +103,7 @@ def tiny_pair(folder: Path) -> tuple[Path, Path]:
 async def engines(folder: Path) -> AsyncIterator[tuple[DrafterEngine, VerifierEngine, Forward]]:
     target, small = tiny_pair(folder)
     drafter = DrafterEngine.load(small, name="d", states=NoStates(), max_sessions=8)
-    drafter.start()
+    await drafter.start()
     verifier = VerifierEngine.load(
         target, VerifierOptions(name="v", dtype=torch.float32, max_length=256, max_sessions=4)
     )
@@ -111,7 +111,7 @@ async def engines(folder: Path) -> AsyncIterator[tuple[DrafterEngine, VerifierEn
     try:
         yield drafter, verifier, Forward(small, "float32")
     finally:
-        drafter.stop()
+        await drafter.stop()
         await verifier.stop()
 
 

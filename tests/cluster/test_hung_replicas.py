@@ -196,7 +196,7 @@ async def test_a_drafter_that_hangs_in_a_forward_is_unhealthy_and_its_callers_ge
     engine = DrafterEngine.load(tmp_path, name="tiny", states=NoStates(), longest_step_s=0.3)
     run = engine._runner.run = Blocked(engine._runner.run)
     run.hanging = True
-    engine.start()
+    await engine.start()
     replica = await serve_drafter(engine, fault=engine.fault)
     pool = RemotePool("drafter", [replica.address])
     try:
@@ -207,7 +207,7 @@ async def test_a_drafter_that_hangs_in_a_forward_is_unhealthy_and_its_callers_ge
     finally:
         await pool.streams.close()
         await replica.stop()
-        await asyncio.to_thread(engine.stop)
+        await engine.stop()
 
 
 async def never(call) -> None:

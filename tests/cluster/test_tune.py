@@ -138,7 +138,7 @@ async def test_replayed_rounds_are_the_rounds_that_are_run(pair):
     drafter = DrafterEngine.load(path, name="d", states=MemoryStates(), max_sessions=2)
     ranker = Ranker(DrafterConfig(checkpoint=path, dtype="float32"), "cpu", PAST)
     await verifier.start()
-    drafter.start()
+    await drafter.start()
     emitted = set()
     try:
         for temperature in (0.0, 1.0):
@@ -156,7 +156,7 @@ async def test_replayed_rounds_are_the_rounds_that_are_run(pair):
                 assert lengths == measured[: len(lengths)] and sum(lengths) > 50
                 emitted |= set(lengths)
     finally:
-        drafter.stop()
+        await drafter.stop()
         await verifier.stop()
     assert len(emitted) > 2, "some guesses were right and some were wrong"
 

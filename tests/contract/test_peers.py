@@ -82,11 +82,11 @@ def greedy_of(folder: Path) -> Greedy:
 @asynccontextmanager
 async def drafter_engine(folder: Path) -> AsyncIterator[DrafterEngine]:
     engine = DrafterEngine.load(folder, name="tiny", states=MemoryStates(), max_sessions=SESSIONS)
-    engine.start()
+    await engine.start()
     try:
         yield engine
     finally:
-        engine.stop()
+        await engine.stop()
 
 
 @asynccontextmanager
@@ -113,7 +113,7 @@ async def drafter(kind, mamba) -> AsyncIterator[Case]:
     async with drafter_engine(mamba) as real:
         engine = FakeDrafter() if fake else real
         vocabulary = fakes.VOCABULARY if fake else tiny_models.VOCABULARY
-        case = Case(engine, engine, vocabulary, lambda: len(engine.held) if fake else engine.sessions, fakes.plain)
+        case = Case(engine, engine, vocabulary, lambda: engine.sessions, fakes.plain)
         if near:
             yield case
             return
@@ -128,7 +128,7 @@ async def verifier(kind, target) -> AsyncIterator[Case]:
         engine = FakeVerifier() if fake else real
         vocabulary = fakes.VOCABULARY if fake else tiny_models.VOCABULARY
         greedy = fakes.plain if fake else greedy_of(target)
-        case = Case(engine, engine, vocabulary, lambda: len(engine.held if fake else engine.scheduler.sessions), greedy)
+        case = Case(engine, engine, vocabulary, lambda: engine.sessions, greedy)
         if near:
             yield case
             return

@@ -76,14 +76,14 @@ async def serving(path: Path, states: StateStore | None = None, **options: int) 
     """A running engine with small chunks, so that prompts take several forwards. At the end all slots must be free."""
     options = {"prefill_chunk": 8, "max_sessions": SESSIONS} | options
     engine = DrafterEngine.load(path, name="tiny", states=states or NoStates(), **options)
-    engine.start()
+    await engine.start()
     try:
         yield engine
         assert engine.sessions == 0
         assert engine.free_slots == text_slots(options["max_sessions"]) - 1
         assert engine.free_nodes == node_slots(options.get("max_rows", 64), 16) - 1
     finally:
-        engine.stop()
+        await engine.stop()
 
 
 @dataclass(frozen=True)
@@ -734,11 +734,11 @@ async def test_a_failed_scheduler_closes_all_texts_and_serves_new_ones(path, ora
 
 async def test_a_stopped_engine_raises_peer_lost(path):
     engine = DrafterEngine.load(path, name="tiny", states=NoStates())
-    engine.start()
+    await engine.start()
     client = DraftClient(engine)
     await client.open(prompt_of(3))
-    engine.stop()
-    engine.stop()
+    await engine.stop()
+    await engine.stop()
     with pytest.raises(PeerLost):
         await client.draft(CHAIN)
 

@@ -93,7 +93,7 @@ async def test_a_text_of_up_to_max_length_is_drafted_for_and_a_longer_one_refuse
     make_drafter(tmp_path, "llama", max_position_embeddings=40)
     states = MemoryStates()
     engine = DrafterEngine.load(tmp_path, name="tiny", states=states, prefill_chunk=16)
-    engine.start()
+    await engine.start()
     try:
         assert (await engine.hello()).max_length == 40
         text, opening, shape = Tokens(), new_opening(), LevelShape((2, 1, 1))
@@ -113,7 +113,7 @@ async def test_a_text_of_up_to_max_length_is_drafted_for_and_a_longer_one_refuse
             await engine.open(OpenCall(update(new_opening(), text, 0), terms))
         assert await engine.close(CloseCall(update(opening, text, 40))) == Closed(0)
     finally:
-        engine.stop()
+        await engine.stop()
     assert engine.sessions == 0 and len(states.blobs) == room
 
 

@@ -60,7 +60,7 @@ def verifier_steps() -> list[dict[str, object]]:
 async def drafting_levels() -> list[dict[str, object]]:
     found = []
     engine = DrafterEngine.load(DEMO_MODELS / "mamba2", name="mamba2", states=NoStates(), device=str(DEVICE))
-    engine.start()
+    await engine.start()
     text = Tokens()
     text.extend(list(range(3, 40)))
     opening, limits = new_opening(), Limits(len(text.ids) + 64, ignore_end=True)
@@ -76,7 +76,7 @@ async def drafting_levels() -> list[dict[str, object]]:
             found.append({"widths": widths, "draft_us": min(took[1:]), "levels": len(widths)})
             print(found[-1], flush=True)
     finally:
-        engine.stop()
+        await engine.stop()
     return found
 
 
