@@ -15,6 +15,7 @@ from cluster.config import DrafterConfig, ModelConfig, Resources, TargetConfig
 from cluster.hub import fetched_model
 
 if TYPE_CHECKING:
+    from drafter_service.options import DrafterOptions
     from verifier_service.options import VerifierOptions
     from verifier_service.shards import Invitation
 
@@ -36,12 +37,19 @@ def load_drafter(name: str, drafter: DrafterConfig, states: StateStore) -> Local
     from drafter_service.engine import DrafterEngine
 
     drafter = fetched_model(f"drafters.{name}", drafter)
-    return DrafterEngine.load(
-        drafter.checkpoint,
-        tokenizer=drafter.tokenizer,
+    return DrafterEngine.load(drafter.checkpoint, drafter_options(name, drafter), states=states)
+
+
+def drafter_options(name: str, drafter: DrafterConfig) -> DrafterOptions:
+    """The options of a drafter's engine. Raises BadRequest, naming the field."""
+    import torch
+
+    from drafter_service.options import DrafterOptions
+
+    return DrafterOptions(
         name=name,
-        states=states,
-        dtype=drafter.dtype,
+        tokenizer=drafter.tokenizer,
+        dtype=getattr(torch, drafter.dtype),
         device=device_of(drafter),
         threads=drafter.threads,
         max_sessions=drafter.max_sessions,

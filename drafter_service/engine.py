@@ -17,7 +17,6 @@ from dendro.calls import PROTOCOL_VERSION, CloseCall, Closed, DraftCall, Hello, 
 from dendro.clock import Clock, microseconds
 from dendro.engine import EngineThread, Ticket
 from dendro.errors import BadRequest, DendroError
-from dendro.health import LONGEST_STEP_S
 from dendro.shapes import MAX_ROWS
 from dendro.shelf import Arrays, Shelf
 from dendro.state import StateStore
@@ -26,6 +25,7 @@ from tree_layers.states import SlotPool
 
 from drafter_service.grow import most_processed
 from drafter_service.models import load_model
+from drafter_service.options import DrafterOptions
 from drafter_service.plan import DraftPlan
 from drafter_service.runner import DraftRunner
 from drafter_service.scheduler import DraftScheduler
@@ -33,7 +33,6 @@ from drafter_service.texts import Answer, MemoryComplete, Prefilled
 
 log = logging.getLogger(__name__)
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TREES = 8
 """Full trees for which there are node slots, kept trees of idle sessions included."""
 
@@ -63,92 +62,53 @@ class DrafterEngine:
         hello: Hello,
         runner: DraftRunner,
         states: StateStore,
-        max_sessions: int,
-        prefill_chunk: int,
-        threads: int,
-        longest_step_s: float = LONGEST_STEP_S,
+        options: DrafterOptions,
         clock: Clock = time.monotonic,
     ) -> None:
-        """runner: has `text_slots` and `node_slots` of these limits
-        longest_step_s: `fault` reports a step that takes longer
-        """
+        """runner: has `text_slots` and `node_slots` of these limits."""
         self._hello = hello
         self._runner = runner
         memory = runner.memory
         self._shelf = Shelf(states, hello.fingerprint, hello.tokenizer, memory.layout, memory.check)
         self._clock = clock
-        self._max_sessions = max_sessions
-        self._chunk = prefill_chunk
+        self._options = options
+        self._text_slots = text_slots(options.max_sessions)
+        self._node_slots = node_slots(hello.max_rows, hello.max_depth)
         self._scheduler = self._fresh()
         self._thread = EngineThread(
             f"drafter {hello.model}",
             self._step,
             self._end_texts,
-            setup=partial(torch.set_num_threads, threads),  # of this thread; other engines of the process set theirs
-            longest_step_s=longest_step_s,
+            setup=partial(torch.set_num_threads, options.threads),  # torch keeps it per thread
+            longest_step_s=options.longest_step_s,
             clock=clock,
         )
         self.counters = DrafterCounters()
 
     @classmethod
     def load(
-        cls,
-        path: str | Path,
-        *,
-        tokenizer: Path | None = None,
-        name: str,
-        states: StateStore,
-        dtype: str = "float32",
-        device: str = "cpu",
-        threads: int = 1,
-        max_sessions: int = 64,
-        max_rows: int = MAX_ROWS,
-        max_depth: int = 16,
-        prefill_chunk: int = 64,
-        longest_step_s: float = LONGEST_STEP_S,
+        cls, path: str | Path, options: DrafterOptions, *, states: StateStore, clock: Clock = time.monotonic
     ) -> DrafterEngine:
-        """Load a checkpoint. Raises BadRequest with the name of an argument that cannot be used.
-
-        tokenizer: the folder with the tokenizer, if it is not the checkpoint's
-        dtype: of weights and activations, float32, bfloat16 or float16
-        threads: CPU threads of the model
-        max_rows: of a tree, root included   prefill_chunk: tokens of a prompt per forward
-        """
-        if dtype not in DTYPES:
-            raise BadRequest("dtype", f"must be one of {sorted(DTYPES)}, got {dtype!r}")
-        least = {
-            "threads": threads,
-            "max_sessions": max_sessions,
-            "max_depth": max_depth,
-            "prefill_chunk": prefill_chunk,
-        }
-        for field, value in least.items():
-            if value < 1:
-                raise BadRequest(field, f"must be at least 1, got {value}")
-        if not 1 <= max_rows <= MAX_ROWS:
-            raise BadRequest("max_rows", f"must be 1 to {MAX_ROWS}, got {max_rows}")
-        try:
-            place = torch.device(device)
-        except RuntimeError as error:
-            raise BadRequest("device", str(error)) from error
-        model, checkpoint = load_model(path, DTYPES[dtype], place, tokenizer)
+        """Load a checkpoint. Raises BadRequest, naming the field."""
+        device = torch.device(options.device)
+        model, checkpoint = load_model(path, options.dtype, device, options.tokenizer)
         hello = Hello(
             protocol=PROTOCOL_VERSION,
-            model=name,
+            model=options.name,
             fingerprint=checkpoint.fingerprint,
             tokenizer=checkpoint.facts.tokenizer,
             vocabulary=model.vocabulary,
             max_length=model.max_length,
-            max_rows=max_rows,
-            max_depth=max_depth,
-            dtype=dtype,
+            max_rows=options.max_rows,
+            max_depth=options.max_depth,
+            dtype=str(options.dtype).removeprefix("torch."),
             exactness="",
             pid=os.getpid(),
             facts=checkpoint.facts.digest,
             ordinary_tokens=checkpoint.facts.ordinary_tokens,
         )
-        runner = DraftRunner(model, text_slots(max_sessions), node_slots(max_rows, max_depth), place)
-        return cls(hello, runner, states, max_sessions, prefill_chunk, threads, longest_step_s)
+        slots = text_slots(options.max_sessions), node_slots(options.max_rows, options.max_depth)
+        return cls(hello, DraftRunner(model, *slots, device), states, options, clock)
 
     async def start(self) -> None:
         self._thread.start()
@@ -170,9 +130,8 @@ class DrafterEngine:
 
     def memory_bytes(self, longest: int) -> dict[str, int]:
         """Most bytes of all text and node slots, as `states`, if no text is longer than `longest` tokens."""
-        limits, memory = self._hello, self._runner.memory
-        texts, nodes = text_slots(self._max_sessions), node_slots(limits.max_rows, limits.max_depth)
-        return {"states": texts * memory.text_bytes(longest) + nodes * memory.node_bytes}
+        memory = self._runner.memory
+        return {"states": self._text_slots * memory.text_bytes(longest) + self._node_slots * memory.node_bytes}
 
     @property
     def sessions(self) -> int:
@@ -192,17 +151,14 @@ class DrafterEngine:
     @property
     def held_bytes(self) -> int:
         """Most bytes of the text and node slots in use, with texts of `max_length` tokens."""
-        limits, memory = self._hello, self._runner.memory
-        texts = text_slots(self._max_sessions) - 1 - self.free_slots
-        nodes = node_slots(limits.max_rows, limits.max_depth) - 1 - self.free_nodes
-        return texts * memory.text_bytes(limits.max_length) + nodes * memory.node_bytes
+        memory = self._runner.memory
+        texts = self._text_slots - 1 - self.free_slots
+        nodes = self._node_slots - 1 - self.free_nodes
+        return texts * memory.text_bytes(self._hello.max_length) + nodes * memory.node_bytes
 
     def _fresh(self) -> DraftScheduler:
-        limits = self._hello
-        texts, nodes = text_slots(self._max_sessions), node_slots(limits.max_rows, limits.max_depth)
-        return DraftScheduler(
-            limits.model, SlotPool(texts), SlotPool(nodes), self._max_sessions, self._chunk, self._clock
-        )
+        options, texts, nodes = self._options, SlotPool(self._text_slots), SlotPool(self._node_slots)
+        return DraftScheduler(options.name, texts, nodes, options.max_sessions, options.prefill_chunk, self._clock)
 
     # -- the caller's side ---------------------------------------------------------------------------------------
 

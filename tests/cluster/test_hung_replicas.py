@@ -41,6 +41,7 @@ from cluster.policies import Static
 from cluster.redis_server import RedisServer
 from cluster.router.rounds import rounds
 from drafter_service.engine import DrafterEngine
+from drafter_service.options import DrafterOptions
 from verifier_service.engine import VerifierEngine
 from verifier_service.options import VerifierOptions
 
@@ -192,7 +193,7 @@ async def test_serves_health_check_fails_while_an_engine_hangs(target):
 async def test_a_drafter_that_hangs_in_a_forward_is_unhealthy_and_its_callers_get_peer_lost(monkeypatch, tmp_path):
     monkeypatch.setattr(serving, "FAULT_POLL_S", 0.05)
     make_drafter(tmp_path, "mamba2")
-    engine = DrafterEngine.load(tmp_path, name="tiny", states=NoStates(), longest_step_s=0.3)
+    engine = DrafterEngine.load(tmp_path, DrafterOptions(name="tiny", longest_step_s=0.3), states=NoStates())
     run = engine._runner.run = Blocked(engine._runner.run)
     run.hanging = True
     await engine.start()

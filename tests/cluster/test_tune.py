@@ -38,6 +38,7 @@ from cluster.tune.measuring import (
 from cluster.tune.tuning import SearchLimits, as_arm, is_chain
 from cluster.tune.writing import check_writable, with_arms, write_arms
 from drafter_service.engine import DrafterEngine
+from drafter_service.options import DrafterOptions
 from verifier_service.engine import VerifierEngine
 from verifier_service.options import VerifierOptions
 
@@ -135,7 +136,7 @@ async def test_replayed_rounds_are_the_rounds_that_are_run(pair):
     verifier = VerifierEngine.load(
         target, VerifierOptions(name="t", dtype=torch.float32, max_length=256, max_sessions=2)
     )
-    drafter = DrafterEngine.load(path, name="d", states=MemoryStates(), max_sessions=2)
+    drafter = DrafterEngine.load(path, DrafterOptions(name="d", max_sessions=2), states=MemoryStates())
     ranker = Ranker(DrafterConfig(checkpoint=path, dtype="float32"), "cpu", PAST)
     await verifier.start()
     await drafter.start()

@@ -28,6 +28,7 @@ from sockets import drafter_at, verifier_at
 from transformers import AutoModelForCausalLM
 
 from drafter_service.engine import DrafterEngine
+from drafter_service.options import DrafterOptions
 from verifier_service.engine import VerifierEngine
 from verifier_service.options import VerifierOptions
 
@@ -81,7 +82,7 @@ def greedy_of(folder: Path) -> Greedy:
 
 @asynccontextmanager
 async def drafter_engine(folder: Path) -> AsyncIterator[DrafterEngine]:
-    engine = DrafterEngine.load(folder, name="tiny", states=MemoryStates(), max_sessions=SESSIONS)
+    engine = DrafterEngine.load(folder, DrafterOptions(name="tiny", max_sessions=SESSIONS), states=MemoryStates())
     await engine.start()
     try:
         yield engine

@@ -18,6 +18,7 @@ from tree_kernels.warp import Warp
 
 from cluster.config import DEMO_MODELS
 from drafter_service.engine import DrafterEngine
+from drafter_service.options import DrafterOptions
 from verifier_service.device import DeviceRunner
 from verifier_service.rows import NO_ROWS, StepPlan, pack, text_rows
 from verifier_service.walk import Draw
@@ -59,7 +60,7 @@ def verifier_steps() -> list[dict[str, object]]:
 
 async def drafting_levels() -> list[dict[str, object]]:
     found = []
-    engine = DrafterEngine.load(DEMO_MODELS / "mamba2", name="mamba2", states=NoStates(), device=str(DEVICE))
+    engine = DrafterEngine.load(DEMO_MODELS / "mamba2", DrafterOptions(name="mamba2", device=DEVICE), states=NoStates())
     await engine.start()
     text = Tokens()
     text.extend(list(range(3, 40)))
