@@ -16,23 +16,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dendro.answer import REASON_MARK
+from dendro.engine import Engine, LocalDrafter, LocalVerifier
 from dendro.errors import BadRequest
-from dendro.serving import Leases, Replica
+from dendro.servicer import DRAFTER_REPLICA, VERIFIER_REPLICA, serve_engine
+from dendro.serving import Leases, ReplicaKind
 from dendro.state import StateStore
 from dendro.v1 import generation_pb2 as pb
 
 from cluster.api.grpc import logged_status, tenant_of
 from cluster.config import Config, DrafterConfig, ModelConfig, TargetConfig
 from cluster.engines import (
-    LocalDrafter,
-    LocalVerifier,
     actor_options,
     engine_environment,
     load_drafter,
     load_replica,
     node_address,
-    start_engine,
-    stop_engine,
 )
 from cluster.hub import pinned
 from cluster.peers.places import ServePeers
@@ -62,8 +60,16 @@ LAST_WORDS_S = 0.2
 class _Shell:
     """What the deployments of engines share. Serve calls `lease`; routers call the replica's own gRPC server."""
 
-    _engine: Any
-    _replica: Replica
+    _kind: ReplicaKind
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, name: str, model: Any, longest_s: float, states: Callable[[], StateStore], load: Callable[..., Engine]
+    ) -> None:
+        _log_to_serve_file()
+        self._engine = load(name, model, states())
+        await self._engine.start()
+        leases = Leases(cap_s=longest_s)
+        self._replica = await serve_engine(self._kind, self._engine, leases, node_address(), fault=self._engine.fault)
 
     async def lease(self) -> AsyncIterator[dict[str, str]]:
         """Yields address and lease token once, then waits until the lease ends on the replica's own stream."""
@@ -82,50 +88,30 @@ class _Shell:
 
     async def __del__(self) -> None:  # Serve awaits it once the replica is drained
         await self._replica.stop()
-        await stop_engine(self._engine)
+        await self._engine.stop()
 
 
 class DrafterShell(_Shell):
     """A drafter replica."""
 
-    async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self,
-        name: str,
-        drafter: DrafterConfig,
-        longest_s: float,
-        states: Callable[[], StateStore],
-        load: Callable[[str, DrafterConfig, StateStore], LocalDrafter] = load_drafter,
-    ) -> None:
-        from drafter_service.servicer import serve_drafter
-
-        _log_to_serve_file()
-        self._engine = load(name, drafter, states())
-        await start_engine(self._engine)
-        self._replica = await serve_drafter(
-            self._engine, Leases(cap_s=longest_s), node_address(), fault=self._engine.fault
-        )
+    _kind = DRAFTER_REPLICA
 
 
 class VerifierShell(_Shell):
     """A verifier replica."""
 
+    _kind = VERIFIER_REPLICA
+
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
         name: str,
-        target: TargetConfig,
+        model: TargetConfig,
         longest_s: float,
         states: Callable[[], StateStore],
-        load: Callable[[str, TargetConfig, StateStore], LocalVerifier] = load_replica,
+        load: Callable[[str, TargetConfig, StateStore], LocalVerifier],
     ) -> None:
-        from verifier_service.servicer import serve_verifier
-
-        _log_to_serve_file()
-        self._engine = load(name, target, states())
-        await start_engine(self._engine)
-        self._replica = await serve_verifier(
-            self._engine, Leases(cap_s=longest_s), node_address(), fault=self._engine.fault
-        )
-        if target.tensor_parallel > 1:
+        await super().__init__(name, model, longest_s, states, load)
+        if model.tensor_parallel > 1:
             self._watch = asyncio.create_task(self._end_with_engine())
 
     async def _end_with_engine(self) -> None:

@@ -7,8 +7,8 @@ import gc
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
+from dendro.engine import Engine
 from dendro.errors import BadRequest, DendroError
 from dendro.state import MemoryStates
 from rich.console import Console
@@ -135,10 +135,7 @@ def _load_all(config: Config, report: Report, show_line: Callable[[str], None]) 
     for place, (section, entry) in enumerate(entries, 1):
         show_line(f"loading {section}.{entry.name}, {place} of {len(entries)} ...")
         try:
-            if section == "targets":
-                _load_target(config, entry)
-            else:
-                _load_drafter(config, entry, longest)
+            _load_model(config, section, entry, longest)
         except BadRequest as error:
             given = error.field.startswith(section)
             field_of = error.field if given else f"{section}.{entry.name}.{error.field}"
@@ -148,28 +145,24 @@ def _load_all(config: Config, report: Report, show_line: Callable[[str], None]) 
         gc.collect()  # the model is freed before the next one is loaded
 
 
-def _load_target(config: Config, entry: ModelReport) -> None:
-    from cluster.engines import load_verifier
+def _load_model(config: Config, section: str, entry: ModelReport, longest: int) -> None:
+    from cluster.engines import load_drafter, load_verifier
 
-    target = fetched_model(f"targets.{entry.name}", config.targets[entry.name])
-    engine: Any = load_verifier(entry.name, target, MemoryStates())
+    model: ModelConfig
+    engine: Engine
+    if section == "targets":
+        model = target = fetched_model(f"targets.{entry.name}", config.targets[entry.name])
+        engine, workers = load_verifier(entry.name, target, MemoryStates()), target.tensor_parallel
+    else:
+        model = drafter = fetched_model(f"drafters.{entry.name}", config.drafters[entry.name])
+        engine, workers = load_drafter(entry.name, drafter, MemoryStates()), 1
     try:
-        own = engine.memory_bytes()  # of this process; each other worker needs as much
-        entry.memory = {part: count * target.tensor_parallel for part, count in own.items()}
-        entry.weights = _weights(target) or entry.weights
+        own = engine.memory_bytes(longest)  # of this process; each other worker needs as much
+        entry.memory = {part: count * workers for part, count in own.items()}
+        entry.weights = _weights(model) or entry.weights
         entry.exactness = asyncio.run(engine.hello()).exactness
     finally:
         asyncio.run(engine.stop())
-
-
-def _load_drafter(config: Config, entry: ModelReport, longest: int) -> None:
-    from cluster.engines import load_drafter
-
-    drafter = fetched_model(f"drafters.{entry.name}", config.drafters[entry.name])
-    engine: Any = load_drafter(entry.name, drafter, MemoryStates())
-    entry.memory = engine.memory_bytes(longest)
-    entry.weights = _weights(drafter) or entry.weights
-    engine.stop()
 
 
 def _weights(model: ModelConfig) -> int | None:

@@ -1,14 +1,13 @@
-"""Engines of one process: loading, starting and stopping them, and their Ray options."""
+"""Loads the engines of one process, and makes their Ray options."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from dendro.calls import DrafterPeer, Peer, VerifierPeer
+from dendro.engine import LocalDrafter, LocalVerifier
 from dendro.errors import BadRequest
 from dendro.state import StateStore
 
@@ -16,45 +15,9 @@ from cluster.config import DrafterConfig, ModelConfig, Resources, TargetConfig
 from cluster.hub import fetched_model
 
 if TYPE_CHECKING:
+    from drafter_service.options import DrafterOptions
     from verifier_service.options import VerifierOptions
     from verifier_service.shards import Invitation
-
-
-class Engine(Peer, Protocol):
-    """A peer in this process, which is started and stopped here."""
-
-    def start(self) -> Awaitable[None] | None: ...
-    def stop(self) -> Awaitable[None] | None:
-        """End the work in progress; waiting calls get an error."""
-        ...
-
-    def stats(self) -> dict[str, int]:
-        """Counters and gauges by name."""
-        ...
-
-    def fault(self) -> str:
-        """Why it cannot serve now, such as a step that does not return; empty where it can."""
-        ...
-
-
-class LocalDrafter(DrafterPeer, Engine, Protocol):
-    """A drafter of this process."""
-
-
-class LocalVerifier(VerifierPeer, Engine, Protocol):
-    """A verifier of this process."""
-
-
-async def start_engine(engine: Engine) -> None:
-    """Start an engine, whose `start` may or may not have to be awaited."""
-    if (starting := engine.start()) is not None:
-        await starting
-
-
-async def stop_engine(engine: Engine) -> None:
-    """Stop an engine. Calls its `stop` in a thread, as it may join one, which would block the loop."""
-    if (stopping := await asyncio.to_thread(engine.stop)) is not None:
-        await stopping
 
 
 def engine_environment(threads: int) -> dict[str, str]:
@@ -74,12 +37,19 @@ def load_drafter(name: str, drafter: DrafterConfig, states: StateStore) -> Local
     from drafter_service.engine import DrafterEngine
 
     drafter = fetched_model(f"drafters.{name}", drafter)
-    return DrafterEngine.load(
-        drafter.checkpoint,
-        tokenizer=drafter.tokenizer,
+    return DrafterEngine.load(drafter.checkpoint, drafter_options(name, drafter), states=states)
+
+
+def drafter_options(name: str, drafter: DrafterConfig) -> DrafterOptions:
+    """The options of a drafter's engine. Raises BadRequest, naming the field."""
+    import torch
+
+    from drafter_service.options import DrafterOptions
+
+    return DrafterOptions(
         name=name,
-        states=states,
-        dtype=drafter.dtype,
+        tokenizer=drafter.tokenizer,
+        dtype=getattr(torch, drafter.dtype),
         device=device_of(drafter),
         threads=drafter.threads,
         max_sessions=drafter.max_sessions,

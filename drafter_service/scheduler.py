@@ -12,8 +12,12 @@ All sessions that wait for the same kind of forward share it, whatever their sha
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 from dendro.calls import CloseCall, DraftCall, OpenCall, TextUpdate
+from dendro.clock import Clock, microseconds
+from dendro.engine import Ticket
 from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, Overloaded
 from dendro.tree import DraftTree, FloatArray, IntArray
 from tree_layers.states import SlotPool
@@ -21,7 +25,7 @@ from tree_layers.states import SlotPool
 from drafter_service.confidence import CANDIDATES, Calibration
 from drafter_service.grow import growth_of, ranks
 from drafter_service.plan import EMPTY_TEXT, NO_NODE, Chains, DraftOutcome, DraftPlan, Level, TextFold
-from drafter_service.texts import Answer, DrafterText, DraftRound, MemoryComplete, Prefilled, Ticket, check_tokens
+from drafter_service.texts import Answer, DrafterText, DraftRound, MemoryComplete, Prefilled, check_tokens
 
 CATCH_UP = 8
 """Tokens that the memory of an idle session lacks when it is prefilled without waiting for a call."""
@@ -38,7 +42,9 @@ class DraftScheduler:
     and before it sends `answers`, for which it saves memories.
     """
 
-    def __init__(self, name: str, texts: SlotPool, nodes: SlotPool, max_sessions: int, chunk: int) -> None:
+    def __init__(
+        self, name: str, texts: SlotPool, nodes: SlotPool, max_sessions: int, chunk: int, clock: Clock = time.monotonic
+    ) -> None:
         """texts: at least 1 + 2 * max_sessions slots   nodes: at least 1 + the most that a round needs
         chunk: most tokens of a prompt per forward
         """
@@ -47,6 +53,7 @@ class DraftScheduler:
         self.nodes = nodes
         self.max_sessions = max_sessions
         self.chunk = chunk
+        self.clock = clock
         self.answers: list[tuple[Ticket, Answer]] = []
         self.folds: list[TextFold] = []
         self.ended: list[int] = []  # numbers of closed sessions, for the runner to drop
@@ -401,7 +408,8 @@ class DraftScheduler:
         trace = ranks(session.ranks, start, draft_round.base, CANDIDATES)
         tokens, parents, values = draft_round.growth.arrays()
         assert draft_round.ticket is not None
-        tree = DraftTree(tokens, parents, values, self.name, trace, draft_round.ticket.waited_us, len(self._planned))
+        waited_us = microseconds(self.clock() - draft_round.ticket.arrived_s)
+        tree = DraftTree(tokens, parents, values, self.name, trace, waited_us, len(self._planned))
         self.answers.append((draft_round.ticket, tree))
         session.traced = draft_round.base
         session.ranks = {}

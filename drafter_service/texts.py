@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 from dendro.calls import PeerText, Terms, TextUpdate
+from dendro.engine import Ticket
 from dendro.errors import BadRequest
 from dendro.shapes import TreeShape
 from dendro.tree import DraftTree
@@ -14,22 +14,6 @@ from dendro.tree import DraftTree
 from drafter_service.confidence import Calibration
 from drafter_service.grow import Growth
 from drafter_service.plan import EMPTY_TEXT, BoolArray
-
-
-class Ticket(Protocol):
-    """A caller that waits for an answer."""
-
-    @property
-    def cancelled(self) -> bool: ...
-
-    @property
-    def waited_us(self) -> int:
-        """Microseconds since the call arrived."""
-        ...
-
-    def settle(self, value: object) -> None:
-        """Answer the caller, from any thread."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

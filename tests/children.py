@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 import sys
 
+from dendro.servicer import DRAFTER_REPLICA, VERIFIER_REPLICA, serve_engine
 from fakes import FakeDrafter, FakeVerifier, new_text
 
 from cluster.peers.opening import Leased, Opening
 from cluster.peers.stream import VERIFIER, PeerStream, RemoteVerifier
-from drafter_service.servicer import serve_drafter
-from verifier_service.servicer import serve_verifier
 
 
 async def main(kind: str, *words: str) -> None:
     if kind == "drafter":
-        replica = await serve_drafter(FakeDrafter(pause_s=0.005))
+        replica = await serve_engine(DRAFTER_REPLICA, FakeDrafter(pause_s=0.005))
         print(replica.address, flush=True)
     elif kind == "verifier":
-        replica = await serve_verifier(FakeVerifier(pause_s=0.01))
+        replica = await serve_engine(VERIFIER_REPLICA, FakeVerifier(pause_s=0.01))
         print(replica.address, flush=True)
     else:
         address, token = words

@@ -79,14 +79,24 @@ class _Fake:
         self.largest_batch = 0
         self._at_once = 0
 
-    def start(self) -> None:
+    async def start(self) -> None:
         return
 
-    def stop(self) -> None:
+    async def stop(self) -> None:
         return
+
+    async def lost(self) -> str:
+        return await asyncio.get_running_loop().create_future()
 
     def stats(self) -> dict[str, int]:
         return {}
+
+    def memory_bytes(self, longest: int) -> dict[str, int]:
+        return {}
+
+    @property
+    def sessions(self) -> int:
+        return len(self.held)
 
     def fault(self) -> str:
         return ""

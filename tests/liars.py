@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -58,9 +58,7 @@ def lie(message: Any, chance: random.Random, spare: tuple[str, ...] = ()) -> Non
     getattr(part, each.name).extend(values)
 
 
-def lying(
-    kind: ReplicaKind[Any, Any, Any], chance: random.Random, often: float, about: Callable[[Any], Any]
-) -> ReplicaKind[Any, Any, Any]:
+def lying(kind: ReplicaKind, chance: random.Random, often: float, about: Callable[[Any], Any]) -> ReplicaKind:
     """The same kind, but a share `often` of its answers has one field changed, in the message `about(answer)`."""
 
     def answer(number: int, outcome: Any) -> Any:
@@ -72,12 +70,12 @@ def lying(
     return replace(kind, answer=answer)
 
 
-def lying_hello(kind: ReplicaKind[Any, Any, Any], chance: random.Random) -> ReplicaKind[Any, Any, Any]:
+def lying_hello(kind: ReplicaKind, chance: random.Random) -> ReplicaKind:
     """The same kind, but one field of the hello is changed."""
 
-    def frame(hello: Any, answers: list[Any]) -> Any:
+    def answers(hello: Any = None, answers: Sequence[Any] = ()) -> Any:
         if hello is not None:
             lie(hello, chance, spare=("protocol",))
-        return kind.frame(hello, answers)
+        return kind.answers(hello=hello, answers=answers)
 
-    return replace(kind, frame=frame)
+    return replace(kind, answers=answers)

@@ -9,16 +9,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from dendro.servicer import DRAFTER_REPLICA, VERIFIER_REPLICA, serve_engine
 from dendro.serving import Leases, Replica
 from fakes import FakeDrafter, FakeVerifier, RemotePool
-
-from drafter_service.servicer import serve_drafter
-from verifier_service.servicer import serve_verifier
 
 
 @asynccontextmanager
 async def drafter_at(engine: FakeDrafter, leases: Leases | None = None) -> AsyncIterator[tuple[Replica, RemotePool]]:
-    replica = await serve_drafter(engine, leases)
+    replica = await serve_engine(DRAFTER_REPLICA, engine, leases)
     pool = RemotePool("drafter", [replica.address])
     try:
         yield replica, pool
@@ -29,7 +27,7 @@ async def drafter_at(engine: FakeDrafter, leases: Leases | None = None) -> Async
 
 @asynccontextmanager
 async def verifier_at(engine: FakeVerifier, leases: Leases | None = None) -> AsyncIterator[tuple[Replica, RemotePool]]:
-    replica = await serve_verifier(engine, leases)
+    replica = await serve_engine(VERIFIER_REPLICA, engine, leases)
     pool = RemotePool("verifier", [replica.address])
     try:
         yield replica, pool

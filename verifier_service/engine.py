@@ -1,6 +1,6 @@
-"""The verifier as a peer: an asyncio loop schedules calls, and the model runs in one thread.
+"""The verifier's engine: calls in, verdicts out.
 
-open, verify, close -> StepScheduler.submit -> loop: plan = next(); outcome = run(plan); apply(outcome) -> answers
+call -> inbox -> [ scheduler.next -> runner.run -> scheduler.apply ] -> answer
 """
 
 from __future__ import annotations
@@ -9,16 +9,19 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from dendro.calls import PROTOCOL_VERSION, CloseCall, Closed, Hello, OpenCall, Opened, VerifyCall
-from dendro.errors import BadRequest, EngineFailed, PeerLost
-from dendro.health import LONGEST_STEP_S, StepWatch
+from dendro.clock import Clock
+from dendro.engine import EngineThread, Ticket
+from dendro.errors import BadRequest
+from dendro.health import LONGEST_STEP_S
 from dendro.shelf import Arrays, Shelf
 from dendro.state import NoStates, StateStore
 from dendro.text import Verdict
@@ -43,8 +46,18 @@ NOISE_AHEAD = 6
 """Positions past the next base whose noise is computed in idle time: about the depth of the deepest drafted trees."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """The memory of a closed text; no arrays where it could not be copied."""
+
+    tenant: str
+    ids: Sequence[int]
+    digest: int
+    arrays: Arrays
+
+
 class VerifierEngine:
-    """Implements `dendro.calls.VerifierPeer` for one target. Bound to one event loop, from `start` to `stop`."""
+    """Implements `dendro.engine.LocalVerifier` for one target."""
 
     def __init__(
         self,
@@ -58,19 +71,20 @@ class VerifierEngine:
         """shelf: store of the states of texts, where the capacity `saves` them. longest_step_s: a longer step counts as
         hung. dependent: products, and numbers of rows, with which a row's bits depend on other rows; empty where the
         exactness is `bitwise`."""
-        self._watch = StepWatch(longest_step_s)
         self.scheduler = scheduler
         self.runner = runner
         self._hello = hello
         self._shelf = shelf
         self.dependent = tuple(dependent)
-        self._saving: set[asyncio.Task[None]] = set()
-        # torch keeps its number of threads per thread; a new thread starts with the last one set in this process.
-        self._thread = ThreadPoolExecutor(1, "verifier", torch.set_num_threads, (runner.target.run.threads,))
-        self._work = asyncio.Event()
-        self._loop: asyncio.Task[None] | None = None
-        self._lost: str | None = None  # why it answers no more calls
-        self._ended = asyncio.Event()
+        self._ahead: list[tuple[int, int]] = []  # (session, position) of noise to compute in idle time
+        self._thread = EngineThread(
+            "verifier",
+            self._step,
+            scheduler.give_up,
+            setup=partial(torch.set_num_threads, runner.target.run.threads),  # torch keeps it per thread
+            longest_step_s=longest_step_s,
+            clock=scheduler.clock,
+        )
 
     @classmethod
     def load(
@@ -81,6 +95,7 @@ class VerifierEngine:
         states: StateStore | None = None,
         start_workers: Starter = start_processes,
         host: str = "127.0.0.1",
+        clock: Clock = time.monotonic,
     ) -> Self:
         """Load a checkpoint and check the engine's rows; takes seconds. Raises BadRequest, naming the field.
 
@@ -160,7 +175,7 @@ class VerifierEngine:
                 memory.check(arrays, 2 * block)
 
             shelf = Shelf(states or NoStates(), hello.fingerprint, hello.tokenizer, memory.layout(block), check)
-        return cls(StepScheduler(capacity), runner, hello, shelf, options.longest_step_s, differ)
+        return cls(StepScheduler(capacity, clock), runner, hello, shelf, options.longest_step_s, differ)
 
     # The peer
 
@@ -182,172 +197,109 @@ class VerifierEngine:
 
     async def close(self, call: CloseCall) -> Closed:
         """End an opening. A state-space target's memory of the text is saved first; attention keys are never saved."""
-        return await self._ask(call)
+        left = await self._ask(call)
+        if isinstance(left, Closed):
+            return left
+        assert isinstance(left, _Left) and self._shelf is not None
+        try:
+            return Closed(await self._shelf.put(left.tenant, left.ids, left.digest, left.arrays) if left.arrays else 0)
+        except Exception:  # a state that is not saved costs time, but changes no token
+            log.exception("verifier: the memory of a closed text could not be saved")
+            return Closed(0)
 
     async def _ask(self, call: Call, saved: Saved | None = None) -> Any:
-        if self._lost is not None:
-            raise PeerLost(f"verifier: {self._lost}")
-        if self._loop is None or self._loop.done():
-            raise PeerLost("verifier: it is not running")
-        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self.scheduler.submit(PendingCall(call, reply, saved=saved))
-        self._work.set()
-        try:
-            return await reply
-        except asyncio.CancelledError:
+        def submit(ticket: Ticket) -> None:
+            self.scheduler.submit(PendingCall(call, ticket, saved))
+
+        def abandon(ticket: Ticket) -> None:
             if isinstance(call, OpenCall):  # it may have been answered just now: no caller is left to close it
-                discarded: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-                discarded.cancel()
-                self.scheduler.submit(PendingCall(CloseCall(call.update), discarded))
-            self._work.set()  # its memory is released by the next `next`
-            raise
+                self.scheduler.gone(call.update.opening)
+
+        return await self._thread.ask(submit, abandon)
 
     # Start and stop
 
     async def start(self) -> None:
-        """Start the loop that answers calls."""
-        if self._loop is not None:
-            raise RuntimeError("the engine was started before")
-        self._loop = asyncio.create_task(self._run())
+        self._thread.start()
         if self.runner.crew is not None:
-            loop = asyncio.get_running_loop()
-
-            def lose(reason: str) -> None:
-                with contextlib.suppress(RuntimeError):  # the event loop is closed
-                    loop.call_soon_threadsafe(self._lose, reason)
-
-            self.runner.crew.watch(lose)
+            self.runner.crew.watch(self._lose)
 
     async def stop(self) -> None:
-        """Fail pending calls and end the thread. May be called twice, and without `start`."""
-        if self._loop is not None:
-            self._loop.cancel()
-            await asyncio.gather(self._loop, return_exceptions=True)
-        self.scheduler.give_up(PeerLost("verifier: it was stopped"))
-        await asyncio.gather(*self._saving, return_exceptions=True)
-        await asyncio.to_thread(self._thread.shutdown)
+        await self._thread.stop()
         if self.runner.crew is not None:
             await asyncio.to_thread(self.runner.crew.stop)
 
-    def fault(self) -> str:
-        """Why this engine cannot serve now; empty where it can."""
-        ended = self._loop is not None and self._loop.done()
-        return self._lost or ("its loop has ended" if ended else self._watch.fault())
-
     async def lost(self) -> str:
-        """Wait until a worker of a sharded target, and so the engine, is lost; returns the reason."""
-        await self._ended.wait()
-        return str(self._lost)
+        return await self._thread.lost()
+
+    def fault(self) -> str:
+        return self._thread.fault()
 
     def _lose(self, reason: str) -> None:
         """Fail all calls with PeerLost at once, so that their texts go on at another replica."""
-        if self._lost is None:
+        if self._thread.lose(reason):
             log.error("verifier: %s; this replica answers no more calls", reason)
-            self._lost = reason
-            self.scheduler.give_up(PeerLost(f"verifier: {reason}"))
-            self._ended.set()
 
-    async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
-        ahead: list[tuple[int, int]] = []  # (session, position) of noise to compute in idle time
-        while self._lost is None:
-            self._work.clear()  # any call from now on wakes the loop
+    # The engine's thread
+
+    def _step(self) -> float | None:
+        """One step of the model, if any is wanted, and its answers; then the memory of closed texts. While idle, a row
+        of noise. Returns how long to wait for calls before the next."""
+        plan = self.scheduler.next()
+        if closed := self.scheduler.take_closed():
+            self.runner.forget(closed)
+        if restoring := self.scheduler.take_restoring():
+            for session, saved in restoring:
+                self.scheduler.restored(session, self._restore(session, saved))
+            return 0.0
+        if plan is not None:
             try:
-                plan = self.scheduler.next()
+                outcome = self.runner.run(plan)
             except Exception as error:
-                self._give_up(error)
-                continue
-            if closed := self.scheduler.take_closed():
-                self._thread.submit(self.runner.forget, closed)
-            if restoring := self.scheduler.take_restoring():
-                for session, saved in restoring:
-                    self.scheduler.restored(session, await self._restore(session, saved))
-                continue
-            if plan is not None:
-                try:
-                    with self._watch.busy():
-                        outcome = await loop.run_in_executor(self._thread, self.runner.run, plan)
-                except Exception as error:
-                    log.exception("verifier: a step of %d rows failed", len(plan.tokens))
-                    if self.runner.crew is not None:  # its workers are no longer in step
-                        self._lose(str(error))
-                        return
+                log.exception("verifier: a step of %d rows failed", len(plan.tokens))
+                if self.runner.crew is not None:  # its workers are no longer in step
+                    self._lose(str(error))
+                else:
                     self.scheduler.fail(error)
-                    continue
-                try:
-                    likely = self.scheduler.apply(outcome)
-                except Exception as error:
-                    self._give_up(error)
-                    continue
-                ahead = [(session, base + step) for step in range(NOISE_AHEAD) for session, base in likely]
-                # Callers get their answers before anything else starts.
-                await asyncio.sleep(0)
-            idle = plan is None
-            while (leaving := self.scheduler.next_leaving()) is not None:
-                await self._save(*leaving)
-                idle = False
-            if not idle:
-                continue
-            if ahead:
-                try:
-                    with self._watch.busy():
-                        await loop.run_in_executor(self._thread, self.runner.prepare, *ahead.pop(0))
-                except Exception:  # the round that needs this noise computes it then, or fails
-                    log.exception("verifier: noise could not be computed ahead")
-            else:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self.scheduler.linger_s or None):
-                        await self._work.wait()
-
-    async def _restore(self, session: VerifierText, saved: Saved) -> bool:
-        """Restore a saved memory; false where that fails, which is logged: the text is then computed."""
-        place, loop = session.memory.place, asyncio.get_running_loop()
-        if place is None:  # all texts were ended meanwhile
-            return False
+                return 0.0
+            likely = self.scheduler.apply(outcome)
+            self._ahead = [(session, base + step) for step in range(NOISE_AHEAD) for session, base in likely]
+        idle = plan is None
+        while (leaving := self.scheduler.next_leaving()) is not None:
+            self._leave(*leaving)
+            idle = False
+        if not idle:
+            return 0.0
+        if not self._ahead:
+            return self.scheduler.linger_s or None
         try:
-            with self._watch.busy():
-                await loop.run_in_executor(
-                    self._thread, self.runner.restore, place, saved.length, saved.tokens, saved.arrays
-                )
+            self.runner.prepare(*self._ahead.pop(0))
+        except Exception:  # the round that needs this noise computes it then, or fails
+            log.exception("verifier: noise could not be computed ahead")
+        return 0.0
+
+    def _restore(self, session: VerifierText, saved: Saved) -> bool:
+        """Restore a saved memory; false where that fails, which is logged: the text is then computed."""
+        assert session.memory.place is not None
+        try:
+            self.runner.restore(session.memory.place, saved.length, saved.tokens, saved.arrays)
         except Exception:
             log.exception("verifier: a saved memory of %d tokens could not be restored", saved.length)
             return False
         return True
 
-    async def _save(self, session: VerifierText, ask: PendingCall) -> None:
-        """Copy a closed text's memory, release it, and save the copy in the background."""
-        assert isinstance(ask.call, CloseCall) and self._shelf is not None
-        shelf, arrays = self._shelf, None
-        ids = list(session.memory.consumed)
+    def _leave(self, session: VerifierText, ask: PendingCall) -> None:
+        """Copy a closed text's memory, release it, and answer its caller, who saves the copy."""
+        arrays: Arrays = {}
+        ids = tuple(session.memory.consumed)
         digest = session.text.tokens.digest(len(ids))
-        if (place := session.memory.place) is not None and ids:
-            copied = asyncio.get_running_loop().run_in_executor(self._thread, self.runner.save, place, len(ids))
+        if session.memory.place is not None and ids:
             try:
-                with self._watch.busy():
-                    arrays = await copied
+                arrays = self.runner.save(session.memory.place, len(ids))
             except Exception:
                 log.exception("verifier: the memory of a closed text could not be copied")
-            except asyncio.CancelledError:
-                ask.fail(PeerLost("verifier: it was stopped"))
-                raise
-        self.scheduler.gone(ask.call)
-
-        async def save() -> None:
-            covered = 0
-            try:
-                covered = await shelf.put(session.terms.tenant, ids, digest, arrays) if arrays else 0
-            except Exception:  # a state that is not saved costs time, but changes no token
-                log.exception("verifier: the memory of a closed text could not be saved")
-            ask.answer(Closed(covered))
-
-        task = asyncio.create_task(save())
-        self._saving.add(task)
-        task.add_done_callback(self._saving.discard)
-
-    def _give_up(self, error: Exception) -> None:
-        """The scheduler raised: its state is unreliable, so all texts end; the replica goes on."""
-        log.exception("verifier: the scheduler failed; all its texts end")
-        self.scheduler.give_up(EngineFailed(f"verifier: {error}"))
+        self.scheduler.gone(ask.call.update.opening)
+        ask.ticket.settle(_Left(session.terms.tenant, ids, digest, arrays))
 
     def stats(self) -> dict[str, int]:
         """Counters since the start, and what is held now."""
@@ -359,14 +311,12 @@ class VerifierEngine:
             "pages": memory.book.pages,
             "pages_held": memory.held,
             "pages_held_at_most": memory.peak,
-            "sessions": len(self.scheduler.sessions),
+            "sessions": self.sessions,
         }
 
-    # For checks: the target's own logits, without a session
-
-    def memory_bytes(self) -> dict[str, int]:
-        """Bytes that this process holds beside the weights: `pages` and `states` of texts, and the `head`'s float32
-        copy of its rows for the tokenizer's tokens, packed or not."""
+    def memory_bytes(self, longest: int) -> dict[str, int]:
+        """Bytes that this process holds beside the weights, whatever `longest` is: `pages` and `states` of texts, and
+        the `head`'s float32 copy of its rows for the tokenizer's tokens, packed or not."""
         target, arrangement = self.runner.target, self.runner.arrangement
         head = target.model.get_output_embeddings()
         return {
@@ -374,6 +324,13 @@ class VerifierEngine:
             "pages": self.runner.pages.nbytes,
             "states": target.recurrent_bytes(arrangement.tokens, arrangement.states),
         }
+
+    @property
+    def sessions(self) -> int:
+        """Number of open texts, those that wait for memory included."""
+        return len(self.scheduler.sessions)
+
+    # For checks: the target's own logits, without a session
 
     def logits_of(self, ids: Sequence[int], tree: DraftTree) -> torch.Tensor:
         """Logits [rows, vocabulary] float32, on the host, of every row of a tree whose root is the last token of the
@@ -383,7 +340,7 @@ class VerifierEngine:
         after the common prefix with the last call's text. Blocks until the model's thread is free; may be called from
         any thread, and before `start`.
         """
-        return self._thread.submit(self.runner.tree_logits, ids, tree).result().cpu()
+        return self._thread.run(lambda: self.runner.tree_logits(ids, tree).cpu())
 
 
 def _pool_pages(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 from dendro.calls import CloseCall, OpenCall, PeerText, Terms, VerifyCall
+from dendro.engine import Ticket
 from dendro.tree import DraftTree
 from tree_kernels.tree_attention import near_window
 from tree_kernels.warp import Warp
@@ -55,14 +54,6 @@ class Capacity:
         return near_window(self.max_depth)
 
 
-class Reply(Protocol):
-    """Receives an answer: an asyncio future or similar."""
-
-    def done(self) -> bool: ...
-    def set_result(self, answer: Any) -> None: ...
-    def set_exception(self, error: BaseException) -> None: ...
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Saved:
     """A state-space text's memory after `length` tokens."""
@@ -72,27 +63,13 @@ class Saved:
     arrays: Mapping[str, Array]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class PendingCall:
     """A call that waits for its answer."""
 
     call: Call
-    reply: Reply
-    arrived: float = field(default_factory=time.perf_counter)
+    ticket: Ticket
     saved: Saved | None = None  # the stored memory of a text that is opened
-
-    @property
-    def given_up(self) -> bool:
-        """The caller no longer waits."""
-        return self.reply.done()
-
-    def answer(self, answer: Any) -> None:
-        if not self.reply.done():
-            self.reply.set_result(answer)
-
-    def fail(self, error: BaseException) -> None:
-        if not self.reply.done():
-            self.reply.set_exception(error)
 
 
 @dataclass(slots=True, eq=False)

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 from dendro.calls import CloseCall, Closed, OpenCall, Opened, PeerText, TextUpdate, VerifyCall
+from dendro.clock import Clock, microseconds
 from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, Overloaded
 from dendro.smoothing import smoothed
 from dendro.text import Verdict, cut_verdict
@@ -37,8 +38,9 @@ LINGER = 0.75
 class StepScheduler:
     """Owns the texts, their pages and their order. `next` and `apply` alternate."""
 
-    def __init__(self, capacity: Capacity) -> None:
+    def __init__(self, capacity: Capacity, clock: Clock = time.monotonic) -> None:
         self.capacity = capacity
+        self.clock = clock
         arranged = capacity.recurrent
         places = StatePool(arranged.places, arranged.extent) if arranged is not None else None
         self.memory = PageTable(capacity.pages, capacity.share_prefixes, capacity.window, capacity.slack, places)
@@ -63,17 +65,17 @@ class StepScheduler:
     def next(self) -> StepPlan | None:
         """The next step. None where no text needs one, where it should wait for `linger_s`, or where saved memories
         must be restored first (`take_restoring`). Answers calls that need no step at once."""
-        began = time.perf_counter()
+        began = self.clock()
         while self._inbox:
             ask = self._inbox.popleft()
-            if ask.given_up and not isinstance(ask.call, CloseCall):
+            if ask.ticket.cancelled and not isinstance(ask.call, CloseCall):
                 continue
             try:
                 self._take(ask)
             except DendroError as error:
-                ask.fail(error)
+                ask.ticket.settle(error)
         for opening, session in list(self.sessions.items()):
-            if session.opening is not None and session.opening.given_up:
+            if session.opening is not None and session.opening.ticket.cancelled:
                 self._free(opening)
         self._admit()
         if self._restoring:  # a step packed now would read checkpoints that are not restored yet
@@ -83,7 +85,7 @@ class StepScheduler:
         self._running = [] if self.linger_s else self._pick()
         if not self._running:
             return None
-        self._started = time.perf_counter()
+        self._started = self.clock()
         self._began = began
         plan = self._pack(self._running)
         self._size = self._padded(len(plan.tokens))
@@ -96,7 +98,7 @@ class StepScheduler:
         """Seconds to delay the next step for rounds that are expected soon; mostly 0."""
         if not self.costs.known:
             return 0.0
-        now = time.perf_counter()
+        now = self.clock()
         usual_s = self.costs.us(np.array([self._size]))[0] / 1e6
         waiting_since, next_return, rows, others = math.inf, math.inf, 0, 0
         for session in self.sessions.values():
@@ -106,7 +108,7 @@ class StepScheduler:
                 call = session.asks[0].call
                 assert isinstance(call, VerifyCall)
                 # Time under a running step does not count as waiting: else two halves would alternate for ever.
-                waiting_since = min(waiting_since, max(session.asks[0].arrived, self._ended))
+                waiting_since = min(waiting_since, max(session.asks[0].ticket.arrived_s, self._ended))
                 rows += call.tree.rows
             elif session.answered is not None and max(session.away_s, now - session.answered) < usual_s:
                 next_return = min(next_return, session.answered + session.away_s)
@@ -120,7 +122,7 @@ class StepScheduler:
     def apply(self, outcome: StepOutcome) -> list[tuple[int, int]]:
         """Record the last plan's outcome and answer. Returns (session, base) of likely next rounds that need noise."""
         walks = iter(outcome.walks)
-        likely = []
+        likely, verdicts = [], []
         if not outcome.cold:
             self.costs.learn(self._size, outcome.run_us)
         for share in self._running:
@@ -132,16 +134,18 @@ class StepScheduler:
                 path = [session.text.ids[-1], *verdict.tokens[:-1]]  # the root and the guesses below it
                 self.memory.append(session.memory, path)
                 session.asks.remove(share.ask)
-                share.ask.answer(verdict)
+                verdicts.append((session, share.ask.ticket, verdict))
                 session.rows = share.tree.rows if share.tree is not None else 1
-                session.answered = time.perf_counter() if verdict.finish is None else None
                 if not session.warp.greedy:
                     likely.append((session.number, len(session.text.ids) + len(verdict.tokens)))
             self._settle_opening(session)
         self._running = []
         self.counters.forward_us += outcome.forward_us
-        self._ended = time.perf_counter()
-        self.counters.step_us += int(1e6 * (self._ended - self._began))
+        self._ended = self.clock()
+        self.counters.step_us += microseconds(self._ended - self._began)
+        for session, ticket, verdict in verdicts:  # last: the next calls may arrive at once
+            session.answered = self._ended if verdict.finish is None else None
+            ticket.settle(verdict)
         return likely
 
     def fail(self, error: Exception) -> None:
@@ -155,10 +159,10 @@ class StepScheduler:
     def give_up(self, reason: DendroError) -> None:
         """End all texts and fail all pending calls with `reason`."""
         for ask in self._inbox:
-            ask.fail(reason)
+            ask.ticket.settle(reason)
         self._inbox.clear()
         for _, ask in self._leaving:
-            ask.fail(reason)
+            ask.ticket.settle(reason)
         self._leaving.clear()
         for opening in list(self.sessions):
             self._free(opening, reason)
@@ -179,13 +183,13 @@ class StepScheduler:
         if session is None:
             raise NotFound("opening: unknown here; open the text again")
         if isinstance(call, CloseCall):
-            if self.capacity.saves and not ask.given_up and self._leave(session, ask, call):
+            if self.capacity.saves and not ask.ticket.cancelled and self._leave(session, ask, call):
                 return
             self._free(call.update.opening)
-            ask.answer(Closed(saved=0))  # attention keys are never saved
+            ask.ticket.settle(Closed(saved=0))  # attention keys are never saved
             return
         if session.answered is not None:
-            session.away_s = smoothed(session.away_s, ask.arrived - session.answered)
+            session.away_s = smoothed(session.away_s, ask.ticket.arrived_s - session.answered)
             session.answered = None
         session.asks.append(ask)
 
@@ -237,9 +241,9 @@ class StepScheduler:
         """The next closed text whose memory is to be saved; it keeps its memory, unless preempted, until `gone`."""
         return self._leaving.popleft() if self._leaving else None
 
-    def gone(self, call: CloseCall) -> None:
-        """A closed text's memory was copied: release it."""
-        self._free(call.update.opening)
+    def gone(self, opening: bytes) -> None:
+        """A closed text's memory was copied, or the caller of its opening has gone: release it."""
+        self._free(opening)
 
     def take_restoring(self) -> list[tuple[VerifierText, Saved]]:
         """Saved memories to restore before `next` packs a step; call `restored` for each of them."""
@@ -294,10 +298,10 @@ class StepScheduler:
         """Answer the open call once all but the root is consumed."""
         ask = session.opening
         if ask is not None and not session.lacking:
-            waited = int(1e6 * (time.perf_counter() - ask.arrived))
+            waited = microseconds(self.clock() - ask.ticket.arrived_s)
             processed = len(session.memory.consumed) - session.restored
-            ask.answer(Opened(session.restored, processed, waited))
             session.opening = None
+            ask.ticket.settle(Opened(session.restored, processed, waited))
 
     def _free(self, opening: bytes, error: DendroError | None = None) -> None:
         """End an opening, if it exists, and release its pages."""
@@ -310,7 +314,7 @@ class StepScheduler:
 
     def _fail(self, session: VerifierText, reason: DendroError) -> None:
         for ask in (*session.asks, *([session.opening] if session.opening else [])):
-            ask.fail(reason)
+            ask.ticket.settle(reason)
         session.asks.clear()
         session.opening = None
 
@@ -321,7 +325,7 @@ class StepScheduler:
         ready = []
         for session in self.sessions.values():
             if session.opening is None and (ask := self._followed(session)) is not None:
-                ready.append((ask.arrived, session, ask))
+                ready.append((ask.ticket.arrived_s, session, ask))
         for session in self.sessions.values():
             if session.waits and session.admitted and not session.memory.pages:
                 # Preempted: adopt the pages of its text that others have published.
@@ -389,13 +393,13 @@ class StepScheduler:
         """The session's first valid call, its text updated to it; invalid calls before it are failed."""
         while session.asks:
             ask = session.asks[0]
-            if not ask.given_up:
+            if not ask.ticket.cancelled:
                 assert isinstance(ask.call, VerifyCall)
                 try:
                     self._follow(session, ask.call)
                     return ask
                 except DendroError as error:
-                    ask.fail(error)
+                    ask.ticket.settle(error)
             session.asks.popleft()
         return None
 
@@ -484,7 +488,7 @@ class StepScheduler:
             finish=None,
             length=len(walked.tokens),
             verify_us=outcome.run_us,
-            queue_us=max(int(1e6 * (self._started - ask.arrived)), 0),
+            queue_us=microseconds(self._started - ask.ticket.arrived_s),
             texts=sum(share.ask is not None for share in self._running),
             step_rows=self._size,
             trimmed=ask.call.tree.guesses - share.tree.guesses,

@@ -60,6 +60,7 @@ from cluster.demo.measure import ANSWER_TOKENS, PROMPT_TOKENS
 from cluster.demo.prompts import load_tokenizer
 from cluster.policies import POLICIES
 from drafter_service.engine import DrafterEngine
+from drafter_service.options import DrafterOptions
 from verifier_service.engine import VerifierEngine
 from verifier_service.options import VerifierOptions
 
@@ -135,17 +136,19 @@ async def drafter_of(checkpoint: Path) -> AsyncIterator[DrafterEngine]:
     """A drafter's engine, in this process."""
     engine = DrafterEngine.load(
         checkpoint,
-        name=checkpoint.name,
+        DrafterOptions(
+            name=checkpoint.name,
+            dtype=getattr(torch, DRAFTER_DTYPE),
+            threads=THREADS,
+            max_sessions=SIDE_BY_SIDE,
+        ),
         states=NoStates(),
-        dtype=DRAFTER_DTYPE,
-        threads=THREADS,
-        max_sessions=SIDE_BY_SIDE,
     )
-    engine.start()
+    await engine.start()
     try:
         yield engine
     finally:
-        engine.stop()
+        await engine.stop()
 
 
 async def write_answers(

@@ -25,6 +25,7 @@ from cluster.bench.speed import COSTLY
 from cluster.bench.traces import DRAFTER_DTYPE, SPARE, TracedAnswer
 from cluster.demo.prompts import held_out_prompts, load_tokenizer
 from drafter_service.engine import DrafterEngine
+from drafter_service.options import DrafterOptions
 from verifier_service.engine import VerifierEngine
 from verifier_service.options import VerifierOptions
 
@@ -116,10 +117,12 @@ async def measure_contexts(
         await verifier.start()
         stack.push_async_callback(verifier.stop)
         drafter = DrafterEngine.load(
-            models / name, name=name, states=NoStates(), dtype=DRAFTER_DTYPE, threads=THREADS, max_sessions=1
+            models / name,
+            DrafterOptions(name=name, dtype=getattr(torch, DRAFTER_DTYPE), threads=THREADS, max_sessions=1),
+            states=NoStates(),
         )
-        drafter.start()
-        stack.callback(drafter.stop)
+        await drafter.start()
+        stack.push_async_callback(drafter.stop)
         page_bytes = PAGE * verifier.runner.target.token_bytes
         shapes = live_shapes()
         step = begin("longer texts", len(contexts) * len(shapes))

@@ -277,7 +277,7 @@ async def the_target_drafts_for_itself(
     """(e) A drafter that runs the target has every guess accepted, at every temperature, in chains and trees."""
     promise = Promise("(e) every guess of the target as its own drafter is accepted")
     drafter = own_drafter(verifier, await verifier.hello())
-    drafter.start()
+    await drafter.start()
     try:
         for temperature in TEMPERATURES_OF_ITS_OWN:
             for shape in SHAPES_OF_ITS_OWN:
@@ -292,7 +292,7 @@ async def the_target_drafts_for_itself(
                 found = f"{sum(ends)} of {len(ends)} rounds wholly accepted"
                 promise.check(all(ends), f"temperature {temperature:g}, {shape}: {found}")
     finally:
-        drafter.stop()
+        await drafter.stop()
     return promise
 
 

@@ -18,6 +18,7 @@ from dendro.tree import DraftTree
 from torch import Tensor
 
 from drafter_service.engine import DrafterEngine, node_slots, text_slots
+from drafter_service.options import DrafterOptions
 from drafter_service.plan import EMPTY_TEXT, NO_NODE, Chains, Level, TextFold
 from drafter_service.runner import DraftRunner
 from verifier_service.engine import VerifierEngine
@@ -104,4 +105,5 @@ def own_drafter(verifier: VerifierEngine, hello: Hello) -> DrafterEngine:
     drafter_hello = replace(hello, dtype="float32", exactness="", end_ids=())
     nodes = node_slots(hello.max_rows, hello.max_depth)
     runner = DraftRunner(model, text_slots(SESSIONS), nodes, torch.device("cpu"))
-    return DrafterEngine(drafter_hello, runner, MemoryStates(), SESSIONS, CHUNK, threads=1)
+    options = DrafterOptions(name=hello.model, max_sessions=SESSIONS, prefill_chunk=CHUNK)
+    return DrafterEngine(drafter_hello, runner, MemoryStates(), options)

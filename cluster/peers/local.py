@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Mapping
 from typing import Generic, Self, TypeVar
 
+from dendro.engine import Engine, LocalDrafter, LocalVerifier
 from dendro.state import StateStore
 
 from cluster.config import Config
-from cluster.engines import Engine, LocalDrafter, LocalVerifier, start_engine, stop_engine
 from cluster.peers.opening import Leased
 from cluster.peers.places import Peers
 
@@ -25,7 +25,7 @@ class LocalPool(Generic[E]):
 
     async def lease(self) -> Leased[E]:
         if self._starting is None:
-            self._starting = asyncio.create_task(start_engine(self._engine))
+            self._starting = asyncio.create_task(self._engine.start())
         await asyncio.shield(self._starting)
         return Leased(self._engine, await self._engine.hello(), "")
 
@@ -56,4 +56,4 @@ class LocalPeers(Peers):
 
     async def close(self) -> None:
         """Stop the engines, and wait for their work in progress."""
-        await asyncio.gather(*map(stop_engine, self.engines))
+        await asyncio.gather(*(engine.stop() for engine in self.engines))

@@ -1,4 +1,4 @@
-"""A replica's side of the stream: leases, streams and the gRPC server. Independent of models and of Ray.
+"""A replica's side of the stream: leases, streams and health. Independent of models and of Ray.
 
 When a frame arrives, all of its calls are started at once. The answers that are ready when the writer is free are sent
 in one frame. When a stream ends, every text opened on it is closed; a lease ends with its last text.
@@ -10,17 +10,16 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
-from dendro.calls import PROTOCOL_VERSION, CloseCall, Closed, Hello, OpenCall, Opened, TextUpdate
+from dendro.calls import PROTOCOL_VERSION, CloseCall, Hello, OpenCall, Opened, Peer, TextUpdate
 from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, PeerLost
-from dendro.internal.v1 import calls_pb2
 from dendro.wire import hello_message
 
 log = logging.getLogger("dendro.serving")
@@ -143,27 +142,16 @@ class Leases:
         lease.ended.set()
 
 
-class Openings(Protocol):
-    """The calls that both engines have."""
-
-    async def hello(self) -> Hello: ...
-    async def open(self, call: OpenCall) -> Opened: ...
-    async def close(self, call: CloseCall) -> Closed: ...
-
-
-FrameIn = TypeVar("FrameIn")
-FrameOut = TypeVar("FrameOut")
-Work = TypeVar("Work")  # the call between open and close: a DraftCall or a VerifyCall
-
-
 @dataclass(frozen=True, slots=True)
-class ReplicaKind(Generic[FrameIn, FrameOut, Work]):
-    """Reads and writes the frames of one kind of peer, drafter or verifier."""
+class ReplicaKind:
+    """What differs between the streams of drafters and of verifiers: their messages, and the call of a round."""
 
-    calls: Callable[[FrameIn], Sequence[Any]]  # the call messages of a frame
-    call_from: Callable[[Any], OpenCall | Work | CloseCall]  # raises BadRequest
+    service: str  # its full name in the protos
+    calls: type[Any]  # the message of a frame with calls
+    answers: Callable[..., Any]  # makes a frame, from its `hello` and `answers`
+    call_from: Callable[[Any], Any]  # the call in a message; raises BadRequest
     answer: Callable[[int, Any], Any]  # the answer message for a call's number and outcome
-    frame: Callable[[calls_pb2.Hello | None, list[Any]], FrameOut]
+    work: Callable[[Any, Any], Awaitable[Any]]  # an engine's answer to a draft or verify call
 
 
 @dataclass(slots=True)
@@ -175,20 +163,18 @@ class _Opening:
     opening: asyncio.Task[Any]
 
 
-class StreamServer(Generic[FrameIn, FrameOut, Work]):
+class StreamServer:
     """Answers the calls of many streams with one engine."""
 
     def __init__(
         self,
-        engine: Openings,
-        work: Callable[[Work], Awaitable[Any]],
-        kind: ReplicaKind[FrameIn, FrameOut, Work],
+        engine: Peer,
+        kind: ReplicaKind,
         hello: Hello,
         leases: Leases | None = None,
     ) -> None:
-        """`work` answers draft or verify calls. Without `leases`, openings need no lease."""
+        """Without `leases`, openings need no lease."""
         self._engine = engine
-        self._work = work
         self._kind = kind
         self._hello = hello_message(hello)
         self._stats = Stats(hello.pid)
@@ -236,7 +222,7 @@ class StreamServer(Generic[FrameIn, FrameOut, Work]):
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
-    async def run(self, frames: AsyncIterator[FrameIn], context: Any) -> None:
+    async def run(self, frames: AsyncIterator[Any], context: Any) -> None:
         """Serve one stream, from its greeting to its end."""
         await self._greet(frames, context)
         self._stats.streams += 1
@@ -268,13 +254,13 @@ class StreamServer(Generic[FrameIn, FrameOut, Work]):
                 ready.clear()
                 batch, answers[:] = answers[:], []
                 self._stats.frames_out += 1
-                await context.write(self._kind.frame(None, batch))
+                await context.write(self._kind.answers(answers=batch))
 
         writer = asyncio.create_task(write())
         try:
             async for frame in frames:
                 self._stats.frames_in += 1
-                for message in self._kind.calls(frame):
+                for message in frame.calls:
                     self._stats.calls += 1
                     task = asyncio.create_task(answer(message))
                     tasks.add(task)
@@ -288,14 +274,14 @@ class StreamServer(Generic[FrameIn, FrameOut, Work]):
             # Shielded: gRPC cancels the handler of a broken stream, but its openings must still be closed.
             await asyncio.shield(asyncio.gather(*(self._free(opening) for opening in mine)))
 
-    async def _greet(self, frames: AsyncIterator[FrameIn], context: Any) -> None:
+    async def _greet(self, frames: AsyncIterator[Any], context: Any) -> None:
         first: Any = await anext(aiter(frames), None)
         protocol = first.greeting.protocol if first is not None and first.HasField("greeting") else 0
         if protocol != PROTOCOL_VERSION:
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT, f"greeting.protocol: is {protocol}; this is {PROTOCOL_VERSION}"
             )
-        await context.write(self._kind.frame(self._hello, []))
+        await context.write(self._kind.answers(hello=self._hello))
 
     async def _answer(self, message: Any, mine: set[bytes]) -> Any:
         if self._fault:
@@ -309,7 +295,7 @@ class StreamServer(Generic[FrameIn, FrameOut, Work]):
             raise NotFound("opening: there is none of this name on this stream")
         held.last = replace(call.update, start=call.update.base, tokens=())
         if not isinstance(call, CloseCall):
-            return await self._work(call)
+            return await self._kind.work(self._engine, call)
         try:
             await _cancelled(held.opening)
             return await self._engine.close(call)
@@ -379,7 +365,7 @@ class Replica:
 
     def __init__(
         self,
-        streams: StreamServer[Any, Any, Any],
+        streams: StreamServer,
         server: grpc.aio.Server,
         status: Any,  # health.aio.HealthServicer, which the stubs lack
         address: str,
@@ -432,28 +418,3 @@ class Replica:
             self._watching.cancel()
         await self.drain()
         await self._server.stop(DRAIN_S)
-
-
-async def serve(
-    streams: StreamServer[Any, Any, Any],
-    register: Callable[[grpc.aio.Server], None],
-    host: str,
-    port: int,
-    fault: Callable[[], str] | None = None,
-) -> Replica:
-    """Start a gRPC server with `streams` and a health service.
-
-    fault: returns why the engine cannot serve, empty if it can; a fault makes the health NOT_SERVING
-    port: 0 takes a free one
-    """
-    server = grpc.aio.server(options=SERVER_OPTIONS)
-    status = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
-    register(server)
-    health_pb2_grpc.add_HealthServicer_to_server(status, server)
-    bound = server.add_insecure_port(f"{host}:{port}")
-    await server.start()
-    await status.set("", health_pb2.HealthCheckResponse.SERVING)
-    replica = Replica(streams, server, status, f"{host}:{bound}")
-    if fault is not None:
-        replica.watch(fault)
-    return replica

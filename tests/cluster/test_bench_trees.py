@@ -76,6 +76,7 @@ from cluster.demo.prompts import load_passages, load_tokenizer
 from cluster.policies import POLICIES, Experience, make_policy
 from cluster.router.rounds import rounds
 from drafter_service.engine import DrafterEngine
+from drafter_service.options import DrafterOptions
 from verifier_service.engine import VerifierEngine
 from verifier_service.options import VerifierOptions
 
@@ -102,8 +103,8 @@ def tiny_pair(folder: Path) -> tuple[Path, Path]:
 @asynccontextmanager
 async def engines(folder: Path) -> AsyncIterator[tuple[DrafterEngine, VerifierEngine, Forward]]:
     target, small = tiny_pair(folder)
-    drafter = DrafterEngine.load(small, name="d", states=NoStates(), max_sessions=8)
-    drafter.start()
+    drafter = DrafterEngine.load(small, DrafterOptions(name="d", max_sessions=8), states=NoStates())
+    await drafter.start()
     verifier = VerifierEngine.load(
         target, VerifierOptions(name="v", dtype=torch.float32, max_length=256, max_sessions=4)
     )
@@ -111,7 +112,7 @@ async def engines(folder: Path) -> AsyncIterator[tuple[DrafterEngine, VerifierEn
     try:
         yield drafter, verifier, Forward(small, "float32")
     finally:
-        drafter.stop()
+        await drafter.stop()
         await verifier.stop()
 
 

@@ -19,6 +19,7 @@ from dendro import serving
 from dendro.answer import Round
 from dendro.client import AsyncClient
 from dendro.errors import PeerLost
+from dendro.servicer import DRAFTER_REPLICA, VERIFIER_REPLICA, serve_engine
 from dendro.serving import Leases
 from dendro.shapes import OFF
 from dendro.state import NoStates
@@ -40,10 +41,9 @@ from cluster.policies import Static
 from cluster.redis_server import RedisServer
 from cluster.router.rounds import rounds
 from drafter_service.engine import DrafterEngine
-from drafter_service.servicer import serve_drafter
+from drafter_service.options import DrafterOptions
 from verifier_service.engine import VerifierEngine
 from verifier_service.options import VerifierOptions
-from verifier_service.servicer import serve_verifier
 
 PROMPT = [(7 * at * at + 3 * at) % 256 for at in range(20)]
 COUNT = 12
@@ -101,7 +101,7 @@ async def replicas(*engines: VerifierEngine):
         for engine in engines:
             await engine.start()
             stack.push_async_callback(engine.stop)
-            replica = await serve_verifier(engine, Leases(), fault=engine.fault)
+            replica = await serve_engine(VERIFIER_REPLICA, engine, Leases(), fault=engine.fault)
             stack.push_async_callback(replica.stop)
             served.append(replica)
         held = []
@@ -173,7 +173,7 @@ async def test_serves_health_check_fails_while_an_engine_hangs(target):
     run.hanging = True
     shell = SimpleNamespace(_engine=engine)
     await engine.start()
-    replica = await serve_verifier(engine)
+    replica = await serve_engine(VERIFIER_REPLICA, engine)
     pool = RemotePool("verifier", [replica.address])
     text = Text(PROMPT, Sampling(), Limits(len(PROMPT) + COUNT))
     handle = VerifierHandle(text, pool, Pace())
@@ -193,11 +193,11 @@ async def test_serves_health_check_fails_while_an_engine_hangs(target):
 async def test_a_drafter_that_hangs_in_a_forward_is_unhealthy_and_its_callers_get_peer_lost(monkeypatch, tmp_path):
     monkeypatch.setattr(serving, "FAULT_POLL_S", 0.05)
     make_drafter(tmp_path, "mamba2")
-    engine = DrafterEngine.load(tmp_path, name="tiny", states=NoStates(), longest_step_s=0.3)
+    engine = DrafterEngine.load(tmp_path, DrafterOptions(name="tiny", longest_step_s=0.3), states=NoStates())
     run = engine._runner.run = Blocked(engine._runner.run)
     run.hanging = True
-    engine.start()
-    replica = await serve_drafter(engine, fault=engine.fault)
+    await engine.start()
+    replica = await serve_engine(DRAFTER_REPLICA, engine, fault=engine.fault)
     pool = RemotePool("drafter", [replica.address])
     try:
         text = Text([token % 90 for token in PROMPT], Sampling(), Limits(len(PROMPT) + COUNT))
@@ -207,7 +207,7 @@ async def test_a_drafter_that_hangs_in_a_forward_is_unhealthy_and_its_callers_ge
     finally:
         await pool.streams.close()
         await replica.stop()
-        await asyncio.to_thread(engine.stop)
+        await engine.stop()
 
 
 async def never(call) -> None:
@@ -223,7 +223,7 @@ async def test_a_second_hang_is_detected_even_if_closing_the_texts_of_the_first_
     monkeypatch.setattr(serving, "FAULT_POLL_S", 0.02)
     engine, faults = FakeVerifier(), [""]
     engine.close = close
-    replica = await serve_verifier(engine, fault=lambda: faults[-1])
+    replica = await serve_engine(VERIFIER_REPLICA, engine, fault=lambda: faults[-1])
     pool = RemotePool("verifier", [replica.address])
 
     async def noticed(fault: str) -> None:

@@ -9,21 +9,21 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 
 import grpc
 import numpy as np
 import pytest
+import sockets
 from dendro import wire
 from dendro.errors import DendroError, EngineFailed, PeerLost
 from dendro.internal.v1 import verifier_pb2
+from dendro.servicer import DRAFTER_REPLICA, VERIFIER_REPLICA
 from fakes import VOCABULARY, FakeDrafter, FakeVerifier, RemotePool, new_text, plain
 from liars import lying, lying_hello
 from sockets import until
 from toy_edge import COUNT, PROMPT, RecordedPriors, answer, asking, edge
 
-import drafter_service.servicer
-import verifier_service.servicer
 from cluster.peers.opening import Opening
 from cluster.policies.prior import unpack_prior
 from cluster.router.ingress import Ingress
@@ -58,8 +58,8 @@ def answer_part(message):
 
 
 def make_liar(monkeypatch, service: str, chance: random.Random, often: float) -> None:
-    module = {"drafter": drafter_service.servicer, "verifier": verifier_service.servicer}[service]
-    monkeypatch.setattr(module, "REPLICA_KIND", lying(module.REPLICA_KIND, chance, often, answer_part))
+    name = f"{service.upper()}_REPLICA"
+    monkeypatch.setattr(sockets, name, lying(getattr(sockets, name), chance, often, answer_part))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -92,16 +92,14 @@ async def test_a_verifier_with_wrong_numbers_answers_or_ends_the_request_with_a_
 
 @pytest.mark.parametrize("seed", range(10))
 async def test_a_drafter_with_a_wrong_hello_changes_no_token(monkeypatch, seed):
-    kind = lying_hello(drafter_service.servicer.REPLICA_KIND, random.Random(seed))
-    monkeypatch.setattr(drafter_service.servicer, "REPLICA_KIND", kind)
+    monkeypatch.setattr(sockets, "DRAFTER_REPLICA", lying_hello(DRAFTER_REPLICA, random.Random(seed)))
     async with edge(FakeDrafter(), FakeVerifier()) as (ingress, _):
         assert await answer(ingress, "(2,1,1)") == plain(PROMPT, COUNT)
 
 
 @pytest.mark.parametrize("seed", range(10))
 async def test_a_verifier_with_a_wrong_hello_answers_or_ends_the_request_with_a_dendro_error(monkeypatch, seed):
-    kind = lying_hello(verifier_service.servicer.REPLICA_KIND, random.Random(seed))
-    monkeypatch.setattr(verifier_service.servicer, "REPLICA_KIND", kind)
+    monkeypatch.setattr(sockets, "VERIFIER_REPLICA", lying_hello(VERIFIER_REPLICA, random.Random(seed)))
     async with edge(FakeDrafter(), FakeVerifier()) as (ingress, _):
         try:
             assert await answer(ingress, "(2,1,1)") == plain(PROMPT, COUNT)
@@ -111,20 +109,17 @@ async def test_a_verifier_with_a_wrong_hello_answers_or_ends_the_request_with_a_
 
 @pytest.mark.parametrize("service", ["drafter", "verifier"])
 async def test_a_peer_that_reports_584_thousand_years_is_accounted_the_time_of_its_calls(monkeypatch, service):
-    module, field = {
-        "drafter": (drafter_service.servicer, "draft_us"),
-        "verifier": (verifier_service.servicer, "verify_us"),
-    }[service]
-    honest = module.REPLICA_KIND
+    name, field = f"{service.upper()}_REPLICA", {"drafter": "draft_us", "verifier": "verify_us"}[service]
+    honest = getattr(sockets, name)
 
     def exaggerated(number, outcome):
         message = honest.answer(number, outcome)
-        name = message.WhichOneof("answer")
-        if name in ("tree", "verdict"):
-            setattr(getattr(message, name), field, 2**64 - 1)
+        part = message.WhichOneof("answer")
+        if part in ("tree", "verdict"):
+            setattr(getattr(message, part), field, 2**64 - 1)
         return message
 
-    monkeypatch.setattr(module, "REPLICA_KIND", type(honest)(honest.calls, honest.call_from, exaggerated, honest.frame))
+    monkeypatch.setattr(sockets, name, replace(honest, answer=exaggerated))
     async with edge(FakeDrafter(), FakeVerifier()) as (ingress, _):
         events = [event async for event in ingress.generate(asking("(2,1,1)"))]
     account = events[-1].complete.speculation

@@ -24,7 +24,7 @@ from cluster.policies.replay import WINDOW, RankTrace, Replay, replayed
 from cluster.policies.thompson import STREAM
 from cluster.policies.trial import SpeculationTrial
 from cluster.router.rounds import Policy, rounds
-from drafter_service.engine import DrafterEngine
+from drafter_service.options import DrafterOptions
 
 PAIR, CHAIN, BUSHY = LevelShape((1, 1)), LevelShape((1, 1, 1, 1)), LevelShape((3, 2, 2, 1, 1))
 SHAPES: tuple[TreeShape, ...] = (
@@ -319,7 +319,7 @@ def test_a_trace_longer_than_a_drafter_ranks_is_ignored():
 
 
 def test_assumptions_of_policies_about_drafters_and_handles_hold():
-    assert DrafterEngine.load.__kwdefaults__["prefill_chunk"] == LONGEST_TRACE
+    assert DrafterOptions(name="d").prefill_chunk == LONGEST_TRACE
     assert PROBE_EVERY + 1 < IDLE_ROUNDS, "the drafter is still leased at the next probe"
     assert not replayed(LevelShape((9,))), "a ninth candidate has no rank of its own"
 

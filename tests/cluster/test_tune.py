@@ -38,6 +38,7 @@ from cluster.tune.measuring import (
 from cluster.tune.tuning import SearchLimits, as_arm, is_chain
 from cluster.tune.writing import check_writable, with_arms, write_arms
 from drafter_service.engine import DrafterEngine
+from drafter_service.options import DrafterOptions
 from verifier_service.engine import VerifierEngine
 from verifier_service.options import VerifierOptions
 
@@ -135,10 +136,10 @@ async def test_replayed_rounds_are_the_rounds_that_are_run(pair):
     verifier = VerifierEngine.load(
         target, VerifierOptions(name="t", dtype=torch.float32, max_length=256, max_sessions=2)
     )
-    drafter = DrafterEngine.load(path, name="d", states=MemoryStates(), max_sessions=2)
+    drafter = DrafterEngine.load(path, DrafterOptions(name="d", max_sessions=2), states=MemoryStates())
     ranker = Ranker(DrafterConfig(checkpoint=path, dtype="float32"), "cpu", PAST)
     await verifier.start()
-    drafter.start()
+    await drafter.start()
     emitted = set()
     try:
         for temperature in (0.0, 1.0):
@@ -156,7 +157,7 @@ async def test_replayed_rounds_are_the_rounds_that_are_run(pair):
                 assert lengths == measured[: len(lengths)] and sum(lengths) > 50
                 emitted |= set(lengths)
     finally:
-        drafter.stop()
+        await drafter.stop()
         await verifier.stop()
     assert len(emitted) > 2, "some guesses were right and some were wrong"
 

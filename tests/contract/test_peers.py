@@ -28,6 +28,7 @@ from sockets import drafter_at, verifier_at
 from transformers import AutoModelForCausalLM
 
 from drafter_service.engine import DrafterEngine
+from drafter_service.options import DrafterOptions
 from verifier_service.engine import VerifierEngine
 from verifier_service.options import VerifierOptions
 
@@ -81,12 +82,12 @@ def greedy_of(folder: Path) -> Greedy:
 
 @asynccontextmanager
 async def drafter_engine(folder: Path) -> AsyncIterator[DrafterEngine]:
-    engine = DrafterEngine.load(folder, name="tiny", states=MemoryStates(), max_sessions=SESSIONS)
-    engine.start()
+    engine = DrafterEngine.load(folder, DrafterOptions(name="tiny", max_sessions=SESSIONS), states=MemoryStates())
+    await engine.start()
     try:
         yield engine
     finally:
-        engine.stop()
+        await engine.stop()
 
 
 @asynccontextmanager
@@ -113,7 +114,7 @@ async def drafter(kind, mamba) -> AsyncIterator[Case]:
     async with drafter_engine(mamba) as real:
         engine = FakeDrafter() if fake else real
         vocabulary = fakes.VOCABULARY if fake else tiny_models.VOCABULARY
-        case = Case(engine, engine, vocabulary, lambda: len(engine.held) if fake else engine.sessions, fakes.plain)
+        case = Case(engine, engine, vocabulary, lambda: engine.sessions, fakes.plain)
         if near:
             yield case
             return
@@ -128,7 +129,7 @@ async def verifier(kind, target) -> AsyncIterator[Case]:
         engine = FakeVerifier() if fake else real
         vocabulary = fakes.VOCABULARY if fake else tiny_models.VOCABULARY
         greedy = fakes.plain if fake else greedy_of(target)
-        case = Case(engine, engine, vocabulary, lambda: len(engine.held if fake else engine.scheduler.sessions), greedy)
+        case = Case(engine, engine, vocabulary, lambda: engine.sessions, greedy)
         if near:
             yield case
             return

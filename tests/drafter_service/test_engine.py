@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from math import exp, log
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from tree_kernels.warp import Warp, drafter_order
 from drafter_service.confidence import CANDIDATES, Calibration
 from drafter_service.engine import DrafterEngine, node_slots, text_slots
 from drafter_service.models import DrafterModel, load_model
+from drafter_service.options import DrafterOptions
 from drafter_service.plan import Chains
 from drafter_service.texts import DraftRound
 
@@ -72,18 +74,18 @@ def oracle(path: Path) -> Oracle:
 
 
 @asynccontextmanager
-async def serving(path: Path, states: StateStore | None = None, **options: int) -> AsyncIterator[DrafterEngine]:
+async def serving(path: Path, states: StateStore | None = None, **options: Any) -> AsyncIterator[DrafterEngine]:
     """A running engine with small chunks, so that prompts take several forwards. At the end all slots must be free."""
     options = {"prefill_chunk": 8, "max_sessions": SESSIONS} | options
-    engine = DrafterEngine.load(path, name="tiny", states=states or NoStates(), **options)
-    engine.start()
+    engine = DrafterEngine.load(path, DrafterOptions(name="tiny", **options), states=states or NoStates())
+    await engine.start()
     try:
         yield engine
         assert engine.sessions == 0
         assert engine.free_slots == text_slots(options["max_sessions"]) - 1
         assert engine.free_nodes == node_slots(options.get("max_rows", 64), 16) - 1
     finally:
-        engine.stop()
+        await engine.stop()
 
 
 @dataclass(frozen=True)
@@ -733,12 +735,12 @@ async def test_a_failed_scheduler_closes_all_texts_and_serves_new_ones(path, ora
 
 
 async def test_a_stopped_engine_raises_peer_lost(path):
-    engine = DrafterEngine.load(path, name="tiny", states=NoStates())
-    engine.start()
+    engine = DrafterEngine.load(path, DrafterOptions(name="tiny"), states=NoStates())
+    await engine.start()
     client = DraftClient(engine)
     await client.open(prompt_of(3))
-    engine.stop()
-    engine.stop()
+    await engine.stop()
+    await engine.stop()
     with pytest.raises(PeerLost):
         await client.draft(CHAIN)
 
@@ -753,21 +755,21 @@ async def test_hello_describes_the_model(path):
 @pytest.mark.parametrize(
     "field, options",
     [
-        ("dtype", {"dtype": "int8"}),
+        ("dtype", {"dtype": torch.int8}),
         ("device", {"device": "abacus"}),
         ("max_rows", {"max_rows": 65}),
         ("threads", {"threads": 0}),
     ],
 )
-def test_an_invalid_option_is_refused_with_its_name(path, field, options):
+def test_an_invalid_option_is_refused_with_its_name(field, options):
     with pytest.raises(BadRequest) as refused:
-        DrafterEngine.load(path, name="tiny", states=NoStates(), **options)
+        DrafterOptions(name="tiny", **options)
     assert refused.value.field == field
 
 
 async def test_texts_in_bfloat16_share_forwards(path):
     """The node slots of the texts' trees are not adjacent."""
-    async with serving(path, dtype="bfloat16") as engine:
+    async with serving(path, dtype=torch.bfloat16) as engine:
         clients = [DraftClient(engine) for _ in range(3)]
         await asyncio.gather(*(client.open(prompt_of(20, i)) for i, client in enumerate(clients)))
         for shape in (TREE, DYNAMIC):
@@ -780,7 +782,7 @@ async def test_texts_in_bfloat16_share_forwards(path):
 
 async def test_a_bfloat16_drafter_restores_its_saved_states(path):
     states = MemoryStates()
-    async with serving(path, states, dtype="bfloat16") as engine:
+    async with serving(path, states, dtype=torch.bfloat16) as engine:
         first, closed = await one_turn(engine, prompt_of(20))
         client = DraftClient(engine)
         assert (await client.open(first.ids)).restored == closed.saved

@@ -17,6 +17,7 @@ from tiny_drafters import POSITIONS, VOCABULARY, make_drafter
 
 from drafter_service.engine import DrafterEngine
 from drafter_service.models import load_model
+from drafter_service.options import DrafterOptions
 from drafter_service.plan import EMPTY_TEXT, Chains
 
 CPU = torch.device("cpu")
@@ -92,8 +93,8 @@ async def test_a_text_of_up_to_max_length_is_drafted_for_and_a_longer_one_refuse
     """Guesses may lie past `max_length`. The memory of a text longer than that is discarded when the text is closed."""
     make_drafter(tmp_path, "llama", max_position_embeddings=40)
     states = MemoryStates()
-    engine = DrafterEngine.load(tmp_path, name="tiny", states=states, prefill_chunk=16)
-    engine.start()
+    engine = DrafterEngine.load(tmp_path, DrafterOptions(name="tiny", prefill_chunk=16), states=states)
+    await engine.start()
     try:
         assert (await engine.hello()).max_length == 40
         text, opening, shape = Tokens(), new_opening(), LevelShape((2, 1, 1))
@@ -113,13 +114,13 @@ async def test_a_text_of_up_to_max_length_is_drafted_for_and_a_longer_one_refuse
             await engine.open(OpenCall(update(new_opening(), text, 0), terms))
         assert await engine.close(CloseCall(update(opening, text, 40))) == Closed(0)
     finally:
-        engine.stop()
+        await engine.stop()
     assert engine.sessions == 0 and len(states.blobs) == room
 
 
 async def test_saved_keys_of_another_number_of_tokens_are_refused(tmp_path):
     make_drafter(tmp_path, "llama")
-    engine = DrafterEngine.load(tmp_path, name="tiny", states=NoStates())
+    engine = DrafterEngine.load(tmp_path, DrafterOptions(name="tiny"), states=NoStates())
     memory = engine._runner.memory
     with torch.inference_mode():
         chained(memory, [1, 2, 3], 0, EMPTY_TEXT, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from dendro.calls import DraftCall, OpenCall, Terms, TextUpdate
+from dendro.engine import Ticket
 from dendro.shapes import DynamicShape, LevelShape, TreeShape
 from dendro.text import Limits, Sampling, Tokens
 from dendro.tree import DraftTree
@@ -15,14 +16,6 @@ from drafter_service.texts import DrafterText
 
 SESSIONS, PROMPT = 3, (5, 6, 7)
 SMALL, LARGE = LevelShape((2, 2)), DynamicShape(16, 5, 7)
-
-
-class Waiting:
-    """A caller that is never cancelled."""
-
-    cancelled, waited_us = False, 1
-
-    def settle(self, value: object) -> None: ...
 
 
 def forward(scheduler: DraftScheduler) -> DraftPlan | None:
@@ -37,12 +30,12 @@ def opened(scheduler: DraftScheduler, name: int) -> DrafterText:
     text = Tokens()
     text.extend(PROMPT)
     update = TextUpdate(bytes([name]) * 16, len(text), text.digest(), 0, PROMPT)
-    return scheduler.open(Waiting(), OpenCall(update, Terms(Sampling(), Limits(100), "", ())), 0, 1 << 20)
+    return scheduler.open(Ticket(0.0), OpenCall(update, Terms(Sampling(), Limits(100), "", ())), 0, 1 << 20)
 
 
 def draft(scheduler: DraftScheduler, session: DrafterText, shape: TreeShape) -> None:
     update = TextUpdate(session.opening, len(PROMPT), session.text.tokens.digest(), len(PROMPT), ())
-    scheduler.draft(Waiting(), DraftCall(update, shape))
+    scheduler.draft(Ticket(0.0), DraftCall(update, shape))
 
 
 def test_a_round_that_waits_for_many_slots_is_not_overtaken_by_rounds_that_need_few():

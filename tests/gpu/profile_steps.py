@@ -18,6 +18,7 @@ from tree_kernels.warp import Warp
 
 from cluster.config import DEMO_MODELS
 from drafter_service.engine import DrafterEngine
+from drafter_service.options import DrafterOptions
 from verifier_service.device import DeviceRunner
 from verifier_service.rows import NO_ROWS, StepPlan, pack, text_rows
 from verifier_service.walk import Draw
@@ -59,8 +60,8 @@ def verifier_steps() -> list[dict[str, object]]:
 
 async def drafting_levels() -> list[dict[str, object]]:
     found = []
-    engine = DrafterEngine.load(DEMO_MODELS / "mamba2", name="mamba2", states=NoStates(), device=str(DEVICE))
-    engine.start()
+    engine = DrafterEngine.load(DEMO_MODELS / "mamba2", DrafterOptions(name="mamba2", device=DEVICE), states=NoStates())
+    await engine.start()
     text = Tokens()
     text.extend(list(range(3, 40)))
     opening, limits = new_opening(), Limits(len(text.ids) + 64, ignore_end=True)
@@ -76,7 +77,7 @@ async def drafting_levels() -> list[dict[str, object]]:
             found.append({"widths": widths, "draft_us": min(took[1:]), "levels": len(widths)})
             print(found[-1], flush=True)
     finally:
-        engine.stop()
+        await engine.stop()
     return found
 
 

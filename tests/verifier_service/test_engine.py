@@ -456,18 +456,24 @@ async def test_a_fault_of_the_scheduler_ends_its_texts_and_not_the_replica(loade
         await later.close()
 
 
-async def test_an_engine_whose_loop_has_ended_reports_a_fault(loaded, monkeypatch):
-    """Serve then replaces the replica, whose pending calls would wait for ever."""
+async def test_an_engine_whose_thread_has_ended_reports_a_fault_and_fails_its_calls(loaded, monkeypatch):
+    """Serve then replaces the replica."""
     async with running(loaded()) as engine:
 
-        def broken():
+        def broken(*_):
             raise RuntimeError("a fault of ours")
 
+        router = TextRouter(engine)
+        await router.open()
         assert engine.fault() == ""
-        monkeypatch.setattr(engine.scheduler, "next_leaving", broken)
-        await TextRouter(engine).open()
-        await asyncio.wait({engine._loop}, timeout=5)
-        assert engine.fault() == "its loop has ended"
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.scheduler, "next", broken)
+            patch.setattr(engine._thread, "_end_texts", broken)
+            with pytest.raises(PeerLost, match="its thread has ended"):
+                await router.verify()
+            async with asyncio.timeout(5):
+                assert await engine.lost() == engine.fault() == "its thread has ended"
+        engine.scheduler.give_up(PeerLost("the end of the test"))
 
 
 async def test_calls_pending_at_stop_fail_with_peer_lost(loaded):
@@ -479,7 +485,7 @@ async def test_calls_pending_at_stop_fail_with_peer_lost(loaded):
         await engine.stop()
         with pytest.raises(PeerLost, match="stopped"):
             await waiting
-        with pytest.raises(PeerLost, match="not running"):
+        with pytest.raises(PeerLost, match="stopped"):
             await router.verify()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from itertools import combinations
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 from cases import few_of
 from dendro.calls import OpenCall, VerifyCall
+from dendro.engine import Ticket
 from dendro.errors import BadRequest, NotFound, Overloaded
 from dendro.text import Tokens
 from dendro.tree import DraftTree
@@ -278,7 +280,7 @@ def test_a_subtrees_path_is_given_in_the_rows_of_the_whole_tree():
     assert path_in(tree, (6, 8)) == ((0, 2, 4), (1, 1))
 
 
-def scheduler_of(**limits):
+def scheduler_of(clock=time.monotonic, **limits):
     settings = {
         "vocabulary": 100,
         "max_length": 64,
@@ -294,49 +296,47 @@ def scheduler_of(**limits):
         "first_scratch": 30 * PAGE,
         "end_ids": frozenset(),
     }
-    return StepScheduler(Capacity(**settings | limits))
+    return StepScheduler(Capacity(**settings | limits), clock)
 
 
 @pytest.mark.parametrize("guesses, rows", [(0, 16), (3, 16), (11, 24), (14, 24), (15, 24)])
-async def test_a_prompt_beside_a_tree_gets_every_row_that_would_be_padding(guesses, rows):
+def test_a_prompt_beside_a_tree_gets_every_row_that_would_be_padding(guesses, rows):
     scheduler = scheduler_of(step_rows=64, prefill_rows=16)
     decoding, opening = RoundByRound(None, [1], count=9), RoundByRound(None, range(50), count=9)
     tree = DraftTree.of(list(range(1, guesses + 2)), [-1, *[0] * guesses])
     calls = [OpenCall(router.update(), router.terms) for router in (decoding, opening)]
     decoding.known = 1
     for call in (*calls, VerifyCall(decoding.update(), tree)):
-        scheduler.submit(PendingCall(call, asyncio.get_running_loop().create_future()))
+        scheduler.submit(PendingCall(call, Ticket(0.0)))
     assert len(scheduler.next().tokens) == rows
 
 
-async def test_a_verdict_reports_how_many_of_its_own_trees_guesses_were_left_out():
+def test_a_verdict_reports_how_many_of_its_own_trees_guesses_were_left_out():
     """A step of 16 rows, 2 of them roots: of 9 guesses and 7 less likely ones, 9 and 5 are in the step."""
     scheduler = scheduler_of(step_rows=16, prefill_rows=8, sizes=(8, 16))
-    replies = []
+    tickets = []
     for place, (guesses, value) in enumerate([(9, -1.0), (7, -2.0)]):
         router = RoundByRound(None, [1], count=9)
         tree = DraftTree.of(range(1, guesses + 2), [-1, *[0] * guesses], [0.0, *[value] * guesses])
-        scheduler.submit(
-            PendingCall(OpenCall(router.update(), router.terms), asyncio.get_running_loop().create_future())
-        )
+        scheduler.submit(PendingCall(OpenCall(router.update(), router.terms), Ticket(0.0)))
         router.known = 1
-        replies.append(asyncio.get_running_loop().create_future())
-        scheduler.submit(PendingCall(VerifyCall(router.update(), tree), replies[place]))
+        tickets.append(Ticket(0.0))
+        scheduler.submit(PendingCall(VerifyCall(router.update(), tree), tickets[place]))
     plan = scheduler.next()
     scheduler.apply(StepOutcome(tuple(Walk((0,), (99,), ()) for _ in plan.draws), 1000, 1000))
-    assert [reply.result().trimmed for reply in replies] == [0, 2]
+    assert [ticket.outcome.result().trimmed for ticket in tickets] == [0, 2]
 
 
 @pytest.mark.parametrize("cold", [True, False])
-async def test_the_time_of_a_step_that_compiled_is_not_learned_as_a_cost(cold):
+def test_the_time_of_a_step_that_compiled_is_not_learned_as_a_cost(cold):
     scheduler = scheduler_of()
-    router, reply = RoundByRound(None, [1], count=9), asyncio.get_running_loop().create_future()
-    scheduler.submit(PendingCall(OpenCall(router.update(), router.terms), asyncio.get_running_loop().create_future()))
+    router, ticket = RoundByRound(None, [1], count=9), Ticket(0.0)
+    scheduler.submit(PendingCall(OpenCall(router.update(), router.terms), Ticket(0.0)))
     router.known = 1
-    scheduler.submit(PendingCall(VerifyCall(router.update(), DraftTree.root_only(1)), reply))
+    scheduler.submit(PendingCall(VerifyCall(router.update(), DraftTree.root_only(1)), ticket))
     scheduler.next()
     scheduler.apply(StepOutcome((Walk((0,), (99,), ()),), 9_000_000, 9_000_000, cold))
-    assert reply.result().cold is cold
+    assert ticket.outcome.result().cold is cold
     assert bool(scheduler.costs._us) is not cold
 
 
@@ -345,10 +345,9 @@ class TakingTurns:
 
     STEP_S = 0.020
 
-    def __init__(self, monkeypatch, away_s):
+    def __init__(self, away_s):
         self.now = 100.0
-        monkeypatch.setattr("verifier_service.scheduler.time.perf_counter", lambda: self.now)
-        self.scheduler, self.away_s = scheduler_of(), away_s
+        self.scheduler, self.away_s = scheduler_of(clock=lambda: self.now), away_s
         self.routers = [RoundByRound(None, [place + 1], count=50) for place in range(len(away_s))]
         self.due = {}
         self.sharers = 0  # texts of the last step, as its verdicts report
@@ -363,9 +362,9 @@ class TakingTurns:
             self.due[place] = self.now + 0.003 * place
 
     def submit(self, call, arrived=None):
-        reply = asyncio.get_running_loop().create_future()
-        self.scheduler.submit(PendingCall(call, reply, self.now if arrived is None else arrived))
-        return reply
+        ticket = Ticket(self.now if arrived is None else arrived)
+        self.scheduler.submit(PendingCall(call, ticket))
+        return ticket
 
     def run(self, plan):
         self.now += self.STEP_S  # for any number of rows: steps are memory-bound
@@ -374,13 +373,13 @@ class TakingTurns:
 
     def rounds(self, count, places=None):
         """Steps that `count` rounds of every text take, or only of those at `places`."""
-        replies, steps = {}, 0
+        tickets, steps = {}, 0
         left = {place: count if places is None or place in places else 0 for place in range(len(self.routers))}
         while any(left.values()):
             for place in [place for place, due in self.due.items() if due <= self.now and left[place]]:
                 router = self.routers[place]
                 call = VerifyCall(router.update(), DraftTree.root_only(router.text.ids[-1]))
-                replies[place] = self.submit(call, self.due.pop(place))
+                tickets[place] = self.submit(call, self.due.pop(place))
                 router.known = len(router.text)
             plan = self.scheduler.next()
             if plan is None:
@@ -389,8 +388,8 @@ class TakingTurns:
                 continue
             steps += 1
             self.run(plan)
-            for place in [place for place, reply in replies.items() if reply.done()]:
-                verdict = replies.pop(place).result()
+            for place in [place for place, ticket in tickets.items() if ticket.outcome.done()]:
+                verdict = tickets.pop(place).outcome.result()
                 self.sharers = verdict.texts
                 self.routers[place].text.extend(verdict.tokens)
                 left[place] -= 1
@@ -398,22 +397,22 @@ class TakingTurns:
         return steps
 
 
-async def test_texts_whose_routers_return_soon_share_their_steps(monkeypatch):
-    turns = TakingTurns(monkeypatch, [0.002, 0.003, 0.004])
+def test_texts_whose_routers_return_soon_share_their_steps():
+    turns = TakingTurns([0.002, 0.003, 0.004])
     turns.rounds(4)
     assert turns.rounds(20) == 20
 
 
-async def test_texts_that_arrive_during_the_others_step_share_the_next_one(monkeypatch):
-    turns = TakingTurns(monkeypatch, [0.004] * 4)
+def test_texts_that_arrive_during_the_others_step_share_the_next_one():
+    turns = TakingTurns([0.004] * 4)
     turns.due = {place: turns.now + (0.0, 0.0, 0.004, 0.004)[place] for place in range(4)}
     turns.rounds(4)
     assert turns.rounds(20) == 20
     assert turns.sharers == 4
 
 
-async def test_no_step_waits_for_a_router_that_is_away_for_long(monkeypatch):
-    turns = TakingTurns(monkeypatch, [0.002, 0.050])
+def test_no_step_waits_for_a_router_that_is_away_for_long():
+    turns = TakingTurns([0.002, 0.050])
     turns.rounds(4)
     began = turns.now
     turns.rounds(12)
@@ -422,8 +421,8 @@ async def test_no_step_waits_for_a_router_that_is_away_for_long(monkeypatch):
     assert turns.now - began < 2 * alone_s + 12 * 0.050
 
 
-async def test_a_router_that_never_returns_delays_no_other_text(monkeypatch):
-    turns = TakingTurns(monkeypatch, [0.002, 0.003])
+def test_a_router_that_never_returns_delays_no_other_text():
+    turns = TakingTurns([0.002, 0.003])
     turns.rounds(4)
     turns.rounds(2, places=[0])  # for a while the other one is still expected
     began = turns.now
@@ -431,25 +430,25 @@ async def test_a_router_that_never_returns_delays_no_other_text(monkeypatch):
     assert turns.now - began == pytest.approx(10 * (turns.STEP_S + 0.002), abs=0.0021)
 
 
-async def test_a_lone_text_never_waits(monkeypatch):
-    turns = TakingTurns(monkeypatch, [0.002])
+def test_a_lone_text_never_waits():
+    turns = TakingTurns([0.002])
     began = turns.now
     assert turns.rounds(10) == 10
     assert turns.now - began == pytest.approx(10 * turns.STEP_S + 9 * 0.002)
 
 
-async def test_no_step_has_more_rows_than_step_rows_though_a_text_was_preempted():
+def test_no_step_has_more_rows_than_step_rows_though_a_text_was_preempted():
     scheduler = scheduler_of(step_rows=32, prefill_rows=8)
     routers = [
         RoundByRound(None, [1], count=9),
         RoundByRound(None, [2], count=9),
         RoundByRound(None, range(41), count=9),
     ]
-    replies = []
+    tickets = []
 
     def submit(call):
-        replies.append(asyncio.get_running_loop().create_future())
-        scheduler.submit(PendingCall(call, replies[-1]))
+        tickets.append(Ticket(0.0))
+        scheduler.submit(PendingCall(call, tickets[-1]))
 
     def step():
         plan = scheduler.next()
@@ -460,17 +459,17 @@ async def test_no_step_has_more_rows_than_step_rows_though_a_text_was_preempted(
     for router in routers:
         submit(OpenCall(router.update(), router.terms))
         router.known = len(router.text)
-    while not all(reply.done() for reply in replies):
+    while not all(ticket.outcome.done() for ticket in tickets):
         step()
     scheduler.memory.release(scheduler.sessions[routers[2].opening].memory)
     for router in routers:
         root = router.text.ids[-1]
         submit(VerifyCall(router.update(), DraftTree.of([root, *range(50, 65)], [-1, *[0] * 15])))
     for _ in range(12):
-        if all(reply.done() for reply in replies):
+        if all(ticket.outcome.done() for ticket in tickets):
             break
         step()
-    assert all(reply.done() for reply in replies)
+    assert all(ticket.outcome.done() for ticket in tickets)
 
 
 # Sliding windows

@@ -1,0 +1,43 @@
+"""How a drafter's engine is set up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from dendro.errors import BadRequest
+from dendro.health import LONGEST_STEP_S
+from dendro.shapes import MAX_ROWS
+from dendro.tree import LONGEST_TRACE
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterOptions:
+    """All that an engine does not read from its checkpoint. Raises BadRequest, naming the field."""
+
+    name: str  # under which the drafter is served
+    tokenizer: Path | None = None  # the tokenizer's folder, where it is not the checkpoint's
+    dtype: torch.dtype = torch.float32  # of weights and activations
+    device: torch.device | str = "cpu"
+    threads: int = 1  # of the model, on a CPU
+    max_sessions: int = 64  # open texts
+    max_rows: int = MAX_ROWS  # of a tree, the root included
+    max_depth: int = 16
+    prefill_chunk: int = LONGEST_TRACE  # tokens of a prompt per forward
+    longest_step_s: float = LONGEST_STEP_S  # a longer step counts as hung
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise BadRequest("dtype", f"must be one of {', '.join(map(str, DTYPES))}, got {self.dtype}")
+        for field in ("threads", "max_sessions", "max_depth", "prefill_chunk"):
+            if getattr(self, field) < 1:
+                raise BadRequest(field, f"must be at least 1, got {getattr(self, field)}")
+        if not 1 <= self.max_rows <= MAX_ROWS:
+            raise BadRequest("max_rows", f"must be 1 to {MAX_ROWS}, got {self.max_rows}")
+        try:
+            torch.device(self.device)
+        except RuntimeError as error:
+            raise BadRequest("device", str(error)) from error

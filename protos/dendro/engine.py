@@ -1,0 +1,231 @@
+"""An engine: a peer in this process. Its scheduler and its model run in one thread; its callers wait on event loops.
+
+call -> inbox -> [ all queued calls, then one step: plan, forward, answers ] -> ticket -> caller
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from typing import Any, Protocol
+
+from dendro.calls import DrafterPeer, Peer, VerifierPeer
+from dendro.clock import Clock
+from dendro.errors import DendroError, EngineFailed, PeerLost
+from dendro.health import LONGEST_STEP_S, StepWatch
+
+log = logging.getLogger("dendro.engine")
+
+
+class Engine(Peer, Protocol):
+    """A drafter or verifier of this process, with its life and its measurements."""
+
+    async def start(self) -> None:
+        """Begin to answer calls; those made before are answered, too. Raises RuntimeError if it was started before."""
+        ...
+
+    async def stop(self) -> None:
+        """Fail waiting calls with PeerLost, and wait for the step in progress. May be repeated, also before `start`."""
+        ...
+
+    async def lost(self) -> str:
+        """Wait until it answers no more calls, because a part of it is gone or it was stopped; returns the reason."""
+        ...
+
+    def fault(self) -> str:
+        """Why it cannot serve now, such as a step that does not return; empty where it can. For any thread."""
+        ...
+
+    def stats(self) -> dict[str, int]:
+        """Counters since the start, and what is held now, by name."""
+        ...
+
+    def memory_bytes(self, longest: int) -> dict[str, int]:
+        """Most bytes beside the weights by kind, if no text is longer than `longest` tokens."""
+        ...
+
+    @property
+    def sessions(self) -> int:
+        """Number of open texts."""
+        ...
+
+
+class LocalDrafter(DrafterPeer, Engine, Protocol):
+    """A drafter of this process."""
+
+
+class LocalVerifier(VerifierPeer, Engine, Protocol):
+    """A verifier of this process."""
+
+
+class Ticket:
+    """A call that waits for its answer. The caller awaits `answer`; `settle` may come from any thread."""
+
+    def __init__(self, arrived_s: float) -> None:
+        self.arrived_s = arrived_s  # by the engine's clock
+        self.outcome: Future[Any] = Future()
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the caller no longer waits."""
+        return self.outcome.cancelled()
+
+    def settle(self, value: object) -> None:
+        """Answer with a value, or raise an exception there. Ignored if it was answered or cancelled before."""
+        with contextlib.suppress(InvalidStateError):
+            if isinstance(value, BaseException):
+                self.outcome.set_exception(value)
+            else:
+                self.outcome.set_result(value)
+
+    async def answer(self) -> Any:
+        try:
+            return await asyncio.wrap_future(self.outcome)
+        finally:
+            self.outcome.cancel()  # no effect on an answer
+
+
+class EngineThread:
+    """The thread of one engine: queued calls, steps, and their end. Scheduler and model are used in it alone."""
+
+    def __init__(
+        self,
+        name: str,
+        step: Callable[[], float | None],
+        end_texts: Callable[[DendroError], None],
+        *,
+        setup: Callable[[], None],
+        longest_step_s: float = LONGEST_STEP_S,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """step: one step. Returns the seconds to wait for a call before the next: 0 not to wait, None for no limit
+        end_texts: closes every text and fails the calls that wait for one; after a step that raised, and at the end
+        setup: called first in the thread
+        longest_step_s: `fault` reports a step that takes longer
+        """
+        self.name = name
+        self.clock = clock
+        self._step = step
+        self._end_texts = end_texts
+        self._setup = setup
+        self._watch = StepWatch(longest_step_s, clock)
+        self._inbox: queue.SimpleQueue[tuple[Ticket, Callable[[Ticket], None]]] = queue.SimpleQueue()
+        self._waiting: set[Ticket] = set()
+        self._thread: threading.Thread | None = None
+        self._alone = threading.Lock()  # held by `run` before `start`
+        self._over: Future[str] = Future()  # why no more calls are answered
+
+    def start(self) -> None:
+        """Begin to run calls and steps."""
+        if self._thread is not None:
+            raise RuntimeError(f"{self.name}: it was started before")
+        self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Fail waiting calls and wait for the step in progress. May be repeated, and come before `start`."""
+        self.lose("it was stopped")
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)
+
+    def lose(self, reason: str) -> bool:
+        """Fail all calls with PeerLost, now and later, and end after the step in progress; False if it ended before.
+        From any thread."""
+        try:
+            self._over.set_result(reason)
+        except InvalidStateError:
+            return False
+        for ticket in self._waiting.copy():
+            ticket.settle(self._lost())
+        self.post(lambda ticket: None)  # wakes the thread
+        return True
+
+    async def lost(self) -> str:
+        """Wait until no more calls are answered; returns the reason."""
+        return await asyncio.shield(asyncio.wrap_future(self._over))
+
+    def fault(self) -> str:
+        """Why no calls are answered now; empty while they are."""
+        return self._over.result() if self._over.done() else self._watch.fault()
+
+    async def ask(self, work: Callable[[Ticket], None], abandon: Callable[[Ticket], None] | None = None) -> Any:
+        """Run `work` in the thread and wait until its ticket is settled. `abandon` runs there if the caller leaves."""
+        ticket = Ticket(self.clock())
+        self._waiting.add(ticket)
+        try:
+            self._put(ticket, work)
+            return await ticket.answer()
+        except asyncio.CancelledError:
+            if abandon is not None:
+                self.post(abandon)
+            raise
+        finally:
+            self._waiting.discard(ticket)
+
+    def post(self, work: Callable[[Ticket], None]) -> None:
+        """Run `work` in the thread; nobody waits for it."""
+        self._inbox.put((Ticket(self.clock()), work))
+
+    def run(self, work: Callable[[], Any]) -> Any:
+        """Run `work` where the model runs, before `start` too, and return its result. Blocks; for checks."""
+        if self._thread is None:
+            with self._alone, ThreadPoolExecutor(1, self.name, self._setup) as once:
+                return once.submit(work).result()
+        ticket = Ticket(self.clock())
+        self._waiting.add(ticket)
+        try:
+            self._put(ticket, lambda ticket: ticket.settle(work()))
+            return ticket.outcome.result()
+        finally:
+            self._waiting.discard(ticket)
+
+    def _put(self, ticket: Ticket, work: Callable[[Ticket], None]) -> None:
+        """Queue a call whose ticket is in `_waiting`, where `lose` finds it if it comes after the check."""
+        if self._over.done():
+            raise self._lost()
+        self._inbox.put((ticket, work))
+
+    def _lost(self) -> PeerLost:
+        return PeerLost(f"{self.name}: {self._over.result()}")
+
+    def _run(self) -> None:
+        try:
+            self._setup()
+            wait_s: float | None = None
+            while self._run_calls(wait_s):
+                try:
+                    with self._watch.busy():
+                        wait_s = self._step()
+                except Exception as error:
+                    log.exception("%s: a step failed outside of its forward; all texts end", self.name)
+                    self._end_texts(EngineFailed(f"{self.name}: {error}"))
+                    wait_s = None
+            self._end_texts(self._lost())
+        except Exception:
+            log.exception("%s: its thread has ended", self.name)
+            self.lose("its thread has ended")
+
+    def _run_calls(self, wait_s: float | None) -> bool:
+        """Run all queued calls, waiting up to `wait_s` for the first; False if the engine is to end."""
+        wait = wait_s is None or wait_s > 0
+        while not self._over.done():
+            try:
+                ticket, work = self._inbox.get(wait, wait_s)
+            except queue.Empty:
+                return True
+            wait = False
+            try:
+                with self._watch.busy():
+                    work(ticket)
+            except DendroError as error:
+                ticket.settle(error)
+            except Exception as error:
+                log.exception("%s: a call failed", self.name)
+                ticket.settle(EngineFailed(f"{self.name}: {error}"))
+        return False
