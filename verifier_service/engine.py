@@ -21,6 +21,7 @@ from dendro.errors import BadRequest, EngineFailed, PeerLost
 from dendro.health import LONGEST_STEP_S, StepWatch
 from dendro.shelf import Arrays, Shelf
 from dendro.state import NoStates, StateStore
+from dendro.tasks import BackgroundTasks
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 from tree_kernels.tree_attention import PAGE, near_window
@@ -64,7 +65,7 @@ class VerifierEngine:
         self._hello = hello
         self._shelf = shelf
         self.dependent = tuple(dependent)
-        self._saving: set[asyncio.Task[None]] = set()
+        self._saving = BackgroundTasks()
         # torch keeps its number of threads per thread; a new thread starts with the last one set in this process.
         self._thread = ThreadPoolExecutor(1, "verifier", torch.set_num_threads, (runner.target.run.threads,))
         self._work = asyncio.Event()
@@ -224,7 +225,7 @@ class VerifierEngine:
             self._loop.cancel()
             await asyncio.gather(self._loop, return_exceptions=True)
         self.scheduler.give_up(PeerLost("verifier: it was stopped"))
-        await asyncio.gather(*self._saving, return_exceptions=True)
+        await self._saving.join()
         await asyncio.to_thread(self._thread.shutdown)
         if self.runner.crew is not None:
             await asyncio.to_thread(self.runner.crew.stop)
@@ -340,9 +341,7 @@ class VerifierEngine:
                 log.exception("verifier: the memory of a closed text could not be saved")
             ask.answer(Closed(covered))
 
-        task = asyncio.create_task(save())
-        self._saving.add(task)
-        task.add_done_callback(self._saving.discard)
+        self._saving.start(save())
 
     def _give_up(self, error: Exception) -> None:
         """The scheduler raised: its state is unreliable, so all texts end; the replica goes on."""

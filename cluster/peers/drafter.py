@@ -13,6 +13,7 @@ from typing import Protocol
 from dendro.calls import DraftCall, DrafterPeer, Opened
 from dendro.errors import BadRequest, DendroError, NotFound, PeerLost
 from dendro.shapes import TreeShape
+from dendro.tasks import BackgroundTasks, end_task
 from dendro.text import Text
 from dendro.tree import DraftTree
 from tree_layers.checkpoint import Facts
@@ -21,13 +22,11 @@ from cluster.peers.opening import (
     FIRST_BACKOFF_S,
     LONGEST_BACKOFF_S,
     STRIKES,
-    BackgroundTasks,
     CallTimes,
     Opening,
     Pace,
     Pool,
     checkpoint_mismatch,
-    end_task,
     log,
 )
 from cluster.peers.verifier import VerifierHandle

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from dendro.calls import CloseCall, Hello, OpenCall, Opened, Peer, Terms, TextUpdate, new_opening
 from dendro.errors import DendroError
@@ -136,24 +135,6 @@ class Opening(Generic[P]):
             return 0
 
 
-class BackgroundTasks:
-    """Tasks that outlive the call that started them, referenced until they end; unexpected errors are logged."""
-
-    def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[Any]] = set()
-
-    def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and not isinstance(task.exception(), DendroError | None):
-            log.error("a background task failed", exc_info=task.exception())
-
-
 def checkpoint_mismatch(hello: Hello, facts: Facts | None) -> str:
     """How a replica differs from the router's facts of its checkpoint; empty where it does not, or without facts. By
     these facts it was decided at start whether a drafter's tokens fit its target's."""
@@ -166,10 +147,3 @@ def checkpoint_mismatch(hello: Hello, facts: Facts | None) -> str:
     )
     parts = [f"its {name} is {theirs}, here {ours}" for name, theirs, ours in compared if theirs != ours]
     return f"it was loaded from another checkpoint: {'; '.join(parts) or 'its configuration differs'}"
-
-
-async def end_task(task: asyncio.Task[Any] | None) -> None:
-    """Cancel a task unless it is done, and wait for it."""
-    if task is not None and not task.done():
-        task.cancel()
-        await asyncio.wait({task})

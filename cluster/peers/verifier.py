@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from dendro.calls import TARGET_FACTS, Hello, Opened, VerifierPeer, VerifyCall
 from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, Overloaded, PeerLost
+from dendro.tasks import BackgroundTasks, end_task
 from dendro.text import Finish, Text, Verdict
 from dendro.tree import DraftTree
 from tree_layers.checkpoint import Facts
@@ -16,13 +17,11 @@ from cluster.peers.opening import (
     FIRST_BACKOFF_S,
     LONGEST_BACKOFF_S,
     STRIKES,
-    BackgroundTasks,
     CallTimes,
     Opening,
     Pace,
     Pool,
     checkpoint_mismatch,
-    end_task,
     log,
 )
 
