@@ -180,15 +180,13 @@ class EngineText:
     """One text at an engine of this process."""
 
     def __init__(self, ids: Sequence[int], sampling: Sampling) -> None:
-        self.text = Tokens()
-        self.text.extend(ids)
+        self.text = Tokens(ids)
         self._sampling = sampling
         self._opening = opening_id()
 
     def update(self, start: int) -> TextUpdate:
         """A call's text: the tokens from `start` on."""
-        ids = self.text.ids
-        return TextUpdate(self._opening, len(ids), self.text.digest(), start, tuple(ids[start:]))
+        return TextUpdate.of(self._opening, self.text, start)
 
     async def open(self, engine: DrafterPeer | VerifierPeer, room: int) -> None:
         limits = Limits(len(self.text) + room, ignore_end=True)

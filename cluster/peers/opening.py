@@ -114,9 +114,9 @@ class Opening(Generic[P]):
     def update(self, text: Text) -> TextUpdate:
         """The tokens that the peer was not sent yet. They count as sent from here on: a stream keeps the order of its
         calls."""
-        base, start = len(text), self._sent
-        self._sent = base
-        return TextUpdate(self._id, base, text.digest(base), start, tuple(text.ids[start:]))
+        update = TextUpdate.of(self._id, text, self._sent)
+        self._sent = update.base
+        return update
 
     def unsent(self, update: TextUpdate) -> None:
         """Undo `update`: the peer refused the call before it read the text."""

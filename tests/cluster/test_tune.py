@@ -109,7 +109,7 @@ async def lengths_of(verifier: VerifierEngine, drafter: DrafterEngine, text: Tex
     opening, held = new_opening(), 0
 
     def update() -> TextUpdate:
-        return TextUpdate(opening, len(text), text.digest(len(text)), held, tuple(text.ids[held:]))
+        return TextUpdate.of(opening, text, held)
 
     class Near:
         async def draft(self, text, shape):
