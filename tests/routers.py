@@ -25,8 +25,7 @@ class RoundByRound:
         self.opening, self.known = new_opening(), 0
 
     def update(self):
-        ids = self.text.ids
-        return TextUpdate(self.opening, len(ids), self.text.digest(), self.known, tuple(ids[self.known :]))
+        return TextUpdate.of(self.opening, self.text, self.known)
 
     async def open(self):
         opened = await self.engine.open(OpenCall(self.update(), self.terms))

@@ -303,19 +303,19 @@ async def _wholly_accepted(
 
     Their number is read from the tree, as a dynamic shape's depth depends on the drafter's probabilities.
     """
-    call = OpenCall(_update(new_opening(), text, 0), Terms(text.sampling, text.limits, "", ()))
+    call = OpenCall(TextUpdate.of(new_opening(), text, 0), Terms(text.sampling, text.limits, "", ()))
     await asyncio.gather(verifier.open(call), drafter.open(call))
     opening, held, ends = call.update.opening, len(text), []
     while text.finish is None:
-        tree = await drafter.draft(DraftCall(_update(opening, text, held), shape))
-        verdict = await verifier.verify(VerifyCall(_update(opening, text, held), tree))
+        tree = await drafter.draft(DraftCall(TextUpdate.of(opening, text, held), shape))
+        verdict = await verifier.verify(VerifyCall(TextUpdate.of(opening, text, held), tree))
         held = len(text)
         text.commit(verdict)
         last = 0
         while children := tree.children(last):
             last = children[0]
         ends.append(not any(verdict.ranks) and verdict.length == tree.depths[last] + 1)
-    close = CloseCall(_update(opening, text, held))
+    close = CloseCall(TextUpdate.of(opening, text, held))
     await asyncio.gather(verifier.close(close), drafter.close(close))
     return ends
 
@@ -335,7 +335,3 @@ def margin_in(checkpoint: Path, dtype: torch.dtype) -> Callable[[Sequence[int]],
 
 def _root(prompt: Prompt) -> DraftTree:
     return DraftTree.root_only(prompt[-1])
-
-
-def _update(opening: bytes, text: Text, start: int) -> TextUpdate:
-    return TextUpdate(opening, len(text), text.digest(len(text)), start, tuple(text.ids[start:]))

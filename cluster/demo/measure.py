@@ -10,14 +10,17 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
+from dendro.shapes import LevelShape
 from torch import Tensor
 from transformers import DynamicCache, Mamba2ForCausalLM, PreTrainedModel
 
 from cluster.demo.corpus import END_OF_TEXT_ID, VOCABULARY
 from cluster.demo.prompts import MEASURING_FILE, Prompt, held_out_prompts, load_passages, load_tokenizer
+from cluster.policies.replay import round_lengths
 from drafter_service.training.students import StudentForward
 
 PROMPTS = 32
@@ -213,17 +216,7 @@ def emitted_per_round(ranks: list[list[int]], shape: tuple[int, ...]) -> float:
 
     `ranks` has one list per answer. Rounds that the answer's end would cut short are not counted.
     """
-    emitted = rounds = 0
-    for answer in ranks:
-        position = 0
-        while position + len(shape) < len(answer):
-            accepted = 0
-            while accepted < len(shape) and answer[position + accepted] < shape[accepted]:
-                accepted += 1
-            position += accepted + 1
-            emitted += accepted + 1
-            rounds += 1
-    return emitted / rounds
+    return fmean(length for answer in ranks for length in round_lengths(LevelShape(shape), answer))
 
 
 def measure_acceptance(drafter: PreTrainedModel, all_answers: list[Answers]) -> Acceptance:

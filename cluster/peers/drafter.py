@@ -14,6 +14,7 @@ from dendro.calls import IDLE_ROUNDS, DraftCall, DrafterPeer, Opened
 from dendro.clock import Clock
 from dendro.errors import BadAnswer, BadRequest, DendroError, NotFound, PeerLost
 from dendro.shapes import TreeShape
+from dendro.tasks import first_of
 from dendro.text import Text
 from dendro.tree import DraftTree
 from tree_layers.checkpoint import Facts
@@ -27,7 +28,6 @@ from cluster.peers.opening import (
     PeerHandle,
     Pool,
     checkpoint_mismatch,
-    first_of,
     log,
 )
 from cluster.peers.verifier import VerifierHandle

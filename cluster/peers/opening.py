@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from dendro.calls import CloseCall, Hello, OpenCall, Opened, Peer, Terms, TextUpdate, new_opening
 from dendro.clock import Clock
 from dendro.errors import DendroError
 from dendro.smoothing import smoothed
+from dendro.tasks import BackgroundTasks, end_task
 from dendro.text import Text
 from tree_layers.checkpoint import Facts
 
@@ -116,9 +116,9 @@ class Opening(Generic[P]):
     def update(self, text: Text) -> TextUpdate:
         """The tokens that the peer was not sent yet. They count as sent from here on: a stream keeps the order of its
         calls."""
-        base, start = len(text), self._sent
-        self._sent = base
-        return TextUpdate(self._id, base, text.digest(base), start, tuple(text.ids[start:]))
+        update = TextUpdate.of(self._id, text, self._sent)
+        self._sent = update.base
+        return update
 
     def unsent(self, update: TextUpdate) -> None:
         """Undo `update`: the peer refused the call before it read the text."""
@@ -135,24 +135,6 @@ class Opening(Generic[P]):
         except Exception:  # an in-process engine's own fault: the request is over anyway
             log.exception("close failed")
             return 0
-
-
-class BackgroundTasks:
-    """Tasks that outlive the call that started them, referenced until they end; unexpected errors are logged."""
-
-    def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[Any]] = set()
-
-    def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and not isinstance(task.exception(), DendroError | None):
-            log.error("a background task failed", exc_info=task.exception())
 
 
 class PeerHandle(Generic[P]):
@@ -200,21 +182,3 @@ def checkpoint_mismatch(hello: Hello, facts: Facts | None) -> str:
     )
     parts = [f"its {name} is {theirs}, here {ours}" for name, theirs, ours in compared if theirs != ours]
     return f"it was loaded from another checkpoint: {'; '.join(parts) or 'its configuration differs'}"
-
-
-async def first_of(*waits: Coroutine[Any, Any, object] | asyncio.Task[Any]) -> None:
-    """Wait until one of these has ended, with whatever outcome. Coroutines are then cancelled; tasks go on."""
-    started = [asyncio.ensure_future(each) for each in waits if not isinstance(each, asyncio.Task)]
-    given = [each for each in waits if isinstance(each, asyncio.Task)]
-    try:
-        await asyncio.wait({*started, *given}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for each in started:
-            each.cancel()
-
-
-async def end_task(task: asyncio.Task[Any] | None) -> None:
-    """Cancel a task unless it is done, and wait for it."""
-    if task is not None and not task.done():
-        task.cancel()
-        await asyncio.wait({task})

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 from dendro.calls import DrafterPeer, Peer, VerifierPeer
 from dendro.clock import Clock
 from dendro.errors import Overloaded, PeerLost
+from dendro.tasks import BackgroundTasks
 from dendro.text import Text
 
 from cluster.checkpoints import ClusterFacts
@@ -45,7 +46,7 @@ class ServePool(Generic[P]):
         self._lease = handle.options(stream=True).lease
         self._streams = streams
         self._far = far
-        self._held: set[asyncio.Task[None]] = set()
+        self._held = BackgroundTasks()
         self.leases = 0
 
     async def lease(self) -> Leased[P]:
@@ -71,9 +72,7 @@ class ServePool(Generic[P]):
             answers.cancel()
             raise
         self.leases += 1
-        task = asyncio.create_task(self._hold(answers))
-        self._held.add(task)
-        task.add_done_callback(self._held.discard)
+        self._held.start(self._hold(answers))
         return Leased(self._far(stream), stream.hello, granted["lease"], granted["address"])
 
     async def _hold(self, answers: Any) -> None:

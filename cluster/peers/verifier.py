@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dendro.calls import TARGET_FACTS, Hello, Opened, VerifierPeer, VerifyCall
 from dendro.clock import Clock
 from dendro.errors import BadAnswer, BadRequest, DendroError, EngineFailed, NotFound, Overloaded, PeerLost
+from dendro.tasks import end_task, first_of
 from dendro.text import Finish, Text, Verdict
 from dendro.tree import DraftTree
 from tree_layers.checkpoint import Facts
@@ -22,8 +23,6 @@ from cluster.peers.opening import (
     PeerHandle,
     Pool,
     checkpoint_mismatch,
-    end_task,
-    first_of,
     log,
 )
 

@@ -11,8 +11,10 @@ from the root. This is exact, since in our modes the text does not depend on the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 from dendro.shapes import LevelShape, NodeShape, TreeShape, child_counts
@@ -26,6 +28,33 @@ WINDOW = 128
 def replayed(shape: TreeShape) -> bool:
     """Whether ranks determine what a shape emits: not where it is wider than RANKED, or values choose the tree."""
     return isinstance(shape, LevelShape | NodeShape) and not shape.off and shape.width <= RANKED
+
+
+@functools.cache
+def _first_children(shape: TreeShape) -> tuple[int, ...]:
+    """The row of each row's first child; meaningless for rows without children."""
+    return tuple(accumulate(child_counts(shape), initial=1))
+
+
+def static_path(shape: TreeShape, ranks: Iterable[int]) -> tuple[int, ...]:
+    """The rows on a text's path through a static tree, the root first, if its tokens have these ranks."""
+    counts, first = child_counts(shape), _first_children(shape)
+    path = [0]
+    for rank in ranks:
+        if rank >= counts[path[-1]]:
+            break
+        path.append(first[path[-1]] + rank)
+    return tuple(path)
+
+
+def round_lengths(shape: TreeShape, ranks: Sequence[int]) -> list[int]:
+    """Tokens of each round over an answer whose tokens have these ranks, if every round drafts a tree of this static
+    shape. Rounds that the answer's end could cut short are not counted."""
+    lengths, position = [], 0
+    while position + shape.depth < len(ranks):
+        lengths.append(len(static_path(shape, ranks[position : position + shape.depth])))
+        position += lengths[-1]
+    return lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +132,9 @@ def _steps(shapes: Sequence[TreeShape]) -> tuple[IntArray, IntArray, IntArray]:
     following = np.zeros((RANKED + 1, roots[-1]), np.int64)
     emitted = np.zeros((RANKED + 1, roots[-1]), np.int64)
     for shape, root in zip(shapes, roots.tolist(), strict=False):
-        depths, child = [0], root + 1
-        for row, count in enumerate(child_counts(shape)):
+        depths = [0]
+        for row, (count, first) in enumerate(zip(child_counts(shape), _first_children(shape), strict=False)):
             following[:, root + row], emitted[:, root + row] = root, depths[row] + 1
-            following[:count, root + row], emitted[:count, root + row] = range(child, child + count), 0
+            following[:count, root + row], emitted[:count, root + row] = range(root + first, root + first + count), 0
             depths += [depths[row] + 1] * count
-            child += count
     return roots[:-1], following, emitted

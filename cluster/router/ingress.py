@@ -22,6 +22,7 @@ from typing import TypeVar, cast
 from dendro.clock import Clock
 from dendro.errors import Conflict, DendroError, NotFound, Overloaded, PeerLost, one_line
 from dendro.long_work import off_loop
+from dendro.tasks import BackgroundTasks
 from dendro.text import Finish, Limits, Text, Verdict
 from dendro.v1 import generation_pb2 as pb
 
@@ -92,7 +93,7 @@ class Ingress:
         self._priors = Priors(priors or NoPriors())
         self.experience = {name: Experiences() for name in config.targets}
         self._admission = Admission(config, served, sessions, self._priors, self.experience, clock)
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing = BackgroundTasks()
 
     def info(self) -> pb.GetServerInfoResponse:
         """The served models, the default target first."""
@@ -228,10 +229,7 @@ class Ingress:
     async def _close(self, text: Text, *handles: HandlePort) -> None:
         """Close the handles in tasks of their own, so that neither a cancelled request nor a hung peer keeps a lease.
         Waits CLOSE_BUDGET_S at most."""
-        tasks = [asyncio.ensure_future(handle.close(text)) for handle in handles]
-        self._closing.update(tasks)
-        for task in tasks:
-            task.add_done_callback(self._closing.discard)
+        tasks = [self._closing.start(handle.close(text)) for handle in handles]
         await asyncio.wait(tasks, timeout=CLOSE_BUDGET_S)
 
     def _finish_of_held(self, job: Job) -> Finish | None:

@@ -18,11 +18,12 @@ import torch
 from dendro.answer import Complete, Round, SpeculationStats
 from dendro.client import Asking
 from dendro.errors import BadRequest, EngineFailed
-from dendro.shapes import TreeShape, child_counts
+from dendro.shapes import TreeShape
 from dendro.text import Sampling
 
 from cluster.config import DrafterConfig
 from cluster.policies.classes import row_bucket
+from cluster.policies.replay import round_lengths
 from cluster.policies.sequoia import forwarded_rows
 from drafter_service.engine import DTYPES
 from drafter_service.models import load_model
@@ -156,26 +157,12 @@ def replayed(traces: Sequence[Sequence[int]], shape: TreeShape) -> float | None:
 
     Rounds that the trace's end could cut short are not counted.
     """
-    lengths = [length for trace in traces for length in replayed_lengths(trace, shape)]
+    lengths = [length for trace in traces for length in round_lengths(shape, trace)]
     return fmean(lengths) if lengths else None
 
 
-def replayed_lengths(trace: Sequence[int], shape: TreeShape) -> list[int]:
-    """Tokens of each round over one answer."""
-    counts = child_counts(shape)
-    first = np.cumsum([1, *counts]).tolist()  # each row's first child
-    lengths, position = [], 0
-    while position + shape.depth < len(trace):
-        row, length = 0, 1
-        while counts[row] and trace[position + length - 1] < counts[row]:
-            row, length = first[row] + trace[position + length - 1], length + 1
-        lengths.append(length)
-        position += length
-    return lengths
-
-
 def whole_rounds(answer: RunAnswer, shape: TreeShape) -> list[int]:
-    """Tokens of each round that the answer's end could not cut short, as in `replayed_lengths`."""
+    """Tokens of each round that the answer's end could not cut short, as in `round_lengths`."""
     lengths, position = [], 0
     for length in answer.lengths:
         if position + shape.depth >= len(answer.tokens):

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from dendro.errors import NotFound
 from dendro.shapes import TreeShape
-from dendro.text import Limits, Sampling, Tokens, Verdict
+from dendro.text import Limits, Sampling, Text, Tokens, Verdict
 from dendro.tree import DraftTree
 
 OPENING_BYTES = 16
@@ -49,6 +49,11 @@ class TextUpdate:
     digest: int  # chained 64-bit digest of those tokens
     start: int  # the peer is known to hold ids[:start]
     tokens: tuple[int, ...]  # ids[start:base]
+
+    @classmethod
+    def of(cls, opening: bytes, text: Text | Tokens, start: int) -> TextUpdate:
+        """The whole of `text`, for a peer that holds its first `start` tokens."""
+        return cls(opening, len(text), text.digest(len(text)), start, tuple(text.ids[start:]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from grpc_health.v1 import health_pb2
 
 from dendro.calls import PROTOCOL_VERSION, CloseCall, Hello, OpenCall, Opened, Peer, TextUpdate
 from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, PeerLost
+from dendro.tasks import BackgroundTasks, end_task
 from dendro.wire import hello_message
 
 log = logging.getLogger("dendro.serving")
@@ -180,10 +181,10 @@ class StreamServer:
         self._stats = Stats(hello.pid)
         self.leases = leases
         self._open: dict[bytes, _Opening] = {}
-        self._answering: set[asyncio.Task[None]] = set()
+        self._answering = BackgroundTasks()
         self._fault = ""  # why the engine cannot serve; empty while it can
         self._owed: list[TextUpdate] = []  # texts to close when the engine has recovered
-        self._closing: set[asyncio.Task[None]] = set()  # tasks that close them
+        self._closing = BackgroundTasks()  # close them
         if leases is not None:
             leases.on_cap = self._expire
 
@@ -206,8 +207,7 @@ class StreamServer:
         """Answer all calls that wait for a hanging engine with PeerLost, and end every lease, so that routers open
         their texts at other replicas."""
         self._fault = fault
-        for task in tuple(self._answering):
-            task.cancel()
+        self._answering.cancel()
         for opening, held in tuple(self._open.items()):
             held.opening.cancel()
             self._owed.append(held.last)
@@ -218,9 +218,7 @@ class StreamServer:
         again."""
         self._fault, owed, self._owed = "", self._owed, []
         for last in owed:
-            task = asyncio.create_task(self._close(last))
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+            self._closing.start(self._close(last))
 
     async def run(self, frames: AsyncIterator[Any], context: Any) -> None:
         """Serve one stream, from its greeting to its end."""
@@ -262,11 +260,9 @@ class StreamServer:
                 self._stats.frames_in += 1
                 for message in frame.calls:
                     self._stats.calls += 1
-                    task = asyncio.create_task(answer(message))
+                    task = self._answering.start(answer(message))
                     tasks.add(task)
-                    self._answering.add(task)
                     task.add_done_callback(tasks.discard)
-                    task.add_done_callback(self._answering.discard)
         finally:
             writer.cancel()
             for task in tasks:
@@ -297,7 +293,7 @@ class StreamServer:
         if not isinstance(call, CloseCall):
             return await self._kind.work(self._engine, call)
         try:
-            await _cancelled(held.opening)
+            await end_task(held.opening)
             return await self._engine.close(call)
         finally:
             self._forget(opening, mine)
@@ -334,7 +330,7 @@ class StreamServer:
         held = self._open.get(opening)
         if held is None:
             return
-        await _cancelled(held.opening)
+        await end_task(held.opening)
         try:
             await self._close(held.last)
         finally:
@@ -351,13 +347,6 @@ class StreamServer:
 
     async def _expire(self, lease: Lease) -> None:
         await asyncio.gather(*(self._free(opening) for opening in tuple(lease.attached)))
-
-
-async def _cancelled(task: asyncio.Task[Any]) -> None:
-    """Cancel a task, if it is running, and wait for its end."""
-    if not task.done():
-        task.cancel()
-        await asyncio.wait({task})
 
 
 class Replica:

@@ -45,7 +45,6 @@ from cluster.bench.traces import (
     grow_trees,
     guesses_of,
     record_proposals,
-    static_path,
     trimmed,
     walk,
     write_answer,
@@ -74,6 +73,7 @@ from cluster.demo.corpus import HELD_OUT
 from cluster.demo.kinds import BLOCK_TOKENS, EDITS, KINDS, PROSE, kind_prompts
 from cluster.demo.prompts import load_passages, load_tokenizer
 from cluster.policies import POLICIES, Experience, make_policy
+from cluster.policies.replay import static_path
 from cluster.router.rounds import rounds
 from drafter_service.engine import DrafterEngine
 from drafter_service.options import DrafterOptions

@@ -150,9 +150,7 @@ def admitted(field: str, value: float) -> str:
 @pytest.mark.parametrize("value", NUMBERS, ids=str)
 @pytest.mark.parametrize("field", ["temperature", "top_p", "min_p"])
 def test_admission_and_peers_accept_the_same_sampling_values(field: str, value: float):
-    tokens = Tokens()
-    tokens.extend(PROMPT)
-    update = TextUpdate(new_opening(), len(PROMPT), tokens.digest(), 0, tuple(PROMPT))
+    update = TextUpdate.of(new_opening(), Tokens(PROMPT), 0)
     message = verifier_call_message(1, OpenCall(update, Terms(Sampling(temperature=0.7), Limits(9), "", ())))
     setattr(message.open.sampling, field, value)
     refused = ""

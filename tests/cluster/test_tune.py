@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from cluster import cli
 from cluster.config import Config, DrafterConfig
 from cluster.policies import Static
+from cluster.policies.replay import round_lengths
 from cluster.policies.sequoia import expected_tokens
 from cluster.router.rounds import rounds
 from cluster.tune.command import QUICK, facts_of, plan_of, run_tune, tables_of, tune
@@ -33,7 +34,6 @@ from cluster.tune.measuring import (
     costs_of,
     nonnegative_fit,
     replayed,
-    replayed_lengths,
 )
 from cluster.tune.tuning import SearchLimits, as_arm, is_chain
 from cluster.tune.writing import check_writable, with_arms, write_arms
@@ -102,7 +102,7 @@ def test_the_table_of_a_depth_converges_to_the_frequencies_there():
     ids=str,
 )
 def test_a_replay_walks_the_tree_as_the_verifier_does(shape: TreeShape, lengths: list[int]):
-    assert replayed_lengths([0, 0, 5, 1, 0, 4, 3, 0, 0], shape) == lengths
+    assert round_lengths(shape, [0, 0, 5, 1, 0, 4, 3, 0, 0]) == lengths
 
 
 async def lengths_of(verifier: VerifierEngine, drafter: DrafterEngine, text: Text, shape: TreeShape) -> list[int]:
@@ -110,7 +110,7 @@ async def lengths_of(verifier: VerifierEngine, drafter: DrafterEngine, text: Tex
     opening, held = new_opening(), 0
 
     def update() -> TextUpdate:
-        return TextUpdate(opening, len(text), text.digest(len(text)), held, tuple(text.ids[held:]))
+        return TextUpdate.of(opening, text, held)
 
     class Near:
         async def draft(self, text, shape):
@@ -153,7 +153,7 @@ async def test_replayed_rounds_are_the_rounds_that_are_run(pair):
                 text = Text(prompt, sampling, plain.limits)
                 measured = await lengths_of(verifier, drafter, text, shape)
                 assert text.answer == plain.answer
-                lengths = replayed_lengths(ranks, shape)
+                lengths = round_lengths(shape, ranks)
                 assert lengths == measured[: len(lengths)] and sum(lengths) > 50
                 emitted |= set(lengths)
     finally:

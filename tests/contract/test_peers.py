@@ -142,11 +142,11 @@ def new_text(prompt: Sequence[int] = (5, 6, 7), count: int = 40, sampling: Sampl
 
 
 def whole(text: Text, opening: bytes) -> TextUpdate:
-    return TextUpdate(opening, len(text), text.digest(len(text)), 0, tuple(text.ids))
+    return TextUpdate.of(opening, text, 0)
 
 
 def rest(text: Text, opening: bytes, start: int) -> TextUpdate:
-    return replace(whole(text, opening), start=start, tokens=tuple(text.ids[start:]))
+    return TextUpdate.of(opening, text, start)
 
 
 def opening_of(text: Text) -> OpenCall:

@@ -123,7 +123,7 @@ def test_a_changed_byte_under_the_right_checksum_is_refused_or_gives_tensors(pla
 async def test_a_changed_state_in_the_store_is_counted_and_missing_for_its_text(name):
     store = MemoryStates()
     shelf = Shelf(store, "f", "t", "l", lambda arrays, tokens: None)
-    update = TextUpdate(new_opening(), 3, TEXT.digest(3), 0, (1, 2, 3))
+    update = TextUpdate.of(new_opening(), TEXT, 0)
     call = OpenCall(update, Terms(Sampling(), Limits(9), "", ()))
     await shelf.put("", [1, 2], TEXT.digest(2), TENSORS)
     (key,) = store.blobs

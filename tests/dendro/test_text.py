@@ -11,9 +11,7 @@ def verdict(*tokens: int) -> Verdict:
 
 
 def update(tokens: list[int], start: int) -> TextUpdate:
-    whole = Tokens()
-    whole.extend(tokens)
-    return TextUpdate(new_opening(), len(tokens), whole.digest(), start, tuple(tokens[start:]))
+    return TextUpdate.of(new_opening(), Tokens(tokens), start)
 
 
 def test_a_verdict_is_cut_after_the_first_end_of_text_token():

@@ -70,7 +70,7 @@ def most_tokens_touched_by_a_round(length: int, monkeypatch) -> int:
     packed = module.packed_ids
     monkeypatch.setattr(module, "packed_ids", lambda tokens: hashed.append(len(tokens)) or packed(tokens))
     text, peer, opening = Text(range(length), Sampling(), Limits(1 << 20)), PeerText(), new_opening()
-    peer.follow(TextUpdate(opening, length, text.digest(length), 0, tuple(text.ids)))
+    peer.follow(TextUpdate.of(opening, text, 0))
     text._tokens.ids, peer.tokens.ids = CountedList(text.ids), CountedList(peer.ids)
     most = 0
     for number in range(3 * CHECKPOINT_TOKENS // 2):
@@ -78,7 +78,7 @@ def most_tokens_touched_by_a_round(length: int, monkeypatch) -> int:
         CountedList.copied = 0
         start = len(text)
         text.commit(Verdict((number, number + 1), (0, 1), (0,), None, 2))
-        update = TextUpdate(opening, len(text), text.digest(len(text)), start, tuple(text.ids[start:]))
+        update = TextUpdate.of(opening, text, start)
         assert peer.follow(update) == start
         most = max(most, sum(hashed) + CountedList.copied)
     assert peer.ids == text.ids

@@ -205,7 +205,7 @@ class DraftClient:
     def update(self) -> TextUpdate:
         start = min(self.held, len(self.text))
         self.held = len(self.text)
-        return TextUpdate(self.opening, len(self.text), self.text.digest(), start, tuple(self.ids[start:]))
+        return TextUpdate.of(self.opening, self.text, start)
 
     async def open(self, prompt: list[int]) -> Opened:
         self.text.extend(prompt)

@@ -85,7 +85,7 @@ def test_a_llama_with_mixers_is_refused(tmp_path):
 
 
 def update(opening: bytes, text: Tokens, held: int) -> TextUpdate:
-    return TextUpdate(opening, len(text), text.digest(), held, tuple(text.ids[held:]))
+    return TextUpdate.of(opening, text, held)
 
 
 @pytest.mark.parametrize("room", [0, 1])

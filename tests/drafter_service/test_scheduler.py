@@ -27,14 +27,12 @@ def forward(scheduler: DraftScheduler) -> DraftPlan | None:
 
 
 def opened(scheduler: DraftScheduler, name: int) -> DrafterText:
-    text = Tokens()
-    text.extend(PROMPT)
-    update = TextUpdate(bytes([name]) * 16, len(text), text.digest(), 0, PROMPT)
+    update = TextUpdate.of(bytes([name]) * 16, Tokens(PROMPT), 0)
     return scheduler.open(Ticket(0.0), OpenCall(update, Terms(Sampling(), Limits(100), "", ())), 0, 1 << 20)
 
 
 def draft(scheduler: DraftScheduler, session: DrafterText, shape: TreeShape) -> None:
-    update = TextUpdate(session.opening, len(PROMPT), session.text.tokens.digest(), len(PROMPT), ())
+    update = TextUpdate.of(session.opening, session.text.tokens, len(PROMPT))
     scheduler.draft(Ticket(0.0), DraftCall(update, shape))
 
 

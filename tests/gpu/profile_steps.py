@@ -65,10 +65,10 @@ async def drafting_levels() -> list[dict[str, object]]:
     text = Tokens()
     text.extend(list(range(3, 40)))
     opening, limits = new_opening(), Limits(len(text.ids) + 64, ignore_end=True)
-    update = TextUpdate(opening, len(text), text.digest(), 0, tuple(text.ids))
+    update = TextUpdate.of(opening, text, 0)
     try:
         await engine.open(OpenCall(update, Terms(Sampling(temperature=1.0, seed=1), limits, "", ())))
-        again = TextUpdate(opening, len(text), text.digest(), len(text), ())
+        again = TextUpdate.of(opening, text, len(text))
         for widths in ((1,), (1, 1, 1, 1), (4,), (4, 4)):
             took = []
             for _ in range(TIMES + 1):

@@ -77,9 +77,7 @@ class TextRouter:
         self.known = 0
 
     def update(self, start=None):
-        start = self.known if start is None else start
-        ids = self.text.ids
-        return TextUpdate(self.opening, len(ids), self.text.digest(), start, tuple(ids[start:]))
+        return TextUpdate.of(self.opening, self.text, self.known if start is None else start)
 
     async def open(self):
         self.opening, self.known = new_opening(), 0

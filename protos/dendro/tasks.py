@@ -1,0 +1,59 @@
+"""Tasks of asyncio that outlive the call that started them. The event loop itself keeps no task alive."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from dendro.errors import DendroError
+
+log = logging.getLogger("dendro.tasks")
+
+Result = TypeVar("Result")
+
+
+class BackgroundTasks:
+    """Tasks that are referenced until they end. Their unexpected errors are logged."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def start(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def cancel(self) -> None:
+        """Cancel all of them; does not wait."""
+        for task in tuple(self._tasks):
+            task.cancel()
+
+    async def join(self) -> None:
+        """Wait until those that were started so far have ended."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and not isinstance(task.exception(), DendroError | None):
+            log.error("a background task failed", exc_info=task.exception())
+
+
+async def end_task(task: asyncio.Task[Any] | None) -> None:
+    """Cancel a task unless it is done, and wait for it."""
+    if task is not None and not task.done():
+        task.cancel()
+        await asyncio.wait({task})
+
+
+async def first_of(*waits: Coroutine[Any, Any, object] | asyncio.Task[Any]) -> None:
+    """Wait until one of these has ended, with whatever outcome. Coroutines are then cancelled; tasks go on."""
+    started = [asyncio.ensure_future(each) for each in waits if not isinstance(each, asyncio.Task)]
+    given = [each for each in waits if isinstance(each, asyncio.Task)]
+    try:
+        await asyncio.wait({*started, *given}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for each in started:
+            each.cancel()
