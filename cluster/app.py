@@ -35,7 +35,7 @@ from cluster.engines import (
     stop_engine,
 )
 from cluster.hub import pinned
-from cluster.peers.places import ServePeers
+from cluster.peers.pools import ServePeers
 from cluster.router.ingress import Ingress
 from cluster.sessions import RedisSessions
 from cluster.state_store import RedisPriors, RedisStates

@@ -22,7 +22,7 @@ from dendro.health import LONGEST_STEP_S, StepWatch
 from dendro.shapes import MAX_ROWS
 from dendro.shelf import Arrays, Shelf
 from dendro.state import StateStore
-from dendro.tree import LONGEST_TRACE, DraftTree
+from dendro.tree import DraftTree
 from tree_layers.states import SlotPool
 
 from drafter_service.grow import most_processed
@@ -134,7 +134,7 @@ class DrafterEngine:
         max_sessions: int = 64,
         max_rows: int = MAX_ROWS,
         max_depth: int = 16,
-        prefill_chunk: int = LONGEST_TRACE,
+        prefill_chunk: int = 64,
         longest_step_s: float = LONGEST_STEP_S,
     ) -> DrafterEngine:
         """Load a checkpoint. Raises BadRequest with the name of an argument that cannot be used.

@@ -10,21 +10,22 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from dendro.calls import IDLE_ROUNDS
 from dendro.shapes import OFF, LevelShape, NodeShape, TreeShape
 from dendro.text import Limits, Sampling, Text, Verdict
-from dendro.tree import LONGEST_TRACE, RANKED, DraftTree
+from dendro.tree import DraftTree
 
+from cluster.peers.drafter import IDLE_ROUNDS
 from cluster.policies import DiscountedUCB, Experience, FullInfo, RatioUCB, Static, Thompson, UCBSpec
 from cluster.policies.costs import EmittedLength
 from cluster.policies.experience import Concurrency
 from cluster.policies.full_info import LEAST_RANKED, PROBE_EVERY
 from cluster.policies.prior import Prior
-from cluster.policies.replay import WINDOW, RankTrace, Replay, replayed
+from cluster.policies.replay import LONGEST_TRACE, RANKED, WINDOW, RankTrace, Replay, replayed
 from cluster.policies.thompson import STREAM
 from cluster.policies.trial import SpeculationTrial
 from cluster.router.rounds import Policy, rounds
 from drafter_service.engine import DrafterEngine
+from drafter_service.scheduler import CANDIDATES
 
 PAIR, CHAIN, BUSHY = LevelShape((1, 1)), LevelShape((1, 1, 1, 1)), LevelShape((3, 2, 2, 1, 1))
 SHAPES: tuple[TreeShape, ...] = (
@@ -319,6 +320,7 @@ def test_a_trace_longer_than_a_drafter_ranks_is_ignored():
 
 
 def test_assumptions_of_policies_about_drafters_and_handles_hold():
+    assert RANKED == CANDIDATES
     assert DrafterEngine.load.__kwdefaults__["prefill_chunk"] == LONGEST_TRACE
     assert PROBE_EVERY + 1 < IDLE_ROUNDS, "the drafter is still leased at the next probe"
     assert not replayed(LevelShape((9,))), "a ninth candidate has no rank of its own"

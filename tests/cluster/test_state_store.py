@@ -57,8 +57,9 @@ async def test_a_full_server_evicts_keys_that_expire_first_and_the_store_still_w
 async def test_a_dead_or_frozen_server_is_a_miss_and_then_not_called(fault: signal.Signals):
     now = 0.0
     with RedisServer(memory_mb=16) as server:
-        store = RedisStates(server.url, 30, budget_s=0.05, breaker=CircuitBreaker(3, 5.0, clock=lambda: now))
-        assert await store.save("a", b"x")
+        store = RedisStates(server.url, 30, budget_s=5.0, breaker=CircuitBreaker(3, 5.0, clock=lambda: now))
+        assert await store.save("a", b"x")  # connects, which takes longer than 0.05 s on a busy machine
+        store.budget_s = 0.05
         os.kill(server.pid, fault)
         for _ in range(3):
             assert await store.load("a") is None

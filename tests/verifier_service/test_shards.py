@@ -70,8 +70,9 @@ def engine_of(folder, degree, dtype=torch.float32, **limits):
 
 
 def workers():
-    """The child processes that run shards."""
-    return [each for each in multiprocessing.active_children() if each.name.startswith("shard")]
+    """The child processes that run shards. `multiprocessing` lists a child until it has waited for it itself."""
+    listed = [each for each in multiprocessing.active_children() if each.name.startswith("shard")]
+    return [each for each in listed if psutil.pid_exists(each.pid)]
 
 
 async def until(condition, seconds=20.0):
@@ -188,39 +189,39 @@ def test_workers_end_with_their_leader(folder):
     assert not alive
 
 
-def test_heads_that_cannot_be_dealt_out_are_refused_with_the_numbers(folder):
+async def test_heads_that_cannot_be_dealt_out_are_refused_with_the_numbers(folder):
     with pytest.raises(BadRequest, match="4 attention heads cannot be dealt out to 3 workers"):
         engine_of(folder, 3)
-    assert not [each for each in workers() if each.join(10) or each.is_alive()]
+    await until(lambda: not workers(), 10)
 
 
-def test_a_family_without_a_plan_is_refused_and_leaves_nothing_behind(tmp_path):
+async def test_a_family_without_a_plan_is_refused_and_leaves_nothing_behind(tmp_path):
     model = transformers.StableLmForCausalLM(transformers.StableLmConfig(**SETTINGS))
     model.save_pretrained(tmp_path)
     write_tokenizer(tmp_path)
     with pytest.raises(BadRequest, match="tp_plan"):
         engine_of(tmp_path, 2)
-    assert not [each for each in workers() if each.join(10) or each.is_alive()]
+    await until(lambda: not workers(), 10)
 
 
 def test_a_worker_that_does_not_connect_is_reported(monkeypatch):
-    monkeypatch.setattr(shards, "MUSTER_S", 0.2)
+    monkeypatch.setattr(shards, "JOIN_S", 0.2)
     with pytest.raises(WorkerLost, match="0 of 1 workers connected in 0.2 s"):
-        Crew.muster(2, lambda summons: None)
+        Crew.start(2, lambda invitations: None)
 
 
-def wrong_key(summons):
+def wrong_key(invitation):
     with pytest.raises((AuthenticationError, OSError, EOFError)):
-        join_leader(replace(summons, key=bytes(shards.KEY_BYTES)))
+        join_leader(replace(invitation, key=bytes(shards.KEY_BYTES)))
 
 
-def plain_bytes(summons):
-    with socket.create_connection((summons.host, summons.port)) as stream:
-        stream.sendall(summons.key + bytes([1]) + bytes(64))
+def plain_bytes(invitation):
+    with socket.create_connection((invitation.host, invitation.port)) as stream:
+        stream.sendall(invitation.key + bytes([1]) + bytes(64))
 
 
-def silence(summons):
-    with socket.create_connection((summons.host, summons.port)) as stream:
+def silence(invitation):
+    with socket.create_connection((invitation.host, invitation.port)) as stream:
         stream.recv(1024)
         stream.recv(1024)  # until the leader gives up
 
@@ -230,16 +231,16 @@ def test_a_connection_that_does_not_prove_it_has_the_key_is_rejected_and_holds_u
     monkeypatch.setattr(shards, "HANDSHAKE_S", 1.0)
     joined = []
 
-    def start(summons):
+    def start(invitations):
         def come():
-            stranger(summons[0])
-            joined.append(join_leader(summons[0]))
+            stranger(invitations[0])
+            joined.append(join_leader(invitations[0]))
 
         threads.append(threading.Thread(target=come))
         threads[0].start()
 
     threads: list[threading.Thread] = []
-    crew = Crew.muster(2, start)
+    crew = Crew.start(2, start)
     threads[0].join()
     crew.broadcast(MemoryAccess(True))
     assert receive(joined[0], MemoryAccess).opened
@@ -254,12 +255,12 @@ def test_the_key_of_a_group_is_never_sent(monkeypatch):
     )
     keys = []
 
-    def start(summons):
-        keys.append(summons[0].key)
-        threads.append(threading.Thread(target=lambda: join_leader(summons[0]).close()))
+    def start(invitations):
+        keys.append(invitations[0].key)
+        threads.append(threading.Thread(target=lambda: join_leader(invitations[0]).close()))
         threads[0].start()
 
     threads: list[threading.Thread] = []
-    Crew.muster(2, start).stop()
+    Crew.start(2, start).stop()
     threads[0].join()
     assert sent and not any(keys[0] in data for data in sent)
