@@ -33,7 +33,7 @@ from cluster.engines import (
     node_address,
 )
 from cluster.hub import pinned
-from cluster.peers.places import ServePeers
+from cluster.peers.pools import ServePeers
 from cluster.router.ingress import Ingress
 from cluster.sessions import RedisSessions
 from cluster.state_store import RedisPriors, RedisStates

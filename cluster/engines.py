@@ -108,23 +108,23 @@ class Worker:
         here = fetched_model(f"targets.{name}", target)
         return here.checkpoint, here.tokenizer_folder
 
-    def work(self, summons: Invitation) -> None:
+    def work(self, invitation: Invitation) -> None:
         from verifier_service.worker import work
 
-        work(summons)
+        work(invitation)
 
 
 _workers: list[Any] = []  # handles of this replica's actors: an actor ends when its handle is dropped
 
 
-def _start_actors(name: str, target: TargetConfig, summons: Sequence[Invitation]) -> None:
+def _start_actors(name: str, target: TargetConfig, invitations: Sequence[Invitation]) -> None:
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     group = ray.util.get_current_placement_group()
     assert group is not None
     workers: list[Any] = []
-    for each in summons:
+    for each in invitations:
         place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=each.rank)
         options = actor_options(target.resources, engine_environment(target.threads))
         workers.append(ray.remote(Worker).options(scheduling_strategy=place, max_restarts=0, **options).remote())
@@ -138,7 +138,7 @@ def _start_actors(name: str, target: TargetConfig, summons: Sequence[Invitation]
                     f"checkpoint and tokenizer are at {', '.join(map(str, here))} on one node and at "
                     f"{', '.join(map(str, there))} on another: HF_HOME must be the same on all of them",
                 )
-    for worker, each in zip(workers, summons, strict=True):
+    for worker, each in zip(workers, invitations, strict=True):
         worker.work.remote(each)
 
 

@@ -79,7 +79,7 @@ class EdgeVerifier:
         self.hello = peers.hello
         self.opened = Opened(0, len(text) - 1, 10)
 
-    async def meet(self) -> Hello:
+    async def first_hello(self) -> Hello:
         return self.peers.hello or HELLO
 
     async def verify(self, text: Text, tree: DraftTree) -> Verdict:

@@ -9,7 +9,7 @@ from fakes import END, VOCABULARY, FakeDrafter, FakeVerifier
 from sockets import drafter_at, verifier_at
 from toy_cluster import ToyTokenizer, toy_config
 
-from cluster.peers.places import Peers
+from cluster.peers.pools import Peers
 from cluster.policies.prior import PriorKey, pack_prior
 from cluster.router.admission import Served
 from cluster.router.ingress import Ingress

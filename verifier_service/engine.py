@@ -114,7 +114,7 @@ class VerifierEngine:
             if options.tensor_parallel == 1:
                 target = load_target(path, *loading, tokenizer=options.tokenizer)
             else:
-                crew = Crew.muster(options.tensor_parallel, start_workers, host)
+                crew = Crew.start(options.tensor_parallel, start_workers, host)
                 undo.callback(crew.stop)
                 target = crew.load(Path(path), *loading, host, options.tokenizer)
             if options.max_length > target.max_positions:
@@ -143,7 +143,7 @@ class VerifierEngine:
             )
             bounds = Bounds(capacity.near, pages, longest, options.max_sessions, depth, arrangement)
             if crew is not None:
-                crew.set_out(bounds)
+                crew.make_runners(bounds)
             runner = runner_for(target, bounds, buckets, crew)
             reports = crew.reports if crew is not None else ()
             dependent = [product for report in reports for product in report.dependent]

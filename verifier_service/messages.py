@@ -56,7 +56,7 @@ def unpacked(frame: bytes, *kinds: type[Message]) -> Message:
     arrays = HEAD_BYTES + int.from_bytes(frame[:HEAD_BYTES], "little")
     try:
         name, values = json.loads(frame[HEAD_BYTES:arrays])
-        expected = {kind.__name__: kind for kind in kinds}
+        expected: dict[str, Any] = {kind.__name__: kind for kind in kinds}
         body = _Arrays(frame, arrays)
         message: Message = _reader(expected[name])(values, body)
         if body.start != len(frame):

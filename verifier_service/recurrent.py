@@ -58,7 +58,7 @@ class TextStates:
     first_state: int  # slot of the checkpoints
     folded: int = 0  # the newest valid checkpoint: the state after `folded` blocks
     lowest: int = 0  # the oldest checkpoint that was not overwritten
-    high: int = 0  # tokens written to the ring so far
+    written: int = 0  # tokens written to the ring so far
 
     def token_slots(self, positions: Ints) -> Ints:
         """Where the inputs of committed tokens are kept."""
@@ -75,12 +75,12 @@ class TextStates:
 
     def append(self, tokens: int) -> None:
         """The text has now consumed so many tokens in all."""
-        self.high = max(self.high, tokens)
+        self.written = max(self.written, tokens)
 
     def can_cut(self, length: int) -> bool:
         """Whether all that a text of this length needs is still held."""
         block = self.extent.oldest(length)
-        return (not block or block >= self.lowest) and block * self.extent.block >= self.high - self.extent.ring
+        return (not block or block >= self.lowest) and block * self.extent.block >= self.written - self.extent.ring
 
     def base_of(self, length: int) -> int:
         """The checkpoint that is saved with a text of this length, beside the inputs since: the one that its next row
@@ -90,7 +90,7 @@ class TextStates:
     def restore(self, block: int, length: int) -> None:
         """This checkpoint and the inputs after it, up to this length, are restored."""
         self.folded = self.lowest = block
-        self.high = length
+        self.written = length
 
     def cut(self, length: int) -> None:
         """Shorten the text to this length. Requires `can_cut`."""

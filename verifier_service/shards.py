@@ -1,6 +1,6 @@
 """A target on several workers: the leader answers calls and plans; the others run the same forwards on their shards.
 
-leader: Crew.muster, load, set_out       each step: broadcast(plan), its own forward, broadcast(kept)
+leader: Crew.start, load, make_runners   each step: broadcast(plan), its own forward, broadcast(kept)
 worker: work: connect, load, report, then run what the leader sends until the stream between them ends
 
 A group that loses one worker is lost as a whole: all streams end, and with them the other workers.
@@ -42,7 +42,7 @@ from verifier_service.models import LoadedTarget, load_target
 from verifier_service.recurrent import Arrangement
 from verifier_service.rows import Ints
 
-MUSTER_S = 120.0
+JOIN_S = 120.0
 """How long workers may take to connect: processes have to start and to import torch."""
 GROUP_S = 600.0
 """How long torch's process group waits for a worker that reads its shard."""
@@ -66,7 +66,7 @@ class Invitation:
 
 
 Starter = Callable[[Sequence[Invitation]], None]
-"""Starts a worker for each summons; the worker runs `verifier_service.worker.work`."""
+"""Starts a worker for each invitation; the worker runs `verifier_service.worker.work`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Shard:
     buckets: tuple[int, ...]
     threads: int
     size: int
-    meeting: tuple[str, int]  # host and port of the leader's store, for torch's process group
+    store: tuple[str, int]  # host and port of the leader's store, for torch's process group
     memory: Path | None  # the group's shared memory, where this kind of machine supports it
 
 
@@ -137,19 +137,19 @@ class Crew:
         self._watch: threading.Thread | None = None
 
     @classmethod
-    def muster(cls, size: int, start: Starter, host: str = "127.0.0.1") -> Crew:
+    def start(cls, size: int, start_workers: Starter, host: str = "127.0.0.1") -> Crew:
         """Start `size - 1` workers and wait until they have connected. Raises WorkerLost where one does not."""
         key = secrets.token_bytes(KEY_BYTES)
         streams: dict[int, Connection] = {}
         with socket.create_server((host, 0), backlog=size) as server:
-            start([Invitation(rank, host, server.getsockname()[1], key) for rank in range(1, size)])
-            deadline = time.monotonic() + MUSTER_S
+            start_workers([Invitation(rank, host, server.getsockname()[1], key) for rank in range(1, size)])
+            deadline = time.monotonic() + JOIN_S
             while len(streams) < size - 1:
                 server.settimeout(max(deadline - time.monotonic(), 0.001))
                 try:
                     stream, _ = server.accept()
                 except TimeoutError:
-                    raise WorkerLost(f"{len(streams)} of {size - 1} workers connected in {MUSTER_S:g} s") from None
+                    raise WorkerLost(f"{len(streams)} of {size - 1} workers connected in {JOIN_S:g} s") from None
                 joined = _joined(stream, key)
                 if joined is not None:
                     rank, connection = joined
@@ -197,7 +197,7 @@ class Crew:
         rooms = [(int(fraction * report.free_bytes) - states) // (report.token_bytes * PAGE) for report in self.reports]
         return min(own, *rooms)
 
-    def set_out(self, bounds: Bounds) -> None:
+    def make_runners(self, bounds: Bounds) -> None:
         """Let the workers make their runners; from now on they run the plans that are broadcast."""
         self.broadcast(bounds)
 
@@ -294,13 +294,13 @@ def has_ended(stream: socket.socket) -> bool:
         return True
 
 
-def join_leader(summons: Invitation) -> Connection:
+def join_leader(invitation: Invitation) -> Connection:
     """Connect to the leader, both proving that they have the key. Raises OSError, EOFError or AuthenticationError."""
-    stream = Connection(_without_delay(socket.create_connection((summons.host, summons.port))).detach())
+    stream = Connection(_without_delay(socket.create_connection((invitation.host, invitation.port))).detach())
     try:
-        answer_challenge(stream, summons.key)
-        deliver_challenge(stream, summons.key)
-        stream.send_bytes(bytes([summons.rank]))
+        answer_challenge(stream, invitation.key)
+        deliver_challenge(stream, invitation.key)
+        stream.send_bytes(bytes([invitation.rank]))
     except BaseException:
         stream.close()
         raise

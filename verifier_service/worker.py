@@ -30,18 +30,18 @@ from verifier_service.shards import (
 )
 
 
-def start_processes(summons: Sequence[Invitation]) -> None:
+def start_processes(invitations: Sequence[Invitation]) -> None:
     """Start workers as child processes."""
     context = multiprocessing.get_context("spawn")
-    for each in summons:
+    for each in invitations:
         context.Process(target=work, args=(each,), name=f"shard {each.rank}", daemon=True).start()
 
 
-def work(summons: Invitation) -> None:
+def work(invitation: Invitation) -> None:
     """Serve a leader until the stream to it ends. Blocks; the shard runs in the calling thread. Raises BadFrame for
     what is no message, AuthenticationError for a leader without the key."""
-    with join_leader(summons) as stream, contextlib.suppress(EOFError, OSError, WorkerLost):
-        _serve(stream, summons.rank)
+    with join_leader(invitation) as stream, contextlib.suppress(EOFError, OSError, WorkerLost):
+        _serve(stream, invitation.rank)
 
 
 def _serve(stream: Connection, rank: int) -> None:
@@ -56,7 +56,7 @@ def _serve(stream: Connection, rank: int) -> None:
     memory = None if shard.memory is None else join_memory(shard.memory, shard.size)
     stream.send_bytes(packed(MemoryAccess(memory is not None)))
     together = receive(stream, MemoryAccess).opened
-    store = dist.TCPStore(*shard.meeting, shard.size, False, timedelta(seconds=GROUP_S))
+    store = dist.TCPStore(*shard.store, shard.size, False, timedelta(seconds=GROUP_S))
     target, report = load_shard(shard, rank, store, memory if together else None, check)
     stream.send_bytes(packed(report))
     if target is None:
@@ -64,9 +64,9 @@ def _serve(stream: Connection, rank: int) -> None:
     bounds = receive(stream, Bounds)
     runner = runner_for(target, bounds, shard.buckets)
     while True:
-        order: StepPlan | AcceptedSlots = receive(stream, StepPlan, AcceptedSlots)
-        if isinstance(order, StepPlan):
-            with torch.inference_mode():
-                runner.forward(order)
-        else:
-            runner.keep(order)
+        match receive(stream, StepPlan, AcceptedSlots):
+            case StepPlan() as plan:
+                with torch.inference_mode():
+                    runner.forward(plan)
+            case AcceptedSlots() as kept:
+                runner.keep(kept)

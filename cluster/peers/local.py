@@ -11,7 +11,7 @@ from dendro.state import StateStore
 
 from cluster.config import Config
 from cluster.peers.opening import Leased
-from cluster.peers.places import Peers
+from cluster.peers.pools import Peers
 
 E = TypeVar("E", bound=Engine)
 

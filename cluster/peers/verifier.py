@@ -67,7 +67,7 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
         if self._opening is None and task is not None:
             await asyncio.wait({task})
 
-    async def meet(self) -> Hello:
+    async def first_hello(self) -> Hello:
         """Wait for the first leased verifier's hello. Raises PeerLost or Overloaded where none is leased within the
         patience."""
         if self.hello is None and (task := self._opening_task) is not None:

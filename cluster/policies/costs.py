@@ -9,10 +9,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 from dendro.shapes import TreeShape
-from dendro.smoothing import OUTLIER
 
 from cluster.policies.classes import row_bucket
-from cluster.policies.step_time import StepTime
+from cluster.policies.step_time import OUTLIER, StepTime
 
 PRIOR_ROUNDS = 8.0
 """Weight of all earlier requests together in a new one, in rounds."""

@@ -21,7 +21,7 @@ from dendro.shapes import TreeShape
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 
-from cluster.policies.classes import load_class, row_bucket, temperature_class
+from cluster.policies.classes import ROW_BUCKET, load_class, row_bucket, temperature_class
 from cluster.policies.costs import COST_STEP, LEAST_US, PRIOR_ROUNDS, TRIED, Costs, EmittedLength
 from cluster.policies.promises import Promises
 from cluster.policies.step_time import degree_of
@@ -232,7 +232,7 @@ class Experience:
     @property
     def draft_ratio(self) -> float:
         """lambda_gamma of the paper: time of one drafter level over one plain target forward; 0.1 until measured."""
-        plain_us = self.costs.step.at(row_bucket(1), self.degree)
+        plain_us = self.costs.step.at(ROW_BUCKET, self.degree)
         levels = [cost.us / shape.depth for shape, cost in self.costs.draft.items() if cost.us]
         if not plain_us or not levels:
             return 0.1

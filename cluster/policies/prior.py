@@ -16,11 +16,11 @@ from typing import Any, Protocol
 import numpy as np
 from dendro.shapes import MAX_ROWS, TreeShape, child_counts
 from dendro.text import Verdict
-from dendro.tree import RANKED, DraftTree
+from dendro.tree import DraftTree
 
 from cluster.policies.classes import temperature_class
 from cluster.policies.costs import PRIOR_ROUNDS, Cost, Costs, EmittedLength
-from cluster.policies.replay import RankTrace, replayed
+from cluster.policies.replay import RANKED, RankTrace, replayed
 from cluster.policies.step_time import StepTime
 
 KEPT_ROUNDS = 64.0

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from dendro.calls import Hello
-from dendro.clock import Clock
 from dendro.shapes import OFF, TreeShape
 from dendro.text import Verdict
 from dendro.tree import DraftTree
@@ -25,7 +25,7 @@ class RoundAccount:
         experience: Experience,
         running: RunningRequest,
         temperature: float,
-        clock: Clock = time.monotonic,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.notes = Prior()
         self._temperature = temperature
@@ -33,7 +33,7 @@ class RoundAccount:
         self._chosen = plan.adaptive  # a policy chooses the shapes, among the configured arms
         self._experience = experience
         self.running = running
-        self._clock = clock
+        self._clock = clock  # seconds
         self._began_s = self._first_s = 0.0
         self._disturbed = False
         self.shape: TreeShape = OFF  # of the current round
@@ -60,7 +60,7 @@ class RoundAccount:
         self._count(shape, tree, verdict)
         self._time(tree, verdict, int(took_us), now_s, first)
 
-    def meet(self, hello: Hello | None) -> None:
+    def learn_hello(self, hello: Hello | None) -> None:
         """Record whether the target has attention layers, which decides how its steps grow with their rows."""
         if hello is not None:
             self._experience.concurrency.attends = hello.attends

@@ -195,14 +195,14 @@ class Ingress:
         if proposals is not None:
             drafter, account.offer = proposals, partial(proposals.offer, text)
         try:
-            target = (await verifier.meet()).target
+            target = (await verifier.first_hello()).target
             check_target_of_resume(job.resume, job.held, target)
             job.target = target
             yield _started(job, text, target)
             loop = cast(AsyncGenerator[Verdict, None], rounds(text, drafter, verifier, account))
             async with aclosing(loop) as verdicts:
                 async for verdict in verdicts:
-                    account.meet(verifier.hello)
+                    account.learn_hello(verifier.hello)
                     added = stream.push(verdict.tokens)
                     chunk = pb.GenerateChunk(
                         offset=len(text) - len(verdict.tokens) - before,

@@ -37,7 +37,7 @@ class VerifierPort(Verifier, HandlePort, Protocol):
     moves: int
     hello: Hello | None
 
-    async def meet(self) -> Hello:
+    async def first_hello(self) -> Hello:
         """Wait for the first leased verifier's hello. Raises PeerLost or Overloaded where none is leased."""
         ...
 

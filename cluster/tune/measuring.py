@@ -22,7 +22,7 @@ from dendro.shapes import TreeShape
 from dendro.text import Sampling
 
 from cluster.config import DrafterConfig
-from cluster.policies.classes import row_bucket
+from cluster.policies.classes import ROW_BUCKET, row_bucket
 from cluster.policies.replay import round_lengths
 from cluster.policies.sequoia import forwarded_rows
 from drafter_service.engine import DTYPES
@@ -203,13 +203,13 @@ class LinearCosts:
     def round_us(self, shape: TreeShape) -> float:
         """A round with a tree of fixed form, or with `off`."""
         if shape.off:
-            return self.step(row_bucket(1)) + self.off_hops_us
+            return self.step(ROW_BUCKET) + self.off_hops_us
         return self.fixed_us + sum(map(self.level, forwarded_rows(shape))) + self.step(row_bucket(shape.rows))
 
     @property
     def cost_ratio(self) -> float:
         """Leviathan's c: the cost of a drafter's forward of one row over that of a step without guesses."""
-        return self.level(1) / self.step(row_bucket(1))
+        return self.level(1) / self.step(ROW_BUCKET)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from edge import END, HELLO, MAX_LENGTH, SERVED, VOCABULARY, EdgePeers, config, 
 from cluster import sessions as sessions_module
 from cluster.api.grpc import serve_plain
 from cluster.peers.opening import Leased
-from cluster.peers.places import Peers
+from cluster.peers.pools import Peers
 from cluster.redis_server import RedisServer
 from cluster.router.ingress import AHEAD, Ingress
 from cluster.sessions import KEPT_TURNS, MemorySessions, RedisSessions, Sessions

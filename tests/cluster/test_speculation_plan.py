@@ -17,7 +17,7 @@ from dendro.v1 import generation_pb2 as pb
 from edge import END, SERVED, EdgePeers, config, ingress, plain_answer, resume_of
 
 from cluster.api.local import LocalClient
-from cluster.peers.places import Peers
+from cluster.peers.pools import Peers
 from cluster.policies import Experience, Offer, PaperUCB, RatioUCB, Static
 from cluster.router.account import RoundAccount
 from cluster.router.ingress import Ingress

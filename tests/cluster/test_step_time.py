@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from dendro.calls import PROTOCOL_VERSION, Hello
 from dendro.shapes import OFF, LevelShape
-from dendro.smoothing import OUTLIER
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 from edge import EdgePeers, ingress
@@ -17,7 +16,7 @@ from edge import EdgePeers, ingress
 from cluster.api.local import LocalClient
 from cluster.policies import Experience
 from cluster.policies.experience import Concurrency
-from cluster.policies.step_time import STEP, StepTime, fit_steps
+from cluster.policies.step_time import OUTLIER, STEP, StepTime, fit_steps
 
 RECORDED = [(8, 53720), (8, 56280), (8, 60870), (8, 61960), (16, 82120), (32, 140790), (48, 194540)]
 """Rows and microseconds of docs/speed-mamba2.md."""

@@ -142,7 +142,7 @@ def test_a_worker_with_the_key_cannot_run_code_at_the_leader(tmp_path, send, com
         threads[0].start()
 
     streams, threads = [], []
-    crew = Crew.muster(2, start)
+    crew = Crew.start(2, start)
     try:
         with pytest.raises(WorkerLost, match=f"worker 1 of 2 sends a frame .*{complaint}"):
             crew.load(tmp_path, torch.float32, torch.device("cpu"), (8,), 1)
@@ -173,7 +173,7 @@ def test_a_leader_with_the_key_cannot_run_code_at_a_worker(tmp_path, send, compl
         threads[0].start()
 
     threads, refused = [], threading.Event()
-    crew = Crew.muster(2, start)
+    crew = Crew.start(2, start)
     try:
         (stream,) = crew._streams
         send(stream, path)

@@ -205,23 +205,23 @@ async def test_a_family_without_a_plan_is_refused_and_leaves_nothing_behind(tmp_
 
 
 def test_a_worker_that_does_not_connect_is_reported(monkeypatch):
-    monkeypatch.setattr(shards, "MUSTER_S", 0.2)
+    monkeypatch.setattr(shards, "JOIN_S", 0.2)
     with pytest.raises(WorkerLost, match="0 of 1 workers connected in 0.2 s"):
-        Crew.muster(2, lambda summons: None)
+        Crew.start(2, lambda invitations: None)
 
 
-def wrong_key(summons):
+def wrong_key(invitation):
     with pytest.raises((AuthenticationError, OSError, EOFError)):
-        join_leader(replace(summons, key=bytes(shards.KEY_BYTES)))
+        join_leader(replace(invitation, key=bytes(shards.KEY_BYTES)))
 
 
-def plain_bytes(summons):
-    with socket.create_connection((summons.host, summons.port)) as stream:
-        stream.sendall(summons.key + bytes([1]) + bytes(64))
+def plain_bytes(invitation):
+    with socket.create_connection((invitation.host, invitation.port)) as stream:
+        stream.sendall(invitation.key + bytes([1]) + bytes(64))
 
 
-def silence(summons):
-    with socket.create_connection((summons.host, summons.port)) as stream:
+def silence(invitation):
+    with socket.create_connection((invitation.host, invitation.port)) as stream:
         stream.recv(1024)
         stream.recv(1024)  # until the leader gives up
 
@@ -231,16 +231,16 @@ def test_a_connection_that_does_not_prove_it_has_the_key_is_rejected_and_holds_u
     monkeypatch.setattr(shards, "HANDSHAKE_S", 1.0)
     joined = []
 
-    def start(summons):
+    def start(invitations):
         def come():
-            stranger(summons[0])
-            joined.append(join_leader(summons[0]))
+            stranger(invitations[0])
+            joined.append(join_leader(invitations[0]))
 
         threads.append(threading.Thread(target=come))
         threads[0].start()
 
     threads: list[threading.Thread] = []
-    crew = Crew.muster(2, start)
+    crew = Crew.start(2, start)
     threads[0].join()
     crew.broadcast(MemoryAccess(True))
     assert receive(joined[0], MemoryAccess).opened
@@ -255,12 +255,12 @@ def test_the_key_of_a_group_is_never_sent(monkeypatch):
     )
     keys = []
 
-    def start(summons):
-        keys.append(summons[0].key)
-        threads.append(threading.Thread(target=lambda: join_leader(summons[0]).close()))
+    def start(invitations):
+        keys.append(invitations[0].key)
+        threads.append(threading.Thread(target=lambda: join_leader(invitations[0]).close()))
         threads[0].start()
 
     threads: list[threading.Thread] = []
-    Crew.muster(2, start).stop()
+    Crew.start(2, start).stop()
     threads[0].join()
     assert sent and not any(keys[0] in data for data in sent)

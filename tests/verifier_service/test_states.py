@@ -207,7 +207,7 @@ async def test_a_prompt_longer_than_its_ring_keeps_the_inputs_that_later_rows_ne
         router = RoundByRound(engine, prompt, count=1)
         await router.open()
         place = next(iter(engine.scheduler.sessions.values())).memory.place
-        assert place.high == 399 and place.folded == 398 // 16 - 1
+        assert place.written == 399 and place.folded == 398 // 16 - 1
         await router.close()
     finally:
         await engine.stop()
