@@ -246,25 +246,18 @@ class DrafterEngine:
 
     @torch.inference_mode()
     def _step(self) -> float | None:
-        """One forward, if any is wanted, and the answers; while idle, a row of noise."""
-        plan = self._scheduler.next()
-        self._fold()
-        if plan is not None:
-            self._forward(plan)
+        """Folds, one forward, the answers; while idle, a row of noise. Returns how long to wait for a call."""
+        step = self._scheduler.next()
+        if step.folds:
+            self._runner.fold(step.folds)
+        if step.plan is not None:
+            self._forward(step.plan)
         self._send_answers()
-        return None if plan is None and not self._prepare_noise() else 0.0
+        return None if step.plan is None and not self._prepare_noise() else 0.0
 
     def _end_texts(self, reason: DendroError) -> None:
-        for ticket in self._scheduler.tickets():
-            ticket.settle(reason)
         self._scheduler = self._fresh()
         self._runner.forget_all()
-
-    def _fold(self) -> None:
-        """Run the scheduler's folds, before the nodes' slots are overwritten and memories are saved."""
-        if self._scheduler.folds:
-            self._runner.fold(self._scheduler.folds)
-            self._scheduler.folds.clear()
 
     def _forward(self, plan: DraftPlan) -> None:
         try:
@@ -279,17 +272,17 @@ class DrafterEngine:
     def _send_answers(self) -> None:
         """Send the scheduler's answers. A closing session's memory is copied before its slot is freed."""
         scheduler = self._scheduler
-        assert not scheduler.folds, "folds must run before a memory is saved"
-        while scheduler.answers:
-            ticket, answer = scheduler.answers.pop(0)
+        for ticket, answer in scheduler.answers:
             value: Answer | _Saved = answer
             if isinstance(answer, MemoryComplete):
                 value = _Saved(answer, self._runner.memory.save(answer.slot, len(answer.ids)) if answer.ids else {})
                 scheduler.forget(answer.session)
             self.counters.trees += isinstance(answer, DraftTree)
             ticket.settle(value)
-        while scheduler.ended:
-            self._runner.forget(scheduler.ended.pop())
+        scheduler.answers.clear()
+        for session in scheduler.closed:
+            self._runner.forget(session)
+        scheduler.closed.clear()
 
     def _prepare_noise(self) -> bool:
         """Compute one row of noise for later rounds, while idle; False if there is none to compute."""

@@ -11,7 +11,7 @@ from dendro.health import LONGEST_STEP_S
 from dendro.shapes import MAX_ROWS
 from dendro.tree import LONGEST_TRACE
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +30,8 @@ class DrafterOptions:
     longest_step_s: float = LONGEST_STEP_S  # a longer step counts as hung
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise BadRequest("dtype", f"must be one of {', '.join(map(str, DTYPES))}, got {self.dtype}")
+        if self.dtype not in DTYPES.values():
+            raise BadRequest("dtype", f"must be one of {sorted(DTYPES)}, got {self.dtype}")
         for field in ("threads", "max_sessions", "max_depth", "prefill_chunk"):
             if getattr(self, field) < 1:
                 raise BadRequest(field, f"must be at least 1, got {getattr(self, field)}")

@@ -88,6 +88,14 @@ class TextFold:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftStep:
+    """What the engine runs next: the folds, then the plan, which may overwrite the slots of the folded nodes."""
+
+    folds: tuple[TextFold, ...]
+    plan: DraftPlan | None  # None if nothing waits
+
+
+@dataclass(frozen=True, slots=True)
 class DraftOutcome:
     """The candidates of each scored token of a forward."""
 

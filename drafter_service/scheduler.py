@@ -24,7 +24,7 @@ from tree_layers.states import SlotPool
 
 from drafter_service.confidence import CANDIDATES, Calibration
 from drafter_service.grow import growth_of, ranks
-from drafter_service.plan import EMPTY_TEXT, NO_NODE, Chains, DraftOutcome, DraftPlan, Level, TextFold
+from drafter_service.plan import EMPTY_TEXT, NO_NODE, Chains, DraftOutcome, DraftPlan, DraftStep, Level, TextFold
 from drafter_service.texts import Answer, DrafterText, DraftRound, MemoryComplete, Prefilled, check_tokens
 
 CATCH_UP = 8
@@ -36,10 +36,9 @@ PREFILL_ROWS = 8
 
 
 class DraftScheduler:
-    """Sessions, slots and the next forward. `answers` collects the answers to callers.
+    """Sessions, slots and the next forward.
 
-    The engine runs and clears `folds` as soon as `next` returns: before its plan, which may overwrite the nodes' slots,
-    and before it sends `answers`, for which it saves memories.
+    A step of the engine: run what `next` returns, `apply` the outcome, send `answers`, drop what it holds for `closed`.
     """
 
     def __init__(
@@ -54,14 +53,14 @@ class DraftScheduler:
         self.max_sessions = max_sessions
         self.chunk = chunk
         self.clock = clock
-        self.answers: list[tuple[Ticket, Answer]] = []
-        self.folds: list[TextFold] = []
-        self.ended: list[int] = []  # numbers of closed sessions, for the runner to drop
+        self.answers: list[tuple[Ticket, Answer]] = []  # to send; the engine clears them
+        self.closed: list[int] = []  # numbers of closed sessions; the engine clears them
         self.calibrations = {True: Calibration(), False: Calibration()}  # of greedy texts and of sampled texts
         self.noise_wanted: dict[int, range] = {}  # session -> positions to prepare noise for; drops earlier noise
         self._sessions: dict[bytes, DrafterText] = {}  # least recently used first
         self._numbers = 0
         self._turn = 0
+        self._folds: list[TextFold] = []  # of the next step
         self._planned: list[tuple[DrafterText, range]] = []  # rows of each session in the current plan
         self._kind = ""
 
@@ -132,13 +131,6 @@ class DraftScheduler:
         if opening in self._sessions:
             self._end(self._sessions[opening], NotFound("opening: was abandoned by its caller"))
 
-    def tickets(self) -> list[Ticket]:
-        """All waiting callers, including those whose answer is ready."""
-        waiting = [ticket for ticket, _ in self.answers]
-        for session in self._sessions.values():
-            waiting += self._waiting(session)
-        return waiting
-
     def fail(self, reason: str) -> None:
         """End the sessions of a failed forward, as their memory may be wrong."""
         for session, _ in self._planned:
@@ -148,11 +140,21 @@ class DraftScheduler:
 
     # -- forwards ------------------------------------------------------------------------------------------------
 
-    def next(self) -> DraftPlan | None:
-        """The next forward, or None if nothing waits."""
+    def next(self) -> DraftStep:
+        """The folds that waiting calls need, and the next forward."""
         self._drop_cancelled()
-        self._fold_and_answer()
-        self._planned = []
+        self._folds, self._planned = [], []
+        for session in self._sessions.values():
+            if session.closing is not None or (session.round is not None and not session.round.growth.processed):
+                self._fold_kept(session)
+        self._answer_complete()
+        plan = self._plan()
+        if plan is None:
+            plan = self._catch_up()
+        return DraftStep(tuple(self._folds), plan)
+
+    def _plan(self) -> DraftPlan | None:
+        """The next forward that a caller waits for."""
         growing, starting, prompts = [], [], []
         room = True  # rounds get slots in order: once one waits for slots, later ones wait too, so that none starves
         for session in list(self._sessions.values()):
@@ -171,8 +173,13 @@ class DraftScheduler:
             return self._plan_prompts(prompts[:PREFILL_ROWS])
         if chains:
             return self._plan_chains(chains)
-        if growing or singles:
-            return self._plan_level(growing + singles)
+        return self._plan_level(growing + singles) if growing or singles else None
+
+    def _catch_up(self) -> DraftPlan | None:
+        """A prefill of idle sessions whose memory lags."""
+        for session in self._sessions.values():
+            if self._lag(session) >= CATCH_UP:
+                self._fold_kept(session)
         late = [session for session in self._sessions.values() if self._lag(session) >= CATCH_UP]
         return self._plan_prompts(late[:PREFILL_ROWS]) if late else None
 
@@ -198,7 +205,7 @@ class DraftScheduler:
             if draft_round.growth.finished:
                 self._finish(session, draft_round)
         self._planned = []
-        self._fold_and_answer()
+        self._answer_complete()
 
     def _plan_prompts(self, sessions: list[DrafterText]) -> DraftPlan:
         self._kind = "prompt"
@@ -313,7 +320,7 @@ class DraftScheduler:
         return session
 
     def _fold_kept(self, session: DrafterText) -> None:
-        """Add a fold of the last tree's nodes that the text went through to `folds`, and free all its nodes."""
+        """Add a fold of the last tree's nodes that the text went through to the next step, and free all its nodes."""
         draft_round = session.kept
         if draft_round is None:
             return
@@ -331,7 +338,7 @@ class DraftScheduler:
         if path:
             source = session.slot
             self._own_slot(session)
-            self.folds.append(TextFold(session.covers, source, session.slot, tuple(path)))
+            self._folds.append(TextFold(session.covers, source, session.slot, tuple(path)))
             session.covers += len(path)
         self._drop_tree(session, draft_round)
 
@@ -389,12 +396,9 @@ class DraftScheduler:
         return waits and session.covers < session.base - 1
 
     def _lag(self, session: DrafterText) -> int:
-        """Tokens before the root that an idle session's memory lacks after a fold; 0 if busy or below CATCH_UP."""
+        """Tokens before the root that an idle session's memory lacks; 0 if it is busy."""
         idle = session.round is None and session.closing is None
-        if not idle or session.base - 1 - session.covers < CATCH_UP:
-            return 0
-        self._fold_kept(session)
-        return session.base - 1 - session.covers
+        return session.base - 1 - session.covers if idle else 0
 
     def _request_noise(self, session: DrafterText, positions: range) -> None:
         if session.terms.sampling.temperature > 0:
@@ -417,11 +421,9 @@ class DraftScheduler:
         # The next root is at most one token past this tree's leaves; its tree is assumed to be as deep.
         self._request_noise(session, range(draft_round.base, draft_round.base + 2 * draft_round.shape.depth + 1))
 
-    def _fold_and_answer(self) -> None:
-        """Fold kept trees before a round or a close, and answer openings and closes whose memory is complete."""
-        for session in list(self._sessions.values()):
-            if session.closing is not None or (session.round is not None and not session.round.growth.processed):
-                self._fold_kept(session)
+    def _answer_complete(self) -> None:
+        """Answer openings and closes whose memory is complete."""
+        for session in self._sessions.values():
             if session.covers < session.base - 1:
                 continue
             if session.opened is not None:
@@ -466,7 +468,7 @@ class DraftScheduler:
         self.texts.give({session.slot, session.first_slot} - {EMPTY_TEXT})
         self.noise_wanted.pop(session.number, None)
         del self._sessions[session.opening]
-        self.ended.append(session.number)
+        self.closed.append(session.number)
 
     def _waiting(self, session: DrafterText) -> list[Ticket]:
         tickets = [

@@ -45,6 +45,9 @@ log = logging.getLogger("dendro.verifier")
 NOISE_AHEAD = 6
 """Positions past the next base whose noise is computed in idle time: about the depth of the deepest drafted trees."""
 
+NOISE_PAUSE_S = 0.001
+"""Idle time before each row of noise: callers that were just answered, and drafters on this machine, run first."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Left:
@@ -77,6 +80,7 @@ class VerifierEngine:
         self._shelf = shelf
         self.dependent = tuple(dependent)
         self._ahead: list[tuple[int, int]] = []  # (session, position) of noise to compute in idle time
+        self._paused = False  # NOISE_PAUSE_S has passed since a step or a row of noise
         self._thread = EngineThread(
             "verifier",
             self._step,
@@ -245,7 +249,7 @@ class VerifierEngine:
     def _step(self) -> float | None:
         """One step of the model, if any is wanted, and its answers; then the memory of closed texts. While idle, a row
         of noise. Returns how long to wait for calls before the next."""
-        plan = self.scheduler.next()
+        plan, paused, self._paused = self.scheduler.next(), self._paused, False
         if closed := self.scheduler.take_closed():
             self.runner.forget(closed)
         if restoring := self.scheduler.take_restoring():
@@ -272,6 +276,9 @@ class VerifierEngine:
             return 0.0
         if not self._ahead:
             return self.scheduler.linger_s or None
+        if not paused:
+            self._paused = True
+            return min(NOISE_PAUSE_S, self.scheduler.linger_s or NOISE_PAUSE_S)
         try:
             self.runner.prepare(*self._ahead.pop(0))
         except Exception:  # the round that needs this noise computes it then, or fails

@@ -133,8 +133,7 @@ class StepScheduler:
                 verdict = self._verdict(share, share.ask, next(walks), outcome)
                 path = [session.text.ids[-1], *verdict.tokens[:-1]]  # the root and the guesses below it
                 self.memory.append(session.memory, path)
-                session.asks.remove(share.ask)
-                verdicts.append((session, share.ask.ticket, verdict))
+                verdicts.append((session, share.ask, verdict))
                 session.rows = share.tree.rows if share.tree is not None else 1
                 if not session.warp.greedy:
                     likely.append((session.number, len(session.text.ids) + len(verdict.tokens)))
@@ -143,9 +142,10 @@ class StepScheduler:
         self.counters.forward_us += outcome.forward_us
         self._ended = self.clock()
         self.counters.step_us += microseconds(self._ended - self._began)
-        for session, ticket, verdict in verdicts:  # last: the next calls may arrive at once
+        for session, ask, verdict in verdicts:  # last: the next calls may arrive at once
+            session.asks.remove(ask)
             session.answered = self._ended if verdict.finish is None else None
-            ticket.settle(verdict)
+            ask.ticket.settle(verdict)
         return likely
 
     def fail(self, error: Exception) -> None:

@@ -35,8 +35,8 @@ from cluster.proposers.lookup import Lookup
 from cluster.proposers.merge import merge
 from cluster.proposers.proposal import Proposal
 from cluster.proposers.proposals import OFFERED
-from drafter_service.engine import DTYPES
 from drafter_service.models import MODELS, load_model
+from drafter_service.options import DTYPES
 from drafter_service.plan import EMPTY_TEXT, Chains
 
 CANDIDATES = 16

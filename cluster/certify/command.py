@@ -28,7 +28,7 @@ from cluster.engines import verifier_options
 from cluster.hub import fetched, pinned
 from cluster.router.tokenizer import CheckpointTokenizer
 from cluster.running import local_client, running_cluster
-from drafter_service.engine import DTYPES
+from drafter_service.options import DTYPES
 from verifier_service.engine import VerifierEngine
 
 PROMPT_TOKENS = 128

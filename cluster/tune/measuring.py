@@ -25,8 +25,8 @@ from cluster.config import DrafterConfig
 from cluster.policies.classes import ROW_BUCKET, row_bucket
 from cluster.policies.replay import round_lengths
 from cluster.policies.sequoia import forwarded_rows
-from drafter_service.engine import DTYPES
 from drafter_service.models import load_model
+from drafter_service.options import DTYPES
 from drafter_service.plan import EMPTY_TEXT, Chains, DraftPlan
 from drafter_service.runner import DraftRunner
 

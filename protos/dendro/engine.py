@@ -69,6 +69,7 @@ class Ticket:
 
     def __init__(self, arrived_s: float) -> None:
         self.arrived_s = arrived_s  # by the engine's clock
+        self.taken = False  # its work has run
         self.outcome: Future[Any] = Future()
 
     @property
@@ -105,7 +106,7 @@ class EngineThread:
         clock: Clock = time.monotonic,
     ) -> None:
         """step: one step. Returns the seconds to wait for a call before the next: 0 not to wait, None for no limit
-        end_texts: closes every text and fails the calls that wait for one; after a step that raised, and at the end
+        end_texts: closes every text, after a step that raised and at the end; the calls that wait for them fail
         setup: called first in the thread
         longest_step_s: `fault` reports a step that takes longer
         """
@@ -204,12 +205,19 @@ class EngineThread:
                         wait_s = self._step()
                 except Exception as error:
                     log.exception("%s: a step failed outside of its forward; all texts end", self.name)
-                    self._end_texts(EngineFailed(f"{self.name}: {error}"))
+                    self._end(EngineFailed(f"{self.name}: {error}"))
                     wait_s = None
-            self._end_texts(self._lost())
+            self._end(self._lost())
         except Exception:
             log.exception("%s: its thread has ended", self.name)
             self.lose("its thread has ended")
+
+    def _end(self, reason: DendroError) -> None:
+        """End every text, and fail the calls that the scheduler has taken; those still queued are run."""
+        self._end_texts(reason)
+        for ticket in self._waiting.copy():
+            if ticket.taken:
+                ticket.settle(reason)
 
     def _run_calls(self, wait_s: float | None) -> bool:
         """Run all queued calls, waiting up to `wait_s` for the first; False if the engine is to end."""
@@ -219,7 +227,7 @@ class EngineThread:
                 ticket, work = self._inbox.get(wait, wait_s)
             except queue.Empty:
                 return True
-            wait = False
+            wait, ticket.taken = False, True
             try:
                 with self._watch.busy():
                     work(ticket)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+
+from dendro.clock import Clock
 
 LONGEST_STEP_S = 60.0
 """The time limit of one step. A long prompt is processed in many steps, each with this limit."""
@@ -16,7 +18,7 @@ class StepWatch:
     An idle engine is healthy. `fault` may be called from any thread.
     """
 
-    def __init__(self, longest_s: float = LONGEST_STEP_S, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, longest_s: float = LONGEST_STEP_S, clock: Clock = time.monotonic) -> None:
         self.longest_s = longest_s
         self._clock = clock
         self._since: float | None = None  # start of the current step, by `clock`; None: idle

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from contextlib import AsyncExitStack, asynccontextmanager
 from types import SimpleNamespace
 
@@ -53,17 +54,23 @@ DEADLINE_S = 20.0
 
 
 class Blocked:
-    """Wraps a function of an engine's thread; while `hanging`, a call of it waits for `resume`."""
+    """Replaces the `run` of an engine's runner; while `hanging`, a call of it waits for `resume`."""
 
-    def __init__(self, function) -> None:
-        self._function = function
-        self.hanging, self.hung, self._released = False, threading.Event(), threading.Event()
+    def __init__(self, hanging: bool = False) -> None:
+        self.hanging, self.hung, self._released = hanging, threading.Event(), threading.Event()
+
+    def replace(self, runner) -> None:
+        self._run, runner.run = runner.run, self
 
     def __call__(self, *arguments):
         if self.hanging:
             self.hung.set()
             self._released.wait()
-        return self._function(*arguments)
+        return self._run(*arguments)
+
+    def clock(self) -> float:
+        """The engine's clock: a call that waits has taken 1000 s at once."""
+        return 1000.0 * self.hung.is_set()
 
     def resume(self) -> None:
         self.hanging = False
@@ -87,10 +94,9 @@ def target(tmp_path_factory):
     return folder
 
 
-def load(folder) -> VerifierEngine:
-    return VerifierEngine.load(
-        folder, VerifierOptions(name="tiny", dtype=torch.float32, max_length=128, max_sessions=4, longest_step_s=0.3)
-    )
+def load(folder, clock=time.monotonic) -> VerifierEngine:
+    options = VerifierOptions(name="tiny", dtype=torch.float32, max_length=128, max_sessions=4)
+    return VerifierEngine.load(folder, options, clock=clock)
 
 
 @asynccontextmanager
@@ -143,8 +149,9 @@ async def answered(pool, each=None) -> tuple[list[int], VerifierHandle]:
 
 async def test_a_text_whose_verifier_hangs_continues_at_another_and_the_hung_one_is_released(monkeypatch, target):
     monkeypatch.setattr(serving, "FAULT_POLL_S", 0.05)
-    well, hung = load(target), load(target)
-    run = hung.runner.run = Blocked(hung.runner.run)
+    run = Blocked()
+    well, hung = load(target), load(target, run.clock)
+    run.replace(hung.runner)
     async with replicas(well, hung) as ((_, replica), pool), in_time(run):
         alone, _ = await answered(RemotePool("verifier", [pool.addresses[0]], pool.lease_at))
         assert hung.fault() == "" and replica.stats()["calls"] == 0
@@ -168,9 +175,9 @@ async def test_a_text_whose_verifier_hangs_continues_at_another_and_the_hung_one
 
 
 async def test_serves_health_check_fails_while_an_engine_hangs(target):
-    engine = load(target)
-    run = engine.runner.run = Blocked(engine.runner.run)
-    run.hanging = True
+    run = Blocked(hanging=True)
+    engine = load(target, run.clock)
+    run.replace(engine.runner)
     shell = SimpleNamespace(_engine=engine)
     await engine.start()
     replica = await serve_engine(VERIFIER_REPLICA, engine)
@@ -193,9 +200,9 @@ async def test_serves_health_check_fails_while_an_engine_hangs(target):
 async def test_a_drafter_that_hangs_in_a_forward_is_unhealthy_and_its_callers_get_peer_lost(monkeypatch, tmp_path):
     monkeypatch.setattr(serving, "FAULT_POLL_S", 0.05)
     make_drafter(tmp_path, "mamba2")
-    engine = DrafterEngine.load(tmp_path, DrafterOptions(name="tiny", longest_step_s=0.3), states=NoStates())
-    run = engine._runner.run = Blocked(engine._runner.run)
-    run.hanging = True
+    run = Blocked(hanging=True)
+    engine = DrafterEngine.load(tmp_path, DrafterOptions(name="tiny"), states=NoStates(), clock=run.clock)
+    run.replace(engine._runner)
     await engine.start()
     replica = await serve_engine(DRAFTER_REPLICA, engine, fault=engine.fault)
     pool = RemotePool("drafter", [replica.address])

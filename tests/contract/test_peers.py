@@ -277,10 +277,16 @@ async def test_calls_of_many_requests_reach_the_engine_concurrently(verifier):
 
 @pytest.mark.parametrize("kind", ["fake, near", "fake, far"], indirect=True)
 async def test_a_close_during_an_open_frees_the_opening(drafter):
-    drafter.engine.open_pause_s = 30.0
+    began = asyncio.Event()
+
+    async def never() -> None:
+        began.set()
+        await asyncio.Event().wait()
+
+    drafter.engine.before_opened = never
     call = opening_of(new_text())
     opening = asyncio.ensure_future(drafter.peer.open(call))
-    await asyncio.sleep(0.05)
+    await began.wait()
     opening.cancel()  # as a handle does before it closes
     await asyncio.wait({opening})
     with pytest.raises(NotFound):

@@ -624,8 +624,10 @@ async def test_after_cancelled_drafts_the_engine_drafts_correctly(path, oracle):
         client = DraftClient(engine)
         await client.open(prompt_of(10))
         for _ in range(5):
+            before = engine.counters.forwards
             call = asyncio.create_task(client.draft(TREE))
-            await asyncio.sleep(0.001)
+            while engine.counters.forwards == before:  # noqa: ASYNC110 - changed by another thread, without an event
+                await asyncio.sleep(0)
             call.cancel()
             await asyncio.gather(call, return_exceptions=True)
         oracle.check(await client.draft(TREE), client.ids, TREE, GREEDY)
@@ -732,6 +734,20 @@ async def test_a_failed_scheduler_closes_all_texts_and_serves_new_ones(path, ora
         await again.open(prompt_of(4))
         oracle.check(await again.draft(TREE), again.ids, TREE, GREEDY)
         await again.close()
+
+
+async def test_a_close_whose_memory_cannot_be_copied_fails_and_new_texts_are_served(path, monkeypatch):
+    async with serving(path, MemoryStates()) as engine:
+        client = DraftClient(engine)
+        await client.open(prompt_of(3))
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._runner.memory, "save", lambda slot, tokens: 1 / 0)
+            async with asyncio.timeout(10):
+                with pytest.raises(EngineFailed):
+                    await client.close()
+        again = DraftClient(engine)
+        await again.open(prompt_of(4))
+        assert await again.close() == Closed(3)
 
 
 async def test_a_stopped_engine_raises_peer_lost(path):

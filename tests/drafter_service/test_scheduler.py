@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
-from dendro.calls import DraftCall, OpenCall, Terms, TextUpdate
+from dendro.calls import CloseCall, DraftCall, OpenCall, Terms, TextUpdate
+from dendro.clock import Clock
 from dendro.engine import Ticket
 from dendro.shapes import DynamicShape, LevelShape, TreeShape
 from dendro.text import Limits, Sampling, Tokens
@@ -19,11 +22,15 @@ SMALL, LARGE = LevelShape((2, 2)), DynamicShape(16, 5, 7)
 
 
 def forward(scheduler: DraftScheduler) -> DraftPlan | None:
-    plan = scheduler.next()
+    plan = scheduler.next().plan
     if plan is not None:
         shape = len(plan.scored), plan.width
         scheduler.apply(DraftOutcome(np.tile(np.arange(plan.width), (shape[0], 1)), np.zeros(shape, np.float32)))
     return plan
+
+
+def scheduler_of(clock: Clock = time.monotonic) -> DraftScheduler:
+    return DraftScheduler("d", SlotPool(1 + 2 * SESSIONS), SlotPool(1 + LARGE.forwarded), SESSIONS, 8, clock)
 
 
 def opened(scheduler: DraftScheduler, name: int) -> DrafterText:
@@ -31,13 +38,13 @@ def opened(scheduler: DraftScheduler, name: int) -> DrafterText:
     return scheduler.open(Ticket(0.0), OpenCall(update, Terms(Sampling(), Limits(100), "", ())), 0, 1 << 20)
 
 
-def draft(scheduler: DraftScheduler, session: DrafterText, shape: TreeShape) -> None:
+def draft(scheduler: DraftScheduler, session: DrafterText, shape: TreeShape, arrived_s: float = 0.0) -> None:
     update = TextUpdate.of(session.opening, session.text.tokens, len(PROMPT))
-    scheduler.draft(Ticket(0.0), DraftCall(update, shape))
+    scheduler.draft(Ticket(arrived_s), DraftCall(update, shape))
 
 
 def test_a_round_that_waits_for_many_slots_is_not_overtaken_by_rounds_that_need_few():
-    scheduler = DraftScheduler("d", SlotPool(1 + 2 * SESSIONS), SlotPool(1 + LARGE.forwarded), SESSIONS, 8)
+    scheduler = scheduler_of()
     first, large, last = [opened(scheduler, name) for name in range(SESSIONS)]
     while forward(scheduler) is not None:
         pass
@@ -51,3 +58,32 @@ def test_a_round_that_waits_for_many_slots_is_not_overtaken_by_rounds_that_need_
         planned.append(set(plan.sessions.tolist()))
     assert planned[:2] == [{first.number}, {large.number}]
     assert [tree.rows for _, tree in scheduler.answers if isinstance(tree, DraftTree)] == [7, 8, 7]
+
+
+def test_a_close_folds_the_accepted_nodes_in_the_step_whose_answer_saves_the_memory():
+    scheduler = scheduler_of()
+    session, ticket = opened(scheduler, 0), Ticket(0.0)
+    draft(scheduler, session, SMALL)
+    while forward(scheduler) is not None:
+        pass
+    slots = list(session.kept.slots)
+    scheduler.answers.clear()
+    session.text.tokens.extend([0, 9])  # the first guess, and a token that was not guessed below it
+    text = session.text.tokens
+    scheduler.close(ticket, CloseCall(TextUpdate(session.opening, len(text), text.digest(), len(text), ())))
+    step = scheduler.next()
+    assert step.plan is None
+    (fold,) = step.folds
+    assert (fold.start, fold.path) == (len(PROMPT) - 1, tuple(slots[:2])) and fold.target == session.slot
+    ((answered, memory),) = scheduler.answers
+    assert answered is ticket and memory.slot == fold.target and memory.ids == (*PROMPT, 0)
+    assert scheduler.next().folds == ()
+
+
+def test_a_tree_reports_the_time_since_its_call_arrived_by_the_given_clock():
+    scheduler = scheduler_of(clock=lambda: 7.5)
+    draft(scheduler, opened(scheduler, 0), SMALL, arrived_s=7.25)
+    while forward(scheduler) is not None:
+        pass
+    (tree,) = [answer for _, answer in scheduler.answers if isinstance(answer, DraftTree)]
+    assert tree.draft_us == 250_000

@@ -72,10 +72,10 @@ async def test_a_text_without_a_free_place_waits_and_one_more_than_max_waiting_i
         await first.open()
         await second.open()
         waiting = asyncio.ensure_future(third.open())
-        await asyncio.sleep(0.05)
-        assert not waiting.done()
+        await asyncio.sleep(0)  # calls are taken in the order in which they are sent
         with pytest.raises(Overloaded, match="2 texts are open and 1 wait"):
             await RoundByRound(engine, [4, 2, 3]).open()
+        assert not waiting.done()
         await first.close()
         assert (await waiting).processed == 2
         for router in (second, third):
@@ -93,11 +93,13 @@ async def test_a_waiting_text_whose_caller_leaves_makes_room(folder):
         first, second, third = (RoundByRound(engine, [token, 2, 3]) for token in (1, 2, 3))
         await first.open()
         waiting = asyncio.ensure_future(second.open())
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0)
+        await first.round()  # its call is taken after that of the second text
+        assert engine.sessions == 2 and not waiting.done()
         waiting.cancel()
         await asyncio.wait({waiting})
         queued = asyncio.ensure_future(third.open())
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0)
         await first.close()
         await queued
         await third.close()

@@ -320,12 +320,11 @@ async def test_closes_pending_when_the_engine_stops_fail_with_peer_lost(models, 
     closing = [asyncio.ensure_future(router.close()) for router in routers]
     await asyncio.to_thread(began.wait, 10)
     ending = asyncio.ensure_future(engine.stop())
-    await asyncio.sleep(0.05)
-    go_on.set()
-    await ending
-    for each in closing:
+    for each in closing:  # while the memory of one of them is being copied
         with pytest.raises(PeerLost):
             await asyncio.wait_for(each, 5)
+    go_on.set()
+    await ending
 
 
 def test_a_state_space_model_of_an_unsupported_family_is_refused_as_such(models, tmp_path):
@@ -469,16 +468,21 @@ async def test_faults_in_idle_time_and_while_saving_end_no_text(models, monkeypa
         async def save(self, name, blob):
             raise RuntimeError("no such store")
 
-    engine = engine_of(models("mamba2")[0], states=Raising())
+    engine, idle = engine_of(models("mamba2")[0], states=Raising()), threading.Event()
 
-    monkeypatch.setattr(engine.runner, "prepare", broken)
+    def broken_when_idle(*_):
+        idle.set()
+        broken()
+
+    monkeypatch.setattr(engine.runner, "prepare", broken_when_idle)
     await engine.start()
     try:
         router = RoundByRound(engine, range(40), LAWS[1], 20)
         await router.open()
         for _ in range(5):
             await router.round()
-            await asyncio.sleep(0.01)  # the engine is idle
+            assert await asyncio.to_thread(idle.wait, 10)
+            idle.clear()
         assert (await router.close()).saved == 0
         assert len(await RoundByRound(engine, range(40), LAWS[1], 20).finish()) == 20
     finally:
