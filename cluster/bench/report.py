@@ -53,7 +53,7 @@ def aim_row(
 
 def aims_table(report: Report) -> Cells:
     """The aims, and whether they were met."""
-    cells = [
+    cells: list[tuple[str, ...]] = [
         (
             aim["aim"],
             number(aim["value"], 3),
