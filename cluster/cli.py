@@ -338,7 +338,7 @@ def tune(context: typer.Context) -> None:
 @bench.command("speed", context_settings=ELSEWHERE, add_help_option=False)
 def bench_speed(context: typer.Context) -> None:
     """Compare speeds with transformers and with speculation off."""
-    _run_from("cluster.bench.command", "bench_speed", context)
+    _run_from("cluster.bench.speed_command", "bench_speed", context)
 
 
 @bench.command("load", context_settings=ELSEWHERE, add_help_option=False)

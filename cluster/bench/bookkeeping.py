@@ -7,7 +7,7 @@ position, and the drafter guesses it. So only the bookkeeping is timed, at texts
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing
 from typing import Any, cast
 
@@ -26,6 +26,8 @@ from dendro.shapes import TreeShape
 from dendro.text import Limits, Sampling, Text, Verdict
 from dendro.tree import DraftTree
 
+from cluster.bench.measurement import Step
+from cluster.bench.report import aim_row
 from cluster.bench.statistics import Estimate, median_estimate
 from cluster.peers.drafter import DrafterHandle
 from cluster.peers.opening import Leased, Pace
@@ -120,9 +122,7 @@ async def endless_rounds(tokens: int) -> AsyncIterator[Verdict]:
         await verifier.close(text)
 
 
-async def measure_bookkeeping(
-    blocks: int, step: Callable[[], None], tokens: Sequence[int] = (SHORT, LONG)
-) -> dict[int, list[float]]:
+async def measure_bookkeeping(blocks: int, step: Step, tokens: Sequence[int] = (SHORT, LONG)) -> dict[int, list[float]]:
     """Seconds of a round by tokens of the text, one value for each block; the first block is a warm-up."""
     seconds: dict[int, list[float]] = {length: [] for length in tokens}
     async with AsyncExitStack() as stack:
@@ -157,10 +157,5 @@ def bookkeeping_row(seconds: dict[int, list[float]]) -> dict[str, Any]:
 def bookkeeping_aim(seconds: dict[int, list[float]]) -> dict[str, Any]:
     """At most BAR, in the form of a report's aims."""
     ratio = bookkeeping_ratio(seconds)
-    return {
-        "aim": f"bookkeeping of a round at {LONG:,} tokens over {SHORT:,}, at most",
-        "value": round(ratio.median, 4),
-        "interval": [round(ratio.low, 4), round(ratio.high, 4)],
-        "bar": BAR,
-        "met": ratio.median <= BAR,
-    }
+    aim = f"bookkeeping of a round at {LONG:,} tokens over {SHORT:,}, at most"
+    return aim_row(aim, BAR, ratio.median <= BAR, ratio)

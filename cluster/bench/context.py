@@ -10,19 +10,18 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from dendro.calls import CloseCall, OpenCall, Terms, TextUpdate, VerifyCall, new_opening
-from dendro.errors import BadRequest
-from dendro.shapes import LevelShape, TreeShape
-from dendro.text import Limits, Sampling, Tokens
-from dendro.tree import DraftTree
+from dendro.shapes import TreeShape
+from dendro.text import Sampling
 from tree_kernels.tree_attention import PAGE
 
+from cluster.bench.in_process import EngineText, tree_of
+from cluster.bench.measurement import Step
 from cluster.bench.statistics import median_estimate
 from cluster.checkpoints import check_library_has
 from verifier_service.engine import VerifierEngine
@@ -62,47 +61,6 @@ def with_positions(checkpoint: Path, positions: int, folder: Path) -> Path:
     return made
 
 
-def tree_of(shape: str, root: int) -> DraftTree:
-    """A tree of this shape whose guesses all differ."""
-    parsed = TreeShape.parse(shape)
-    if not isinstance(parsed, LevelShape):
-        raise BadRequest("shape", f"{shape} is not given by widths of levels, such as (3,2,1)")
-    tokens, parents, level = [root], [-1], [0]
-    for width in parsed.widths:
-        below = []
-        for parent in level:
-            for _ in range(width):
-                parents.append(parent)
-                tokens.append(len(tokens))
-                below.append(len(tokens) - 1)
-        level = below
-    return DraftTree.of(tokens, parents)
-
-
-class EngineRounds:
-    """Rounds of one text at an engine of this process."""
-
-    def __init__(self, engine: VerifierEngine, ids: Sequence[int]) -> None:
-        self._engine = engine
-        self._text = Tokens()
-        self._text.extend(ids)
-        self._opening = new_opening()
-
-    def _update(self, start: int) -> TextUpdate:
-        ids = self._text.ids
-        return TextUpdate(self._opening, len(ids), self._text.digest(), start, tuple(ids[start:]))
-
-    async def open(self) -> None:
-        terms = Terms(Sampling(), Limits(len(self._text) + SPARE, ignore_end=True), "", ())
-        await self._engine.open(OpenCall(self._update(0), terms))
-
-    async def round(self, shape: str) -> None:
-        await self._engine.verify(VerifyCall(self._update(len(self._text)), tree_of(shape, self._text.ids[-1])))
-
-    async def close(self) -> None:
-        await self._engine.close(CloseCall(self._update(len(self._text))))
-
-
 class LibrarySteps:
     """transformers' own decoding with its cache and sdpa attention."""
 
@@ -139,19 +97,19 @@ async def measure_context(
     ids: Sequence[int],
     contexts: Sequence[int],
     repetitions: int,
-    step: Callable[[], None],
+    step: Step,
 ) -> list[ContextRow]:
     """All ways at every length, interleaved; the first round of each is warm-up."""
     token_bytes = engine.runner.target.token_bytes
     found = []
     for context in contexts:
         text = list(ids[:context])
-        rounds, row = EngineRounds(engine, text), ContextRow(context)
-        row.prefill_s = await _timed(rounds.open)
+        peer, row = EngineText(text, Sampling()), ContextRow(context)
+        row.prefill_s = await _timed(peer.open(engine, SPARE))
         library.fill(text)
         for repetition in range(repetitions + 1):
             for way in (OFF, CHAIN, TREE):
-                seconds = await _timed(rounds.round, way)
+                seconds = await _timed(peer.verify(engine, tree_of(TreeShape.parse(way), text[-1]), context))
                 if repetition:
                     row.seconds[way].append(seconds)
             started = time.perf_counter()
@@ -160,14 +118,14 @@ async def measure_context(
                 row.seconds[LIBRARY].append(time.perf_counter() - started)
             step()
         row.session_bytes = engine.stats()["pages_held"] * PAGE * token_bytes
-        await rounds.close()
+        await peer.close(engine)
         found.append(row)
     return found
 
 
-async def _timed(call: Callable[..., Awaitable[None]], *arguments: str) -> float:
+async def _timed(call: Awaitable[Any]) -> float:
     started = time.perf_counter()
-    await call(*arguments)
+    await call
     return time.perf_counter() - started
 
 

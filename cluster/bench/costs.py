@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,9 @@ from dendro.text import Sampling
 from dendro.tree import DraftTree
 from tree_kernels import ROW_MULTIPLE
 
-from cluster.bench.traces import EngineText, is_static
+from cluster.bench.in_process import EngineText
+from cluster.bench.measurement import Step
+from cluster.bench.traces import is_static
 from cluster.policies.sequoia import forwarded_rows
 
 STEP_ROWS = (1, *range(ROW_MULTIPLE, MAX_ROWS + 1, ROW_MULTIPLE))
@@ -80,7 +82,7 @@ async def _timed(call: Awaitable[Any]) -> float:
 
 
 async def measure_steps(
-    verifier: VerifierPeer, ids: Sequence[int], temperature: float, repetitions: int, step: Callable[[], None]
+    verifier: VerifierPeer, ids: Sequence[int], temperature: float, repetitions: int, step: Step
 ) -> dict[int, float]:
     """Rows -> a verifier's step, on one text, interleaved. Verdicts are not committed; each first step is warm-up."""
     peer = EngineText(ids, Sampling(temperature=temperature))
@@ -100,7 +102,7 @@ async def measure_drafts(
     temperature: float,
     shapes: Sequence[TreeShape],
     repetitions: int,
-    step: Callable[[], None],
+    step: Step,
 ) -> dict[TreeShape, float]:
     """Shape -> drafting a tree, on one text, interleaved. The first draft of each shape is warm-up.
 

@@ -12,8 +12,9 @@ from dendro.shapes import OFF, DynamicShape, LevelShape, TreeShape
 from dendro.tree import DraftTree
 
 from cluster.bench.costs import ReplayCosts
+from cluster.bench.in_process import EngineText
 from cluster.bench.replay import run_fixed
-from cluster.bench.traces import SPARE, EngineText, Trace, TracedAnswer
+from cluster.bench.traces import SPARE, Trace, TracedAnswer
 
 
 def live_shapes() -> tuple[TreeShape, ...]:

@@ -20,7 +20,8 @@ from dendro.client import AsyncClient
 from dendro.errors import EngineFailed
 
 from cluster.bench.baselines import BaselineProcess
-from cluster.bench.measurement import AUTO, BATCH, CONTINUOUS, OFF
+from cluster.bench.measurement import AUTO, BATCH, CONTINUOUS, OFF, Step
+from cluster.bench.report import aim_row
 from cluster.bench.statistics import Estimate, median_estimate
 
 FIXED = "(3,2,1)"
@@ -161,7 +162,7 @@ class LoadPlan:
 
 
 async def measure_load(
-    plan: LoadPlan, loader: Loader, library: BaselineProcess, step: Callable[[], None]
+    plan: LoadPlan, loader: Loader, library: BaselineProcess, step: Step
 ) -> tuple[list[LoadBlock], dict[str, str]]:
     """All blocks, and the errors of baselines that failed."""
     order = random.Random(plan.seed)
@@ -253,26 +254,23 @@ def aims_of(blocks: Sequence[LoadBlock], clients: Sequence[int]) -> list[dict[st
     """The aims of the bench, computed from its blocks."""
     aims = []
 
-    def add(aim: str, found: Estimate, bar: float, met: bool) -> None:
-        interval = [found.low, found.high]
-        aims.append({"aim": aim, "value": found.median, "interval": interval, "bar": bar, "met": met})
-
     one = closed_load(1)
     if 1 in clients:
         found = ratio(blocks, one, AUTO, OFF)
-        add("policy over off, one client", found, 1.0, found.low > 1.0)
+        aims.append(aim_row("policy over off, one client", 1.0, found.low > 1.0, found))
     for load in dict.fromkeys(block.load for block in sorted(blocks, key=_load_order)):
         rates = {way: median(b.rate for b in blocks if (b.load, b.way) == (load, way)) for way in (OFF, FIXED)}
         better = max(rates, key=rates.__getitem__)
         found = ratio(blocks, load, AUTO, better)
-        add(f"policy over the better of off and {FIXED}, {load}: {better}", found, 0.97, found.high >= 0.97)
+        aim = f"policy over the better of off and {FIXED}, {load}: {better}"
+        aims.append(aim_row(aim, 0.97, found.high >= 0.97, found))
     if 1 in clients and 16 in clients:
         off = {(b.load, b.repetition): b.rate for b in blocks if b.way == OFF}
         gains = [off[closed_load(16), each] / rate for (load, each), rate in off.items() if load == one]
         found = median_estimate(gains)
-        add("off, 16 clients over one", found, 5.0, found.median >= 5.0)
+        aims.append(aim_row("off, 16 clients over one", 5.0, found.median >= 5.0, found))
     sixteen = [b for b in blocks if b.load == closed_load(16) and b.way == OFF and b.steps_us]
     if sixteen:
         found = median_estimate([1 - block.forwards_us / block.steps_us for block in sixteen])
-        add("a step's own overhead, off, 16 clients", found, 0.1, found.median < 0.1)
+        aims.append(aim_row("a step's own overhead, off, 16 clients", 0.1, found.median < 0.1, found))
     return aims

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from dendro.client import AsyncClient
-from dendro.errors import BadRequest
-from rich.console import Console
 
 from cluster import deploy
-from cluster.bench import load_report
 from cluster.bench.baselines import BaselineProcess
-from cluster.bench.command import PLAIN_WIDTH, THREADS, Bars, parameter_count, target_config
 from cluster.bench.load import CONTINUOUS_REPETITIONS, Loader, LoadPlan, aims_of, measure_load, rows_of
-from cluster.bench.machine import describe_machine, describe_run
-from cluster.bench.report import show_tables, write_reports
-from cluster.bench.speed import COSTLY
+from cluster.bench.load_report import facts_of, tables_of
+from cluster.bench.load_report import plot as draw
+from cluster.bench.machine import report_head
+from cluster.bench.measurement import Begin
+from cluster.bench.options import (
+    PLAIN_WIDTH,
+    JsonFile,
+    MarkdownFile,
+    Models,
+    PlotFile,
+    chosen,
+    numbers_in,
+    present,
+    with_bars,
+)
+from cluster.bench.targets import COSTLY, THREADS, parameter_count, target_config
 from cluster.config import DEMO_MODELS
 from cluster.demo.measure import PROMPT_TOKENS
 from cluster.demo.prompts import held_out_prompts, load_tokenizer
@@ -37,16 +46,10 @@ PROMPTS = 32
 
 def parse_clients(text: str) -> tuple[int, ...]:
     """Parse `1,4,16`: distinct integers, each at least 1."""
-    try:
-        found = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise BadRequest("clients", f"{text!r} is not a list of numbers such as 1,4,16") from None
-    if min(found) < 1 or len(set(found)) != len(found):
-        raise BadRequest("clients", f"{text!r}: each must be at least 1 and named once")
-    return tuple(sorted(found))
+    return tuple(sorted(numbers_in("clients", text, int, 1)))
 
 
-async def run_load(plan: LoadPlan, models: Path, progress: Callable[[str, int], Callable[[], None]]) -> dict[str, Any]:
+async def run_load(plan: LoadPlan, models: Path, progress: Begin) -> dict[str, Any]:
     """Run the whole measurement; returns the report."""
     started = time.monotonic()
     config = target_config(models, COSTLY)
@@ -70,9 +73,7 @@ async def run_load(plan: LoadPlan, models: Path, progress: Callable[[str, int], 
     finally:
         library.stop()
     return {
-        "bench": "load",
-        "machine": describe_machine(THREADS),
-        "settings": describe_run(started, local=False, seed=plan.seed),
+        **report_head("load", started, False, plan.seed, THREADS),
         "plan": {
             "parameters": parameter_count(target.checkpoint),
             "dtype": target.dtype,
@@ -92,9 +93,9 @@ async def run_load(plan: LoadPlan, models: Path, progress: Callable[[str, int], 
 
 def bench_load(
     quick: Annotated[bool, typer.Option("--quick", help="One or two minutes: few clients, one repetition.")] = False,
-    json: Annotated[Path | None, typer.Option(help="Write the report as JSON.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write a plot; the suffix sets its format.")] = None,
-    markdown: Annotated[Path | None, typer.Option(help="Write the tables as Markdown.")] = None,
+    json: JsonFile = None,
+    plot: PlotFile = None,
+    markdown: MarkdownFile = None,
     clients: Annotated[
         str | None,
         typer.Option(help="Clients of the closed loops, separated by commas. (default 1,2,4,8,16,32; quick 1,4)"),
@@ -110,32 +111,23 @@ def bench_load(
         int | None, typer.Option(min=1, help="Repetitions of every block. (default 5; quick 1)", show_default=False)
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the order and of the arrivals.")] = 0,
-    models: Annotated[Path, typer.Option(help="Folder written by `dendro train demo`.")] = DEMO_MODELS,
+    models: Models = DEMO_MODELS,
 ) -> None:
     """Load a cluster with many clients, on the costly target: closed loops of increasing numbers of clients, then
     Poisson arrivals; without speculation, with one tree and with the policy, beside transformers' batches.
 
     Takes about 25 minutes on two cores.
     """
-
-    def chosen(value: int | None, default: int, quickly: int) -> int:
-        return value if value is not None else quickly if quick else default
-
     prompts = held_out_prompts(PROMPTS, PROMPT_TOKENS, load_tokenizer(models), models)
     plan = LoadPlan(
         prompts=tuple(prompt.token_ids for prompt in prompts),
-        tokens=chosen(tokens, TOKENS, QUICK_TOKENS),
+        tokens=chosen(tokens, quick, QUICK_TOKENS, TOKENS),
         clients=parse_clients(clients) if clients is not None else QUICK_CLIENTS if quick else CLIENTS,
-        answers=chosen(answers, ANSWERS, QUICK_ANSWERS),
+        answers=chosen(answers, quick, QUICK_ANSWERS, ANSWERS),
         arrivals=QUICK_ARRIVALS if quick else ARRIVALS,
         requests=requests,
-        repetitions=chosen(repetitions, REPETITIONS, QUICK_REPETITIONS),
+        repetitions=chosen(repetitions, quick, QUICK_REPETITIONS, REPETITIONS),
         seed=seed,
     )
-    bars = Bars(Console(stderr=True))
-    with bars.progress:
-        report = asyncio.run(run_load(plan, models, bars.begin))
-    console = Console()
-    facts, tables = list(load_report.facts_of(report)), list(load_report.tables_of(report))
-    show_tables(console if console.is_terminal else Console(width=PLAIN_WIDTH + 30), facts, tables)
-    write_reports(report, facts, tables, load_report.plot, json, markdown, plot)
+    report = with_bars(lambda begin: asyncio.run(run_load(plan, models, begin)))
+    present(report, facts_of(report), tables_of(report), json, markdown, plot, draw, width=PLAIN_WIDTH + 30)

@@ -8,7 +8,7 @@ from typing import Any
 
 from cluster.bench.load import PERCENTILES, WAYS
 from cluster.bench.measurement import CONTINUOUS
-from cluster.bench.report import Cells, Report, aims_table, machine_facts
+from cluster.bench.report import Cells, Report, aims_table, figure_at, interval, machine_facts, with_interval
 
 COLUMNS = (
     "",
@@ -53,8 +53,8 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         row["name"],
         f"{rate['median']:.1f}",
-        f"{rate['low']:.1f}-{rate['high']:.1f}",
-        f"{over['median']:.2f} ({over['low']:.2f}-{over['high']:.2f})" if over else "1",
+        interval(rate, 1),
+        with_interval(over) or "1",
         *(f"{first[f'p{p}']:.0f}" if first else "" for p in PERCENTILES),
         *(f"{between[f'p{p}']:.1f}" if between else "" for p in PERCENTILES),
         *(str(row.get(key, "")) for key in ("guesses_per_token", "trimmed_per_token", "pages_in_use")),
@@ -65,37 +65,29 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 def plot(report: Report, path: Path) -> None:
     """Tokens per second and the wait between tokens over the number of clients; the waits over the rate of arrival."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, ((rates, between), (open_first, open_between)) = pyplot.subplots(2, 2, figsize=(11, 9))
     closed = [row for row in report["rows"] if "client" in row["load"]]
     arriving = [row for row in report["rows"] if "client" not in row["load"]]
-    for name in dict.fromkeys(row["name"] for row in closed):
-        mine = [row for row in closed if row["name"] == name]
-        clients, found = _loads(mine), [row["tokens_per_second"] for row in mine]
-        colour, style = COLOURS.get(name), "-" if name in WAYS else "--"
-        rates.plot(clients, [each["median"] for each in found], style, marker="o", color=colour, label=name)
-        rates.fill_between(clients, [e["low"] for e in found], [e["high"] for e in found], color=colour, alpha=0.2)
-    _plot_waits(between, closed, "between_tokens_ms")
-    _plot_waits(open_first, arriving, "first_token_ms")
-    _plot_waits(open_between, arriving, "between_tokens_ms")
-    for axis, title, below in (
-        (rates, "tokens per second (median, 90 % interval)", "clients"),
-        (between, "milliseconds between tokens", "clients"),
-        (open_first, "milliseconds to the first token", "arrivals, as a share of capacity"),
-        (open_between, "milliseconds between tokens", "arrivals, as a share of capacity"),
-    ):
-        axis.set_title(title)
-        axis.set_xlabel(below)
-        if below == "clients":
-            axis.set_xscale("log", base=2)
-        axis.legend(frameon=False, fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    with figure_at(path, 2, 2, 11, 9) as ((rates, between), (open_first, open_between)):
+        for name in dict.fromkeys(row["name"] for row in closed):
+            mine = [row for row in closed if row["name"] == name]
+            clients, found = _loads(mine), [row["tokens_per_second"] for row in mine]
+            colour, style = COLOURS.get(name), "-" if name in WAYS else "--"
+            rates.plot(clients, [each["median"] for each in found], style, marker="o", color=colour, label=name)
+            rates.fill_between(clients, [e["low"] for e in found], [e["high"] for e in found], color=colour, alpha=0.2)
+        _plot_waits(between, closed, "between_tokens_ms")
+        _plot_waits(open_first, arriving, "first_token_ms")
+        _plot_waits(open_between, arriving, "between_tokens_ms")
+        for axis, title, below in (
+            (rates, "tokens per second (median and 90 % interval)", "clients"),
+            (between, "time between tokens (ms)", "clients"),
+            (open_first, "time to first token (ms)", "rate of arrivals (share of capacity)"),
+            (open_between, "time between tokens (ms)", "rate of arrivals (share of capacity)"),
+        ):
+            axis.set_title(title)
+            axis.set_xlabel(below)
+            if below == "clients":
+                axis.set_xscale("log", base=2)
+            axis.legend(frameon=False, fontsize=8)
 
 
 def _loads(rows: Sequence[Mapping[str, Any]]) -> list[float]:

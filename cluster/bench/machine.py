@@ -10,6 +10,7 @@ import time
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -55,9 +56,9 @@ def describe_machine(threads: int) -> dict[str, object]:
     }
 
 
-def describe_run(started: float, local: bool, seed: int) -> dict[str, object]:
-    """The `settings` object of a report; `started` is a time of the monotonic clock."""
-    return {
+def report_head(bench: str, started: float, local: bool, seed: int, threads: int) -> dict[str, Any]:
+    """What all reports begin with: the bench, the machine and the run. started: a time of the monotonic clock"""
+    run = {
         "command": " ".join(["dendro", *sys.argv[1:]]),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": commit_of(Path(__file__).parent),
@@ -65,6 +66,7 @@ def describe_run(started: float, local: bool, seed: int) -> dict[str, object]:
         "seed": seed,
         "seconds": round(time.monotonic() - started, 1),
     }
+    return {"bench": bench, "machine": describe_machine(threads), "settings": run}
 
 
 def commit_of(folder: Path) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +14,11 @@ CONTINUOUS = "transformers generate_batch"
 OFF = "off"
 AUTO = "auto"
 BASELINES = (GENERATE, LOOKUP, ASSISTED)
+
+Step = Callable[[], None]
+"""Advances a progress bar."""
+Begin = Callable[[str, int], Step]
+"""begin(title, steps) begins a progress bar and returns its step."""
 
 
 @dataclass(frozen=True, slots=True)

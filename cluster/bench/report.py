@@ -1,134 +1,73 @@
-"""A bench's report as tables, Markdown, JSON and plot. Nothing is measured here."""
+"""What the reports of all benches share: the machine, tables, aims, figures, files. Nothing is measured here."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from cluster.bench.statistics import CONFIDENCE, Estimate
+
 Report = Mapping[str, Any]
-MET = {True: "met", False: "MISSED", None: "not judged"}
-PARTS = ("draft", "verify", "queue", "hop")
-SPEED_COLUMNS = (
-    "",
-    "tokens/s",
-    "90 %",
-    "over generate",
-    "over off",
-    "emitted per round",
-    "first token ms",
-    "decode tokens/s",
-)
-SPLIT_COLUMNS = ("", *(f"{part} ms" for part in PARTS), "round ms", "hops", "shapes picked")
-MODEL_COLUMNS = (
-    "",
-    "rows",
-    "verify ms",
-    "predicted",
-    "decode tokens/s",
-    "predicted tokens/s",
-    "picked by the policy",
-)
-FIT_COLUMNS = ("form", "c ms", "k ms", "k2 ms")
-AIM_COLUMNS = ("aim", "value", "90 %", "bar", "", "why")
-
-
-def _ratio(row: Mapping[str, Any], other: str) -> str:
-    found = row["ratio_over"].get(other)
-    return f"{found['median']:.2f} ({found['low']:.2f}-{found['high']:.2f})" if found else "1"
-
-
-def _speed_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    rate, decode = row["tokens_per_second"], row["decode_tokens_per_second"]
-    return (
-        row["name"],
-        f"{rate['median']:.1f}",
-        f"{rate['low']:.1f}-{rate['high']:.1f}",
-        _ratio(row, "transformers generate"),
-        _ratio(row, "off"),
-        f"{row['emitted_per_round']:.2f}",
-        f"{row['first_token_ms']:.0f}",
-        "" if decode is None else f"{decode:.1f}",
-    )
-
-
-def _split_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    split = row["round_ms"]
-    picked = ", ".join(f"{shape} {share:.0%}" for shape, share in list(row["arms"].items())[:4])
-    return (
-        row["name"],
-        *(f"{split[part]:.2f}" for part in PARTS),
-        f"{split['total']:.2f}",
-        f"{row['hop_share']['median']:.1%}",
-        picked,
-    )
-
-
-def _model_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    return (
-        row["name"],
-        str(row["rows"]),
-        f"{row['verify_ms']:.2f}",
-        f"{row['predicted_verify_ms']:.2f}",
-        f"{row['tokens_per_second']:.1f}",
-        f"{row['predicted_tokens_per_second']:.1f}",
-        f"{row['picked_share']:.0%}",
-    )
-
-
-def _fit_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    return (row["form"], *(f"{row[name]:g}" if name in row else "" for name in ("c_ms", "k_ms", "k2_ms")))
-
-
-def _aim_cells(aim: Mapping[str, Any]) -> tuple[str, ...]:
-    interval = aim["interval"]
-    return (
-        aim["aim"],
-        "" if aim["value"] is None else f"{aim['value']:.3f}",
-        f"{interval[0]:.3f}-{interval[1]:.3f}" if interval else "",
-        f"{aim['bar']:g}",
-        MET[aim["met"]],
-        aim.get("why", ""),
-    )
-
-
+Row = dict[str, Any]
 Cells = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
 """Title, columns and rows of a table."""
+MET = {True: "met", False: "MISSED", None: "not judged"}
+MOST_DIFFERENCES = 10
+"""Answers changed by speculation that are printed."""
+
+
+# Cells
+def number(value: float | None, digits: int = 2) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def interval(found: Mapping[str, float] | None, digits: int = 2) -> str:
+    return f"{found['low']:.{digits}f}-{found['high']:.{digits}f}" if found else ""
+
+
+def with_interval(found: Mapping[str, float] | None, digits: int = 2) -> str:
+    return f"{found['median']:.{digits}f} ({interval(found, digits)})" if found else ""
+
+
+# Aims
+def aim_row(
+    aim: str, bar: float, met: bool | None, found: Estimate | None, why: str = "", judged: str = "median"
+) -> Row:
+    """An aim of a report. judged: the end of the estimate that is shown as its value."""
+    row: Row = {"aim": aim, "value": None, "interval": None, "bar": bar, "met": met}
+    if found is not None:
+        row["value"], row["interval"] = getattr(found, judged), [found.low, found.high]
+    few = ""
+    if found is not None and found.coverage < CONFIDENCE:
+        few = f"few measurements: the interval is their range and covers {found.coverage:.0%}"
+    if reasons := "; ".join(filter(None, (why, few))):
+        row["why"] = reasons
+    return row
 
 
 def aims_table(report: Report) -> Cells:
     """The aims, and whether they were met."""
-    return "Aims", AIM_COLUMNS, [_aim_cells(aim) for aim in report["aims"]]
+    cells: list[tuple[str, ...]] = [
+        (
+            aim["aim"],
+            number(aim["value"], 3),
+            f"{aim['interval'][0]:.3f}-{aim['interval'][1]:.3f}" if aim["interval"] else "",
+            f"{aim['bar']:g}",
+            MET[aim["met"]],
+            aim.get("why", ""),
+        )
+        for aim in report["aims"]
+    ]
+    return "Aims", ("aim", "value", "90 %", "bar", "", "why"), cells
 
 
-def tables_of(report: Report) -> Iterator[Cells]:
-    """Every table of `dendro bench speed`, in order."""
-    groups = dict.fromkeys((row["target"], row["temperature"]) for row in report["rows"])
-    for target, temperature in groups:
-        rows = [row for row in report["rows"] if (row["target"], row["temperature"]) == (target, temperature)]
-        title = f"{target} target, temperature {temperature:g}"
-        yield title, SPEED_COLUMNS, [_speed_cells(row) for row in rows]
-        split = [_split_cells(row) for row in rows if "round_ms" in row]
-        if split:
-            yield f"{title}: parts of a round", SPLIT_COLUMNS, split
-        fits = [row for row in report["step_fits"] if (row["target"], row["temperature"]) == (target, temperature)]
-        model = [row for row in report["cost_model"] if (row["target"], row["temperature"]) == (target, temperature)]
-        if fits:
-            yield f"{title}: a step's time by its rows n, fitted", FIT_COLUMNS, [_fit_cells(row) for row in fits]
-        if model:
-            yield (
-                f"{title}: predictions of the same fit to the other shapes' steps",
-                MODEL_COLUMNS,
-                [*map(_model_cells, model)],
-            )
-    if report["aims"]:
-        yield aims_table(report)
-
-
+# Text
 def machine_facts(report: Report) -> Iterator[str]:
     """Lines about the machine, the date and the settings of a measurement."""
     machine, settings = report["machine"], report["settings"]
@@ -144,31 +83,8 @@ def machine_facts(report: Report) -> Iterator[str]:
     yield f"Software: Python {machine['python']}, {libraries}; environment {environment or 'default'}"
 
 
-def facts_of(report: Report) -> Iterator[str]:
-    """Lines about the conditions of `dendro bench speed`."""
-    yield from machine_facts(report)
-    for name, target in report["targets"].items():
-        check = target["identity"]
-        agreed = f"{len(check['differences'])} differ" if check["differences"] else "all identical"
-        yield (
-            f"The {name} target: {target['parameters']:,} parameters in {target['dtype']}, "
-            f"drafter {target['drafter']}; "
-            f"{target['prompts']} prompts of {target['prompt_tokens']} tokens, each {target['repetitions']} times; "
-            f"ours with speculation compared with ours without: {check['answers_compared']} answers, "
-            f"{check['tokens_compared']:,} tokens, {agreed}" + (f"; {target['note']}" if target["note"] else "")
-        )
-
-
-def show(console: Console, report: Report) -> None:
-    """Print the report of `dendro bench speed`."""
-    show_tables(console, facts_of(report), tables_of(report))
-    for target in report["targets"].values():
-        for line in target["identity"]["differences"][:10]:
-            console.print(f"DIFFERENT: {line}", style="red", markup=False)
-
-
-def show_tables(console: Console, facts: Iterable[str], tables: Iterable[Cells]) -> None:
-    """Print facts and tables."""
+def show(console: Console, facts: Iterable[str], tables: Iterable[Cells], differences: Sequence[str] = ()) -> None:
+    """Print facts, tables, and the answers that speculation changed."""
     for fact in facts:
         console.print(fact, highlight=False, markup=False)
     for title, columns, rows in tables:
@@ -179,82 +95,42 @@ def show_tables(console: Console, facts: Iterable[str], tables: Iterable[Cells])
         for cells in rows:
             table.add_row(*cells)
         console.print(table)
+    for line in differences[:MOST_DIFFERENCES]:
+        console.print(f"DIFFERENT: {line}", style="red", markup=False)
 
 
-def as_markdown(report: Report, facts: Iterable[str], tables: Iterable[Cells], command: str = "") -> str:
-    """The report as Markdown. command: the title; default: the bench's command."""
-    lines = [f"# {command or 'dendro bench ' + report['bench']}", "", *(f"- {fact}" for fact in facts)]
+def as_markdown(report: Report, facts: Iterable[str], tables: Iterable[Cells]) -> str:
+    """The report as Markdown, under the name of its command."""
+    bench = report["bench"]
+    lines = [f"# dendro {bench if bench == 'tune' else f'bench {bench}'}", "", *(f"- {fact}" for fact in facts)]
     for title, columns, rows in tables:
         lines += ["", f"## {title}", "", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
         lines += [f"| {' | '.join(cells)} |" for cells in rows]
     return "\n".join(lines) + "\n"
 
 
-def write_reports(
-    report: Report,
-    facts: Iterable[str],
-    tables: Iterable[Cells],
-    draw: Callable[[Report, Path], None],
-    json: Path | None,
-    markdown: Path | None,
-    plot: Path | None,
-) -> None:
-    """Write a bench's report in every format that has a path."""
-    for path in (json, markdown, plot):
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-    if json is not None:
-        json.write_text(as_json(report))
-    if markdown is not None:
-        markdown.write_text(as_markdown(report, facts, tables))
-    if plot is not None:
-        draw(report, plot)
-
-
 def as_json(report: Report) -> str:
     return json.dumps(report, indent=1) + "\n"
 
 
-def plot(report: Report, path: Path) -> None:
-    """Bars of tokens per second with their intervals, and below them the parts of a round.
-
-    One column for each target and temperature; the path's suffix sets the format.
-    """
+# Figures
+@contextmanager
+def figure_at(path: Path, rows: int, columns: int, width: float, height: float) -> Iterator[Any]:
+    """[rows, columns] axes of a figure, in inches, that is written to `path` at the end; its suffix sets the format."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    groups: dict[tuple[str, float], list[Mapping[str, Any]]] = {}
-    for row in report["rows"]:
-        groups.setdefault((row["target"], row["temperature"]), []).append(row)
-    figure, axes = pyplot.subplots(2, len(groups), figsize=(5.2 * len(groups), 8.5), squeeze=False)
-    for column, ((target, temperature), rows) in enumerate(groups.items()):
-        _plot_rates(axes[0][column], rows)
-        axes[0][column].set_title(f"{target} target, temperature {temperature:g}")
-        _plot_split(axes[1][column], [row for row in rows if "round_ms" in row])
+    figure, axes = pyplot.subplots(rows, columns, figsize=(width, height), squeeze=False)
+    yield axes
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
 
-def _plot_rates(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    names = [row["name"] for row in rows][::-1]
-    rates = [row["tokens_per_second"] for row in rows][::-1]
-    middles = [rate["median"] for rate in rates]
-    reach = [[rate["median"] - rate["low"] for rate in rates], [rate["high"] - rate["median"] for rate in rates]]
-    colours = ["#8c8c8c" if name.startswith("transformers") else "#2a7f62" for name in names]
-    axis.barh(names, middles, xerr=reach, color=colours, ecolor="black", capsize=3)
-    axis.set_xlabel("tokens per second (median, 90 % interval)")
-
-
-def _plot_split(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    names = [row["name"] for row in rows][::-1]
-    left = [0.0] * len(rows)
-    for part, colour in zip(PARTS, ("#d98e04", "#2a7f62", "#b8b8b8", "#b23a48"), strict=True):
-        widths = [row["round_ms"][part] for row in rows][::-1]
-        axis.barh(names, widths, left=left, color=colour, label=part)
-        left = [start + width for start, width in zip(left, widths, strict=True)]
-    axis.set_xlabel("milliseconds of a round")
-    if rows:
-        axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(PARTS), frameon=False)
+def medians(found: Iterable[Mapping[str, float]]) -> tuple[list[float], list[list[float]]]:
+    """Medians, and the lengths of their error bars below and above."""
+    found = list(found)
+    below = [each["median"] - each["low"] for each in found]
+    return [each["median"] for each in found], [below, [each["high"] - each["median"] for each in found]]

@@ -5,22 +5,19 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
-from typing import Any
 
 from dendro.shapes import TreeShape
 
-from cluster.bench.measurement import AUTO, BASELINES, GENERATE, OFF, Contender, RoundTimes, TimedAnswer
+from cluster.bench.measurement import AUTO, BASELINES, GENERATE, OFF, Contender, RoundTimes, Step, TimedAnswer
+from cluster.bench.report import Row, aim_row
 from cluster.bench.statistics import Estimate, Key, median_estimate, paired_ratio, repeat_difference
+from cluster.bench.targets import COSTLY, MAMBA2
 from cluster.policies.classes import row_bucket
 from cluster.policies.step_time import degree_of, fit_steps, step_at
 
-DEMO = "demo"
-COSTLY = "costly"
-MAMBA2 = "mamba2"
-"""The costly form of the demo's Mamba-2 target."""
 AIM_THREADS = 2
 COMPARED = (*BASELINES, OFF)
 """The rows to which the ratios of all others are reported."""
@@ -31,8 +28,6 @@ ABOVE_BAR = 1.0  # policy over the best transformers row: the lower end of its i
 HOP_BAR = 0.1  # hops as a share of a round
 FORMS = {1: "c + k n", 2: "c + k n + k2 n^2"}
 """A step's time by its rows n, by degree; 1 is for targets without attention."""
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +130,7 @@ def _compare_ours(
         identity.compare(name, found[row].tokens, found[OFF].tokens)
 
 
-async def check_and_warm(plan: SpeedPlan, contenders: Contenders, prompts: int, step: Callable[[], None]) -> Identity:
+async def check_and_warm(plan: SpeedPlan, contenders: Contenders, prompts: int, step: Step) -> Identity:
     """Answer the first prompts in every way, before timing starts: warms up both sides and compares ours.
 
     `step` is called after each answer; there are prompts * temperatures * rows of them.
@@ -151,7 +146,7 @@ async def check_and_warm(plan: SpeedPlan, contenders: Contenders, prompts: int, 
     return identity
 
 
-async def measure(plan: SpeedPlan, contenders: Contenders, seconds: float, step: Callable[[], None]) -> SpeedResult:
+async def measure(plan: SpeedPlan, contenders: Contenders, seconds: float, step: Step) -> SpeedResult:
     """Every prompt at every temperature in every way, interleaved; all prompts once before any is repeated.
 
     Ends early if the next prompt would exceed `seconds`: all rows lose the same prompts, and `note` reports it.
@@ -301,20 +296,12 @@ def cost_model_of(rows: Sequence[Row]) -> Iterator[Row]:
             }
 
 
-def _estimate(fields: Mapping[str, float]) -> Estimate:
-    return Estimate(fields["median"], fields["low"], fields["high"], fields["coverage"])
-
-
 def _aim(aim: str, bar: float, unmeasured: str, found: Estimate | None = None, judged: str = "median") -> Row:
     """One aim. `judged`: `median` or `low` must be at least the bar; `ceiling`: the median must be at most the bar."""
     if unmeasured or found is None:
-        return {"aim": aim, "value": None, "interval": None, "bar": bar, "met": None, "why": unmeasured}
-    value = found.low if judged == "low" else found.median
-    met = value <= bar if judged == "ceiling" else value >= bar
-    aimed: Row = {"aim": aim, "value": value, "interval": [found.low, found.high], "bar": bar, "met": met}
-    if found.coverage < 0.9:
-        aimed["why"] = f"few prompts: the interval is their range and covers {found.coverage:.0%}"
-    return aimed
+        return aim_row(aim, bar, None, None, unmeasured)
+    met = found.median <= bar if judged == "ceiling" else getattr(found, judged) >= bar
+    return aim_row(aim, bar, met, found, judged="low" if judged == "low" else "median")
 
 
 def aims_of(rows: Sequence[Row], threads: int, accelerator: object, dropped: str = "") -> list[Row]:
@@ -331,9 +318,9 @@ def aims_of(rows: Sequence[Row], threads: int, accelerator: object, dropped: str
         auto, off = found.get((AUTO, temperature)), found.get((OFF, temperature))
         missing = unmeasured or ("" if auto and off else f"the costly target was not measured at {temperature:g}")
         auto_over = auto["ratio_over"] if auto else {}
-        library = {name: _estimate(auto_over[name]) for name in BASELINES if name in auto_over}
+        library = {name: Estimate.of(auto_over[name]) for name in BASELINES if name in auto_over}
         aims.append(
-            _aim(f"policy over off, {at}", bar, missing, _estimate(auto_over[OFF]) if OFF in auto_over else None)
+            _aim(f"policy over off, {at}", bar, missing, Estimate.of(auto_over[OFF]) if OFF in auto_over else None)
         )
         if library and not missing:
             strongest = min(library, key=lambda name: library[name].low)
@@ -350,7 +337,7 @@ def aims_of(rows: Sequence[Row], threads: int, accelerator: object, dropped: str
                 f"off over generate, {at}",
                 OFF_BAR,
                 missing or ("" if over_generate else "generate was not measured"),
-                _estimate(over_generate) if over_generate else None,
+                Estimate.of(over_generate) if over_generate else None,
             )
         )
         share = auto.get("hop_share") if auto else None
@@ -359,7 +346,7 @@ def aims_of(rows: Sequence[Row], threads: int, accelerator: object, dropped: str
                 f"hops as a share of the policy's rounds, {at}",
                 HOP_BAR,
                 missing or ("" if share else "the policy's rounds were not reported"),
-                _estimate(share) if share else None,
+                Estimate.of(share) if share else None,
                 "ceiling",
             )
         )

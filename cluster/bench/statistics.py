@@ -19,6 +19,11 @@ class Estimate:
     high: float
     coverage: float  # below 0.9 for fewer than 5 values, whose interval is their range
 
+    @classmethod
+    def of(cls, fields: Mapping[str, float]) -> Estimate:
+        """The inverse of `as_json`."""
+        return cls(fields["median"], fields["low"], fields["high"], fields["coverage"])
+
     def as_json(self) -> dict[str, float]:
         return {
             "median": round(self.median, 4),

@@ -20,15 +20,16 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from dendro.calls import CloseCall, DraftCall, DrafterPeer, OpenCall, Terms, TextUpdate, VerifierPeer, VerifyCall
-from dendro.calls import new_opening as opening_id
-from dendro.shapes import LevelShape, NodeShape, ProposedShape, TreeShape, child_counts
-from dendro.text import Limits, Sampling, Text, Tokens, Verdict
+from dendro.calls import DrafterPeer, VerifierPeer
+from dendro.shapes import LevelShape, NodeShape, ProposedShape, TreeShape
+from dendro.text import Limits, Sampling, Text
 from dendro.tree import RANKED, DraftTree, FloatArray, IntArray
 from tree_kernels.noise import NoiseRows
 from tree_kernels.warp import Warp, drafter_ranking
 from tree_layers.checkpoint import read_config
 
+from cluster.bench.in_process import EngineText, tree_of
+from cluster.bench.measurement import Step
 from cluster.policies.replay import static_path
 from cluster.proposers.chances import Chances
 from cluster.proposers.lookup import Lookup
@@ -43,9 +44,6 @@ CANDIDATES = 16
 """Guesses recorded per position, best first."""
 SPARE = 16
 """Tokens of an answer after the measured ones: a round that begins at the last of those is not cut short."""
-DRAFTER_DTYPE = "float32"
-"""In float32 the order of guesses depends on the text alone, so rounds replay exactly; in bfloat16 it also depends on
-how the text was split into forwards. On a CPU both cost the same."""
 DEEPEST = 16
 """Depth limit of proposals: a target's default limit of tree depth."""
 
@@ -130,9 +128,7 @@ class Trace:
         """The tree of a round. If a static shape was not grown, the tokens are placeholders."""
         if shape in self.trees:
             return self.trees[shape][base - self.answer.begin]
-        children = child_counts(shape)
-        parents = [-1, *(row for row, count in enumerate(children) for _ in range(count))]
-        return DraftTree.of(range(len(parents)), parents)
+        return tree_of(shape)
 
     def rows(self, shape: TreeShape, base: int) -> int:
         """Rows of the tree of a round."""
@@ -155,33 +151,6 @@ def walk(tree: DraftTree, tokens: Sequence[int]) -> tuple[int, ...]:
             break
         path.append(row)
     return tuple(path)
-
-
-class EngineText:
-    """One text at an engine of this process."""
-
-    def __init__(self, ids: Sequence[int], sampling: Sampling) -> None:
-        self.text = Tokens(ids)
-        self._sampling = sampling
-        self._opening = opening_id()
-
-    def update(self, start: int) -> TextUpdate:
-        """A call's text: the tokens from `start` on."""
-        return TextUpdate.of(self._opening, self.text, start)
-
-    async def open(self, engine: DrafterPeer | VerifierPeer, room: int) -> None:
-        limits = Limits(len(self.text) + room, ignore_end=True)
-        await engine.open(OpenCall(self.update(0), Terms(self._sampling, limits, "", ())))
-
-    async def draft(self, drafter: DrafterPeer, shape: TreeShape, start: int) -> DraftTree:
-        return await drafter.draft(DraftCall(self.update(start), shape))
-
-    async def verify(self, verifier: VerifierPeer, tree: DraftTree, start: int) -> Verdict:
-        return await verifier.verify(VerifyCall(self.update(start), tree))
-
-    async def close(self, engine: DrafterPeer | VerifierPeer, start: int | None = None) -> None:
-        """Close it; the engine has ids[:start] (None: all of it)."""
-        await engine.close(CloseCall(self.update(len(self.text) if start is None else start)))
 
 
 async def write_answer(
@@ -249,9 +218,7 @@ def guesses_of(forward: Forward, answer: TracedAnswer) -> Guesses:
     )
 
 
-async def grow_trees(
-    drafter: DrafterPeer, traces: Sequence[Trace], shapes: Sequence[TreeShape], step: Callable[[], None]
-) -> None:
+async def grow_trees(drafter: DrafterPeer, traces: Sequence[Trace], shapes: Sequence[TreeShape], step: Step) -> None:
     """Record a tree of each shape at every position of these answers, drafted together; they must be equally long."""
     peers = [EngineText(trace.answer.ids[: trace.answer.begin], trace.answer.sampling) for trace in traces]
     await asyncio.gather(*(peer.open(drafter, trace.answer.tokens) for peer, trace in zip(peers, traces, strict=True)))

@@ -26,6 +26,8 @@ from transformers.models.mamba2.modeling_mamba2 import causal_conv1d_fn, mamba2_
 from tree_kernels.tree_scan import BlockFold, fold
 from tree_layers.tree_mixers import MixerLayout, RecurrentMemory, RecurrentStep, TreeMamba2
 
+from cluster.bench.measurement import Step
+from cluster.bench.report import aim_row
 from cluster.bench.statistics import Estimate, Key, median_estimate, paired_ratio
 from cluster.policies.classes import row_bucket
 from verifier_service.models.head import HEAD_ROWS, Logits
@@ -332,7 +334,7 @@ def check_agreement(shape: ScanTree, ways: Mapping[str, Callable[[], Tensor]]) -
 
 
 def measure_tree_scan(
-    layer: ScanLayer, shapes: Sequence[ScanTree], repetitions: int, step: Callable[[], None]
+    layer: ScanLayer, shapes: Sequence[ScanTree], repetitions: int, step: Step
 ) -> tuple[list[ScanResult], float]:
     """All ways of all trees, interleaved, after a warm-up; also the library's largest relative difference."""
     found = [ScanResult(shape) for shape in shapes]
@@ -468,30 +470,17 @@ def aims_of(rows: Sequence[Mapping[str, Any]], memory: Sequence[ScanMemory]) -> 
     aims: list[dict[str, Any]] = []
     for row in rows:
         if row["rows"] >= AIM_ROWS:
-            ratio = row["over_packed"][UNROLLED]
-            aims.append(
-                {
-                    "aim": f"unrolled over packed, {row['tree']}, {row['rows']} rows",
-                    "value": ratio["median"],
-                    "interval": [ratio["low"], ratio["high"]],
-                    "bar": SPEED_BAR,
-                    "met": ratio["low"] > SPEED_BAR,
-                    "why": "judged by the interval's lower end",
-                }
-            )
+            found = Estimate.of(row["over_packed"][UNROLLED])
+            aim = f"unrolled over packed, {row['tree']}, {row['rows']} rows"
+            why = "judged by the interval's lower end"
+            aims.append(aim_row(aim, SPEED_BAR, found.low > SPEED_BAR, found, why))
     for each in memory:
         plain = plain_of(memory, each)
         if each is not plain:
             ratio = each.total / plain.total
             judged = each.rows == MEMORY_ROWS
-            aims.append(
-                {
-                    "aim": f"memory over plain decoding's, {each.size}, {each.name}, {each.rows} rows",
-                    "value": round(ratio, 4),
-                    "interval": None,
-                    "bar": MEMORY_BAR,
-                    "met": ratio <= MEMORY_BAR if judged else None,
-                    "why": "" if judged else f"the aim is for {MEMORY_ROWS} rows",
-                }
-            )
+            aim = f"memory over plain decoding's, {each.size}, {each.name}, {each.rows} rows"
+            why = "" if judged else f"the aim is for {MEMORY_ROWS} rows"
+            met = ratio <= MEMORY_BAR if judged else None
+            aims.append(aim_row(aim, MEMORY_BAR, met, None, why) | {"value": round(ratio, 4)})
     return aims

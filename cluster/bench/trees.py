@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 from dendro.shapes import OFF, BeamShape, DynamicShape, LevelShape, NodeShape, ProposedShape, TreeShape
 
 from cluster.bench.costs import ReplayCosts
+from cluster.bench.measurement import Step
 from cluster.bench.replay import ReplayedAnswer, run_fixed, run_stream, shares
+from cluster.bench.report import Row
 from cluster.bench.statistics import median_estimate, paired_ratio
 from cluster.bench.traces import Trace, is_static, trimmed, walk
 from cluster.policies import POLICIES
@@ -41,8 +42,6 @@ WINDOW = 16
 """Rounds per point in the plot of arm shares."""
 ALL = "all"
 CONFIGURED, PAPERS = "configured", "paper"
-
-Row = dict[str, Any]
 
 
 def dynamic_shapes(rows: int) -> tuple[DynamicShape, ...]:
@@ -285,7 +284,7 @@ class PolicyReplay:
         return [run for run in self.passes[which] if kind in (ALL, run.trace.answer.kind)]
 
 
-def streams(recorded: TreesRecord, step: Callable[[], None]) -> Iterator[PolicyReplay]:
+def streams(recorded: TreesRecord, step: Step) -> Iterator[PolicyReplay]:
     """Every policy, on the configured arms and on the paper's, at every temperature."""
     for temperature in recorded.temperatures:
         costs = recorded.costs[recorded.drafter, temperature]

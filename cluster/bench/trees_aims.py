@@ -4,27 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from cluster.bench.report import Row, aim_row
 from cluster.bench.statistics import Estimate
-from cluster.bench.trees import ALL, CONFIGURED, FULL, Row, best_policy
+from cluster.bench.trees import ALL, CONFIGURED, FULL, best_policy
 from cluster.bench.trees_causes import three_causes
 
 DYNAMIC_BAR, BEST_ARM_BAR, OFF_BAR = 1.2, 0.97, 0.98
 
 
-# Aims
-def _aim(aim: str, bar: float, found: Estimate | Mapping[str, float], why: str = "") -> Row:
-    estimate = found.as_json() if isinstance(found, Estimate) else found
-    few = f"few prompts: the interval covers {estimate['coverage']:.0%}" if estimate["coverage"] < 0.9 else ""
-    row: Row = {
-        "aim": aim,
-        "value": estimate["median"],
-        "interval": [estimate["low"], estimate["high"]],
-        "bar": bar,
-        "met": estimate["median"] >= bar,
-    }
-    if reasons := "; ".join(filter(None, (why if not row["met"] else "", few))):
-        row["why"] = reasons
-    return row
+def _aim(aim: str, bar: float, found: Mapping[str, float], why: str = "") -> Row:
+    """An aim for the median; `why` it was missed."""
+    estimate = Estimate.of(found)
+    met = estimate.median >= bar
+    return aim_row(aim, bar, met, estimate, "" if met else why)
 
 
 def aims_of(ablation: Sequence[Row], causes: Sequence[Row], policies: Sequence[Row]) -> list[Row]:

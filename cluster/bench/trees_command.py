@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,19 +12,27 @@ import torch
 import typer
 from dendro.errors import BadRequest
 from dendro.shapes import MAX_ROWS, ProposedShape
-from dendro.state import NoStates
-from rich.console import Console
-from transformers.utils import logging
 
-from cluster.bench import trees_report as reports
-from cluster.bench.command import PLAIN_WIDTH, THREADS, Bars, parameter_count, parse_temperatures, target_config
 from cluster.bench.costs import LEVEL_ROWS, ReplayCosts, measure_drafts, measure_steps
+from cluster.bench.in_process import DRAFTER_DTYPE, drafter_of, verifier_of
 from cluster.bench.live import live_row, live_shapes
-from cluster.bench.machine import describe_machine, describe_run
-from cluster.bench.report import show_tables, write_reports
-from cluster.bench.speed import COSTLY
+from cluster.bench.machine import report_head
+from cluster.bench.measurement import Begin, Step
+from cluster.bench.options import (
+    JsonFile,
+    MarkdownFile,
+    Models,
+    PlotFile,
+    Temperatures,
+    check_counts,
+    check_seed,
+    chosen,
+    parse_temperatures,
+    present,
+    with_bars,
+)
+from cluster.bench.targets import COSTLY, THREADS, parameter_count, target_config
 from cluster.bench.traces import (
-    DRAFTER_DTYPE,
     SPARE,
     Forward,
     Trace,
@@ -54,15 +60,14 @@ from cluster.bench.trees import (
 from cluster.bench.trees_aims import aims_of
 from cluster.bench.trees_causes import calibration_rows, causes_rows
 from cluster.bench.trees_context import measure_contexts
-from cluster.config import DEMO_MODELS, Config
+from cluster.bench.trees_report import facts_of, tables_of
+from cluster.bench.trees_report import plot as draw
+from cluster.config import DEMO_MODELS
 from cluster.demo.kinds import KINDS, kind_prompts
 from cluster.demo.measure import ANSWER_TOKENS, PROMPT_TOKENS
 from cluster.demo.prompts import load_tokenizer
 from cluster.policies import POLICIES
-from drafter_service.engine import DrafterEngine
-from drafter_service.options import DrafterOptions
 from verifier_service.engine import VerifierEngine
-from verifier_service.options import VerifierOptions
 
 DRAFTERS = ("mamba2", "mamba", "llama")
 """The first is the main one: its trees are grown, and policies are replayed with it."""
@@ -91,11 +96,8 @@ class TreesSettings:
     models: Path
 
     def __post_init__(self) -> None:
-        for name in ("prompts", "tokens", "repetitions"):
-            if getattr(self, name) < 1:
-                raise BadRequest(name, f"must be at least 1; got {getattr(self, name)}")
-        if not 0 <= self.seed < 1 << 32:
-            raise BadRequest("seed", f"must be an unsigned 32-bit number; got {self.seed}")
+        check_counts(prompts=self.prompts, tokens=self.tokens, repetitions=self.repetitions)
+        check_seed(self.seed)
         for name in self.drafters:
             if not (self.models / name / "config.json").exists():
                 raise BadRequest("drafters", f"{self.models / name} holds no checkpoint")
@@ -109,50 +111,8 @@ def parse_drafters(text: str) -> tuple[str, ...]:
     return found
 
 
-@asynccontextmanager
-async def verifier_of(config: Config, texts: int, tokens: int) -> AsyncIterator[VerifierEngine]:
-    """The target's engine, in this process."""
-    (target,) = config.targets.values()
-    engine = VerifierEngine.load(
-        target.checkpoint,
-        VerifierOptions(
-            name=COSTLY,
-            dtype=getattr(torch, target.dtype),
-            threads=THREADS,
-            max_length=PROMPT_TOKENS + tokens + SPARE + MAX_ROWS + MARGIN,
-            max_sessions=texts,
-            share_prefixes=False,
-        ),
-    )
-    await engine.start()
-    try:
-        yield engine
-    finally:
-        await engine.stop()
-
-
-@asynccontextmanager
-async def drafter_of(checkpoint: Path) -> AsyncIterator[DrafterEngine]:
-    """A drafter's engine, in this process."""
-    engine = DrafterEngine.load(
-        checkpoint,
-        DrafterOptions(
-            name=checkpoint.name,
-            dtype=getattr(torch, DRAFTER_DTYPE),
-            threads=THREADS,
-            max_sessions=SIDE_BY_SIDE,
-        ),
-        states=NoStates(),
-    )
-    await engine.start()
-    try:
-        yield engine
-    finally:
-        await engine.stop()
-
-
 async def write_answers(
-    verifier: VerifierEngine, settings: TreesSettings, temperature: float, step: Callable[[], None]
+    verifier: VerifierEngine, settings: TreesSettings, temperature: float, step: Step
 ) -> list[TracedAnswer]:
     """The target's answers to all prompts; kinds alternate, also in the order of the policies' replay."""
     tokenizer = load_tokenizer(settings.models)
@@ -170,9 +130,7 @@ async def write_answers(
     return written
 
 
-async def record(
-    settings: TreesSettings, begin: Callable[[str, int], Callable[[], None]]
-) -> tuple[TreesRecord, dict[str, Any]]:
+async def record(settings: TreesSettings, begin: Begin) -> tuple[TreesRecord, dict[str, Any]]:
     """Measure everything. Also returns the report's `plan` and `live`: facts, and rounds in real time."""
     config = target_config(settings.models, COSTLY)
     (target,) = config.targets.values()
@@ -184,7 +142,8 @@ async def record(
     live: list[dict[str, Any]] = []
     grown = [*grown_arms(arms), PAPER[0]]
     checked, differing, positions = [shape for shape in grown if is_static(shape)], 0, 0
-    async with verifier_of(config, settings.prompts * len(KINDS), settings.tokens) as verifier:
+    length = PROMPT_TOKENS + settings.tokens + SPARE + MAX_ROWS + MARGIN
+    async with verifier_of(COSTLY, target, length, settings.prompts * len(KINDS)) as verifier:
         step = begin("answers", len(settings.temperatures))
         answers = {each: await write_answers(verifier, settings, each, step) for each in settings.temperatures}
         ids = answers[settings.temperatures[0]][0].ids[:PROMPT_TOKENS]
@@ -198,7 +157,7 @@ async def record(
                 traces[name, temperature] = [Trace(answer, guesses_of(forward, answer)) for answer in written]
             if not forward.served:
                 continue
-            async with drafter_of(settings.models / name) as drafter:
+            async with drafter_of(settings.models / name, SIDE_BY_SIDE) as drafter:
                 wanted = [*fixed_arms(arms), WIDE] if name == main else static
                 step = begin(f"costs of {name}", len(settings.temperatures) * (settings.repetitions + 1))
                 for temperature in settings.temperatures:
@@ -265,7 +224,7 @@ def cost_rows(recorded: TreesRecord) -> list[dict[str, Any]]:
     return found
 
 
-def analyse(recorded: TreesRecord, begin: Callable[[str, int], Callable[[], None]]) -> dict[str, Any]:
+def analyse(recorded: TreesRecord, begin: Begin) -> dict[str, Any]:
     """All rows and aims, computed from the record."""
     step = begin("policies", len(recorded.temperatures) * len(POLICIES) * 2)
     played = list(streams(recorded, step))
@@ -284,31 +243,29 @@ def analyse(recorded: TreesRecord, begin: Callable[[str, int], Callable[[], None
     }
 
 
-async def run_trees(settings: TreesSettings, begin: Callable[[str, int], Callable[[], None]]) -> dict[str, Any]:
+async def run_trees(settings: TreesSettings, begin: Begin) -> dict[str, Any]:
     """Run the whole measurement; returns the report."""
     started = time.monotonic()
     torch.set_num_threads(THREADS)
     recorded, measured = await record(settings, begin)
     found = analyse(recorded, begin)
     found["context"] = await measure_contexts(settings.models, settings.contexts, begin) if settings.contexts else []
-    machine = describe_machine(THREADS)
-    run = describe_run(started, local=True, seed=settings.seed)
-    return {"bench": "trees", "machine": machine, "settings": run} | measured | found
+    return report_head("trees", started, True, settings.seed, THREADS) | measured | found
 
 
 def bench_trees(
     quick: Annotated[
         bool, typer.Option("--quick", help="Under a minute: one prompt of each kind, short answers, one drafter.")
     ] = False,
-    json: Annotated[Path | None, typer.Option(help="Write the report as JSON.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write a plot; the suffix sets its format.")] = None,
-    markdown: Annotated[Path | None, typer.Option(help="Write the tables as Markdown.")] = None,
+    json: JsonFile = None,
+    plot: PlotFile = None,
+    markdown: MarkdownFile = None,
     prompts: Annotated[
         int | None, typer.Option(help="Prompts of each kind: code, prose, edits; at most 9. (default 8; quick 1)")
     ] = None,
     tokens: Annotated[int | None, typer.Option(help="New tokens of every answer. (default 64; quick 16)")] = None,
     repetitions: Annotated[int | None, typer.Option(help="Measurements of each cost. (default 15; quick 3)")] = None,
-    temperatures: Annotated[str, typer.Option(help="Sampling temperatures, separated by commas.")] = "0,1",
+    temperatures: Temperatures = "0,1",
     drafters: Annotated[
         str | None,
         typer.Option(
@@ -328,7 +285,7 @@ def bench_trees(
         bool, typer.Option(help="Also run some arms in real time, with drafter and verifier in this process.")
     ] = True,
     seed: Annotated[int, typer.Option(help="Seed of sampling at temperatures above 0.")] = 0,
-    models: Annotated[Path, typer.Option(help="Folder written by `dendro train demo`.")] = DEMO_MODELS,
+    models: Models = DEMO_MODELS,
 ) -> None:
     """Compare ways to guess: chains, static trees, beams, dynamic trees, and every policy that chooses among them, on
     code, prose and repetitive edits.
@@ -339,23 +296,16 @@ def bench_trees(
     emits; the best policy reaches 97 % of the best fixed arm in hindsight on every kind of prompt, and 98 % of no
     speculation.
     """
-    chosen = drafters if drafters is not None else DRAFTERS[0] if quick else ",".join(DRAFTERS)
     settings = TreesSettings(
-        prompts=prompts if prompts is not None else QUICK_PROMPTS if quick else PROMPTS,
-        tokens=tokens if tokens is not None else QUICK_TOKENS if quick else ANSWER_TOKENS,
-        repetitions=repetitions if repetitions is not None else QUICK_REPETITIONS if quick else REPETITIONS,
+        prompts=chosen(prompts, quick, QUICK_PROMPTS, PROMPTS),
+        tokens=chosen(tokens, quick, QUICK_TOKENS, ANSWER_TOKENS),
+        repetitions=chosen(repetitions, quick, QUICK_REPETITIONS, REPETITIONS),
         temperatures=parse_temperatures(temperatures),
-        drafters=parse_drafters(chosen),
+        drafters=parse_drafters(chosen(drafters, quick, DRAFTERS[0], ",".join(DRAFTERS))),
         live=live,
-        contexts=(QUICK_CONTEXTS if quick else CONTEXTS) if context else (),
+        contexts=chosen(None, quick, QUICK_CONTEXTS, CONTEXTS) if context else (),
         seed=seed,
         models=models,
     )
-    logging.disable_progress_bar()  # the library's loading bars would mix with ours
-    bars = Bars(Console(stderr=True))
-    with bars.progress:
-        report = asyncio.run(run_trees(settings, bars.begin))
-    console = Console()
-    facts, tables = list(reports.facts_of(report)), list(reports.tables_of(report))
-    show_tables(console if console.is_terminal else Console(width=PLAIN_WIDTH), facts, tables)
-    write_reports(report, facts, tables, reports.plot, json, markdown, plot)
+    report = with_bars(lambda begin: asyncio.run(run_trees(settings, begin)))
+    present(report, facts_of(report), tables_of(report), json, markdown, plot, draw)

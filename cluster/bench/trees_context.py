@@ -8,26 +8,23 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 from dendro.shapes import TreeShape
-from dendro.state import NoStates
 from tree_kernels.tree_attention import PAGE
 
-from cluster.bench.command import THREADS, target_config
 from cluster.bench.context import with_positions
+from cluster.bench.in_process import drafter_of, verifier_of
 from cluster.bench.live import live_rounds, live_shapes
-from cluster.bench.speed import COSTLY
-from cluster.bench.traces import DRAFTER_DTYPE, SPARE, TracedAnswer
+from cluster.bench.measurement import Begin, Step
+from cluster.bench.targets import COSTLY, target_config
+from cluster.bench.traces import SPARE, TracedAnswer
 from cluster.demo.prompts import held_out_prompts, load_tokenizer
 from drafter_service.engine import DrafterEngine
-from drafter_service.options import DrafterOptions
 from verifier_service.engine import VerifierEngine
-from verifier_service.options import VerifierOptions
 
 TOKENS = 32
 """New tokens of an answer."""
@@ -64,7 +61,7 @@ async def context_rows(
     contexts: Sequence[int],
     shapes: Sequence[TreeShape],
     page_bytes: int,
-    step: Callable[[], None],
+    step: Step,
 ) -> list[dict[str, Any]]:
     """One row for each length and shape; `off` must be the first shape. page_bytes: of a page of the verifier."""
     rows: list[dict[str, Any]] = []
@@ -92,9 +89,7 @@ async def context_rows(
     return rows
 
 
-async def measure_contexts(
-    models: Path, contexts: Sequence[int], begin: Callable[[str, int], Callable[[], None]]
-) -> list[dict[str, Any]]:
+async def measure_contexts(models: Path, contexts: Sequence[int], begin: Begin) -> list[dict[str, Any]]:
     """Load drafter and verifier, and measure at every length."""
     config = target_config(models, COSTLY)
     (target,) = config.targets.values()
@@ -103,26 +98,9 @@ async def measure_contexts(
     ids = [token for prompt in prompts for token in prompt.token_ids]
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        verifier = VerifierEngine.load(
-            with_positions(target.checkpoint, contexts[-1] + 2 * ROOM, folder),
-            VerifierOptions(
-                name=COSTLY,
-                dtype=getattr(torch, target.dtype),
-                threads=THREADS,
-                max_length=contexts[-1] + ROOM,
-                max_sessions=1,
-                share_prefixes=False,
-            ),
-        )
-        await verifier.start()
-        stack.push_async_callback(verifier.stop)
-        drafter = DrafterEngine.load(
-            models / name,
-            DrafterOptions(name=name, dtype=getattr(torch, DRAFTER_DTYPE), threads=THREADS, max_sessions=1),
-            states=NoStates(),
-        )
-        await drafter.start()
-        stack.push_async_callback(drafter.stop)
+        longer = with_positions(target.checkpoint, contexts[-1] + 2 * ROOM, folder)
+        verifier = await stack.enter_async_context(verifier_of(COSTLY, target, contexts[-1] + ROOM, checkpoint=longer))
+        drafter = await stack.enter_async_context(drafter_of(models / name))
         page_bytes = PAGE * verifier.runner.target.token_bytes
         shapes = live_shapes()
         step = begin("longer texts", len(contexts) * len(shapes))

@@ -7,7 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.bench.report import Cells, Report, aims_table, machine_facts
+from cluster.bench.report import (
+    Cells,
+    Report,
+    aims_table,
+    figure_at,
+    interval,
+    machine_facts,
+    number,
+    with_interval,
+)
 
 ARM_COLUMNS = ("", "rows", "emitted per round", "draft ms", "verify ms", "tokens/s", "90 %", "over off")
 CONFIGURATIONS = ("(3,3,2,1)", "(3,2,2,1,1)", "(2,2,2,1,1,1)", "(3,2,1)", "(1,1,1,1)")
@@ -53,18 +62,6 @@ def facts_of(report: Report) -> Iterator[str]:
         )
 
 
-def _interval(found: Mapping[str, float]) -> str:
-    return f"{found['low']:.2f}-{found['high']:.2f}"
-
-
-def _ratio(found: Mapping[str, float] | None) -> str:
-    return f"{found['median']:.3f} ({found['low']:.3f}-{found['high']:.3f})" if found else ""
-
-
-def _number(value: float | None, digits: int = 2) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
-
-
 def _rate(row: Mapping[str, Any]) -> str:
     return f"{row['tokens_per_second']['median']:.1f}" if row["tokens_per_second"] else ""
 
@@ -75,11 +72,11 @@ def _arm_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         row["arm"],
         str(row["tree_rows"]),
         f"{row['emitted_per_round']:.2f}",
-        _number(row["draft_ms"]),
-        _number(row["verify_ms"]),
+        number(row["draft_ms"]),
+        number(row["verify_ms"]),
         _rate(row),
-        _interval(rate) if rate else "",
-        _ratio(row["over_off"]),
+        interval(rate),
+        with_interval(row["over_off"], 3),
     )
 
 
@@ -119,8 +116,8 @@ def _chain_or_tree(report: Report) -> Iterator[Cells]:
         for arm in CHAIN_OR_TREE:
             row = found[kind, temperature, drafter, arm]
             at = f"{kind}, {temperature:g}"
-            head = (at, arm, str(row["tree_rows"]), f"{row['emitted_per_round']:.2f}", _number(row["draft_ms"]))
-            cells.append((*head, _rate(row), _ratio(row["over_off"])))
+            head = (at, arm, str(row["tree_rows"]), f"{row['emitted_per_round']:.2f}", number(row["draft_ms"]))
+            cells.append((*head, _rate(row), with_interval(row["over_off"], 3)))
     yield "Chain or tree (as Table 4 of the Mamba-drafters paper)", columns, cells
 
 
@@ -182,11 +179,11 @@ def _policies(report: Report) -> Iterator[Cells]:
                     _rate(row),
                     row["best_arm"],
                     f"{row['best_arm_tokens_per_second']['median']:.1f}",
-                    _ratio(row["over_best"]),
+                    with_interval(row["over_best"], 3),
                     f"{row['regret']:.1%}",
                     f"{row['cold_regret']:.1%}",
                     f"{row['best_arm_share']:.0%}",
-                    _ratio(row["over_off"]),
+                    with_interval(row["over_off"], 3),
                 )
             )
         yield f"Policies on the configured arms, temperature {temperature:g}", columns, cells
@@ -196,7 +193,7 @@ def _ablation(report: Report) -> Iterator[Cells]:
     columns = ("", "tree", "emitted per round", "over the best static")
     for temperature, size in dict.fromkeys((row["temperature"], row["tree_rows"]) for row in report["ablation"]):
         cells: list[tuple[str, ...]] = [
-            (row["way"], row["shape"], f"{row['emitted_per_round']:.3f}", _ratio(row["over_best_static"]))
+            (row["way"], row["shape"], f"{row['emitted_per_round']:.3f}", with_interval(row["over_best_static"], 3))
             for row in report["ablation"]
             if (row["temperature"], row["tree_rows"]) == (temperature, size)
         ]
@@ -252,7 +249,7 @@ def _costs(report: Report) -> Iterator[Cells]:
         steps.setdefault(f"{row['what']}, temperature {row['temperature']:g}", {})[str(row["rows"])] = row["ms"]
     rows = sorted({rows for found in steps.values() for rows in found}, key=int)
     cells: list[tuple[str, ...]] = [
-        (name, *(_number(found.get(count)) for count in rows)) for name, found in steps.items()
+        (name, *(number(found.get(count)) for count in rows)) for name, found in steps.items()
     ]
     yield "Costs in ms by rows", ("", *rows), cells
 
@@ -304,49 +301,42 @@ def _context(report: Report) -> Cells:
 
 def plot(report: Report, path: Path) -> None:
     """For each temperature: the ablation, calibration, and the best policy's arm shares for each kind."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     temperatures = list(dict.fromkeys(row["temperature"] for row in report["ablation"]))
     kinds = list(dict.fromkeys(row["kind"] for row in report["shares"]))
     colours = _colours_of(report["shares"])
     rows = 2 + len(kinds)
-    figure, axes = pyplot.subplots(rows, len(temperatures), figsize=(7 * len(temperatures), 3.3 * rows), squeeze=False)
-    for column, temperature in enumerate(temperatures):
-        at = [axes[row][column] for row in range(rows)]
-        _plot_ablation(at[0], [row for row in report["ablation"] if row["temperature"] == temperature])
-        at[0].set_title(f"temperature {temperature:g}: emitted per round")
-        _plot_calibration(at[1], [row for row in report["calibration"] if row["temperature"] == temperature])
-        for kind, axis in zip(kinds, at[2:], strict=True):
-            for row in report["shares"]:
-                if (row["kind"], row["temperature"]) == (kind, temperature):
-                    _plot_shares(axis, row, colours)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    with figure_at(path, rows, len(temperatures), 7 * len(temperatures), 3.3 * rows) as axes:
+        for column, temperature in enumerate(temperatures):
+            at = [axes[row][column] for row in range(rows)]
+            _plot_ablation(at[0], [row for row in report["ablation"] if row["temperature"] == temperature])
+            at[0].set_title(f"temperature {temperature:g}: acceptance length")
+            _plot_calibration(at[1], [row for row in report["calibration"] if row["temperature"] == temperature])
+            for kind, axis in zip(kinds, at[2:], strict=True):
+                for row in report["shares"]:
+                    if (row["kind"], row["temperature"]) == (kind, temperature):
+                        _plot_shares(axis, row, colours)
 
 
 def _plot_ablation(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     sizes = list(dict.fromkeys(row["tree_rows"] for row in rows))
-    for number, way in enumerate(dict.fromkeys(row["way"] for row in rows)):
+    for index, way in enumerate(dict.fromkeys(row["way"] for row in rows)):
         mine = {row["tree_rows"]: row["emitted_per_round"] for row in rows if row["way"] == way}
-        bars = [index + 0.16 * (number - 2) for index, size in enumerate(sizes) if size in mine]
-        axis.bar(bars, [mine[size] for size in sizes if size in mine], 0.15, color=COLOURS[number], label=way)
+        bars = [at + 0.16 * (index - 2) for at, size in enumerate(sizes) if size in mine]
+        axis.bar(bars, [mine[size] for size in sizes if size in mine], 0.15, color=COLOURS[index], label=way)
     axis.set_xticks(range(len(sizes)), [f"{size} rows" for size in sizes])
+    axis.set_ylabel("tokens per round")
     axis.legend(frameon=False, fontsize=7, loc="upper left")
     axis.set_ylim(top=axis.get_ylim()[1] * 1.35)
 
 
 def _plot_calibration(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     axis.plot([0, 1], [0, 1], "--", color="#b8b8b8")
-    for number, row in enumerate(rows):
+    for index, row in enumerate(rows):
         stated, accepted = ([each[name] for each in row["bins"]] for name in ("stated", "accepted"))
         label = f"{row['confidence']} (error {row['expected_error']:.3f})"
-        axis.plot(stated, accepted, "o-", color=COLOURS[number], label=label)
-    axis.set_xlabel("stated confidence")
-    axis.set_ylabel("share accepted")
+        axis.plot(stated, accepted, "o-", color=COLOURS[index], label=label)
+    axis.set_xlabel("confidence of the drafter")
+    axis.set_ylabel("share of guesses accepted")
     axis.legend(frameon=False, fontsize=8)
 
 
@@ -356,7 +346,7 @@ def _colours_of(shares: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     for row in shares:
         for window in row["shares"]:
             totals.update(window)
-    return {arm: COLOURS[number % len(COLOURS)] for number, (arm, _) in enumerate(totals.most_common())}
+    return {arm: COLOURS[index % len(COLOURS)] for index, (arm, _) in enumerate(totals.most_common())}
 
 
 def _plot_shares(axis: Any, row: Mapping[str, Any], colours: Mapping[str, str]) -> None:
@@ -367,6 +357,8 @@ def _plot_shares(axis: Any, row: Mapping[str, Any], colours: Mapping[str, str]) 
     stacks = [[window.get(arm, 0.0) for window in windows] for arm in arms]
     axis.stackplot(rounds, stacks, labels=arms, colors=[colours[arm] for arm in arms], step="post")
     axis.axvline(row["second_pass_from_round"], color="black", linewidth=0.8)
-    axis.set_title(f"{row['kind']}: arms of {row['policy']}, by its rounds", fontsize=9)
+    axis.set_title(f"{row['kind']}: shapes chosen by {row['policy']}", fontsize=9)
+    axis.set_xlabel("rounds")
+    axis.set_ylabel("share of rounds")
     axis.set_ylim(0, 1)
     axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dendro.answer import Speculation
 from dendro.client import Asking
 from dendro.errors import EngineFailed
 
-Step = Callable[[], None]
-"""Advances the progress bar; called after each answer."""
+from cluster.bench.measurement import Step
 
 
 @dataclass(frozen=True, slots=True)

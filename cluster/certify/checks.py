@@ -19,7 +19,8 @@ from dendro.tree import DraftTree
 from tree_kernels.noise import gumbel_noise
 from tree_kernels.warp import Warp, tokens_of
 
-from cluster.certify.asking import SamplingLaw, Step, answers
+from cluster.bench.measurement import Step
+from cluster.certify.asking import SamplingLaw, answers
 from cluster.certify.law import LARGEST_DRAWS, LawFit, draws_to_notice, expected_law, fit, fit_counts
 from cluster.certify.own_drafter import own_drafter
 from cluster.certify.promises import Promise, first_difference

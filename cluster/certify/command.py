@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from cluster.bench.machine import describe_machine
+from cluster.bench.measurement import Step
 from cluster.certify import checks
-from cluster.certify.asking import Step
 from cluster.certify.promises import Promise, report, show
 from cluster.config import Config, TargetConfig, demo_config, resolved_path
 from cluster.demo.prompts import held_out_prompts

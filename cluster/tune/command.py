@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,11 +15,12 @@ from dendro.errors import BadRequest
 from dendro.shapes import MAX_ROWS
 from rich.console import Console
 from tokenizers import Tokenizer
-from transformers.utils import logging
 
-from cluster.bench.command import PLAIN_WIDTH, Bars, parameter_count, parse_temperatures
-from cluster.bench.machine import describe_machine, describe_run
-from cluster.bench.report import Cells, as_json, as_markdown, machine_facts, show_tables
+from cluster.bench.machine import report_head
+from cluster.bench.measurement import Begin
+from cluster.bench.options import JsonFile, MarkdownFile, parse_temperatures, present, with_bars
+from cluster.bench.report import Cells, Report, interval, machine_facts, number
+from cluster.bench.targets import parameter_count
 from cluster.config import Config, TargetConfig, demo_config
 from cluster.demo.measure import ANSWER_TOKENS, PROMPT_TOKENS
 from cluster.demo.prompts import held_out_prompts
@@ -29,7 +30,6 @@ from cluster.running import running
 from cluster.tune.measuring import Ranker
 from cluster.tune.tuning import (
     PROBES,
-    Begin,
     Prompts,
     SearchLimits,
     Tuned,
@@ -43,7 +43,6 @@ from cluster.tune.tuning import (
 from cluster.tune.writing import check_writable, text_of, write_arms
 from drafter_service.scheduler import CANDIDATES
 
-Report = Mapping[str, Any]
 SHAPE_COLUMNS = (
     "",
     "rows",
@@ -147,9 +146,7 @@ async def run_tune(config: Config, plan: TunePlan, local: bool, begin: Begin) ->
             tuned.append(await tuning.at(temperature))
     prompts = plan.prompts
     return {
-        "bench": "tune",
-        "machine": describe_machine(config.targets[plan.target].threads),
-        "settings": describe_run(started, local, plan.seed),
+        **report_head("tune", started, local, plan.seed, config.targets[plan.target].threads),
         "target": plan.target,
         "drafter": drafter,
         "prompts": {"learned": len(prompts.learned), "timed": prompts.timed, "held_out": len(prompts.held_out)},
@@ -184,10 +181,6 @@ def facts_of(report: Report) -> Iterator[str]:
     yield f"Arms found: {', '.join(report['arms'])}"
 
 
-def _number(value: float | None, digits: int = 2) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
-
-
 def _shape_cells(row: Report) -> tuple[str, ...]:
     predicted: Report = row["predicted"] or {}
     measured: Report = row["measured"] or {}
@@ -196,14 +189,14 @@ def _shape_cells(row: Report) -> tuple[str, ...]:
         row["name"],
         str(row["rows"]),
         str(row["depth"]),
-        _number(predicted.get("emitted_per_round")),
-        _number(row["replayed_emitted_per_round"]),
-        _number(measured.get("emitted_per_round")),
-        _number(predicted.get("round_ms")),
-        _number(measured.get("round_ms")),
-        _number(predicted.get("tokens_per_second"), 1),
-        _number(rate.get("median"), 1),
-        f"{rate['low']:.1f}-{rate['high']:.1f}" if rate else "",
+        number(predicted.get("emitted_per_round")),
+        number(row["replayed_emitted_per_round"]),
+        number(measured.get("emitted_per_round")),
+        number(predicted.get("round_ms")),
+        number(measured.get("round_ms")),
+        number(predicted.get("tokens_per_second"), 1),
+        number(rate.get("median"), 1),
+        interval(rate, 1),
         "found" if row["found"] else "",
     )
 
@@ -211,12 +204,12 @@ def _shape_cells(row: Report) -> tuple[str, ...]:
 def _chain_cells(row: Report) -> tuple[str, ...]:
     return (
         row["name"],
-        _number(row["emitted_per_round"]),
-        _number(row["measured_emitted_per_round"]),
-        _number(row["gain"]),
-        _number(row["measured_gain"]),
-        _number(row["operations"]),
-        _number(row["measured_operations"]),
+        number(row["emitted_per_round"]),
+        number(row["measured_emitted_per_round"]),
+        number(row["gain"]),
+        number(row["measured_gain"]),
+        number(row["operations"]),
+        number(row["measured_operations"]),
     )
 
 
@@ -244,10 +237,6 @@ def tables_of(report: Report) -> Iterator[Cells]:
     yield "Costs of the parts of a round, in ms", COST_COLUMNS, [_cost_cells(row) for row in report["costs"]]
 
 
-def _as_markdown(report: Report) -> str:
-    return as_markdown(report, facts_of(report), tables_of(report), "dendro tune")
-
-
 def tune(
     config: Annotated[Path | None, typer.Argument(help="A configuration; default: the bundled demo.")] = None,
     target: Annotated[str, typer.Option(help="The target's name. Default: the first.")] = "",
@@ -259,8 +248,8 @@ def tune(
     ] = False,
     out: Annotated[Path | None, typer.Option(help="Write the configuration with the trees found to this file.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file named by --out.")] = False,
-    json: Annotated[Path | None, typer.Option(help="Write the report as JSON.")] = None,
-    markdown: Annotated[Path | None, typer.Option(help="Write the tables as Markdown.")] = None,
+    json: JsonFile = None,
+    markdown: MarkdownFile = None,
     local: Annotated[bool, typer.Option("--local", help="Engines in this process: no Ray, no Redis.")] = False,
     prompts: Annotated[
         int | None, typer.Option(min=1, help="Prompts to count ranks on. (default 24; quick 6)", show_default=False)
@@ -301,20 +290,8 @@ def tune(
         SearchLimits(max_rows, max_depth, max_children),
         seed,
     )
-    logging.disable_progress_bar()  # of transformers, which would mix with ours
-    bars = Bars(Console(stderr=True))
-    with bars.progress:
-        report = asyncio.run(run_tune(checked, plan, local, bars.begin))
-    console = Console()
-    show_tables(console if console.is_terminal else Console(width=PLAIN_WIDTH), facts_of(report), tables_of(report))
-    for path, form in ((json, as_json), (markdown, _as_markdown)):
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(form(report))
-    for line in report["differences"]:
-        console.print(f"DIFFERENT: {line}", style="red", markup=False)
-    if report["differences"]:
-        raise typer.Exit(1)
+    report = with_bars(lambda begin: asyncio.run(run_tune(checked, plan, local, begin)))
+    present(report, facts_of(report), tables_of(report), json, markdown, differences=report["differences"])
     if goal is not None:
         write_arms(config, text, goal, report["arms"])
-        console.print(f"written to {goal}; before: {list(checked.speculation.arms)}", markup=False, soft_wrap=True)
+        Console().print(f"written to {goal}; before: {list(checked.speculation.arms)}", markup=False, soft_wrap=True)

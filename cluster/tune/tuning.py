@@ -8,15 +8,16 @@ configured arms and the trees found are run in turn.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
 
 from dendro.client import Asking
 from dendro.shapes import OFF, LevelShape, NodeShape, TreeShape
 from dendro.text import Sampling
 
+from cluster.bench.measurement import Begin, Step
+from cluster.bench.report import Row
 from cluster.bench.statistics import median_estimate
 from cluster.policies import leviathan
 from cluster.policies.sequoia import Accept, best_tree, expected_tokens
@@ -36,9 +37,6 @@ PROBES = (LevelShape((1,) * 8), LevelShape((8,)), LevelShape((6, 3, 2)))
 """Shapes timed beside the arms: deep, wide and large, so that the fitted costs cover the sizes of the search."""
 WARM_TOKENS = 8
 """Tokens of the warm-up answers, which are not timed."""
-Row = dict[str, Any]
-Begin = Callable[[str, int], Callable[[], None]]
-"""begin(title, steps) begins a progress bar and returns its step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +146,7 @@ class Tuning:
         sampling = plan.sampling(temperature, prompt)
         return await run_answer(self._client, plan.target, prompt, sampling, tokens, str(shape))
 
-    async def _trace(self, prompt: Sequence[int], temperature: float, step: Callable[[], None]) -> list[int]:
+    async def _trace(self, prompt: Sequence[int], temperature: float, step: Step) -> list[int]:
         answer = await self._answer(prompt, temperature, OFF)
         step()
         return self._ranker.ranks(prompt, answer.tokens, self.plan.sampling(temperature, prompt))

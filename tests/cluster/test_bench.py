@@ -26,17 +26,15 @@ from typer.testing import CliRunner
 
 from cluster.api.grpc import serve_plain
 from cluster.bench import baselines as library
-from cluster.bench import command
-from cluster.bench import report as reports
-from cluster.bench.command import SpeedSettings, parameter_count, parse_temperatures, target_config
+from cluster.bench import speed_command as command
+from cluster.bench import speed_report as reports
 from cluster.bench.costly import WIDTH_STEP, costly_checkpoint, costly_width
 from cluster.bench.machine import describe_machine
 from cluster.bench.measurement import ASSISTED, AUTO, GENERATE, LOOKUP, OFF, RoundTimes, TimedAnswer
+from cluster.bench.options import parse_temperatures
 from cluster.bench.ours import ClusterClient, mean_round
+from cluster.bench.report import as_json, as_markdown, show
 from cluster.bench.speed import (
-    COSTLY,
-    DEMO,
-    MAMBA2,
     Contenders,
     SpeedPlan,
     SpeedResult,
@@ -47,7 +45,9 @@ from cluster.bench.speed import (
     rows_of,
     step_fits_of,
 )
+from cluster.bench.speed_command import SpeedSettings
 from cluster.bench.statistics import median_estimate, paired_ratio, repeat_difference
+from cluster.bench.targets import COSTLY, DEMO, MAMBA2, parameter_count, target_config
 from cluster.config import DEMO_MODELS
 from cluster.demo.prompts import Prompt
 
@@ -479,7 +479,7 @@ def test_a_report_has_the_coefficients_of_a_step_in_its_targets_form(target, for
 
 
 async def test_the_json_report_has_the_keys_of_every_bench():
-    found = json.loads(reports.as_json(await a_report()))
+    found = json.loads(as_json(await a_report()))
     assert {"bench", "machine", "rows", "aims"} <= found.keys()
     assert {"processor", "cores", "accelerator", "libraries", "threads"} <= found["machine"].keys()
     assert all({"aim", "value", "interval", "bar", "met"} <= aim.keys() for aim in found["aims"])
@@ -489,9 +489,9 @@ async def test_the_json_report_has_the_keys_of_every_bench():
 async def test_markdown_and_console_show_every_row_every_aim_and_the_parts_of_a_round():
     report = await a_report()
     console = Console(file=io.StringIO(), width=250)
-    reports.show(console, report)
+    show(console, reports.facts_of(report), reports.tables_of(report), reports.different(report))
     printed = console.file.getvalue()
-    markdown = reports.as_markdown(report, reports.facts_of(report), reports.tables_of(report))
+    markdown = as_markdown(report, reports.facts_of(report), reports.tables_of(report))
     for text in (markdown, printed):
         assert all(text.count(name) >= 2 for name in PLAN.rows)
         assert all(aim["aim"] in text for aim in report["aims"])
@@ -600,7 +600,7 @@ def test_the_mean_round_is_that_of_the_rounds_after_the_first_in_milliseconds():
 
 @pytest.mark.parametrize("name", [DEMO, COSTLY])
 def test_no_row_of_a_bench_can_use_another_rows_answers(name, monkeypatch):
-    monkeypatch.setattr(command, "costly_checkpoint", lambda checkpoint: checkpoint)
+    monkeypatch.setattr("cluster.bench.targets.costly_checkpoint", lambda checkpoint: checkpoint)
     config = target_config(DEMO_MODELS, name)
     (target,) = config.targets.values()
     assert config.speculation.proposers == ("lookup",) and not target.share_prefixes

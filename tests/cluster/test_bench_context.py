@@ -9,6 +9,7 @@ import pytest
 import tiny_models
 import torch
 from dendro.errors import BadRequest
+from dendro.shapes import TreeShape
 
 from cluster.bench.bookkeeping import (
     SHORT,
@@ -18,7 +19,6 @@ from cluster.bench.bookkeeping import (
     measure_bookkeeping,
     token_at,
 )
-from cluster.bench.command import Which
 from cluster.bench.context import (
     CHAIN,
     OFF,
@@ -30,10 +30,12 @@ from cluster.bench.context import (
     line,
     measure_context,
     rows_of,
-    tree_of,
     with_positions,
 )
-from cluster.bench.context_command import bench_context, parse_contexts, plot, tables_of
+from cluster.bench.context_command import bench_context, parse_contexts
+from cluster.bench.context_report import plot, tables_of
+from cluster.bench.in_process import tree_of
+from cluster.bench.targets import Which
 from verifier_service.engine import VerifierEngine
 from verifier_service.options import VerifierOptions
 
@@ -67,8 +69,10 @@ def test_measurements_off_a_line_have_a_large_residual():
 
 
 def test_trees_have_the_shapes_they_are_named_after():
-    assert (tree_of(OFF, 7).rows, tree_of(CHAIN, 7).rows, tree_of(TREE, 7).rows) == (1, 5, 16)
-    assert tree_of(TREE, 7).depths.tolist() == [0] + [1] * 3 + [2] * 6 + [3] * 6
+    off, chain, tree = (tree_of(TreeShape.parse(way), 7) for way in (OFF, CHAIN, TREE))
+    assert (off.rows, chain.rows, tree.rows) == (1, 5, 16)
+    assert tree.depths.tolist() == [0] + [1] * 3 + [2] * 6 + [3] * 6
+    assert tree.tokens[0] == 7 and len(set(tree.tokens[1:].tolist())) == 15
 
 
 @pytest.mark.parametrize("target", [Which.BOTH, Which.MAMBA2])

@@ -27,7 +27,8 @@ from cluster.bench.tree_scan import (
     shapes_of,
     ways_of,
 )
-from cluster.bench.tree_scan_command import facts_of, parse_size, plot, run_tree_scan, tables_of
+from cluster.bench.tree_scan_command import parse_size, run_tree_scan
+from cluster.bench.tree_scan_report import facts_of, plot, tables_of
 from verifier_service.recurrent import Extent, place_of, recurrent_rows
 
 TINY = ScanModelSize("tiny", hidden=32, layers=2, heads=4, width=16, groups=2, state=8, vocabulary=96)
@@ -109,7 +110,8 @@ def test_a_peak_counts_tensors_held_at_the_same_time():
 
 def test_aims_are_judged_only_for_their_sizes():
     def row(rows, low):
-        return {"tree": "t", "rows": rows, "over_packed": {UNROLLED: {"median": 2.0, "low": low, "high": 3.0}}}
+        ratio = {"median": 2.0, "low": low, "high": 3.0, "coverage": 0.93}
+        return {"tree": "t", "rows": rows, "over_packed": {UNROLLED: ratio}}
 
     memory = [
         ScanMemory("small", "plain", 1, 100, 10, 1, 1, 0),

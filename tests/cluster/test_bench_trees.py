@@ -31,12 +31,12 @@ from dendro.text import Limits, Text, Verdict
 from dendro.tree import EMPTY_TRACE, DraftTree
 
 from cluster.bench.costs import ReplayCosts, level_shapes, measure_drafts, measure_steps
+from cluster.bench.in_process import EngineText
 from cluster.bench.live import live_rounds
 from cluster.bench.replay import run_fixed, run_policy, run_stream
 from cluster.bench.report import as_markdown
 from cluster.bench.traces import (
     SPARE,
-    EngineText,
     Forward,
     Guesses,
     Trace,

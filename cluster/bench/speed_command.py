@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,22 +14,25 @@ import typer
 from dendro.client import AsyncClient
 from dendro.errors import BadRequest
 from dendro.shapes import OFF as OFF_SHAPE
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from transformers.utils import logging
-from tree_layers.checkpoint import weight_files
-from tree_layers.headers import tensor_shapes
 
-from cluster.bench import report as reports
 from cluster.bench.baselines import BaselineProcess
-from cluster.bench.costly import costly_checkpoint
-from cluster.bench.machine import describe_machine, describe_run
-from cluster.bench.measurement import BASELINES, GENERATE
+from cluster.bench.machine import report_head
+from cluster.bench.measurement import BASELINES, GENERATE, Begin
+from cluster.bench.options import (
+    JsonFile,
+    MarkdownFile,
+    Models,
+    PlotFile,
+    Temperatures,
+    check_counts,
+    check_seed,
+    chosen,
+    parse_temperatures,
+    present,
+    with_bars,
+)
 from cluster.bench.ours import ClusterClient
 from cluster.bench.speed import (
-    COSTLY,
-    DEMO,
-    MAMBA2,
     Contenders,
     SpeedPlan,
     aims_of,
@@ -41,32 +42,20 @@ from cluster.bench.speed import (
     rows_of,
     step_fits_of,
 )
-from cluster.config import DEMO_MODELS, Config, demo_config
+from cluster.bench.speed_report import different, facts_of, tables_of
+from cluster.bench.speed_report import plot as draw
+from cluster.bench.targets import MAMBA2, THREADS, Which, parameter_count, target_config
+from cluster.config import DEMO_MODELS, Config
 from cluster.demo.measure import ANSWER_TOKENS, PROMPT_TOKENS
 from cluster.demo.prompts import held_out_prompts, load_tokenizer
 from cluster.engines import engine_environment
 from cluster.running import running
 
-THREADS = 2
-MAMBA2_TARGET = "target_mamba2"  # folder among the demo's models
 TIME_LIMIT_S = 1140.0  # of a whole run, startup and warm-up included: 19 minutes
 COSTLY_SHARE = 0.7  # of the time limit, for the first of two targets
 CHECKED_PROMPTS = 2  # answered in every way before timing starts; 1 if there are fewer than 4
-PLAIN_WIDTH = 150  # columns, if the output is not a terminal
+PROMPTS, REPETITIONS = 16, 2
 QUICK_PROMPTS, QUICK_TOKENS, QUICK_REPETITIONS = 2, 16, 1
-
-
-class Which(StrEnum):
-    """The targets to measure."""
-
-    DEMO = "demo"
-    COSTLY = "costly"
-    BOTH = "both"
-    MAMBA2 = "mamba2"
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (COSTLY, DEMO) if self is Which.BOTH else (self.value,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,42 +72,8 @@ class SpeedSettings:
     models: Path
 
     def __post_init__(self) -> None:
-        for name in ("prompts", "tokens", "repetitions"):
-            if getattr(self, name) < 1:
-                raise BadRequest(name, f"must be at least 1; got {getattr(self, name)}")
-        if not 0 <= self.seed < 1 << 32:
-            raise BadRequest("seed", f"must be an unsigned 32-bit number; got {self.seed}")
-
-
-def parse_temperatures(text: str) -> tuple[float, ...]:
-    """Parse `0,1`: distinct finite numbers, none negative."""
-    try:
-        found = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise BadRequest("temperatures", f"{text!r} is not a list of numbers such as 0,1") from None
-    if any(not 0 <= temperature < float("inf") for temperature in found) or len(set(found)) != len(found):
-        raise BadRequest("temperatures", f"{text!r}: each must be finite, at least 0 and named once")
-    return found
-
-
-def target_config(models: Path, name: str) -> Config:
-    """The demo's configuration with THREADS threads; a name other than `demo` replaces its target by a costly one.
-
-    The prefix cache is off: prompts repeat, and the library has none. The demo's proposers do not use earlier answers:
-    these contain the next ones, as all rows give the same answers.
-    """
-    config = demo_config(models)
-    (target,) = config.targets.values()
-    checkpoint = target.checkpoint
-    if name != DEMO:
-        checkpoint = costly_checkpoint(checkpoint if name == COSTLY else models / MAMBA2_TARGET)
-    swapped = target.model_copy(update={"checkpoint": checkpoint, "threads": THREADS, "share_prefixes": False})
-    return config.model_copy(update={"targets": {name: swapped}})
-
-
-def parameter_count(checkpoint: Path) -> int:
-    """Parameters of a checkpoint, by the headers of its weight files; tied ones are stored and counted once."""
-    return sum(map(math.prod, tensor_shapes(weight_files(checkpoint)).values()))
+        check_counts(prompts=self.prompts, tokens=self.tokens, repetitions=self.repetitions)
+        check_seed(self.seed)
 
 
 @asynccontextmanager
@@ -138,7 +93,7 @@ async def contenders_for(config: Config, settings: SpeedSettings) -> AsyncIterat
         library.stop()
 
 
-async def run_speed(settings: SpeedSettings, progress: Callable[[str, int], Callable[[], None]]) -> dict[str, Any]:
+async def run_speed(settings: SpeedSettings, progress: Begin) -> dict[str, Any]:
     """Run the whole measurement; returns the report. `progress(title, steps)` begins a bar and returns its step."""
     started = time.monotonic()
     tokenizer = load_tokenizer(settings.models)
@@ -179,52 +134,24 @@ async def run_speed(settings: SpeedSettings, progress: Callable[[str, int], Call
             "note": measured.note,
             "identity": measured.identity.as_json(),
         }
-    machine = describe_machine(THREADS)
+    head = report_head("speed", started, settings.local, settings.seed, THREADS)
     return {
-        "bench": "speed",
-        "machine": machine,
-        "settings": describe_run(started, settings.local, settings.seed),
+        **head,
         "targets": targets,
         "rows": rows,
         "cost_model": list(cost_model_of(rows)),
         "step_fits": list(step_fits_of(rows)),
-        "aims": aims_of(rows, THREADS, machine["accelerator"]) if settings.targets != (MAMBA2,) else [],
+        "aims": aims_of(rows, THREADS, head["machine"]["accelerator"]) if settings.targets != (MAMBA2,) else [],
     }
-
-
-class Bars:
-    """Progress bars that are redrawn only when a step is done: without a refresh thread."""
-
-    def __init__(self, console: Console) -> None:
-        self.progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=console,
-            auto_refresh=False,
-        )
-
-    def begin(self, title: str, steps: int) -> Callable[[], None]:
-        task = self.progress.add_task(title, total=steps)
-        self.progress.refresh()
-
-        def step() -> None:
-            self.progress.advance(task)
-            self.progress.refresh()
-
-        return step
 
 
 def bench_speed(
     quick: Annotated[
         bool, typer.Option("--quick", help="About a minute: few prompts, short answers, one target.")
     ] = False,
-    json: Annotated[Path | None, typer.Option(help="Write the report as JSON.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write a plot; the suffix sets its format.")] = None,
-    markdown: Annotated[Path | None, typer.Option(help="Write the tables as Markdown.")] = None,
+    json: JsonFile = None,
+    plot: PlotFile = None,
+    markdown: MarkdownFile = None,
     prompts: Annotated[int | None, typer.Option(help="Number of held-out prompts. (default 16; quick 2)")] = None,
     tokens: Annotated[int | None, typer.Option(help="New tokens of every answer. (default 64; quick 16)")] = None,
     repetitions: Annotated[
@@ -237,37 +164,25 @@ def bench_speed(
             show_default=False,
         ),
     ] = None,
-    temperatures: Annotated[str, typer.Option(help="Sampling temperatures, separated by commas.")] = "0,1",
+    temperatures: Temperatures = "0,1",
     local: Annotated[bool, typer.Option("--local", help="Run our engines in this process, without Ray.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of the order and of sampling.")] = 0,
-    models: Annotated[Path, typer.Option(help="Folder written by `dendro train demo`.")] = DEMO_MODELS,
+    models: Models = DEMO_MODELS,
 ) -> None:
     """Compare speeds: transformers' generate, its prompt lookup and its assisted generation; ours without speculation,
     with each configured shape and with the policy. All in one run, interleaved, on the demo target and on a costly one
     of the same function. Exits with status 1 if ours answered differently with speculation than without.
     """
     settings = SpeedSettings(
-        targets=(target or (Which.COSTLY if quick else Which.BOTH)).names,
-        prompts=prompts if prompts is not None else QUICK_PROMPTS if quick else 16,
-        tokens=tokens if tokens is not None else QUICK_TOKENS if quick else ANSWER_TOKENS,
-        repetitions=repetitions if repetitions is not None else QUICK_REPETITIONS if quick else 2,
+        targets=chosen(target, quick, Which.COSTLY, Which.BOTH).names,
+        prompts=chosen(prompts, quick, QUICK_PROMPTS, PROMPTS),
+        tokens=chosen(tokens, quick, QUICK_TOKENS, ANSWER_TOKENS),
+        repetitions=chosen(repetitions, quick, QUICK_REPETITIONS, REPETITIONS),
         temperatures=parse_temperatures(temperatures),
         local=local,
         seed=seed,
         models=models,
     )
-    logging.disable_progress_bar()  # the library's loading bars would mix with ours
-    bars = Bars(Console(stderr=True))
-    with bars.progress:
-        report = asyncio.run(run_speed(settings, bars.begin))
-    console = Console()
-    reports.show(console if console.is_terminal else Console(width=PLAIN_WIDTH), report)
-    facts, tables = reports.facts_of(report), reports.tables_of(report)
-    reports.write_reports(report, facts, tables, reports.plot, json, markdown, plot)
-    if different(report):
-        raise typer.Exit(1)
-
-
-def different(report: dict[str, Any]) -> Sequence[str]:
-    """Our answers that speculation changed; expected to be none."""
-    return [line for target in report["targets"].values() for line in target["identity"]["differences"]]
+    report = with_bars(lambda begin: asyncio.run(run_speed(settings, begin)))
+    found = different(report)
+    present(report, facts_of(report), tables_of(report), json, markdown, plot, draw, differences=found)

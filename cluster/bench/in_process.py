@@ -1,0 +1,93 @@
+"""Engines of this process, and texts at them: no router and no sockets."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from dendro.calls import CloseCall, DraftCall, DrafterPeer, OpenCall, Terms, TextUpdate, VerifierPeer, VerifyCall
+from dendro.calls import new_opening as opening_id
+from dendro.shapes import TreeShape, child_counts
+from dendro.state import NoStates
+from dendro.text import Limits, Sampling, Tokens, Verdict
+from dendro.tree import DraftTree
+
+from cluster.bench.targets import THREADS
+from cluster.config import TargetConfig
+from cluster.engines import verifier_options
+from drafter_service.engine import DrafterEngine
+from drafter_service.options import DrafterOptions
+from verifier_service.engine import VerifierEngine
+
+DRAFTER_DTYPE = "float32"
+"""In float32 the order of guesses depends on the text alone, so rounds replay exactly; in bfloat16 it also depends on
+how the text was split into forwards. On a CPU both cost the same."""
+
+
+@asynccontextmanager
+async def verifier_of(
+    name: str,
+    target: TargetConfig,
+    max_length: int,
+    texts: int = 1,
+    checkpoint: Path | None = None,
+    device: torch.device | str = "cpu",
+) -> AsyncIterator[VerifierEngine]:
+    """A target's engine for so many texts; `checkpoint` replaces the target's."""
+    options = replace(verifier_options(name, target), max_length=max_length, max_sessions=texts, device=device)
+    engine = VerifierEngine.load(checkpoint or target.checkpoint, options)
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
+@asynccontextmanager
+async def drafter_of(checkpoint: Path, texts: int = 1) -> AsyncIterator[DrafterEngine]:
+    """A drafter's engine for so many texts."""
+    options = DrafterOptions(
+        name=checkpoint.name, dtype=getattr(torch, DRAFTER_DTYPE), threads=THREADS, max_sessions=texts
+    )
+    engine = DrafterEngine.load(checkpoint, options, states=NoStates())
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
+class EngineText:
+    """One text at engines of this process."""
+
+    def __init__(self, ids: Sequence[int], sampling: Sampling) -> None:
+        self.text = Tokens(ids)
+        self._sampling = sampling
+        self._opening = opening_id()
+
+    def update(self, start: int) -> TextUpdate:
+        """A call's text: the tokens from `start` on."""
+        return TextUpdate.of(self._opening, self.text, start)
+
+    async def open(self, engine: DrafterPeer | VerifierPeer, room: int) -> None:
+        limits = Limits(len(self.text) + room, ignore_end=True)
+        await engine.open(OpenCall(self.update(0), Terms(self._sampling, limits, "", ())))
+
+    async def draft(self, drafter: DrafterPeer, shape: TreeShape, start: int) -> DraftTree:
+        return await drafter.draft(DraftCall(self.update(start), shape))
+
+    async def verify(self, verifier: VerifierPeer, tree: DraftTree, start: int) -> Verdict:
+        return await verifier.verify(VerifyCall(self.update(start), tree))
+
+    async def close(self, engine: DrafterPeer | VerifierPeer, start: int | None = None) -> None:
+        """Close it; the engine has ids[:start] (None: all of it)."""
+        await engine.close(CloseCall(self.update(len(self.text) if start is None else start)))
+
+
+def tree_of(shape: TreeShape, root: int = 0) -> DraftTree:
+    """A tree of a static shape whose guesses all differ. Raises ValueError for other shapes."""
+    parents = [-1, *(row for row, count in enumerate(child_counts(shape)) for _ in range(count))]
+    return DraftTree.of([root, *range(1, len(parents))], parents)

@@ -1,0 +1,159 @@
+"""The report of `dendro bench speed` as facts, tables and plot. Nothing is measured here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cluster.bench.measurement import GENERATE, OFF
+from cluster.bench.report import (
+    Cells,
+    Report,
+    aims_table,
+    figure_at,
+    interval,
+    machine_facts,
+    medians,
+    number,
+    with_interval,
+)
+
+PARTS = {"draft": "draft", "verify": "verification", "queue": "queue", "hop": "hops between peers"}
+"""Parts of a round, and their names in the plot."""
+SPEED_COLUMNS = (
+    "",
+    "tokens/s",
+    "90 %",
+    "over generate",
+    "over off",
+    "emitted per round",
+    "first token ms",
+    "decode tokens/s",
+)
+SPLIT_COLUMNS = ("", *(f"{part} ms" for part in PARTS), "round ms", "hops", "shapes picked")
+MODEL_COLUMNS = (
+    "",
+    "rows",
+    "verify ms",
+    "predicted",
+    "decode tokens/s",
+    "predicted tokens/s",
+    "picked by the policy",
+)
+FIT_COLUMNS = ("form", "c ms", "k ms", "k2 ms")
+
+
+def facts_of(report: Report) -> Iterator[str]:
+    """Lines about the conditions of the measurement."""
+    yield from machine_facts(report)
+    for name, target in report["targets"].items():
+        check = target["identity"]
+        agreed = f"{len(check['differences'])} differ" if check["differences"] else "all identical"
+        yield (
+            f"The {name} target: {target['parameters']:,} parameters in {target['dtype']}, "
+            f"drafter {target['drafter']}; "
+            f"{target['prompts']} prompts of {target['prompt_tokens']} tokens, each {target['repetitions']} times; "
+            f"ours with speculation compared with ours without: {check['answers_compared']} answers, "
+            f"{check['tokens_compared']:,} tokens, {agreed}" + (f"; {target['note']}" if target["note"] else "")
+        )
+
+
+def different(report: Report) -> list[str]:
+    """Our answers that speculation changed; expected to be none."""
+    return [line for target in report["targets"].values() for line in target["identity"]["differences"]]
+
+
+def tables_of(report: Report) -> Iterator[Cells]:
+    """Every table, in order."""
+    for group in dict.fromkeys((row["target"], row["temperature"]) for row in report["rows"]):
+        rows, fits, model = (
+            [row for row in report[part] if (row["target"], row["temperature"]) == group]
+            for part in ("rows", "step_fits", "cost_model")
+        )
+        title = f"{group[0]} target, temperature {group[1]:g}"
+        yield title, SPEED_COLUMNS, [_speed_cells(row) for row in rows]
+        if split := [_split_cells(row) for row in rows if "round_ms" in row]:
+            yield f"{title}: parts of a round", SPLIT_COLUMNS, split
+        if fits:
+            yield f"{title}: a step's time by its rows n, fitted", FIT_COLUMNS, [_fit_cells(row) for row in fits]
+        if model:
+            predicted = f"{title}: predictions of the same fit to the other shapes' steps"
+            yield predicted, MODEL_COLUMNS, [_model_cells(row) for row in model]
+    if report["aims"]:
+        yield aims_table(report)
+
+
+def _speed_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    rate, over = row["tokens_per_second"], row["ratio_over"]
+    return (
+        row["name"],
+        f"{rate['median']:.1f}",
+        interval(rate, 1),
+        *(with_interval(over.get(other)) or "1" for other in (GENERATE, OFF)),
+        f"{row['emitted_per_round']:.2f}",
+        f"{row['first_token_ms']:.0f}",
+        number(row["decode_tokens_per_second"], 1),
+    )
+
+
+def _split_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    split = row["round_ms"]
+    picked = ", ".join(f"{shape} {share:.0%}" for shape, share in list(row["arms"].items())[:4])
+    return (
+        row["name"],
+        *(f"{split[part]:.2f}" for part in (*PARTS, "total")),
+        f"{row['hop_share']['median']:.1%}",
+        picked,
+    )
+
+
+def _model_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    return (
+        row["name"],
+        str(row["rows"]),
+        f"{row['verify_ms']:.2f}",
+        f"{row['predicted_verify_ms']:.2f}",
+        f"{row['tokens_per_second']:.1f}",
+        f"{row['predicted_tokens_per_second']:.1f}",
+        f"{row['picked_share']:.0%}",
+    )
+
+
+def _fit_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    return (row["form"], *(f"{row[name]:g}" if name in row else "" for name in ("c_ms", "k_ms", "k2_ms")))
+
+
+def plot(report: Report, path: Path) -> None:
+    """Bars of tokens per second with their intervals, and below them the parts of a round.
+
+    One column for each target and temperature; the path's suffix sets the format.
+    """
+    groups: dict[tuple[str, float], list[Mapping[str, Any]]] = {}
+    for row in report["rows"]:
+        groups.setdefault((row["target"], row["temperature"]), []).append(row)
+    with figure_at(path, 2, len(groups), 5.2 * len(groups), 8.5) as axes:
+        for column, ((target, temperature), rows) in enumerate(groups.items()):
+            _plot_rates(axes[0][column], rows[::-1])
+            axes[0][column].set_title(f"{target} target, temperature {temperature:g}")
+            _plot_split(axes[1][column], [row for row in rows[::-1] if "round_ms" in row])
+
+
+def _plot_rates(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    names = [row["name"] for row in rows]
+    middles, reach = medians(row["tokens_per_second"] for row in rows)
+    colours = ["#8c8c8c" if name.startswith("transformers") else "#2a7f62" for name in names]
+    axis.barh(names, middles, xerr=reach, color=colours, ecolor="black", capsize=3)
+    axis.set_xlabel("tokens per second (median and 90 % interval)")
+
+
+def _plot_split(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    names = [row["name"] for row in rows]
+    left = [0.0] * len(rows)
+    for (part, label), colour in zip(PARTS.items(), ("#d98e04", "#2a7f62", "#b8b8b8", "#b23a48"), strict=True):
+        widths = [row["round_ms"][part] for row in rows]
+        axis.barh(names, widths, left=left, color=colour, label=label)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axis.set_xlabel("time of a round (ms)")
+    if rows:
+        axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(PARTS), frameon=False, fontsize=8)
