@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from dendro.shapes import TreeShape
 
 from cluster.policies.classes import row_bucket
+from cluster.policies.least_squares import nonnegative_fit
 from cluster.policies.step_time import OUTLIER, StepTime
 
 PRIOR_ROUNDS = 8.0
@@ -67,16 +67,16 @@ class EmittedLength:
 
 REFIT = 16
 """Measured drafts between two fits of the plane. A shape's second measurement causes a fit at once."""
-FEATURES = ((1,), (1, 2), (0, 1), (0, 2), (0, 1, 2))
-"""Subsets of (once, levels, forwarded rows) that a plane may use, in order of preference."""
+FEATURES = (1, 2, 0)
+"""Columns of the plane (once, levels, forwarded rows) in order of preference: one that depends linearly on those before
+it is left out, so that a single shape gives a cost per level."""
 
 
 @dataclass(slots=True)
 class DraftPlane:
     """Draft time as a plane over levels and rows forwarded by the drafter: us = once + levels * a + forwarded * b.
 
-    Coefficients are at least 0, from the least squares of relative errors over the shapes measured. Of equally good
-    fits the first in FEATURES is taken, so that a single shape gives a cost per level.
+    Coefficients are at least 0, from the least squares of relative errors over the shapes measured.
     """
 
     coefficients: tuple[float, float, float] | None = None
@@ -97,19 +97,17 @@ class DraftPlane:
         return once + level * shape.depth + row * shape.forwarded
 
     def _fit(self, known: Mapping[TreeShape, Cost]) -> None:
-        drafts = [(1.0, shape.depth, shape.forwarded) for shape in known]
-        us = np.array([max(cost.us, 1.0) for cost in known.values()])
-        design = np.array(drafts).reshape(-1, 3) / us[:, None]
-        self.coefficients, least = None, math.inf
-        for features in FEATURES:
-            chosen = design[:, features]
-            if len(us) < len(features) or np.linalg.matrix_rank(chosen) < len(features):
-                continue
-            found = np.linalg.lstsq(chosen, np.ones(len(us)), rcond=None)[0]
-            error = float(np.square(chosen @ found - 1).sum())
-            if (found >= 0).all() and error < least - 1e-6:
-                least, by_feature = error, dict(zip(features, found.tolist(), strict=True))
-                self.coefficients = (by_feature.get(0, 0.0), by_feature.get(1, 0.0), by_feature.get(2, 0.0))
+        if not known:
+            self.coefficients = None
+            return
+        features = np.array([(1.0, shape.depth, shape.forwarded) for shape in known])
+        chosen: list[int] = []
+        for column in FEATURES:
+            if np.linalg.matrix_rank(features[:, [*chosen, column]]) > len(chosen):
+                chosen.append(column)
+        us = np.array([max(cost.us, LEAST_US) for cost in known.values()])
+        fit = dict(zip(chosen, nonnegative_fit(features[:, chosen] / us[:, None], np.ones(len(us))), strict=True))
+        self.coefficients = (fit.get(0, 0.0), fit.get(1, 0.0), fit.get(2, 0.0))
 
 
 @dataclass(slots=True)
@@ -148,7 +146,7 @@ class Costs:
         return Costs(
             hop=Cost(self.hop.us, min(self.hop.count, most)),
             draft={shape: Cost(cost.us, min(cost.count, most)) for shape, cost in self.draft.items()},
-            step=replace(self.step, weight=min(self.step.weight, PRIOR_ROUNDS)),
+            step=self.step.at_most(PRIOR_ROUNDS),
             texts=self.texts,
             tried=Counter({rows: min(count, most) for rows, count in self.tried.items()}),
         )

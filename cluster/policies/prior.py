@@ -10,18 +10,19 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import astuple, dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 from dendro.shapes import MAX_ROWS, TreeShape, child_counts
 from dendro.text import Verdict
 from dendro.tree import DraftTree
+from dendro.wire import MAX_STEP_ROWS
 
 from cluster.policies.classes import temperature_class
 from cluster.policies.costs import PRIOR_ROUNDS, Cost, Costs, EmittedLength
 from cluster.policies.replay import RANKED, RankTrace, replayed
-from cluster.policies.step_time import StepTime
+from cluster.policies.step_time import MOST_SIZES, StepTime
 
 KEPT_ROUNDS = 64.0
 """Greatest weight, in rounds, of a prior's past when rounds are added: a tenant's next texts may be of another kind."""
@@ -29,15 +30,13 @@ DEPTHS = 16
 """Depths whose ranks are counted separately; deeper ones count as the last."""
 BACK_OFF = 1.0
 """Weight, in tokens, of the distribution one level above; a depth never reached has that distribution."""
-FORMAT = 2
+FORMAT = 3
 """Increased with every change of format; a prior of another format counts as missing."""
-STEP_MEANS = tuple(each.name for each in fields(StepTime) if each.init)
 MAX_PRIOR_BYTES = 1 << 16
 MAX_ARMS, MAX_LOADS = 256, 32
 """Limits on a prior's arms and load classes, above what a router's policies and requests produce."""
 MOST = 1e15
-"""Upper bound of all numbers in a prior. The greatest is a step's squared rows times its microseconds: 6e14 for the
-largest step that a peer may report."""
+"""Upper bound of all numbers in a prior."""
 
 
 def tenant_tag(tenant: str) -> str:
@@ -175,7 +174,7 @@ def pack_prior(prior: Prior) -> bytes:
             load: {
                 "hop": astuple(costs.hop),
                 "draft": {str(shape): astuple(cost) for shape, cost in costs.draft.items()},
-                "step": {name: getattr(costs.step, name) for name in STEP_MEANS},
+                "step": costs.step.sizes,
                 "texts": costs.texts,
                 "tried": dict(costs.tried),
             }
@@ -220,16 +219,19 @@ def _cost(us: Any, count: Any) -> Cost:
     return Cost(_number(us), int(_number(count)))
 
 
+def _step(rows: int, weight: Any, us: Any) -> tuple[int, tuple[float, float]]:
+    if not 1 <= rows <= MAX_STEP_ROWS or not weight or not us:
+        raise ValueError(f"step: {rows} rows, weight {weight!r}, {us!r} us; all must be greater than 0")
+    return rows, (_number(weight), _number(us))
+
+
 def _costs(content: Mapping[str, Any]) -> Costs:
-    step = {name: _number(content["step"][name]) for name in STEP_MEANS}
-    if step["weight"] and not min(step["n"], step["n2"], step["n3"], step["n4"], step["us"], step["n_us"]):
-        raise ValueError("step: its rows and times must be greater than 0")
-    if len(content["draft"]) > MAX_ARMS or len(content["tried"]) > MAX_ROWS:
+    if len(content["draft"]) > MAX_ARMS or len(content["tried"]) > MAX_ROWS or len(content["step"]) > MOST_SIZES:
         raise ValueError("costs: too many arms or numbers of rows")
     return Costs(
         hop=_cost(*content["hop"]),
         draft={TreeShape.parse(text): _cost(*cost) for text, cost in content["draft"].items()},
-        step=StepTime(**step),
+        step=StepTime(dict(_step(int(rows), *numbers) for rows, numbers in content["step"].items())),
         texts=_number(content["texts"], 1.0),
         tried=Counter({int(rows): int(_number(count)) for rows, count in content["tried"].items()}),
     )

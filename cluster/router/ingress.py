@@ -72,6 +72,8 @@ class Ingress:
     ) -> None:
         """`served` has the tokenizers and limits of the targets. Without it they are read from the checkpoints, and
         replicas loaded from other checkpoints are not used. Without `priors`, priors are kept in this process only."""
+        import scipy.optimize  # noqa: F401  # so that no round waits for it: the first fit of costs would import it
+
         self.config = config
         self._peers = peers
         self._sessions = sessions

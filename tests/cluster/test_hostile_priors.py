@@ -192,5 +192,7 @@ def test_a_prior_of_too_many_arms_counts_as_missing():
 
 def test_a_prior_whose_steps_took_no_time_counts_as_missing():
     (load,) = CONTENT["costs"]
-    assert unpack_prior(changed([("costs", load, "step", "us")], 0)) is None
+    for rows, (weight, us) in CONTENT["costs"][load]["step"].items():
+        assert weight and us
+        assert unpack_prior(changed([("costs", load, "step", rows, 1)], 0)) is None
     assert StepTime().at(8, 1) == 0, "no step was measured"

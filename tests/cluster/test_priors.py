@@ -20,7 +20,7 @@ from edge import EdgePeers, ingress
 from cluster.api.local import LocalClient
 from cluster.policies import Experience, FullInfo, RatioUCB, make_policy, with_chain_and_off
 from cluster.policies.costs import DraftPlane, EmittedLength
-from cluster.policies.prior import NoPriors, Prior, PriorKey, pack_prior, tenant_tag, unpack_prior
+from cluster.policies.prior import FORMAT, NoPriors, Prior, PriorKey, pack_prior, tenant_tag, unpack_prior
 from cluster.policies.replay import RANKED
 from cluster.redis_server import RedisServer
 from cluster.router.priors import KINDS, WAIT_S, WRITES, Priors
@@ -236,7 +236,7 @@ def malformed() -> list[bytes]:
     good = json.loads(pack_prior(prior_of(3, 20)))
     blobs = [b"", b"{", b"null", b"[]", b"7", b"\xff\xfe", b"[" * 100_000, b'{"format": 1}']
     for path, wrong in (
-        (("format",), 3),
+        (("format",), FORMAT + 1),
         (("lengths",), []),
         (("lengths",), {"(1,": [1, 1, 0]}),
         (("lengths", "(1,1,1,1)"), [65.0, 3, 0]),  # more than any tree has
@@ -247,9 +247,12 @@ def malformed() -> list[bytes]:
         (("ranks",), [[1.0]]),
         (("ranks", 0, 0), -1.0),
         (("ranks", 0, 0), float("inf")),
-        (("costs", "0", "step", "us"), float("inf")),
-        (("costs", "0", "step", "n"), 0),
+        (("costs", "0", "step", "8", 1), float("inf")),
+        (("costs", "0", "step", "8", 0), 0),
         (("costs", "0", "step"), {"weight": 8.0}),
+        (("costs", "0", "step", "0"), [8.0, 1e4]),
+        (("costs", "0", "step", str(1 << 40)), [8.0, 1e4]),
+        (("costs", "0", "step"), {str(8 * size): [1.0, 1e4] for size in range(1, 66)}),
         (("costs", "0", "hop"), 3),
         (("costs", "0", "texts"), 0),
         (("costs", "0", "draft"), {"(9,9)": [1.0, 2]}),
@@ -265,14 +268,14 @@ def malformed() -> list[bytes]:
 
 
 def test_a_prior_of_an_older_format_counts_as_missing():
-    """Its step sums were those of a line and do not determine a parabola."""
+    """Format 2 had the sums of a fit of step times, and no times by number of rows."""
     content = json.loads(pack_prior(prior_of(3, 20)))
-    content["format"] = 1
-    for costs in content["costs"].values():
-        costs["step"] = {"weight": 8.0, "rows": 8.0, "us": 1e4, "rows_us": 8e4, "rows_rows": 64.0}
+    content["format"] = 2
     assert unpack_prior(json.dumps(content).encode()) is None
-    content["format"] = json.loads(pack_prior(Prior()))["format"]
-    assert unpack_prior(json.dumps(content).encode()) is None, "its steps lack fields of the current format"
+    for costs in content["costs"].values():
+        costs["step"] = dict.fromkeys(("weight", "n", "n2", "n3", "n4", "us", "n_us", "n2_us"), 1.0)
+    content["format"] = FORMAT
+    assert unpack_prior(json.dumps(content).encode()) is None, "its steps are not in the form of the current format"
 
 
 @pytest.mark.parametrize("blob", malformed(), ids=lambda blob: blob[:12].hex() + str(len(blob)))

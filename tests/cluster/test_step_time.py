@@ -16,7 +16,8 @@ from edge import EdgePeers, ingress
 from cluster.api.local import LocalClient
 from cluster.policies import Experience
 from cluster.policies.experience import Concurrency
-from cluster.policies.step_time import OUTLIER, STEP, StepTime, fit_steps
+from cluster.policies.least_squares import nonnegative_fit
+from cluster.policies.step_time import MOST_SIZES, OUTLIER, STEP, StepTime, fit_steps
 
 RECORDED = [(8, 53720), (8, 56280), (8, 60870), (8, 61960), (16, 82120), (32, 140790), (48, 194540)]
 """Rows and microseconds of docs/speed-mamba2.md."""
@@ -102,6 +103,20 @@ def test_too_few_different_numbers_of_rows_give_the_simplest_fit(degree: int):
     for _ in range(50):
         step.learn(16, 12_000, degree)
     assert step.coefficients(degree) == pytest.approx((8_000, 250, 0)[: degree + 1], rel=1e-6), "two determine a line"
+
+
+def test_no_coefficient_of_a_fit_is_negative():
+    assert nonnegative_fit([[1, 0], [1, 1], [1, 2]], [3, 2, 1]) == pytest.approx((2, 0))
+    assert nonnegative_fit([[1, 1], [1, 2], [1, 3]], [1, 3, 5]) == pytest.approx((0, 11 / 7))
+    assert nonnegative_fit([[1, 1], [1, 2]], [3, 5]) == pytest.approx((1, 2))
+
+
+def test_a_peer_that_reports_any_number_of_rows_makes_a_bounded_number_of_sizes():
+    step = StepTime()
+    for rows in range(8, 8 * 300, 8):
+        step.learn(rows, 1000 + rows, 1)
+    assert len(step.sizes) == MOST_SIZES
+    assert step.at(64, 1) == pytest.approx(1064, rel=1e-6)
 
 
 # -- the choice of line or parabola -----------------------------------------------------------------------------------

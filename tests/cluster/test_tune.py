@@ -31,7 +31,6 @@ from cluster.tune.measuring import (
     Timed,
     accepted,
     costs_of,
-    nonnegative_fit,
     replayed,
     replayed_lengths,
 )
@@ -192,12 +191,6 @@ def test_linear_costs_are_found_again_and_predict_rounds():
     for shape in (*shapes, TreeShape.parse("(3,2,1)")):
         assert found.round_us(shape) == pytest.approx(timed(shape).round_us - 50)
     assert found.cost_ratio == pytest.approx(940 / 8720)
-
-
-def test_no_cost_is_negative():
-    assert nonnegative_fit([[1, 0], [1, 1], [1, 2]], [3, 2, 1]) == pytest.approx((2, 0))
-    assert nonnegative_fit([[1, 1], [1, 2], [1, 3]], [1, 3, 5]) == pytest.approx((0, 11 / 7))
-    assert nonnegative_fit([[1, 1], [1, 2]], [3, 5]) == pytest.approx((1, 2))
 
 
 def test_too_few_shapes_to_fit_the_costs_are_refused():
