@@ -15,7 +15,6 @@ from typing import Annotated, Any
 import typer
 from dendro.client import AsyncClient
 from dendro.errors import BadRequest
-from dendro.shapes import OFF as OFF_SHAPE
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers.utils import logging
@@ -149,7 +148,7 @@ async def run_speed(settings: SpeedSettings, progress: Callable[[str, int], Call
     for index, name in enumerate(settings.targets):
         config = target_config(settings.models, name)
         (target,) = config.targets.values()
-        shapes = tuple(str(shape) for shape in config.arms_of(name) if shape != OFF_SHAPE)
+        shapes = tuple(str(arm.shape) for arm in config.arms_of(name) if not arm.off)
         plan = SpeedPlan(
             name,
             prompts,

@@ -82,6 +82,6 @@ def fit_steps(rows: Sequence[int], us: Vector, degree: int, weights: Vector | No
     give a polynomial of lower degree, with zeros for the rest."""
     count = min(degree + 1, len(set(rows)))
     root = np.sqrt(np.ones(len(rows)) if weights is None else weights)
-    design = np.vander(np.array(rows, np.float64) / UNIT, count, increasing=True)
+    design = (np.array(rows, np.float64)[:, None] / UNIT) ** np.arange(count)
     fit = nonnegative_fit(design * root[:, None], us * root) if count else []
     return tuple(each / UNIT**power for power, each in enumerate(fit + [0.0] * (degree + 1 - count)))

@@ -204,7 +204,7 @@ class Ingress:
                         offset=len(text) - len(verdict.tokens) - before,
                         token_ids=verdict.tokens,
                         text=added + stream.flush() if verdict.finished else added,
-                        shape=str(account.shape),
+                        shape=str(account.arm.shape),
                     )
                     yield pb.GenerateResponse(chunk=chunk)
         finally:

@@ -8,12 +8,12 @@ from itertools import combinations
 import numpy as np
 import pytest
 from dendro.calls import PROTOCOL_VERSION, Hello
-from dendro.shapes import OFF, LevelShape
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 from edge import EdgePeers, ingress
 
 from cluster.api.local import LocalClient
+from cluster.arms import OFF_ARM, Arm
 from cluster.policies import Experience
 from cluster.policies.experience import Concurrency
 from cluster.policies.least_squares import nonnegative_fit
@@ -21,7 +21,7 @@ from cluster.policies.step_time import MOST_SIZES, OUTLIER, STEP, StepTime, fit_
 
 RECORDED = [(8, 53720), (8, 56280), (8, 60870), (8, 61960), (16, 82120), (32, 140790), (48, 194540)]
 """Rows and microseconds of docs/speed-mamba2.md."""
-CHAIN, TREE = LevelShape((1, 1, 1, 1)), LevelShape((3, 2, 2, 1, 1))
+CHAIN, TREE = Arm.parse("mamba:(1,1,1,1)"), Arm.parse("mamba:(3,2,2,1,1)")
 
 
 def reference(samples: list[tuple[int, float]], weights: list[float], degree: int) -> np.ndarray:
@@ -126,7 +126,7 @@ def learned(attends: bool, step_us) -> Experience:
     """An experience of shapes of 8 to 24 padded rows."""
     experience = Experience(Concurrency(attends=attends))
     for _ in range(50):
-        for shape in (OFF, CHAIN, LevelShape((3, 2, 1)), LevelShape((4, 2, 1))):
+        for shape in (OFF_ARM, CHAIN, Arm.parse("mamba:(3,2,1)"), Arm.parse("mamba:(4,2,1)")):
             tree = DraftTree.of(range(shape.rows), range(-1, shape.rows - 1))
             rows = -(-shape.rows // 8) * 8
             found = Verdict((1,), (0,), (), None, 1, round(step_us(rows)), step_rows=rows)
@@ -138,8 +138,8 @@ def test_with_attention_the_predicted_step_time_is_quadratic_in_rows():
     """Predicts the step of a tree of 48 rows from steps of 8 to 24."""
     step_us = lambda rows: 5000 + 10 * rows * rows  # noqa: E731
     hybrid, states = learned(True, step_us), learned(False, step_us)
-    assert hybrid._verify_us(TREE.rows) == pytest.approx(step_us(48), rel=1e-3)
-    assert states._verify_us(TREE.rows) < 0.7 * step_us(48)
+    assert hybrid.costs.verify_us(TREE.rows, hybrid.degree) == pytest.approx(step_us(48), rel=1e-3)
+    assert states.costs.verify_us(TREE.rows, states.degree) < 0.7 * step_us(48)
 
 
 @pytest.mark.parametrize("attends", [True, False])

@@ -20,6 +20,7 @@ from transformers import Mamba2ForCausalLM
 from typer.testing import CliRunner
 
 from cluster import cli
+from cluster.arms import Arm
 from cluster.config import Config, DrafterConfig
 from cluster.policies import Static
 from cluster.policies.sequoia import expected_tokens
@@ -123,7 +124,7 @@ async def lengths_of(verifier: VerifierEngine, drafter: DrafterEngine, text: Tex
     call = OpenCall(update(), Terms(text.sampling, text.limits, "", ()))
     await asyncio.gather(verifier.open(call), drafter.open(call))
     held = len(text)
-    lengths = [verdict.length async for verdict in rounds(text, Near(), Near(), Static(shape))]
+    lengths = [verdict.length async for verdict in rounds(text, Near(), Near(), Static(Arm.of("drafter", shape)))]
     await asyncio.gather(verifier.close(CloseCall(update())), drafter.close(CloseCall(update())))
     return lengths
 
