@@ -238,6 +238,13 @@ def _cost(us: Any, count: Any) -> Cost:
     return Cost(_number(us), int(_number(count)))
 
 
+def _drafted(text: str) -> Arm:
+    arm = Arm.parse(text)
+    if not arm.drafted:
+        raise ValueError(f"costs: {arm} has no draft")
+    return arm
+
+
 def _step(rows: int, weight: Any, us: Any) -> tuple[int, tuple[float, float]]:
     if not 1 <= rows <= MAX_STEP_ROWS or not weight or not us:
         raise ValueError(f"step: {rows} rows, weight {weight!r}, {us!r} us; all must be greater than 0")
@@ -249,7 +256,7 @@ def _costs(content: Mapping[str, Any]) -> Costs:
         raise ValueError("costs: too many arms or numbers of rows")
     return Costs(
         hop=_cost(*content["hop"]),
-        draft={Arm.parse(text): _cost(*cost) for text, cost in content["draft"].items()},
+        draft={_drafted(text): _cost(*cost) for text, cost in content["draft"].items()},
         step=StepTime(dict(_step(int(rows), *numbers) for rows, numbers in content["step"].items())),
         texts=_number(content["texts"], 1.0),
         tried=Counter({int(rows): int(_number(count)) for rows, count in content["tried"].items()}),

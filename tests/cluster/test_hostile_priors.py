@@ -197,3 +197,12 @@ def test_a_prior_whose_steps_took_no_time_counts_as_missing():
         assert weight and us
         assert unpack_prior(changed([("costs", load, "step", rows, 1)], 0)) is None
     assert StepTime().at(8, 1) == 0, "no step was measured"
+
+
+@pytest.mark.parametrize("arm", ["off", "lookup:proposed(7)"])
+def test_a_prior_with_the_draft_time_of_an_arm_that_is_not_drafted_counts_as_missing(arm: str):
+    """paper_ucb divides draft times by depths, and `off` has the depth 0."""
+    (load,) = CONTENT["costs"]
+    content = json.loads(json.dumps(CONTENT))
+    content["costs"][load]["draft"][arm] = [100.0, 2]
+    assert unpack_prior(json.dumps(content).encode()) is None

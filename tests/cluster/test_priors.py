@@ -271,6 +271,7 @@ def malformed() -> list[bytes]:
         (("costs", "0", "texts"), 0),
         (("costs", "0", "draft"), {"mamba:(9,9)": [1.0, 2]}),
         (("costs", "0", "draft"), {"(1,1)": [1.0, 2]}),
+        (("costs", "0", "draft"), {"off": [1.0, 2]}),
         (("costs",), {"light": {}}),
     ):
         content = json.loads(json.dumps(good))
