@@ -86,7 +86,7 @@ def examine(config: Config, load: bool, show_line: Callable[[str], None]) -> Rep
         if positions is not None and target.max_length > positions:
             report.add_problem(f"targets.{name}.max_length: {target.max_length}; the model has {positions} positions")
         entry = _describe(report, "targets", name, target, facts.targets[name])
-        entry.arms = [str(shape) for shape in config.arms_of(name)]
+        entry.arms = [str(arm.shape) for arm in config.arms_of(name)]
         entry.left_out = _left_out(config, name, target)
         report.targets.append(entry)
     for name, drafter in config.drafters.items():

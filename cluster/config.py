@@ -23,9 +23,10 @@ from urllib.parse import quote
 import yaml
 from dendro.errors import BadRequest
 from dendro.health import LONGEST_STEP_S
-from dendro.shapes import MAX_ROWS, OFF, TreeShape
+from dendro.shapes import MAX_ROWS, TreeShape
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from cluster.arms import OFF_ARM, Arm
 from cluster.policies import POLICIES
 from cluster.proposers import PROPOSERS
 
@@ -353,16 +354,22 @@ class Config(Section):
             name for name, drafter in self.drafters.items() if not drafter.targets or target in drafter.targets
         )
 
-    def arms_of(self, target: str) -> tuple[TreeShape, ...]:
+    def arms_of(self, target: str) -> tuple[Arm, ...]:
         """The arms that are within a target's limits and can be made for it; `off` alone where there are none."""
-        holds = self.targets[target].holds
-        return tuple(shape for shape in self.speculation.shapes if holds(shape) and self.makes(target, shape)) or (OFF,)
+        shapes = filter(self.targets[target].holds, self.speculation.shapes)
+        arms = (Arm(self.maker_of(target, shape), shape) for shape in shapes if self.makes(target, shape))
+        return tuple(arms) or (OFF_ARM,)
+
+    def maker_of(self, target: str, shape: TreeShape) -> str:
+        """Who makes trees of this shape for a target: its first drafter, or the proposers. Empty for `off`, and where
+        there is none."""
+        if shape.drafted:
+            return next(iter(self.drafters_of(target)), "")
+        return "" if shape.off else "+".join(self.speculation.proposers)
 
     def makes(self, target: str, shape: TreeShape) -> bool:
         """Whether a target has a drafter, or proposers, for trees of this shape."""
-        if shape.off:
-            return True
-        return bool(self.drafters_of(target) if shape.drafted else self.speculation.proposers)
+        return shape.off or bool(self.maker_of(target, shape))
 
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

@@ -26,6 +26,7 @@ from dendro.shapes import TreeShape
 from dendro.text import Limits, Sampling, Text, Verdict
 from dendro.tree import DraftTree
 
+from cluster.arms import Arm
 from cluster.bench.measurement import Step
 from cluster.bench.report import aim_row
 from cluster.bench.statistics import Estimate, median_estimate
@@ -115,7 +116,7 @@ async def endless_rounds(tokens: int) -> AsyncIterator[Verdict]:
     drafter = ProposalLibrary(("lookup", "suffix"), 64, 16).around(cast(Any, handle), "", 8, 0.0)
     assert drafter is not None
     try:
-        async for verdict in rounds(text, drafter, verifier, Static(SHAPE)):
+        async for verdict in rounds(text, drafter, verifier, Static(Arm("drafter", SHAPE))):
             yield verdict
     finally:
         await drafter.close(text)

@@ -16,6 +16,7 @@ from dendro.shapes import TreeShape
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 
+from cluster.arms import Arm
 from cluster.bench.costs import ReplayCosts
 from cluster.bench.traces import Trace
 from cluster.policies import Experience, InformedPolicy, make_policy
@@ -53,6 +54,11 @@ class ReplayedAnswer:
         return Counter(each.shape for each in self.rounds)
 
 
+def arm_of(shape: TreeShape) -> Arm:
+    """The arm of a shape in a replay, whose guesses come from one drafter and from `lookup`."""
+    return Arm.of("drafter" if shape.drafted else Lookup.name, shape)
+
+
 def sibling_ranks(tree: DraftTree, path: Sequence[int]) -> tuple[int, ...]:
     """The rank among its siblings of each guess on a path."""
     return tuple(tree.children(above).index(row) for above, row in pairwise(path))
@@ -84,7 +90,8 @@ def run_policy(
         while base < answer.end:
             proposal = trace.proposals[base - answer.begin] if chances and trace.proposals else None
             offer = partial(chances.tree, Lookup.name, proposal) if chances and proposal else None
-            shape = policy.choose(offer)
+            arm = policy.choose(offer)
+            shape = arm.shape
             draft_us, step_us = costs.draft_us(shape), costs.step_us(trace.rows(shape, base))
             tree = replace(trace.tree(shape, base), draft_us=round(draft_us), texts=1)
             if shape.drafted:
@@ -101,17 +108,17 @@ def run_policy(
             )
             if chances and proposal:
                 chances.learn(Lookup.name, proposal, verdict.tokens)
-            policy.learn(shape, tree, verdict)
+            policy.learn(arm, tree, verdict)
             running.begun()
             if rounds:  # as in the router: the first round includes opening the text
-                experience.learn_time(shape, tree, verdict, draft_us + step_us)
+                experience.learn_time(arm, tree, verdict, draft_us + step_us)
             rounds.append(ReplayedRound(shape, len(path), draft_us + step_us))
             base += len(path)
     return ReplayedAnswer(trace, tuple(rounds))
 
 
 def run_stream(
-    name: str, arms: Sequence[TreeShape], traces: Sequence[Trace], costs: ReplayCosts, passes: int
+    name: str, shapes: Sequence[TreeShape], traces: Sequence[Trace], costs: ReplayCosts, passes: int
 ) -> Iterator[list[ReplayedAnswer]]:
     """Replay all answers in order, `passes` times, with one experience as in a router; a list per pass.
 
@@ -121,6 +128,7 @@ def run_stream(
         Experience(Concurrency(attends=True)),
         Chances(),
     )  # the target of these traces is a Transformer
+    arms = [arm_of(shape) for shape in shapes]
     for _ in range(passes):
         yield [
             run_policy(make_policy(name, arms, experience, trace.answer.temperature), experience, trace, costs, chances)

@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import typer
 from dendro.client import AsyncClient
 from dendro.errors import BadRequest
-from dendro.shapes import OFF as OFF_SHAPE
 
 from cluster.bench.baselines import BaselineProcess
 from cluster.bench.machine import report_head
@@ -104,7 +103,7 @@ async def run_speed(settings: SpeedSettings, progress: Begin) -> dict[str, Any]:
     for index, name in enumerate(settings.targets):
         config = target_config(settings.models, name)
         (target,) = config.targets.values()
-        shapes = tuple(str(shape) for shape in config.arms_of(name) if shape != OFF_SHAPE)
+        shapes = tuple(str(arm.shape) for arm in config.arms_of(name) if not arm.off)
         plan = SpeedPlan(
             name,
             prompts,

@@ -134,7 +134,7 @@ async def record(settings: TreesSettings, begin: Begin) -> tuple[TreesRecord, di
     """Measure everything. Also returns the report's `plan` and `live`: facts, and rounds in real time."""
     config = target_config(settings.models, COSTLY)
     (target,) = config.targets.values()
-    arms = config.arms_of(COSTLY)
+    arms = tuple(arm.shape for arm in config.arms_of(COSTLY))
     main = settings.drafters[0]
     static = [shape for shape in fixed_arms(arms) if is_static(shape)]
     traces: dict[tuple[str, float], list[Trace]] = {}

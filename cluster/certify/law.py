@@ -17,6 +17,7 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 import torch
+from scipy.stats import chi2
 
 Law = npt.NDArray[np.float64]
 """[V] token probabilities; they sum to 1."""
@@ -120,11 +121,8 @@ def draws_to_notice(fault: Law, law: Law) -> int:
 
 
 def _critical(freedom: int) -> float:
-    """The value that chi-square with `freedom` degrees exceeds with probability ALPHA (Wilson and Hilferty)."""
-    if not freedom:
-        return math.inf
-    part = 2 / (9 * freedom)
-    return float(freedom * (1 - part + NormalDist().inv_cdf(1 - ALPHA) * math.sqrt(part)) ** 3)
+    """The value that chi-square with `freedom` degrees exceeds with probability ALPHA."""
+    return float(chi2.isf(ALPHA, freedom)) if freedom else math.inf
 
 
 def _cells(law: Law, draws: int) -> npt.NDArray[np.int64]:

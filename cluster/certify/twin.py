@@ -20,6 +20,7 @@ from tree_kernels.noise import NoiseRows, gumbel_noise
 from tree_kernels.tree_walk import Walk, walk
 from tree_kernels.warp import Warp, drafter_order, tokens_of
 
+from cluster.arms import Arm
 from cluster.policies import Static
 from cluster.router.rounds import rounds
 
@@ -124,7 +125,7 @@ async def answer_of(
     """
     text = Text(prompt, verifier.sampling, Limits(len(prompt) + count, ignore_end=True))
     drafter = SelfDrafter(verifier.logits_of, replace(verifier.sampling, seed=drafter_seed))
-    async for _ in rounds(text, drafter, verifier, Static(shape)):
+    async for _ in rounds(text, drafter, verifier, Static(Arm.of("self", shape))):
         pass
     return text.answer
 

@@ -1,12 +1,13 @@
-"""Policies choose the shape of each round. Pure arithmetic: no clock, no store, no global random state."""
+"""Policies choose the arm of each round. Pure arithmetic: no clock, no store, no global random state."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from dendro.errors import BadRequest
-from dendro.shapes import OFF, LevelShape, TreeShape
+from dendro.shapes import LevelShape
 
+from cluster.arms import OFF_ARM, Arm, drafters_of
 from cluster.policies.experience import Experience, Experiences, RunningRequest
 from cluster.policies.full_info import FullInfo
 from cluster.policies.offers import InformedPolicy, Offer
@@ -41,7 +42,7 @@ __all__ = [
 
 def make_policy(
     name: str,
-    arms: Sequence[TreeShape],
+    arms: Sequence[Arm],
     experience: Experience,
     temperature: float,
     seed: int = 0,
@@ -71,18 +72,19 @@ def make_policy(
     raise BadRequest("speculation.policy", f"{name!r} is not one of {', '.join(POLICIES)}")
 
 
-def with_chain_and_off(arms: Sequence[TreeShape]) -> tuple[TreeShape, ...]:
-    """Prepend `off` where it is missing, then a chain where some arms are drafted and none of those is a chain.
+def with_chain_and_off(arms: Sequence[Arm]) -> tuple[Arm, ...]:
+    """Prepend `off` where it is missing, then a chain for each drafter that has arms and no chain among them.
 
-    The chain has at most CHAIN_DEPTH levels and the depth of the deepest arm, so it keeps the arms' bounds on depth and
-    rows.
+    The chain has at most CHAIN_DEPTH levels and the depth of the drafter's deepest arm, so it keeps the arms' bounds on
+    depth and rows.
 
-    >>> [str(arm) for arm in with_chain_and_off([LevelShape((3, 2, 1))])]
-    ['off', '(1,1,1)', '(3,2,1)']
+    >>> [str(arm) for arm in with_chain_and_off([Arm("mamba", LevelShape((3, 2, 1)))])]
+    ['off', 'mamba:(1,1,1)', 'mamba:(3,2,1)']
     """
-    drafted = [arm for arm in arms if arm.drafted]
-    depth = max((arm.depth for arm in drafted), default=0)
-    added: list[TreeShape] = [] if OFF in arms else [OFF]
-    if depth and not any(arm.rows == arm.depth + 1 for arm in drafted):
-        added.append(LevelShape((1,) * min(depth, CHAIN_DEPTH)))
+    added = [] if OFF_ARM in arms else [OFF_ARM]
+    for drafter in drafters_of(arms):
+        own = [arm for arm in arms if arm.drafted and arm.maker == drafter]
+        if not any(arm.rows == arm.depth + 1 for arm in own):
+            depth = min(max(arm.depth for arm in own), CHAIN_DEPTH)
+            added.append(Arm(drafter, LevelShape((1,) * depth)))
     return (*added, *arms)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from dendro.shapes import TreeShape
 
+from cluster.arms import Arm
 from cluster.policies.classes import row_bucket
+from cluster.policies.least_squares import nonnegative_fit
 from cluster.policies.step_time import OUTLIER, StepTime
 
 PRIOR_ROUNDS = 8.0
@@ -67,49 +68,48 @@ class EmittedLength:
 
 REFIT = 16
 """Measured drafts between two fits of the plane. A shape's second measurement causes a fit at once."""
-FEATURES = ((1,), (1, 2), (0, 1), (0, 2), (0, 1, 2))
-"""Subsets of (once, levels, forwarded rows) that a plane may use, in order of preference."""
+FEATURES = (1, 2, 0)
+"""Columns of the plane (once, levels, forwarded rows) in order of preference: one that depends linearly on those before
+it is left out, so that a single shape gives a cost per level."""
 
 
 @dataclass(slots=True)
 class DraftPlane:
-    """Draft time as a plane over levels and rows forwarded by the drafter: us = once + levels * a + forwarded * b.
+    """One drafter's draft time as a plane over levels and forwarded rows: us = once + levels * a + forwarded * b.
 
-    Coefficients are at least 0, from the least squares of relative errors over the shapes measured. Of equally good
-    fits the first in FEATURES is taken, so that a single shape gives a cost per level.
+    Coefficients are at least 0, from the least squares of relative errors over the shapes measured.
     """
 
     coefficients: tuple[float, float, float] | None = None
-    _since_fit: int = 0  # measured drafts
+    _since_fit: int = REFIT  # measured drafts
 
     def note(self, cost: Cost) -> None:
         """Count a measured draft; `cost` is its shape's."""
         self._since_fit = REFIT if cost.count == TRIED else self._since_fit + 1
 
-    def at(self, shape: TreeShape, draft: Mapping[TreeShape, Cost]) -> float | None:
-        """Microseconds of a draft of this shape, predicted from the costs in `draft`; None where none is known."""
+    def at(self, arm: Arm, draft: Mapping[Arm, Cost]) -> float | None:
+        """Microseconds of a draft, predicted from the drafter's costs in `draft`; None where none is known."""
         if self._since_fit >= REFIT:
-            self._fit({other: cost for other, cost in draft.items() if cost.known and cost.us})
+            own = {other: cost for other, cost in draft.items() if other.maker == arm.maker}
+            self._fit({other.shape: cost for other, cost in own.items() if cost.known and cost.us})
             self._since_fit = 0
         if self.coefficients is None:
             return None
         once, level, row = self.coefficients
-        return once + level * shape.depth + row * shape.forwarded
+        return once + level * arm.depth + row * arm.shape.forwarded
 
     def _fit(self, known: Mapping[TreeShape, Cost]) -> None:
-        drafts = [(1.0, shape.depth, shape.forwarded) for shape in known]
-        us = np.array([max(cost.us, 1.0) for cost in known.values()])
-        design = np.array(drafts).reshape(-1, 3) / us[:, None]
-        self.coefficients, least = None, math.inf
-        for features in FEATURES:
-            chosen = design[:, features]
-            if len(us) < len(features) or np.linalg.matrix_rank(chosen) < len(features):
-                continue
-            found = np.linalg.lstsq(chosen, np.ones(len(us)), rcond=None)[0]
-            error = float(np.square(chosen @ found - 1).sum())
-            if (found >= 0).all() and error < least - 1e-6:
-                least, by_feature = error, dict(zip(features, found.tolist(), strict=True))
-                self.coefficients = (by_feature.get(0, 0.0), by_feature.get(1, 0.0), by_feature.get(2, 0.0))
+        if not known:
+            self.coefficients = None
+            return
+        features = np.array([(1.0, shape.depth, shape.forwarded) for shape in known])
+        chosen: list[int] = []
+        for column in FEATURES:
+            if np.linalg.matrix_rank(features[:, [*chosen, column]]) > len(chosen):
+                chosen.append(column)
+        us = np.array([max(cost.us, LEAST_US) for cost in known.values()])
+        fit = dict(zip(chosen, nonnegative_fit(features[:, chosen] / us[:, None], np.ones(len(us))), strict=True))
+        self.coefficients = (fit.get(0, 0.0), fit.get(1, 0.0), fit.get(2, 0.0))
 
 
 @dataclass(slots=True)
@@ -117,38 +117,39 @@ class Costs:
     """Costs and lengths under one load class. `hop` is the time of a call to a peer beyond the peer's own time."""
 
     hop: Cost = field(default_factory=Cost)
-    draft: dict[TreeShape, Cost] = field(default_factory=dict)
+    draft: dict[Arm, Cost] = field(default_factory=dict)
     step: StepTime = field(default_factory=StepTime)
     texts: float = 1.0  # of a step, smoothed
     tried: Counter[int] = field(default_factory=Counter)  # rounds by row bucket
-    rows: dict[TreeShape, float] = field(default_factory=dict)  # of a tree, smoothed
-    lengths: dict[tuple[str, TreeShape], EmittedLength] = field(default_factory=dict)
-    _plane: DraftPlane = field(default_factory=DraftPlane)
+    rows: dict[Arm, float] = field(default_factory=dict)  # of a tree, smoothed
+    lengths: dict[tuple[str, Arm], EmittedLength] = field(default_factory=dict)
+    _planes: defaultdict[str, DraftPlane] = field(default_factory=lambda: defaultdict(DraftPlane))  # by drafter
 
-    def learn_draft(self, shape: TreeShape, us: float) -> None:
+    def learn_draft(self, arm: Arm, us: float) -> None:
         """Record a measured draft; 0 if none came."""
-        cost = self.draft.setdefault(shape, Cost())
+        cost = self.draft.setdefault(arm, Cost())
         cost.learn(us)
-        self._plane.note(cost)
+        self._planes[arm.maker].note(cost)
 
     def verify_us(self, rows: float, degree: int) -> float:
         """A text's share of a step in which every text has so many rows. degree: of the step-time polynomial"""
         return self.step.at(row_bucket(round(self.texts * rows)), degree) / self.texts
 
-    def draft_us(self, shape: TreeShape) -> float | None:
-        """The shape's measured draft time, else one predicted from other shapes; None where none was measured."""
-        own = self.draft.get(shape)
+    def draft_us(self, arm: Arm) -> float | None:
+        """The arm's measured draft time, else one predicted from its drafter's other arms; None where none was
+        measured."""
+        own = self.draft.get(arm)
         if own is not None and own.known:
             return own.us
-        return self._plane.at(shape, self.draft)
+        return self._planes[arm.maker].at(arm, self.draft)
 
     def hint(self) -> Costs:
         """A copy of the costs, without lengths and rows; each weighs PRIOR_ROUNDS at most."""
         most = int(PRIOR_ROUNDS)
         return Costs(
             hop=Cost(self.hop.us, min(self.hop.count, most)),
-            draft={shape: Cost(cost.us, min(cost.count, most)) for shape, cost in self.draft.items()},
-            step=replace(self.step, weight=min(self.step.weight, PRIOR_ROUNDS)),
+            draft={arm: Cost(cost.us, min(cost.count, most)) for arm, cost in self.draft.items()},
+            step=self.step.at_most(PRIOR_ROUNDS),
             texts=self.texts,
             tried=Counter({rows: min(count, most) for rows, count in self.tried.items()}),
         )
@@ -157,4 +158,4 @@ class Costs:
         """Replace all costs by those of `hint`. Lengths and rows stay."""
         self.hop, self.draft, self.step = hint.hop, hint.draft, hint.step
         self.texts, self.tried = hint.texts, hint.tried
-        self._plane = DraftPlane(_since_fit=REFIT)
+        self._planes.clear()

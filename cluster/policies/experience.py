@@ -17,10 +17,10 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from dendro.shapes import TreeShape
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 
+from cluster.arms import Arm
 from cluster.policies.classes import ROW_BUCKET, load_class, row_bucket, temperature_class
 from cluster.policies.costs import COST_STEP, LEAST_US, PRIOR_ROUNDS, TRIED, Costs, EmittedLength
 from cluster.policies.promises import Promises
@@ -133,87 +133,76 @@ class Experience:
         """Those of the expected load class."""
         return self._by_load[self.concurrency.expected_load]
 
-    def worth(self, shape: TreeShape, tree: DraftTree, verdict: Verdict, temperature: float) -> float:
+    def worth(self, arm: Arm, tree: DraftTree, verdict: Verdict, temperature: float) -> float:
         """Tokens for which a round counts in its arm's mean: see `Promises`."""
-        return self.promises.worth(temperature_class(temperature), shape, tree, verdict)
+        return self.promises.worth(temperature_class(temperature), arm, tree, verdict)
 
-    def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict, temperature: float) -> float:
+    def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict, temperature: float) -> float:
         """Record a round and return its `worth`. A late tree is the root alone, with the wait as its draft time.
 
         A draft batched with other texts costs each its share. Of a step only the time by number of rows is learned:
         the other texts' rows in it are not this arm's choice.
         """
         costs = self._by_load[self.concurrency.load]
-        if shape.drafted:
-            costs.learn_draft(shape, tree.draft_us / tree.texts)
+        if arm.drafted:
+            costs.learn_draft(arm, tree.draft_us / tree.texts)
         if costs.tried.total() and not verdict.cold:  # the first touches cold memory
             costs.step.learn(row_bucket(verdict.step_rows), verdict.verify_us, self.degree)
             costs.texts += COST_STEP * (verdict.texts - costs.texts)
         costs.tried[row_bucket(tree.rows)] += 1
-        rows = costs.rows.setdefault(shape, tree.rows)
-        costs.rows[shape] = rows + COST_STEP * (tree.rows - rows)
-        kind, worth = temperature_class(temperature), self.worth(shape, tree, verdict, temperature)
-        costs.lengths.setdefault((kind, shape), EmittedLength()).learn(worth)
-        self.promises.learn(kind, shape, tree, verdict)
+        rows = costs.rows.setdefault(arm, tree.rows)
+        costs.rows[arm] = rows + COST_STEP * (tree.rows - rows)
+        kind, worth = temperature_class(temperature), self.worth(arm, tree, verdict, temperature)
+        costs.lengths.setdefault((kind, arm), EmittedLength()).learn(worth)
+        self.promises.learn(kind, arm, tree, verdict)
         return worth
 
-    def learn_time(
-        self, shape: TreeShape, tree: DraftTree, verdict: Verdict, took_us: float, disturbed: bool = False
-    ) -> None:
+    def learn_time(self, arm: Arm, tree: DraftTree, verdict: Verdict, took_us: float, disturbed: bool = False) -> None:
         """Record a round's whole time. What remains after draft, queue and step is the time of its hops, shared by the
         texts of the step. disturbed: a prompt was processed meanwhile"""
         busy_us = tree.draft_us + verdict.verify_us + verdict.queue_us
         hops_us = max(took_us - busy_us, 0.0) / verdict.texts
-        self._by_load[self.concurrency.load].hop.learn(hops_us / self._hops(shape))
+        self._by_load[self.concurrency.load].hop.learn(hops_us / self._hops(arm))
         self.concurrency.learn(verdict.length, took_us, disturbed or verdict.cold)
 
-    def round_us(self, shape: TreeShape, rows: float | None = None) -> float | None:
-        """Predicted microseconds of a round of this shape: a text's share of the draft and of the step. None until
-        TRIED rounds with as many padded rows, and for a drafted shape TRIED drafts of it, were measured.
+    def round_us(self, arm: Arm, rows: float | None = None) -> float | None:
+        """Predicted microseconds of a round of this arm: a text's share of the draft and of the step. None until
+        TRIED rounds with as many padded rows, and for a drafted arm TRIED drafts of it, were measured.
 
-        rows: of the tree, where already known. The prediction assumes that all texts of a step choose this shape: if
+        rows: of the tree, where already known. The prediction assumes that all texts of a step choose this arm: if
         each relied on the others' trees being small, none would be.
         """
         costs = self.costs
-        rows = self._rows(shape) if rows is None else rows
-        if costs.tried[row_bucket(round(rows))] < TRIED:
+        rows = self._rows(arm) if rows is None else rows
+        draft = costs.draft.get(arm)
+        if costs.tried[row_bucket(round(rows))] < TRIED or (arm.drafted and (draft is None or not draft.known)):
             return None
-        if not shape.drafted:
-            return max(self._verify_us(rows) + costs.hop.us, LEAST_US)
-        draft = costs.draft.get(shape)
-        if draft is None or not draft.known:
-            return None
-        return max(draft.us + self._verify_us(rows) + self._hops(shape) * costs.hop.us, LEAST_US)
+        return self.predicted_us(arm, rows)
 
     @property
     def degree(self) -> int:
         """Degree of the polynomial fitted to the target's step times."""
         return degree_of(self.concurrency.attends)
 
-    def _verify_us(self, rows: float) -> float:
-        return self.costs.verify_us(rows, self.degree)
-
-    def _rows(self, shape: TreeShape) -> float:
+    def _rows(self, arm: Arm) -> float:
         """Expected rows of a round; proposals alone seldom fill a shape."""
-        return shape.rows if shape.drafted else self.costs.rows.get(shape, shape.rows)
+        return arm.rows if arm.drafted else self.costs.rows.get(arm, arm.rows)
 
-    def _hops(self, shape: TreeShape) -> int:
+    def _hops(self, arm: Arm) -> int:
         """Calls to peers that a round waits for."""
-        return 2 if shape.drafted else 1
+        return 2 if arm.drafted else 1
 
-    def predicted_us(self, shape: TreeShape, rows: float | None = None) -> float | None:
-        """As `round_us`, also for shapes never played: the step time is read off the fit of steps, the draft time off
-        the plane. None until a step was measured, and for a drafted shape until some draft was."""
+    def predicted_us(self, arm: Arm, rows: float | None = None) -> float | None:
+        """As `round_us`, also for arms never played: the step time is read off the fit of steps, the draft time off
+        the plane. None until a step was measured, and for a drafted arm until some draft of its drafter was."""
         costs = self.costs
-        if not costs.step.weight:
+        if not costs.step.sizes:
             return None
-        rows = self._rows(shape) if rows is None else rows
-        if not shape.drafted:
-            return max(self._verify_us(rows) + costs.hop.us, LEAST_US)
-        draft_us = costs.draft_us(shape)
+        rows = self._rows(arm) if rows is None else rows
+        draft_us = costs.draft_us(arm) if arm.drafted else 0.0
         if draft_us is None:
             return None
-        return max(draft_us + self._verify_us(rows) + self._hops(shape) * costs.hop.us, LEAST_US)
+        return max(draft_us + costs.verify_us(rows, self.degree) + self._hops(arm) * costs.hop.us, LEAST_US)
 
     def hints(self) -> dict[int, Costs]:
         """Measured costs by load class, for another experience to begin with: see `take`."""
@@ -225,15 +214,16 @@ class Experience:
             if not self._by_load[load].tried.total():
                 self._by_load[load].begin(costs.hint())
 
-    def prior(self, shape: TreeShape, temperature: float) -> EmittedLength:
+    def prior(self, arm: Arm, temperature: float) -> EmittedLength:
         """A new request's prior of this arm: the mean so far, weighing PRIOR_ROUNDS at most."""
-        return self.costs.lengths.get((temperature_class(temperature), shape), EmittedLength()).at_most(PRIOR_ROUNDS)
+        return self.costs.lengths.get((temperature_class(temperature), arm), EmittedLength()).at_most(PRIOR_ROUNDS)
 
     @property
     def draft_ratio(self) -> float:
-        """lambda_gamma of the paper: time of one drafter level over one plain target forward; 0.1 until measured."""
+        """lambda_gamma of the paper: time of one level of the fastest drafter over one plain target forward; 0.1 until
+        measured."""
         plain_us = self.costs.step.at(ROW_BUCKET, self.degree)
-        levels = [cost.us / shape.depth for shape, cost in self.costs.draft.items() if cost.us]
+        levels = [cost.us / arm.depth for arm, cost in self.costs.draft.items() if cost.us]
         if not plain_us or not levels:
             return 0.1
         return min(levels) / plain_us

@@ -5,7 +5,7 @@
 An arm is known without being played, so there is no exploration, with two exceptions. A text without a prior begins
 with trees until LEAST_RANKED of its tokens are ranked. And since ranks come with drafts only, a tree is drafted after
 PROBE_EVERY rounds without one; its trace has the ranks of all tokens since the last tree, so the replay has no gap.
-Trees that do not come reduce the E[N] of all arms alike.
+Trees that do not come reduce the E[N] of all arms of their drafter alike.
 
 Beam and dynamic trees depend on values of guesses, which are not recorded. Those arms are judged by their own rounds,
 as in `RatioUCB`; so are arms wider than RANKED, and all arms while there are no ranks.
@@ -17,16 +17,16 @@ import math
 from collections.abc import Sequence
 
 from dendro.calls import IDLE_ROUNDS
-from dendro.shapes import OFF, TreeShape
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 
+from cluster.arms import OFF_ARM, Arm, drafters_of
 from cluster.policies.experience import Experience
 from cluster.policies.offers import Offer
 from cluster.policies.prior import NO_PRIOR, Prior
 from cluster.policies.rate import OPENING_ROUNDS
 from cluster.policies.ratio_ucb import RatioUCB
-from cluster.policies.replay import WINDOW, RankTrace, Replay, replayed
+from cluster.policies.replay import WINDOW, Ranked, RankTrace, Replay, replayed
 
 PROBE_EVERY = IDLE_ROUNDS - 4
 """Rounds without a drafter before a tree is drafted as a probe. Fewer than those after which the drafter's lease is
@@ -43,7 +43,7 @@ class FullInfo(RatioUCB):
 
     def __init__(
         self,
-        arms: Sequence[TreeShape],
+        arms: Sequence[Arm],
         experience: Experience,
         temperature: float,
         prior: Prior = NO_PRIOR,
@@ -51,54 +51,61 @@ class FullInfo(RatioUCB):
     ) -> None:
         """window: text tokens, 64 to 256, over which arms are judged"""
         super().__init__(arms, experience, temperature, prior)
-        self.replay = Replay([arm for arm in self.arms if replayed(arm)], window)
-        self._priors = [self.lengths[arm].at_most(math.inf) for arm in self.replay.shapes]
-        self.means: dict[TreeShape, float] = {}  # tokens of a round whose tree comes, from replay and prior
+        self.replayed = [arm for arm in self.arms if replayed(arm.shape)]
+        self.replays = {
+            drafter: Replay([arm.shape for arm in self.replayed if arm.maker == drafter], window)
+            for drafter in drafters_of(self.arms)
+        }
+        self._priors = {arm: self.lengths[arm].at_most(math.inf) for arm in self.replayed}
+        self.means: dict[Arm, float] = {}  # tokens of a round whose tree comes, from replay and prior
         self._trace = RankTrace()
-        self._arrival = 1.0  # smoothed share of requested trees that came
+        self._arrival = dict.fromkeys(self.replays, 1.0)  # by drafter: smoothed share of requested trees that came
         self._drafted_rounds = 0
         self._undrafted_rounds = 0  # since a drafter was last asked
 
-    def hoped(self, arm: TreeShape) -> float:
+    def hoped(self, arm: Arm) -> float:
         mean = self.means.get(arm)
-        return super().hoped(arm) if mean is None else 1 + self._arrival * (mean - 1)
+        return super().hoped(arm) if mean is None else 1 + self._arrival[arm.maker] * (mean - 1)
 
-    def round_us(self, arm: TreeShape) -> float | None:
+    def round_us(self, arm: Arm) -> float | None:
         return self.experience.predicted_us(arm, self.rows(arm))
 
-    def choose(self, offer: Offer | None = None) -> TreeShape:
-        shape = super().choose(offer)
-        if shape.drafted or not self.replay.shapes:
+    def choose(self, offer: Offer | None = None) -> Arm:
+        arm = super().choose(offer)
+        if arm.drafted or not self.replayed:
             self._undrafted_rounds = 0
-            return shape
+            return arm
         self._undrafted_rounds += 1
         trial = self.experience.concurrency.trial
         if self._undrafted_rounds <= PROBE_EVERY or not (trial is None or trial.speculating):
-            return shape
+            return arm
         self._undrafted_rounds = 0
-        return min(self.replay.shapes, key=lambda arm: (self.round_us(arm) or math.inf, arm.rows))
+        return min(self.replayed, key=lambda arm: (self.round_us(arm) or math.inf, arm.rows))
 
-    def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:
-        ranked = self._trace.learn(tree, verdict)
-        if ranked.ranks:
-            if not ranked.joined:
-                self.replay.cut()
-            self.replay.feed(ranked.ranks)
-            self._update_means()
-        if shape.drafted:
+    def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
+        ranked = self._trace.learn(arm.maker, tree, verdict)
+        if arm.drafted:
+            if ranked.ranks:
+                self._replay(arm.maker, ranked)
             self._drafted_rounds += 1
             if not self._opening or not tree.missed:
-                self._arrival += LATE_STEP * ((not tree.missed) - self._arrival)
-        super().learn(shape, tree, verdict)
+                self._arrival[arm.maker] += LATE_STEP * ((not tree.missed) - self._arrival[arm.maker])
+        super().learn(arm, tree, verdict)
 
-    def _update_means(self) -> None:
-        sums, counts = self.replay.tokens.tolist(), self.replay.rounds.tolist()
-        for arm, tokens, rounds, prior in zip(self.replay.shapes, sums, counts, self._priors, strict=True):
+    def _replay(self, drafter: str, ranked: Ranked) -> None:
+        """Advance the drafter's arms by the ranks of a trace."""
+        replay = self.replays[drafter]
+        if not ranked.joined:
+            replay.cut()
+        replay.feed(ranked.ranks)
+        arms = [arm for arm in self.replayed if arm.maker == drafter]
+        for arm, tokens, rounds in zip(arms, replay.tokens.tolist(), replay.rounds.tolist(), strict=True):
+            prior = self._priors[arm]
             if rounds + prior.rounds:
                 self.means[arm] = (tokens + prior.rounds * prior.mean) / (rounds + prior.rounds)
 
-    def _best(self, arms: Sequence[TreeShape]) -> TreeShape:
-        if self._excludes_off and self.experience.predicted_us(OFF) is not None:
+    def _best(self, arms: Sequence[Arm]) -> Arm:
+        if self._excludes_off and self.experience.predicted_us(OFF_ARM) is not None:
             arms = [arm for arm in arms if not arm.off]
         return super()._best(arms)
 
@@ -106,6 +113,7 @@ class FullInfo(RatioUCB):
     def _excludes_off(self) -> bool:
         """Whether too few tokens are ranked to choose `off`. False if all static arms have a prior, and after
         OPENING_ROUNDS + LEAST_RANKED drafted rounds."""
-        if self.replay.positions >= LEAST_RANKED or self._drafted_rounds >= OPENING_ROUNDS + LEAST_RANKED:
+        ranked = max((replay.positions for replay in self.replays.values()), default=0)
+        if ranked >= LEAST_RANKED or self._drafted_rounds >= OPENING_ROUNDS + LEAST_RANKED:
             return False
-        return not all(prior.rounds for prior in self._priors)
+        return not all(prior.rounds for prior in self._priors.values())

@@ -1,13 +1,13 @@
-"""Proposals for a round, available before its shape is chosen."""
+"""Proposals for a round, available before its arm is chosen."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Protocol
 
-from dendro.shapes import TreeShape
 from dendro.tree import DraftTree
 
+from cluster.arms import Arm
 from cluster.router.rounds import Policy
 
 Offer = Callable[[], DraftTree]
@@ -18,4 +18,4 @@ Takes some tenths of a millisecond, so policies that do not use it do not call i
 class InformedPolicy(Policy, Protocol):
     """A policy whose choice may depend on the proposals for the round."""
 
-    def choose(self, offer: Offer | None = None) -> TreeShape: ...
+    def choose(self, offer: Offer | None = None) -> Arm: ...

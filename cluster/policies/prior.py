@@ -1,7 +1,7 @@
 """Statistics of earlier requests of one kind, with which a new request begins. They affect speed only.
 
-A kind is a target, its drafters, a temperature class and a tenant. A prior has emitted lengths by shape; counts of the
-ranks that the drafter gave to the text's tokens, which predict shapes never played; and the tenant's costs.
+A kind is a target, its drafters, a temperature class and a tenant. A prior has emitted lengths by arm; for each drafter
+counts of the ranks that it gave to the text's tokens, which predict arms never played; and the tenant's costs.
 """
 
 from __future__ import annotations
@@ -10,18 +10,21 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import astuple, dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 from dendro.shapes import MAX_ROWS, TreeShape, child_counts
 from dendro.text import Verdict
 from dendro.tree import DraftTree
+from dendro.wire import MAX_STEP_ROWS
 
+from cluster.arms import Arm
 from cluster.policies.classes import temperature_class
 from cluster.policies.costs import PRIOR_ROUNDS, Cost, Costs, EmittedLength
 from cluster.policies.replay import RANKED, RankTrace, replayed
-from cluster.policies.step_time import StepTime
+from cluster.policies.step_time import MOST_SIZES, StepTime
 
 KEPT_ROUNDS = 64.0
 """Greatest weight, in rounds, of a prior's past when rounds are added: a tenant's next texts may be of another kind."""
@@ -29,15 +32,21 @@ DEPTHS = 16
 """Depths whose ranks are counted separately; deeper ones count as the last."""
 BACK_OFF = 1.0
 """Weight, in tokens, of the distribution one level above; a depth never reached has that distribution."""
-FORMAT = 2
+FORMAT = 4
 """Increased with every change of format; a prior of another format counts as missing."""
-STEP_MEANS = tuple(each.name for each in fields(StepTime) if each.init)
 MAX_PRIOR_BYTES = 1 << 16
 MAX_ARMS, MAX_LOADS = 256, 32
 """Limits on a prior's arms and load classes, above what a router's policies and requests produce."""
 MOST = 1e15
-"""Upper bound of all numbers in a prior. The greatest is a step's squared rows times its microseconds: 6e14 for the
-largest step that a peer may report."""
+"""Upper bound of all numbers in a prior."""
+
+RankCounts = npt.NDArray[np.float64]
+"""[DEPTHS, RANKED + 1] c[d][r]: tokens that were the d-th of their round, by the rank that a drafter gave them. All
+tokens before them in the round were guessed right."""
+
+
+def no_ranks() -> RankCounts:
+    return np.zeros((DEPTHS, RANKED + 1))
 
 
 def tenant_tag(tenant: str) -> str:
@@ -71,67 +80,46 @@ class PriorKey:
 class Prior:
     """Statistics of rounds of one kind. Also those of a single request, which are later added to its kind's."""
 
-    lengths: dict[TreeShape, EmittedLength] = field(default_factory=dict)
-    ranks: np.ndarray = field(default_factory=lambda: np.zeros((DEPTHS, RANKED + 1)))
-    """[DEPTHS, RANKED + 1] c[d][r]: tokens that were the d-th of their round, by rank. All tokens before them in the
-    round were guessed right."""
+    lengths: dict[Arm, EmittedLength] = field(default_factory=dict)
+    ranks: dict[str, RankCounts] = field(default_factory=dict)  # by drafter
     costs: dict[int, Costs] = field(default_factory=dict)  # by load class
     _trace: RankTrace = field(default_factory=RankTrace)
 
-    def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict, worth: float | None) -> None:
+    def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict, worth: float | None) -> None:
         """Record a round of a single request. A round whose tree did not come does not count for its arm.
 
         worth: `Experience.worth`; None where the client fixed the shape. Those shapes are not kept, because clients can
         name any number of them.
         """
-        ranked = self._trace.learn(tree, verdict)
-        for rank, depth in zip(ranked.ranks, ranked.depths, strict=True):
-            self.ranks[min(depth, DEPTHS) - 1, rank] += 1
+        ranked = self._trace.learn(arm.maker, tree, verdict)
+        if ranked.ranks:
+            counts = self.ranks.setdefault(arm.maker, no_ranks())
+            for rank, depth in zip(ranked.ranks, ranked.depths, strict=True):
+                counts[min(depth, DEPTHS) - 1, rank] += 1
         if worth is not None and tree.guesses and not tree.missed:
-            self.lengths.setdefault(shape, EmittedLength()).learn(worth)
+            self.lengths.setdefault(arm, EmittedLength()).learn(worth)
 
     def add(self, other: Prior) -> None:
         """Add another prior's rounds. Those already here weigh KEPT_ROUNDS at most."""
-        for shape, new in other.lengths.items():
-            self.lengths[shape] = _pooled(self.lengths.get(shape, EmittedLength()).at_most(KEPT_ROUNDS), new)
-        rounds = self.ranks[0].sum()
-        if other.ranks.any():
-            self.ranks = self.ranks * min(1.0, KEPT_ROUNDS / max(rounds, 1e-9)) + other.ranks
+        for arm, new in other.lengths.items():
+            self.lengths[arm] = _pooled(self.lengths.get(arm, EmittedLength()).at_most(KEPT_ROUNDS), new)
+        for drafter, counts in other.ranks.items():
+            kept = self.ranks.get(drafter, no_ranks())
+            self.ranks[drafter] = kept * min(1.0, KEPT_ROUNDS / max(kept[0].sum(), 1e-9)) + counts
 
-    def length(self, shape: TreeShape) -> EmittedLength | None:
+    def length(self, arm: Arm) -> EmittedLength | None:
         """A new request's prior of an arm, weighing PRIOR_ROUNDS at most: from rounds that played it; where they are
-        fewer than PRIOR_ROUNDS, from the ranks if these determine the shape and have more rounds. None without either.
-        """
-        played = self.lengths.get(shape)
+        fewer than PRIOR_ROUNDS, from its drafter's ranks if these determine what it emits and have more rounds. None
+        without either."""
+        played = self.lengths.get(arm)
         if played is not None and played.rounds >= PRIOR_ROUNDS:
             return played.at_most(PRIOR_ROUNDS)
-        rounds = float(self.ranks[0].sum())
-        if replayed(shape) and rounds and (played is None or rounds > played.rounds):
-            mean, variance = self._expected(shape)
+        ranks = self.ranks.get(arm.maker, no_ranks())
+        rounds = float(ranks[0].sum())
+        if replayed(arm.shape) and rounds and (played is None or rounds > played.rounds):
+            mean, variance = _expected(arm.shape, ranks)
             return EmittedLength(mean, min(rounds, PRIOR_ROUNDS), variance)
         return None if played is None else played.at_most(PRIOR_ROUNDS)
-
-    def _expected(self, shape: TreeShape) -> tuple[float, float]:
-        """E[N] = 1 + sum over rows of the chance to reach them, and the variance, with
-
-            a_d(r) = (c[d][r] + BACK_OFF * a_{d-1}(r)) / (sum_r c[d][r] + BACK_OFF)
-
-        (ALGORITHMS 2.4 and A.5; for levels, 1 + sum_d prod_{i<=d} a_i(N_i)).
-        """
-        chances = np.zeros_like(self.ranks)
-        chances[0] = self.ranks[0] / self.ranks[0].sum()
-        for depth in range(1, DEPTHS):
-            counts = self.ranks[depth]
-            chances[depth] = (counts + BACK_OFF * chances[depth - 1]) / (counts.sum() + BACK_OFF)
-        reached, depths = [1.0], [0]
-        for row, count in enumerate(child_counts(shape)):
-            chance = chances[min(depths[row], DEPTHS - 1)]
-            reached += [reached[row] * float(chance[rank]) for rank in range(count)]
-            depths += [depths[row] + 1] * count
-        mean = sum(reached)
-        # N > d with the chance that a row of depth d is reached; E[N^2] = sum of (2 d + 1) of these.
-        square = sum((2 * depth + 1) * chance for depth, chance in zip(depths, reached, strict=True))
-        return mean, max(square - mean * mean, 0.0)
 
 
 NO_PRIOR = Prior()
@@ -165,17 +153,40 @@ def _pooled(one: EmittedLength, other: EmittedLength) -> EmittedLength:
     return EmittedLength(one.mean + share * apart, rounds, variance)
 
 
+def _expected(shape: TreeShape, ranks: RankCounts) -> tuple[float, float]:
+    """E[N] = 1 + sum over rows of the chance to reach them, and the variance, with
+
+        a_d(r) = (c[d][r] + BACK_OFF * a_{d-1}(r)) / (sum_r c[d][r] + BACK_OFF)
+
+    (ALGORITHMS 2.4 and A.5; for levels, 1 + sum_d prod_{i<=d} a_i(N_i)).
+    """
+    chances = np.zeros_like(ranks)
+    chances[0] = ranks[0] / ranks[0].sum()
+    for depth in range(1, DEPTHS):
+        counts = ranks[depth]
+        chances[depth] = (counts + BACK_OFF * chances[depth - 1]) / (counts.sum() + BACK_OFF)
+    reached, depths = [1.0], [0]
+    for row, count in enumerate(child_counts(shape)):
+        chance = chances[min(depths[row], DEPTHS - 1)]
+        reached += [reached[row] * float(chance[rank]) for rank in range(count)]
+        depths += [depths[row] + 1] * count
+    mean = sum(reached)
+    # N > d with the chance that a row of depth d is reached; E[N^2] = sum of (2 d + 1) of these.
+    square = sum((2 * depth + 1) * chance for depth, chance in zip(depths, reached, strict=True))
+    return mean, max(square - mean * mean, 0.0)
+
+
 def pack_prior(prior: Prior) -> bytes:
-    """A prior as JSON, with shapes as text."""
+    """A prior as JSON, with arms as text."""
     content = {
         "format": FORMAT,
-        "lengths": {str(shape): astuple(length) for shape, length in prior.lengths.items()},
-        "ranks": prior.ranks.round(3).tolist(),
+        "lengths": {str(arm): astuple(length) for arm, length in prior.lengths.items()},
+        "ranks": {drafter: counts.round(3).tolist() for drafter, counts in prior.ranks.items()},
         "costs": {
             load: {
                 "hop": astuple(costs.hop),
-                "draft": {str(shape): astuple(cost) for shape, cost in costs.draft.items()},
-                "step": {name: getattr(costs.step, name) for name in STEP_MEANS},
+                "draft": {str(arm): astuple(cost) for arm, cost in costs.draft.items()},
+                "step": costs.step.sizes,
                 "texts": costs.texts,
                 "tried": dict(costs.tried),
             }
@@ -193,13 +204,13 @@ def unpack_prior(blob: bytes) -> Prior | None:
         content = json.loads(blob)
         if content["format"] != FORMAT:
             return None
-        if len(content["lengths"]) > MAX_ARMS or len(content["costs"]) > MAX_LOADS:
+        if max(len(content["lengths"]), len(content["ranks"])) > MAX_ARMS or len(content["costs"]) > MAX_LOADS:
             return None
-        ranks = np.array(content["ranks"], np.float64)
-        if ranks.shape != (DEPTHS, RANKED + 1) or not (np.isfinite(ranks) & (ranks >= 0) & (ranks <= MOST)).all():
-            return None
-        lengths = {TreeShape.parse(text): _length(*numbers) for text, numbers in content["lengths"].items()}
-        return Prior(lengths, ranks, {int(load): _costs(costs) for load, costs in content["costs"].items()})
+        return Prior(
+            {Arm.parse(text): _length(*numbers) for text, numbers in content["lengths"].items()},
+            {drafter: _ranks(counts) for drafter, counts in content["ranks"].items()},
+            {int(load): _costs(costs) for load, costs in content["costs"].items()},
+        )
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError):
         return None
 
@@ -211,6 +222,13 @@ def _number(value: Any, least: float = 0.0, most: float = MOST) -> float:
     return float(value)
 
 
+def _ranks(content: Any) -> RankCounts:
+    counts = np.array(content, np.float64)
+    if counts.shape != (DEPTHS, RANKED + 1) or not (np.isfinite(counts) & (counts >= 0) & (counts <= MOST)).all():
+        raise ValueError("ranks: not a table of counts by depth and rank")
+    return counts
+
+
 def _length(mean: Any, rounds: Any, variance: Any) -> EmittedLength:
     # The bound is not the arm's depth: proposals in the same tree may go deeper.
     return EmittedLength(_number(mean, 1.0, MAX_ROWS), _number(rounds), _number(variance))
@@ -220,16 +238,26 @@ def _cost(us: Any, count: Any) -> Cost:
     return Cost(_number(us), int(_number(count)))
 
 
+def _drafted(text: str) -> Arm:
+    arm = Arm.parse(text)
+    if not arm.drafted:
+        raise ValueError(f"costs: {arm} has no draft")
+    return arm
+
+
+def _step(rows: int, weight: Any, us: Any) -> tuple[int, tuple[float, float]]:
+    if not 1 <= rows <= MAX_STEP_ROWS or not weight or not us:
+        raise ValueError(f"step: {rows} rows, weight {weight!r}, {us!r} us; all must be greater than 0")
+    return rows, (_number(weight), _number(us))
+
+
 def _costs(content: Mapping[str, Any]) -> Costs:
-    step = {name: _number(content["step"][name]) for name in STEP_MEANS}
-    if step["weight"] and not min(step["n"], step["n2"], step["n3"], step["n4"], step["us"], step["n_us"]):
-        raise ValueError("step: its rows and times must be greater than 0")
-    if len(content["draft"]) > MAX_ARMS or len(content["tried"]) > MAX_ROWS:
+    if len(content["draft"]) > MAX_ARMS or len(content["tried"]) > MAX_ROWS or len(content["step"]) > MOST_SIZES:
         raise ValueError("costs: too many arms or numbers of rows")
     return Costs(
         hop=_cost(*content["hop"]),
-        draft={TreeShape.parse(text): _cost(*cost) for text, cost in content["draft"].items()},
-        step=StepTime(**step),
+        draft={_drafted(text): _cost(*cost) for text, cost in content["draft"].items()},
+        step=StepTime(dict(_step(int(rows), *numbers) for rows, numbers in content["step"].items())),
         texts=_number(content["texts"], 1.0),
         tried=Counter({int(rows): int(_number(count)) for rows, count in content["tried"].items()}),
     )

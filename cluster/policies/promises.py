@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from dendro.shapes import TreeShape
 from dendro.text import Verdict
 from dendro.tree import DraftTree
+
+from cluster.arms import Arm
 
 TRUSTED = 50.0
 """Weight of the prior belief about promises, in promised tokens."""
@@ -45,31 +46,31 @@ class Trust:
 class Promises:
     """Trust in the trees of one tenant's requests at a target, by kind, which is a temperature class, and arm."""
 
-    _trust: defaultdict[tuple[str, TreeShape | None], Trust] = field(default_factory=lambda: defaultdict(Trust))
-    """An arm of None stands for all arms together."""
+    _trust: defaultdict[tuple[str, Arm | str], Trust] = field(default_factory=lambda: defaultdict(Trust))
+    """In place of an arm a drafter's name stands for all its arms together."""
 
-    def worth(self, kind: str, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> float:
+    def worth(self, kind: str, arm: Arm, tree: DraftTree, verdict: Verdict) -> float:
         """Tokens for which a round counts in its arm's mean.
 
         N itself where the tree has no values, where guesses of it were left out, and for trees of proposals alone,
         whose promises the policy uses when it chooses.
         """
-        promised = _promised(shape, tree, verdict)
+        promised = _promised(arm, tree, verdict)
         if promised is None:
             return verdict.length
         nothing = Trust()  # looking up makes no entry: shapes that clients fix are judged but not kept
-        together = self._trust.get((kind, None), nothing).share(1.0)
-        share = self._trust.get((kind, shape), nothing).share(together)
+        together = self._trust.get((kind, arm.maker), nothing).share(1.0)
+        share = self._trust.get((kind, arm), nothing).share(together)
         return 1 + min(promised * share, float(tree.depths.max()))
 
-    def learn(self, kind: str, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:
+    def learn(self, kind: str, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
         """Compare what a round's tree promised with the tokens that came."""
-        promised = _promised(shape, tree, verdict)
+        promised = _promised(arm, tree, verdict)
         if promised is not None:
-            for arm in (shape, None):
-                self._trust[kind, arm].learn(promised, verdict.length - 1)
+            for each in (arm, arm.maker):
+                self._trust[kind, each].learn(promised, verdict.length - 1)
 
 
-def _promised(shape: TreeShape, tree: DraftTree, verdict: Verdict) -> float | None:
+def _promised(arm: Arm, tree: DraftTree, verdict: Verdict) -> float | None:
     """Accepted tokens that a round's tree promised; None where its promise is unknown or not for what was verified."""
-    return tree.promised if shape.drafted and not verdict.trimmed else None
+    return tree.promised if arm.drafted and not verdict.trimmed else None

@@ -20,10 +20,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
-from dendro.shapes import OFF, ProposedShape, TreeShape
+from dendro.shapes import ProposedShape
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 
+from cluster.arms import OFF_ARM, Arm
 from cluster.policies.costs import EmittedLength
 from cluster.policies.experience import Experience
 from cluster.policies.offers import Offer
@@ -42,67 +43,67 @@ class RatePolicy(ABC):
     """
 
     def __init__(
-        self, arms: Sequence[TreeShape], experience: Experience, temperature: float, prior: Prior = NO_PRIOR
+        self, arms: Sequence[Arm], experience: Experience, temperature: float, prior: Prior = NO_PRIOR
     ) -> None:
         self.arms = tuple(arms)
         self.experience = experience
         self.temperature = temperature
-        self.lengths: dict[TreeShape, EmittedLength] = {
+        self.lengths: dict[Arm, EmittedLength] = {
             arm: prior.length(arm) or experience.prior(arm, temperature) for arm in self.arms
         }
         self._opening = OPENING_ROUNDS
         self._offer: DraftTree | None = None  # proposals for the coming round
 
     @abstractmethod
-    def hoped(self, arm: TreeShape) -> float:
+    def hoped(self, arm: Arm) -> float:
         """Estimated tokens of a round of this arm, optimistic or sampled while it is little known. At most depth + 1,
         unless proposers add more; infinite for an arm never played, if the policy must try it."""
 
-    def tokens(self, arm: TreeShape) -> float:
+    def tokens(self, arm: Arm) -> float:
         """As `hoped`; for an arm of proposals that were offered, the sum of the chances that its likeliest rows are
         reached."""
-        if self._offer is None or not isinstance(arm, ProposedShape):
+        if self._offer is None or not isinstance(arm.shape, ProposedShape):
             return self.hoped(arm)
         return float(np.exp(np.sort(self._offer.values)[-arm.rows :]).sum())
 
-    def rows(self, arm: TreeShape) -> float | None:
+    def rows(self, arm: Arm) -> float | None:
         """Rows of this round's tree, for an arm of proposals that were offered; else None."""
-        if self._offer is None or not isinstance(arm, ProposedShape):
+        if self._offer is None or not isinstance(arm.shape, ProposedShape):
             return None
         return min(arm.rows, self._offer.rows)
 
-    def round_us(self, arm: TreeShape) -> float | None:
+    def round_us(self, arm: Arm) -> float | None:
         """Predicted microseconds of a round; None where it cannot be predicted yet."""
         return self.experience.round_us(arm, self.rows(arm))
 
-    def index(self, arm: TreeShape) -> float:
+    def index(self, arm: Arm) -> float:
         """Tokens per microsecond; infinite for an arm whose time is not known."""
         round_us = self.round_us(arm)
         return math.inf if round_us is None else self.tokens(arm) / round_us
 
-    def choose(self, offer: Offer | None = None) -> TreeShape:
+    def choose(self, offer: Offer | None = None) -> Arm:
         trial = self.experience.concurrency.trial
         trees = [arm for arm in self.arms if not arm.off]
-        if trial is not None and OFF in self.arms and not (trees and trial.speculating):
-            return OFF
-        self._offer = offer() if offer and any(isinstance(arm, ProposedShape) for arm in trees) else None
-        if trial is None or OFF not in self.arms:
+        if trial is not None and OFF_ARM in self.arms and not (trees and trial.speculating):
+            return OFF_ARM
+        self._offer = offer() if offer and any(isinstance(arm.shape, ProposedShape) for arm in trees) else None
+        if trial is None or OFF_ARM not in self.arms:
             return self._best(self.arms)
         best = self._best(trees)
-        return best if trial.repays(self.tokens(best)) else OFF
+        return best if trial.repays(self.tokens(best)) else OFF_ARM
 
-    def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:
-        if shape.drafted and self._opening:
+    def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
+        if arm.drafted and self._opening:
             self._opening -= 1
             if tree.missed and not tree.draft_us:
                 return
             self._opening = 0
-        self.observe(shape, self.experience.learn(shape, tree, verdict, self.temperature))
+        self.observe(arm, self.experience.learn(arm, tree, verdict, self.temperature))
 
-    def observe(self, shape: TreeShape, tokens: float) -> None:
+    def observe(self, arm: Arm, tokens: float) -> None:
         """Add the worth of a round that counts to its arm's mean."""
-        self.lengths[shape].learn(tokens)
+        self.lengths[arm].learn(tokens)
 
-    def _best(self, arms: Sequence[TreeShape]) -> TreeShape:
+    def _best(self, arms: Sequence[Arm]) -> Arm:
         """The arm of greatest index; ties go to the smaller tree."""
         return max(arms, key=lambda arm: (self.index(arm), -arm.rows))

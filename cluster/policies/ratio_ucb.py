@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from dendro.shapes import TreeShape
-
+from cluster.arms import Arm
 from cluster.policies.experience import Experience
 from cluster.policies.prior import NO_PRIOR, Prior
 from cluster.policies.rate import RatePolicy
@@ -26,7 +25,7 @@ class RatioUCB(RatePolicy):
 
     def __init__(
         self,
-        arms: Sequence[TreeShape],
+        arms: Sequence[Arm],
         experience: Experience,
         temperature: float,
         prior: Prior = NO_PRIOR,
@@ -36,7 +35,7 @@ class RatioUCB(RatePolicy):
         self.beta = beta
         self._bonus = self._new_bonus()
 
-    def hoped(self, arm: TreeShape) -> float:
+    def hoped(self, arm: Arm) -> float:
         """Upper confidence bound of a round's tokens; infinite for an arm never played."""
         length = self.lengths[arm]
         if arm.off:
@@ -46,8 +45,8 @@ class RatioUCB(RatePolicy):
         # An arm's own guesses emit at most depth + 1 tokens; only added proposals raise the mean above that.
         return min(length.mean + self._bonus / math.sqrt(length.rounds), max(length.mean, arm.depth + 1))
 
-    def observe(self, shape: TreeShape, tokens: float) -> None:
-        super().observe(shape, tokens)
+    def observe(self, arm: Arm, tokens: float) -> None:
+        super().observe(arm, tokens)
         self._bonus = self._new_bonus()
 
     def _new_bonus(self) -> float:
@@ -67,7 +66,7 @@ class DiscountedUCB(RatioUCB):
 
     def __init__(
         self,
-        arms: Sequence[TreeShape],
+        arms: Sequence[Arm],
         experience: Experience,
         temperature: float,
         prior: Prior = NO_PRIOR,
@@ -77,7 +76,7 @@ class DiscountedUCB(RatioUCB):
         super().__init__(arms, experience, temperature, prior, beta)
         self.discount = discount
 
-    def observe(self, shape: TreeShape, tokens: float) -> None:
+    def observe(self, arm: Arm, tokens: float) -> None:
         for length in self.lengths.values():
             length.rounds *= self.discount
-        super().observe(shape, tokens)
+        super().observe(arm, tokens)

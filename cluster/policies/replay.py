@@ -68,21 +68,22 @@ class Ranked:
 
 @dataclass(slots=True)
 class RankTrace:
-    """Assigns the ranks in the traces of a request's trees to its text tokens, each once."""
+    """Assigns the ranks in the traces of a request's trees to its text tokens, each once per drafter."""
 
-    _unranked: list[int] = field(default_factory=list)  # depths of the tokens since the last one ranked
-    _gap: bool = False  # whether tokens were left unranked
+    _depths: list[int] = field(default_factory=list)  # of each token of the answer, in its round
+    _traced: dict[str, int] = field(default_factory=dict)  # by drafter: tokens before its last trace
+    _gaps: dict[str, bool] = field(default_factory=dict)  # by drafter: whether that trace left tokens unranked
 
-    def learn(self, tree: DraftTree, verdict: Verdict) -> Ranked:
-        """Record a round. Its own tokens are ranked by a later tree's trace."""
-        count = min(len(tree.trace), len(self._unranked)) if len(tree.trace) <= LONGEST_TRACE else 0
+    def learn(self, drafter: str, tree: DraftTree, verdict: Verdict) -> Ranked:
+        """Record a round, whose tree may have the drafter's trace. Its own tokens are ranked by a later trace."""
+        unranked = len(self._depths) - self._traced.get(drafter, 0)
+        count = min(len(tree.trace), unranked) if len(tree.trace) <= LONGEST_TRACE else 0
         ranks = tuple(min(rank, RANKED) for rank in tree.trace.tolist()[len(tree.trace) - count :])
-        depths = tuple(self._unranked[len(self._unranked) - count :])
-        joined = count == len(self._unranked) and not self._gap
+        depths = tuple(self._depths[len(self._depths) - count :])
+        joined = count == unranked and not self._gaps.get(drafter, False)
         if len(tree.trace):
-            self._gap = not count and bool(self._unranked)
-            self._unranked.clear()
-        self._unranked += range(1, len(verdict.tokens) + 1)
+            self._traced[drafter], self._gaps[drafter] = len(self._depths), not count and unranked > 0
+        self._depths += range(1, len(verdict.tokens) + 1)
         return Ranked(ranks, depths, joined)
 
 

@@ -1,22 +1,22 @@
-"""A constant shape: `off`, a shape that the client fixed, or a baseline."""
+"""A constant arm: `off`, a shape that the client fixed, or a baseline."""
 
 from __future__ import annotations
 
-from dendro.shapes import TreeShape
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 
+from cluster.arms import Arm
 from cluster.policies.offers import Offer
 
 
 class Static:
-    """Chooses the same shape every round."""
+    """Chooses the same arm every round."""
 
-    def __init__(self, shape: TreeShape) -> None:
-        self.shape = shape
+    def __init__(self, arm: Arm) -> None:
+        self.arm = arm
 
-    def choose(self, offer: Offer | None = None) -> TreeShape:
-        return self.shape
+    def choose(self, offer: Offer | None = None) -> Arm:
+        return self.arm
 
-    def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:
+    def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
         """Does nothing."""

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from dendro.shapes import TreeShape
 
+from cluster.arms import Arm
 from cluster.policies.experience import Experience
 from cluster.policies.offers import Offer
 from cluster.policies.prior import NO_PRIOR, Prior
@@ -31,7 +31,7 @@ class Thompson(RatePolicy):
 
     def __init__(
         self,
-        arms: Sequence[TreeShape],
+        arms: Sequence[Arm],
         experience: Experience,
         temperature: float,
         seed: int,
@@ -43,11 +43,11 @@ class Thompson(RatePolicy):
         self._deepest = np.array([arm.depth for arm in self.arms], np.float64)
         self._sampled = dict.fromkeys(self.arms, 1.0)  # means, for the current choice
 
-    def hoped(self, arm: TreeShape) -> float:
+    def hoped(self, arm: Arm) -> float:
         """The mean tokens of a round, as sampled for the current choice."""
         return self._sampled[arm]
 
-    def choose(self, offer: Offer | None = None) -> TreeShape:
+    def choose(self, offer: Offer | None = None) -> Arm:
         self._sample()
         return super().choose(offer)
 

@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 
 from dendro.calls import Hello
-from dendro.shapes import OFF, TreeShape
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 from dendro.v1 import generation_pb2 as pb
 
+from cluster.arms import OFF_ARM, Arm
 from cluster.policies import Experience, Offer, RunningRequest
 from cluster.policies.prior import Prior
 from cluster.router.speculation import SpeculationPlan
@@ -30,34 +30,34 @@ class RoundAccount:
         self.notes = Prior()
         self._temperature = temperature
         self._policy = plan.policy
-        self._chosen = plan.adaptive  # a policy chooses the shapes, among the configured arms
+        self._chosen = plan.adaptive  # a policy chooses among the configured arms
         self._experience = experience
         self.running = running
         self._clock = clock  # seconds
         self._began_s = self._first_s = 0.0
         self._disturbed = False
-        self.shape: TreeShape = OFF  # of the current round
+        self.arm: Arm = OFF_ARM  # of the current round
         self.offer: Offer | None = None  # makes the proposals for the next round
         self.stats = pb.SpeculationStats(policy=plan.name)
 
-    def choose(self) -> TreeShape:
+    def choose(self) -> Arm:
         self._began_s = self._clock()
-        self.shape = self._policy.choose(self.offer)
+        self.arm = self._policy.choose(self.offer)
         self._disturbed = self._experience.concurrency.opening > 0
-        return self.shape
+        return self.arm
 
-    def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:
+    def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
         now_s = self._clock()
         first = self.stats.rounds == 0
-        self._policy.learn(shape, tree, verdict)
-        worth = self._experience.worth(shape, tree, verdict, self._temperature) if self._chosen else None
-        self.notes.learn(shape, tree, verdict, worth)
+        self._policy.learn(arm, tree, verdict)
+        worth = self._experience.worth(arm, tree, verdict, self._temperature) if self._chosen else None
+        self.notes.learn(arm, tree, verdict, worth)
         self.running.begun()
         took_us = 1e6 * (now_s - self._began_s)
         if not first:  # the first also waits for the text to be opened
             disturbed = self._disturbed or self._experience.concurrency.opening > 0
-            self._experience.learn_time(shape, tree, verdict, took_us, disturbed)
-        self._count(shape, tree, verdict)
+            self._experience.learn_time(arm, tree, verdict, took_us, disturbed)
+        self._count(arm, tree, verdict)
         self._time(tree, verdict, int(took_us), now_s, first)
 
     def learn_hello(self, hello: Hello | None) -> None:
@@ -65,10 +65,10 @@ class RoundAccount:
         if hello is not None:
             self._experience.concurrency.attends = hello.attends
 
-    def _count(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:
+    def _count(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
         stats, tokens, accepted = self.stats, len(verdict.tokens), len(verdict.ranks)
         stats.rounds += 1
-        stats.pulls[str(shape)] += 1
+        stats.pulls[str(arm.shape)] += 1
         stats.emitted[tokens] += 1
         stats.emitted_tokens += tokens
         stats.cut_tokens += verdict.length - tokens

@@ -76,6 +76,8 @@ class Ingress:
     ) -> None:
         """`served` has the tokenizers and limits of the targets. Without it they are read from the checkpoints, and
         replicas loaded from other checkpoints are not used. Without `priors`, priors are kept in this process only."""
+        import scipy.optimize  # noqa: F401  # so that no round waits for it: the first fit of costs would import it
+
         self.config = config
         self._clock = clock
         self._peers = peers
@@ -208,7 +210,7 @@ class Ingress:
                         offset=len(text) - len(verdict.tokens) - before,
                         token_ids=verdict.tokens,
                         text=added + stream.flush() if verdict.finished else added,
-                        shape=str(account.shape),
+                        shape=str(account.arm.shape),
                     )
                     yield pb.GenerateResponse(chunk=chunk)
         finally:

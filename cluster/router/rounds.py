@@ -9,6 +9,8 @@ from dendro.shapes import TreeShape
 from dendro.text import Text, Verdict
 from dendro.tree import DraftTree
 
+from cluster.arms import Arm
+
 
 class Drafter(Protocol):
     """Drafts a tree. Returns the root alone where the shape is off or the draft late or lost; never raises for that."""
@@ -23,19 +25,19 @@ class Verifier(Protocol):
 
 
 class Policy(Protocol):
-    """Picks a shape for every round. Arithmetic only: no clock, no store."""
+    """Picks an arm for every round. Arithmetic only: no clock, no store."""
 
-    def choose(self) -> TreeShape: ...
-    def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None: ...
+    def choose(self) -> Arm: ...
+    def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None: ...
 
 
 async def rounds(text: Text, drafter: Drafter, verifier: Verifier, policy: Policy) -> AsyncIterator[Verdict]:
-    """Choose a shape, draft, verify, commit and yield the verdict; repeat until a verdict is finished."""
+    """Choose an arm, draft, verify, commit and yield the verdict; repeat until a verdict is finished."""
     while True:
-        shape = policy.choose()
-        tree = await drafter.draft(text, shape)  # the root alone when off, late or lost
+        arm = policy.choose()
+        tree = await drafter.draft(text, arm.shape)  # the root alone when off, late or lost
         verdict = await verifier.verify(text, tree)
-        policy.learn(shape, tree, verdict)  # tree and verdict carry their costs
+        policy.learn(arm, tree, verdict)  # tree and verdict carry their costs
         verdict = text.commit(verdict)  # before the client sees it
         yield verdict
         if verdict.finished:

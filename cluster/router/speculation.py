@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dendro.errors import BadRequest
 from dendro.shapes import MAX_ROWS, OFF, ProposedShape, TreeShape
 from dendro.text import Sampling
 from dendro.v1 import generation_pb2 as pb
 
+from cluster.arms import OFF_ARM, Arm
 from cluster.config import Config
 from cluster.policies import Experience, InformedPolicy, Static, make_policy
 from cluster.policies.prior import NO_PRIOR, Prior
@@ -63,7 +64,11 @@ def plan_speculation(
         raise BadRequest("speculation.deadline_ms", "has no effect without a drafter")
     proposed_rows = 1 if shape.drafted else shape.rows
     return SpeculationPlan(
-        mode, Static(shape), proposed_rows=proposed_rows, deadline_s=_deadline_s(speculation), adaptive=False
+        mode,
+        Static(Arm(config.maker_of(target, shape), shape)),
+        proposed_rows=proposed_rows,
+        deadline_s=_deadline_s(speculation),
+        adaptive=False,
     )
 
 
@@ -114,12 +119,15 @@ def _deadline_s(speculation: pb.Speculation) -> float:
     return speculation.deadline_ms / 1e3
 
 
-def _bounded(arms: Sequence[TreeShape], guesses: int) -> tuple[TreeShape, ...]:
+def _bounded(arms: Sequence[Arm], guesses: int) -> tuple[Arm, ...]:
     """Arms of at most `guesses` guesses: proposed shapes are cut to fit, other larger ones left out."""
     cut = (
-        ProposedShape(min(arm.total, guesses)) if guesses and isinstance(arm, ProposedShape) else arm for arm in arms
+        replace(arm, shape=ProposedShape(min(arm.shape.total, guesses)))
+        if guesses and isinstance(arm.shape, ProposedShape)
+        else arm
+        for arm in arms
     )
-    return tuple(dict.fromkeys(arm for arm in cut if _guesses(arm) <= guesses)) or (OFF,)
+    return tuple(dict.fromkeys(arm for arm in cut if _guesses(arm.shape) <= guesses)) or (OFF_ARM,)
 
 
 def _guesses(shape: TreeShape) -> int:

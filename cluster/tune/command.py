@@ -116,7 +116,7 @@ def plan_of(
     )
     return TunePlan(
         target,
-        tuple(arm for arm in config.arms_of(target) if arm.off or arm.drafted),
+        tuple(arm.shape for arm in config.arms_of(target) if arm.off or arm.drafted),
         _prompts(size, _tokenizer(served, target)),
         size.tokens,
         temperatures,
@@ -155,7 +155,7 @@ async def run_tune(config: Config, plan: TunePlan, local: bool, begin: Begin) ->
         "rows": [row for each in tuned for row in rows_of(plan, each)],
         "chains": [row for each in tuned for row in chains_of(plan, each)],
         "costs": [costs_row(each) for each in tuned],
-        "arms": arms_of(config.arms_of(plan.target), tuned),
+        "arms": arms_of([arm.shape for arm in config.arms_of(plan.target)], tuned),
         "differences": [line for each in tuned for line in each.differences],
         "aims": [],
     }

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from statistics import fmean, median
 
 import numpy as np
@@ -23,6 +22,7 @@ from dendro.text import Sampling
 
 from cluster.config import DrafterConfig
 from cluster.policies.classes import ROW_BUCKET, row_bucket
+from cluster.policies.least_squares import nonnegative_fit
 from cluster.policies.replay import round_lengths
 from cluster.policies.sequoia import forwarded_rows
 from drafter_service.models import load_model
@@ -260,18 +260,3 @@ def costs_of(timed: Mapping[TreeShape, Timed]) -> LinearCosts:
     )
     hops = median(each.hops_us for each in trees.values())
     return LinearCosts(draft_us, level_us, row_us, step_us, step_row_us, hops, plain.hops_us)
-
-
-def nonnegative_fit(points: Sequence[Sequence[float]], values: Sequence[float]) -> tuple[float, ...]:
-    """Least-squares coefficients, none negative: the best over all choices of which ones are zero."""
-    matrix, vector = np.array(points, np.float64), np.array(values, np.float64)
-    columns = range(matrix.shape[1])
-    best, least = np.zeros(matrix.shape[1]), float(vector @ vector)
-    for count in columns:
-        for chosen in combinations(columns, count + 1):
-            found = np.linalg.lstsq(matrix[:, chosen], vector, rcond=None)[0]
-            residual = matrix[:, chosen] @ found - vector
-            if (found >= 0).all() and residual @ residual < least:
-                best, least = np.zeros(matrix.shape[1]), float(residual @ residual)
-                best[list(chosen)] = found
-    return tuple(best.tolist())

@@ -30,10 +30,11 @@ from dendro.state import NoStates
 from dendro.text import Limits, Text, Verdict
 from dendro.tree import EMPTY_TRACE, DraftTree
 
+from cluster.arms import Arm
 from cluster.bench.costs import ReplayCosts, level_shapes, measure_drafts, measure_steps
 from cluster.bench.in_process import EngineText
 from cluster.bench.live import live_rounds
-from cluster.bench.replay import run_fixed, run_policy, run_stream
+from cluster.bench.replay import arm_of, run_fixed, run_policy, run_stream
 from cluster.bench.report import as_markdown
 from cluster.bench.traces import (
     SPARE,
@@ -339,24 +340,24 @@ class ObservedPolicy:
         self.played: list[tuple[TreeShape, int]] = []
         self.trees: list[DraftTree] = []
 
-    def choose(self) -> TreeShape:
+    def choose(self) -> Arm:
         return self.policy.choose()
 
-    def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:
+    def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
         self.trees.append(replace(tree, trace=EMPTY_TRACE, draft_us=0))
-        self.policy.learn(shape, tree, verdict)
+        self.policy.learn(arm, tree, verdict)
         self.running.begun()
         if self.played:
-            self.experience.learn_time(shape, tree, verdict, self.costs.round_us(shape))
-        self.played.append((shape, verdict.length))
+            self.experience.learn_time(arm, tree, verdict, self.costs.round_us(arm.shape))
+        self.played.append((arm.shape, verdict.length))
 
 
 def test_a_replayed_draft_has_the_cost_of_one_text_though_several_were_recorded_together():
     trace, beam, experience = made_trace([9] * 40), BeamShape(5, 3), Experience()
     trace.trees[beam] = [replace(DraftTree.of(range(3), (-1, 0, 1)), texts=8)] * trace.answer.tokens
     costs = flat_costs()
-    run_policy(make_policy("ratio_ucb", [beam], experience, 0.0), experience, trace, costs)
-    assert experience.costs.draft[beam].us == costs.draft_us(beam)
+    run_policy(make_policy("ratio_ucb", [arm_of(beam)], experience, 0.0), experience, trace, costs)
+    assert experience.costs.draft[arm_of(beam)].us == costs.draft_us(beam)
 
 
 class LiveTrace(Trace):
@@ -373,7 +374,7 @@ class LiveTrace(Trace):
 @pytest.mark.parametrize("name", POLICIES)
 async def test_a_replayed_policy_makes_the_same_choices_as_live(name, tmp_path):
     """With the real loop, drafter and verifier, and the table's times. One experience over all answers."""
-    costs, arms = flat_costs(), ARMS[:3]
+    costs, arms = flat_costs(), [arm_of(shape) for shape in ARMS[:3]]
     async with engines(tmp_path) as (drafter, verifier, forward):
         written = [answer for temperature in (0.0, 1.0) for answer in await answers(verifier, temperature)]
         replayed_with, live_with = Experience(), Experience()

@@ -8,6 +8,7 @@ import pytest
 from dendro.errors import BadRequest
 from dendro.shapes import LevelShape
 
+from cluster.arms import OFF_ARM
 from cluster.config import Config, demo_config, pair_config
 
 GOOD = """
@@ -49,20 +50,20 @@ def test_the_tokenizer_is_in_the_checkpoint_or_where_its_field_points(load, tmp_
 
 
 def test_arms_too_large_for_a_target_are_omitted_for_it(load):
-    assert [str(arm) for arm in load(GOOD).arms_of("demo")] == ["off", "(1,1)"]
+    assert [str(arm) for arm in load(GOOD).arms_of("demo")] == ["off", "mamba:(1,1)"]
 
 
 def test_a_target_without_drafters_and_proposers_has_only_off(load):
     alone = load("targets: {t: {checkpoint: x}}\nspeculation: {proposers: []}")
-    assert alone.arms_of("t") == (LevelShape(()),)
+    assert alone.arms_of("t") == (OFF_ARM,)
 
 
-@pytest.mark.parametrize("drafters", ["{}", "{d: {checkpoint: x}}"])
-@pytest.mark.parametrize("proposers", ["[]", "[lookup]"])
+@pytest.mark.parametrize("drafters", ["{}", "{d: {checkpoint: x}, e: {checkpoint: x}}"])
+@pytest.mark.parametrize("proposers", ["[]", "[lookup, suffix]"])
 def test_a_target_has_only_the_arms_that_its_drafters_and_proposers_can_make(load, drafters, proposers):
     text = f"targets: {{t: {{checkpoint: x}}}}\ndrafters: {drafters}\nspeculation: {{proposers: {proposers}"
     arms = load(f"{text}, arms: ['(2,1)', 'off', proposed(7)]}}").arms_of("t")
-    wanted = ["(2,1)"] * (drafters != "{}") + ["off"] + ["proposed(7)"] * (proposers != "[]")
+    wanted = ["d:(2,1)"] * (drafters != "{}") + ["off"] + ["lookup+suffix:proposed(7)"] * (proposers != "[]")
     assert [str(arm) for arm in arms] == wanted
 
 

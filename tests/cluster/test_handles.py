@@ -19,7 +19,7 @@ from dendro import wire
 from dendro.calls import IDLE_ROUNDS, PROTOCOL_VERSION, TARGET_FACTS, OpenCall, VerifyCall, new_opening
 from dendro.errors import BadRequest, EngineFailed, NotFound, PeerLost
 from dendro.internal.v1 import calls_pb2, verifier_pb2
-from dendro.shapes import OFF, TreeShape
+from dendro.shapes import TreeShape
 from dendro.text import Finish, Sampling, Text
 from dendro.tree import DraftTree
 from fakes import END, VOCABULARY, FakeDrafter, FakePool, FakeVerifier, RemotePool, new_text, plain
@@ -28,6 +28,7 @@ from tree_layers.checkpoint import Facts
 from tree_layers.tokens import TokenTable
 from virtual_time import virtual_time
 
+from cluster.arms import OFF_ARM, Arm
 from cluster.peers import stream
 from cluster.peers.drafter import DrafterHandle
 from cluster.peers.opening import Opening, Pace
@@ -36,7 +37,7 @@ from cluster.peers.verifier import VerifierHandle
 from cluster.policies import Static
 from cluster.router.rounds import rounds
 
-CHAIN = TreeShape.parse("(1,1,1)")
+CHAIN = Arm.parse("helper:(1,1,1)")
 
 
 @dataclass
@@ -112,7 +113,7 @@ async def test_local_and_remote_peers_give_the_plain_answer(sampling, shape):
         if shape != "off":  # the verifier opens after the drafter, so the first round has a tree
             verifier.before_opened = partial(until, lambda c=gate: c.openings and not c.open)
         text = new_text(sampling=sampling)
-        options = {"policy": Static(TreeShape.parse(shape)), "gate": gate, "drafting": PATIENT}
+        options = {"policy": Static(Arm.of("helper", TreeShape.parse(shape))), "gate": gate, "drafting": PATIENT}
         if near:
             ran = await run(text, FakePool(drafter), FakePool(verifier), **options)
         else:
@@ -300,9 +301,9 @@ async def test_an_idle_drafter_is_released_and_leased_again_when_a_tree_is_chose
         def __init__(self) -> None:
             self.round = 0
 
-        def choose(self) -> TreeShape:
+        def choose(self) -> Arm:
             self.round += 1
-            return OFF if 2 < self.round < 40 else CHAIN
+            return OFF_ARM if 2 < self.round < 40 else CHAIN
 
     drafter = FakeDrafter()
     held: list[int] = []
@@ -324,15 +325,15 @@ class LateChain(Static):
     def __init__(self, after: int) -> None:
         self.left = after
 
-    def choose(self) -> TreeShape:
+    def choose(self) -> Arm:
         self.left -= 1
-        return CHAIN if self.left < 0 else OFF
+        return CHAIN if self.left < 0 else OFF_ARM
 
 
 async def test_a_request_without_a_drafted_shape_leases_opens_and_closes_no_drafter():
     drafter = FakeDrafter()
     async with pair(drafter, FakeVerifier()) as pools:
-        ran = await run(new_text(), *pools, policy=Static(OFF))
+        ran = await run(new_text(), *pools, policy=Static(OFF_ARM))
     assert is_plain(ran) and ran.drafter.leases == 0 and ran.drafter.opened is None
     assert (drafter.opens, drafter.closes, drafter.calls) == (0, 0, 0)
 
@@ -546,7 +547,7 @@ async def test_two_faults_in_a_row_end_the_request_and_faults_with_a_verdict_bet
     with pytest.raises(EngineFailed):
         await run(new_text(), FakePool(FakeDrafter()), FakePool(both := SometimesFailing(4, 5)))
     assert both.number == 5
-    ran = await run(new_text(), FakePool(FakeDrafter()), FakePool(SometimesFailing(1, 4, 8)), Static(OFF))
+    ran = await run(new_text(), FakePool(FakeDrafter()), FakePool(SometimesFailing(1, 4, 8)), Static(OFF_ARM))
     assert is_plain(ran) and len(ran.text.answer) == 40
 
 

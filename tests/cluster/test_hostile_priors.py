@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from dendro.shapes import LevelShape, NodeShape
+from dendro.shapes import NodeShape
 from dendro.text import Sampling, Verdict
 from dendro.tree import DraftTree
 from dendro.v1 import generation_pb2 as pb
@@ -15,12 +15,13 @@ from edge import EdgePeers, ingress, plain_answer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster.arms import Arm
 from cluster.policies import Experience, Experiences, make_policy, with_chain_and_off
 from cluster.policies.experience import TENANTS
 from cluster.policies.prior import MAX_PRIOR_BYTES, Prior, PriorKey, pack_prior, unpack_prior
 from cluster.policies.step_time import StepTime
 
-ARMS = with_chain_and_off([LevelShape((1, 1, 1)), LevelShape((2, 1))])
+ARMS = with_chain_and_off([Arm.parse("mamba:(1,1,1)"), Arm.parse("mamba:(2,1)")])
 WALK = list(b"walk")
 
 
@@ -184,7 +185,7 @@ def test_a_prior_of_any_numbers_counts_as_missing_or_predicts_times_above_zero(p
 
 
 def test_a_prior_of_too_many_arms_counts_as_missing():
-    shapes = {str(NodeShape((one, two))): [1.0, 1.0, 0.0] for one in range(2, 30) for two in range(1, 30)}
+    shapes = {f"mamba:{NodeShape((one, two))}": [1.0, 1.0, 0.0] for one in range(2, 30) for two in range(1, 30)}
     blob = json.dumps({**CONTENT, "lengths": shapes}).encode()
     assert len(blob) <= MAX_PRIOR_BYTES and len(shapes) > 256
     assert unpack_prior(blob) is None
@@ -192,5 +193,16 @@ def test_a_prior_of_too_many_arms_counts_as_missing():
 
 def test_a_prior_whose_steps_took_no_time_counts_as_missing():
     (load,) = CONTENT["costs"]
-    assert unpack_prior(changed([("costs", load, "step", "us")], 0)) is None
+    for rows, (weight, us) in CONTENT["costs"][load]["step"].items():
+        assert weight and us
+        assert unpack_prior(changed([("costs", load, "step", rows, 1)], 0)) is None
     assert StepTime().at(8, 1) == 0, "no step was measured"
+
+
+@pytest.mark.parametrize("arm", ["off", "lookup:proposed(7)"])
+def test_a_prior_with_the_draft_time_of_an_arm_that_is_not_drafted_counts_as_missing(arm: str):
+    """paper_ucb divides draft times by depths, and `off` has the depth 0."""
+    (load,) = CONTENT["costs"]
+    content = json.loads(json.dumps(CONTENT))
+    content["costs"][load]["draft"][arm] = [100.0, 2]
+    assert unpack_prior(json.dumps(content).encode()) is None

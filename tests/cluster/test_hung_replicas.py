@@ -22,7 +22,6 @@ from dendro.client import AsyncClient
 from dendro.errors import PeerLost
 from dendro.servicer import DRAFTER_REPLICA, VERIFIER_REPLICA, serve_engine
 from dendro.serving import Leases
-from dendro.shapes import OFF
 from dendro.state import NoStates
 from dendro.text import Limits, Sampling, Text
 from fakes import FakeVerifier, RemotePool, new_text, plain
@@ -34,6 +33,7 @@ from toy_cluster import load_until_hung
 
 from cluster import deploy
 from cluster.app import VerifierShell
+from cluster.arms import OFF_ARM
 from cluster.config import Config
 from cluster.peers.drafter import NoDrafter
 from cluster.peers.opening import Opening, Pace
@@ -139,7 +139,7 @@ async def answered(pool, each=None) -> tuple[list[int], VerifierHandle]:
     text = Text(PROMPT, Sampling(), Limits(len(PROMPT) + COUNT, ignore_end=True))
     handle = VerifierHandle(text, pool, Pace())
     try:
-        async for _ in rounds(text, NoDrafter(), handle, Static(OFF)):
+        async for _ in rounds(text, NoDrafter(), handle, Static(OFF_ARM)):
             if each is not None:
                 each()
     finally:
@@ -256,7 +256,7 @@ async def answered_by_two(first: FakeVerifier, second: FakeVerifier):
         text = new_text(count=10)
         handle = VerifierHandle(text, pool, Pace(), patience_s=0.9)
         async with asyncio.timeout(DEADLINE_S):
-            async for _ in rounds(text, NoDrafter(), handle, Static(OFF)):
+            async for _ in rounds(text, NoDrafter(), handle, Static(OFF_ARM)):
                 pass
         await handle.close(text)
         assert text.answer == plain(text.ids[: text.prompt_length], 10)
@@ -288,7 +288,7 @@ async def test_a_slow_opening_is_not_repeated_at_the_same_replica():
         text = new_text(count=10)
         handle = VerifierHandle(text, pool, Pace(), patience_s=0.9)
         async with asyncio.timeout(DEADLINE_S):
-            async for _ in rounds(text, NoDrafter(), handle, Static(OFF)):
+            async for _ in rounds(text, NoDrafter(), handle, Static(OFF_ARM)):
                 pass
         await handle.close(text)
         assert pool.leases > 1 and replica.stats()["openings"] == 1

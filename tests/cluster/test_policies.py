@@ -7,17 +7,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from dendro.errors import BadRequest
-from dendro.shapes import OFF, LevelShape, ProposedShape, TreeShape
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 
+from cluster.arms import OFF_ARM, Arm
 from cluster.policies import Experience, PaperUCB, RatioUCB, make_policy
 from cluster.policies.step_time import StepTime
 from cluster.policies.trial import FIRST_REST, LONGEST_REST, SpeculationTrial
 
-CHAIN = LevelShape((1, 1, 1, 1))
-BUSHY = LevelShape((3, 2, 2, 1, 1))
-PROPOSED = ProposedShape(47)
+OFF, CHAIN = OFF_ARM, Arm.parse("mamba:(1,1,1,1)")
+BUSHY = Arm.parse("mamba:(3,2,2,1,1)")
+PROPOSED = Arm.parse("lookup:proposed(47)")
 
 
 def verdict(emitted: int, verify_us: int = 10_000, texts: int = 1, step_rows: int = 1) -> Verdict:
@@ -80,7 +80,7 @@ def test_ties_go_to_the_smaller_tree():
     assert bandit.choose() == CHAIN
 
 
-def play(policy: PaperUCB | RatioUCB, emit: dict[TreeShape, list[int]], rounds: int) -> dict[TreeShape, int]:
+def play(policy: PaperUCB | RatioUCB, emit: dict[Arm, list[int]], rounds: int) -> dict[Arm, int]:
     rng, pulls = random.Random(0), dict.fromkeys(emit, 0)
     for _ in range(rounds):
         arm = policy.choose()
@@ -90,7 +90,7 @@ def play(policy: PaperUCB | RatioUCB, emit: dict[TreeShape, list[int]], rounds: 
 
 
 def test_the_ratio_prefers_1_or_7_over_always_3_where_the_mean_of_1_over_n_does_not():
-    steady, swinging = LevelShape((2, 1, 1, 1, 1, 1)), LevelShape((1, 1, 1, 1, 1, 1))
+    steady, swinging = Arm.parse("mamba:(2,1,1,1,1,1)"), Arm.parse("mamba:(1,1,1,1,1,1)")
     lengths = {steady: [3], swinging: [1, 7]}
     ratio = play(RatioUCB([steady, swinging], Experience(), temperature=0.0), lengths, 400)
     paper = play(PaperUCB([steady, swinging], lambda_gamma=0.0), lengths, 400)
@@ -228,7 +228,7 @@ class ConcurrentRequests:
         self.fixed = fixed
         self.tokens = 0
         self.spent_us = 0.0
-        self.chosen: list[TreeShape] = []
+        self.chosen: list[Arm] = []
 
     def answer(self, rounds: int, texts: int = 16) -> None:
         """Run them concurrently: a round of all takes as long as the slowest."""
@@ -428,7 +428,7 @@ def test_late_drafts_are_ignored_in_the_cost_of_drafts(first):
     for _ in range(2):
         experience.learn(BUSHY, missed, verdict(1), 0.0)
     assert experience.costs.draft_us(BUSHY) == 0, "a known cost, so that the arm is not tried forever"
-    assert experience.costs.draft_us(LevelShape((2, 1, 1, 1))) == pytest.approx(9_000), (
+    assert experience.costs.draft_us(Arm.parse("mamba:(2,1,1,1)")) == pytest.approx(9_000), (
         "predicted from drafts that came"
     )
     assert experience.draft_ratio > 0.1
@@ -481,17 +481,17 @@ def test_proposals_are_chosen_by_their_chances_in_this_round(name):
 
 
 def test_an_arm_of_proposals_counts_the_likeliest_rows_of_the_offer_up_to_its_size():
-    policy, experience = known("ratio_ucb", [OFF, ProposedShape(2), PROPOSED])
+    policy, experience = known("ratio_ucb", [OFF, Arm.parse("lookup:proposed(2)"), PROPOSED])
     policy.choose(offered(0.5, 0.9, 0.25))
-    assert policy.tokens(ProposedShape(2)) == pytest.approx(1 + 0.9 + 0.5)
+    assert policy.tokens(Arm.parse("lookup:proposed(2)")) == pytest.approx(1 + 0.9 + 0.5)
     assert policy.tokens(PROPOSED) == pytest.approx(1 + 0.9 + 0.5 + 0.25)
-    assert (policy.rows(ProposedShape(2)), policy.rows(PROPOSED)) == (3, 4)
+    assert (policy.rows(Arm.parse("lookup:proposed(2)")), policy.rows(PROPOSED)) == (3, 4)
     assert policy.round_us(PROPOSED) == experience.round_us(OFF), "four rows and one are padded to the same number"
     policy.choose()
     assert policy.tokens(PROPOSED) == policy.hoped(PROPOSED) != pytest.approx(2.65)
 
 
-def promising(arm: TreeShape, promise: float) -> DraftTree:
+def promising(arm: Arm, promise: float) -> DraftTree:
     """A chain whose values promise so many tokens: the first guesses are certain."""
     values = [0.0] + [math.log(min(max(promise - depth, 1e-6), 1.0)) for depth in range(arm.depth)]
     return DraftTree.of(range(arm.depth + 1), range(-1, arm.depth), values)
@@ -499,7 +499,7 @@ def promising(arm: TreeShape, promise: float) -> DraftTree:
 
 def test_an_arm_is_judged_by_the_promises_of_its_trees_and_not_by_lucky_rounds():
     """Two arms of equal cost: one was lucky in a dozen rounds, the other's trees promise more."""
-    lucky, better = LevelShape((2, 1, 1, 1)), CHAIN
+    lucky, better = Arm.parse("mamba:(2,1,1,1)"), CHAIN
     policy = RatioUCB([OFF, lucky, better], Experience(), temperature=1.0)
     for _ in range(12):
         policy.learn(lucky, promising(lucky, 1.5), verdict(4))
@@ -510,7 +510,7 @@ def test_an_arm_is_judged_by_the_promises_of_its_trees_and_not_by_lucky_rounds()
 @pytest.mark.parametrize("too_high", [0.5, 1.0, 2.0])
 def test_promises_are_corrected_per_arm_by_how_they_came_true(too_high):
     """The chain's promises are wrong by a factor, the other arm's are right; both emit 2 tokens a round."""
-    experience, rng, other = Experience(), random.Random(3), LevelShape((2, 1, 1, 1))
+    experience, rng, other = Experience(), random.Random(3), Arm.parse("mamba:(2,1,1,1)")
     worths = []
     for _ in range(600):
         for arm, factor in ((CHAIN, too_high), (other, 1.0)):

@@ -10,10 +10,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from dendro.shapes import OFF, LevelShape, NodeShape, TreeShape
+from dendro.shapes import LevelShape, NodeShape, TreeShape
 from dendro.text import Limits, Sampling, Text, Verdict
 from dendro.tree import DraftTree
 
+from cluster.arms import OFF_ARM, Arm
 from cluster.peers.drafter import IDLE_ROUNDS
 from cluster.policies import DiscountedUCB, Experience, FullInfo, RatioUCB, Static, Thompson, UCBSpec
 from cluster.policies.costs import EmittedLength
@@ -36,6 +37,9 @@ SHAPES: tuple[TreeShape, ...] = (
     NodeShape((3, 2, 1, 0, 1)),
     NodeShape((1, 2, 0, 2, 1)),
 )
+DRAFTER = "toy"
+ARMS = (OFF_ARM, *(Arm(DRAFTER, shape) for shape in SHAPES))
+CHAIN_ARM, PAIR_ARM, BUSHY_ARM = (Arm(DRAFTER, shape) for shape in (CHAIN, PAIR, BUSHY))
 LENGTH = 400
 
 
@@ -178,8 +182,8 @@ def promised_by(tree: DraftTree) -> float | None:
     )
 
 
-def worths(history: Sequence[tuple[TreeShape, int, float | None]]) -> list[tuple[TreeShape, float]]:
-    """Each round's shape and worth, from (shape, N, what its tree promised) of all rounds so far."""
+def worths(history: Sequence[tuple[Arm, int, float | None]]) -> list[tuple[Arm, float]]:
+    """Each round's arm and worth, from (arm, N, what its tree promised) of all rounds so far."""
     found = []
     for place, (shape, count, promised) in enumerate(history):
         if promised is None or shape.off:
@@ -194,28 +198,28 @@ def worths(history: Sequence[tuple[TreeShape, int, float | None]]) -> list[tuple
 
 
 class Checked:
-    """A policy whose every choice is compared with the reference's, which depends only on the shapes and worths of
+    """A policy whose every choice is compared with the reference's, which depends only on the arms and worths of
     earlier rounds."""
 
-    def __init__(self, policy: Policy, reference: Callable[[list[tuple[TreeShape, float]]], TreeShape]) -> None:
+    def __init__(self, policy: Policy, reference: Callable[[list[tuple[Arm, float]]], Arm]) -> None:
         self.policy = policy
         self.reference = reference
-        self.history: list[tuple[TreeShape, float]] = []
-        self.rounds: list[tuple[TreeShape, int, float | None]] = []
+        self.history: list[tuple[Arm, float]] = []
+        self.rounds: list[tuple[Arm, int, float | None]] = []
 
-    def choose(self) -> TreeShape:
+    def choose(self) -> Arm:
         expected, chosen = self.reference(self.history), self.policy.choose()
         assert chosen == expected, f"round {len(self.history)}"
         return chosen
 
-    def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:
-        self.rounds.append((shape, verdict.length, promised_by(tree)))
+    def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
+        self.rounds.append((arm, verdict.length, promised_by(tree)))
         self.history.append(worths(self.rounds)[-1])
-        self.policy.learn(shape, tree, verdict)
+        self.policy.learn(arm, tree, verdict)
 
 
-def best_rate(arms: Sequence[TreeShape], experience: Experience, hoped: Callable[[TreeShape], float]) -> TreeShape:
-    def index(arm: TreeShape) -> float:
+def best_rate(arms: Sequence[Arm], experience: Experience, hoped: Callable[[Arm], float]) -> Arm:
+    def index(arm: Arm) -> float:
         us = experience.round_us(arm)
         return math.inf if us is None else hoped(arm) / us
 
@@ -231,16 +235,16 @@ async def test_a_replay_equals_a_run_of_that_shape_through_drafter_and_verifier(
     """The replay uses the trace of another run, which played a chain."""
     ranks = ranks_of(kind)
     alone = Toy(ranks)
-    await run(Static(shape), alone, LENGTH - 20)
+    await run(Static(Arm(DRAFTER, shape)), alone, LENGTH - 20)
     other, replay, trace = Toy(ranks), Replay([shape], window=LENGTH), RankTrace()
 
     class Traced(Static):
-        def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:
-            ranked = trace.learn(tree, verdict)
+        def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
+            ranked = trace.learn(DRAFTER, tree, verdict)
             assert ranked.joined
             replay.feed(ranked.ranks)
 
-    await run(Traced(CHAIN), other, LENGTH - 20)
+    await run(Traced(CHAIN_ARM), other, LENGTH - 20)
     lengths, tokens = [], 0
     for length in alone.lengths:
         if tokens + length <= replay.positions:
@@ -293,28 +297,28 @@ def traced(*ranks: int) -> DraftTree:
 
 def test_each_token_is_ranked_once_with_its_depth_in_its_round():
     trace = RankTrace()
-    assert trace.learn(traced(), verdict(2)).ranks == ()
-    ranked = trace.learn(traced(0, 9), verdict(3))
+    assert trace.learn(DRAFTER, traced(), verdict(2)).ranks == ()
+    ranked = trace.learn(DRAFTER, traced(0, 9), verdict(3))
     assert (ranked.ranks, ranked.depths, ranked.joined) == ((0, RANKED), (1, 2), True)
-    trace.learn(DraftTree.root_only(1), verdict(1))  # off: its token is ranked later
-    ranked = trace.learn(traced(0, 0, 1, 2), verdict(1))
+    trace.learn(DRAFTER, DraftTree.root_only(1), verdict(1))  # off: its token is ranked later
+    ranked = trace.learn(DRAFTER, traced(0, 0, 1, 2), verdict(1))
     assert (ranked.ranks, ranked.depths, ranked.joined) == ((0, 0, 1, 2), (1, 2, 3, 1), True)
 
 
 def test_a_trace_that_is_too_short_leaves_a_gap():
     trace = RankTrace()
-    trace.learn(traced(), verdict(4))
-    ranked = trace.learn(traced(1), verdict(2))
+    trace.learn(DRAFTER, traced(), verdict(4))
+    ranked = trace.learn(DRAFTER, traced(1), verdict(2))
     assert (ranked.ranks, ranked.depths, ranked.joined) == ((1,), (4,), False)
-    assert trace.learn(traced(0, 0), verdict(2)).joined
+    assert trace.learn(DRAFTER, traced(0, 0), verdict(2)).joined
 
 
 def test_a_trace_longer_than_a_drafter_ranks_is_ignored():
     trace = RankTrace()
     for _ in range(LONGEST_TRACE + 1):
-        trace.learn(DraftTree.root_only(1), verdict(1))
-    assert trace.learn(traced(*[RANKED] * (LONGEST_TRACE + 1)), verdict(1)).ranks == ()
-    ranked = trace.learn(traced(0), verdict(1))
+        trace.learn(DRAFTER, DraftTree.root_only(1), verdict(1))
+    assert trace.learn(DRAFTER, traced(*[RANKED] * (LONGEST_TRACE + 1)), verdict(1)).ranks == ()
+    ranked = trace.learn(DRAFTER, traced(0), verdict(1))
     assert ranked.ranks == (0,) and not ranked.joined
 
 
@@ -326,8 +330,6 @@ def test_assumptions_of_policies_about_drafters_and_handles_hold():
 
 # -- choices equal to the references' ---------------------------------------------------------------------------------
 
-ARMS = (OFF, *SHAPES)
-
 
 @pytest.mark.parametrize("kind", ["mixed", "prose", "wrong"])
 async def test_full_information_chooses_by_replays_of_all_arms(kind):
@@ -336,16 +338,16 @@ async def test_full_information_chooses_by_replays_of_all_arms(kind):
     toy = Toy(ranks)
     undrafted = 0
 
-    def reference(history: list[tuple[TreeShape, float]]) -> TreeShape:
+    def reference(history: list[tuple[Arm, float]]) -> Arm:
         nonlocal undrafted
         known = ranks[toy.first_traced - 1 : toy.last_traced - 1] if toy.last_traced else []
         trees = sum(not shape.off for shape, _ in history)
 
-        def index(arm: TreeShape) -> float:
+        def index(arm: Arm) -> float:
             us = experience.predicted_us(arm)
             if us is None:
                 return math.inf
-            mean = 1.0 if arm.off else mean_of_window(arm, known) if known else None
+            mean = 1.0 if arm.off else mean_of_window(arm.shape, known) if known else None
             if mean is not None:
                 return mean / us
             counts = [count for shape, count in history if shape == arm]
@@ -354,18 +356,18 @@ async def test_full_information_chooses_by_replays_of_all_arms(kind):
             hoped = sum(counts) / len(counts) + 0.25 * math.sqrt(2 * math.log(len(history)) / len(counts))
             return min(hoped, arm.depth + 1) / us
 
-        excludes_off = len(known) < LEAST_RANKED and trees < 16 and experience.predicted_us(OFF) is not None
+        excludes_off = len(known) < LEAST_RANKED and trees < 16 and experience.predicted_us(OFF_ARM) is not None
         arms = [arm for arm in ARMS if not (excludes_off and arm.off)]
         best = max(arms, key=lambda arm: (index(arm), -arm.rows))
         undrafted = undrafted + 1 if best.off else 0
         if undrafted > PROBE_EVERY:
             undrafted = 0
-            return min(SHAPES, key=lambda arm: (experience.predicted_us(arm), arm.rows))
+            return min(ARMS[1:], key=lambda arm: (experience.predicted_us(arm), arm.rows))
         return best
 
     class CheckedTraces(Checked):
-        def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:
-            super().learn(shape, tree, verdict)
+        def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
+            super().learn(arm, tree, verdict)
             if tree.guesses:
                 toy.first_traced = toy.first_traced or len(toy.text)
             if len(tree.trace):
@@ -379,7 +381,7 @@ async def test_full_information_chooses_by_replays_of_all_arms(kind):
 async def test_full_information_stops_drafting_while_guesses_are_wrong_and_resumes_when_they_are_right():
     """The guesses of the first 150 tokens are wrong, the others right, which two probes find out."""
     ranks = [RANKED] * 150 + [0] * 250
-    policy, toy = FullInfo([OFF, PAIR, CHAIN], Experience(), temperature=0.0), Toy(ranks)
+    policy, toy = FullInfo([OFF_ARM, PAIR_ARM, CHAIN_ARM], Experience(), temperature=0.0), Toy(ranks)
     await run(policy, toy, 380)
     hard = toy.requested[20:140]
     assert Counter(shape.off for shape in hard)[False] <= 5
@@ -393,21 +395,21 @@ async def test_no_probe_is_drafted_while_speculation_does_not_pay():
         speculating=False, gain=0.5, turns_left=0, settled=False, rounds=0.0, last_round=1e9
     )
     toy = Toy(ranks_of("right"))
-    await run(FullInfo([OFF, PAIR], experience, temperature=0.0), toy, 200)
-    assert set(toy.requested) == {OFF}
+    await run(FullInfo([OFF_ARM, PAIR_ARM], experience, temperature=0.0), toy, 200)
+    assert set(toy.requested) == {OFF_ARM.shape}
 
 
 async def test_full_information_plays_no_arm_only_to_explore_it():
     """On a text that suits the chain: no arm is tried that replays show to be worse."""
     toy, experience = Toy(ranks_of("right")), Experience()
-    await run(FullInfo((*ARMS, BUSHY), experience, temperature=0.0), toy, 350)
+    await run(FullInfo((*ARMS, BUSHY_ARM), experience, temperature=0.0), toy, 350)
     assert Counter(toy.requested[12:]).keys() == {CHAIN} | ({BUSHY} & set(toy.requested[12:]))
     assert not {LevelShape((8,)), NodeShape((1, 2, 0, 2, 1))} & set(toy.requested)
 
 
 async def test_off_is_chosen_where_trees_do_not_come():
     toy = Toy(ranks_of("right"))
-    policy = FullInfo([OFF, PAIR, CHAIN], Experience(), temperature=0.0)
+    policy = FullInfo([OFF_ARM, PAIR_ARM, CHAIN_ARM], Experience(), temperature=0.0)
     await run(policy, toy, 100)
     toy.off = True
     chosen = []
@@ -422,8 +424,8 @@ async def test_off_is_chosen_where_trees_do_not_come():
 async def test_ratio_ucb_chooses_by_its_equation(promises):
     experience = Experience()
 
-    def reference(history: list[tuple[TreeShape, float]]) -> TreeShape:
-        def hoped(arm: TreeShape) -> float:
+    def reference(history: list[tuple[Arm, float]]) -> Arm:
+        def hoped(arm: Arm) -> float:
             counts = [count for shape, count in history if shape == arm]
             if arm.off:
                 return 1.0
@@ -443,10 +445,10 @@ async def test_ratio_ucb_chooses_by_its_equation(promises):
 async def test_discounted_ucb_chooses_by_sums_over_the_whole_history(promises):
     experience, discount = Experience(), 0.97
 
-    def reference(history: list[tuple[TreeShape, float]]) -> TreeShape:
+    def reference(history: list[tuple[Arm, float]]) -> Arm:
         weights = [discount ** (len(history) - 1 - place) for place in range(len(history))]
 
-        def hoped(arm: TreeShape) -> float:
+        def hoped(arm: Arm) -> float:
             if arm.off:
                 return 1.0
             mine = [(w, count) for w, (shape, count) in zip(weights, history, strict=True) if shape == arm]
@@ -464,13 +466,13 @@ async def test_discounted_ucb_chooses_by_sums_over_the_whole_history(promises):
 
 
 async def test_ucbspec_chooses_by_tokens_alone():
-    def reference(history: list[tuple[TreeShape, float]]) -> TreeShape:
+    def reference(history: list[tuple[Arm, float]]) -> Arm:
         counts = {arm: [count for shape, count in history if shape == arm] for arm in ARMS}
         for arm in ARMS:
             if not counts[arm]:
                 return arm
 
-        def index(arm: TreeShape) -> float:
+        def index(arm: Arm) -> float:
             mine = counts[arm]
             return sum(mine) / len(mine) + 5 * math.sqrt(math.log(len(history)) / (2 * len(mine)))
 
@@ -485,7 +487,7 @@ async def test_ucbspec_chooses_by_tokens_alone():
 async def test_thompson_chooses_by_one_conjugate_update_per_round(promises):
     experience, rng = Experience(), np.random.default_rng([STREAM, 5])
 
-    def reference(history: list[tuple[TreeShape, float]]) -> TreeShape:
+    def reference(history: list[tuple[Arm, float]]) -> Arm:
         beliefs = {arm: (1 + arm.depth / 2, 1.0, 1.0, (arm.depth / 4) ** 2) for arm in ARMS}
         for shape, count in history:
             m, c, a, b = beliefs[shape]
@@ -515,7 +517,7 @@ async def test_thompsons_choices_depend_on_the_requests_seed():
 
 
 def test_thompson_prefers_1_or_7_to_always_3():
-    steady, swinging = LevelShape((2, 1, 1, 1, 1, 1)), LevelShape((1, 1, 1, 1, 1, 1))
+    steady, swinging = (Arm(DRAFTER, LevelShape((width, 1, 1, 1, 1, 1))) for width in (2, 1))
     policy, rng, pulls = Thompson([steady, swinging], Experience(), 0.0, seed=0), random.Random(0), Counter()
     for _ in range(400):
         arm = policy.choose()
@@ -530,7 +532,7 @@ def test_thompson_prefers_1_or_7_to_always_3():
 
 def test_a_prior_and_the_requests_rounds_are_averaged_by_their_weights():
     """8 rounds of the prior and one of the request: a mean of (8 * 4 + 1) / 9 for chains."""
-    prior = Prior({CHAIN: EmittedLength(4.0, 1000.0)})
-    policy = RatioUCB([OFF, CHAIN], Experience(), 0.0, prior)
-    policy.learn(CHAIN, traced(), verdict(1))
-    assert policy.lengths[CHAIN].mean == pytest.approx(33 / 9)
+    prior = Prior({CHAIN_ARM: EmittedLength(4.0, 1000.0)})
+    policy = RatioUCB([OFF_ARM, CHAIN_ARM], Experience(), 0.0, prior)
+    policy.learn(CHAIN_ARM, traced(), verdict(1))
+    assert policy.lengths[CHAIN_ARM].mean == pytest.approx(33 / 9)

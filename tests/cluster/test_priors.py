@@ -12,21 +12,23 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import redis.asyncio
-from dendro.shapes import OFF, LevelShape, NodeShape, TreeShape
+from dendro.shapes import TreeShape
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 from edge import EdgePeers, ingress
 
 from cluster.api.local import LocalClient
+from cluster.arms import OFF_ARM, Arm
 from cluster.policies import Experience, FullInfo, RatioUCB, make_policy, with_chain_and_off
 from cluster.policies.costs import DraftPlane, EmittedLength
-from cluster.policies.prior import NoPriors, Prior, PriorKey, pack_prior, tenant_tag, unpack_prior
+from cluster.policies.prior import FORMAT, NoPriors, Prior, PriorKey, no_ranks, pack_prior, tenant_tag, unpack_prior
 from cluster.policies.replay import RANKED
 from cluster.redis_server import RedisServer
 from cluster.router.priors import KINDS, WAIT_S, WRITES, Priors
 from cluster.state_store import PRIOR_PREFIX, CircuitBreaker, RedisPriors
 
-PAIR, CHAIN, BUSHY = LevelShape((1, 1)), LevelShape((1, 1, 1, 1)), LevelShape((3, 2, 2, 1, 1))
+OFF = OFF_ARM
+PAIR, CHAIN, BUSHY = Arm.parse("mamba:(1,1)"), Arm.parse("mamba:(1,1,1,1)"), Arm.parse("mamba:(3,2,2,1,1)")
 KEY = PriorKey.of("target", ("mamba",), 0.0, "first-tenant")
 
 
@@ -48,13 +50,13 @@ def verdict(emitted: int, rows: int = 1) -> Verdict:
     return Verdict((1,) * emitted, path, ranks, None, emitted, 10_000 + 100 * rows, step_rows=rows)
 
 
-def tree(shape: TreeShape, trace: tuple[int, ...] = ()) -> DraftTree:
+def tree(shape: Arm, trace: tuple[int, ...] = ()) -> DraftTree:
     plain = DraftTree.of(range(shape.rows), range(-1, shape.rows - 1))
-    draft_us = 100 + 300 * shape.depth + 40 * shape.forwarded
+    draft_us = 100 + 300 * shape.depth + 40 * shape.shape.forwarded
     return replace(plain, trace=np.array(trace, np.int32), draft_us=0 if shape.off else draft_us)
 
 
-def answer(emit: int, rounds: int, shape: TreeShape = CHAIN, rank: int = 0) -> tuple[Prior, Experience]:
+def answer(emit: int, rounds: int, shape: Arm = CHAIN, rank: int = 0) -> tuple[Prior, Experience]:
     """The statistics of a request whose rounds all emitted `emit` tokens, and its router's experience."""
     notes, experience, trace = Prior(), Experience(), ()
     for _ in range(rounds):
@@ -65,7 +67,7 @@ def answer(emit: int, rounds: int, shape: TreeShape = CHAIN, rank: int = 0) -> t
     return notes, experience
 
 
-def prior_of(emit: int, rounds: int, shape: TreeShape = CHAIN) -> Prior:
+def prior_of(emit: int, rounds: int, shape: Arm = CHAIN) -> Prior:
     notes, experience = answer(emit, rounds, shape)
     return replace(notes, costs=experience.hints())
 
@@ -108,8 +110,8 @@ def test_a_kinds_earlier_rounds_weigh_at_most_64_beside_a_new_request():
     assert prior.lengths[CHAIN].variance == pytest.approx(1)
 
 
-@pytest.mark.parametrize("shape", [PAIR, BUSHY, NodeShape((2, 2, 0, 1))], ids=str)
-def test_ranks_predict_arms_never_played(shape: TreeShape):
+@pytest.mark.parametrize("shape", [PAIR, BUSHY, Arm.parse("mamba:nodes(2,2,0,1)")], ids=str)
+def test_ranks_predict_arms_never_played(shape: Arm):
     """20,000 rounds of another shape with independent ranks: E[N] = 1 + sum_d prod a_i(N_i)."""
     rng, chances = random.Random(0), [0.5, 0.2, 0.1] + [0.02] * 5 + [0.1]
     notes, trace = Prior(), ()
@@ -121,14 +123,15 @@ def test_ranks_predict_arms_never_played(shape: TreeShape):
         trace = tuple(ranks)
     expected = {PAIR: 1 + 0.5 + 0.25, BUSHY: 1 + 0.8 + 0.8 * 0.7 * (1 + 0.7 + 0.7 * 0.5 + 0.7 * 0.25)}
     below = 0.7 + 0.5 * 0.7 + 0.5 * 0.5 * 0.5  # two children; the first has two; the first of these one
-    expected[NodeShape((2, 2, 0, 1))] = 1 + below
+    expected[Arm.parse("mamba:nodes(2,2,0,1)")] = 1 + below
     length = notes.length(shape)
     assert length.mean == pytest.approx(expected[shape], rel=0.03) and length.rounds == 8
 
 
 def test_a_depth_never_reached_has_the_ranks_of_the_one_above():
     notes = Prior()
-    notes.ranks[0, 0], notes.ranks[0, RANKED] = 3, 1
+    ranks = notes.ranks["mamba"] = no_ranks()
+    ranks[0, 0], ranks[0, RANKED] = 3, 1
     assert notes.length(PAIR).mean == pytest.approx(1 + 0.75 + 0.75**2)
     assert notes.length(PAIR).rounds == 4
 
@@ -136,7 +139,8 @@ def test_a_depth_never_reached_has_the_ranks_of_the_one_above():
 def test_the_variance_from_ranks_is_that_of_the_emitted_tokens():
     """Each guess is right in 3 of 4 cases: a pair emits 1, 2 or 3 tokens in 4, 3 and 9 of 16 cases."""
     notes = Prior()
-    notes.ranks[:, 0], notes.ranks[:, RANKED] = 3, 1
+    ranks = notes.ranks["mamba"] = no_ranks()
+    ranks[:, 0], ranks[:, RANKED] = 3, 1
     mean = (4 * 1 + 3 * 2 + 9 * 3) / 16
     assert notes.length(PAIR).variance == pytest.approx((4 * 1 + 3 * 4 + 9 * 9) / 16 - mean**2)
 
@@ -158,11 +162,16 @@ def test_a_round_whose_tree_did_not_come_does_not_count_for_its_arm():
 
 def test_the_draft_time_of_a_shape_never_played_is_read_off_the_plane():
     experience = Experience()
-    for shape in (PAIR, CHAIN, LevelShape((4, 2, 1)), NodeShape((2, 1))):
+    for shape in (PAIR, CHAIN, Arm.parse("mamba:(4,2,1)"), Arm.parse("mamba:nodes(2,1)")):
         for _ in range(3):
             experience.learn(shape, tree(shape), verdict(1, shape.rows), 0.0)
-    for shape in (BUSHY, TreeShape.parse("beam(4,3)"), TreeShape.parse("dynamic(4,4,20)"), NodeShape((3, 2, 1, 1))):
-        draft_us = 100 + 300 * shape.depth + 40 * shape.forwarded
+    for shape in (
+        BUSHY,
+        Arm.parse("mamba:beam(4,3)"),
+        Arm.parse("mamba:dynamic(4,4,20)"),
+        Arm.parse("mamba:nodes(3,2,1,1)"),
+    ):
+        draft_us = 100 + 300 * shape.depth + 40 * shape.shape.forwarded
         assert experience.costs.draft_us(shape) == pytest.approx(draft_us, rel=1e-6)
         assert experience.round_us(shape) is None
         assert experience.predicted_us(shape) == pytest.approx(draft_us + experience.costs.verify_us(shape.rows, 1))
@@ -182,11 +191,11 @@ def test_one_shape_gives_a_draft_time_per_level_and_none_gives_no_prediction():
 
 def test_no_draft_is_predicted_to_take_negative_time():
     rng, experience = random.Random(0), Experience()
-    for shape in (PAIR, CHAIN, BUSHY, LevelShape((8,))):
+    for shape in (PAIR, CHAIN, BUSHY, Arm.parse("mamba:(8)")):
         for _ in range(2):
             experience.costs.learn_draft(shape, rng.uniform(100, 5000))
-    plane: DraftPlane = experience.costs._plane
-    assert experience.costs.draft_us(LevelShape((63,))) >= 0
+    plane: DraftPlane = experience.costs._planes["mamba"]
+    assert experience.costs.draft_us(Arm.parse("mamba:(63)")) >= 0
     assert min(plane.coefficients) >= 0
 
 
@@ -221,7 +230,8 @@ def test_a_prior_is_unchanged_by_packing_and_unpacking():
     prior = prior_of(3, 20)
     prior.add(answer(2, 5, BUSHY)[0])
     again = unpack_prior(pack_prior(prior))
-    assert again.lengths == prior.lengths and (again.ranks == prior.ranks.round(3)).all()
+    assert again.lengths == prior.lengths and again.ranks.keys() == prior.ranks.keys() == {"mamba"}
+    assert (again.ranks["mamba"] == prior.ranks["mamba"].round(3)).all()
     assert again.costs == prior.costs
     assert len(pack_prior(prior)) < 4096
 
@@ -236,23 +246,32 @@ def malformed() -> list[bytes]:
     good = json.loads(pack_prior(prior_of(3, 20)))
     blobs = [b"", b"{", b"null", b"[]", b"7", b"\xff\xfe", b"[" * 100_000, b'{"format": 1}']
     for path, wrong in (
-        (("format",), 3),
+        (("format",), FORMAT + 1),
         (("lengths",), []),
-        (("lengths",), {"(1,": [1, 1, 0]}),
-        (("lengths", "(1,1,1,1)"), [65.0, 3, 0]),  # more than any tree has
-        (("lengths", "(1,1,1,1)"), [3.0, -1, 0]),
-        (("lengths", "(1,1,1,1)"), [3.0, "many", 0]),
-        (("lengths", "(1,1,1,1)"), [float("nan"), 3, 0]),
-        (("lengths", "(1,1,1,1)"), [3.0, 3]),
+        (("lengths",), {"mamba:(1,": [1, 1, 0]}),
+        (("lengths",), {"(1,1)": [1, 1, 0]}),
+        (("lengths",), {"mamba:off": [1, 1, 0]}),
+        (("lengths", "mamba:(1,1,1,1)"), [65.0, 3, 0]),  # more than any tree has
+        (("lengths", "mamba:(1,1,1,1)"), [3.0, -1, 0]),
+        (("lengths", "mamba:(1,1,1,1)"), [3.0, "many", 0]),
+        (("lengths", "mamba:(1,1,1,1)"), [float("nan"), 3, 0]),
+        (("lengths", "mamba:(1,1,1,1)"), [3.0, 3]),
         (("ranks",), [[1.0]]),
-        (("ranks", 0, 0), -1.0),
-        (("ranks", 0, 0), float("inf")),
-        (("costs", "0", "step", "us"), float("inf")),
-        (("costs", "0", "step", "n"), 0),
+        (("ranks", "mamba"), [[1.0]]),
+        (("ranks",), {str(number): [[1.0]] for number in range(300)}),
+        (("ranks", "mamba", 0, 0), -1.0),
+        (("ranks", "mamba", 0, 0), float("inf")),
+        (("costs", "0", "step", "8", 1), float("inf")),
+        (("costs", "0", "step", "8", 0), 0),
         (("costs", "0", "step"), {"weight": 8.0}),
+        (("costs", "0", "step", "0"), [8.0, 1e4]),
+        (("costs", "0", "step", str(1 << 40)), [8.0, 1e4]),
+        (("costs", "0", "step"), {str(8 * size): [1.0, 1e4] for size in range(1, 66)}),
         (("costs", "0", "hop"), 3),
         (("costs", "0", "texts"), 0),
-        (("costs", "0", "draft"), {"(9,9)": [1.0, 2]}),
+        (("costs", "0", "draft"), {"mamba:(9,9)": [1.0, 2]}),
+        (("costs", "0", "draft"), {"(1,1)": [1.0, 2]}),
+        (("costs", "0", "draft"), {"off": [1.0, 2]}),
         (("costs",), {"light": {}}),
     ):
         content = json.loads(json.dumps(good))
@@ -265,14 +284,16 @@ def malformed() -> list[bytes]:
 
 
 def test_a_prior_of_an_older_format_counts_as_missing():
-    """Its step sums were those of a line and do not determine a parabola."""
+    """Format 2 had the sums of a fit of step times, format 3 times by number of rows, but shapes in place of arms."""
     content = json.loads(pack_prior(prior_of(3, 20)))
-    content["format"] = 1
+    for older in (1, 2, 3):
+        assert unpack_prior(json.dumps({**content, "format": older}).encode()) is None
+    shapes = json.dumps({**content, "ranks": content["ranks"]["mamba"]}).replace("mamba:", "")
+    assert unpack_prior(shapes.encode()) is None, "its arms have no drafter"
     for costs in content["costs"].values():
-        costs["step"] = {"weight": 8.0, "rows": 8.0, "us": 1e4, "rows_us": 8e4, "rows_rows": 64.0}
-    assert unpack_prior(json.dumps(content).encode()) is None
-    content["format"] = json.loads(pack_prior(Prior()))["format"]
-    assert unpack_prior(json.dumps(content).encode()) is None, "its steps lack fields of the current format"
+        costs["step"] = dict.fromkeys(("weight", "n", "n2", "n3", "n4", "us", "n_us", "n2_us"), 1.0)
+    content["format"] = FORMAT
+    assert unpack_prior(json.dumps(content).encode()) is None, "its steps are not in the form of the current format"
 
 
 @pytest.mark.parametrize("blob", malformed(), ids=lambda blob: blob[:12].hex() + str(len(blob)))
@@ -435,18 +456,85 @@ async def test_an_answer_saves_a_prior_under_its_tenants_tag_with_which_another_
     "named, all_of_them",
     [
         (["off"], ["off"]),
-        (["(1,1)"], ["off", "(1,1)"]),
-        (["off", "(3,2,1)"], ["(1,1,1)", "off", "(3,2,1)"]),
-        (["nodes(1,1)", "off"], ["nodes(1,1)", "off"]),
-        (["(2,1,1,1,1,1)"], ["off", "(1,1,1,1)", "(2,1,1,1,1,1)"]),
+        (["m:(1,1)"], ["off", "m:(1,1)"]),
+        (["off", "m:(3,2,1)"], ["m:(1,1,1)", "off", "m:(3,2,1)"]),
+        (["m:nodes(1,1)", "off"], ["m:nodes(1,1)", "off"]),
+        (["m:(2,1,1,1,1,1)"], ["off", "m:(1,1,1,1)", "m:(2,1,1,1,1,1)"]),
+        (["m:(2,1)", "n:(1,1)", "o:(2)"], ["off", "m:(1,1)", "o:(1)", "m:(2,1)", "n:(1,1)", "o:(2)"]),
     ],
 )
 def test_off_and_a_chain_are_always_among_the_arms(named, all_of_them):
-    arms = with_chain_and_off([TreeShape.parse(text) for text in named])
+    arms = with_chain_and_off([Arm.parse(text) for text in named])
     assert [str(arm) for arm in arms] == all_of_them
 
 
 def test_added_arms_keep_the_bounds_of_the_others():
-    for shape in (BUSHY, LevelShape((63,)), NodeShape((2, 1))):
+    for shape in (BUSHY, Arm.parse("mamba:(63)"), Arm.parse("mamba:nodes(2,1)")):
         for arm in with_chain_and_off([shape]):
             assert arm.rows <= shape.rows and arm.depth <= shape.depth
+
+
+# -- two drafters of one target ---------------------------------------------------------------------------------------
+
+OTHER = Arm("llama", CHAIN.shape)
+
+
+def test_two_drafters_share_no_experience():
+    """The same shape of another drafter: its drafts take ten times as long, and its guesses are wrong."""
+    _, experience = answer(4, 20)
+    _, alone = answer(4, 20)
+    assert experience.predicted_us(OTHER) is None and experience.round_us(OTHER) is None
+    assert experience.prior(OTHER, 0.0).rounds == 0
+    slow = replace(tree(OTHER), draft_us=10 * tree(OTHER).draft_us)
+    for _ in range(50):
+        experience.learn(OTHER, slow, verdict(1, OTHER.rows), 0.0)
+    assert experience.round_us(CHAIN) == pytest.approx(alone.round_us(CHAIN))
+    assert experience.costs.draft_us(PAIR) == alone.costs.draft_us(PAIR), "predicted from the drafter's own costs"
+    assert experience.costs.draft_us(Arm("llama", PAIR.shape)) == pytest.approx(10 * alone.costs.draft_us(PAIR))
+    assert experience.prior(CHAIN, 0.0) == alone.prior(CHAIN, 0.0)
+
+
+def test_two_drafters_share_no_trust_in_their_promises():
+    played = replace(tree(CHAIN), values=np.log(np.full(CHAIN.rows, 0.5, np.float32)))
+    experience, alone = Experience(), Experience()
+    for _ in range(100):
+        experience.learn(OTHER, played, verdict(1), 0.0)
+    assert experience.worth(CHAIN, played, verdict(1), 0.0) == alone.worth(CHAIN, played, verdict(1), 0.0)
+    assert experience.worth(OTHER, played, verdict(1), 0.0) < alone.worth(OTHER, played, verdict(1), 0.0)
+
+
+def test_two_drafters_share_no_prior():
+    """Both rank each token of the text. The chains of one are right, those of the other wrong."""
+    notes, ranked = Prior(), {CHAIN: 0, OTHER: RANKED}
+    for place in range(40):
+        arm = CHAIN if place % 2 else OTHER
+        notes.learn(arm, tree(arm, (ranked[arm],) * 2 * bool(place)), verdict(1), 1)
+    assert notes.ranks["mamba"].sum() == 39 and notes.ranks["mamba"][0, 0] == 39
+    assert notes.ranks["llama"].sum() == 38 and notes.ranks["llama"][0, RANKED] == 38
+    assert notes.length(PAIR).mean == pytest.approx(3)
+    assert notes.length(Arm("llama", PAIR.shape)).mean == pytest.approx(1)
+    assert notes.length(Arm("third", PAIR.shape)) is None
+    again = unpack_prior(pack_prior(notes))
+    assert again.lengths == notes.lengths and again.ranks.keys() == notes.ranks.keys()
+
+
+def test_full_information_replays_each_drafters_arms_on_its_own_ranks():
+    policy, ranked = FullInfo([OFF, PAIR, CHAIN, OTHER], Experience(), 0.0), {CHAIN: 0, OTHER: RANKED}
+    for place in range(60):
+        arm = CHAIN if place % 2 else OTHER
+        policy.learn(arm, tree(arm, (ranked[arm],) * min(place, 2)), verdict(1, arm.rows))
+    assert (policy.means[CHAIN], policy.means[PAIR], policy.means[OTHER]) == (5, 3, 1)
+    for _ in range(20):
+        policy.learn(OTHER, replace(DraftTree.root_only(1), missed=True, draft_us=9), verdict(1))
+    assert policy.hoped(CHAIN) == 5, "only the other drafter's trees did not come"
+
+
+@pytest.mark.parametrize("text", ["off", "mamba-2.8b:(1,1)", "lookup+suffix:proposed(7)", "m:nodes(2,1)"])
+def test_an_arm_is_read_as_it_is_written(text: str):
+    assert str(Arm.parse(text)) == text
+
+
+@pytest.mark.parametrize("text", ["(1,1)", ":(1,1)", "mamba:off", "mamba:", "mamba", "proposed(7)", ""])
+def test_an_arm_has_a_maker_unless_it_is_off(text: str):
+    with pytest.raises(ValueError, match="arm|shape"):
+        Arm.parse(text)

@@ -10,13 +10,14 @@ import fakes
 import pytest
 from dendro.answer import Completion, Mode, Speculation, SpeculationStats, build_request
 from dendro.errors import BadRequest
-from dendro.shapes import OFF, LevelShape, TreeShape
+from dendro.shapes import TreeShape
 from dendro.text import Finish, Sampling, Verdict
 from dendro.tree import DraftTree
 from dendro.v1 import generation_pb2 as pb
 from edge import END, SERVED, EdgePeers, config, ingress, plain_answer, resume_of
 
 from cluster.api.local import LocalClient
+from cluster.arms import OFF_ARM, Arm
 from cluster.peers.pools import Peers
 from cluster.policies import Experience, Offer, PaperUCB, RatioUCB, Static
 from cluster.router.account import RoundAccount
@@ -26,7 +27,7 @@ from cluster.sessions import MemorySessions
 
 PROMPT = "walk the "
 IDS = list(PROMPT.encode())
-CHAIN = LevelShape((1, 1, 1))
+CHAIN = Arm.parse("mamba:(1,1,1)")
 
 
 def planned(requested: Speculation | str, **sections: object) -> SpeculationPlan:
@@ -65,7 +66,7 @@ def test_every_field_is_in_the_message_and_fields_left_out_stay_absent():
 )
 def test_every_kind_of_shape_can_be_fixed(shape: str):
     plan = planned(Speculation(Mode.FIXED, shape))
-    assert isinstance(plan.policy, Static) and plan.policy.shape == TreeShape.parse(shape) and plan.name == "fixed"
+    assert isinstance(plan.policy, Static) and plan.policy.arm.shape == TreeShape.parse(shape) and plan.name == "fixed"
 
 
 def test_proposals_may_have_more_guesses_than_the_targets_greatest_depth():
@@ -75,9 +76,9 @@ def test_proposals_may_have_more_guesses_than_the_targets_greatest_depth():
 
 def test_off_means_no_trees_and_auto_the_configured_policy_and_arms():
     off, auto = planned("off"), planned("auto")
-    assert isinstance(off.policy, Static) and off.policy.shape == OFF and off.name == "off"
+    assert isinstance(off.policy, Static) and off.policy.arm == OFF_ARM and off.name == "off"
     assert isinstance(auto.policy, RatioUCB) and auto.name == "ratio_ucb"
-    assert [str(arm) for arm in auto.policy.arms] == ["off", "(1,1,1)", "(2,1)"]
+    assert [str(arm) for arm in auto.policy.arms] == ["off", "mamba:(1,1,1)", "mamba:(2,1)"]
     absent = plan_speculation(pb.Speculation(), "demo", config(), Experience(), Sampling())
     assert absent.name == "ratio_ucb" and absent.free
 
@@ -88,7 +89,8 @@ def test_a_request_can_name_its_policy():
 
 
 @pytest.mark.parametrize(
-    "max_nodes, left", [(0, ["off"]), (2, ["off"]), (3, ["off", "(1,1,1)"]), (4, ["off", "(1,1,1)", "(2,1)"])]
+    "max_nodes, left",
+    [(0, ["off"]), (2, ["off"]), (3, ["off", "mamba:(1,1,1)"]), (4, ["off", "mamba:(1,1,1)", "mamba:(2,1)"])],
 )
 def test_auto_leaves_out_arms_with_more_guesses_than_max_nodes(max_nodes: int, left: list[str]):
     policy = planned(Speculation(max_nodes=max_nodes)).policy
@@ -97,7 +99,7 @@ def test_auto_leaves_out_arms_with_more_guesses_than_max_nodes(max_nodes: int, l
 
 def test_auto_cuts_proposals_to_max_nodes_without_duplicates():
     policy = planned(Speculation(max_nodes=3), speculation={"arms": ["proposed(7)", "proposed(8)", "(2,1)"]}).policy
-    assert isinstance(policy, RatioUCB) and [str(arm) for arm in policy.arms] == ["off", "proposed(3)"]
+    assert isinstance(policy, RatioUCB) and [str(arm) for arm in policy.arms] == ["off", "lookup+suffix:proposed(3)"]
 
 
 def test_proposals_fill_a_fixed_proposed_shape_and_add_nothing_to_a_fixed_tree():
@@ -107,11 +109,11 @@ def test_proposals_fill_a_fixed_proposed_shape_and_add_nothing_to_a_fixed_tree()
 
 def test_off_is_the_only_arm_where_no_other_is_small_enough():
     policy = planned(Speculation(max_nodes=1), speculation={"arms": ["(2,1)"]}).policy
-    assert isinstance(policy, RatioUCB) and policy.arms == (OFF,)
+    assert isinstance(policy, RatioUCB) and policy.arms == (OFF_ARM,)
 
 
 def test_a_fixed_shape_may_have_exactly_max_nodes_guesses():
-    assert planned(Speculation(Mode.FIXED, "(2,1)", max_nodes=4)).policy.choose() == LevelShape((2, 1))
+    assert planned(Speculation(Mode.FIXED, "(2,1)", max_nodes=4)).policy.choose() == Arm.parse("mamba:(2,1)")
 
 
 @pytest.mark.parametrize(
@@ -286,22 +288,22 @@ def verdict(emitted: int, length: int, verify_us: int, queue_us: int, trimmed: i
 def test_the_account_of_a_hand_example():
     """Five rounds with their times in milliseconds, and all fields of their account."""
     clock, experience = StepClock(), Experience()
-    rounds = [  # shape, tree, verdict, wall in ms
+    rounds = [  # arm, tree, verdict, wall in ms
         (CHAIN, drafted(3, 2000), verdict(4, 4, 5000, 1000), 50.0),  # the first: 42 ms of it are its opening
         (CHAIN, drafted(3, 2000), verdict(2, 2, 5000, 0, trimmed=1), 9.0),
         (CHAIN, replace(drafted(0, 4000), missed=True), verdict(1, 1, 4000, 500), 9.0),  # a late draft
-        (OFF, drafted(0, 0), verdict(1, 1, 4001, 0), 4.0),  # the peer's time exceeds the round's, by rounding
+        (OFF_ARM, drafted(0, 0), verdict(1, 1, 4001, 0), 4.0),  # the peer's time exceeds the round's, by rounding
         (CHAIN, drafted(3, 2000), verdict(2, 4, 5000, 0), 8.0),  # cut: the third accepted token and the target's
     ]
     with experience.concurrency.running() as running:
         account = RoundAccount(
-            SpeculationPlan("fixed", ScriptedPolicy([shape for shape, *_ in rounds])), experience, running, 0.0, clock
+            SpeculationPlan("fixed", ScriptedPolicy([arm for arm, *_ in rounds])), experience, running, 0.0, clock
         )
-        for shape, tree, found, wall_ms in rounds:
+        for arm, tree, found, wall_ms in rounds:
             clock.now_s += 0.25  # between rounds: the client is slow
-            assert account.choose() == shape
+            assert account.choose() == arm
             clock.now_s += (wall_ms + 0.0005) / 1e3
-            account.learn(shape, tree, found)
+            account.learn(arm, tree, found)
     account = account.stats
     assert account == pb.SpeculationStats(
         policy="fixed",
@@ -328,15 +330,15 @@ def test_the_account_of_a_hand_example():
 
 
 class ScriptedPolicy:
-    """Chooses the given shapes in order."""
+    """Chooses the given arms in order."""
 
-    def __init__(self, shapes: list[TreeShape]) -> None:
-        self.shapes = shapes
+    def __init__(self, arms: list[Arm]) -> None:
+        self.arms = arms
 
-    def choose(self, offer: Offer | None = None) -> TreeShape:
-        return self.shapes.pop(0)
+    def choose(self, offer: Offer | None = None) -> Arm:
+        return self.arms.pop(0)
 
-    def learn(self, shape: TreeShape, tree: DraftTree, verdict: Verdict) -> None:
+    def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
         """Does nothing."""
 
 

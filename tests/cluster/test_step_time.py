@@ -8,19 +8,20 @@ from itertools import combinations
 import numpy as np
 import pytest
 from dendro.calls import PROTOCOL_VERSION, Hello
-from dendro.shapes import OFF, LevelShape
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 from edge import EdgePeers, ingress
 
 from cluster.api.local import LocalClient
+from cluster.arms import OFF_ARM, Arm
 from cluster.policies import Experience
 from cluster.policies.experience import Concurrency
-from cluster.policies.step_time import OUTLIER, STEP, StepTime, fit_steps
+from cluster.policies.least_squares import nonnegative_fit
+from cluster.policies.step_time import MOST_SIZES, OUTLIER, STEP, StepTime, fit_steps
 
 RECORDED = [(8, 53720), (8, 56280), (8, 60870), (8, 61960), (16, 82120), (32, 140790), (48, 194540)]
 """Rows and microseconds of docs/speed-mamba2.md."""
-CHAIN, TREE = LevelShape((1, 1, 1, 1)), LevelShape((3, 2, 2, 1, 1))
+CHAIN, TREE = Arm.parse("mamba:(1,1,1,1)"), Arm.parse("mamba:(3,2,2,1,1)")
 
 
 def reference(samples: list[tuple[int, float]], weights: list[float], degree: int) -> np.ndarray:
@@ -104,6 +105,20 @@ def test_too_few_different_numbers_of_rows_give_the_simplest_fit(degree: int):
     assert step.coefficients(degree) == pytest.approx((8_000, 250, 0)[: degree + 1], rel=1e-6), "two determine a line"
 
 
+def test_no_coefficient_of_a_fit_is_negative():
+    assert nonnegative_fit([[1, 0], [1, 1], [1, 2]], [3, 2, 1]) == pytest.approx((2, 0))
+    assert nonnegative_fit([[1, 1], [1, 2], [1, 3]], [1, 3, 5]) == pytest.approx((0, 11 / 7))
+    assert nonnegative_fit([[1, 1], [1, 2]], [3, 5]) == pytest.approx((1, 2))
+
+
+def test_a_peer_that_reports_any_number_of_rows_makes_a_bounded_number_of_sizes():
+    step = StepTime()
+    for rows in range(8, 8 * 300, 8):
+        step.learn(rows, 1000 + rows, 1)
+    assert len(step.sizes) == MOST_SIZES
+    assert step.at(64, 1) == pytest.approx(1064, rel=1e-6)
+
+
 # -- the choice of line or parabola -----------------------------------------------------------------------------------
 
 
@@ -111,7 +126,7 @@ def learned(attends: bool, step_us) -> Experience:
     """An experience of shapes of 8 to 24 padded rows."""
     experience = Experience(Concurrency(attends=attends))
     for _ in range(50):
-        for shape in (OFF, CHAIN, LevelShape((3, 2, 1)), LevelShape((4, 2, 1))):
+        for shape in (OFF_ARM, CHAIN, Arm.parse("mamba:(3,2,1)"), Arm.parse("mamba:(4,2,1)")):
             tree = DraftTree.of(range(shape.rows), range(-1, shape.rows - 1))
             rows = -(-shape.rows // 8) * 8
             found = Verdict((1,), (0,), (), None, 1, round(step_us(rows)), step_rows=rows)
@@ -123,8 +138,8 @@ def test_with_attention_the_predicted_step_time_is_quadratic_in_rows():
     """Predicts the step of a tree of 48 rows from steps of 8 to 24."""
     step_us = lambda rows: 5000 + 10 * rows * rows  # noqa: E731
     hybrid, states = learned(True, step_us), learned(False, step_us)
-    assert hybrid._verify_us(TREE.rows) == pytest.approx(step_us(48), rel=1e-3)
-    assert states._verify_us(TREE.rows) < 0.7 * step_us(48)
+    assert hybrid.costs.verify_us(TREE.rows, hybrid.degree) == pytest.approx(step_us(48), rel=1e-3)
+    assert states.costs.verify_us(TREE.rows, states.degree) < 0.7 * step_us(48)
 
 
 @pytest.mark.parametrize("attends", [True, False])

@@ -20,6 +20,7 @@ from transformers import Mamba2ForCausalLM
 from typer.testing import CliRunner
 
 from cluster import cli
+from cluster.arms import Arm
 from cluster.config import Config, DrafterConfig
 from cluster.policies import Static
 from cluster.policies.replay import round_lengths
@@ -32,7 +33,6 @@ from cluster.tune.measuring import (
     Timed,
     accepted,
     costs_of,
-    nonnegative_fit,
     replayed,
 )
 from cluster.tune.tuning import SearchLimits, as_arm, is_chain
@@ -125,7 +125,7 @@ async def lengths_of(verifier: VerifierEngine, drafter: DrafterEngine, text: Tex
     call = OpenCall(update(), Terms(text.sampling, text.limits, "", ()))
     await asyncio.gather(verifier.open(call), drafter.open(call))
     held = len(text)
-    lengths = [verdict.length async for verdict in rounds(text, Near(), Near(), Static(shape))]
+    lengths = [verdict.length async for verdict in rounds(text, Near(), Near(), Static(Arm.of("drafter", shape)))]
     await asyncio.gather(verifier.close(CloseCall(update())), drafter.close(CloseCall(update())))
     return lengths
 
@@ -193,12 +193,6 @@ def test_linear_costs_are_found_again_and_predict_rounds():
     for shape in (*shapes, TreeShape.parse("(3,2,1)")):
         assert found.round_us(shape) == pytest.approx(timed(shape).round_us - 50)
     assert found.cost_ratio == pytest.approx(940 / 8720)
-
-
-def test_no_cost_is_negative():
-    assert nonnegative_fit([[1, 0], [1, 1], [1, 2]], [3, 2, 1]) == pytest.approx((2, 0))
-    assert nonnegative_fit([[1, 1], [1, 2], [1, 3]], [1, 3, 5]) == pytest.approx((0, 11 / 7))
-    assert nonnegative_fit([[1, 1], [1, 2]], [3, 5]) == pytest.approx((1, 2))
 
 
 def test_too_few_shapes_to_fit_the_costs_are_refused():

@@ -1,0 +1,19 @@
+"""Least squares with no coefficient below zero."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Matrix = npt.NDArray[np.float64] | Sequence[Sequence[float]]
+Vector = npt.NDArray[np.float64] | Sequence[float]
+
+
+def nonnegative_fit(design: Matrix, values: Vector) -> list[float]:
+    """The x >= 0 with the least |design x - values|, one number for each column of `design`. For a weighted fit
+    multiply each row and its value by the root of its weight."""
+    from scipy.optimize import nnls  # its import takes tenths of a second, which most commands do not need
+
+    return nnls(design, values)[0].tolist()
