@@ -438,7 +438,16 @@ def pair_config(
     )
 
 
+def demo_models(models: Path = DEMO_MODELS) -> Path:
+    """`models`, a folder that exists. DEMO_MODELS is part of a checkout of the repository, not of the wheel."""
+    if not models.is_dir():
+        reason = f"no folder {models}; the package has no weights: work in a checkout of the repository, give --config,"
+        raise BadRequest("models", f"{reason} or train models with `dendro train demo`")
+    return models
+
+
 def demo_config(models: Path = DEMO_MODELS, drafter: str = "mamba2") -> Config:
-    """The bundled demo: one router, one verifier, one drafter, an embedded Redis. Its only proposer, `lookup`, does not
-    use earlier answers, which would include those to the same prompt when it is measured again."""
+    """The demo: one router, one verifier, one drafter, an embedded Redis. Its only proposer, `lookup`, does not use
+    earlier answers, which would include those to the same prompt when it is measured again."""
+    models = demo_models(models)
     return pair_config(models / "target", [models / drafter], speculation={"proposers": ["lookup"]})

@@ -1,5 +1,5 @@
-"""requirements/pins-*.txt: one version of every package that `make setup` and `make dev` install, within pyproject's
-ranges. The packages of the environment that runs these tests may differ."""
+"""requirements/pins-*.txt: one version of every package that `make setup`, `make dev` and the images install, within
+pyproject's ranges. The packages of the environment that runs these tests may differ."""
 
 from __future__ import annotations
 
@@ -75,9 +75,3 @@ def test_the_makefile_installs_torch_first_and_all_by_the_pins_of_its_python(tmp
         f"{constraint} --editable '.[serve,embedded]'",
         f"{constraint} --editable '.[serve,embedded,dev]'",
     ]
-
-
-def test_the_image_has_the_pinned_torch():
-    dockerfile = (ROOT / "deploy" / "docker" / "Dockerfile").read_text()
-    images = re.findall(r"^ARG TORCH_VERSION=(.+)$", dockerfile, re.M)
-    assert images and set(images) == {pins(python)["torch"] for python in FILES}

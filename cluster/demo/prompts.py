@@ -13,8 +13,10 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from cluster.config import DEMO_MODELS as MODELS
+from cluster.config import demo_models
+
 PASSAGES_FILE = Path(__file__).parent / "held_out.json"
-MODELS = Path(__file__).parent / "models"
 MEASURING_FILE = "measuring_prompts.json"  # beside the models: written by their training, read here
 
 
@@ -41,7 +43,7 @@ def load_passages() -> list[Passage]:
 
 
 def load_tokenizer(models: Path = MODELS) -> Tokenizer:
-    return Tokenizer.from_file(str(models / "target" / "tokenizer.json"))
+    return Tokenizer.from_file(str(demo_models(models) / "target" / "tokenizer.json"))
 
 
 def _measuring_order(models: Path) -> list[str]:

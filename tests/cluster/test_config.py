@@ -10,6 +10,7 @@ from dendro.shapes import LevelShape
 
 from cluster.arms import OFF_ARM
 from cluster.config import Config, demo_config, pair_config
+from cluster.demo.prompts import load_tokenizer
 
 GOOD = """
 targets:
@@ -112,6 +113,13 @@ def test_a_missing_file_is_named(tmp_path: Path):
 def test_an_unknown_model_is_refused_by_name():
     with pytest.raises(BadRequest, match="model: 'x' is not served here; there is target"):
         demo_config().target_named("x")
+
+
+def test_without_the_demos_models_one_sentence_says_what_to_do(tmp_path: Path):
+    """An installed wheel has none."""
+    for use in (demo_config, load_tokenizer):
+        with pytest.raises(BadRequest, match="no folder .*; .* a checkout .* --config, or .* `dendro train demo`$"):
+            use(tmp_path / "models")
 
 
 def test_a_pair_is_named_after_its_folders():

@@ -36,14 +36,12 @@ def test_it_ends_when_its_parent_is_killed():
     code = (
         "import time; from cluster.redis_server import RedisServer as S; print(S(16).pid, flush=True); time.sleep(60)"
     )
-    parent = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
-    )
-    assert parent.stdout is not None
-    pid = int(parent.stdout.readline())
-    child = psutil.Process(pid)
-    os.kill(parent.pid, signal.SIGKILL)
-    parent.wait()
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        child = psutil.Process(pid)
+        os.kill(parent.pid, signal.SIGKILL)
     gone, alive = psutil.wait_procs([child], timeout=10)
     assert not alive
 

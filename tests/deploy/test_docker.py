@@ -7,17 +7,20 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import ray
 import yaml
 from chart import ROOT, values_of
+from packaging.requirements import Requirement
 
 from cluster import serve_config
 from cluster.config import Config
 
 DOCKER = ROOT / "deploy" / "docker"
 TEXT = (DOCKER / "Dockerfile").read_text()
+GPU = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["gpu"]
 
 
 def compose():
@@ -44,6 +47,25 @@ def test_images_carry_no_weights_and_freshly_generated_code():
     ignored = (ROOT / ".dockerignore").read_text().split()
     assert ignored[0] == "*" and "cluster/demo/models" in ignored
     assert "python protos/generate.py" in TEXT
+
+
+def test_images_install_the_pinned_versions_of_their_python():
+    assert "requirements" in re.findall(r"^COPY .+ (.+)$", TEXT, flags=re.M)
+    assert "!requirements" in (ROOT / ".dockerignore").read_text().split()
+    commands = re.findall(r"pip install (.+?)(?:&&|\n[A-Z])", TEXT.replace("\\\n", ""), flags=re.S)
+    assert len(commands) == 3
+    for command in commands:
+        assert re.search(r"--constraint (/home/ray/dendroaspis/)?requirements/pins\.txt ", command)
+        assert not re.search(r"[<>=]=", command)
+    copied = re.search(r'cp "(.+)" requirements/pins\.txt ', TEXT).group(1)
+    own_python = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
+    command = ["bash", "-c", f'echo "{copied}"']
+    file = subprocess.run(command, env=own_python, capture_output=True, text=True, check=True).stdout.strip()
+    assert file == f"requirements/pins-{sys.version_info.major}.{sys.version_info.minor}.txt"
+    major, *minor = re.search(r"^ARG PYTHON=py(\d+)$", TEXT, flags=re.M).group(1)
+    pinned = (ROOT / "requirements" / f"pins-{major}.{''.join(minor)}.txt").read_text().split()
+    triton, of_gpu = (next(line for line in lines if line.startswith("triton")) for lines in (pinned, GPU))
+    assert Requirement(of_gpu).specifier.contains(triton.split("==")[1])
 
 
 def test_the_compose_file_starts_a_redis_a_head_a_drafter_and_a_verifier():

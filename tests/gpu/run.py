@@ -52,6 +52,7 @@ class GpuStep:
         if self.script:
             return [sys.executable, str(HERE / self.script), *(["--dry"] if dry else [])]
         pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "--import-mode=importlib"]
+        pytest += ["-o", "filterwarnings="]  # the machine's packages are not the pinned ones, and warn of other things
         return [
             sys.executable,
             *pytest,
