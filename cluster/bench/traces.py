@@ -13,7 +13,6 @@ guesses beside the text: the drafter's engine grows one at every position. Propo
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +29,7 @@ from tree_kernels.noise import NoiseRows
 from tree_kernels.warp import Warp, drafter_ranking
 from tree_layers.checkpoint import read_config
 
+from cluster.policies.replay import static_path
 from cluster.proposers.chances import Chances
 from cluster.proposers.lookup import Lookup
 from cluster.proposers.merge import merge
@@ -156,23 +156,6 @@ def walk(tree: DraftTree, tokens: Sequence[int]) -> tuple[int, ...]:
         if row is None:
             break
         path.append(row)
-    return tuple(path)
-
-
-@functools.cache
-def _first_children(shape: TreeShape) -> tuple[int, ...]:
-    """The row of each row's first child; meaningless for rows without children."""
-    return tuple((1 + np.cumsum(child_counts(shape)) - child_counts(shape)).tolist())
-
-
-def static_path(shape: TreeShape, ranks: Sequence[int]) -> tuple[int, ...]:
-    """The rows on a text's path through a static tree, if its tokens have these ranks."""
-    counts, first = child_counts(shape), _first_children(shape)
-    path = [0]
-    for rank in ranks:
-        if rank >= counts[path[-1]]:
-            break
-        path.append(first[path[-1]] + rank)
     return tuple(path)
 
 

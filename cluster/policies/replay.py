@@ -11,6 +11,7 @@ from the root. This is exact, since in our modes the text does not depend on the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -31,6 +32,23 @@ WINDOW = 128
 def replayed(shape: TreeShape) -> bool:
     """Whether ranks determine what a shape emits: not where it is wider than RANKED, or values choose the tree."""
     return isinstance(shape, LevelShape | NodeShape) and not shape.off and shape.width <= RANKED
+
+
+@functools.cache
+def _first_children(shape: TreeShape) -> tuple[int, ...]:
+    """The row of each row's first child; meaningless for rows without children."""
+    return tuple((1 + np.cumsum(child_counts(shape)) - child_counts(shape)).tolist())
+
+
+def static_path(shape: TreeShape, ranks: Sequence[int]) -> tuple[int, ...]:
+    """The rows on a text's path through a static tree, if its tokens have these ranks."""
+    counts, first = child_counts(shape), _first_children(shape)
+    path = [0]
+    for rank in ranks:
+        if rank >= counts[path[-1]]:
+            break
+        path.append(first[path[-1]] + rank)
+    return tuple(path)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,13 @@ import torch
 from dendro.answer import Complete, Round, SpeculationStats
 from dendro.client import Asking
 from dendro.errors import BadRequest, EngineFailed
-from dendro.shapes import TreeShape, child_counts
+from dendro.shapes import TreeShape
 from dendro.text import Sampling
 
 from cluster.config import DrafterConfig
 from cluster.policies.classes import ROW_BUCKET, row_bucket
 from cluster.policies.least_squares import nonnegative_fit
+from cluster.policies.replay import static_path
 from cluster.policies.sequoia import forwarded_rows
 from drafter_service.engine import DTYPES
 from drafter_service.models import load_model
@@ -162,15 +163,10 @@ def replayed(traces: Sequence[Sequence[int]], shape: TreeShape) -> float | None:
 
 def replayed_lengths(trace: Sequence[int], shape: TreeShape) -> list[int]:
     """Tokens of each round over one answer."""
-    counts = child_counts(shape)
-    first = np.cumsum([1, *counts]).tolist()  # each row's first child
     lengths, position = [], 0
     while position + shape.depth < len(trace):
-        row, length = 0, 1
-        while counts[row] and trace[position + length - 1] < counts[row]:
-            row, length = first[row] + trace[position + length - 1], length + 1
-        lengths.append(length)
-        position += length
+        lengths.append(len(static_path(shape, trace[position : position + shape.depth])))
+        position += lengths[-1]
     return lengths
 
 
