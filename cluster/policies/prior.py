@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from dendro.shapes import MAX_ROWS, TreeShape, child_counts
+from dendro.shapes import MAX_ROWS, TreeShape
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 from dendro.wire import MAX_STEP_ROWS
@@ -24,6 +24,7 @@ from cluster.arms import Arm
 from cluster.policies.classes import temperature_class
 from cluster.policies.costs import PRIOR_ROUNDS, Cost, Costs, EmittedLength
 from cluster.policies.replay import RANKED, RankTrace, replayed
+from cluster.policies.sequoia import reached
 from cluster.policies.step_time import MOST_SIZES, StepTime
 
 KEPT_ROUNDS = 64.0
@@ -165,14 +166,10 @@ def _expected(shape: TreeShape, ranks: RankCounts) -> tuple[float, float]:
     for depth in range(1, DEPTHS):
         counts = ranks[depth]
         chances[depth] = (counts + BACK_OFF * chances[depth - 1]) / (counts.sum() + BACK_OFF)
-    reached, depths = [1.0], [0]
-    for row, count in enumerate(child_counts(shape)):
-        chance = chances[min(depths[row], DEPTHS - 1)]
-        reached += [reached[row] * float(chance[rank]) for rank in range(count)]
-        depths += [depths[row] + 1] * count
-    mean = sum(reached)
+    rows = reached(shape, chances)
+    mean = sum(chance for chance, _ in rows)
     # N > d with the chance that a row of depth d is reached; E[N^2] = sum of (2 d + 1) of these.
-    square = sum((2 * depth + 1) * chance for depth, chance in zip(depths, reached, strict=True))
+    square = sum((2 * depth + 1) * chance for chance, depth in rows)
     return mean, max(square - mean * mean, 0.0)
 
 

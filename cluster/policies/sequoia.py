@@ -84,11 +84,16 @@ def expected_tokens(shape: TreeShape, accept: Accept) -> float:
     table = chances(accept, max(shape.depth, 1))
     if shape.width > table.shape[1]:
         raise ValueError(f"accept: has {table.shape[1]} siblings; {shape} has {shape.width}")
-    reached, depths = [1.0], [0]
+    return sum(chance for chance, _ in reached(shape, table))
+
+
+def reached(shape: TreeShape, table: npt.NDArray[np.float64]) -> list[tuple[float, int]]:
+    """The chance that each row of a tree of fixed form is reached, and the row's depth. table: a[d][j], as in Accept"""
+    rows = [(1.0, 0)]
     for row, count in enumerate(child_counts(shape)):
-        reached += (reached[row] * table[depths[row], :count]).tolist() if count else []
-        depths += [depths[row] + 1] * count
-    return sum(reached)
+        chance, depth = rows[row]
+        rows += [(chance * each, depth + 1) for each in table[min(depth, len(table) - 1), :count].tolist()]
+    return rows
 
 
 def draft_and_step_us(shape: TreeShape, level_us: TimeOf, step_us: TimeOf) -> float:
