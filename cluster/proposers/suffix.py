@@ -100,7 +100,10 @@ class Automaton:
         state, length = self._followed(state, length)
         if not state:
             return [], 0
-        seen = [(self._count[to], token, to) for token, to in self._next[state].items() if token != END]
+        next_states = self._next[state]
+        if len(next_states) == 1:  # the most usual case
+            return [(1.0, *next(iter(next_states.items())))], length
+        seen = [(self._count[to], token, to) for token, to in next_states.items() if token != END]
         total = sum(count for count, _, _ in seen)
         return [(count / total, token, to) for count, token, to in heapq.nlargest(WIDTH, seen)], length
 
