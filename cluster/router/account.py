@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 from dendro.calls import Hello
+from dendro.clock import Clock
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 from dendro.v1 import generation_pb2 as pb
@@ -25,7 +25,7 @@ class RoundAccount:
         experience: Experience,
         running: RunningRequest,
         temperature: float,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
     ) -> None:
         self.notes = Prior()
         self._temperature = temperature
