@@ -18,7 +18,15 @@ from cluster.policies import Experience
 from cluster.policies.experience import Concurrency
 from cluster.policies.step_time import OUTLIER, STEP, StepTime, fit_steps
 
-RECORDED = [(8, 53720), (8, 56280), (8, 60870), (8, 61960), (16, 82120), (32, 140790), (48, 194540)]
+RECORDED: list[tuple[int, float]] = [
+    (8, 53720),
+    (8, 56280),
+    (8, 60870),
+    (8, 61960),
+    (16, 82120),
+    (32, 140790),
+    (48, 194540),
+]
 """Rows and microseconds of docs/speed-mamba2.md."""
 CHAIN, TREE = LevelShape((1, 1, 1, 1)), LevelShape((3, 2, 2, 1, 1))
 

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from math import exp, log
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -72,7 +73,7 @@ def oracle(path: Path) -> Oracle:
 
 
 @asynccontextmanager
-async def serving(path: Path, states: StateStore | None = None, **options: int) -> AsyncIterator[DrafterEngine]:
+async def serving(path: Path, states: StateStore | None = None, **options: Any) -> AsyncIterator[DrafterEngine]:
     """A running engine with small chunks, so that prompts take several forwards. At the end all slots must be free."""
     options = {"prefill_chunk": 8, "max_sessions": SESSIONS} | options
     engine = DrafterEngine.load(path, name="tiny", states=states or NoStates(), **options)
@@ -516,7 +517,7 @@ async def test_the_trace_ranks_each_token_of_the_text_since_the_last_tree(path, 
 # -- saved states ----------------------------------------------------------------------------------------------------
 
 
-async def one_turn(engine: DrafterEngine, prompt: list[int], **options: object) -> tuple[DraftClient, Closed]:
+async def one_turn(engine: DrafterEngine, prompt: list[int], **options: Any) -> tuple[DraftClient, Closed]:
     client = DraftClient(engine, **options)
     await client.open(prompt)
     tree = await client.draft(TREE)
