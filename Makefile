@@ -24,10 +24,10 @@ demo: setup ## a small cluster answers two turns of a session and stops; no proc
 test: dev ## all tests except those marked long, in two processes
 	@$(BIN)/python -m pytest -m "not long" -n 2 --dist loadfile
 
-check: dev ## ruff, mypy, import contracts, generated stubs up to date
+check: dev ## ruff, mypy (tests, too), import contracts, generated stubs up to date
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
-	@$(BIN)/mypy protos/dendro kernels/tree_kernels kernels/tree_layers drafter_service verifier_service cluster
+	@$(BIN)/mypy
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/lint-imports
 	@$(BIN)/python protos/generate.py --check
 

@@ -7,7 +7,7 @@ position, and the drafter guesses it. So only the bookkeeping is timed, at texts
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, aclosing
 from typing import Any, cast
 
@@ -107,7 +107,7 @@ class ModelFreePool:
         return Leased(self._peer, await self._peer.hello(), "")
 
 
-async def endless_rounds(tokens: int) -> AsyncIterator[Verdict]:
+async def endless_rounds(tokens: int) -> AsyncGenerator[Verdict, None]:
     """The verdicts of one text, which begins with so many tokens."""
     text = Text(list(map(token_at, range(tokens))), Sampling(), Limits(tokens + ROOM, ignore_end=True))
     pace = Pace()

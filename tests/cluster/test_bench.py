@@ -488,9 +488,9 @@ async def test_the_json_report_has_the_keys_of_every_bench():
 
 async def test_markdown_and_console_show_every_row_every_aim_and_the_parts_of_a_round():
     report = await a_report()
-    console = Console(file=io.StringIO(), width=250)
-    show(console, reports.facts_of(report), reports.tables_of(report), reports.different(report))
-    printed = console.file.getvalue()
+    shown = io.StringIO()
+    show(Console(file=shown, width=250), reports.facts_of(report), reports.tables_of(report), reports.different(report))
+    printed = shown.getvalue()
     markdown = as_markdown(report, reports.facts_of(report), reports.tables_of(report))
     for text in (markdown, printed):
         assert all(text.count(name) >= 2 for name in PLAN.rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import aclosing
+from typing import Any
 
 import pytest
 import tiny_models
@@ -109,7 +110,7 @@ async def test_a_small_run_measures_every_way_at_every_length(tmp_path):
     assert len(steps) == 6 and engine.stats()["pages_held"] == 0
     pages = [each.session_bytes // (64 * engine.runner.target.token_bytes) for each in found]
     assert pages == [1, 4], "as many pages as the text and its deepest guess need"
-    report = {"rows": rows_of(found), "fits": [fit_of(found, way, 100) for way in WAYS]}
+    report: dict[str, Any] = {"rows": rows_of(found), "fits": [fit_of(found, way, 100) for way in WAYS]}
     assert {(row["way"], row["context"]) for row in report["rows"]} == {(way, at) for way in WAYS for at in (60, 200)}
     bookkeeping = await measure_bookkeeping(1, lambda: steps.append(1))
     assert len(steps) == 8

@@ -137,7 +137,7 @@ def test_replayed_proposals_follow_a_repetitive_text_and_cost_a_step_of_their_ro
     """A text of period 6 repeats; one without repetition is plain decoding. Neither asks a drafter."""
     few, many = ProposedShape(3), ProposedShape(7)
     for ids, emitted in ((tuple(index % 6 for index in range(60)), 1), (tuple(range(60)), 0)):
-        trace = Trace(TracedAnswer("code", "p", 0.0, 0, ids, 24, 20), None)  # type: ignore[arg-type]
+        trace = Trace(TracedAnswer("code", "p", 0.0, 0, ids, 24, 20), None)
         record_proposals(trace, [few, many])
         for shape in (few, many):
             rows = 1 + emitted * shape.total

@@ -38,7 +38,7 @@ LIMITS = {**TARGET_LIMIT, **dict.fromkeys(DRAFTERS, DRAFTER_LIMIT)}
 
 
 def untrained(name: TargetName | DrafterName, seed: int) -> PreTrainedModel:
-    config = target_config(name) if name in TARGET_LIMIT else drafter_config(name)  # type: ignore[arg-type]
+    config = target_config(name) if name in TARGET_LIMIT else drafter_config(name)
     return new_model(config, seed, CPU).eval()
 
 

@@ -301,7 +301,7 @@ async def test_an_idle_drafter_is_released_and_leased_again_when_a_tree_is_chose
         def __init__(self) -> None:
             self.round = 0
 
-        def choose(self) -> Arm:
+        def choose(self, offer: object = None) -> Arm:
             self.round += 1
             return OFF_ARM if 2 < self.round < 40 else CHAIN
 
@@ -325,7 +325,7 @@ class LateChain(Static):
     def __init__(self, after: int) -> None:
         self.left = after
 
-    def choose(self) -> Arm:
+    def choose(self, offer: object = None) -> Arm:
         self.left -= 1
         return CHAIN if self.left < 0 else OFF_ARM
 
@@ -647,13 +647,13 @@ async def test_corrupt_frames_end_neither_the_replica_nor_other_streams():
     async with pair(FakeDrafter(), verifier) as (drafters, verifiers):
         bystander = asyncio.create_task(run(new_text(count=300), drafters, verifiers))
         async with grpc.aio.insecure_channel(verifiers.addresses[0]) as channel:
-            method = channel.stream_stream("/dendro.internal.v1.VerifierService/Rounds")
+            method = channel.stream_stream("/dendro.internal.v1.VerifierService/Rounds")  # type: ignore[call-arg]
             for _ in range(40):
                 frame = bytearray(good)
                 for _ in range(int(rng.integers(1, 6))):
                     frame[int(rng.integers(len(frame)))] ^= 1 << int(rng.integers(8))
                 for sent in (bytes(frame), rng.bytes(int(rng.integers(1, 80)))):
-                    stream = method()
+                    stream = method()  # type: ignore[call-arg]
                     try:
                         await stream.write(good)
                         await stream.write(sent)
@@ -674,10 +674,10 @@ async def test_corrupt_frames_end_neither_the_replica_nor_other_streams():
 )
 async def test_a_stream_without_a_greeting_or_of_another_protocol_is_refused(frame):
     async with verifier_at(FakeVerifier()) as (replica, _), grpc.aio.insecure_channel(replica.address) as channel:
-        method = channel.stream_stream(
+        method = channel.stream_stream(  # type: ignore[call-arg]
             "/dendro.internal.v1.VerifierService/Rounds", request_serializer=verifier_pb2.VerifyFrame.SerializeToString
         )
-        stream = method()
+        stream = method()  # type: ignore[call-arg]
         await stream.write(frame)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             async for _ in stream:

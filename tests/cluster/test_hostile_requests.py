@@ -6,6 +6,7 @@ import asyncio
 import math
 import sys
 from contextlib import aclosing
+from typing import Any
 
 import pytest
 from dendro.errors import BadRequest, DendroError, NotFound
@@ -29,7 +30,7 @@ class CountedNumber(int):
 
     operations = 0
 
-    def _counting(name):  # used in the class body
+    def _counting(name: Any) -> Any:  # used in the class body
         def operate(self, other):
             CountedNumber.operations += 1
             return CountedNumber(getattr(int, name)(int(self), int(other)))

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 from dendro import serving
-from dendro.answer import Round
+from dendro.answer import Options, Round
 from dendro.client import AsyncClient
 from dendro.errors import PeerLost
 from dendro.servicer import DRAFTER_REPLICA, VERIFIER_REPLICA, serve_engine
@@ -299,7 +299,8 @@ async def test_a_slow_opening_is_not_repeated_at_the_same_replica():
 @pytest.mark.timeout(240)  # one start of Ray's processes and two of torch's, on two cores
 def test_serve_replaces_a_replica_whose_model_hangs_and_its_text_continues_at_the_new_one(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    folder, share, asked = tmp_path / "target", {"cpu": 0.1}, {"max_new_tokens": 300, "ignore_end": True}
+    folder, share = tmp_path / "target", {"cpu": 0.1}
+    asked: Options = {"max_new_tokens": 300, "ignore_end": True}
     make_checkpoint(folder, "llama", 1)
     config = Config.model_validate(
         {

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import fakes
 import grpc
@@ -461,7 +462,7 @@ async def test_an_answer_whose_complete_was_lost_is_read_from_the_record_without
     peers = EdgePeers()
     async with edge(peers, sessions) as client:
         token = (await client.generate_text(PROMPT, keep_session=True, max_new_tokens=2)).complete.session
-        turn = {"session": token, "request_id": "turn-2", "max_new_tokens": 6}
+        turn: dict[str, Any] = {"session": token, "request_id": "turn-2", "max_new_tokens": 6}
         two = await client.generate_text(" on", **turn)
         rounds = peers.rounds
         again = await client.generate_text(" on", **turn)

@@ -8,6 +8,7 @@ import signal
 import sys
 
 import pytest
+from dendro.answer import Options
 from dendro.errors import NotFound
 from dendro.serving import Leases
 from fakes import FakeVerifier, new_text, plain
@@ -127,7 +128,7 @@ def test_on_serve_a_request_is_one_call_per_replica_and_a_killed_replica_changes
 
     async def use(address: str) -> None:
         async with AsyncClient(address) as client:
-            asked = dict(max_new_tokens=120, speculation="(1,1,1)")
+            asked: Options = dict(max_new_tokens=120, speculation="(1,1,1)")
             done = await asyncio.gather(*(client.generate_text([token, 6, 7], **asked) for token in range(4)))
             for token, answer in enumerate(done):
                 assert list(answer.token_ids) == plain([token, 6, 7], 120)

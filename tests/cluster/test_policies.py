@@ -91,7 +91,7 @@ def play(policy: PaperUCB | RatioUCB, emit: dict[Arm, list[int]], rounds: int) -
 
 def test_the_ratio_prefers_1_or_7_over_always_3_where_the_mean_of_1_over_n_does_not():
     steady, swinging = Arm.parse("mamba:(2,1,1,1,1,1)"), Arm.parse("mamba:(1,1,1,1,1,1)")
-    lengths = {steady: [3], swinging: [1, 7]}
+    lengths: dict[Arm, list[int]] = {steady: [3], swinging: [1, 7]}
     ratio = play(RatioUCB([steady, swinging], Experience(), temperature=0.0), lengths, 400)
     paper = play(PaperUCB([steady, swinging], lambda_gamma=0.0), lengths, 400)
     assert ratio[swinging] > 350
@@ -127,8 +127,9 @@ def test_every_arm_is_tried_twice_by_a_router_and_not_again_by_each_request():
 
 
 def test_guesses_that_are_never_right_cost_at_most_two_percent_of_an_answer():
-    experience, pulls = Experience(), {OFF: 0, CHAIN: 0, BUSHY: 0}
-    spent = {OFF: 10_500, CHAIN: 14_000, BUSHY: 26_000}
+    experience = Experience()
+    pulls: dict[TreeShape, int] = {OFF: 0, CHAIN: 0, BUSHY: 0}
+    spent: dict[TreeShape, int] = {OFF: 10_500, CHAIN: 14_000, BUSHY: 26_000}
     policy = RatioUCB(list(pulls), experience, temperature=1.0)
     for _ in range(1000):
         arm = policy.choose()

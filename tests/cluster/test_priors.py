@@ -58,7 +58,8 @@ def tree(shape: Arm, trace: tuple[int, ...] = ()) -> DraftTree:
 
 def answer(emit: int, rounds: int, shape: Arm = CHAIN, rank: int = 0) -> tuple[Prior, Experience]:
     """The statistics of a request whose rounds all emitted `emit` tokens, and its router's experience."""
-    notes, experience, trace = Prior(), Experience(), ()
+    notes, experience = Prior(), Experience()
+    trace: tuple[int, ...] = ()
     for _ in range(rounds):
         played = tree(shape, trace), verdict(emit, shape.rows)
         notes.learn(shape, *played, worth=emit)
@@ -114,14 +115,18 @@ def test_a_kinds_earlier_rounds_weigh_at_most_64_beside_a_new_request():
 def test_ranks_predict_arms_never_played(shape: Arm):
     """20,000 rounds of another shape with independent ranks: E[N] = 1 + sum_d prod a_i(N_i)."""
     rng, chances = random.Random(0), [0.5, 0.2, 0.1] + [0.02] * 5 + [0.1]
-    notes, trace = Prior(), ()
+    notes = Prior()
+    trace: tuple[int, ...] = ()
     for _ in range(20_000):
         ranks = []
         while len(ranks) < 5 and (not ranks or ranks[-1] == 0):
             ranks.append(rng.choices(range(RANKED + 1), chances)[0])
         notes.learn(CHAIN, tree(CHAIN, trace), verdict(len(ranks)), len(ranks))
         trace = tuple(ranks)
-    expected = {PAIR: 1 + 0.5 + 0.25, BUSHY: 1 + 0.8 + 0.8 * 0.7 * (1 + 0.7 + 0.7 * 0.5 + 0.7 * 0.25)}
+    expected: dict[TreeShape, float] = {
+        PAIR: 1 + 0.5 + 0.25,
+        BUSHY: 1 + 0.8 + 0.8 * 0.7 * (1 + 0.7 + 0.7 * 0.5 + 0.7 * 0.25),
+    }
     below = 0.7 + 0.5 * 0.7 + 0.5 * 0.5 * 0.5  # two children; the first has two; the first of these one
     expected[Arm.parse("mamba:nodes(2,2,0,1)")] = 1 + below
     length = notes.length(shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from verifier_service.models import load_target
 from verifier_service.options import VerifierOptions
 
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 16]}}
-METHODS = {
+METHODS: dict[str, dict[str, Any]] = {
     "compressed-tensors": {"quantization_config": {"quant_method": "compressed-tensors", "format": "float-quantized"}},
     "compressed-tensors, early": {"compression_config": {"quant_method": "compressed-tensors"}},
     "awq": {"quantization_config": {"quant_method": "awq", "bits": 4}},

@@ -171,7 +171,7 @@ def test_contradictory_fields_are_refused_by_name(field: str, speculation: Specu
 
 def test_an_unknown_mode_is_refused():
     with pytest.raises(BadRequest) as refused:
-        plan_speculation(pb.Speculation(mode=9), "demo", config(), Experience(), Sampling())  # type: ignore[arg-type]
+        plan_speculation(pb.Speculation(mode=9), "demo", config(), Experience(), Sampling())
     assert refused.value.field == "speculation.mode"
 
 
@@ -304,8 +304,8 @@ def test_the_account_of_a_hand_example():
             assert account.choose() == arm
             clock.now_s += (wall_ms + 0.0005) / 1e3
             account.learn(arm, tree, found)
-    account = account.stats
-    assert account == pb.SpeculationStats(
+    stats = account.stats
+    assert stats == pb.SpeculationStats(
         policy="fixed",
         rounds=5,
         pulls={"(1,1,1)": 4, "off": 1},
@@ -324,9 +324,9 @@ def test_the_account_of_a_hand_example():
         hop_us=2_000 + 500 + 0 + 1_000,
         opening_us=42_000,
         decode_tokens=6,
-        decode_us=account.decode_us,
+        decode_us=stats.decode_us,
     )
-    assert account.decode_us == pytest.approx(4 * 250_000 + 30_000, abs=10)
+    assert stats.decode_us == pytest.approx(4 * 250_000 + 30_000, abs=10)
 
 
 class ScriptedPolicy:

@@ -19,7 +19,15 @@ from cluster.policies.experience import Concurrency
 from cluster.policies.least_squares import nonnegative_fit
 from cluster.policies.step_time import MOST_SIZES, OUTLIER, STEP, StepTime, fit_steps
 
-RECORDED = [(8, 53720), (8, 56280), (8, 60870), (8, 61960), (16, 82120), (32, 140790), (48, 194540)]
+RECORDED: list[tuple[int, float]] = [
+    (8, 53720),
+    (8, 56280),
+    (8, 60870),
+    (8, 61960),
+    (16, 82120),
+    (32, 140790),
+    (48, 194540),
+]
 """Rows and microseconds of docs/speed-mamba2.md."""
 CHAIN, TREE = Arm.parse("mamba:(1,1,1,1)"), Arm.parse("mamba:(3,2,2,1,1)")
 

@@ -18,7 +18,10 @@ from hypothesis import strategies as st
 TEXT = Tokens()
 TEXT.extend([1, 2, 3])
 HEADER = StateHeader("f", "t", "l", 2, TEXT.digest(2))
-TENSORS = {"recurrent.0": np.arange(6, dtype=np.float32).reshape(2, 3), "conv.0": np.arange(4, dtype=np.uint16)}
+TENSORS: dict[str, np.ndarray] = {
+    "recurrent.0": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "conv.0": np.arange(4, dtype=np.uint16),
+}
 GOOD = pack_state(HEADER, TENSORS)
 _HEAD = struct.unpack_from("<4sHI", GOOD)[2]
 FIELDS = json.loads(GOOD[10 : 10 + _HEAD])

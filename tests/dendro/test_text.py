@@ -83,7 +83,10 @@ def test_state_names_differ_by_tenant_model_layout_and_text():
 
 
 HEADER = StateHeader("model", "tokenizer", "layout", 7, 99)
-TENSORS = {"ssm": np.arange(12, dtype=np.float32).reshape(3, 4), "conv": np.arange(6, dtype=np.uint16)}
+TENSORS: dict[str, np.ndarray] = {
+    "ssm": np.arange(12, dtype=np.float32).reshape(3, 4),
+    "conv": np.arange(6, dtype=np.uint16),
+}
 
 
 def test_an_unpacked_state_equals_the_packed_one():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 from dendro import wire
@@ -68,14 +71,14 @@ def verdicts(draw: st.DrawFn) -> Verdict:
     ranks = tuple(draw(st.lists(st.integers(0, 62), max_size=8)))
     length = len(tokens) + draw(st.integers(0, 3))
     finish = draw(st.sampled_from([None, *Finish]))
-    took = [draw(st.integers(0, wire.MAX_US)) for _ in range(2)]
     return Verdict(
         tokens,
         path,
         ranks,
         finish,
         length,
-        *took,
+        draw(st.integers(0, wire.MAX_US)),
+        draw(st.integers(0, wire.MAX_US)),
         draw(st.integers(1, 64)),
         trimmed=draw(st.integers(0, 63)),
         cold=draw(st.booleans()),
@@ -171,7 +174,7 @@ def test_an_internal_error_is_sent_without_its_message():
         wire.answer_from(message)
 
 
-ROOT = {"tokens": [5], "parents": [-1], "values": [0.0]}
+ROOT: dict[str, Any] = {"tokens": [5], "parents": [-1], "values": [0.0]}
 
 
 @pytest.mark.parametrize(
@@ -224,13 +227,20 @@ def test_a_statistic_out_of_range_is_set_to_the_nearest_end_of_its_range():
     tree = wire.tree_from(tree_pb2.DraftTree(**ROOT, draft_us=MOST, texts=0, trace=[2**32 - 1] * 100_000))
     assert (tree.draft_us, tree.texts) == (wire.MAX_US, 1)
     assert tree.trace.tolist() == [2**31 - 1] * wire.MAX_TRACE
-    fields = {"tokens": [1], "path": [0], "length": 1, "verify_us": MOST, "queue_us": MOST, "step_rows": 2**32 - 1}
+    fields: dict[str, Any] = {
+        "tokens": [1],
+        "path": [0],
+        "length": 1,
+        "verify_us": MOST,
+        "queue_us": MOST,
+        "step_rows": 2**32 - 1,
+    }
     verdict = wire.verdict_from(verifier_pb2.Verdict(**fields, texts=2**32 - 1))
     assert (verdict.verify_us, verdict.queue_us) == (wire.MAX_US, wire.MAX_US)
     assert (verdict.step_rows, verdict.texts) == (wire.MAX_STEP_ROWS, wire.MAX_TEXTS)
     opened = calls_pb2.Opened(restored=MOST, processed=MOST, open_us=MOST)
     assert wire.answer_from(drafter_pb2.DrafterAnswer(opened=opened)) == Opened(2**31 - 1, 2**31 - 1, wire.MAX_US)
-    assert wire.answer_from(drafter_pb2.DrafterAnswer(closed={"saved": MOST})) == Closed(2**31 - 1)
+    assert wire.answer_from(drafter_pb2.DrafterAnswer(closed=calls_pb2.Closed(saved=MOST))) == Closed(2**31 - 1)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +260,13 @@ def test_a_hello_without_room_for_a_text_is_refused_by_the_name_of_its_field(fie
 
 
 def test_limits_of_a_hello_above_ours_are_lowered_to_ours():
-    fields = {"vocabulary": 9, "max_length": MOST, "max_rows": 2**32 - 1, "max_depth": 2**32 - 1, "model": "m\n" * 9999}
+    fields: dict[str, Any] = {
+        "vocabulary": 9,
+        "max_length": MOST,
+        "max_rows": 2**32 - 1,
+        "max_depth": 2**32 - 1,
+        "model": "m\n" * 9999,
+    }
     hello = wire.hello_from(calls_pb2.Hello(**fields))
     assert (hello.max_length, hello.max_rows, hello.max_depth) == (2**31 - 1, MAX_ROWS, MAX_ROWS - 1)
     assert hello.model.isprintable() and len(hello.model) <= wire.MAX_NAME
@@ -298,12 +314,13 @@ def test_a_malformed_call_is_refused_by_the_name_of_its_field(fields, name):
 @given(st.binary(max_size=200))
 @settings(max_examples=200, deadline=None)
 def test_random_bytes_raise_only_bad_request(noise: bytes):
-    for kind, read in (
+    readers: tuple[tuple[Any, Callable[[Any], object]], ...] = (
         (drafter_pb2.DrafterCall, wire.drafter_call_from),
         (verifier_pb2.VerifierCall, wire.verifier_call_from),
         (verifier_pb2.Verdict, wire.verdict_from),
         (tree_pb2.DraftTree, wire.tree_from),
-    ):
+    )
+    for kind, read in readers:
         try:
             message = kind.FromString(noise)
         except DecodeError:

@@ -62,8 +62,8 @@ def test_images_install_the_pinned_versions_of_their_python():
     command = ["bash", "-c", f'echo "{copied}"']
     file = subprocess.run(command, env=own_python, capture_output=True, text=True, check=True).stdout.strip()
     assert file == f"requirements/pins-{sys.version_info.major}.{sys.version_info.minor}.txt"
-    major, *minor = re.search(r"^ARG PYTHON=py(\d+)$", TEXT, flags=re.M).group(1)
-    pinned = (ROOT / "requirements" / f"pins-{major}.{''.join(minor)}.txt").read_text().split()
+    digits = re.search(r"^ARG PYTHON=py(\d+)$", TEXT, flags=re.M).group(1)
+    pinned = (ROOT / "requirements" / f"pins-{digits[0]}.{digits[1:]}.txt").read_text().split()
     triton, of_gpu = (next(line for line in lines if line.startswith("triton")) for lines in (pinned, GPU))
     assert Requirement(of_gpu).specifier.contains(triton.split("==")[1])
 
@@ -77,9 +77,8 @@ def test_the_compose_file_starts_a_redis_a_head_a_drafter_and_a_verifier():
     for name in ("head", "drafter", "verifier"):
         words = " ".join(content["services"][name]["command"])
         offered |= json.loads(re.search(r"--resources='?(\{[^}]*\})", words).group(1))
-    required = [
-        model.resources.custom for model in (*config.targets.values(), *config.drafters.values(), config.router)
-    ]
+    required = [each.resources.custom for each in (*config.targets.values(), *config.drafters.values())]
+    required.append(config.router.resources.custom)
     assert offered == {key: value for each in required for key, value in each.items()}
     for name in ("head", "drafter", "verifier"):
         environment = dict(content["services"][name]["environment"])

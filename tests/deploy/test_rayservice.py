@@ -89,7 +89,11 @@ def test_serve_and_our_models_have_every_key_of_the_configuration_inside(name):
 def test_every_worker_of_a_pool_fits_into_its_own_pods_alone(name):
     chosen = values(name)
     manifest, config = service(chosen), cluster_of(serve_config(chosen))
-    workers = {"verifier": config.targets, "drafter": config.drafters, "router": {"router": config.router}}
+    workers: dict[str, dict] = {
+        "verifier": config.targets,
+        "drafter": config.drafters,
+        "router": {"router": config.router},
+    }
     for pool, group in groups(manifest).items():
         offered = json.loads(json.loads(group["rayStartParams"]["resources"]))
         assert list(offered) == [pool]

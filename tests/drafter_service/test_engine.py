@@ -518,7 +518,7 @@ async def test_the_trace_ranks_each_token_of_the_text_since_the_last_tree(path, 
 # -- saved states ----------------------------------------------------------------------------------------------------
 
 
-async def one_turn(engine: DrafterEngine, prompt: list[int], **options: object) -> tuple[DraftClient, Closed]:
+async def one_turn(engine: DrafterEngine, prompt: list[int], **options: Any) -> tuple[DraftClient, Closed]:
     client = DraftClient(engine, **options)
     await client.open(prompt)
     tree = await client.draft(TREE)

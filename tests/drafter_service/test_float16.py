@@ -19,8 +19,10 @@ def test_logits_in_float16_are_near_transformers_and_a_saved_state_is_restored_b
     text = torch.randint(0, VOCABULARY, (40,), generator=torch.Generator().manual_seed(2)).tolist()
 
     def chained(memory, start, stop, source, target):
-        one = np.array([[stop - start], [start], [source], [target]])
-        return memory.chain(Chains(np.array([text[start:stop]]), *one, np.zeros(0, np.int64)))[0]
+        lengths, starts, sources, targets = np.array([[stop - start], [start], [source], [target]])
+        return memory.chain(
+            Chains(np.array([text[start:stop]]), lengths, starts, sources, targets, np.zeros(0, np.int64))
+        )[0]
 
     memory, other = model.memory(texts=2, nodes=1), model.memory(texts=2, nodes=1)
     first = model.logits(chained(memory, 0, 30, EMPTY_TEXT, 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,8 +38,8 @@ ROPES = {
 
 
 def chained(memory, text: list[int], start: int, source: int, target: int) -> torch.Tensor:
-    one = np.array([[len(text)], [start], [source], [target]])
-    return memory.chain(Chains(np.array([text]), *one, np.zeros(0, np.int64)))[0]
+    lengths, starts, sources, targets = np.array([[len(text)], [start], [source], [target]])
+    return memory.chain(Chains(np.array([text]), lengths, starts, sources, targets, np.zeros(0, np.int64)))[0]
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["own-head", "tied"])
@@ -135,7 +136,7 @@ async def test_saved_keys_of_another_number_of_tokens_are_refused(tmp_path):
 def test_buffers_grow_by_doubling_and_have_text_bytes(tmp_path: Path):
     make_drafter(tmp_path, "llama")
     model, _ = load_model(tmp_path, torch.float32, CPU)
-    memory = model.memory(texts=2, nodes=1)
+    memory: Any = model.memory(texts=2, nodes=1)
     with torch.inference_mode():
         for start in range(0, 160, 40):
             chained(memory, list(range(40)), start, 1 if start else EMPTY_TEXT, 1)

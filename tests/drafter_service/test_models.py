@@ -39,8 +39,8 @@ def tokens(count: int) -> torch.Tensor:
 
 def chained(memory: DrafterMemory, text: torch.Tensor, start: int, source: int, target: int) -> torch.Tensor:
     """Hidden [T, d] of a text, or of a part of it, as one chain."""
-    one = np.array([[len(text)], [start], [source], [target]])
-    return memory.chain(Chains(text[None].numpy(), *one, np.zeros(0, np.int64)))[0]
+    lengths, starts, sources, targets = np.array([[len(text)], [start], [source], [target]])
+    return memory.chain(Chains(text[None].numpy(), lengths, starts, sources, targets, np.zeros(0, np.int64)))[0]
 
 
 def stepped(memory: DrafterMemory, token: torch.Tensor, start: int, text: int) -> torch.Tensor:

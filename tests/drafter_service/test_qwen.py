@@ -127,8 +127,12 @@ def test_logits_in_chunks_equal_those_of_transformers_under_published_configurat
     expected = library(torch.tensor([text])).logits[0, :, :VOCABULARY]
     memory, found = model.memory(texts=2, nodes=1), []
     for start, stop in ((0, 1), (1, 70), (70, 150)):
-        one = np.array([[stop - start], [start], [1 if start else EMPTY_TEXT], [1]])
-        found.append(memory.chain(Chains(np.array([text[start:stop]]), *one, np.zeros(0, np.int64)))[0])
+        lengths, starts, sources, targets = np.array([[stop - start], [start], [1 if start else EMPTY_TEXT], [1]])
+        found.append(
+            memory.chain(
+                Chains(np.array([text[start:stop]]), lengths, starts, sources, targets, np.zeros(0, np.int64))
+            )[0]
+        )
     torch.testing.assert_close(model.logits(torch.cat(found)), expected, atol=1e-4, rtol=0)
 
 

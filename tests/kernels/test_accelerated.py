@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ NEAR = 16
 def test_noise_has_the_references_bits():
     seeds, positions, samples = [0, 7, 2**63 + 5, 2**64 - 1], [0, 1, 2**31, 2**32 - 1], [0, 3, 0, 2**32 - 1]
     signed = np.array(seeds, np.uint64).view(np.int64)
-    ours = gumbel_rows(
+    ours = gumbel_rows(  # type: ignore[call-arg]
         *(torch.as_tensor(np.array(each, np.int64), device=DEVICE) for each in (signed, positions, samples)), 263
     )
     for row, (seed, position, sample) in enumerate(zip(seeds, positions, samples, strict=True)):
@@ -68,7 +69,7 @@ def test_walks_equal_the_references():
     def tensor(values):
         return torch.as_tensor(np.array(values, np.int64), device=DEVICE)
 
-    paths, lengths = walk_rows(*map(tensor, (tokens, parents, picked, [*first, 0], counts)), 63, 63)
+    paths, lengths = walk_rows(*map(tensor, (tokens, parents, picked, [*first, 0], counts)), 63, 63)  # type: ignore[call-arg]
     assert lengths[-1] == 0
     for index, (own, above) in enumerate(trees):
         start = int(first[index])
@@ -145,7 +146,8 @@ class Step:
     def reference(self, texts, window=None, **more):
         plan, queries = self.take(texts)
         far = [FarRows(each.start, each.stop, each.pages) for each in plan.far]
-        step = TreeRows(*map(torch.from_numpy, (plan.positions, plan.slots, plan.near)), far, len(queries))
+        arrays = map(torch.from_numpy, (plan.positions, plan.slots, plan.near))
+        step = TreeRows(*arrays, far, len(queries))  # type: ignore[call-arg]
         query = queries.transpose(0, 1)
         return plain_attention.attend(query, self.pool, step, self.layout, 0.2, window, **more).float()
 
@@ -174,7 +176,7 @@ class Step:
 
 
 LENGTHS = (1, 15, 16, 63, 64, 65, 130, 200, 333)
-VARIANTS = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"window": 70},
     "short-window": {"window": 9},

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
 from tree_kernels.elementwise import GRAIN, VECTOR_BYTES, elementwise, elementwise_, is_narrow, is_safe, threads_of
 from tree_layers.narrow import NarrowRows, narrow
 
-FUNCTIONS = {
+FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "sigmoid": torch.sigmoid,
     "silu": F.silu,
     "softplus": F.softplus,

@@ -40,7 +40,7 @@ class LawModel:
         self.probs = {text: random_probs(rng) for length in range(4) for text in product(TOKENS, repeat=length)}
 
     def joint(self, length: int) -> Law:
-        law = {(): Fraction(1)}
+        law: Law = {(): Fraction(1)}
         for _ in range(length):
             law = {(*text, t): mass * self.probs[text][t] for text, mass in law.items() for t in TOKENS}
         return law

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 
 import numpy as np
 import pytest
@@ -82,7 +83,10 @@ def big_tree(root: int, without: int) -> DraftTree:
     return DraftTree.of([root, *tokens], [-1] + [0] * 63)
 
 
-SCALED = {"falcon_h1": {"lm_head_multiplier": 0.25}, "granitemoehybrid": {"logits_scaling": 4.0}}
+SCALED: dict[str, dict[str, Any]] = {
+    "falcon_h1": {"lm_head_multiplier": 0.25},
+    "granitemoehybrid": {"logits_scaling": 4.0},
+}
 
 
 def engine_of(folder) -> VerifierEngine:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -283,7 +284,7 @@ def test_a_subtrees_path_is_given_in_the_rows_of_the_whole_tree():
 
 
 def scheduler_of(clock=time.monotonic, **limits):
-    settings = {
+    settings: dict[str, Any] = {
         "vocabulary": 100,
         "max_length": 64,
         "max_rows": 16,

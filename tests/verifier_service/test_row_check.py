@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +23,12 @@ from verifier_service.engine import VerifierEngine
 from verifier_service.options import VerifierOptions
 from verifier_service.row_check import RowTrace
 
-MAKERS = {"llama": make_checkpoint, "mixtral": make_experts, "mamba2": make_hybrid, "bamba": make_hybrid}
+MAKERS: dict[str, Callable[..., Any]] = {
+    "llama": make_checkpoint,
+    "mixtral": make_experts,
+    "mamba2": make_hybrid,
+    "bamba": make_hybrid,
+}
 
 
 @pytest.fixture(scope="module")

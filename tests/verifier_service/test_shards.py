@@ -12,6 +12,7 @@ import time
 from dataclasses import replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
 import psutil
@@ -34,7 +35,7 @@ from verifier_service.options import VerifierOptions
 from verifier_service.shards import Crew, MemoryAccess, join_leader
 
 DEGREES = (2, 4)
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "vocab_size": PADDED,
     "hidden_size": 64,
     "intermediate_size": 160,
@@ -46,7 +47,9 @@ SETTINGS = {
     "eos_token_id": END,
     "pad_token_id": END,
 }
-FAMILIES = {  # what plans contain: plain slices, tied weights, biases, gathered projections, experts
+FAMILIES: dict[
+    str, dict[str, Any]
+] = {  # what plans contain: plain slices, tied weights, biases, gathered projections, experts
     "Llama": {"tie_word_embeddings": True},
     "Qwen3": {"head_dim": 16},
     "Gemma2": {"head_dim": 16},
