@@ -128,8 +128,8 @@ def test_every_arm_is_tried_twice_by_a_router_and_not_again_by_each_request():
 
 def test_guesses_that_are_never_right_cost_at_most_two_percent_of_an_answer():
     experience = Experience()
-    pulls: dict[TreeShape, int] = {OFF: 0, CHAIN: 0, BUSHY: 0}
-    spent: dict[TreeShape, int] = {OFF: 10_500, CHAIN: 14_000, BUSHY: 26_000}
+    pulls: dict[Arm, int] = {OFF: 0, CHAIN: 0, BUSHY: 0}
+    spent: dict[Arm, int] = {OFF: 10_500, CHAIN: 14_000, BUSHY: 26_000}
     policy = RatioUCB(list(pulls), experience, temperature=1.0)
     for _ in range(1000):
         arm = policy.choose()

@@ -123,7 +123,7 @@ def test_ranks_predict_arms_never_played(shape: Arm):
             ranks.append(rng.choices(range(RANKED + 1), chances)[0])
         notes.learn(CHAIN, tree(CHAIN, trace), verdict(len(ranks)), len(ranks))
         trace = tuple(ranks)
-    expected: dict[TreeShape, float] = {
+    expected: dict[Arm, float] = {
         PAIR: 1 + 0.5 + 0.25,
         BUSHY: 1 + 0.8 + 0.8 * 0.7 * (1 + 0.7 + 0.7 * 0.5 + 0.7 * 0.25),
     }
