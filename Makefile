@@ -34,8 +34,8 @@ check: dev ## ruff, mypy (tests, too), import contracts, generated stubs up to d
 pins: $(BIN)/python ## requirements/pins-*.txt written anew, with .venv's versions where they fit pyproject.toml
 	@$(BIN)/python requirements/pin.py
 
-# A GPU machine has torch, triton, transformers and pytest, but no .venv and no network. Our other dependencies are
-# copied there as wheels, in .wheels.
+# A GPU machine has torch, triton, transformers, scipy and pytest, but no .venv and no network. Our other dependencies
+# are copied there as wheels, in .wheels.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 GPU_OUT ?= gpu-results/$(shell date -u +%Y%m%d-%H%M%S)
 WHEELS := .wheels
