@@ -22,6 +22,7 @@ from dendro.calls import (
     VerifyCall,
 )
 from dendro.errors import BadRequest, NotFound, Overloaded, PeerLost
+from dendro.shapes import LevelShape
 from dendro.text import Limits, Sampling, Text, Verdict, cut_verdict
 from dendro.tree import DraftTree, full_tree
 
@@ -204,6 +205,7 @@ class FakeDrafter(_Fake):
         held = await self._follow(call)
         if self.spoil is not None:
             return self.spoil
+        assert isinstance(call.shape, LevelShape)
         ids, levels = list(held.text.ids), []
         for count, width in zip(call.shape.levels, call.shape.widths, strict=True):
             right = toy_token(ids, held.terms.sampling)

@@ -55,7 +55,10 @@ LOADERS = {"drafter": toy_drafter, "verifier": toy_verifier, "ingress": toy_ingr
 def load_until_hung(name, target, states):
     """The verifier of a checkpoint. Its step never returns once a file `hang` is beside the checkpoint's folder; the
     step renames it to `hung` and writes the replica's process id into it, so that no other replica hangs."""
+    from verifier_service.engine import VerifierEngine  # loads torch, which no other replica of tests needs
+
     engine = load_replica(name, target, states)
+    assert isinstance(engine, VerifierEngine)
     run, hang = engine.runner.run, target.checkpoint.with_name("hang")
 
     def run_or_hang(plan):
