@@ -40,12 +40,16 @@ def start_processes(invitations: Sequence[Invitation]) -> None:
 def work(invitation: Invitation) -> None:
     """Serve a leader until the stream to it ends. Blocks; the shard runs in the calling thread. Raises BadFrame for
     what is no message, AuthenticationError for a leader without the key."""
-    with join_leader(invitation) as stream, contextlib.suppress(EOFError, OSError, WorkerLost):
-        _serve(stream, invitation.rank)
+    with (
+        join_leader(invitation) as stream,
+        socket.socket(fileno=os.dup(stream.fileno())) as leader,
+        contextlib.suppress(EOFError, OSError, WorkerLost),
+    ):
+        _serve(stream, leader, invitation.rank)
 
 
-def _serve(stream: Connection, rank: int) -> None:
-    leader = socket.socket(fileno=os.dup(stream.fileno()))
+def _serve(stream: Connection, leader: socket.socket, rank: int) -> None:
+    """leader: a duplicate of the stream's socket, only to see whether the other end is gone"""
 
     def check() -> None:
         if has_ended(leader):
