@@ -61,15 +61,16 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 13) else "Python 3.11 or 3.12 is needed: make PYTHON=python3.11 ...")'
 	@$(PYTHON) -m venv $(VENV)
 
-# torch is installed first; later installs keep it.
+# One resolution for all, torch's pin included. Byte code is written when a module is first imported: compiling every
+# module of torch, transformers and Ray takes longer than installing them.
+INSTALL = $(PIP) --no-compile --constraint $(PINS) "$$(grep '^torch==' $(PINS))" --editable
+
 $(VENV)/.setup: pyproject.toml $(wildcard requirements/pins-*.txt) | $(BIN)/python
-	@echo "installing torch (the largest part)"
-	@$(PIP) --constraint $(PINS) "$$(grep '^torch==' $(PINS))"
-	@echo "installing dendroaspis and its serving dependencies"
-	@$(PIP) --constraint $(PINS) --editable '.[serve,embedded]'
+	@echo "installing dendroaspis and its serving dependencies (torch is the largest part)"
+	@$(INSTALL) '.[serve,embedded]'
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.setup
-	@echo "installing the dependencies of tests and checks"
-	@$(PIP) --constraint $(PINS) --editable '.[serve,embedded,dev]'
-	@touch $@
+$(VENV)/.dev: pyproject.toml $(wildcard requirements/pins-*.txt) | $(BIN)/python
+	@echo "installing dendroaspis, its serving dependencies and those of tests and checks (torch is the largest part)"
+	@$(INSTALL) '.[serve,embedded,dev]'
+	@touch $(VENV)/.setup $@
