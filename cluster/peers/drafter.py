@@ -150,7 +150,6 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
             self._back_off()
             return self._root_alone(text, "failed", wall_s)
         self._pace.drafted(wall_s, shape.depth)
-        self.times.add(wall_s, tree.draft_us)
         self._pause_s = FIRST_BACKOFF_S
         return tree
 
@@ -188,9 +187,7 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
     def _root_alone(self, text: Text, reason: str, wall_s: float = 0.0) -> DraftTree:
         """The root alone, for a round of plain decoding; `wall_s` is the time that was spent waiting for a draft."""
         self.fallbacks[reason] += 1
-        wall_us = int(1e6 * wall_s)
-        self.times.add(wall_s, wall_us)
-        return replace(DraftTree.root_only(text.root), draft_us=wall_us, missed=True)
+        return replace(DraftTree.root_only(text.root), draft_us=int(1e6 * wall_s), missed=True)
 
     async def _late(
         self,

@@ -123,10 +123,8 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
                 self._begin(text, opening, same=False)
             else:
                 self._faults = 0
-                wall_s = self._clock() - began_s
                 if not verdict.cold:
-                    self._pace.verified(wall_s)
-                self.times.add(wall_s, verdict.verify_us, verdict.queue_us)
+                    self._pace.verified(self._clock() - began_s)
                 return verdict
 
     def _begin(self, text: Text, old: Opening[VerifierPeer], same: bool) -> None:

@@ -159,15 +159,6 @@ async def test_no_drafter_is_opened_while_the_gate_is_closed_when_the_verifier_i
     assert gate.openings == 1 and not gate.open
 
 
-async def test_call_times_divide_a_round_into_work_queue_and_hop():
-    async with pair(FakeDrafter(), FakeVerifier(pause_s=0.005)) as pools:
-        ran = await run(new_text(), *pools)
-    clock = ran.verifier.times
-    assert clock.rounds == len(ran.lengths)
-    assert clock.busy_us >= 5000 * clock.rounds and clock.wall_us == clock.busy_us + clock.queue_us + clock.hop_us
-    assert clock.hop_us > 0
-
-
 @virtual_time
 async def test_a_late_draft_costs_at_most_its_deadline_and_changes_no_token():
     """A draft takes 1 ms and its verification 2 ms; the fourth draft takes 34.9 ms. Its deadline is the least, 20 ms,
