@@ -182,12 +182,7 @@ class DrafterEngine:
         def work(ticket: Ticket) -> None:
             nonlocal restored
             session = self._scheduler.open(ticket, call, restored, vocabulary)
-            try:
-                self._runner.admit(session.number, call.terms.sampling, vocabulary)
-            except ValueError as error:
-                field, _, reason = str(error).partition(": ")
-                self._scheduler.forget(session.number, BadRequest(field, reason))
-                return
+            self._runner.admit(session.number, call.terms.sampling, vocabulary)
             if arrays is not None:
                 try:
                     self._runner.memory.load(session.slot, arrays)

@@ -38,7 +38,7 @@ class DraftRunner:
         self._laws: dict[int, DraftLaw] = {}
 
     def admit(self, session: int, sampling: Sampling, vocabulary: int) -> None:
-        """Set how a session's guesses are ordered. vocabulary: the target's. Raises the ValueError of `Warp`."""
+        """Set how a session's guesses are ordered. vocabulary: the target's."""
         warp = Warp(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
         guessed = min(vocabulary, self.model.vocabulary)
         rows = NoiseRows(sampling.seed, guessed, sampling.sample_index)

@@ -189,10 +189,7 @@ class StepScheduler:
         if longest <= update.base:
             raise BadRequest("limits.max_length", f"{longest} tokens leave no room after a text of {update.base}")
         sampling = call.terms.sampling
-        try:
-            warp = Warp(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-        except ValueError as error:
-            raise BadRequest("sampling", str(error)) from error
+        warp = Warp(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
         text = PeerText()
         text.follow(update)
         needed = capacity.pages_of(longest + capacity.max_depth)
