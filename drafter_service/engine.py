@@ -191,7 +191,7 @@ class DrafterEngine:
                     self._scheduler.not_restored(session)
                     restored = 0
 
-        consumed = await self._thread.ask(work, lambda ticket: self._scheduler.give_up(call.update.opening))
+        consumed = await self._thread.ask(work, lambda ticket: self._scheduler.forget(call.update.opening))
         assert isinstance(consumed, Prefilled)
         return Opened(restored, consumed.processed, microseconds(self._clock() - arrived_s))
 
@@ -220,7 +220,7 @@ class DrafterEngine:
         The memory of a text that is longer than `max_length` is discarded.
         """
         if call.update.base > self._hello.max_length:
-            self._thread.post(lambda ticket: self._scheduler.give_up(call.update.opening))
+            self._thread.post(lambda ticket: self._scheduler.forget(call.update.opening))
             return Closed(0)
         self._check(call.update)
         saved = await self._thread.ask(lambda ticket: self._scheduler.close(ticket, call))
@@ -271,7 +271,7 @@ class DrafterEngine:
             value: Answer | _Saved = answer
             if isinstance(answer, MemoryComplete):
                 value = _Saved(answer, self._runner.memory.save(answer.slot, len(answer.ids)) if answer.ids else {})
-                scheduler.forget(answer.session)
+                scheduler.forget(answer.opening)
             self.counters.trees += isinstance(answer, DraftTree)
             ticket.settle(value)
         scheduler.answers.clear()

@@ -18,9 +18,9 @@ from drafter_service.plan import EMPTY_TEXT, BoolArray
 
 @dataclass(frozen=True, slots=True)
 class MemoryComplete:
-    """The memory of a closing session is complete: save its slot, then `forget` the session."""
+    """The memory of a closing session is complete: save its slot, then `forget` the opening."""
 
-    session: int
+    opening: bytes
     slot: int
     ids: tuple[int, ...]  # tokens that the slot has consumed
     digest: int
