@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypedDict, cast
+from typing import Any, TypedDict, cast
 
 import grpc.aio
 
@@ -113,7 +114,8 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationStats:
-    """Statistics of an answer's rounds; for a resumed answer, of the rounds since the last resume."""
+    """Statistics of an answer's rounds; for a resumed answer, of the rounds since the last resume. Its fields are
+    those of the message."""
 
     policy: str = ""  # the policy that picked the shapes; "off" or "fixed": the request set them
     rounds: int = 0
@@ -391,33 +393,14 @@ def _complete(message: pb.GenerateComplete) -> Complete:
     if finish is None:
         raise EngineFailed(f"stream ends with an unknown finish reason: {message.finish_reason}")
     stats = message.speculation
+    fields: dict[str, Any] = {each.name: getattr(stats, each.name) for each in dataclasses.fields(SpeculationStats)}
+    fields |= {"pulls": dict(stats.pulls), "emitted": dict(sorted(stats.emitted.items()))}
     return Complete(
         finish=finish,
         prompt_tokens=message.usage.prompt_tokens,
         completion_tokens=message.usage.completion_tokens,
         session=message.session,
-        speculation=SpeculationStats(
-            policy=stats.policy,
-            rounds=stats.rounds,
-            pulls=dict(stats.pulls),
-            emitted=dict(sorted(stats.emitted.items())),
-            emitted_tokens=stats.emitted_tokens,
-            cut_tokens=stats.cut_tokens,
-            drafted_tokens=stats.drafted_tokens,
-            accepted_tokens=stats.accepted_tokens,
-            discarded_tokens=stats.discarded_tokens,
-            trimmed_tokens=stats.trimmed_tokens,
-            late_drafts=stats.late_drafts,
-            rounds_us=stats.rounds_us,
-            draft_us=stats.draft_us,
-            verify_us=stats.verify_us,
-            queue_us=stats.queue_us,
-            hop_us=stats.hop_us,
-            opening_us=stats.opening_us,
-            decode_tokens=stats.decode_tokens,
-            decode_us=stats.decode_us,
-            verifier_moves=stats.verifier_moves,
-        ),
+        speculation=SpeculationStats(**fields),
         drafter=_opening(message.drafter) if message.HasField("drafter") else None,
         target=_opening(message.target) if message.HasField("target") else None,
     )
