@@ -60,7 +60,7 @@ async def run(text, drafters, verifiers, policy=None, pace=None, each=None, gate
     drafter's handle, `options` of the verifier's."""
     pace, clock = pace or Pace(), asyncio.get_running_loop().time
     verifier = VerifierHandle(text, verifiers, pace, clock=clock, **options)
-    drafter = DrafterHandle(drafters, pace, verifier, gate=gate, clock=clock, **(drafting or {}))
+    drafter = DrafterHandle(drafters, pace, verifier, gate or Gate(), clock=clock, **(drafting or {}))
     lengths: list[int] = []
     try:
         async for verdict in rounds(text, drafter, verifier, policy or Static(CHAIN)):
