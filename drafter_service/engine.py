@@ -180,7 +180,6 @@ class DrafterEngine:
 
         @torch.inference_mode()
         def work(ticket: Ticket) -> None:
-            nonlocal restored
             session = self._scheduler.open(ticket, call, restored, vocabulary)
             self._runner.admit(session.number, call.terms.sampling, vocabulary)
             if arrays is not None:
@@ -189,11 +188,10 @@ class DrafterEngine:
                 except Exception:  # the whole text is prefilled instead
                     log.exception("a saved state of %d tokens could not be loaded", restored)
                     self._scheduler.not_restored(session)
-                    restored = 0
 
-        consumed = await self._thread.ask(work, lambda ticket: self._scheduler.forget(call.update.opening))
-        assert isinstance(consumed, Prefilled)
-        return Opened(restored, consumed.processed, microseconds(self._clock() - arrived_s))
+        ready = await self._thread.ask(work, lambda ticket: self._scheduler.forget(call.update.opening))
+        assert isinstance(ready, Prefilled)
+        return Opened(ready.restored, ready.processed, microseconds(self._clock() - arrived_s))
 
     async def draft(self, call: DraftCall) -> DraftTree:
         """A full tree of the call's shape. An unfinished earlier call of the opening is answered with its root alone.

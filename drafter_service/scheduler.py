@@ -421,7 +421,7 @@ class DraftScheduler:
             if session.opened is not None:
                 (ticket, restored), session.opened = session.opened, None
                 session.first_slot, session.first_covers = session.slot, session.covers
-                self.answers.append((ticket, Prefilled(session.covers - restored)))
+                self.answers.append((ticket, Prefilled(restored, session.covers - restored)))
             if session.closing is not None:
                 text = session.text.tokens
                 ids = tuple(text.ids[: session.covers])

@@ -31,6 +31,7 @@ class MemoryComplete:
 class Prefilled:
     """A text is open and prefilled."""
 
+    restored: int  # tokens that a saved state covered
     processed: int
 
 
