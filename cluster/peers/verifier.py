@@ -131,9 +131,7 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
         self._opening_task = self._background.start(self._lease_and_open(text, old, same))
 
     async def _current_opening(self, text: Text) -> Opening[VerifierPeer]:
-        if self._opening is None:
-            if self._opening_task is None:
-                raise PeerLost("verifier: the handle is closed")
+        if self._opening is None and self._opening_task is not None:
             await asyncio.shield(self._opening_task)
         if self._opening is None:
             raise PeerLost("verifier: the handle is closed")
