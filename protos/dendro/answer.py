@@ -114,8 +114,7 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationStats:
-    """Statistics of an answer's rounds; for a resumed answer, of the rounds since the last resume. Its fields are
-    those of the message."""
+    """Statistics of an answer's rounds; for a resumed answer, of the rounds since the last resume."""
 
     policy: str = ""  # the policy that picked the shapes; "off" or "fixed": the request set them
     rounds: int = 0
@@ -321,14 +320,7 @@ class AnswerProgress:
             message = response.started
             if message.offset != len(self.token_ids):
                 raise EngineFailed(f"stream resumes at {message.offset}, not at {len(self.token_ids)}")
-            started = Started(
-                message.request_id,
-                message.model,
-                message.seed,
-                message.prompt_tokens,
-                message.prompt_digest,
-                message.target,
-            )
+            started = Started(**_fields(Started, message))
             self._check_started(started)
             self.started = started
             return self.started if first else None
@@ -384,8 +376,9 @@ def _final_error(error: grpc.RpcError, timeout_s: float) -> DendroError | None:
     return error_for(code, details)
 
 
-def _opening(message: pb.OpeningStats) -> OpeningStats:
-    return OpeningStats(message.restored_tokens, message.processed_tokens, message.open_us)
+def _fields(kind: type[Started | OpeningStats | SpeculationStats], message: object) -> dict[str, Any]:
+    """The fields of a message that have the names of a dataclass's."""
+    return {each.name: getattr(message, each.name) for each in dataclasses.fields(kind)}
 
 
 def _complete(message: pb.GenerateComplete) -> Complete:
@@ -393,16 +386,15 @@ def _complete(message: pb.GenerateComplete) -> Complete:
     if finish is None:
         raise EngineFailed(f"stream ends with an unknown finish reason: {message.finish_reason}")
     stats = message.speculation
-    fields: dict[str, Any] = {each.name: getattr(stats, each.name) for each in dataclasses.fields(SpeculationStats)}
-    fields |= {"pulls": dict(stats.pulls), "emitted": dict(sorted(stats.emitted.items()))}
+    counts = {"pulls": dict(stats.pulls), "emitted": dict(sorted(stats.emitted.items()))}
     return Complete(
         finish=finish,
         prompt_tokens=message.usage.prompt_tokens,
         completion_tokens=message.usage.completion_tokens,
         session=message.session,
-        speculation=SpeculationStats(**fields),
-        drafter=_opening(message.drafter) if message.HasField("drafter") else None,
-        target=_opening(message.target) if message.HasField("target") else None,
+        speculation=SpeculationStats(**_fields(SpeculationStats, stats) | counts),
+        drafter=OpeningStats(**_fields(OpeningStats, message.drafter)) if message.HasField("drafter") else None,
+        target=OpeningStats(**_fields(OpeningStats, message.target)) if message.HasField("target") else None,
     )
 
 
