@@ -316,14 +316,14 @@ class AnswerProgress:
         message that does not follow from the ones before, Conflict for a stream that resumes another answer."""
         kind = response.WhichOneof("event")
         if kind == "started":
-            first = self.started is None
-            message = response.started
+            first, message = self.started, response.started
             if message.offset != len(self.token_ids):
                 raise EngineFailed(f"stream resumes at {message.offset}, not at {len(self.token_ids)}")
             started = Started(**_fields(Started, message))
-            self._check_started(started)
+            if first is not None:
+                self._check_resumed(first, started)
             self.started = started
-            return self.started if first else None
+            return started if first is None else None
         if kind == "chunk":
             chunk = response.chunk
             if chunk.offset != len(self.token_ids):
@@ -339,11 +339,9 @@ class AnswerProgress:
             return complete
         raise EngineFailed("stream contains an unknown event")
 
-    def _check_started(self, started: Started) -> None:
+    def _check_resumed(self, first: Started, started: Started) -> None:
         """Raise Conflict if a resumed stream starts with other facts than the first one: its tokens would continue
         another text, or be another target's."""
-        if (first := self.started) is None:
-            return
         names = ["model", "seed", "prompt_tokens", "prompt_digest", *(["target"] if self.token_ids else [])]
         differ = [name for name in names if getattr(started, name) != getattr(first, name)]
         if differ:
