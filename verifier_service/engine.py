@@ -1,6 +1,6 @@
 """The verifier's engine: calls in, verdicts out.
 
-call -> scheduler.submit -> [ scheduler.next -> runner.run -> scheduler.apply ] -> answer
+call -> inbox -> [ scheduler.next -> runner.run -> scheduler.apply ] -> answer
 """
 
 from __future__ import annotations
@@ -209,11 +209,14 @@ class VerifierEngine:
             return Closed(0)
 
     async def _ask(self, call: Call, saved: Saved | None = None) -> Any:
+        def submit(ticket: Ticket) -> None:
+            self.scheduler.submit(PendingCall(call, ticket, saved))
+
         def abandon(ticket: Ticket) -> None:
             if isinstance(call, OpenCall):  # it may have been answered just now: no caller is left to close it
                 self.scheduler.gone(call.update.opening)
 
-        return await self._thread.ask(lambda ticket: self.scheduler.submit(PendingCall(call, ticket, saved)), abandon)
+        return await self._thread.ask(submit, abandon)
 
     # Start and stop
 

@@ -1,6 +1,6 @@
 """Chooses the rows of the next step. Handles requests, plain arrays and page numbers, no tensors.
 
-PendingCall -> submit(): answer a call that needs no forward -> next(): pack one step -> StepPlan
+Ask -> submit() -> next(): answer calls that need no forward, then pack one step -> StepPlan
 StepOutcome -> apply(): record what the memory now covers, and answer
 """
 
@@ -46,6 +46,7 @@ class StepScheduler:
         self.counters = VerifierCounters()
         self.costs = StepCosts()
         self.sessions: dict[bytes, VerifierText] = {}  # the oldest first
+        self._inbox: deque[PendingCall] = deque()
         self._numbers = 0
         self._closed: list[int] = []
         self._restoring: list[tuple[VerifierText, Saved]] = []
@@ -56,10 +57,22 @@ class StepScheduler:
         self.linger_s = 0.0  # how long to wait for more calls before `next`, though some are pending
         self._size = 0  # rows of the last plan, padded
 
+    def submit(self, ask: PendingCall) -> None:
+        """Queue a call; the next `next` handles it."""
+        self._inbox.append(ask)
+
     def next(self) -> StepPlan | None:
         """The next step. None where no text needs one, where it should wait for `linger_s`, or where saved memories
-        must be restored first (`take_restoring`)."""
+        must be restored first (`take_restoring`). Answers calls that need no step at once."""
         began = self.clock()
+        while self._inbox:
+            ask = self._inbox.popleft()
+            if ask.ticket.cancelled and not isinstance(ask.call, CloseCall):
+                continue
+            try:
+                self._take(ask)
+            except DendroError as error:
+                ask.ticket.settle(error)
         for opening, session in list(self.sessions.items()):
             if session.opening is not None and session.opening.ticket.cancelled:
                 self._free(opening)
@@ -144,6 +157,9 @@ class StepScheduler:
 
     def give_up(self, reason: DendroError) -> None:
         """End all texts and fail all pending calls with `reason`."""
+        for ask in self._inbox:
+            ask.ticket.settle(reason)
+        self._inbox.clear()
         for _, ask in self._leaving:
             ask.ticket.settle(reason)
         self._leaving.clear()
@@ -157,11 +173,8 @@ class StepScheduler:
 
     # Handling a call
 
-    def submit(self, ask: PendingCall) -> None:
-        """Give a call to its text; answer it where that needs no step. Raises BadRequest, NotFound and Overloaded."""
+    def _take(self, ask: PendingCall) -> None:
         call = ask.call
-        if ask.ticket.cancelled and not isinstance(call, CloseCall):
-            return
         if isinstance(call, OpenCall):
             self._open(ask, call)
             return
