@@ -384,7 +384,7 @@ def _complete(message: pb.GenerateComplete) -> Complete:
     if finish is None:
         raise EngineFailed(f"stream ends with an unknown finish reason: {message.finish_reason}")
     stats = message.speculation
-    counts = {"pulls": dict(stats.pulls), "emitted": dict(sorted(stats.emitted.items()))}
+    counts: dict[str, Any] = {"pulls": dict(stats.pulls), "emitted": dict(sorted(stats.emitted.items()))}
     return Complete(
         finish=finish,
         prompt_tokens=message.usage.prompt_tokens,
