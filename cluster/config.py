@@ -15,9 +15,9 @@ invalid value by the name of its field.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import quote
 
 import yaml
@@ -193,9 +193,6 @@ class DrafterConfig(ModelConfig):
     targets: tuple[str, ...] = ()
 
 
-ResolvedModel = TypeVar("ResolvedModel", bound=ModelConfig)
-
-
 class Router(Section):
     """The deployment that clients call, with its limits."""
 
@@ -329,14 +326,15 @@ class Config(Section):
             config = cls.model_validate(sections)
         except ValidationError as error:
             raise BadRequest(*_first_fault(error)) from None
-        return config.model_copy(
+        return config.with_models(lambda where, model: _resolved(where, model, folder))
+
+    def with_models(self, change: Callable[[str, ModelConfig], ModelConfig]) -> Config:
+        """A copy with `change(path, entry)` in place of each target's and drafter's entry, whose path is `path`."""
+        sections: dict[str, Mapping[str, ModelConfig]] = {"targets": self.targets, "drafters": self.drafters}
+        return self.model_copy(
             update={
-                "targets": {
-                    name: _resolved(f"targets.{name}", model, folder) for name, model in config.targets.items()
-                },
-                "drafters": {
-                    name: _resolved(f"drafters.{name}", model, folder) for name, model in config.drafters.items()
-                },
+                section: {name: change(f"{section}.{name}", model) for name, model in models.items()}
+                for section, models in sections.items()
             }
         )
 
@@ -380,7 +378,7 @@ def _hub_name(path: Path) -> str:
     return "" if path.is_absolute() else path.as_posix()
 
 
-def _resolved(where: str, model: ResolvedModel, folder: Path) -> ResolvedModel:
+def _resolved(where: str, model: ModelConfig, folder: Path) -> ModelConfig:
     """The model with absolute folders; a path that is not a folder and may be a name on the hub is unchanged. Raises
     BadRequest for a revision of a folder."""
     paths = {"checkpoint": model.checkpoint, **({} if model.tokenizer is None else {"tokenizer": model.tokenizer})}
@@ -422,20 +420,12 @@ def pair_config(
     target: Path, drafters: Sequence[Path], *, dtype: Dtype = "bfloat16", threads: int = 1, **sections: Any
 ) -> Config:
     """The configuration of one target and its drafters, each named after its folder, and of other `sections`."""
-    share = 0.5
-    return Config.of(
-        {
-            "targets": {
-                target.name: {"checkpoint": target, "dtype": dtype, "threads": threads, "resources": {"cpu": share}}
-            },
-            "drafters": {
-                path.name: {"checkpoint": path, "dtype": dtype, "threads": threads, "resources": {"cpu": share}}
-                for path in drafters
-            },
-            **sections,
-        },
-        Path.cwd(),
-    )
+
+    def models(*paths: Path) -> dict[str, dict[str, Any]]:
+        shared = {"dtype": dtype, "threads": threads, "resources": {"cpu": 0.5}}
+        return {path.name: {"checkpoint": path, **shared} for path in paths}
+
+    return Config.of({"targets": models(target), "drafters": models(*drafters), **sections}, Path.cwd())
 
 
 def demo_models(models: Path = DEMO_MODELS) -> Path:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,7 +32,7 @@ AnyModel = TypeVar("AnyModel", bound=ModelConfig)
 def pinned(config: Config) -> Config:
     """The configuration with the revision of every name on the hub resolved to a commit. Folders, and revisions that
     are commits, are unchanged. Raises BadRequest, naming the field, or PeerLost."""
-    return _changed(config, _pin)
+    return config.with_models(_pin)
 
 
 def fetched(config: Config, weights: bool = True) -> Config:
@@ -40,7 +40,7 @@ def fetched(config: Config, weights: bool = True) -> Config:
 
     weights: whether to fetch these too; a router needs only the small files. Raises as `pinned` does.
     """
-    return _changed(config, lambda where, model: fetched_model(where, model, weights))
+    return config.with_models(lambda where, model: fetched_model(where, model, weights))
 
 
 def fetched_model(where: str, model: AnyModel, weights: bool = True) -> AnyModel:
@@ -60,17 +60,7 @@ def fetched_model(where: str, model: AnyModel, weights: bool = True) -> AnyModel
     return model.model_copy(update=folders)
 
 
-def _changed(config: Config, change: Callable[[str, AnyModel], AnyModel]) -> Config:
-    """The configuration with every entry of a model changed."""
-    return config.model_copy(
-        update={
-            "targets": {name: change(f"targets.{name}", model) for name, model in config.targets.items()},  # type: ignore[arg-type]
-            "drafters": {name: change(f"drafters.{name}", model) for name, model in config.drafters.items()},  # type: ignore[arg-type]
-        }
-    )
-
-
-def _pin(where: str, model: AnyModel) -> AnyModel:
+def _pin(where: str, model: ModelConfig) -> ModelConfig:
     commits = {}
     for field, name, key, revision in (
         ("checkpoint", model.checkpoint_name, "revision", model.revision),

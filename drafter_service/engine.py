@@ -180,25 +180,18 @@ class DrafterEngine:
 
         @torch.inference_mode()
         def work(ticket: Ticket) -> None:
-            nonlocal restored
             session = self._scheduler.open(ticket, call, restored, vocabulary)
-            try:
-                self._runner.admit(session.number, call.terms.sampling, vocabulary)
-            except ValueError as error:
-                field, _, reason = str(error).partition(": ")
-                self._scheduler.forget(session.number, BadRequest(field, reason))
-                return
+            self._runner.admit(session.number, call.terms.sampling, vocabulary)
             if arrays is not None:
                 try:
                     self._runner.memory.load(session.slot, arrays)
                 except Exception:  # the whole text is prefilled instead
                     log.exception("a saved state of %d tokens could not be loaded", restored)
                     self._scheduler.not_restored(session)
-                    restored = 0
 
-        consumed = await self._thread.ask(work, lambda ticket: self._scheduler.give_up(call.update.opening))
-        assert isinstance(consumed, Prefilled)
-        return Opened(restored, consumed.processed, microseconds(self._clock() - arrived_s))
+        ready = await self._thread.ask(work, lambda ticket: self._scheduler.forget(call.update.opening))
+        assert isinstance(ready, Prefilled)
+        return Opened(ready.restored, ready.processed, microseconds(self._clock() - arrived_s))
 
     async def draft(self, call: DraftCall) -> DraftTree:
         """A full tree of the call's shape. An unfinished earlier call of the opening is answered with its root alone.
@@ -225,7 +218,7 @@ class DrafterEngine:
         The memory of a text that is longer than `max_length` is discarded.
         """
         if call.update.base > self._hello.max_length:
-            self._thread.post(lambda ticket: self._scheduler.give_up(call.update.opening))
+            self._thread.post(lambda ticket: self._scheduler.forget(call.update.opening))
             return Closed(0)
         self._check(call.update)
         saved = await self._thread.ask(lambda ticket: self._scheduler.close(ticket, call))
@@ -276,7 +269,7 @@ class DrafterEngine:
             value: Answer | _Saved = answer
             if isinstance(answer, MemoryComplete):
                 value = _Saved(answer, self._runner.memory.save(answer.slot, len(answer.ids)) if answer.ids else {})
-                scheduler.forget(answer.session)
+                scheduler.forget(answer.opening)
             self.counters.trees += isinstance(answer, DraftTree)
             ticket.settle(value)
         scheduler.answers.clear()

@@ -38,7 +38,7 @@ class DraftRunner:
         self._laws: dict[int, DraftLaw] = {}
 
     def admit(self, session: int, sampling: Sampling, vocabulary: int) -> None:
-        """Set how a session's guesses are ordered. vocabulary: the target's. Raises the ValueError of `Warp`."""
+        """Set how a session's guesses are ordered. vocabulary: the target's."""
         warp = Warp(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
         guessed = min(vocabulary, self.model.vocabulary)
         rows = NoiseRows(sampling.seed, guessed, sampling.sample_index)
@@ -88,20 +88,15 @@ class DraftRunner:
         groups: dict[tuple[Warp, int], list[int]] = {}
         for row, law in enumerate(laws):
             groups.setdefault((law.warp, law.vocabulary), []).append(row)
-        if len(groups) == 1:
-            warp, vocabulary = laws[0].warp, laws[0].vocabulary
-            noise = self._noise(laws, range(len(laws)), plan)
-            ids, scores = _candidates(logits[:, :vocabulary], warp, noise, width)
-            return DraftOutcome(ids.cpu().numpy(), scores.cpu().numpy())
         candidates = np.empty((len(laws), width), np.int64)
         found = np.empty((len(laws), width), np.float32)
         for (warp, vocabulary), rows in groups.items():
-            part = logits[torch.tensor(rows, device=self.device), :vocabulary]
-            ids, scores = _candidates(part, warp, self._noise(laws, rows, plan), width)
+            part = logits if len(groups) == 1 else logits[torch.tensor(rows, device=self.device)]
+            ids, scores = _candidates(part[:, :vocabulary], warp, self._noise(laws, rows, plan), width)
             candidates[rows], found[rows] = ids.cpu().numpy(), scores.cpu().numpy()
         return DraftOutcome(candidates, found)
 
-    def _noise(self, laws: list[DraftLaw], rows: range | list[int], plan: DraftPlan) -> Tensor | None:
+    def _noise(self, laws: list[DraftLaw], rows: list[int], plan: DraftPlan) -> Tensor | None:
         """[rows, V] noise of the token that each row guesses; None at temperature 0."""
         picked = [(laws[row].noise, int(plan.positions[row])) for row in rows]
         noise, position = picked[0]

@@ -18,7 +18,7 @@ import numpy as np
 from dendro.calls import CloseCall, DraftCall, OpenCall, TextUpdate
 from dendro.clock import Clock, microseconds
 from dendro.engine import Ticket
-from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, Overloaded
+from dendro.errors import BadRequest, EngineFailed, NotFound, Overloaded
 from dendro.tree import DraftTree, FloatArray, IntArray
 from tree_layers.states import SlotPool
 
@@ -120,14 +120,8 @@ class DraftScheduler:
             session.opened = None
         session.closing = ticket
 
-    def forget(self, session: int, reason: DendroError | None = None) -> None:
-        """Free all that a session holds and answer its callers with the reason. No effect if it is closed."""
-        found = next((kept for kept in self._sessions.values() if kept.number == session), None)
-        if found is not None:
-            self._end(found, reason or NotFound("opening: is closed"))
-
-    def give_up(self, opening: bytes) -> None:
-        """Free an opening whose caller has gone. No effect if it is not open."""
+    def forget(self, opening: bytes) -> None:
+        """Free what an opening holds: its caller has gone, or its memory was copied. No effect if it is not open."""
         if opening in self._sessions:
             self._end(self._sessions[opening], NotFound("opening: was abandoned by its caller"))
 
@@ -148,9 +142,7 @@ class DraftScheduler:
             if session.closing is not None or (session.round is not None and not session.round.growth.processed):
                 self._fold_kept(session)
         self._answer_complete()
-        plan = self._plan()
-        if plan is None:
-            plan = self._catch_up()
+        plan = self._plan() or self._catch_up()  # both may add folds
         return DraftStep(tuple(self._folds), plan)
 
     def _plan(self) -> DraftPlan | None:
@@ -429,13 +421,12 @@ class DraftScheduler:
             if session.opened is not None:
                 (ticket, restored), session.opened = session.opened, None
                 session.first_slot, session.first_covers = session.slot, session.covers
-                self.answers.append((ticket, Prefilled(session.covers - restored)))
+                self.answers.append((ticket, Prefilled(restored, session.covers - restored)))
             if session.closing is not None:
                 text = session.text.tokens
                 ids = tuple(text.ids[: session.covers])
-                ready = MemoryComplete(
-                    session.number, session.slot, ids, text.digest(session.covers), session.terms.tenant
-                )
+                digest = text.digest(session.covers)
+                ready = MemoryComplete(session.opening, session.slot, ids, digest, session.terms.tenant)
                 self.answers.append((session.closing, ready))
                 session.closing, session.ended = None, True
 

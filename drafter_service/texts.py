@@ -18,9 +18,9 @@ from drafter_service.plan import EMPTY_TEXT, BoolArray
 
 @dataclass(frozen=True, slots=True)
 class MemoryComplete:
-    """The memory of a closing session is complete: save its slot, then `forget` the session."""
+    """The memory of a closing session is complete: save its slot, then `forget` the opening."""
 
-    session: int
+    opening: bytes
     slot: int
     ids: tuple[int, ...]  # tokens that the slot has consumed
     digest: int
@@ -31,6 +31,7 @@ class MemoryComplete:
 class Prefilled:
     """A text is open and prefilled."""
 
+    restored: int  # tokens that a saved state covered
     processed: int
 
 

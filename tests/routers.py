@@ -103,7 +103,8 @@ def watch_logits(engine):
     def watched(draw, logits):
         walked = walk(draw, logits)
         for row in walked.path:
-            seen.setdefault(draw.session, {})[draw.base + int(draw.depths[row])] = logits(draw.wanted + row)[0].clone()
+            position = draw.base + int(draw.tree.depths[row])
+            seen.setdefault(draw.session, {})[position] = logits(draw.wanted + row)[0].clone()
         return walked
 
     engine.runner.walker.walk = watched

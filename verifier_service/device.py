@@ -235,17 +235,17 @@ class DeviceRunner(StepRunner):
         whole["draws_at"][: len(wanted)] = plan.positions[wanted] + 1
         whole["from_slots"][: len(wanted)] = plan.slots[wanted]
         whole["to_slots"][: len(wanted)] = plan.homes[wanted]
-        for tree, draw in enumerate(plan.draws):
-            mine = slice(draw.wanted, draw.wanted + len(draw.tokens))
-            whole["guesses"][mine] = draw.tokens
-            whole["parents"][mine] = draw.parents
-            whole["seeds"][mine] = np.uint64(draw.seed).astype(np.int64)
-            whole["samples"][mine] = draw.sample_index
+        for number, draw in enumerate(plan.draws):
+            mine = slice(draw.wanted, draw.wanted + draw.tree.rows)
+            whole["guesses"][mine] = draw.tree.tokens
+            whole["parents"][mine] = draw.tree.parents
+            whole["seeds"][mine] = np.uint64(draw.sampling.seed).astype(np.int64)
+            whole["samples"][mine] = draw.sampling.sample_index
             whole["top_k"][mine] = draw.warp.top_k
             real["temperature"][mine] = draw.warp.temperature
             real["top_p"][mine] = draw.warp.top_p
             real["min_p"][mine] = draw.warp.min_p
-            whole["first"][tree], whole["count"][tree] = draw.wanted, len(draw.tokens)
+            whole["first"][number], whole["count"][number] = draw.wanted, draw.tree.rows
 
     def _begin(self, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor]:
         """For forwards without drawing: those of checks, and of workers other than the leader."""
@@ -320,8 +320,5 @@ def _walk(draw: Draw, found: Ints, width: int) -> Walk:
     """found: a downloaded row of visited rows, emitted tokens and their number, side by side."""
     length = int(found[-1])
     path = (found[:length] - draw.wanted).tolist()
-    ranks = []
-    for row in path[1:]:
-        siblings = np.flatnonzero(draw.parents == draw.parents[row])
-        ranks.append(int(np.searchsorted(siblings, row)))
+    ranks = (draw.tree.children(int(draw.tree.parents[row])).index(row) for row in path[1:])
     return Walk(tuple(path), tuple(found[width : width + length].tolist()), tuple(ranks))

@@ -174,11 +174,8 @@ class VerifierEngine:
         shelf = None
         if capacity.saves and capacity.recurrent is not None and (memory := target.run.recurrent) is not None:
             block = capacity.recurrent.extent.block
-
-            def check(arrays: Arrays, tokens: int) -> None:
-                memory.check(arrays, 2 * block)
-
-            shelf = Shelf(states or NoStates(), hello.fingerprint, hello.tokenizer, memory.layout(block), check)
+            names = hello.fingerprint, hello.tokenizer, memory.layout(block)
+            shelf = Shelf(states or NoStates(), *names, lambda arrays, tokens: memory.check(arrays, 2 * block))
         return cls(StepScheduler(capacity, clock), runner, hello, shelf, options.longest_step_s, differ)
 
     # The peer

@@ -95,13 +95,9 @@ class PageTable:
         self._drop_unseen(text)
         return len(text.consumed)
 
-    def lacks(self, text: TextMemory, tokens: int) -> int:
-        """Pages that a text lacks to hold so many tokens."""
-        return max(pages_for(tokens) - len(text.pages), 0)
-
     def grow(self, text: TextMemory, tokens: int) -> bool:
         """Let a text hold so many tokens; false, without a change, where too few pages are free."""
-        lacking = self.lacks(text, tokens)
+        lacking = max(pages_for(tokens) - len(text.pages), 0)
         if lacking > self.book.free:
             return False
         text.pages += self.book.take(lacking)

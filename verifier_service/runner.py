@@ -200,7 +200,7 @@ class StepRunner:
                 if not torch.equal(self._text_rows(ids, rows, None), truth[self._tensor(rows)]):
                     differ[count] = rows
                     break
-        places = self._first_in(ids, differ)
+        places = self._first_in(ids, differ) if differ else {}
         return [f"{count} row{'s' * (count > 1)}, first in {place}" for count, place in places.items()]
 
     def _whole_text(self, ids: Sequence[int]) -> Tensor:
@@ -212,8 +212,6 @@ class StepRunner:
 
     def _first_in(self, ids: Sequence[int], differ: Mapping[int, Ints]) -> dict[int, str]:
         """By number of rows, the first place where these rows have other bits than in a step of the whole text."""
-        if not differ:
-            return {}
         whole, places = RowTrace(), {}
         with whole.of(self.target.model, self._bucket(len(ids))):
             self._whole_text(ids)

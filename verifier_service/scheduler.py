@@ -19,7 +19,6 @@ from dendro.clock import Clock, microseconds
 from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, Overloaded
 from dendro.smoothing import smoothed
 from dendro.text import Verdict, cut_verdict
-from dendro.tree import DraftTree
 from tree_kernels.tree_attention import PAGE
 from tree_kernels.tree_walk import Walk
 from tree_kernels.warp import Warp
@@ -91,7 +90,7 @@ class StepScheduler:
         self._size = self._padded(len(plan.tokens))
         self.counters.steps += 1
         self.counters.rows += len(plan.tokens)
-        self.counters.guesses += sum(len(draw.tokens) - 1 for draw in plan.draws)
+        self.counters.guesses += sum(draw.tree.guesses for draw in plan.draws)
         return plan
 
     def _worth_waiting(self) -> float:
@@ -202,10 +201,7 @@ class StepScheduler:
         if longest <= update.base:
             raise BadRequest("limits.max_length", f"{longest} tokens leave no room after a text of {update.base}")
         sampling = call.terms.sampling
-        try:
-            warp = Warp(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-        except ValueError as error:
-            raise BadRequest("sampling", str(error)) from error
+        warp = Warp(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
         text = PeerText()
         text.follow(update)
         needed = capacity.pages_of(longest + capacity.max_depth)
@@ -441,7 +437,8 @@ class StepScheduler:
             scratch = capacity.first_scratch + guesses
             if tree is not None:
                 first = start + share.prefill
-                draws.append(self._draw(session, tree, first, sum(map(len, wanted))))
+                place, sampling = sum(map(len, wanted)), session.terms.sampling
+                draws.append(Draw(session.number, first, place, len(session.text.ids), tree, session.warp, sampling))
                 wanted.append(np.arange(first, first + tree.rows))
                 guesses += tree.guesses
             part = text_rows(
@@ -461,21 +458,6 @@ class StepScheduler:
             parts.append(part)
             start += len(part.tokens)
         return pack(parts, np.concatenate(wanted), draws)
-
-    def _draw(self, session: VerifierText, tree: DraftTree, first: int, wanted: int) -> Draw:
-        sampling = session.terms.sampling
-        return Draw(
-            session=session.number,
-            first=first,
-            wanted=wanted,
-            base=len(session.text.ids),
-            tokens=tree.tokens,
-            parents=tree.parents,
-            depths=tree.depths,
-            warp=session.warp,
-            seed=sampling.seed,
-            sample_index=sampling.sample_index,
-        )
 
     def _verdict(self, share: _Share, ask: PendingCall, walked: Walk, outcome: StepOutcome) -> Verdict:
         assert isinstance(ask.call, VerifyCall) and share.tree is not None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
+from dendro.text import Sampling
+from dendro.tree import DraftTree
 from torch import Tensor
 from tree_kernels.noise import NoiseRows
 from tree_kernels.tree_walk import Walk, walk
@@ -21,12 +21,9 @@ class Draw:
     first: int  # row of the step that is its root
     wanted: int  # row of the step's logits that is its root's; the others follow
     base: int  # length of the text: the position of the token drawn after the root
-    tokens: npt.NDArray[np.int64]  # [rows]
-    parents: npt.NDArray[np.int64]  # [rows]
-    depths: npt.NDArray[np.int64]  # [rows]
+    tree: DraftTree
     warp: Warp
-    seed: int
-    sample_index: int
+    sampling: Sampling
 
 
 class Walker:
@@ -43,10 +40,10 @@ class Walker:
         def pick(row: int) -> int:
             here, drawn = logits(draw.wanted + row), None
             if noise is not None:
-                drawn = noise.row(draw.base + int(draw.depths[row])).to(here.device)[None]
+                drawn = noise.row(draw.base + int(draw.tree.depths[row])).to(here.device)[None]
             return int(tokens_of(here, draw.warp, drawn)[0])
 
-        return walk(draw.tokens.tolist(), draw.parents.tolist(), pick)
+        return walk(draw.tree.tokens.tolist(), draw.tree.parents.tolist(), pick)
 
     def prepare(self, session: int, position: int) -> None:
         """Compute the noise of a position in advance, unless it exists or the session is unknown."""
@@ -60,7 +57,8 @@ class Walker:
     def _rows(self, draw: Draw) -> NoiseRows:
         noise = self._noise.get(draw.session)
         if noise is None:
-            noise = self._noise[draw.session] = NoiseRows(draw.seed, self._vocabulary, draw.sample_index)
+            sampling = draw.sampling
+            noise = self._noise[draw.session] = NoiseRows(sampling.seed, self._vocabulary, sampling.sample_index)
         # A dropped verdict's tokens are drawn again, but never from before the base of a later call.
         noise.forget_before(draw.base)
         return noise

@@ -34,7 +34,8 @@ from cluster.bench.statistics import Estimate, median_estimate
 from cluster.peers.drafter import DrafterHandle
 from cluster.peers.opening import Leased, Pace
 from cluster.peers.verifier import VerifierHandle
-from cluster.policies import Static
+from cluster.policies import RunningRequest, Static
+from cluster.policies.experience import Concurrency
 from cluster.proposers.proposals import ProposalLibrary
 from cluster.router.rounds import rounds
 
@@ -118,7 +119,8 @@ async def endless_rounds(tokens: int, period: int) -> AsyncGenerator[Verdict, No
     )
     pace = Pace()
     verifier = VerifierHandle(text, cast(Any, ModelFreePool(ModelFreePeer(period))), pace)
-    handle = DrafterHandle(cast(Any, ModelFreePool(ModelFreePeer(period))), pace, verifier, adaptive=False)
+    gate = RunningRequest(Concurrency(), fixed=True)
+    handle = DrafterHandle(cast(Any, ModelFreePool(ModelFreePeer(period))), pace, verifier, gate, adaptive=False)
     drafter = ProposalLibrary(("lookup", "suffix"), 64, 16).around(cast(Any, handle), "", 8, 0.0)
     assert drafter is not None
     try:

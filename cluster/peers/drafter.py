@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections import Counter
 from contextlib import AbstractContextManager
@@ -57,17 +56,16 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
         pool: Pool[DrafterPeer],
         pace: Pace,
         verifier: VerifierHandle,
+        gate: SpeculationGate,
         longest_s: float = 0.5,
-        gate: SpeculationGate | None = None,
         adaptive: bool = True,
         facts: Facts | None = None,
         vocabulary: int = 0,
         clock: Clock = time.monotonic,
     ) -> None:
         """`longest_s` bounds every wait for a draft; a round that is not `adaptive` waits up to it. Trees must keep the
-        verifier's limits. Without `gate` every requested tree is drafted. `facts`: of the drafter's checkpoint;
-        replicas of another one are not used. `vocabulary`: the target's by the router's facts, used until a verifier is
-        leased."""
+        verifier's limits. `facts`: of the drafter's checkpoint; replicas of another one are not used. `vocabulary`: the
+        target's by the router's facts, used until a verifier is leased."""
         super().__init__(pool, pace, clock)
         self._facts = facts
         self._vocabulary = vocabulary
@@ -97,7 +95,7 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
         if self._opening_task is None:
             # Until a verifier is leased or its opening has failed: requests that arrive with this one are counted then.
             await first_of(self._verifier.ready(), self._verifier.greeted.wait())
-            if self._gate is not None and not self._gate.speculates:
+            if not self._gate.speculates:
                 return self._root_alone(text, "unwanted")
             self._begin(text)
             await self._wait_first()
@@ -150,7 +148,6 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
             self._back_off()
             return self._root_alone(text, "failed", wall_s)
         self._pace.drafted(wall_s, shape.depth)
-        self.times.add(wall_s, tree.draft_us)
         self._pause_s = FIRST_BACKOFF_S
         return tree
 
@@ -188,9 +185,7 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
     def _root_alone(self, text: Text, reason: str, wall_s: float = 0.0) -> DraftTree:
         """The root alone, for a round of plain decoding; `wall_s` is the time that was spent waiting for a draft."""
         self.fallbacks[reason] += 1
-        wall_us = int(1e6 * wall_s)
-        self.times.add(wall_s, wall_us)
-        return replace(DraftTree.root_only(text.root), draft_us=wall_us, missed=True)
+        return replace(DraftTree.root_only(text.root), draft_us=int(1e6 * wall_s), missed=True)
 
     async def _late(
         self,
@@ -233,9 +228,9 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
         self._not_before_s = self._clock() + self._pause_s
         self._pause_s = min(2 * self._pause_s, LONGEST_BACKOFF_S)
 
-    async def _lease_and_open(self, text: Text, old: Opening[DrafterPeer] | None = None) -> None:
+    async def _lease_and_open(self, text: Text, old: Opening[DrafterPeer] | None) -> None:
         """Try once to open the text at a drafter; the next round that wants a tree retries."""
-        with self._gate.opening() if self._gate is not None else contextlib.nullcontext():
+        with self._gate.opening():
             await self._open(text, old)
 
     async def _open(self, text: Text, old: Opening[DrafterPeer] | None) -> None:

@@ -75,27 +75,6 @@ class Pace:
         return min(usual, patience, longest_s)
 
 
-@dataclass(slots=True)
-class CallTimes:
-    """What a handle's calls took, summed over its rounds, in microseconds."""
-
-    rounds: int = 0
-    wall_us: int = 0  # from the call to its answer
-    busy_us: int = 0  # of that, the peer's own work
-    queue_us: int = 0  # of that, waiting at the peer
-
-    @property
-    def hop_us(self) -> int:
-        """Neither work nor queue: frames, sockets and event loops."""
-        return self.wall_us - self.busy_us - self.queue_us
-
-    def add(self, wall_s: float, busy_us: int, queue_us: int = 0) -> None:
-        self.rounds += 1
-        self.wall_us += int(1e6 * wall_s)
-        self.busy_us += busy_us
-        self.queue_us += queue_us
-
-
 class Opening(Generic[P]):
     """One opening of one text at one leased peer."""
 
@@ -141,7 +120,6 @@ class PeerHandle(Generic[P]):
     """What the handles of drafters and verifiers share: at most one text open, which is opened in the background."""
 
     def __init__(self, pool: Pool[P], pace: Pace, clock: Clock) -> None:
-        self.times = CallTimes()
         self.saved = 0  # tokens that the state saved at closing covers
         self.opened: Opened | None = None  # of the first opening
         self._pool = pool

@@ -124,21 +124,18 @@ class Peers:
     def drafter(
         self, target: str, text: Text, gate: SpeculationGate, deadline_s: float = math.inf, adaptive: bool = True
     ) -> DrafterHandle | NoDrafter:
-        """A drafter for a text. `verifier` must have been called with the text before: trees keep that handle's limits.
-        The drafter is leased when a tree is requested and `gate.speculates`. `deadline_s` is the request's limit on the
-        wait for a draft; it can only shorten the configured one. `adaptive`: the wait is also bounded by what drafts
-        and rounds usually take (`Pace.deadline_s`)."""
+        """A drafter for a text, leased when a tree is requested and `gate.speculates`. `verifier` must have been called
+        with the text before: trees keep that handle's limits. Arguments: as of `PeersPort.drafter`."""
         names = self._config.drafters_of(target)
         if not names:
             return NoDrafter()
-        longest_s = min(self._config.router.draft_timeout_ms / 1e3, deadline_s)
         facts = self._facts
         return DrafterHandle(
             self._drafters[names[0]],
             self._pace(target),
             self._verifiers[text],
-            longest_s=longest_s,
-            gate=gate,
+            gate,
+            longest_s=min(self._config.router.draft_timeout_ms / 1e3, deadline_s),
             adaptive=adaptive,
             facts=facts.drafters[names[0]] if facts is not None else None,
             vocabulary=facts.targets[target].vocabulary if facts is not None else 0,

@@ -123,19 +123,15 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
                 self._begin(text, opening, same=False)
             else:
                 self._faults = 0
-                wall_s = self._clock() - began_s
                 if not verdict.cold:
-                    self._pace.verified(wall_s)
-                self.times.add(wall_s, verdict.verify_us, verdict.queue_us)
+                    self._pace.verified(self._clock() - began_s)
                 return verdict
 
     def _begin(self, text: Text, old: Opening[VerifierPeer], same: bool) -> None:
         self._opening_task = self._background.start(self._lease_and_open(text, old, same))
 
     async def _current_opening(self, text: Text) -> Opening[VerifierPeer]:
-        if self._opening is None:
-            if self._opening_task is None:
-                raise PeerLost("verifier: the handle is closed")
+        if self._opening is None and self._opening_task is not None:
             await asyncio.shield(self._opening_task)
         if self._opening is None:
             raise PeerLost("verifier: the handle is closed")

@@ -96,10 +96,10 @@ def _check_written(turn: Turn, tokens: Sequence[int], prompt: list[int], held: l
         raise BadRequest("resume.token_ids", "are not the first tokens of this request's answer")
 
 
-def check_text_of_resume(job: Job, text: Text) -> None:
+def check_text_of_resume(resume: pb.Resume, job: Job, text: Text) -> None:
     """Raise Conflict where the text before the answer differs from the one that the answer was begun with."""
-    resume, length = job.resume, len(job.prompt)
-    if resume is not None and (resume.prompt_tokens, resume.prompt_digest) != (length, text.digest(length)):
+    length = len(job.prompt)
+    if (resume.prompt_tokens, resume.prompt_digest) != (length, text.digest(length)):
         raise Conflict(
             f"resume: the text before the answer has changed: it had {resume.prompt_tokens} tokens, and has {length}; "
             f"{BEGIN_AGAIN}"

@@ -133,7 +133,8 @@ class Ingress:
                 job.record.marks if job.record else (),
             )
             await off_loop(len(text), lambda: text.digest(len(text)))  # later digests begin from this one
-            check_text_of_resume(job, text)
+            if job.resume is not None:
+                check_text_of_resume(job.resume, job, text)
             outcome = "left"
             stream = TextStream(job.served.tokenizer)
             stream.push(job.held)
@@ -143,7 +144,7 @@ class Ingress:
                     yield event
                 outcome = "written"
                 return
-            finish = self._finish_of_held(job)
+            finish = self._finish_of_held(job) if job.held else None
             complete = pb.GenerateComplete()
             if finish is None:
                 experience = job.experience
@@ -165,7 +166,8 @@ class Ingress:
             complete.finish_reason = FINISH_REASONS[finish]
             complete.usage.prompt_tokens = len(job.prompt)
             complete.usage.completion_tokens = len(text) - len(job.prompt)
-            complete.session = await self._keep(job, text, finish)
+            if job.session:
+                complete.session = await self._keep(job, text, finish)
             outcome = str(finish)
             yield pb.GenerateResponse(complete=complete)
         except DendroError as error:
@@ -235,9 +237,7 @@ class Ingress:
         await asyncio.wait(tasks, timeout=CLOSE_BUDGET_S)
 
     def _finish_of_held(self, job: Job) -> Finish | None:
-        """Why the answer in `held` ended; None where it is incomplete."""
-        if not job.held:
-            return None
+        """Why the answer in `held`, which is not empty, ended; None where it is incomplete."""
         if job.held[-1] in job.served.end_ids and not job.limits.ignore_end:
             return Finish.END_OF_TEXT
         return Finish.LENGTH if len(job.held) >= job.answer_length else None
@@ -258,9 +258,7 @@ class Ingress:
         return [*events, pb.GenerateResponse(complete=complete)]
 
     async def _keep(self, job: Job, text: Text, finish: Finish) -> str:
-        """Write the session's record. Returns its token; empty without a session or where the store does not answer."""
-        if not job.session:
-            return ""
+        """Write the session's record. Returns its token; empty where the store does not answer."""
         earlier = job.record
         turn = Turn(
             request=job.request_id,

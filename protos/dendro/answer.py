@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypedDict, cast
+from typing import Any, TypedDict, cast
 
 import grpc.aio
 
@@ -315,21 +316,14 @@ class AnswerProgress:
         message that does not follow from the ones before, Conflict for a stream that resumes another answer."""
         kind = response.WhichOneof("event")
         if kind == "started":
-            first = self.started is None
-            message = response.started
+            first, message = self.started, response.started
             if message.offset != len(self.token_ids):
                 raise EngineFailed(f"stream resumes at {message.offset}, not at {len(self.token_ids)}")
-            started = Started(
-                message.request_id,
-                message.model,
-                message.seed,
-                message.prompt_tokens,
-                message.prompt_digest,
-                message.target,
-            )
-            self._check_started(started)
+            started = Started(**_fields(Started, message))
+            if first is not None:
+                self._check_resumed(first, started)
             self.started = started
-            return self.started if first else None
+            return started if first is None else None
         if kind == "chunk":
             chunk = response.chunk
             if chunk.offset != len(self.token_ids):
@@ -345,11 +339,9 @@ class AnswerProgress:
             return complete
         raise EngineFailed("stream contains an unknown event")
 
-    def _check_started(self, started: Started) -> None:
+    def _check_resumed(self, first: Started, started: Started) -> None:
         """Raise Conflict if a resumed stream starts with other facts than the first one: its tokens would continue
         another text, or be another target's."""
-        if (first := self.started) is None:
-            return
         names = ["model", "seed", "prompt_tokens", "prompt_digest", *(["target"] if self.token_ids else [])]
         differ = [name for name in names if getattr(started, name) != getattr(first, name)]
         if differ:
@@ -382,8 +374,9 @@ def _final_error(error: grpc.RpcError, timeout_s: float) -> DendroError | None:
     return error_for(code, details)
 
 
-def _opening(message: pb.OpeningStats) -> OpeningStats:
-    return OpeningStats(message.restored_tokens, message.processed_tokens, message.open_us)
+def _fields(kind: type[Started | OpeningStats | SpeculationStats], message: object) -> dict[str, Any]:
+    """The fields of a message that have the names of a dataclass's."""
+    return {each.name: getattr(message, each.name) for each in dataclasses.fields(kind)}
 
 
 def _complete(message: pb.GenerateComplete) -> Complete:
@@ -391,35 +384,15 @@ def _complete(message: pb.GenerateComplete) -> Complete:
     if finish is None:
         raise EngineFailed(f"stream ends with an unknown finish reason: {message.finish_reason}")
     stats = message.speculation
+    counts: dict[str, Any] = {"pulls": dict(stats.pulls), "emitted": dict(sorted(stats.emitted.items()))}
     return Complete(
         finish=finish,
         prompt_tokens=message.usage.prompt_tokens,
         completion_tokens=message.usage.completion_tokens,
         session=message.session,
-        speculation=SpeculationStats(
-            policy=stats.policy,
-            rounds=stats.rounds,
-            pulls=dict(stats.pulls),
-            emitted=dict(sorted(stats.emitted.items())),
-            emitted_tokens=stats.emitted_tokens,
-            cut_tokens=stats.cut_tokens,
-            drafted_tokens=stats.drafted_tokens,
-            accepted_tokens=stats.accepted_tokens,
-            discarded_tokens=stats.discarded_tokens,
-            trimmed_tokens=stats.trimmed_tokens,
-            late_drafts=stats.late_drafts,
-            rounds_us=stats.rounds_us,
-            draft_us=stats.draft_us,
-            verify_us=stats.verify_us,
-            queue_us=stats.queue_us,
-            hop_us=stats.hop_us,
-            opening_us=stats.opening_us,
-            decode_tokens=stats.decode_tokens,
-            decode_us=stats.decode_us,
-            verifier_moves=stats.verifier_moves,
-        ),
-        drafter=_opening(message.drafter) if message.HasField("drafter") else None,
-        target=_opening(message.target) if message.HasField("target") else None,
+        speculation=SpeculationStats(**_fields(SpeculationStats, stats) | counts),
+        drafter=OpeningStats(**_fields(OpeningStats, message.drafter)) if message.HasField("drafter") else None,
+        target=OpeningStats(**_fields(OpeningStats, message.target)) if message.HasField("target") else None,
     )
 
 

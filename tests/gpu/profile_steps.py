@@ -32,7 +32,7 @@ def plan_of(runner: DeviceRunner, rows: int, warp: Warp) -> StepPlan:
     ids = list(range(3, 20))
     tree = DraftTree.of([ids[-1], *range(20, 19 + rows)], [-1, *(row // 4 for row in range(rows - 1))])
     part = text_rows(ids, NO_ROWS, tree, runner.own_pages, runner.pages.scratch, runner.near)
-    draw = Draw(1, 0, 0, len(ids), tree.tokens, tree.parents, tree.depths, warp, 7, 0)
+    draw = Draw(1, 0, 0, len(ids), tree, warp, Sampling(seed=7))
     return pack([part], np.arange(rows), [draw])
 
 

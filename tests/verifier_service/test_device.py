@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 import torch
+from dendro.text import Sampling
 from dendro.tree import DraftTree
 from routers import LAWS, RoundByRound, alone, guessing
 from tiny_models import make_checkpoint
@@ -157,7 +158,7 @@ def plan_of(runner, ids=(5, 6, 7, 8)):
     """A round without a tree: one row."""
     tree = DraftTree.root_only(ids[-1])
     part = text_rows(ids, NO_ROWS, tree, runner.own_pages, runner.pages.scratch, runner.near)
-    draw = Draw(1, 0, 0, len(ids), tree.tokens, tree.parents, tree.depths, Warp(), 0, 0)
+    draw = Draw(1, 0, 0, len(ids), tree, Warp(), Sampling())
     return pack([part], np.arange(1), [draw])
 
 
