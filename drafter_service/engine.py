@@ -31,7 +31,7 @@ from drafter_service.runner import DraftRunner
 from drafter_service.scheduler import DraftScheduler
 from drafter_service.texts import Answer, MemoryComplete, Prefilled
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("dendro.drafter")
 
 TREES = 8
 """Full trees for which there are node slots, kept trees of idle sessions included."""
