@@ -105,7 +105,6 @@ class DrafterEngine:
             exactness="",
             pid=os.getpid(),
             facts=checkpoint.facts.digest,
-            ordinary_tokens=checkpoint.facts.ordinary_tokens,
         )
         slots = text_slots(options.max_sessions), node_slots(options.max_rows, options.max_depth)
         return cls(hello, DraftRunner(model, *slots, device), states, options, clock)

@@ -396,7 +396,6 @@ def _hello_of(options: VerifierOptions, target: LoadedTarget, exactness: str) ->
         end_ids=tuple(sorted(target.facts.end_ids)),
         attends=bool(target.layouts),
         facts=target.facts.digest,
-        ordinary_tokens=target.facts.ordinary_tokens,
     )
 
 

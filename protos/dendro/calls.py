@@ -126,7 +126,6 @@ class Hello:
     end_ids: tuple[int, ...] = ()  # end-of-text tokens of the target
     attends: bool = False  # verifier: the target has attention layers, so the time of a step is quadratic in its rows
     facts: str = ""  # hash of the checkpoint's configuration, end ids and token table
-    ordinary_tokens: str = ""  # hash of the token table without added tokens, for operators; never compared
 
     @property
     def target(self) -> str:

@@ -280,7 +280,6 @@ def hello_message(hello: Hello) -> calls_pb2.Hello:
         end_ids=hello.end_ids,
         attends=hello.attends,
         facts=hello.facts,
-        ordinary_tokens=hello.ordinary_tokens,
     )
 
 
@@ -308,7 +307,6 @@ def hello_from(message: calls_pb2.Hello) -> Hello:
         end_ids=tuple(message.end_ids),
         attends=message.attends,
         facts=one_line(message.facts, MAX_NAME),
-        ordinary_tokens=one_line(message.ordinary_tokens, MAX_NAME),
     )
 
 

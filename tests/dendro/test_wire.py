@@ -146,7 +146,7 @@ def test_a_drafters_answer_is_unchanged_by_a_round_trip(answer):
 
 
 def test_a_hello_is_unchanged_by_a_round_trip():
-    hello = Hello(1, "m", "f", "t", 4096, 2048, 64, 16, "bfloat16", "bitwise", 77, (0, 2), True, "facts", "words")
+    hello = Hello(1, "m", "f", "t", 4096, 2048, 64, 16, "bfloat16", "bitwise", 77, (0, 2), True, "facts")
     assert wire.hello_from(calls_pb2.Hello.FromString(wire.hello_message(hello).SerializeToString())) == hello
 
 
