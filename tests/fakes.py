@@ -22,7 +22,7 @@ from dendro.calls import (
     VerifyCall,
 )
 from dendro.errors import BadRequest, NotFound, Overloaded, PeerLost
-from dendro.shapes import LevelShape
+from dendro.shapes import DEFAULT_DEPTH, LevelShape
 from dendro.text import Limits, Sampling, Text, Verdict, cut_verdict
 from dendro.tree import DraftTree, full_tree
 
@@ -111,7 +111,7 @@ class _Fake:
             vocabulary=VOCABULARY,
             max_length=4096,
             max_rows=64,
-            max_depth=16,
+            max_depth=DEFAULT_DEPTH,
             dtype="float32",
             exactness=self.exactness,
             pid=os.getpid(),
