@@ -7,7 +7,7 @@ import statistics
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 
-from dendro.answer import Complete, Completion, Event, OpeningStats, Options, Round, SpeculationStats, collect
+from dendro.answer import Complete, Completion, Event, OpeningStats, Options, Round, SpeculationStats, collect_stream
 from dendro.client import Asking
 from rich.console import Console
 from rich.table import Table
@@ -36,13 +36,9 @@ class RoundsPrinter:
 
     async def show_all(self, events: AsyncIterator[Event]) -> Completion:
         """Print a stream's rounds as they come. Returns the whole answer."""
-        received = []
-        async for event in events:
-            received.append(event)
-            if isinstance(event, Round):
-                self.show(event)
+        done = await collect_stream(events, self.show)
         self._console.print()
-        return collect(received)
+        return done
 
 
 def as_json(done: Completion) -> str:

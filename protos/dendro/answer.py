@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypedDict, cast
@@ -428,6 +428,18 @@ def models_of(response: pb.GetServerInfoResponse) -> tuple[ModelInfo, ...]:
         ModelInfo(model.name, model.vocabulary, model.max_length, model.dtype, tuple(model.drafters))
         for model in response.models
     )
+
+
+async def collect_stream(
+    events: AsyncIterator[Event], each_round: Callable[[Round], object] = lambda part: None
+) -> Completion:
+    """The whole answer, from its stream. `each_round` is called with every round when it comes."""
+    received = []
+    async for event in events:
+        received.append(event)
+        if isinstance(event, Round):
+            each_round(event)
+    return collect(received)
 
 
 def collect(events: Sequence[Event]) -> Completion:
