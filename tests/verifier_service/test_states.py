@@ -218,7 +218,7 @@ def test_a_place_can_be_cut_by_its_slack_at_every_length():
     for block, depth in ((16, 16), (16, 3), (32, 20)):
         extent = Extent.of(block, depth + 1, depth)
         places = StatePool(1, extent)
-        place = places.take()
+        place = places.allocate()
         for tokens in range(1, 300):
             deepest = tokens - 1 + depth
             place.fold_to(max(deepest // block - 1, 0))
@@ -232,13 +232,13 @@ def test_a_place_can_be_cut_by_its_slack_at_every_length():
 def test_arrangements_give_every_place_slots_of_its_own():
     arranged = Arrangement.of(places=3, block=16, depth=8, step_rows=128)
     places = StatePool(arranged.places, arranged.extent)
-    owned = [places.take() for _ in range(3)] + [arranged.own_place()]
+    owned = [places.allocate() for _ in range(3)] + [arranged.own_place()]
     tokens = [set(place.token_slots(np.arange(4096)).tolist()) for place in owned]
     states = [{place.state_slot(block) for block in range(1, 500)} for place in owned]
     for slots, end in ((tokens, arranged.scratch), (states, arranged.states)):
         assert sorted(slot for each in slots for slot in each) == list(range(1, end))
-    places.give(owned[1])
-    assert places.take().first_token == owned[1].first_token
+    places.release(owned[1])
+    assert places.allocate().first_token == owned[1].first_token
 
 
 def test_of_several_rows_for_one_slot_the_last_is_kept():
