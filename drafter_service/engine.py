@@ -171,7 +171,7 @@ class DrafterEngine:
         """
         arrived_s = self._clock()
         self._check(call.update)
-        vocabulary = call.terms.vocabulary or self._hello.vocabulary
+        vocabulary = call.parameters.vocabulary or self._hello.vocabulary
         least = min(MAX_ROWS, self._hello.vocabulary)
         if vocabulary < least:
             raise BadRequest("vocabulary", f"is {vocabulary}; must be at least {least} for this drafter")
@@ -182,7 +182,7 @@ class DrafterEngine:
             nonlocal restored
             session = self._scheduler.open(ticket, call, restored, vocabulary)
             try:
-                self._runner.admit(session.number, call.terms.sampling, vocabulary)
+                self._runner.admit(session.number, call.parameters.sampling, vocabulary)
             except ValueError as error:
                 field, _, reason = str(error).partition(": ")
                 self._scheduler.forget(session.number, BadRequest(field, reason))

@@ -83,7 +83,7 @@ class DraftScheduler:
         if len(self._sessions) >= self.max_sessions:
             raise Overloaded(f"{len(self._sessions)} texts are open at drafter {self.name}, its maximum")
         self._numbers += 1
-        session = DrafterText(self._numbers, call.update.opening, call.terms, vocabulary)
+        session = DrafterText(self._numbers, call.update.opening, call.parameters, vocabulary)
         check_tokens(session, call.update)
         session.text.follow(call.update)
         if restored:
@@ -401,7 +401,7 @@ class DraftScheduler:
         return session.base - 1 - session.covers if idle else 0
 
     def _request_noise(self, session: DrafterText, positions: range) -> None:
-        if session.terms.sampling.temperature > 0:
+        if session.parameters.sampling.temperature > 0:
             self.noise_wanted[session.number] = positions
 
     # -- ends ----------------------------------------------------------------------------------------------------
@@ -434,7 +434,7 @@ class DraftScheduler:
                 text = session.text.tokens
                 ids = tuple(text.ids[: session.covers])
                 ready = MemoryComplete(
-                    session.number, session.slot, ids, text.digest(session.covers), session.terms.tenant
+                    session.number, session.slot, ids, text.digest(session.covers), session.parameters.tenant
                 )
                 self.answers.append((session.closing, ready))
                 session.closing, session.ended = None, True

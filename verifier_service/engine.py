@@ -306,7 +306,7 @@ class VerifierEngine:
             except Exception:
                 log.exception("verifier: the memory of a closed text could not be copied")
         self.scheduler.gone(ask.call.update.opening)
-        ask.ticket.settle(_Left(session.terms.tenant, ids, digest, arrays))
+        ask.ticket.settle(_Left(session.parameters.tenant, ids, digest, arrays))
 
     def stats(self) -> dict[str, int]:
         """Counters since the start, and what is held now."""

@@ -30,7 +30,7 @@ def new_opening() -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class RequestParameters:
     """The parameters of a request that a peer needs; sent once, when the text is opened."""
 
     sampling: Sampling
@@ -61,7 +61,7 @@ class OpenCall:
     """Open a text at the peer, which consumes all but the root. Answered with `Opened` when that is done."""
 
     update: TextUpdate
-    terms: Terms
+    parameters: RequestParameters
     lease: str = ""  # the lease that the opening belongs to; empty at a peer without leases
 
 

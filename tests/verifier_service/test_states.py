@@ -341,7 +341,7 @@ async def two_turns(first, second, family_law=LAWS[1], marks=()):
     one = RoundByRound(first, range(3, 40), family_law, 30)
     begin = await one.finish()
     other = RoundByRound(second, [*one.text.ids, 7, 8, 9], family_law, 30)
-    other.terms = replace(other.terms, marks=(len(one.text.ids), *marks))
+    other.parameters = replace(other.parameters, marks=(len(one.text.ids), *marks))
     opened = await other.open()
     return opened, begin, await other.go_on()
 
@@ -412,7 +412,7 @@ async def test_a_session_goes_on_for_several_turns_of_any_length_beside_other_te
 
     async def turn(engine, ids, added, number):
         router = RoundByRound(engine, ids, LAWS[1], 4)
-        router.terms = replace(router.terms, marks=(len(ids) - added,))
+        router.parameters = replace(router.parameters, marks=(len(ids) - added,))
         other = RoundByRound(engine, [(5 * place + number) % VOCABULARY for place in range(40)], LAWS[2], 5)
         await other.open()
         opened, _ = await asyncio.gather(router.open(), other.round())
@@ -450,7 +450,7 @@ async def test_a_text_whose_saved_memory_cannot_be_restored_is_computed_and_no_o
         other = RoundByRound(engine, range(50, 80), LAWS[1], 20)
         await other.open()
         again = RoundByRound(engine, ids, LAWS[1], 20)
-        again.terms = replace(again.terms, marks=(len(first.text.ids),))
+        again.parameters = replace(again.parameters, marks=(len(first.text.ids),))
         opened, _ = await asyncio.gather(again.open(), other.round())
         assert (opened.restored, opened.processed) == (0, len(ids) - 1)
         found = await asyncio.gather(again.go_on(), other.go_on())
