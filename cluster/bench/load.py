@@ -131,7 +131,7 @@ class Loader:
         block.first_s.append(times[1] - times[0])
         for part, (before, now) in zip(done.rounds[1:], pairwise(times[1:]), strict=True):
             block.between_s += [(now - before) / len(part.token_ids)] * len(part.token_ids)
-        block.shapes.update(done.complete.speculation.pulls)
+        block.shapes.update(done.complete.speculation.rounds_by_shape)
         block.tokens += self._tokens
 
 
@@ -232,7 +232,7 @@ def rows_of(blocks: Sequence[LoadBlock]) -> list[dict[str, Any]]:
                 row["step_overhead"] = round(1 - forwards_us / steps_us, 4) if steps_us else None
                 row["pages_in_use"] = max(block.pages for block in mine)
                 shapes = sum((block.shapes for block in mine), Counter[str]())
-                row["shapes"] = {name: round(pulls / shapes.total(), 3) for name, pulls in shapes.most_common()}
+                row["shapes"] = {name: round(rounds / shapes.total(), 3) for name, rounds in shapes.most_common()}
             if way != OFF:
                 row["over_off"] = ratio(blocks, load, way, OFF).as_json()
             rows.append(row)

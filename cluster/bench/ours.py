@@ -21,7 +21,7 @@ def mean_round(stats: SpeculationStats) -> RoundTimes | None:
         draft_ms=stats.draft_us / stats.rounds / 1000,
         verify_ms=stats.verify_us / stats.rounds / 1000,
         queue_ms=stats.queue_us / stats.rounds / 1000,
-        shapes=stats.pulls,
+        shapes=stats.rounds_by_shape,
     )
 
 

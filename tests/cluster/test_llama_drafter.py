@@ -35,5 +35,5 @@ async def test_a_llama_drafter_changes_no_token_of_a_llama_target(tmp_path: Path
             guessed = await client.generate_text(prompt, **options, speculation="(3,2,1)")
             assert guessed.token_ids == plain.token_ids
             assert len(plain.token_ids) == 24
-            emitted = guessed.complete.speculation.emitted
-            assert 4 in emitted, "a whole path of a tree, and the token after it"
+            lengths = guessed.complete.speculation.rounds_by_tokens
+            assert 4 in lengths, "a whole path of a tree, and the token after it"
