@@ -221,7 +221,7 @@ class DrafterEngine:
     async def close(self, call: CloseCall) -> Closed:
         """End an opening and save its memory to the state store. Raises NotFound if it is not open.
 
-        The memory of a text that is longer than `max_length` is discarded.
+        The memory is discarded if the text is longer than `max_length`, or if the call is cancelled.
         """
         if call.update.base > self._hello.max_length:
             self._thread.post(lambda ticket: self._scheduler.give_up(call.update.opening))

@@ -200,7 +200,8 @@ class VerifierEngine:
         return await self._ask(call)
 
     async def close(self, call: CloseCall) -> Closed:
-        """End an opening. A state-space target's memory of the text is saved first; attention keys are never saved."""
+        """End an opening. A state-space target's memory of the text is saved first, unless the call is cancelled;
+        attention keys are never saved."""
         left = await self._ask(call)
         if isinstance(left, Closed):
             return left
