@@ -23,7 +23,7 @@ from urllib.parse import quote
 import yaml
 from dendro.errors import BadRequest
 from dendro.health import LONGEST_STEP_S
-from dendro.shapes import MAX_ROWS, TreeShape
+from dendro.shapes import DEFAULT_DEPTH, MAX_ROWS, TreeShape
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cluster.arms import OFF_ARM, Arm
@@ -173,7 +173,7 @@ class TargetConfig(ModelConfig):
     `threads` of its own. The same for all replicas of a target: other numbers round differently."""
     max_rows: int = Field(default=MAX_ROWS, ge=1, le=MAX_ROWS)
     """Rows of the largest tree, the root included."""
-    max_depth: int = Field(default=16, ge=0, le=MAX_ROWS - 1)
+    max_depth: int = Field(default=DEFAULT_DEPTH, ge=0, le=MAX_ROWS - 1)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 
-from dendro.answer import Complete, Completion, Event, OpeningStats, Options, Round, SpeculationStats, collect
+from dendro.answer import Complete, Completion, Event, OpeningStats, Options, Round, SpeculationStats, collect_stream
 from dendro.client import Asking
 from rich.console import Console
 from rich.table import Table
@@ -36,13 +36,9 @@ class RoundsPrinter:
 
     async def show_all(self, events: AsyncIterator[Event]) -> Completion:
         """Print a stream's rounds as they come. Returns the whole answer."""
-        received = []
-        async for event in events:
-            received.append(event)
-            if isinstance(event, Round):
-                self.show(event)
+        done = await collect_stream(events, self.show)
         self._console.print()
-        return collect(received)
+        return done
 
 
 def as_json(done: Completion) -> str:
@@ -66,9 +62,9 @@ def as_json(done: Completion) -> str:
     return json.dumps(fields)
 
 
-def pulls_line(pulls: dict[str, int]) -> str:
+def shapes_line(rounds: dict[str, int]) -> str:
     """`(3,2,1) x 9, off x 2`, the most frequent first."""
-    ordered = sorted(pulls.items(), key=lambda item: (-item[1], item[0]))
+    ordered = sorted(rounds.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{shape} x {count}" for shape, count in ordered)
 
 
@@ -87,7 +83,7 @@ def account_lines(stats: SpeculationStats) -> tuple[str, ...]:
         return ("no rounds: the answer was complete already",)
     trimmed = f" ({stats.trimmed_tokens} of them not verified)" if stats.trimmed_tokens else ""
     late = f"; {stats.late_drafts} drafts late or lost" if stats.late_drafts else ""
-    lengths = ", ".join(f"{tokens} in {rounds}" for tokens, rounds in sorted(stats.emitted.items()))
+    lengths = ", ".join(f"{tokens} in {rounds}" for tokens, rounds in sorted(stats.rounds_by_tokens.items()))
     parts_us = {
         "drafts": stats.draft_us,
         "verifier": stats.verify_us,
@@ -99,7 +95,7 @@ def account_lines(stats: SpeculationStats) -> tuple[str, ...]:
     return (
         f"guesses: {stats.drafted_tokens} drafted, {stats.accepted_tokens} accepted, "
         f"{stats.discarded_tokens} discarded{trimmed}{late}",
-        f"shapes, by {stats.policy}: {pulls_line(stats.pulls)}",
+        f"shapes, by {stats.policy}: {shapes_line(stats.rounds_by_shape)}",
         f"tokens of a round: {lengths} rounds",
         f"time of the rounds: {stats.rounds_us / 1000:.1f} ms = {parts}",
     )
@@ -155,7 +151,7 @@ async def tour(
     table.add_row("answer", *(f"{turn.completion_tokens} tokens ({turn.finish.value})" for turn in both))
     table.add_row("rounds", *(str(turn.speculation.rounds) for turn in both))
     table.add_row("emitted per round", *(f"{turn.speculation.emitted_per_round:.2f} tokens" for turn in both))
-    table.add_row("shapes the policy picked", *(pulls_line(turn.speculation.pulls) for turn in both))
+    table.add_row("shapes the policy picked", *(shapes_line(turn.speculation.rounds_by_shape) for turn in both))
     table.add_row("drafter's memory of the text", *(opening_line(turn.drafter) for turn in both))
     table.add_row("target's memory of the text", *(opening_line(turn.target) for turn in both))
     console.print(table)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import redis.asyncio
 import redis.exceptions
 from dendro.clock import Clock
+from dendro.tasks import BackgroundTasks
 
 from cluster.policies.prior import MAX_PRIOR_BYTES, Prior, PriorKey, pack_prior, unpack_prior
 
@@ -25,6 +26,8 @@ Answer = TypeVar("Answer")
 
 REDIS_FAULTS = (redis.exceptions.RedisError, OSError, TimeoutError)
 
+_CALLS = BackgroundTasks(expected=Exception)  # callers get their errors
+
 
 async def within(budget_s: float, call: Coroutine[Any, Any, Answer]) -> Answer:
     """The call's answer. Raises TimeoutError after `budget_s`.
@@ -32,27 +35,14 @@ async def within(budget_s: float, call: Coroutine[Any, Any, Answer]) -> Answer:
     Does not wait for a cancelled call to end: redis-py sends UNWATCH before it releases the connection, and waits
     seconds for the answer of a frozen server.
     """
-    task = asyncio.create_task(call)
+    task = _CALLS.start(call)
     try:
         await asyncio.wait({task}, timeout=budget_s)
         if task.done():
             return task.result()
+        raise TimeoutError
     finally:
-        if not task.done():
-            task.cancel()
-            _CANCELLED.add(task)
-            task.add_done_callback(_ended)
-    raise TimeoutError
-
-
-_CANCELLED: set[asyncio.Task[Any]] = set()
-"""Cancelled calls that have not ended yet, referenced here since the event loop keeps no task alive."""
-
-
-def _ended(task: asyncio.Task[Any]) -> None:
-    _CANCELLED.discard(task)
-    if not task.cancelled():
-        task.exception()  # else asyncio logs that it was never retrieved
+        task.cancel()  # does nothing if it is done
 
 
 class CircuitOpen(Exception):

@@ -31,7 +31,7 @@ from drafter_service.runner import DraftRunner
 from drafter_service.scheduler import DraftScheduler
 from drafter_service.texts import Answer, MemoryComplete, Prefilled
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("dendro.drafter")
 
 TREES = 8
 """Full trees for which there are node slots, kept trees of idle sessions included."""
@@ -105,7 +105,6 @@ class DrafterEngine:
             exactness="",
             pid=os.getpid(),
             facts=checkpoint.facts.digest,
-            ordinary_tokens=checkpoint.facts.ordinary_tokens,
         )
         slots = text_slots(options.max_sessions), node_slots(options.max_rows, options.max_depth)
         return cls(hello, DraftRunner(model, *slots, device), states, options, clock)
@@ -172,7 +171,7 @@ class DrafterEngine:
         """
         arrived_s = self._clock()
         self._check(call.update)
-        vocabulary = call.terms.vocabulary or self._hello.vocabulary
+        vocabulary = call.parameters.vocabulary or self._hello.vocabulary
         least = min(MAX_ROWS, self._hello.vocabulary)
         if vocabulary < least:
             raise BadRequest("vocabulary", f"is {vocabulary}; must be at least {least} for this drafter")
@@ -181,7 +180,7 @@ class DrafterEngine:
         @torch.inference_mode()
         def work(ticket: Ticket) -> None:
             session = self._scheduler.open(ticket, call, restored, vocabulary)
-            self._runner.admit(session.number, call.terms.sampling, vocabulary)
+            self._runner.admit(session.number, call.parameters.sampling, vocabulary)
             if arrays is not None:
                 try:
                     self._runner.memory.load(session.slot, arrays)
@@ -215,7 +214,7 @@ class DrafterEngine:
     async def close(self, call: CloseCall) -> Closed:
         """End an opening and save its memory to the state store. Raises NotFound if it is not open.
 
-        The memory of a text that is longer than `max_length` is discarded.
+        The memory is discarded if the text is longer than `max_length`, or if the call is cancelled.
         """
         if call.update.base > self._hello.max_length:
             self._thread.post(lambda ticket: self._scheduler.forget(call.update.opening))

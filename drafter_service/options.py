@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from dendro.errors import BadRequest
 from dendro.health import LONGEST_STEP_S
-from dendro.shapes import MAX_ROWS
+from dendro.shapes import DEFAULT_DEPTH, MAX_ROWS
 from dendro.tree import LONGEST_TRACE
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -25,7 +25,7 @@ class DrafterOptions:
     threads: int = 1  # of the model, on a CPU
     max_sessions: int = 64  # open texts
     max_rows: int = MAX_ROWS  # of a tree, the root included
-    max_depth: int = 16
+    max_depth: int = DEFAULT_DEPTH
     prefill_chunk: int = LONGEST_TRACE  # tokens of a prompt per forward
     longest_step_s: float = LONGEST_STEP_S  # a longer step counts as hung
 

@@ -83,11 +83,11 @@ class DraftScheduler:
         if len(self._sessions) >= self.max_sessions:
             raise Overloaded(f"{len(self._sessions)} texts are open at drafter {self.name}, its maximum")
         self._numbers += 1
-        session = DrafterText(self._numbers, call.update.opening, call.terms, vocabulary)
+        session = DrafterText(self._numbers, call.update.opening, call.parameters, vocabulary)
         check_tokens(session, call.update)
         session.text.follow(call.update)
         if restored:
-            (session.slot,), session.covers = self.texts.take(1), restored
+            (session.slot,), session.covers = self.texts.allocate(1), restored
         session.opened = (ticket, restored)
         self._request_noise(session, range(session.base, session.base + CANDIDATES))
         self._sessions[session.opening] = session
@@ -96,7 +96,7 @@ class DraftScheduler:
     def not_restored(self, session: DrafterText) -> None:
         """Prefill the whole text of a session just opened, because its saved state could not be loaded."""
         assert session.opened is not None and session.slot != EMPTY_TEXT
-        self.texts.give([session.slot])
+        self.texts.release([session.slot])
         session.slot, session.covers = EMPTY_TEXT, 0
         session.opened = (session.opened[0], 0)
 
@@ -304,7 +304,7 @@ class DraftScheduler:
             session.slot = session.first_slot if usable else EMPTY_TEXT
             session.covers = session.first_covers if usable else 0
         if session.first_covers > common:
-            self.texts.give([session.first_slot])
+            self.texts.release([session.first_slot])
             session.first_slot, session.first_covers = EMPTY_TEXT, 0
         if session.traced is not None and session.traced > common:
             session.traced = common
@@ -344,11 +344,11 @@ class DraftScheduler:
     def _own_slot(self, session: DrafterText) -> None:
         """Ensure that the session's slot is writable: neither slot 0 nor the slot kept from opening."""
         if session.slot in (EMPTY_TEXT, session.first_slot):
-            (session.slot,) = self.texts.take(1)
+            (session.slot,) = self.texts.allocate(1)
 
     def _release(self, session: DrafterText) -> None:
         if session.slot not in (EMPTY_TEXT, session.first_slot):
-            self.texts.give([session.slot])
+            self.texts.release([session.slot])
         session.slot = EMPTY_TEXT
 
     def _reserve(self, session: DrafterText) -> bool:
@@ -368,12 +368,12 @@ class DraftScheduler:
                 self._drop_tree(other, other.kept)
         if self.nodes.free < wanted:
             return False
-        draft_round.slots = self.nodes.take(wanted)
+        draft_round.slots = self.nodes.allocate(wanted)
         draft_round.lines = np.eye(wanted, dtype=np.bool_)
         return True
 
     def _drop_tree(self, session: DrafterText, draft_round: DraftRound) -> None:
-        self.nodes.give(draft_round.slots)
+        self.nodes.release(draft_round.slots)
         draft_round.slots = []
         if session.kept is draft_round:
             session.kept = None
@@ -393,7 +393,7 @@ class DraftScheduler:
         return session.base - 1 - session.covers if idle else 0
 
     def _request_noise(self, session: DrafterText, positions: range) -> None:
-        if session.terms.sampling.temperature > 0:
+        if session.parameters.sampling.temperature > 0:
             self.noise_wanted[session.number] = positions
 
     # -- ends ----------------------------------------------------------------------------------------------------
@@ -426,7 +426,7 @@ class DraftScheduler:
                 text = session.text.tokens
                 ids = tuple(text.ids[: session.covers])
                 digest = text.digest(session.covers)
-                ready = MemoryComplete(session.opening, session.slot, ids, digest, session.terms.tenant)
+                ready = MemoryComplete(session.opening, session.slot, ids, digest, session.parameters.tenant)
                 self.answers.append((session.closing, ready))
                 session.closing, session.ended = None, True
 
@@ -456,7 +456,7 @@ class DraftScheduler:
             if draft_round is not None:
                 self._drop_tree(session, draft_round)
         self.answers += [(ticket, reason) for ticket in self._waiting(session)]
-        self.texts.give({session.slot, session.first_slot} - {EMPTY_TEXT})
+        self.texts.release({session.slot, session.first_slot} - {EMPTY_TEXT})
         self.noise_wanted.pop(session.number, None)
         del self._sessions[session.opening]
         self.closed.append(session.number)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-from dendro.calls import PeerText, Terms, TextUpdate
+from dendro.calls import PeerText, RequestParameters, TextUpdate
 from dendro.engine import Ticket
 from dendro.errors import BadRequest
 from dendro.shapes import TreeShape
@@ -57,7 +57,7 @@ class DrafterText:
 
     number: int
     opening: bytes
-    terms: Terms
+    parameters: RequestParameters
     vocabulary: int  # the target's: ids of the text are below it
     text: PeerText = field(default_factory=PeerText)
     slot: int = EMPTY_TEXT
@@ -78,7 +78,7 @@ class DrafterText:
 
     @property
     def greedy(self) -> bool:
-        return self.terms.sampling.temperature == 0
+        return self.parameters.sampling.temperature == 0
 
 
 def check_tokens(session: DrafterText, update: TextUpdate) -> None:

@@ -18,11 +18,11 @@ from dendro.calls import (
     OpenCall,
     Opened,
     PeerText,
-    Terms,
+    RequestParameters,
     VerifyCall,
 )
 from dendro.errors import BadRequest, NotFound, Overloaded, PeerLost
-from dendro.shapes import LevelShape
+from dendro.shapes import DEFAULT_DEPTH, LevelShape
 from dendro.text import Limits, Sampling, Text, Verdict, cut_verdict
 from dendro.tree import DraftTree, full_tree
 
@@ -57,7 +57,7 @@ class _Held:
     """One open text."""
 
     text: PeerText
-    terms: Terms
+    parameters: RequestParameters
 
 
 class _Fake:
@@ -111,7 +111,7 @@ class _Fake:
             vocabulary=VOCABULARY,
             max_length=4096,
             max_rows=64,
-            max_depth=16,
+            max_depth=DEFAULT_DEPTH,
             dtype="float32",
             exactness=self.exactness,
             pid=os.getpid(),
@@ -128,9 +128,9 @@ class _Fake:
         text.follow(call.update)
         await asyncio.sleep(self.open_pause_s)
         await self.before_opened()
-        self.held[call.update.opening] = _Held(text, call.terms)
+        self.held[call.update.opening] = _Held(text, call.parameters)
         self.opens += 1
-        self.vocabularies.add(call.terms.vocabulary)
+        self.vocabularies.add(call.parameters.vocabulary)
         return Opened(restored=0, processed=call.update.base - 1, open_us=int(1e6 * self.open_pause_s))
 
     async def before_opened(self) -> None:
@@ -179,7 +179,7 @@ class FakeVerifier(_Fake):
             raise BadRequest("tree.tokens", "past the vocabulary")
         emitted, path, ranks, row = [], [0], [], 0
         while True:
-            token = toy_token(ids, held.terms.sampling)
+            token = toy_token(ids, held.parameters.sampling)
             emitted.append(token)
             ids.append(token)
             children = tree.children(row)
@@ -191,7 +191,7 @@ class FakeVerifier(_Fake):
             ranks.append(rank)
         busy_us = (time.perf_counter_ns() - began_ns) // 1000
         verdict = Verdict(tuple(emitted), tuple(path), tuple(ranks), None, len(emitted), verify_us=busy_us)
-        return cut_verdict(verdict, frozenset({END}), call.update.base, held.terms.limits)
+        return cut_verdict(verdict, frozenset({END}), call.update.base, held.parameters.limits)
 
 
 class FakeDrafter(_Fake):
@@ -208,7 +208,7 @@ class FakeDrafter(_Fake):
         assert isinstance(call.shape, LevelShape)
         ids, levels = list(held.text.ids), []
         for count, width in zip(call.shape.levels, call.shape.widths, strict=True):
-            right = toy_token(ids, held.terms.sampling)
+            right = toy_token(ids, held.parameters.sampling)
             ids.append(right)
             first = right if right % 4 else (right + 1) % VOCABULARY  # one in four is wrong
             siblings = [first, *(token for token in range(VOCABULARY) if token != first)][:width]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import numpy as np
-from dendro.calls import CloseCall, OpenCall, Terms, TextUpdate, VerifyCall, new_opening
+from dendro.calls import CloseCall, OpenCall, RequestParameters, TextUpdate, VerifyCall, new_opening
 from dendro.text import Limits, Sampling, Tokens
 from dendro.tree import DraftTree
 from exactness import bitwise_or_skip
@@ -21,14 +21,14 @@ class RoundByRound:
         self.text = Tokens()
         self.text.extend(prompt)
         self.end = len(prompt) + count
-        self.terms = Terms(sampling or Sampling(), Limits(self.end, ignore_end=True), tenant, ())
+        self.parameters = RequestParameters(sampling or Sampling(), Limits(self.end, ignore_end=True), tenant, ())
         self.opening, self.known = new_opening(), 0
 
     def update(self):
         return TextUpdate.of(self.opening, self.text, self.known)
 
     async def open(self):
-        opened = await self.engine.open(OpenCall(self.update(), self.terms))
+        opened = await self.engine.open(OpenCall(self.update(), self.parameters))
         self.known = len(self.text)
         return opened
 

@@ -123,6 +123,13 @@ def _without_type_checking(tree: ast.Module) -> ast.Module:
     return ast.Module(kept, [])
 
 
+def test_every_log_is_under_dendro():
+    """A replica gives the handlers of its log file to the logger `dendro` alone."""
+    source = "\n".join(path.read_text() for path in modules().values())
+    logs = re.findall(r"^log = logging\.getLogger\((.+)\)$", source, re.MULTILINE)
+    assert len(logs) > 10 and not [log for log in logs if not log.startswith('"dendro.')]
+
+
 def test_lines_of_prose_are_wrapped():
     """Tables, links, headings and code blocks of Markdown cannot be."""
     long = []

@@ -14,6 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -61,6 +62,27 @@ def test_each_python_that_pyproject_allows_has_its_file():
     allowed = SpecifierSet(PROJECT["requires-python"])
     assert [python for python in (f"3.{minor}" for minor in range(20)) if python in allowed] == list(FILES)
     assert sorted(FILES.values()) == sorted((ROOT / "requirements").glob("*.txt"))
+
+
+def generated_for() -> dict[str, set[str]]:
+    """The oldest versions that the generated code accepts, as it says at import."""
+    found: dict[str, set[str]] = {"grpcio": set(), "protobuf": set()}
+    for file in (ROOT / "protos").rglob("*_pb2_grpc.py"):
+        found["grpcio"] |= set(re.findall(r"GRPC_GENERATED_VERSION = '(.+)'", file.read_text()))
+    for file in (ROOT / "protos").rglob("*_pb2.py"):
+        call = re.search(r"ValidateProtobufRuntimeVersion\(\s*\S+,\s*(\d+),\s*(\d+),\s*(\d+)", file.read_text())
+        assert call is not None, file
+        found["protobuf"].add(".".join(call.groups()))
+    return found
+
+
+@pytest.mark.parametrize("name", generated_for())
+def test_pyproject_and_the_gpu_wheels_allow_no_version_that_the_generated_code_refuses(name):
+    lines = [*PROJECT["dependencies"], *(ROOT / "tests/gpu/wheels.txt").read_text().splitlines()]
+    ranges = [Requirement(line).specifier for line in lines if re.match(rf"{name}\b(?!-)", line)]
+    least = [Version(each.version) for range_ in ranges for each in range_ if each.operator == ">="]
+    assert len(least) == len(ranges) == 2
+    assert generated_for()[name] and min(least) >= max(map(Version, generated_for()[name]))
 
 
 @pytest.mark.parametrize("target, extras", [("setup", "serve,embedded"), ("dev", "serve,embedded,dev")])

@@ -197,7 +197,8 @@ class VerifierEngine:
         return await self._ask(call)
 
     async def close(self, call: CloseCall) -> Closed:
-        """End an opening. A state-space target's memory of the text is saved first; attention keys are never saved."""
+        """End an opening. A state-space target's memory of the text is saved first, unless the call is cancelled;
+        attention keys are never saved."""
         left = await self._ask(call)
         if isinstance(left, Closed):
             return left
@@ -303,7 +304,7 @@ class VerifierEngine:
             except Exception:
                 log.exception("verifier: the memory of a closed text could not be copied")
         self.scheduler.gone(ask.call.update.opening)
-        ask.ticket.settle(_Left(session.terms.tenant, ids, digest, arrays))
+        ask.ticket.settle(_Left(session.parameters.tenant, ids, digest, arrays))
 
     def stats(self) -> dict[str, int]:
         """Counters since the start, and what is held now."""
@@ -393,7 +394,6 @@ def _hello_of(options: VerifierOptions, target: LoadedTarget, exactness: str) ->
         end_ids=tuple(sorted(target.facts.end_ids)),
         attends=bool(target.layouts),
         facts=target.facts.digest,
-        ordinary_tokens=target.facts.ordinary_tokens,
     )
 
 

@@ -100,9 +100,9 @@ class PageTable:
         lacking = max(pages_for(tokens) - len(text.pages), 0)
         if lacking > self.book.free:
             return False
-        text.pages += self.book.take(lacking)
+        text.pages += self.book.allocate(lacking)
         if self.places is not None and text.place is None:
-            text.place = self.places.take()
+            text.place = self.places.allocate()
         self.peak = max(self.peak, self.held)
         return True
 
@@ -131,7 +131,7 @@ class PageTable:
     def _drop_unseen(self, text: TextMemory) -> None:
         seen = self._seen_from(len(text.consumed) - self._slack)
         if seen > text.unseen:
-            self.book.give(text.pages[text.unseen : seen])
+            self.book.release(text.pages[text.unseen : seen])
             text.pages[:seen] = [0] * seen
             text.unseen = seen
 
@@ -162,7 +162,7 @@ class PageTable:
             self.release(text)
         elif published:
             keep = length // PAGE
-            self.book.give(text.pages[keep:])
+            self.book.release(text.pages[keep:])
             del text.pages[keep:], text.names[keep:]
         del text.consumed[length:]
         if text.place is not None:
@@ -170,10 +170,10 @@ class PageTable:
 
     def release(self, text: TextMemory) -> None:
         """Release all pages. Published ones keep their contents until they are reused."""
-        self.book.give(text.pages[text.unseen :])
+        self.book.release(text.pages[text.unseen :])
         text.pages, text.consumed, text.names, text.unseen = [], [], [], 0
         if text.place is not None and self.places is not None:
-            self.places.give(text.place)
+            self.places.release(text.place)
             text.place = None
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from dendro.errors import BadRequest
 from dendro.health import LONGEST_STEP_S
-from dendro.shapes import MAX_ROWS
+from dendro.shapes import DEFAULT_DEPTH, MAX_ROWS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class VerifierOptions:
     max_sessions: int = 16  # texts that hold memory at once
     max_waiting: int = 64  # texts more that may wait for memory
     max_rows: int = MAX_ROWS  # of a tree, the root included
-    max_depth: int = 16
+    max_depth: int = DEFAULT_DEPTH
     pool_tokens: int | None = None
     memory_fraction: float | None = None
     share_prefixes: bool = True  # among texts of one tenant; never for a target with states

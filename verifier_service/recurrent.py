@@ -98,23 +98,23 @@ class TextStates:
 
 
 class StatePool:
-    """Gives out and takes back places."""
+    """Allocates places."""
 
     def __init__(self, count: int, extent: Extent) -> None:
         self.count = count
         self.extent = extent
-        self._free = list(range(count, 0, -1))  # the lowest is given out first
+        self._free = list(range(count, 0, -1))  # the lowest is allocated first
 
     @property
     def free(self) -> int:
         return len(self._free)
 
-    def take(self) -> TextStates:
+    def allocate(self) -> TextStates:
         """A place of undefined contents, for a text that has consumed nothing."""
         return place_of(self._free.pop() - 1, self.extent)
 
-    def give(self, place: TextStates) -> None:
-        """Return a place to the pool."""
+    def release(self, place: TextStates) -> None:
+        """Release a place. It must be allocated."""
         self._free.append((place.first_token - 1) // self.extent.ring + 1)
 
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from dendro.calls import CloseCall, OpenCall, PeerText, Terms, VerifyCall
+from dendro.calls import CloseCall, OpenCall, PeerText, RequestParameters, VerifyCall
 from dendro.engine import Ticket
 from dendro.tree import DraftTree
 from tree_kernels.tree_attention import near_window
@@ -77,7 +77,7 @@ class VerifierText:
     """One opening of one text."""
 
     number: int
-    terms: Terms
+    parameters: RequestParameters
     warp: Warp
     text: PeerText
     memory: TextMemory

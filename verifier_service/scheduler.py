@@ -195,12 +195,12 @@ class StepScheduler:
     def _open(self, ask: PendingCall, call: OpenCall) -> None:
         capacity, update = self.capacity, call.update
         self._check_text(update.base, update.tokens)
-        longest = call.terms.limits.max_length
+        longest = call.parameters.limits.max_length
         if longest > capacity.max_length:
             raise BadRequest("limits.max_length", f"{longest} tokens; a text here has at most {capacity.max_length}")
         if longest <= update.base:
             raise BadRequest("limits.max_length", f"{longest} tokens leave no room after a text of {update.base}")
-        sampling = call.terms.sampling
+        sampling = call.parameters.sampling
         warp = Warp(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
         text = PeerText()
         text.follow(update)
@@ -215,8 +215,8 @@ class StepScheduler:
                 f"wait, the most allowed"
             )
         self._numbers += 1
-        memory = TextMemory(salt_of(call.terms.tenant))
-        session = VerifierText(self._numbers, call.terms, warp, text, memory, opening=ask, saved=ask.saved)
+        memory = TextMemory(salt_of(call.parameters.tenant))
+        session = VerifierText(self._numbers, call.parameters, warp, text, memory, opening=ask, saved=ask.saved)
         self.sessions[update.opening] = session
 
     def _leave(self, session: VerifierText, ask: PendingCall, call: CloseCall) -> bool:
@@ -402,8 +402,8 @@ class StepScheduler:
     def _follow(self, session: VerifierText, call: VerifyCall) -> None:
         """Update the session's text to a call; memory past the common part is dropped."""
         self._check_text(call.update.base, call.update.tokens)
-        if call.update.base >= session.terms.limits.max_length:
-            raise BadRequest("text", f"has reached its limit of {session.terms.limits.max_length} tokens")
+        if call.update.base >= session.parameters.limits.max_length:
+            raise BadRequest("text", f"has reached its limit of {session.parameters.limits.max_length} tokens")
         self._follow_text(session, call.update)
         self._check_tree(call, session.text.ids[-1])
 
@@ -476,4 +476,4 @@ class StepScheduler:
             trimmed=ask.call.tree.guesses - share.tree.guesses,
             cold=outcome.cold,
         )
-        return cut_verdict(verdict, self.capacity.end_ids, len(session.text.ids), session.terms.limits)
+        return cut_verdict(verdict, self.capacity.end_ids, len(session.text.ids), session.parameters.limits)

@@ -107,7 +107,7 @@ class Bounds:
     """The sizes of a runner's memory: the same at every worker of a group, each for its own heads."""
 
     near: int  # positions of a near block
-    pages: int  # for the scheduler to give out, numbered from 1
+    pages: int  # for the scheduler to allocate, numbered from 1
     own_pages: int  # after them, for the runner's checks: as many as the longest text has
     max_texts: int  # of a step
     max_depth: int  # of a tree

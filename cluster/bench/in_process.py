@@ -8,7 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from dendro.calls import CloseCall, DraftCall, DrafterPeer, OpenCall, Terms, TextUpdate, VerifierPeer, VerifyCall
+from dendro.calls import (
+    CloseCall,
+    DraftCall,
+    DrafterPeer,
+    OpenCall,
+    RequestParameters,
+    TextUpdate,
+    VerifierPeer,
+    VerifyCall,
+)
 from dendro.calls import new_opening as opening_id
 from dendro.shapes import TreeShape, child_counts
 from dendro.state import NoStates
@@ -74,7 +83,7 @@ class EngineText:
 
     async def open(self, engine: DrafterPeer | VerifierPeer, room: int) -> None:
         limits = Limits(len(self.text) + room, ignore_end=True)
-        await engine.open(OpenCall(self.update(0), Terms(self._sampling, limits, "", ())))
+        await engine.open(OpenCall(self.update(0), RequestParameters(self._sampling, limits, "", ())))
 
     async def draft(self, drafter: DrafterPeer, shape: TreeShape, start: int) -> DraftTree:
         return await drafter.draft(DraftCall(self.update(start), shape))

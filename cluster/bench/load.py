@@ -12,11 +12,12 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from dendro.answer import Complete, Round
-from dendro.client import AsyncClient
+from dendro.answer import collect_stream
+from dendro.client import Asking
 from dendro.errors import EngineFailed
 
 from cluster.bench.baselines import BaselineProcess
@@ -70,7 +71,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 class Loader:
     """Clients of a running cluster. Answers are greedy."""
 
-    def __init__(self, client: AsyncClient, prompts: Sequence[Prompt], tokens: int, stats: Stats) -> None:
+    def __init__(self, client: Asking, prompts: Sequence[Prompt], tokens: int, stats: Stats) -> None:
         self._client = client
         self._prompts = prompts
         self._tokens = tokens
@@ -122,23 +123,16 @@ class Loader:
             await asyncio.sleep(SAMPLE_S)
 
     async def _answer(self, block: LoadBlock, prompt: Prompt) -> None:
-        started = last = time.perf_counter()
-        count = 0
-        async for event in self._client.generate(
-            prompt, max_new_tokens=self._tokens, ignore_end=True, speculation=block.way
-        ):
-            if isinstance(event, Round):
-                now = time.perf_counter()
-                if count:
-                    block.between_s += [(now - last) / len(event.token_ids)] * len(event.token_ids)
-                else:
-                    block.first_s.append(now - started)
-                count, last = count + len(event.token_ids), now
-            elif isinstance(event, Complete):
-                block.shapes.update(event.speculation.pulls)
-        if count != self._tokens:
-            raise EngineFailed(f"{block.way}: {count} tokens instead of {self._tokens}")
-        block.tokens += count
+        times = [time.perf_counter()]
+        events = self._client.generate(prompt, max_new_tokens=self._tokens, ignore_end=True, speculation=block.way)
+        done = await collect_stream(events, lambda part: times.append(time.perf_counter()))
+        if len(done.token_ids) != self._tokens:
+            raise EngineFailed(f"{block.way}: {len(done.token_ids)} tokens instead of {self._tokens}")
+        block.first_s.append(times[1] - times[0])
+        for part, (before, now) in zip(done.rounds[1:], pairwise(times[1:]), strict=True):
+            block.between_s += [(now - before) / len(part.token_ids)] * len(part.token_ids)
+        block.shapes.update(done.complete.speculation.rounds_by_shape)
+        block.tokens += self._tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +232,7 @@ def rows_of(blocks: Sequence[LoadBlock]) -> list[dict[str, Any]]:
                 row["step_overhead"] = round(1 - forwards_us / steps_us, 4) if steps_us else None
                 row["pages_in_use"] = max(block.pages for block in mine)
                 shapes = sum((block.shapes for block in mine), Counter[str]())
-                row["shapes"] = {name: round(pulls / shapes.total(), 3) for name, pulls in shapes.most_common()}
+                row["shapes"] = {name: round(rounds / shapes.total(), 3) for name, rounds in shapes.most_common()}
             if way != OFF:
                 row["over_off"] = ratio(blocks, load, way, OFF).as_json()
             rows.append(row)

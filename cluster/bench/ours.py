@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from dendro.answer import Complete, Round, SpeculationStats
+from dendro.answer import SpeculationStats, collect_stream
 from dendro.client import AsyncClient
 from dendro.errors import EngineFailed
 
@@ -21,7 +21,7 @@ def mean_round(stats: SpeculationStats) -> RoundTimes | None:
         draft_ms=stats.draft_us / stats.rounds / 1000,
         verify_ms=stats.verify_us / stats.rounds / 1000,
         queue_ms=stats.queue_us / stats.rounds / 1000,
-        shapes=stats.pulls,
+        shapes=stats.rounds_by_shape,
     )
 
 
@@ -38,25 +38,18 @@ class ClusterClient:
         EngineFailed for another number of tokens.
         """
         times: list[float] = []
-        rounds: list[Round] = []
-        complete: Complete | None = None
         started = time.perf_counter()
-        async for event in self._client.generate(
+        events = self._client.generate(
             prompt, temperature=temperature, seed=seed, max_new_tokens=tokens, ignore_end=True, speculation=row
-        ):
-            if isinstance(event, Round):
-                times.append(time.perf_counter())
-                rounds.append(event)
-            elif isinstance(event, Complete):
-                complete = event
-        answer = tuple(token for each in rounds for token in each.token_ids)
-        if complete is None or len(answer) != tokens:
-            raise EngineFailed(f"{row}: {len(answer)} tokens instead of {tokens}")
+        )
+        done = await collect_stream(events, lambda part: times.append(time.perf_counter()))
+        if len(done.token_ids) != tokens:
+            raise EngineFailed(f"{row}: {len(done.token_ids)} tokens instead of {tokens}")
         return TimedAnswer(
-            answer,
+            done.token_ids,
             times[-1] - started,
             times[0] - started,
-            len(rounds[0].token_ids),
-            len(rounds),
-            mean_round(complete.speculation),
+            len(done.rounds[0].token_ids),
+            len(done.rounds),
+            mean_round(done.complete.speculation),
         )

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from dendro.calls import DrafterPeer, VerifierPeer
-from dendro.shapes import LevelShape, NodeShape, ProposedShape, TreeShape
+from dendro.shapes import DEFAULT_DEPTH, LevelShape, NodeShape, ProposedShape, TreeShape
 from dendro.text import Limits, Sampling, Text
 from dendro.tree import RANKED, DraftTree, FloatArray, IntArray
 from tree_kernels.noise import NoiseRows
@@ -44,8 +44,6 @@ CANDIDATES = 16
 """Guesses recorded per position, best first."""
 SPARE = 16
 """Tokens of an answer after the measured ones: a round that begins at the last of those is not cut short."""
-DEEPEST = 16
-"""Depth limit of proposals: a target's default limit of tree depth."""
 
 
 def is_static(shape: TreeShape) -> bool:
@@ -245,10 +243,10 @@ def record_proposals(trace: Trace, shapes: Sequence[ProposedShape]) -> None:
     for position in range(answer.begin, answer.end):
         text = Text(answer.ids[:position], answer.sampling, limits)
         lookup.grow(text)
-        proposal = lookup.propose(text, OFFERED, DEEPEST)
+        proposal = lookup.propose(text, OFFERED, DEFAULT_DEPTH)
         trace.proposals.append(proposal)
         for shape in shapes:
-            trace.trees[shape].append(merge([chances.tree(lookup.name, proposal)], shape.rows, DEEPEST))
+            trace.trees[shape].append(merge([chances.tree(lookup.name, proposal)], shape.rows, DEFAULT_DEPTH))
 
 
 def disagreements(trace: Trace, shape: TreeShape) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from dendro.answer import Speculation
-from dendro.calls import CloseCall, DraftCall, OpenCall, Terms, TextUpdate, VerifyCall, new_opening
+from dendro.calls import CloseCall, DraftCall, OpenCall, RequestParameters, TextUpdate, VerifyCall, new_opening
 from dendro.client import Asking
 from dendro.shapes import OFF, BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape
 from dendro.text import Limits, Sampling, Text
@@ -304,7 +304,7 @@ async def _wholly_accepted(
 
     Their number is read from the tree, as a dynamic shape's depth depends on the drafter's probabilities.
     """
-    call = OpenCall(TextUpdate.of(new_opening(), text, 0), Terms(text.sampling, text.limits, "", ()))
+    call = OpenCall(TextUpdate.of(new_opening(), text, 0), RequestParameters(text.sampling, text.limits, "", ()))
     await asyncio.gather(verifier.open(call), drafter.open(call))
     opening, held, ends = call.update.opening, len(text), []
     while text.finish is None:

@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from dendro.calls import CloseCall, Hello, OpenCall, Opened, Peer, Terms, TextUpdate, new_opening
+from dendro.calls import CloseCall, Hello, OpenCall, Opened, Peer, RequestParameters, TextUpdate, new_opening
 from dendro.clock import Clock
 from dendro.errors import DendroError
 from dendro.smoothing import smoothed
@@ -85,10 +85,10 @@ class Opening(Generic[P]):
         self.leased = leased
         self._id = new_opening()
         self._sent = 0  # tokens that the peer was sent
-        self._terms = Terms(text.sampling, text.limits, text.tenant, text.marks, vocabulary)
+        self._parameters = RequestParameters(text.sampling, text.limits, text.tenant, text.marks, vocabulary)
 
     async def open(self, text: Text) -> Opened:
-        call = OpenCall(self.update(text), self._terms, self.leased.token)
+        call = OpenCall(self.update(text), self._parameters, self.leased.token)
         async with asyncio.timeout(OPEN_S):
             return await self.peer.open(call)
 

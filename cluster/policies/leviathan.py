@@ -39,11 +39,6 @@ def pays(acceptance: float, cost: float) -> bool:
     return acceptance > cost
 
 
-def least_gain(acceptance: float, cost: float) -> float:
-    """Lower bound of the gain at the best number of guesses, where guessing pays: that of one, (1 + a) / (1 + c)."""
-    return gain(acceptance, 1, cost)
-
-
 def best_guesses(acceptance: float, cost: float, most: int) -> int:
     """The number of guesses, up to `most`, with the greatest gain; 0 where none pays."""
     return max(range(most + 1), key=lambda guesses: (gain(acceptance, guesses, cost), -guesses))

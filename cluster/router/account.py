@@ -68,8 +68,8 @@ class RoundAccount:
     def _count(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
         stats, tokens, accepted = self.stats, len(verdict.tokens), len(verdict.ranks)
         stats.rounds += 1
-        stats.pulls[str(arm.shape)] += 1
-        stats.emitted[tokens] += 1
+        stats.rounds_by_shape[str(arm.shape)] += 1
+        stats.rounds_by_tokens[tokens] += 1
         stats.emitted_tokens += tokens
         stats.cut_tokens += verdict.length - tokens
         stats.drafted_tokens += tree.guesses

@@ -14,7 +14,7 @@ from statistics import fmean, median
 import numpy as np
 import numpy.typing as npt
 import torch
-from dendro.answer import Complete, Round, SpeculationStats
+from dendro.answer import SpeculationStats
 from dendro.client import Asking
 from dendro.errors import BadRequest, EngineFailed
 from dendro.shapes import TreeShape
@@ -61,10 +61,7 @@ async def run_answer(
     client: Asking, model: str, prompt: Sequence[int], sampling: Sampling, tokens: int, speculation: str
 ) -> RunAnswer:
     """Generate `tokens` tokens after a prompt, also past the end of text. Raises EngineFailed for another number."""
-    lengths: list[int] = []
-    answer: list[int] = []
-    complete: Complete | None = None
-    async for event in client.generate(
+    done = await client.generate_text(
         prompt,
         model=model,
         temperature=sampling.temperature,
@@ -72,15 +69,11 @@ async def run_answer(
         max_new_tokens=tokens,
         ignore_end=True,
         speculation=speculation,
-    ):
-        if isinstance(event, Round):
-            lengths.append(len(event.token_ids))
-            answer += event.token_ids
-        elif isinstance(event, Complete):
-            complete = event
-    if complete is None or len(answer) != tokens:
-        raise EngineFailed(f"{speculation}: {len(answer)} tokens instead of {tokens}")
-    return RunAnswer(tuple(answer), tuple(lengths), complete.speculation)
+    )
+    if len(done.token_ids) != tokens:
+        raise EngineFailed(f"{speculation}: {len(done.token_ids)} tokens instead of {tokens}")
+    lengths = tuple(len(part.token_ids) for part in done.rounds)
+    return RunAnswer(done.token_ids, lengths, done.complete.speculation)
 
 
 class Ranker:

@@ -70,11 +70,6 @@ class Facts:
         return "" if self.tokens is None else self.tokens.fingerprint
 
     @property
-    def ordinary_tokens(self) -> str:
-        """The fingerprint of the token table without its added tokens; empty if there is no table."""
-        return "" if self.tokens is None else self.tokens.ordinary_fingerprint
-
-    @property
     def known(self) -> int:
         """The tokenizer's greatest id plus one; without a tokenizer, the vocabulary before padding."""
         if self.tokens is not None:

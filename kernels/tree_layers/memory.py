@@ -34,8 +34,8 @@ class PageBook:
         """The number of pages without holders."""
         return len(self._blank) + len(self._idle)
 
-    def take(self, count: int) -> list[int]:
-        """Pages with undefined, finite contents. Raises PagesFull, taking none, if fewer are free."""
+    def allocate(self, count: int) -> list[int]:
+        """Pages with undefined, finite contents. Raises PagesFull, allocating none, if fewer are free."""
         if count > self.free:
             raise PagesFull(f"{count} pages of {PAGE} tokens wanted, {self.free} of {self.pages} free")
         taken = []
@@ -49,14 +49,14 @@ class PageBook:
             taken.append(page)
         return taken
 
-    def give(self, pages: Sequence[int]) -> None:
+    def release(self, pages: Sequence[int]) -> None:
         """Release pages, given in the order of their text. Each holder releases a page once.
 
         Raises ValueError for a page without holders.
         """
         for page in reversed(pages):  # a text's last page is the least useful to other texts: reallocated first
             if page not in self._holders:
-                raise ValueError(f"page {page} was not out")
+                raise ValueError(f"page {page} is not allocated")
             self._holders[page] -= 1
             if self._holders[page]:
                 continue
@@ -74,7 +74,7 @@ class PageBook:
             self._named[name] = page
             self._names[page] = name
             return page
-        self.give([page])
+        self.release([page])
         return known
 
     def find(self, name: bytes) -> int | None:

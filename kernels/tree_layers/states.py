@@ -30,8 +30,8 @@ class SlotPool:
         self._free[ZERO_SLOT] = 0
         self.free = slots - 1
 
-    def take(self, count: int) -> list[int]:
-        """Slots with undefined contents. Raises PoolFull, taking none, if fewer are free."""
+    def allocate(self, count: int) -> list[int]:
+        """Slots with undefined contents. Raises PoolFull, allocating none, if fewer are free."""
         if count > self.free:
             raise PoolFull(f"{count} slots wanted, {self.free} free")
         start = self._free.find(b"\1" * count)
@@ -44,11 +44,11 @@ class SlotPool:
         self.free -= count
         return slots
 
-    def give(self, slots: Iterable[int]) -> None:
+    def release(self, slots: Iterable[int]) -> None:
         """Release slots. Raises ValueError for a slot that is not allocated."""
         for slot in slots:
             if slot == ZERO_SLOT or self._free[slot]:
-                raise ValueError(f"slot {slot} was not out")
+                raise ValueError(f"slot {slot} is not allocated")
             self._free[slot] = 1
             self.free += 1
 

@@ -44,12 +44,11 @@ class TokenTable:
     @property
     def fingerprint(self) -> str:
         """SHA-256 of the whole table."""
-        return _hash_of(self.texts, self.texts)
-
-    @property
-    def ordinary_fingerprint(self) -> str:
-        """SHA-256 of the table without its added tokens."""
-        return _hash_of(self.texts, self.texts.keys() - self.added)
+        digest = hashlib.sha256()
+        for token in sorted(self.texts):
+            text = self.texts[token].encode(errors="surrogatepass")
+            digest.update(f"{token} {len(text)} ".encode() + text)
+        return digest.hexdigest()
 
     def id_of(self, text: str) -> int | None:
         """The id of the token with this text; None if there is none."""
@@ -184,14 +183,6 @@ def _checked(folder: Path, texts: dict[int, str], added: set[int]) -> TokenTable
     if not texts:
         raise CheckpointError(f"{folder}: its tokenizer is unreadable: it has no tokens")
     return TokenTable(texts, frozenset(added))
-
-
-def _hash_of(texts: Mapping[int, str], ids: Iterable[int]) -> str:
-    digest = hashlib.sha256()
-    for token in sorted(ids):
-        text = texts[token].encode(errors="surrogatepass")
-        digest.update(f"{token} {len(text)} ".encode() + text)
-    return digest.hexdigest()
 
 
 def read_object(folder: Path, name: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypedDict, cast
@@ -118,8 +118,8 @@ class SpeculationStats:
 
     policy: str = ""  # the policy that picked the shapes; "off" or "fixed": the request set them
     rounds: int = 0
-    pulls: dict[str, int] = field(default_factory=dict)  # rounds by requested shape
-    emitted: dict[int, int] = field(default_factory=dict)  # rounds by number of emitted tokens
+    rounds_by_shape: dict[str, int] = field(default_factory=dict)  # the shape is the requested one
+    rounds_by_tokens: dict[int, int] = field(default_factory=dict)  # after any cut
     emitted_tokens: int = 0
     cut_tokens: int = 0  # tokens of the last round past the answer's end
     drafted_tokens: int = 0  # guesses of the trees that came in time
@@ -141,11 +141,12 @@ class SpeculationStats:
     def contradictions(self) -> tuple[str, ...]:
         """The sums that do not hold; empty if the server counts correctly."""
         cut = 1 if self.cut_tokens else 0
+        emitted = sum(tokens * rounds for tokens, rounds in self.rounds_by_tokens.items())
         parts_us = self.draft_us + self.verify_us + self.queue_us + self.hop_us + self.opening_us
         sums = (
-            ("rounds, by shape", sum(self.pulls.values()), self.rounds),
-            ("rounds, by emitted tokens", sum(self.emitted.values()), self.rounds),
-            ("emitted_tokens", sum(tokens * rounds for tokens, rounds in self.emitted.items()), self.emitted_tokens),
+            ("rounds, by shape", sum(self.rounds_by_shape.values()), self.rounds),
+            ("rounds, by emitted tokens", sum(self.rounds_by_tokens.values()), self.rounds),
+            ("emitted_tokens", emitted, self.emitted_tokens),
             ("accepted_tokens, and one each round", self.accepted_tokens + self.rounds - cut, self.emitted_tokens),
             ("drafted_tokens", self.accepted_tokens + self.discarded_tokens, self.drafted_tokens),
             ("trimmed_tokens", min(self.trimmed_tokens, self.discarded_tokens), self.trimmed_tokens),
@@ -401,6 +402,18 @@ def models_of(response: pb.GetServerInfoResponse) -> tuple[ModelInfo, ...]:
         ModelInfo(model.name, model.vocabulary, model.max_length, model.dtype, tuple(model.drafters))
         for model in response.models
     )
+
+
+async def collect_stream(
+    events: AsyncIterator[Event], each_round: Callable[[Round], object] = lambda part: None
+) -> Completion:
+    """The whole answer, from its stream. `each_round` is called with every round when it comes."""
+    received = []
+    async for event in events:
+        received.append(event)
+        if isinstance(event, Round):
+            each_round(event)
+    return collect(received)
 
 
 def collect(events: Sequence[Event]) -> Completion:

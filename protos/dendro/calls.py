@@ -30,7 +30,7 @@ def new_opening() -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class RequestParameters:
     """The parameters of a request that a peer needs; sent once, when the text is opened."""
 
     sampling: Sampling
@@ -61,7 +61,7 @@ class OpenCall:
     """Open a text at the peer, which consumes all but the root. Answered with `Opened` when that is done."""
 
     update: TextUpdate
-    terms: Terms
+    parameters: RequestParameters
     lease: str = ""  # the lease that the opening belongs to; empty at a peer without leases
 
 
@@ -126,7 +126,6 @@ class Hello:
     end_ids: tuple[int, ...] = ()  # end-of-text tokens of the target
     attends: bool = False  # verifier: the target has attention layers, so the time of a step is quadratic in its rows
     facts: str = ""  # hash of the checkpoint's configuration, end ids and token table
-    ordinary_tokens: str = ""  # hash of the token table without added tokens, for operators; never compared
 
     @property
     def target(self) -> str:

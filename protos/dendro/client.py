@@ -38,6 +38,7 @@ from dendro.answer import (
     Started,
     build_request,
     collect,
+    collect_stream,
     models_of,
 )
 from dendro.errors import error_for
@@ -90,7 +91,7 @@ class Asking(ABC):
     async def generate_text(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Completion:
         """The whole answer."""
         request = build_request(prompt, **options)
-        return collect([event async for event in self.send(request)])
+        return await collect_stream(self.send(request))
 
 
 class AsyncClient(Asking):

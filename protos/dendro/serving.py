@@ -18,7 +18,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2
 
-from dendro.calls import PROTOCOL_VERSION, CloseCall, Hello, OpenCall, Opened, Peer, TextUpdate
+from dendro.calls import PROTOCOL_VERSION, CloseCall, Closed, Hello, OpenCall, Opened, Peer, TextUpdate
 from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, PeerLost
 from dendro.tasks import BackgroundTasks, end_task
 from dendro.wire import hello_message
@@ -184,7 +184,7 @@ class StreamServer:
         self._answering = BackgroundTasks()
         self._fault = ""  # why the engine cannot serve; empty while it can
         self._owed: list[TextUpdate] = []  # texts to close when the engine has recovered
-        self._closing = BackgroundTasks()  # close them
+        self._closing = BackgroundTasks()  # close texts, also those of broken streams
         if leases is not None:
             leases.on_cap = self._expire
 
@@ -292,11 +292,16 @@ class StreamServer:
         held.last = replace(call.update, start=call.update.base, tokens=())
         if not isinstance(call, CloseCall):
             return await self._kind.work(self._engine, call)
+        mine.discard(opening)
+        # Shielded: the state of the text is saved also if the stream breaks meanwhile.
+        return await asyncio.shield(self._closing.start(self._answer_close(held, call)))
+
+    async def _answer_close(self, held: _Opening, call: CloseCall) -> Closed:
         try:
             await end_task(held.opening)
             return await self._engine.close(call)
         finally:
-            self._forget(opening, mine)
+            self._forget(call.update.opening)
 
     async def _answer_open(self, call: OpenCall, mine: set[bytes]) -> Opened:
         opening = call.update.opening

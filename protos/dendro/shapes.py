@@ -16,6 +16,8 @@ from operator import mul
 
 MAX_ROWS = 64
 """The root and 63 guesses: a row's ancestors are a mask of 64 bits."""
+DEFAULT_DEPTH = 16
+"""The most levels below the root, where a target's or drafter's options set no `max_depth`."""
 MAX_K = 16
 """The greatest k of a dynamic tree: a level has up to k squared candidates."""
 MAX_CHARACTERS = 512

@@ -57,10 +57,10 @@ class Shelf:
         A turn that ended at a mark may have saved the state before its last token, so both lengths are looked up.
         """
         ids, longest = call.update.tokens, call.update.base - 1
-        lengths = {longest, *call.terms.marks, *(mark - 1 for mark in call.terms.marks)}
+        lengths = {longest, *call.parameters.marks, *(mark - 1 for mark in call.parameters.marks)}
         tokens = Tokens(ids)
         for length in sorted((length for length in lengths if 1 <= length <= longest), reverse=True)[:LOOKUPS]:
-            part = partial(self._name, call.terms.tenant, ids[:length])
+            part = partial(self._name, call.parameters.tenant, ids[:length])
             blob = await self._store.load(await off_loop(length, part))
             if blob is None:
                 continue

@@ -15,9 +15,10 @@ Result = TypeVar("Result")
 
 
 class BackgroundTasks:
-    """Tasks that are referenced until they end. Their unexpected errors are logged."""
+    """Tasks that are referenced until they end. Their errors are logged, except those of the class `expected`."""
 
-    def __init__(self) -> None:
+    def __init__(self, expected: type[Exception] = DendroError) -> None:
+        self._expected = expected
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def start(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
@@ -37,7 +38,7 @@ class BackgroundTasks:
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and not isinstance(task.exception(), DendroError | None):
+        if not task.cancelled() and not isinstance(task.exception(), self._expected | None):
             log.error("a background task failed", exc_info=task.exception())
 
 

@@ -22,7 +22,7 @@ from dendro.calls import (
     Hello,
     OpenCall,
     Opened,
-    Terms,
+    RequestParameters,
     TextUpdate,
     VerifierCall,
     VerifyCall,
@@ -137,7 +137,7 @@ def update_from(message: calls_pb2.TextUpdate) -> TextUpdate:
 
 
 def _open_message(call: OpenCall) -> calls_pb2.OpenCall:
-    terms, sampling = call.terms, call.terms.sampling
+    parameters, sampling = call.parameters, call.parameters.sampling
     return calls_pb2.OpenCall(
         lease=call.lease,
         sampling=calls_pb2.Sampling(
@@ -148,11 +148,11 @@ def _open_message(call: OpenCall) -> calls_pb2.OpenCall:
             seed=sampling.seed,
             sample_index=sampling.sample_index,
         ),
-        max_length=terms.limits.max_length,
-        ignore_end=terms.limits.ignore_end,
-        tenant=terms.tenant,
-        marks=terms.marks,
-        vocabulary=terms.vocabulary,
+        max_length=parameters.limits.max_length,
+        ignore_end=parameters.limits.ignore_end,
+        tenant=parameters.tenant,
+        marks=parameters.marks,
+        vocabulary=parameters.vocabulary,
     )
 
 
@@ -168,8 +168,8 @@ def _open_from(update: TextUpdate, message: calls_pb2.OpenCall) -> OpenCall:
         raise BadRequest("vocabulary", f"is {message.vocabulary}; at most {_MAX_COUNT}")
     sampling = Sampling(raw.temperature, raw.top_k, raw.top_p, raw.min_p, raw.seed, raw.sample_index)
     limits = Limits(message.max_length, message.ignore_end)
-    terms = Terms(sampling, limits, message.tenant, tuple(message.marks), message.vocabulary)
-    return OpenCall(update, terms, message.lease)
+    parameters = RequestParameters(sampling, limits, message.tenant, tuple(message.marks), message.vocabulary)
+    return OpenCall(update, parameters, message.lease)
 
 
 def drafter_call_message(number: int, call: DrafterCall) -> drafter_pb2.DrafterCall:
@@ -280,7 +280,6 @@ def hello_message(hello: Hello) -> calls_pb2.Hello:
         end_ids=hello.end_ids,
         attends=hello.attends,
         facts=hello.facts,
-        ordinary_tokens=hello.ordinary_tokens,
     )
 
 
@@ -308,7 +307,6 @@ def hello_from(message: calls_pb2.Hello) -> Hello:
         end_ids=tuple(message.end_ids),
         attends=message.attends,
         facts=one_line(message.facts, MAX_NAME),
-        ordinary_tokens=one_line(message.ordinary_tokens, MAX_NAME),
     )
 
 

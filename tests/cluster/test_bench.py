@@ -590,7 +590,7 @@ async def test_ours_answers_over_a_socket_with_the_tokens_of_plain_decoding(row,
 
 def test_the_mean_round_is_that_of_the_rounds_after_the_first_in_milliseconds():
     stats = SpeculationStats(
-        rounds=5, draft_us=5000, verify_us=20000, queue_us=1000, decode_us=24000, pulls={"off": 1, "(1,1)": 4}
+        rounds=5, draft_us=5000, verify_us=20000, queue_us=1000, decode_us=24000, rounds_by_shape={"off": 1, "(1,1)": 4}
     )
     found = mean_round(stats)
     assert (found.total_ms, found.draft_ms, found.verify_ms, found.queue_ms) == (6.0, 1.0, 4.0, 0.2)

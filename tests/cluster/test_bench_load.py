@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import edge
 import pytest
 from dendro.errors import BadRequest
 
-from cluster.bench.load import LoadBlock, LoadPlan, aims_of, measure_load, percentiles, ratio, rows_of
+from cluster.api.local import LocalClient
+from cluster.bench.load import LoadBlock, Loader, LoadPlan, aims_of, measure_load, percentiles, ratio, rows_of
 from cluster.bench.load_command import parse_clients
 from cluster.bench.load_report import COLUMNS, plot, tables_of
 from cluster.bench.measurement import BATCH, CONTINUOUS
@@ -97,6 +99,18 @@ async def test_every_way_is_measured_at_every_load_and_every_block_is_counted(tm
     assert rows[0]["shapes"] == {"off": 0.75, "(1,1)": 0.25}
     plot({"rows": rows}, tmp_path / "load.png")
     assert (tmp_path / "load.png").stat().st_size > 10_000
+
+
+async def test_an_answers_tokens_are_timed_by_round():
+    """Rounds of (1,1,1) emit 4 tokens at the toy target: the first round's are no times between tokens."""
+
+    async def stats():
+        return {}
+
+    loader = Loader(LocalClient(edge.ingress(edge.EdgePeers())), [list(b"the snake")], 16, stats)
+    found = await loader.closed(LoadBlock("(1,1,1)", "2 clients", 0), clients=2, answers=1)
+    assert (found.tokens, len(found.first_s), len(found.between_s)) == (32, 2, 24)
+    assert min(found.first_s) > 0 and dict(found.shapes) == {"(1,1,1)": 8}
 
 
 @pytest.mark.parametrize("text", ["", "0", "1,1", "one", "4,-1"])

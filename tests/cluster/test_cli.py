@@ -87,7 +87,8 @@ async def test_generate_prints_the_statistics_of_the_answer(address: str):
 async def test_the_options_of_generate_reach_the_request(address: str):
     words = ("--policy", "paper_ucb", "--max-nodes", "3", "--draft-deadline-ms", "400", "--max-new-tokens", "9")
     output = json.loads((await run("generate", PROMPT, "--address", address, "--json", *words)).stdout)
-    assert output["speculation"]["policy"] == "paper_ucb" and set(output["speculation"]["pulls"]) == {"off", "(1,1,1)"}
+    assert output["speculation"]["policy"] == "paper_ucb"
+    assert set(output["speculation"]["rounds_by_shape"]) == {"off", "(1,1,1)"}
 
 
 async def test_generate_json_is_one_object_with_all_fields(address: str):
@@ -96,7 +97,7 @@ async def test_generate_json_is_one_object_with_all_fields(address: str):
     output = json.loads(done.stdout)
     assert output["token_ids"] == plain_answer(IDS, Sampling(temperature=0.8, seed=7), 12)
     assert (output["seed"], output["finish"], output["completion_tokens"]) == (7, "length", 12)
-    assert set(output["speculation"]["pulls"]) == {"(2,1)"} and output["session"]
+    assert set(output["speculation"]["rounds_by_shape"]) == {"(2,1)"} and output["session"]
     account = SpeculationStats(
         **{name: value for name, value in output["speculation"].items() if name != "tokens_per_s"}
     )

@@ -20,7 +20,7 @@ from dendro.calls import IDLE_ROUNDS, PROTOCOL_VERSION, TARGET_FACTS, OpenCall, 
 from dendro.errors import BadRequest, EngineFailed, NotFound, PeerLost
 from dendro.internal.v1 import calls_pb2, verifier_pb2
 from dendro.shapes import TreeShape
-from dendro.text import Finish, Sampling, Text
+from dendro.text import Finish, Sampling, Text, Verdict
 from dendro.tree import DraftTree
 from fakes import END, VOCABULARY, FakeDrafter, FakePool, FakeVerifier, RemotePool, new_text, plain
 from sockets import drafter_at, end, process, until, verifier_at
@@ -588,6 +588,34 @@ async def test_a_client_that_leaves_frees_both_peers():
         task.cancel()
         await asyncio.wait({task})
         await until(lambda: not drafter.held and not verifier.held)
+
+
+async def test_a_text_whose_stream_breaks_while_it_is_closed_is_closed_with_its_whole_text():
+    """An engine saves the state of a text while it closes it. A text that was merely open is closed, too."""
+    verifier, began, go_on = FakeVerifier(), asyncio.Event(), asyncio.Event()
+    close, one, other = verifier.close, new_text(), new_text((5, 6))
+
+    async def slow(call):
+        if call.update.base == len(one):
+            began.set()
+            await go_on.wait()
+        return await close(call)
+
+    verifier.close = slow
+    async with verifier_at(verifier) as (replica, pool):
+        openings = [Opening(await pool.lease(), text) for text in (one, other)]
+        for opening, text in zip(openings, (one, other), strict=True):
+            await opening.open(text)
+        one.commit(Verdict((7,), (0,), (), None, 1))
+        closing = asyncio.create_task(openings[0].close(one))
+        await began.wait()
+        await pool.streams.close()
+        assert await closing == 0
+        await until(lambda: verifier.closed_with == [len(other)])
+        assert replica.stats()["open_openings"] == 1
+        go_on.set()
+        await until(lambda: not replica.stats()["open_openings"])
+    assert verifier.closed_with == [len(other), len(one)]
 
 
 async def test_a_client_that_leaves_before_the_text_is_open_frees_both_peers():

@@ -72,9 +72,9 @@ async def test_each_round_is_one_chunk_and_the_round_account_is_consistent():
     assert [len(part.token_ids) for part in done.rounds] == [4, 4, 2]
     assert [part.offset for part in done.rounds] == [0, 4, 8]
     assert {part.shape for part in done.rounds} == {"(1,1,1)"}
-    assert stats.rounds == peers.rounds == 3 and stats.pulls == {"(1,1,1)": 3}
+    assert stats.rounds == peers.rounds == 3 and stats.rounds_by_shape == {"(1,1,1)": 3}
     assert stats.emitted_tokens == 10 and stats.decode_tokens == 6 and stats.drafted_tokens == 9
-    assert stats.emitted == {4: 2, 2: 1} and stats.cut_tokens == 2
+    assert stats.rounds_by_tokens == {4: 2, 2: 1} and stats.cut_tokens == 2
     assert (stats.accepted_tokens, stats.discarded_tokens) == (8, 1)
     assert stats.policy == "fixed" and stats.contradictions == ()
     assert done.complete.target is not None and done.complete.target.processed_tokens == len(IDS) - 1
@@ -327,7 +327,7 @@ async def test_proposals_change_no_token_and_need_no_drafter(monkeypatch, drafte
         tokens, stats = await toy_answer(router, pb.Speculation(), 200, 0.8)
         assert tokens == fakes.plain([5, 6, 7], 200, sampling)
     if drafter != "works":
-        assert stats.late_drafts == (stats.rounds - stats.pulls["off"] if drafter == "dead" else 0)
+        assert stats.late_drafts == (stats.rounds - stats.rounds_by_shape["off"] if drafter == "dead" else 0)
     if proposers and target is repeating:
         assert stats.rounds < 100
     if drafter != "works" and not proposers:
@@ -353,7 +353,7 @@ async def test_no_drafter_is_asked_where_proposals_suffice(monkeypatch):
     for _ in range(2):
         tokens, stats = await toy_answer(router, pb.Speculation(), 200)
         assert tokens == fakes.plain([5, 6, 7], 200)
-    assert stats.pulls["proposed(15)"] > stats.rounds / 2 and stats.rounds < 40
+    assert stats.rounds_by_shape["proposed(15)"] > stats.rounds / 2 and stats.rounds < 40
 
 
 async def test_a_fixed_proposed_shape_asks_no_drafter_and_is_counted_as_requested(monkeypatch):
@@ -362,7 +362,7 @@ async def test_a_fixed_proposed_shape_asks_no_drafter_and_is_counted_as_requeste
     fixed = pb.Speculation(mode=pb.Speculation.MODE_FIXED, shape="proposed(5)")
     tokens, stats = await toy_answer(router, fixed, 100)
     assert tokens == fakes.plain([5, 6, 7], 100)
-    assert dict(stats.pulls) == {"proposed(5)": stats.rounds} and 30 > stats.rounds >= 100 // 6
+    assert dict(stats.rounds_by_shape) == {"proposed(5)": stats.rounds} and 30 > stats.rounds >= 100 // 6
     assert stats.drafted_tokens <= 5 * stats.rounds and (stats.late_drafts, stats.draft_us) == (0, 0)
 
 

@@ -6,25 +6,12 @@ from pathlib import Path
 
 import pytest
 import tiny_models
-from dendro.answer import Complete, Round
-from dendro.client import Asking
+from dendro.answer import Options
 
 from cluster.config import Config
 from cluster.running import local_client
 
 PROMPTS = ("one two three, one two", "the end of")
-
-
-async def ask(client: Asking, prompt: str, temperature: float, speculation: str) -> tuple[list[int], Complete]:
-    tokens: list[int] = []
-    async for event in client.generate(
-        prompt, temperature=temperature, seed=7, max_new_tokens=24, ignore_end=True, speculation=speculation
-    ):
-        if isinstance(event, Round):
-            tokens += event.token_ids
-        elif isinstance(event, Complete):
-            return tokens, event
-    raise AssertionError("no answer is complete")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -43,8 +30,10 @@ async def test_a_llama_drafter_changes_no_token_of_a_llama_target(tmp_path: Path
     )
     async with local_client(config) as client:
         for prompt in PROMPTS:
-            plain, _ = await ask(client, prompt, temperature, "off")
-            guessed, complete = await ask(client, prompt, temperature, "(3,2,1)")
-            assert guessed == plain
-            assert len(plain) == 24
-            assert 4 in complete.speculation.emitted, "a whole path of a tree, and the token after it"
+            options: Options = {"temperature": temperature, "seed": 7, "max_new_tokens": 24, "ignore_end": True}
+            plain = await client.generate_text(prompt, **options, speculation="off")
+            guessed = await client.generate_text(prompt, **options, speculation="(3,2,1)")
+            assert guessed.token_ids == plain.token_ids
+            assert len(plain.token_ids) == 24
+            lengths = guessed.complete.speculation.rounds_by_tokens
+            assert 4 in lengths, "a whole path of a tree, and the token after it"

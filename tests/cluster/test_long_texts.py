@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 from dendro import text as text_module
 from dendro import wire
-from dendro.calls import Hello, OpenCall, Terms, TextUpdate, new_opening
+from dendro.calls import Hello, OpenCall, RequestParameters, TextUpdate, new_opening
 from dendro.long_work import LONG, PART
 from dendro.text import Limits, Sampling, Tokens
 from dendro.v1 import generation_pb2 as pb
@@ -99,7 +99,7 @@ async def test_the_loop_runs_while_an_opening_of_a_long_text_becomes_a_message(m
     watch.add(wire, "_fill_update", lambda message, update: len(update.tokens))
     tokens = tuple(token % 100 for token in IDS)
     update = TextUpdate(new_opening(), TOKENS, Tokens(tokens).digest(), 0, tokens)
-    call = OpenCall(update, Terms(Sampling(), Limits(TOKENS + 9), "", ()))
+    call = OpenCall(update, RequestParameters(Sampling(), Limits(TOKENS + 9), "", ()))
     async with verifier_at(FakeVerifier()) as (_, pool), watch.ticking():
         leased = await pool.lease()
         assert isinstance(leased.hello, Hello)
@@ -111,5 +111,5 @@ def test_a_long_message_has_the_tokens_in_order():
     """They are added in parts."""
     tokens = tuple(range(2 * PART + 1))
     update = TextUpdate(new_opening(), len(tokens) + 4, 5, 4, tokens)
-    call = OpenCall(update, Terms(Sampling(), Limits(1 << 20), "", ()))
+    call = OpenCall(update, RequestParameters(Sampling(), Limits(1 << 20), "", ()))
     assert wire.verifier_call_message(7, call).update.tokens == list(tokens)

@@ -8,7 +8,7 @@ from pathlib import Path
 import edge
 import pytest
 import tiny_models
-from dendro.calls import OpenCall, Terms, TextUpdate, new_opening
+from dendro.calls import OpenCall, RequestParameters, TextUpdate, new_opening
 from dendro.errors import BadRequest
 from dendro.internal.v1 import verifier_pb2
 from dendro.text import SMALLEST_TEMPERATURE, Limits, Sampling, Tokens
@@ -151,15 +151,17 @@ def admitted(field: str, value: float) -> str:
 @pytest.mark.parametrize("field", ["temperature", "top_p", "min_p"])
 def test_admission_and_peers_accept_the_same_sampling_values(field: str, value: float):
     update = TextUpdate.of(new_opening(), Tokens(PROMPT), 0)
-    message = verifier_call_message(1, OpenCall(update, Terms(Sampling(temperature=0.7), Limits(9), "", ())))
+    message = verifier_call_message(
+        1, OpenCall(update, RequestParameters(Sampling(temperature=0.7), Limits(9), "", ()))
+    )
     setattr(message.open.sampling, field, value)
     refused = ""
     try:
-        terms = verifier_call_from(verifier_pb2.VerifierCall.FromString(message.SerializeToString())).terms
+        parameters = verifier_call_from(verifier_pb2.VerifierCall.FromString(message.SerializeToString())).parameters
     except BadRequest as error:
         refused = error.field
     else:  # the kernels accept it too
-        sampling = terms.sampling
+        sampling = parameters.sampling
         warp.Warp(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
     assert refused == admitted(field, value)
     assert refused in ("", field)

@@ -218,8 +218,8 @@ def recounted(done: Completion) -> SpeculationStats:
     return replace(
         done.complete.speculation,
         rounds=len(done.rounds),
-        pulls=dict(Counter(part.shape for part in done.rounds)),
-        emitted=dict(Counter(len(part.token_ids) for part in done.rounds)),
+        rounds_by_shape=dict(Counter(part.shape for part in done.rounds)),
+        rounds_by_tokens=dict(Counter(len(part.token_ids) for part in done.rounds)),
         emitted_tokens=len(done.token_ids),
     )
 
@@ -248,7 +248,7 @@ async def test_an_account_is_consistent_and_speculation_changes_no_token(specula
 async def test_the_account_of_an_answer_without_trees_has_zeros_for_drafts():
     done = await LocalClient(ingress(EdgePeers())).generate_text(PROMPT, speculation="off", max_new_tokens=7)
     stats = done.complete.speculation
-    assert (stats.policy, stats.rounds, stats.pulls, stats.emitted) == ("off", 7, {"off": 7}, {1: 7})
+    assert (stats.policy, stats.rounds, stats.rounds_by_shape, stats.rounds_by_tokens) == ("off", 7, {"off": 7}, {1: 7})
     guesses = (stats.drafted_tokens, stats.accepted_tokens, stats.discarded_tokens, stats.trimmed_tokens)
     assert guesses == (0, 0, 0, 0) and (stats.late_drafts, stats.draft_us, stats.cut_tokens) == (0, 0, 0)
     assert stats.verify_us == 7 * 5 and stats.contradictions == ()
@@ -260,7 +260,7 @@ async def test_a_resumed_answer_accounts_for_the_rounds_of_its_own_stream():
     request.resume.CopyFrom(resume_of(IDS, earlier))
     events = [event async for event in ingress(EdgePeers()).generate(request)]
     account = events[-1].complete.speculation
-    assert (account.rounds, dict(account.emitted), account.emitted_tokens) == (2, {4: 1, 2: 1}, 6)
+    assert (account.rounds, dict(account.rounds_by_tokens), account.emitted_tokens) == (2, {4: 1, 2: 1}, 6)
 
 
 class StepClock:
@@ -308,8 +308,8 @@ def test_the_account_of_a_hand_example():
     assert stats == pb.SpeculationStats(
         policy="fixed",
         rounds=5,
-        pulls={"(1,1,1)": 4, "off": 1},
-        emitted={4: 1, 2: 2, 1: 2},
+        rounds_by_shape={"(1,1,1)": 4, "off": 1},
+        rounds_by_tokens={4: 1, 2: 2, 1: 2},
         emitted_tokens=10,
         cut_tokens=2,
         drafted_tokens=9,
@@ -345,8 +345,8 @@ class ScriptedPolicy:
 GOOD = SpeculationStats(
     policy="fixed",
     rounds=3,
-    pulls={"(1,1,1)": 2, "off": 1},
-    emitted={4: 1, 1: 1, 2: 1},
+    rounds_by_shape={"(1,1,1)": 2, "off": 1},
+    rounds_by_tokens={4: 1, 1: 1, 2: 1},
     emitted_tokens=7,
     cut_tokens=1,
     drafted_tokens=6,
@@ -365,9 +365,9 @@ GOOD = SpeculationStats(
 @pytest.mark.parametrize(
     "wrong, named",
     [
-        ({"pulls": {"off": 2}}, "rounds, by shape"),
-        ({"emitted": {4: 1, 3: 1}}, "rounds, by emitted tokens"),
-        ({"emitted": {4: 1, 2: 2}}, "emitted_tokens"),
+        ({"rounds_by_shape": {"off": 2}}, "rounds, by shape"),
+        ({"rounds_by_tokens": {4: 1, 3: 1}}, "rounds, by emitted tokens"),
+        ({"rounds_by_tokens": {4: 1, 2: 2}}, "emitted_tokens"),
         ({"cut_tokens": 0}, "accepted_tokens"),
         ({"discarded_tokens": 2}, "drafted_tokens"),
         ({"trimmed_tokens": 2}, "trimmed_tokens"),
@@ -388,5 +388,6 @@ async def test_an_end_of_text_that_cuts_a_round_is_accounted_for(monkeypatch: py
     done = await LocalClient(ingress(EdgePeers())).generate_text(PROMPT, speculation="(1,1,1)", max_new_tokens=12)
     stats = done.complete.speculation
     assert done.complete.finish is Finish.END_OF_TEXT and len(done.token_ids) == 3
-    assert (stats.emitted, stats.cut_tokens, stats.accepted_tokens, stats.discarded_tokens) == ({3: 1}, 1, 3, 0)
+    assert (stats.rounds_by_tokens, stats.cut_tokens) == ({3: 1}, 1)
+    assert (stats.accepted_tokens, stats.discarded_tokens) == (3, 0)
     assert stats.contradictions == ()

@@ -11,7 +11,7 @@ import tiny_mamba
 import tiny_models
 import torch
 import yaml
-from dendro.calls import CloseCall, DraftCall, OpenCall, Terms, TextUpdate, VerifyCall, new_opening
+from dendro.calls import CloseCall, DraftCall, OpenCall, RequestParameters, TextUpdate, VerifyCall, new_opening
 from dendro.errors import BadRequest
 from dendro.shapes import OFF, LevelShape, NodeShape, TreeShape
 from dendro.state import MemoryStates
@@ -122,7 +122,7 @@ async def lengths_of(verifier: VerifierEngine, drafter: DrafterEngine, text: Tex
             held = len(text)
             return verdict
 
-    call = OpenCall(update(), Terms(text.sampling, text.limits, "", ()))
+    call = OpenCall(update(), RequestParameters(text.sampling, text.limits, "", ()))
     await asyncio.gather(verifier.open(call), drafter.open(call))
     held = len(text)
     lengths = [verdict.length async for verdict in rounds(text, Near(), Near(), Static(Arm.of("drafter", shape)))]

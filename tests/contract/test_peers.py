@@ -17,7 +17,7 @@ import pytest
 import tiny_mamba
 import tiny_models
 import torch
-from dendro.calls import CloseCall, DraftCall, OpenCall, Terms, TextUpdate, VerifyCall, new_opening
+from dendro.calls import CloseCall, DraftCall, OpenCall, RequestParameters, TextUpdate, VerifyCall, new_opening
 from dendro.errors import BadRequest, NotFound, Overloaded
 from dendro.shapes import OFF, TreeShape
 from dendro.state import MemoryStates
@@ -150,7 +150,7 @@ def rest(text: Text, opening: bytes, start: int) -> TextUpdate:
 
 
 def opening_of(text: Text) -> OpenCall:
-    return OpenCall(whole(text, new_opening()), Terms(text.sampling, text.limits, "", ()))
+    return OpenCall(whole(text, new_opening()), RequestParameters(text.sampling, text.limits, "", ()))
 
 
 async def test_the_hello_is_that_of_the_engine(drafter, verifier):

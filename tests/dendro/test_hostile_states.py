@@ -8,7 +8,7 @@ import struct
 
 import numpy as np
 import pytest
-from dendro.calls import OpenCall, Terms, TextUpdate, new_opening
+from dendro.calls import OpenCall, RequestParameters, TextUpdate, new_opening
 from dendro.shelf import Shelf
 from dendro.state import BadState, MemoryStates, StateHeader, pack_state, unpack_state
 from dendro.text import Limits, Sampling, Tokens
@@ -127,7 +127,7 @@ async def test_a_changed_state_in_the_store_is_counted_and_missing_for_its_text(
     store = MemoryStates()
     shelf = Shelf(store, "f", "t", "l", lambda arrays, tokens: None)
     update = TextUpdate.of(new_opening(), TEXT, 0)
-    call = OpenCall(update, Terms(Sampling(), Limits(9), "", ()))
+    call = OpenCall(update, RequestParameters(Sampling(), Limits(9), "", ()))
     await shelf.put("", [1, 2], TEXT.digest(2), TENSORS)
     (key,) = store.blobs
     assert (await shelf.find(call))[0] == 2

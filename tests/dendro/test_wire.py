@@ -8,7 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 from dendro import wire
-from dendro.calls import CloseCall, Closed, DraftCall, Hello, OpenCall, Opened, Terms, TextUpdate, VerifyCall
+from dendro.calls import (
+    CloseCall,
+    Closed,
+    DraftCall,
+    Hello,
+    OpenCall,
+    Opened,
+    RequestParameters,
+    TextUpdate,
+    VerifyCall,
+)
 from dendro.errors import BadAnswer, BadRequest, Conflict, EngineFailed, NotFound, Overloaded, PeerLost
 from dendro.internal.v1 import calls_pb2, drafter_pb2, tree_pb2, verifier_pb2
 from dendro.shapes import MAX_ROWS, TreeShape
@@ -60,8 +70,8 @@ def opens(draw: st.DrawFn) -> OpenCall:
     )
     marks = tuple(draw(st.lists(st.integers(1, update.base), max_size=3, unique=True)))
     limits = Limits(draw(st.integers(update.base, 2**31 - 1)), draw(st.booleans()))
-    terms = Terms(sampling, limits, draw(st.text(max_size=5)), marks, draw(st.integers(0, 2**31 - 1)))
-    return OpenCall(update, terms, draw(st.text(max_size=5)))
+    parameters = RequestParameters(sampling, limits, draw(st.text(max_size=5)), marks, draw(st.integers(0, 2**31 - 1)))
+    return OpenCall(update, parameters, draw(st.text(max_size=5)))
 
 
 @st.composite
@@ -146,7 +156,7 @@ def test_a_drafters_answer_is_unchanged_by_a_round_trip(answer):
 
 
 def test_a_hello_is_unchanged_by_a_round_trip():
-    hello = Hello(1, "m", "f", "t", 4096, 2048, 64, 16, "bfloat16", "bitwise", 77, (0, 2), True, "facts", "words")
+    hello = Hello(1, "m", "f", "t", 4096, 2048, 64, 16, "bfloat16", "bitwise", 77, (0, 2), True, "facts")
     assert wire.hello_from(calls_pb2.Hello.FromString(wire.hello_message(hello).SerializeToString())) == hello
 
 

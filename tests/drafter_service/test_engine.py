@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dendro.calls import CloseCall, Closed, DraftCall, OpenCall, Opened, Terms, TextUpdate, new_opening
+from dendro.calls import CloseCall, Closed, DraftCall, OpenCall, Opened, RequestParameters, TextUpdate, new_opening
 from dendro.errors import BadRequest, EngineFailed, NotFound, Overloaded, PeerLost
 from dendro.shapes import OFF, BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape
 from dendro.state import MemoryStates, NoStates, StateStore
@@ -209,8 +209,8 @@ class DraftClient:
 
     async def open(self, prompt: list[int]) -> Opened:
         self.text.extend(prompt)
-        terms = Terms(self.sampling, Limits(10_000), self.tenant, self.marks, self.vocabulary)
-        return await self.engine.open(OpenCall(self.update(), terms))
+        parameters = RequestParameters(self.sampling, Limits(10_000), self.tenant, self.marks, self.vocabulary)
+        return await self.engine.open(OpenCall(self.update(), parameters))
 
     async def draft(self, shape: TreeShape) -> DraftTree:
         return await self.engine.draft(DraftCall(self.update(), shape))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dendro.calls import CloseCall, Closed, DraftCall, OpenCall, Terms, TextUpdate, new_opening
+from dendro.calls import CloseCall, Closed, DraftCall, OpenCall, RequestParameters, TextUpdate, new_opening
 from dendro.errors import BadRequest
 from dendro.shapes import LevelShape
 from dendro.state import MemoryStates, NoStates
@@ -100,8 +100,8 @@ async def test_a_text_of_up_to_max_length_is_drafted_for_and_a_longer_one_refuse
         assert (await engine.hello()).max_length == 40
         text, opening, shape = Tokens(), new_opening(), LevelShape((2, 1, 1))
         text.extend(range(40 - room))
-        terms = Terms(Sampling(), Limits(100), "", ())
-        await engine.open(OpenCall(update(opening, text, 0), terms))
+        parameters = RequestParameters(Sampling(), Limits(100), "", ())
+        await engine.open(OpenCall(update(opening, text, 0), parameters))
         assert (await engine.draft(DraftCall(update(opening, text, len(text)), shape))).rows == shape.rows
         text.extend([1])
         if room:
@@ -112,7 +112,7 @@ async def test_a_text_of_up_to_max_length_is_drafted_for_and_a_longer_one_refuse
             await engine.draft(DraftCall(update(opening, text, 40), shape))
         assert refused.value.field == "update.base"
         with pytest.raises(BadRequest, match="at most 40"):
-            await engine.open(OpenCall(update(new_opening(), text, 0), terms))
+            await engine.open(OpenCall(update(new_opening(), text, 0), parameters))
         assert await engine.close(CloseCall(update(opening, text, 40))) == Closed(0)
     finally:
         await engine.stop()

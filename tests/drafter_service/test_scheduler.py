@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import numpy as np
-from dendro.calls import CloseCall, DraftCall, OpenCall, Terms, TextUpdate
+from dendro.calls import CloseCall, DraftCall, OpenCall, RequestParameters, TextUpdate
 from dendro.clock import Clock
 from dendro.engine import Ticket
 from dendro.shapes import DynamicShape, LevelShape, TreeShape
@@ -35,7 +35,7 @@ def scheduler_of(clock: Clock = time.monotonic) -> DraftScheduler:
 
 def opened(scheduler: DraftScheduler, name: int) -> DrafterText:
     update = TextUpdate.of(bytes([name]) * 16, Tokens(PROMPT), 0)
-    return scheduler.open(Ticket(0.0), OpenCall(update, Terms(Sampling(), Limits(100), "", ())), 0, 1 << 20)
+    return scheduler.open(Ticket(0.0), OpenCall(update, RequestParameters(Sampling(), Limits(100), "", ())), 0, 1 << 20)
 
 
 def draft(scheduler: DraftScheduler, session: DrafterText, shape: TreeShape, arrived_s: float = 0.0) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 import numpy as np
-from dendro.calls import DraftCall, OpenCall, Terms, TextUpdate, new_opening
+from dendro.calls import DraftCall, OpenCall, RequestParameters, TextUpdate, new_opening
 from dendro.shapes import LevelShape
 from dendro.state import NoStates
 from dendro.text import Limits, Sampling, Tokens
@@ -67,7 +67,7 @@ async def drafting_levels() -> list[dict[str, object]]:
     opening, limits = new_opening(), Limits(len(text.ids) + 64, ignore_end=True)
     update = TextUpdate.of(opening, text, 0)
     try:
-        await engine.open(OpenCall(update, Terms(Sampling(temperature=1.0, seed=1), limits, "", ())))
+        await engine.open(OpenCall(update, RequestParameters(Sampling(temperature=1.0, seed=1), limits, "", ())))
         again = TextUpdate.of(opening, text, len(text))
         for widths in ((1,), (1, 1, 1, 1), (4,), (4, 4)):
             took = []

@@ -10,16 +10,16 @@ from tree_layers.memory import PageBook, Pages, PagesFull, pages_for
 
 def test_pages_are_allocated_once_and_can_be_released():
     book = PageBook(5)
-    first, second = book.take(2), book.take(3)
+    first, second = book.allocate(2), book.allocate(3)
     assert sorted(first + second) == [1, 2, 3, 4, 5]  # never 0, the zero page
     with pytest.raises(PagesFull, match="1 pages of 64 tokens wanted, 0 of 5 free"):
-        book.take(1)
-    book.give(first)
+        book.allocate(1)
+    book.release(first)
     assert book.free == 2
-    with pytest.raises(ValueError, match="was not out"):
-        book.give(first[:1])
+    with pytest.raises(ValueError, match="is not allocated"):
+        book.release(first[:1])
     with pytest.raises(PagesFull):
-        book.take(3)
+        book.allocate(3)
     assert book.free == 2
 
 

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 import torch
-from dendro.calls import CloseCall, OpenCall, Terms, TextUpdate, VerifyCall, new_opening
+from dendro.calls import CloseCall, OpenCall, RequestParameters, TextUpdate, VerifyCall, new_opening
 from dendro.errors import BadRequest, EngineFailed, NotFound, PeerLost
 from dendro.text import Finish, Limits, Sampling, Tokens
 from dendro.tree import DraftTree
@@ -72,7 +72,7 @@ class TextRouter:
         self.engine = engine
         self.text = Tokens()
         self.text.extend(prompt)
-        self.terms = Terms(sampling or Sampling(), limits or Limits(400, ignore_end=True), "", ())
+        self.parameters = RequestParameters(sampling or Sampling(), limits or Limits(400, ignore_end=True), "", ())
         self.opening = new_opening()
         self.known = 0
 
@@ -81,7 +81,7 @@ class TextRouter:
 
     async def open(self):
         self.opening, self.known = new_opening(), 0
-        answer = await self.engine.open(OpenCall(self.update(), self.terms))
+        answer = await self.engine.open(OpenCall(self.update(), self.parameters))
         self.known = len(self.text)
         return answer
 

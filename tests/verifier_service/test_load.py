@@ -307,7 +307,7 @@ def test_a_prompt_beside_a_tree_gets_every_row_that_would_be_padding(guesses, ro
     scheduler = scheduler_of(step_rows=64, prefill_rows=16)
     decoding, opening = RoundByRound(None, [1], count=9), RoundByRound(None, range(50), count=9)
     tree = DraftTree.of(list(range(1, guesses + 2)), [-1, *[0] * guesses])
-    calls = [OpenCall(router.update(), router.terms) for router in (decoding, opening)]
+    calls = [OpenCall(router.update(), router.parameters) for router in (decoding, opening)]
     decoding.known = 1
     for call in (*calls, VerifyCall(decoding.update(), tree)):
         scheduler.submit(PendingCall(call, Ticket(0.0)))
@@ -321,7 +321,7 @@ def test_a_verdict_reports_how_many_of_its_own_trees_guesses_were_left_out():
     for place, (guesses, value) in enumerate([(9, -1.0), (7, -2.0)]):
         router = RoundByRound(None, [1], count=9)
         tree = DraftTree.of(range(1, guesses + 2), [-1, *[0] * guesses], [0.0, *[value] * guesses])
-        scheduler.submit(PendingCall(OpenCall(router.update(), router.terms), Ticket(0.0)))
+        scheduler.submit(PendingCall(OpenCall(router.update(), router.parameters), Ticket(0.0)))
         router.known = 1
         tickets.append(Ticket(0.0))
         scheduler.submit(PendingCall(VerifyCall(router.update(), tree), tickets[place]))
@@ -334,7 +334,7 @@ def test_a_verdict_reports_how_many_of_its_own_trees_guesses_were_left_out():
 def test_the_time_of_a_step_that_compiled_is_not_learned_as_a_cost(cold):
     scheduler = scheduler_of()
     router, ticket = RoundByRound(None, [1], count=9), Ticket(0.0)
-    scheduler.submit(PendingCall(OpenCall(router.update(), router.terms), Ticket(0.0)))
+    scheduler.submit(PendingCall(OpenCall(router.update(), router.parameters), Ticket(0.0)))
     router.known = 1
     scheduler.submit(PendingCall(VerifyCall(router.update(), DraftTree.root_only(1)), ticket))
     scheduler.next()
@@ -355,7 +355,7 @@ class TakingTurns:
         self.due = {}
         self.sharers = 0  # texts of the last step, as its verdicts report
         for router in self.routers:
-            self.submit(OpenCall(router.update(), router.terms))
+            self.submit(OpenCall(router.update(), router.parameters))
             router.known = len(router.text)
         while (plan := self.scheduler.next()) is not None:
             self.run(plan)
@@ -460,7 +460,7 @@ def test_no_step_has_more_rows_than_step_rows_though_a_text_was_preempted():
         scheduler.apply(StepOutcome(tuple(Walk((0,), (7,), ()) for _ in plan.draws), 1, 1))
 
     for router in routers:
-        submit(OpenCall(router.update(), router.terms))
+        submit(OpenCall(router.update(), router.parameters))
         router.known = len(router.text)
     while not all(ticket.outcome.done() for ticket in tickets):
         step()

@@ -218,7 +218,7 @@ def test_a_place_can_be_cut_by_its_slack_at_every_length():
     for block, depth in ((16, 16), (16, 3), (32, 20)):
         extent = Extent.of(block, depth + 1, depth)
         places = StatePool(1, extent)
-        place = places.take()
+        place = places.allocate()
         for tokens in range(1, 300):
             deepest = tokens - 1 + depth
             place.fold_to(max(deepest // block - 1, 0))
@@ -232,13 +232,13 @@ def test_a_place_can_be_cut_by_its_slack_at_every_length():
 def test_arrangements_give_every_place_slots_of_its_own():
     arranged = Arrangement.of(places=3, block=16, depth=8, step_rows=128)
     places = StatePool(arranged.places, arranged.extent)
-    owned = [places.take() for _ in range(3)] + [arranged.own_place()]
+    owned = [places.allocate() for _ in range(3)] + [arranged.own_place()]
     tokens = [set(place.token_slots(np.arange(4096)).tolist()) for place in owned]
     states = [{place.state_slot(block) for block in range(1, 500)} for place in owned]
     for slots, end in ((tokens, arranged.scratch), (states, arranged.states)):
         assert sorted(slot for each in slots for slot in each) == list(range(1, end))
-    places.give(owned[1])
-    assert places.take().first_token == owned[1].first_token
+    places.release(owned[1])
+    assert places.allocate().first_token == owned[1].first_token
 
 
 def test_of_several_rows_for_one_slot_the_last_is_kept():
@@ -341,7 +341,7 @@ async def two_turns(first, second, family_law=LAWS[1], marks=()):
     one = RoundByRound(first, range(3, 40), family_law, 30)
     begin = await one.finish()
     other = RoundByRound(second, [*one.text.ids, 7, 8, 9], family_law, 30)
-    other.terms = replace(other.terms, marks=(len(one.text.ids), *marks))
+    other.parameters = replace(other.parameters, marks=(len(one.text.ids), *marks))
     opened = await other.open()
     return opened, begin, await other.go_on()
 
@@ -412,7 +412,7 @@ async def test_a_session_goes_on_for_several_turns_of_any_length_beside_other_te
 
     async def turn(engine, ids, added, number):
         router = RoundByRound(engine, ids, LAWS[1], 4)
-        router.terms = replace(router.terms, marks=(len(ids) - added,))
+        router.parameters = replace(router.parameters, marks=(len(ids) - added,))
         other = RoundByRound(engine, [(5 * place + number) % VOCABULARY for place in range(40)], LAWS[2], 5)
         await other.open()
         opened, _ = await asyncio.gather(router.open(), other.round())
@@ -450,7 +450,7 @@ async def test_a_text_whose_saved_memory_cannot_be_restored_is_computed_and_no_o
         other = RoundByRound(engine, range(50, 80), LAWS[1], 20)
         await other.open()
         again = RoundByRound(engine, ids, LAWS[1], 20)
-        again.terms = replace(again.terms, marks=(len(first.text.ids),))
+        again.parameters = replace(again.parameters, marks=(len(first.text.ids),))
         opened, _ = await asyncio.gather(again.open(), other.round())
         assert (opened.restored, opened.processed) == (0, len(ids) - 1)
         found = await asyncio.gather(again.go_on(), other.go_on())

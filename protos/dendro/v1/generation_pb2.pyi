@@ -509,8 +509,8 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 @_typing.final
 class SpeculationStats(_message.Message):
     """SpeculationStats has the statistics of an answer's rounds. Always:
-      rounds         = sum of pulls = sum of emitted
-      emitted_tokens = sum of N * emitted[N] = accepted_tokens + rounds, less 1 if cut_tokens is not zero
+      rounds         = sum of rounds_by_shape = sum of rounds_by_tokens
+      emitted_tokens = sum of N * rounds_by_tokens[N] = accepted_tokens + rounds, less 1 if cut_tokens is not zero
       drafted_tokens = accepted_tokens + discarded_tokens
       rounds_us      = draft_us + verify_us + queue_us + hop_us + opening_us
     """
@@ -518,7 +518,7 @@ class SpeculationStats(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
-    class PullsEntry(_message.Message):
+    class RoundsByShapeEntry(_message.Message):
         DESCRIPTOR: _descriptor.Descriptor
 
         KEY_FIELD_NUMBER: _builtins.int
@@ -538,7 +538,7 @@ class SpeculationStats(_message.Message):
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     @_typing.final
-    class EmittedEntry(_message.Message):
+    class RoundsByTokensEntry(_message.Message):
         DESCRIPTOR: _descriptor.Descriptor
 
         KEY_FIELD_NUMBER: _builtins.int
@@ -559,8 +559,8 @@ class SpeculationStats(_message.Message):
 
     POLICY_FIELD_NUMBER: _builtins.int
     ROUNDS_FIELD_NUMBER: _builtins.int
-    PULLS_FIELD_NUMBER: _builtins.int
-    EMITTED_FIELD_NUMBER: _builtins.int
+    ROUNDS_BY_SHAPE_FIELD_NUMBER: _builtins.int
+    ROUNDS_BY_TOKENS_FIELD_NUMBER: _builtins.int
     EMITTED_TOKENS_FIELD_NUMBER: _builtins.int
     CUT_TOKENS_FIELD_NUMBER: _builtins.int
     DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
@@ -617,20 +617,20 @@ class SpeculationStats(_message.Message):
     verifier_moves: _builtins.int
     """verifier_moves counts the openings of the text at another verifier."""
     @_builtins.property
-    def pulls(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """pulls is the number of rounds by requested shape."""
+    def rounds_by_shape(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """rounds_by_shape is the number of rounds by requested shape."""
 
     @_builtins.property
-    def emitted(self) -> _containers.ScalarMap[_builtins.int, _builtins.int]:
-        """emitted is the number of rounds by number of emitted tokens, after any cut."""
+    def rounds_by_tokens(self) -> _containers.ScalarMap[_builtins.int, _builtins.int]:
+        """rounds_by_tokens is the number of rounds by number of emitted tokens, after any cut."""
 
     def __init__(
         self,
         *,
         policy: _builtins.str = ...,
         rounds: _builtins.int = ...,
-        pulls: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
-        emitted: _abc.Mapping[_builtins.int, _builtins.int] | None = ...,
+        rounds_by_shape: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        rounds_by_tokens: _abc.Mapping[_builtins.int, _builtins.int] | None = ...,
         emitted_tokens: _builtins.int = ...,
         cut_tokens: _builtins.int = ...,
         drafted_tokens: _builtins.int = ...,
@@ -650,7 +650,7 @@ class SpeculationStats(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "cut_tokens", b"cut_tokens", "decode_tokens", b"decode_tokens", "decode_us", b"decode_us", "discarded_tokens", b"discarded_tokens", "draft_us", b"draft_us", "drafted_tokens", b"drafted_tokens", "emitted", b"emitted", "emitted_tokens", b"emitted_tokens", "hop_us", b"hop_us", "late_drafts", b"late_drafts", "opening_us", b"opening_us", "policy", b"policy", "pulls", b"pulls", "queue_us", b"queue_us", "rounds", b"rounds", "rounds_us", b"rounds_us", "trimmed_tokens", b"trimmed_tokens", "verifier_moves", b"verifier_moves", "verify_us", b"verify_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "cut_tokens", b"cut_tokens", "decode_tokens", b"decode_tokens", "decode_us", b"decode_us", "discarded_tokens", b"discarded_tokens", "draft_us", b"draft_us", "drafted_tokens", b"drafted_tokens", "emitted_tokens", b"emitted_tokens", "hop_us", b"hop_us", "late_drafts", b"late_drafts", "opening_us", b"opening_us", "policy", b"policy", "queue_us", b"queue_us", "rounds", b"rounds", "rounds_by_shape", b"rounds_by_shape", "rounds_by_tokens", b"rounds_by_tokens", "rounds_us", b"rounds_us", "trimmed_tokens", b"trimmed_tokens", "verifier_moves", b"verifier_moves", "verify_us", b"verify_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

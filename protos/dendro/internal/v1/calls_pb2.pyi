@@ -60,7 +60,6 @@ class Hello(_message.Message):
     END_IDS_FIELD_NUMBER: _builtins.int
     ATTENDS_FIELD_NUMBER: _builtins.int
     FACTS_FIELD_NUMBER: _builtins.int
-    ORDINARY_TOKENS_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """protocol is the replica's protocol version."""
     model: _builtins.str
@@ -89,10 +88,6 @@ class Hello(_message.Message):
     """
     facts: _builtins.str
     """facts is a hash of the checkpoint's parsed configuration, end ids and token table. Formatting does not change it."""
-    ordinary_tokens: _builtins.str
-    """ordinary_tokens is a hash of the token table without its added tokens, for operators. It is never compared.
-    Empty: the checkpoint has no tokenizer.
-    """
     @_builtins.property
     def end_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """end_ids are the target's end-of-text tokens."""
@@ -114,11 +109,10 @@ class Hello(_message.Message):
         end_ids: _abc.Iterable[_builtins.int] | None = ...,
         attends: _builtins.bool = ...,
         facts: _builtins.str = ...,
-        ordinary_tokens: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attends", b"attends", "dtype", b"dtype", "end_ids", b"end_ids", "exactness", b"exactness", "facts", b"facts", "fingerprint", b"fingerprint", "max_depth", b"max_depth", "max_length", b"max_length", "max_rows", b"max_rows", "model", b"model", "ordinary_tokens", b"ordinary_tokens", "pid", b"pid", "protocol", b"protocol", "tokenizer", b"tokenizer", "vocabulary", b"vocabulary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attends", b"attends", "dtype", b"dtype", "end_ids", b"end_ids", "exactness", b"exactness", "facts", b"facts", "fingerprint", b"fingerprint", "max_depth", b"max_depth", "max_length", b"max_length", "max_rows", b"max_rows", "model", b"model", "pid", b"pid", "protocol", b"protocol", "tokenizer", b"tokenizer", "vocabulary", b"vocabulary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
