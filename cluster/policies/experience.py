@@ -148,7 +148,9 @@ class Experience:
         if arm.drafted:
             costs.learn_draft(arm, tree.draft_us / tree.texts)
         if costs.tried.total() and not verdict.cold:  # the first touches cold memory
-            costs.step.learn(row_bucket(verdict.step_rows), verdict.verify_us, self.degree)
+            # At least LEAST_US: of 0 us, OUTLIER times as much is 0 us, too, so every later step would count as that.
+            us = max(verdict.verify_us, LEAST_US)
+            costs.step.learn(row_bucket(verdict.step_rows), us, self.degree)
             costs.texts += COST_STEP * (verdict.texts - costs.texts)
         costs.tried[row_bucket(tree.rows)] += 1
         rows = costs.rows.setdefault(arm, tree.rows)

@@ -247,6 +247,17 @@ def test_a_prior_whose_rounds_went_deeper_than_their_arm_is_valid():
     assert unpack_prior(pack_prior(prior)).lengths == prior.lengths
 
 
+def test_a_router_reads_the_prior_that_it_wrote_of_steps_that_were_reported_to_take_0_us():
+    """The first times come from a verifier that reports 0; later ones are learned all the same."""
+    experience = Experience()
+    for us in (0, 0, 0):
+        experience.learn(OFF, tree(OFF), replace(verdict(1), verify_us=us), 0.0)
+    assert unpack_prior(pack_prior(Prior(costs=experience.hints()))) is not None
+    for _ in range(300):
+        experience.learn(OFF, tree(OFF), replace(verdict(1), verify_us=10_000), 0.0)
+    assert experience.round_us(OFF) > 9_000
+
+
 def malformed() -> list[bytes]:
     good = json.loads(pack_prior(prior_of(3, 20)))
     blobs = [b"", b"{", b"null", b"[]", b"7", b"\xff\xfe", b"[" * 100_000, b'{"format": 1}']
