@@ -431,8 +431,8 @@ def pair_config(
 def demo_models(models: Path = DEMO_MODELS) -> Path:
     """`models`, a folder that exists. DEMO_MODELS is part of a checkout of the repository, not of the wheel."""
     if not models.is_dir():
-        reason = f"no folder {models}; the package has no weights: work in a checkout of the repository, give --config,"
-        raise BadRequest("models", f"{reason} or train models with `dendro train demo`")
+        reason = f"no folder {models}; the package has no weights: work in a checkout of the repository,"
+        raise BadRequest("models", f"{reason} give a configuration, or train models with `dendro train demo`")
     return models
 
 

@@ -29,6 +29,8 @@ from verifier_service.engine import VerifierEngine
 OFF, CHAIN, TREE = "off", "(1,1,1,1)", "(3,2,1)"
 LIBRARY = "transformers, one token"
 WAYS = (OFF, CHAIN, TREE, LIBRARY)
+CONTEXTS = (256, 512, 1024, 2048, 4096, 8192)
+"""Tokens of the measured texts, by default."""
 SPARE = 64
 """Room of a text past its context, in tokens."""
 CHUNK = 256

@@ -14,6 +14,7 @@ from dendro.errors import BadRequest
 
 from cluster.bench.bookkeeping import BLOCKS, QUICK_BLOCKS, bookkeeping_aims, bookkeeping_rows, measure_bookkeeping
 from cluster.bench.context import (
+    CONTEXTS,
     LIBRARY,
     SPARE,
     WAYS,
@@ -34,7 +35,7 @@ from cluster.bench.targets import THREADS, Which, parameter_count, target_config
 from cluster.config import DEMO_MODELS
 from cluster.demo.prompts import held_out_prompts, load_tokenizer
 
-CONTEXTS, QUICK_CONTEXTS = (256, 512, 1024, 2048, 4096, 8192), (256, 1024, 2048)
+QUICK_CONTEXTS = (256, 1024, 2048)
 REPETITIONS, QUICK_REPETITIONS = 15, 5
 PROMPT_TOKENS = 256
 

@@ -16,6 +16,7 @@ from cluster.bench.report import (
     machine_facts,
     medians,
     number,
+    target_fact,
     with_interval,
 )
 
@@ -27,8 +28,8 @@ def facts_of(report: Report) -> Iterator[str]:
     yield from machine_facts(report)
     plan = report["plan"]
     yield (
-        f"The {plan['target']} target: {plan['parameters']:,} parameters in {plan['dtype']}, its last position raised "
-        f"to the longest context (its output there is meaningless); {plan['repetitions']} repetitions, interleaved"
+        f"{target_fact(plan['target'], plan)}, its last position raised to the longest context (its output there is "
+        f"meaningless); {plan['repetitions']} repetitions, interleaved"
     )
     yield (
         f"A sum over {READ_BYTES >> 20} MiB reads {report['read_gb_per_second']:.1f} GB/s here. Ours keeps keys and "

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,8 +17,9 @@ from dendro.calls import (
     TextUpdate,
     VerifierPeer,
     VerifyCall,
+    new_opening,
 )
-from dendro.calls import new_opening as opening_id
+from dendro.engine import started
 from dendro.shapes import TreeShape, child_counts
 from dendro.state import NoStates
 from dendro.text import Limits, Sampling, Tokens, Verdict
@@ -36,37 +37,25 @@ DRAFTER_DTYPE = "float32"
 how the text was split into forwards. On a CPU both cost the same."""
 
 
-@asynccontextmanager
-async def verifier_of(
+def verifier_of(
     name: str,
     target: TargetConfig,
     max_length: int,
     texts: int = 1,
     checkpoint: Path | None = None,
     device: torch.device | str = "cpu",
-) -> AsyncIterator[VerifierEngine]:
+) -> AbstractAsyncContextManager[VerifierEngine]:
     """A target's engine for so many texts; `checkpoint` replaces the target's."""
     options = replace(verifier_options(name, target), max_length=max_length, max_sessions=texts, device=device)
-    engine = VerifierEngine.load(checkpoint or target.checkpoint, options)
-    await engine.start()
-    try:
-        yield engine
-    finally:
-        await engine.stop()
+    return started(VerifierEngine.load(checkpoint or target.checkpoint, options))
 
 
-@asynccontextmanager
-async def drafter_of(checkpoint: Path, texts: int = 1) -> AsyncIterator[DrafterEngine]:
+def drafter_of(checkpoint: Path, texts: int = 1) -> AbstractAsyncContextManager[DrafterEngine]:
     """A drafter's engine for so many texts."""
     options = DrafterOptions(
         name=checkpoint.name, dtype=getattr(torch, DRAFTER_DTYPE), threads=THREADS, max_sessions=texts
     )
-    engine = DrafterEngine.load(checkpoint, options, states=NoStates())
-    await engine.start()
-    try:
-        yield engine
-    finally:
-        await engine.stop()
+    return started(DrafterEngine.load(checkpoint, options, states=NoStates()))
 
 
 class EngineText:
@@ -75,7 +64,7 @@ class EngineText:
     def __init__(self, ids: Sequence[int], sampling: Sampling) -> None:
         self.text = Tokens(ids)
         self._sampling = sampling
-        self._opening = opening_id()
+        self._opening = new_opening()
 
     def update(self, start: int) -> TextUpdate:
         """A call's text: the tokens from `start` on."""

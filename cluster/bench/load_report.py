@@ -8,7 +8,17 @@ from typing import Any
 
 from cluster.bench.load import PERCENTILES, WAYS
 from cluster.bench.measurement import CONTINUOUS
-from cluster.bench.report import Cells, Report, aims_table, figure_at, interval, machine_facts, with_interval
+from cluster.bench.report import (
+    Cells,
+    Report,
+    aims_table,
+    figure_at,
+    interval,
+    machine_facts,
+    target_fact,
+    with_interval,
+)
+from cluster.bench.targets import COSTLY
 
 COLUMNS = (
     "",
@@ -31,7 +41,7 @@ def facts_of(report: Report) -> Iterator[str]:
     yield from machine_facts(report)
     plan = report["plan"]
     yield (
-        f"The costly target: {plan['parameters']:,} parameters in {plan['dtype']}, drafter {plan['drafter']}; "
+        f"{target_fact(COSTLY, plan)}, drafter {plan['drafter']}; "
         f"answers of {plan['tokens']} tokens after prompts of {plan['prompt_tokens']}, greedy; closed loops of "
         f"{plan['answers']} answers for each client, open loops of {plan['requests']} requests; "
         f"{plan['repetitions']} repetitions, interleaved; {CONTINUOUS} in {plan['continuous_repetitions']} of them"

@@ -16,6 +16,7 @@ from cluster.bench.report import (
     machine_facts,
     medians,
     number,
+    target_fact,
     with_interval,
 )
 
@@ -51,8 +52,7 @@ def facts_of(report: Report) -> Iterator[str]:
         check = target["identity"]
         agreed = f"{len(check['differences'])} differ" if check["differences"] else "all identical"
         yield (
-            f"The {name} target: {target['parameters']:,} parameters in {target['dtype']}, "
-            f"drafter {target['drafter']}; "
+            f"{target_fact(name, target)}, drafter {target['drafter']}; "
             f"{target['prompts']} prompts of {target['prompt_tokens']} tokens, each {target['repetitions']} times; "
             f"ours with speculation compared with ours without: {check['answers_compared']} answers, "
             f"{check['tokens_compared']:,} tokens, {agreed}" + (f"; {target['note']}" if target["note"] else "")

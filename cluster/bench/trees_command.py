@@ -13,6 +13,7 @@ import typer
 from dendro.errors import BadRequest
 from dendro.shapes import MAX_ROWS, ProposedShape
 
+from cluster.bench.context import CONTEXTS
 from cluster.bench.costs import LEVEL_ROWS, ReplayCosts, measure_drafts, measure_steps
 from cluster.bench.in_process import DRAFTER_DTYPE, drafter_of, verifier_of
 from cluster.bench.live import live_row, live_shapes
@@ -74,7 +75,7 @@ DRAFTERS = ("mamba2", "mamba", "llama")
 PROMPTS, QUICK_PROMPTS = 8, 1
 QUICK_TOKENS = 16
 REPETITIONS, QUICK_REPETITIONS = 15, 3
-CONTEXTS, QUICK_CONTEXTS = (256, 512, 1024, 2048, 4096, 8192), (256, 1024)
+QUICK_CONTEXTS = (256, 1024)
 SIDE_BY_SIDE = 8
 """Texts that are drafted together."""
 MARGIN = 8

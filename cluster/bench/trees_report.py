@@ -15,6 +15,7 @@ from cluster.bench.report import (
     interval,
     machine_facts,
     number,
+    target_fact,
     with_interval,
 )
 
@@ -38,7 +39,7 @@ def facts_of(report: Report) -> Iterator[str]:
     yield from machine_facts(report)
     plan = report["plan"]
     yield (
-        f"The {plan['target']} target: {plan['parameters']:,} parameters in {plan['dtype']}; "
+        f"{target_fact(plan['target'], plan)}; "
         f"{plan['prompts']} prompts of {plan['prompt_tokens']} tokens of each kind ({', '.join(plan['kinds'])}), "
         f"answers of {plan['tokens']} tokens, recorded once: all arms and policies are replayed on the same answers"
     )

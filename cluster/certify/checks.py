@@ -13,6 +13,7 @@ import torch
 from dendro.answer import Speculation
 from dendro.calls import CloseCall, DraftCall, OpenCall, RequestParameters, TextUpdate, VerifyCall, new_opening
 from dendro.client import Asking
+from dendro.engine import started
 from dendro.shapes import OFF, BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape
 from dendro.text import Limits, Sampling, Text
 from dendro.tree import DraftTree
@@ -278,8 +279,7 @@ async def the_target_drafts_for_itself(
     """(e) A drafter that runs the target has every guess accepted, at every temperature, in chains and trees."""
     promise = Promise("(e) every guess of the target as its own drafter is accepted")
     drafter = own_drafter(verifier, await verifier.hello())
-    await drafter.start()
-    try:
+    async with started(drafter):
         for temperature in TEMPERATURES_OF_ITS_OWN:
             for shape in SHAPES_OF_ITS_OWN:
                 ends: list[bool] = []
@@ -292,8 +292,6 @@ async def the_target_drafts_for_itself(
                     step()
                 found = f"{sum(ends)} of {len(ends)} rounds wholly accepted"
                 promise.check(all(ends), f"temperature {temperature:g}, {shape}: {found}")
-    finally:
-        await drafter.stop()
     return promise
 
 

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 from dendro.client import Asking, AsyncClient
+from dendro.engine import started
 from dendro.errors import BadRequest
 from dendro.shapes import BeamShape, DynamicShape, NodeShape
 from rich.console import Console
@@ -114,9 +115,7 @@ async def run_certify(
         )
 
     dtype = DTYPES[target.dtype]
-    engine = await asyncio.to_thread(_own_engine, name, target)
-    await engine.start()
-    try:
+    async with started(await asyncio.to_thread(_own_engine, name, target)) as engine:
         bitwise = (await engine.hello()).exactness == "bitwise"
         margin_of = None if bitwise else checks.margin_in(target.checkpoint, dtype)
         step = bar("(d) planted faults", 4)
@@ -148,8 +147,6 @@ async def run_certify(
         else:
             async with _serving(config, local) as service:
                 await served(service)
-    finally:
-        await engine.stop()
     return sorted(found, key=lambda promise: promise.promise)
 
 

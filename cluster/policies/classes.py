@@ -6,9 +6,6 @@ import math
 
 from tree_kernels import ROW_MULTIPLE
 
-ROW_BUCKET = ROW_MULTIPLE
-"""Rows of a verifier's step are padded to a multiple of this."""
-
 
 def temperature_class(temperature: float) -> str:
     """Class of requests with similar acceptance: greedy (0), cool (below 0.85) or warm."""
@@ -18,8 +15,8 @@ def temperature_class(temperature: float) -> str:
 
 
 def row_bucket(rows: int) -> int:
-    """Rows of a forward, padded to a multiple of ROW_BUCKET."""
-    return -(-rows // ROW_BUCKET) * ROW_BUCKET
+    """Rows of a forward, padded to a multiple of ROW_MULTIPLE."""
+    return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def load_class(requests: int) -> int:

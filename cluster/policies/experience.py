@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 
 from dendro.text import Verdict
 from dendro.tree import DraftTree
+from tree_kernels import ROW_MULTIPLE
 
 from cluster.arms import Arm
-from cluster.policies.classes import ROW_BUCKET, load_class, row_bucket, temperature_class
+from cluster.policies.classes import load_class, row_bucket, temperature_class
 from cluster.policies.costs import COST_STEP, LEAST_US, PRIOR_ROUNDS, TRIED, Costs, EmittedLength
 from cluster.policies.promises import Promises
 from cluster.policies.step_time import degree_of
@@ -147,7 +148,9 @@ class Experience:
         if arm.drafted:
             costs.learn_draft(arm, tree.draft_us / tree.texts)
         if costs.tried.total() and not verdict.cold:  # the first touches cold memory
-            costs.step.learn(row_bucket(verdict.step_rows), verdict.verify_us, self.degree)
+            # At least LEAST_US: of 0 us, OUTLIER times as much is 0 us, too, so every later step would count as that.
+            us = max(verdict.verify_us, LEAST_US)
+            costs.step.learn(row_bucket(verdict.step_rows), us, self.degree)
             costs.texts += COST_STEP * (verdict.texts - costs.texts)
         costs.tried[row_bucket(tree.rows)] += 1
         rows = costs.rows.setdefault(arm, tree.rows)
@@ -222,7 +225,7 @@ class Experience:
     def draft_ratio(self) -> float:
         """lambda_gamma of the paper: time of one level of the fastest drafter over one plain target forward; 0.1 until
         measured."""
-        plain_us = self.costs.step.at(ROW_BUCKET, self.degree)
+        plain_us = self.costs.step.at(ROW_MULTIPLE, self.degree)
         levels = [cost.us / arm.depth for arm, cost in self.costs.draft.items() if cost.us]
         if not plain_us or not levels:
             return 0.1

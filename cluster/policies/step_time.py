@@ -21,6 +21,9 @@ UNIT = 64
 """Rows per unit of n in a fit, which keeps the powers of n of similar size."""
 MOST_SIZES = 64
 """Numbers of rows whose mean times are kept; beyond that the one of least weight is dropped. Peers report the rows."""
+LEAST_WEIGHT = 1e-7
+"""A number of rows of less weight is dropped: one not measured in the last 1600 to 2100 steps. At 1e-26 a fit lost the
+constant, so 8 rows seemed to take 1/16 of the time of 128; and a prior with a weight of 0 counts as missing."""
 
 Coefficients = tuple[float, ...]
 
@@ -46,8 +49,8 @@ class StepTime:
         """Record a measured step."""
         if self.sizes:
             us = min(us, OUTLIER * self.at(rows, degree))
-        for size, (weight, mean) in self.sizes.items():
-            self.sizes[size] = weight * (1 - STEP), mean
+        kept = {size: each for size, each in self.sizes.items() if each[0] >= LEAST_WEIGHT}
+        self.sizes = {size: (weight * (1 - STEP), mean) for size, (weight, mean) in kept.items()}
         weight, mean = self.sizes.get(rows, (0.0, 0.0))
         self.sizes[rows] = weight + 1, mean + (us - mean) / (weight + 1)
         if len(self.sizes) > MOST_SIZES:

@@ -19,9 +19,10 @@ from dendro.client import Asking
 from dendro.errors import BadRequest, EngineFailed
 from dendro.shapes import TreeShape
 from dendro.text import Sampling
+from tree_kernels import ROW_MULTIPLE
 
 from cluster.config import DrafterConfig
-from cluster.policies.classes import ROW_BUCKET, row_bucket
+from cluster.policies.classes import row_bucket
 from cluster.policies.least_squares import nonnegative_fit
 from cluster.policies.replay import round_lengths
 from cluster.policies.sequoia import forwarded_rows
@@ -196,13 +197,13 @@ class LinearCosts:
     def round_us(self, shape: TreeShape) -> float:
         """A round with a tree of fixed form, or with `off`."""
         if shape.off:
-            return self.step(ROW_BUCKET) + self.off_hops_us
+            return self.step(ROW_MULTIPLE) + self.off_hops_us
         return self.fixed_us + sum(map(self.level, forwarded_rows(shape))) + self.step(row_bucket(shape.rows))
 
     @property
     def cost_ratio(self) -> float:
         """Leviathan's c: the cost of a drafter's forward of one row over that of a step without guesses."""
-        return self.level(1) / self.step(ROW_BUCKET)
+        return self.level(1) / self.step(ROW_MULTIPLE)
 
 
 @dataclass(frozen=True, slots=True)

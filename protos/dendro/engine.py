@@ -11,9 +11,9 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from dendro.calls import DrafterPeer, Peer, VerifierPeer
 from dendro.clock import Clock
@@ -62,6 +62,19 @@ class LocalDrafter(DrafterPeer, Engine, Protocol):
 
 class LocalVerifier(VerifierPeer, Engine, Protocol):
     """A verifier of this process."""
+
+
+E = TypeVar("E", bound=Engine)
+
+
+@contextlib.asynccontextmanager
+async def started(engine: E) -> AsyncIterator[E]:
+    """Start an engine, and stop it at the end."""
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
 
 
 class Ticket:

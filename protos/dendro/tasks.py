@@ -32,10 +32,6 @@ class BackgroundTasks:
         for task in tuple(self._tasks):
             task.cancel()
 
-    async def join(self) -> None:
-        """Wait until those that were started so far have ended."""
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and not isinstance(task.exception(), self._expected | None):

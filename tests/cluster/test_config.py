@@ -118,7 +118,7 @@ def test_an_unknown_model_is_refused_by_name():
 def test_without_the_demos_models_one_sentence_says_what_to_do(tmp_path: Path):
     """An installed wheel has none."""
     for use in (demo_config, load_tokenizer):
-        with pytest.raises(BadRequest, match="no folder .*; .* a checkout .* --config, or .* `dendro train demo`$"):
+        with pytest.raises(BadRequest, match="no folder .* checkout .* a configuration, or .* `dendro train demo`$"):
             use(tmp_path / "models")
 
 

@@ -50,26 +50,26 @@ def verdict(emitted: int, rows: int = 1) -> Verdict:
     return Verdict((1,) * emitted, path, ranks, None, emitted, 10_000 + 100 * rows, step_rows=rows)
 
 
-def tree(shape: Arm, trace: tuple[int, ...] = ()) -> DraftTree:
-    plain = DraftTree.of(range(shape.rows), range(-1, shape.rows - 1))
-    draft_us = 100 + 300 * shape.depth + 40 * shape.shape.forwarded
-    return replace(plain, trace=np.array(trace, np.int32), draft_us=0 if shape.off else draft_us)
+def tree(arm: Arm, trace: tuple[int, ...] = ()) -> DraftTree:
+    plain = DraftTree.of(range(arm.rows), range(-1, arm.rows - 1))
+    draft_us = 100 + 300 * arm.depth + 40 * arm.shape.forwarded
+    return replace(plain, trace=np.array(trace, np.int32), draft_us=0 if arm.off else draft_us)
 
 
-def answer(emit: int, rounds: int, shape: Arm = CHAIN, rank: int = 0) -> tuple[Prior, Experience]:
+def answer(emit: int, rounds: int, arm: Arm = CHAIN, rank: int = 0) -> tuple[Prior, Experience]:
     """The statistics of a request whose rounds all emitted `emit` tokens, and its router's experience."""
     notes, experience = Prior(), Experience()
     trace: tuple[int, ...] = ()
     for _ in range(rounds):
-        played = tree(shape, trace), verdict(emit, shape.rows)
-        notes.learn(shape, *played, worth=emit)
-        experience.learn(shape, *played, temperature=0.0)
+        played = tree(arm, trace), verdict(emit, arm.rows)
+        notes.learn(arm, *played, worth=emit)
+        experience.learn(arm, *played, temperature=0.0)
         trace = (rank,) * (emit - 1) + (RANKED,)
     return notes, experience
 
 
-def prior_of(emit: int, rounds: int, shape: Arm = CHAIN) -> Prior:
-    notes, experience = answer(emit, rounds, shape)
+def prior_of(emit: int, rounds: int, arm: Arm = CHAIN) -> Prior:
+    notes, experience = answer(emit, rounds, arm)
     return replace(notes, costs=experience.hints())
 
 
@@ -111,9 +111,9 @@ def test_a_kinds_earlier_rounds_weigh_at_most_64_beside_a_new_request():
     assert prior.lengths[CHAIN].variance == pytest.approx(1)
 
 
-@pytest.mark.parametrize("shape", [PAIR, BUSHY, Arm.parse("mamba:nodes(2,2,0,1)")], ids=str)
-def test_ranks_predict_arms_never_played(shape: Arm):
-    """20,000 rounds of another shape with independent ranks: E[N] = 1 + sum_d prod a_i(N_i)."""
+@pytest.mark.parametrize("arm", [PAIR, BUSHY, Arm.parse("mamba:nodes(2,2,0,1)")], ids=str)
+def test_ranks_predict_arms_never_played(arm: Arm):
+    """20,000 rounds of another arm with independent ranks: E[N] = 1 + sum_d prod a_i(N_i)."""
     rng, chances = random.Random(0), [0.5, 0.2, 0.1] + [0.02] * 5 + [0.1]
     notes = Prior()
     trace: tuple[int, ...] = ()
@@ -129,8 +129,8 @@ def test_ranks_predict_arms_never_played(shape: Arm):
     }
     below = 0.7 + 0.5 * 0.7 + 0.5 * 0.5 * 0.5  # two children; the first has two; the first of these one
     expected[Arm.parse("mamba:nodes(2,2,0,1)")] = 1 + below
-    length = notes.length(shape)
-    assert length.mean == pytest.approx(expected[shape], rel=0.03) and length.rounds == 8
+    length = notes.length(arm)
+    assert length.mean == pytest.approx(expected[arm], rel=0.03) and length.rounds == 8
 
 
 def test_a_depth_never_reached_has_the_ranks_of_the_one_above():
@@ -167,19 +167,19 @@ def test_a_round_whose_tree_did_not_come_does_not_count_for_its_arm():
 
 def test_the_draft_time_of_a_shape_never_played_is_read_off_the_plane():
     experience = Experience()
-    for shape in (PAIR, CHAIN, Arm.parse("mamba:(4,2,1)"), Arm.parse("mamba:nodes(2,1)")):
+    for arm in (PAIR, CHAIN, Arm.parse("mamba:(4,2,1)"), Arm.parse("mamba:nodes(2,1)")):
         for _ in range(3):
-            experience.learn(shape, tree(shape), verdict(1, shape.rows), 0.0)
-    for shape in (
+            experience.learn(arm, tree(arm), verdict(1, arm.rows), 0.0)
+    for arm in (
         BUSHY,
         Arm.parse("mamba:beam(4,3)"),
         Arm.parse("mamba:dynamic(4,4,20)"),
         Arm.parse("mamba:nodes(3,2,1,1)"),
     ):
-        draft_us = 100 + 300 * shape.depth + 40 * shape.shape.forwarded
-        assert experience.costs.draft_us(shape) == pytest.approx(draft_us, rel=1e-6)
-        assert experience.round_us(shape) is None
-        assert experience.predicted_us(shape) == pytest.approx(draft_us + experience.costs.verify_us(shape.rows, 1))
+        draft_us = 100 + 300 * arm.depth + 40 * arm.shape.forwarded
+        assert experience.costs.draft_us(arm) == pytest.approx(draft_us, rel=1e-6)
+        assert experience.round_us(arm) is None
+        assert experience.predicted_us(arm) == pytest.approx(draft_us + experience.costs.verify_us(arm.rows, 1))
     assert experience.predicted_us(OFF) is not None
 
 
@@ -196,9 +196,9 @@ def test_one_shape_gives_a_draft_time_per_level_and_none_gives_no_prediction():
 
 def test_no_draft_is_predicted_to_take_negative_time():
     rng, experience = random.Random(0), Experience()
-    for shape in (PAIR, CHAIN, BUSHY, Arm.parse("mamba:(8)")):
+    for arm in (PAIR, CHAIN, BUSHY, Arm.parse("mamba:(8)")):
         for _ in range(2):
-            experience.costs.learn_draft(shape, rng.uniform(100, 5000))
+            experience.costs.learn_draft(arm, rng.uniform(100, 5000))
     plane: DraftPlane = experience.costs._planes["mamba"]
     assert experience.costs.draft_us(Arm.parse("mamba:(63)")) >= 0
     assert min(plane.coefficients) >= 0
@@ -245,6 +245,17 @@ def test_a_prior_whose_rounds_went_deeper_than_their_arm_is_valid():
     prior = answer(9, 5, BUSHY)[0]
     assert BUSHY.depth + 1 < prior.lengths[BUSHY].mean
     assert unpack_prior(pack_prior(prior)).lengths == prior.lengths
+
+
+def test_a_router_reads_the_prior_that_it_wrote_of_steps_that_were_reported_to_take_0_us():
+    """The first times come from a verifier that reports 0; later ones are learned all the same."""
+    experience = Experience()
+    for us in (0, 0, 0):
+        experience.learn(OFF, tree(OFF), replace(verdict(1), verify_us=us), 0.0)
+    assert unpack_prior(pack_prior(Prior(costs=experience.hints()))) is not None
+    for _ in range(300):
+        experience.learn(OFF, tree(OFF), replace(verdict(1), verify_us=10_000), 0.0)
+    assert experience.round_us(OFF) > 9_000
 
 
 def malformed() -> list[bytes]:
@@ -474,9 +485,9 @@ def test_off_and_a_chain_are_always_among_the_arms(named, all_of_them):
 
 
 def test_added_arms_keep_the_bounds_of_the_others():
-    for shape in (BUSHY, Arm.parse("mamba:(63)"), Arm.parse("mamba:nodes(2,1)")):
-        for arm in with_chain_and_off([shape]):
-            assert arm.rows <= shape.rows and arm.depth <= shape.depth
+    for own in (BUSHY, Arm.parse("mamba:(63)"), Arm.parse("mamba:nodes(2,1)")):
+        for arm in with_chain_and_off([own]):
+            assert arm.rows <= own.rows and arm.depth <= own.depth
 
 
 # -- two drafters of one target ---------------------------------------------------------------------------------------

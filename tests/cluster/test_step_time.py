@@ -127,18 +127,27 @@ def test_a_peer_that_reports_any_number_of_rows_makes_a_bounded_number_of_sizes(
     assert step.at(64, 1) == pytest.approx(1064, rel=1e-6)
 
 
+@pytest.mark.parametrize("degree", [1, 2])
+def test_a_number_of_rows_that_was_last_measured_thousands_of_steps_ago_is_dropped(degree: int):
+    """Its weight of 9,000 steps later, after as many of 128 rows: these alone determine a constant."""
+    step = StepTime({8: ((1 - STEP) ** 9_000, 5_000.0), 128: (100.0, 20_000.0)})
+    step.learn(128, 20_000, degree)
+    assert step.coefficients(degree) == pytest.approx((20_000, 0, 0)[: degree + 1])
+    assert all(weight > 0 for weight, _ in step.at_most(8).sizes.values()), "a prior with a weight of 0 is refused"
+
+
 # -- the choice of line or parabola -----------------------------------------------------------------------------------
 
 
 def learned(attends: bool, step_us) -> Experience:
-    """An experience of shapes of 8 to 24 padded rows."""
+    """An experience of arms of 8 to 24 padded rows."""
     experience = Experience(Concurrency(attends=attends))
     for _ in range(50):
-        for shape in (OFF_ARM, CHAIN, Arm.parse("mamba:(3,2,1)"), Arm.parse("mamba:(4,2,1)")):
-            tree = DraftTree.of(range(shape.rows), range(-1, shape.rows - 1))
-            rows = -(-shape.rows // 8) * 8
+        for arm in (OFF_ARM, CHAIN, Arm.parse("mamba:(3,2,1)"), Arm.parse("mamba:(4,2,1)")):
+            tree = DraftTree.of(range(arm.rows), range(-1, arm.rows - 1))
+            rows = -(-arm.rows // 8) * 8
             found = Verdict((1,), (0,), (), None, 1, round(step_us(rows)), step_rows=rows)
-            experience.learn(shape, tree, found, 0.0)
+            experience.learn(arm, tree, found, 0.0)
     return experience
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import tiny_mamba
 import tiny_models
 import torch
 from dendro.calls import CloseCall, DraftCall, OpenCall, RequestParameters, TextUpdate, VerifyCall, new_opening
+from dendro.engine import started
 from dendro.errors import BadRequest, NotFound, Overloaded
 from dendro.shapes import OFF, TreeShape
 from dendro.state import MemoryStates
@@ -80,26 +80,14 @@ def greedy_of(folder: Path) -> Greedy:
     return greedy
 
 
-@asynccontextmanager
-async def drafter_engine(folder: Path) -> AsyncIterator[DrafterEngine]:
-    engine = DrafterEngine.load(folder, DrafterOptions(name="tiny", max_sessions=SESSIONS), states=MemoryStates())
-    await engine.start()
-    try:
-        yield engine
-    finally:
-        await engine.stop()
+def drafter_engine(folder: Path) -> DrafterEngine:
+    return DrafterEngine.load(folder, DrafterOptions(name="tiny", max_sessions=SESSIONS), states=MemoryStates())
 
 
-@asynccontextmanager
-async def verifier_engine(folder: Path) -> AsyncIterator[VerifierEngine]:
-    engine = VerifierEngine.load(
+def verifier_engine(folder: Path) -> VerifierEngine:
+    return VerifierEngine.load(
         folder, VerifierOptions(name="tiny", dtype=torch.float32, max_length=128, max_sessions=SESSIONS, max_waiting=0)
     )
-    await engine.start()
-    try:
-        yield engine
-    finally:
-        await engine.stop()
 
 
 @pytest.fixture(params=KINDS)
@@ -111,7 +99,7 @@ def kind(request) -> str:
 @pytest.fixture
 async def drafter(kind, mamba) -> AsyncIterator[Case]:
     fake, near = kind.startswith("fake"), kind.endswith("near")
-    async with drafter_engine(mamba) as real:
+    async with started(drafter_engine(mamba)) as real:
         engine = FakeDrafter() if fake else real
         vocabulary = fakes.VOCABULARY if fake else tiny_models.VOCABULARY
         case = Case(engine, engine, vocabulary, lambda: engine.sessions, fakes.plain)
@@ -125,7 +113,7 @@ async def drafter(kind, mamba) -> AsyncIterator[Case]:
 @pytest.fixture
 async def verifier(kind, target) -> AsyncIterator[Case]:
     fake, near = kind.startswith("fake"), kind.endswith("near")
-    async with verifier_engine(target) as real:
+    async with started(verifier_engine(target)) as real:
         engine = FakeVerifier() if fake else real
         vocabulary = fakes.VOCABULARY if fake else tiny_models.VOCABULARY
         greedy = fakes.plain if fake else greedy_of(target)

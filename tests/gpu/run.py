@@ -2,9 +2,9 @@
 
 Each step is a process with its own time limit and log. If one fails, the others still run. A folder of results is
 written: `results.json`, `summary.txt`, `logs/STEP.txt`, and beside it an archive of the folder. The exit status is 1 if
-a step failed. This file imports Python's standard library alone. The steps need torch, triton, transformers and pytest,
-which the machine must have. Other packages that it lacks, or has in an older version, are installed without a network
-from a folder of wheels into a temporary folder.
+a step failed. This file imports Python's standard library alone. The steps need torch, triton, transformers, scipy and
+pytest, which the machine must have. Other packages that it lacks, or has in an older version, are installed without a
+network from a folder of wheels into a temporary folder.
 
 With `--dry` the steps run on the CPU, the kernels in Triton's interpreter, with tiny sizes.
 """
