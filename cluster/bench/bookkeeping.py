@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, aclosing
-from typing import Any, cast
+from typing import Any
 
 from dendro.calls import (
     PROTOCOL_VERSION,
@@ -103,7 +103,7 @@ class ModelFreePool:
     def __init__(self, peer: ModelFreePeer) -> None:
         self._peer = peer
 
-    async def lease(self) -> Leased[Any]:
+    async def lease(self) -> Leased[ModelFreePeer]:
         return Leased(self._peer, await self._peer.hello(), "")
 
 
@@ -111,9 +111,9 @@ async def endless_rounds(tokens: int) -> AsyncGenerator[Verdict, None]:
     """The verdicts of one text, which begins with so many tokens."""
     text = Text(list(map(token_at, range(tokens))), Sampling(), Limits(tokens + ROOM, ignore_end=True))
     pace = Pace()
-    verifier = VerifierHandle(text, cast(Any, ModelFreePool(ModelFreePeer())), pace)
-    handle = DrafterHandle(cast(Any, ModelFreePool(ModelFreePeer())), pace, verifier, adaptive=False)
-    drafter = ProposalLibrary(("lookup", "suffix"), 64, 16).around(cast(Any, handle), "", 8, 0.0)
+    verifier = VerifierHandle(text, ModelFreePool(ModelFreePeer()), pace)
+    handle = DrafterHandle(ModelFreePool(ModelFreePeer()), pace, verifier, adaptive=False)
+    drafter = ProposalLibrary(("lookup", "suffix"), 64, 16).around(handle, "", 8, 0.0)
     assert drafter is not None
     try:
         async for verdict in rounds(text, drafter, verifier, Static(Arm("drafter", SHAPE))):
@@ -127,9 +127,7 @@ async def measure_bookkeeping(blocks: int, step: Step, tokens: Sequence[int] = (
     """Seconds of a round by tokens of the text, one value for each block; the first block is a warm-up."""
     seconds: dict[int, list[float]] = {length: [] for length in tokens}
     async with AsyncExitStack() as stack:
-        texts = {
-            length: await stack.enter_async_context(aclosing(cast(Any, endless_rounds(length)))) for length in tokens
-        }
+        texts = {length: await stack.enter_async_context(aclosing(endless_rounds(length))) for length in tokens}
         for block in range(blocks + 1):
             for length, text in texts.items():
                 started = time.perf_counter()
