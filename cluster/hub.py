@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from dendro.errors import BadRequest, PeerLost
 from tree_layers.checkpoint import CONFIG, GENERATION, MAMBA_CONFIG, WEIGHT_FILES, shards_of, weight_files
@@ -60,12 +60,18 @@ def fetched_model(where: str, model: AnyModel, weights: bool = True) -> AnyModel
     return model.model_copy(update=folders)
 
 
-def _changed(config: Config, change: Callable[[str, AnyModel], AnyModel]) -> Config:
+class ModelChange(Protocol):
+    """Makes the new form of an entry from its path in the configuration and the entry."""
+
+    def __call__(self, where: str, model: AnyModel, /) -> AnyModel: ...
+
+
+def _changed(config: Config, change: ModelChange) -> Config:
     """The configuration with every entry of a model changed."""
     return config.model_copy(
         update={
-            "targets": {name: change(f"targets.{name}", model) for name, model in config.targets.items()},  # type: ignore[arg-type]
-            "drafters": {name: change(f"drafters.{name}", model) for name, model in config.drafters.items()},  # type: ignore[arg-type]
+            "targets": {name: change(f"targets.{name}", model) for name, model in config.targets.items()},
+            "drafters": {name: change(f"drafters.{name}", model) for name, model in config.drafters.items()},
         }
     )
 
@@ -94,7 +100,7 @@ def _snapshot(name: str, revision: str, files: Sequence[str], bars: bool = False
 
     class Silent(tqdm):
         def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **{**options, "disable": True})
+            super().__init__(*arguments, **{**options, "disable": True})  # type: ignore[no-untyped-call]  # tqdm's
 
     shown = tqdm if bars and sys.stderr.isatty() else Silent
     if shown is tqdm and not HF_HUB_DISABLE_PROGRESS_BARS:

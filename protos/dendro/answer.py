@@ -365,7 +365,7 @@ class AnswerProgress:
         if self._failures >= self.attempts:
             details = f": {error.details()}" if error is not None else ""
             raise PeerLost(f"the stream broke {self._failures} times without a token{details}") from error
-        return min(FIRST_PAUSE_S * 2 ** (self._failures - 1), LONGEST_PAUSE_S, self.remaining_s)
+        return min(FIRST_PAUSE_S * 2.0 ** (self._failures - 1), LONGEST_PAUSE_S, self.remaining_s)
 
 
 def _final_error(error: grpc.RpcError, timeout_s: float) -> DendroError | None:

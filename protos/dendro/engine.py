@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from dendro.calls import DrafterPeer, Peer, VerifierPeer
 from dendro.clock import Clock
@@ -21,6 +21,8 @@ from dendro.errors import DendroError, EngineFailed, PeerLost
 from dendro.health import LONGEST_STEP_S, StepWatch
 
 log = logging.getLogger("dendro.engine")
+
+Result = TypeVar("Result")
 
 
 class Engine(Peer, Protocol):
@@ -173,7 +175,7 @@ class EngineThread:
         """Run `work` in the thread; nobody waits for it."""
         self._inbox.put((Ticket(self.clock()), work))
 
-    def run(self, work: Callable[[], Any]) -> Any:
+    def run(self, work: Callable[[], Result]) -> Result:
         """Run `work` where the model runs, before `start` too, and return its result. Blocks; for checks."""
         if self._thread is None:
             with self._alone, ThreadPoolExecutor(1, self.name, self._setup) as once:
@@ -182,7 +184,8 @@ class EngineThread:
         self._waiting.add(ticket)
         try:
             self._put(ticket, lambda ticket: ticket.settle(work()))
-            return ticket.outcome.result()
+            result: Result = ticket.outcome.result()
+            return result
         finally:
             self._waiting.discard(ticket)
 
