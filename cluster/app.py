@@ -39,7 +39,7 @@ from cluster.sessions import RedisSessions
 from cluster.state_store import RedisPriors, RedisStates
 
 if TYPE_CHECKING:
-    from ray.serve import Application
+    from ray.serve import Application, Deployment
     from ray.serve.handle import DeploymentHandle
 
 
@@ -137,8 +137,8 @@ class RouterShell:
         self,
         config: Config,
         redis_url: str,
-        targets: dict[str, DeploymentHandle],
-        drafters: dict[str, DeploymentHandle],
+        targets: dict[str, DeploymentHandle[object]],
+        drafters: dict[str, DeploymentHandle[object]],
         ingress: LoadIngress = Ingress,
     ) -> None:
         _log_to_serve_file()
@@ -234,7 +234,7 @@ def application(fields: dict[str, Any]) -> Application:
     return build(config, config.redis.address(os.environ))
 
 
-def _deployment(shell: type, **options: Any) -> Any:
+def _deployment(shell: type, **options: Any) -> Deployment:
     from ray import serve
 
     return serve.deployment(**options)(shell)

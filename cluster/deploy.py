@@ -101,7 +101,8 @@ def deployment_stats(deployment: str) -> dict[str, int]:
     """The counters of a deployment's replica, by a Serve call; where there are several replicas, of any one of them."""
     from ray import serve
 
-    return serve.get_deployment_handle(deployment, APPLICATION).stats.remote().result()
+    stats: dict[str, int] = serve.get_deployment_handle(deployment, APPLICATION).stats.remote().result()
+    return stats
 
 
 def _free_port(host: str) -> int:

@@ -60,7 +60,7 @@ def fetched_model(where: str, model: AnyModel, weights: bool = True) -> AnyModel
     return model.model_copy(update=folders)
 
 
-def _pin(where: str, model: ModelConfig) -> ModelConfig:
+def _pin(where: str, model: AnyModel) -> AnyModel:
     commits = {}
     for field, name, key, revision in (
         ("checkpoint", model.checkpoint_name, "revision", model.revision),
@@ -84,7 +84,7 @@ def _snapshot(name: str, revision: str, files: Sequence[str], bars: bool = False
 
     class Silent(tqdm):
         def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **{**options, "disable": True})
+            super().__init__(*arguments, **{**options, "disable": True})  # type: ignore[no-untyped-call]  # tqdm's
 
     shown = tqdm if bars and sys.stderr.isatty() else Silent
     if shown is tqdm and not HF_HUB_DISABLE_PROGRESS_BARS:

@@ -133,7 +133,8 @@ class DynamicGrowth(Growth):
         return np.full(len(reached), self.shape.k, np.int64)
 
     def _next(self, first: int, values: FloatArray) -> list[int]:
-        return (first + np.sort(greatest(values, self.shape.k))).tolist()
+        rows: list[int] = (first + np.sort(greatest(values, self.shape.k))).tolist()
+        return rows
 
     def arrays(self) -> tuple[IntArray, IntArray, FloatArray]:
         tokens, parents, values = super().arrays()

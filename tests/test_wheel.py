@@ -32,4 +32,5 @@ def test_the_wheel_has_every_module_and_no_weights(tmp_path):
     assert not [name for name in names if name.endswith((".safetensors", "tokenizer.json"))]
     ours = {str(path.relative_to(ROOT / SOURCE_ROOTS[name.split(".")[0]])) for name, path in modules().items()}
     ours |= {"cluster/demo/held_out.json", "dendro/v1/generation.proto", "dendro/v1/generation_pb2_grpc.py"}
+    ours |= {f"{name}/py.typed" for name in SOURCE_ROOTS}
     assert not ours - names

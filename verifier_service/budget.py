@@ -44,7 +44,8 @@ class StepCosts:
         times = np.maximum.accumulate([self._us[size] for size in sizes])  # more rows are not faster
         slope = (times[-1] - times[0]) / (sizes[-1] - sizes[0])
         inside = np.interp(rows, sizes, times)
-        return inside + slope * np.maximum(rows - sizes[-1], 0)
+        times_us: Floats = inside + slope * np.maximum(rows - sizes[-1], 0)
+        return times_us
 
 
 def reached(tree: DraftTree) -> Floats:

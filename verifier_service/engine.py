@@ -189,12 +189,14 @@ class VerifierEngine:
         if self._shelf is not None:
             length, arrays = await self._shelf.find(call)
             saved = Saved(length, len(arrays["dt.0"]), arrays) if arrays is not None else None
-        return await self._ask(call, saved)
+        opened: Opened = await self._ask(call, saved)
+        return opened
 
     async def verify(self, call: VerifyCall) -> Verdict:
         """Verify a tree. Raises NotFound for an unknown opening or another text, BadRequest for a tree or text that
         cannot be verified; the opening stays open."""
-        return await self._ask(call)
+        verdict: Verdict = await self._ask(call)
+        return verdict
 
     async def close(self, call: CloseCall) -> Closed:
         """End an opening. A state-space target's memory of the text is saved first, unless the call is cancelled;

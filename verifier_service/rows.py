@@ -46,7 +46,8 @@ class StepPlan:
     @property
     def certain(self) -> npt.NDArray[np.bool_]:
         """[rows] true for rows that are not guesses."""
-        return self.slots == self.homes
+        certain: npt.NDArray[np.bool_] = self.slots == self.homes
+        return certain
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,7 @@ def _near(table: Ints, positions: Ints, certain: Ints, trail: Ints, near: int) -
     depth = seen - certain[:, None]
     guessed = depth > 0
     committed = np.where(guessed, 0, seen)
-    slots = table[committed // PAGE] * PAGE + committed % PAGE
+    slots: Ints = table[committed // PAGE] * PAGE + committed % PAGE
     rows = np.broadcast_to(np.arange(len(positions))[:, None], keys.shape)
     slots[guessed] = trail[rows[guessed], depth[guessed]]
     slots[(keys < 0) | (keys > positions[:, None])] = 0

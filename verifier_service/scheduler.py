@@ -437,7 +437,7 @@ class StepScheduler:
             scratch = capacity.first_scratch + guesses
             if tree is not None:
                 first = start + share.prefill
-                place, sampling = sum(map(len, wanted)), session.terms.sampling
+                place, sampling = sum(map(len, wanted)), session.parameters.sampling
                 draws.append(Draw(session.number, first, place, len(session.text.ids), tree, session.warp, sampling))
                 wanted.append(np.arange(first, first + tree.rows))
                 guesses += tree.guesses

@@ -243,7 +243,7 @@ class Crew:
     def _wait_for_end(self, lost: Callable[[str], None]) -> None:
         ready = wait([*self._streams, self._sleep])  # workers send nothing more: a readable stream has ended
         if self._sleep not in ready:
-            rank = 1 + self._streams.index(ready[0])  # type: ignore[arg-type]
+            rank = 1 + self._streams.index(ready[0])  # type: ignore[arg-type]  # `wait` returns what it is given: streams
             lost(f"worker {rank} of {self.size} is gone")
 
 

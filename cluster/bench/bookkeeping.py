@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing
-from typing import Any, cast
+from typing import Any
 
 from dendro.calls import (
     PROTOCOL_VERSION,
@@ -108,7 +108,7 @@ class ModelFreePool:
     def __init__(self, peer: ModelFreePeer) -> None:
         self._peer = peer
 
-    async def lease(self) -> Leased[Any]:
+    async def lease(self) -> Leased[ModelFreePeer]:
         return Leased(self._peer, await self._peer.hello(), "")
 
 
@@ -118,10 +118,10 @@ async def endless_rounds(tokens: int, period: int) -> AsyncGenerator[Verdict, No
         [token_at(position, period) for position in range(tokens)], Sampling(), Limits(tokens + ROOM, ignore_end=True)
     )
     pace = Pace()
-    verifier = VerifierHandle(text, cast(Any, ModelFreePool(ModelFreePeer(period))), pace)
+    verifier = VerifierHandle(text, ModelFreePool(ModelFreePeer(period)), pace)
     gate = RunningRequest(Concurrency(), fixed=True)
-    handle = DrafterHandle(cast(Any, ModelFreePool(ModelFreePeer(period))), pace, verifier, gate, adaptive=False)
-    drafter = ProposalLibrary(("lookup", "suffix"), 64, 16).around(cast(Any, handle), "", 8, 0.0)
+    handle = DrafterHandle(ModelFreePool(ModelFreePeer(period)), pace, verifier, gate, adaptive=False)
+    drafter = ProposalLibrary(("lookup", "suffix"), 64, 16).around(handle, "", 8, 0.0)
     assert drafter is not None
     try:
         async for verdict in rounds(text, drafter, verifier, Static(Arm("drafter", SHAPE))):

@@ -57,8 +57,8 @@ def _linear(mlp: nn.Module, name: str) -> nn.Linear:
 def costly_width(model: PreTrainedModel, parameters: int) -> int:
     """The smallest multiple of WIDTH_STEP, not below the model's width, that gives it at least `parameters`."""
     mlps = _mlps(model)
-    width = model.config.intermediate_size
-    total = sum(parameter.numel() for parameter in model.parameters())  # tied weights are counted once
+    width: int = model.config.intermediate_size
+    total: int = sum(parameter.numel() for parameter in model.parameters())  # tied weights are counted once
     per_unit = sum(3 * _linear(mlp, "gate_proj").in_features for mlp in mlps)
     needed = width + max(math.ceil((parameters - total) / per_unit), 0)
     return math.ceil(needed / WIDTH_STEP) * WIDTH_STEP
@@ -127,8 +127,8 @@ def add_head_groups(model: PreTrainedModel, times: int) -> PreTrainedModel:
 
 def costly_times(model: PreTrainedModel, parameters: int) -> int:
     """The factor on the groups of heads that gives a Mamba-2 model at least `parameters` parameters."""
-    total = sum(parameter.numel() for parameter in model.parameters())
-    mixers = sum(parameter.numel() for name, parameter in model.named_parameters() if "mixer." in name)
+    total: int = sum(parameter.numel() for parameter in model.parameters())
+    mixers: int = sum(parameter.numel() for name, parameter in model.named_parameters() if "mixer." in name)
     return 1 + max(math.ceil((parameters - total) / mixers), 0)
 
 

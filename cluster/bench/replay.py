@@ -7,7 +7,7 @@ compared with every fixed arm on the same text.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -136,9 +136,9 @@ def run_stream(
         ]
 
 
-def shares(runs: Sequence[ReplayedAnswer], window: int, wanted: Callable[[Trace], bool]) -> list[dict[str, float]]:
-    """The share of each arm in consecutive windows of `window` rounds, over the answers that `wanted` selects."""
-    rounds = [played.shape for run in runs if wanted(run.trace) for played in run.rounds]
+def shares(runs: Sequence[ReplayedAnswer], window: int) -> list[dict[str, float]]:
+    """The share of each arm in consecutive windows of `window` rounds."""
+    rounds = [played.shape for run in runs for played in run.rounds]
     found = []
     for start in range(0, len(rounds), window):
         counts = Counter(rounds[start : start + window])

@@ -268,7 +268,7 @@ class ScanLayer:
             x = torch.cat([ring_x, x.unflatten(-1, (layout.heads, layout.width))], 1)
             # The ring's outputs are discarded, so its C may have any value.
             B, C = (torch.cat([ring_B, each.unflatten(-1, (layout.groups, layout.size))], 1) for each in (B, C))
-            y = mamba2_chunk_scan(
+            y: Tensor = mamba2_chunk_scan(
                 x,
                 torch.cat([ring_dt, dt], 1),
                 mixer.A,

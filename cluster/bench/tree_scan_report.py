@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cluster.bench.report import Cells, Report, aims_table, figure_at, machine_facts, medians, with_interval
-from cluster.bench.tree_scan import HEAD_ROWS, LIBRARY, NEWEST, PACKED, UNROLLED, WAYS
+from cluster.bench.tree_scan import LIBRARY, NEWEST, PACKED, UNROLLED, WAYS
+from verifier_service.models.head import HEAD_ROWS
 
 MIB = 2**20
 COLOURS = {PACKED: "#2a7f62", UNROLLED: "#5b8db8", LIBRARY: "#d98e04", NEWEST: "#b23a48"}

@@ -173,7 +173,8 @@ def acceptance(traces: Sequence[Trace], depths: int = 8, children: int = 8) -> n
                 counts[depth, rank] += 1
                 if rank == children:
                     break
-    return counts[:, :children] / np.maximum(counts.sum(1, keepdims=True), 1)
+    chances: np.ndarray = counts[:, :children] / np.maximum(counts.sum(1, keepdims=True), 1)
+    return chances
 
 
 def likeliest_tree(accept: np.ndarray, rows: int) -> NodeShape:
@@ -364,5 +365,5 @@ def share_rows(recorded: TreesRecord, played: Sequence[PolicyReplay], rows: Sequ
                 "policy": stream.policy,
                 "window_rounds": WINDOW,
                 "second_pass_from_round": sum(len(run.rounds) for run in stream.runs(kind, 0)),
-                "shares": shares(runs, WINDOW, lambda trace, kind=kind: trace.answer.kind == kind),  # type: ignore[misc]
+                "shares": shares([run for run in runs if run.trace.answer.kind == kind], WINDOW),
             }

@@ -51,7 +51,8 @@ def key_bytes(checkpoint: Path) -> int:
     config = json.loads((checkpoint / "config.json").read_text())
     heads = config["num_attention_heads"]
     width = config.get("head_dim") or config["hidden_size"] // heads
-    return 2 * 4 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * width
+    numbers: int = config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * width
+    return 2 * 4 * numbers
 
 
 async def context_rows(

@@ -87,12 +87,15 @@ class LibraryModel:
             eos_token_id=None,
             pad_token_id=0,
         )
-        return made[0, ids.shape[1] :].tolist()
+        answer: list[int] = made[0, ids.shape[1] :].tolist()
+        return answer
 
     @torch.inference_mode()
     def logits(self, ids: Sequence[int]) -> torch.Tensor:
         """[V] float32, after the last of `ids`."""
-        return self.model(torch.tensor([list(ids)]), use_cache=False, logits_to_keep=1).logits[0, -1].float()
+        found = self.model(torch.tensor([list(ids)]), use_cache=False, logits_to_keep=1)
+        logits: torch.Tensor = found.logits[0, -1].float()
+        return logits
 
     def margin(self, ids: Sequence[int]) -> float:
         """The difference of the two best logits after `ids`."""

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from cluster.demo.prompts import MODELS, Passage, Prompt, held_out_prompts, load_passages, load_tokenizer
+from cluster.config import DEMO_MODELS
+from cluster.demo.prompts import Passage, Prompt, held_out_prompts, load_passages, load_tokenizer
 
 CODE, PROSE, EDITS = "code", "prose", "edits"
 KINDS = (CODE, PROSE, EDITS)
@@ -24,7 +25,7 @@ BLOCK_TOKENS = 32
 
 
 def kind_prompts(
-    kind: str, count: int, length_tokens: int, tokenizer: Tokenizer | None = None, models: Path = MODELS
+    kind: str, count: int, length_tokens: int, tokenizer: Tokenizer | None = None, models: Path = DEMO_MODELS
 ) -> list[Prompt]:
     """The first `count` prompts of a kind, of exactly `length_tokens` tokens each.
 

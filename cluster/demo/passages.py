@@ -14,10 +14,11 @@ from pathlib import Path
 
 import torch
 
+from cluster.config import DEMO_MODELS
 from cluster.demo.checkpoints import load_fp32
 from cluster.demo.corpus import HELD_OUT, source_files
 from cluster.demo.measure import greedy_repetition
-from cluster.demo.prompts import MODELS, PASSAGES_FILE, Passage, as_prompts, load_tokenizer
+from cluster.demo.prompts import PASSAGES_FILE, Passage, as_prompts, load_tokenizer
 
 PASSAGE_CHARS = 1900  # 256 tokens of prompt and at least 128 of continuation, at 3 to 4 characters a token
 APART_CHARS = 400  # between the beginnings of two passages of a module
@@ -49,7 +50,7 @@ def candidate_passages(root: Path | None = None) -> list[Passage]:
     return [passage for source in sources for passage in _passages_of(source.name, source.text)]
 
 
-def choose_passages(models: Path = MODELS) -> list[Passage]:
+def choose_passages(models: Path = DEMO_MODELS) -> list[Passage]:
     """The `PER_MODULE` least repetitive passages of every module: first each module's best, then each second best."""
     prompts = as_prompts(candidate_passages(), 128, load_tokenizer(models))
     repeated = greedy_repetition(load_fp32(models / "target", torch.device("cpu")), prompts)

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from cluster.config import DEMO_MODELS as MODELS
-from cluster.config import demo_models
+from cluster.config import DEMO_MODELS, demo_models
 
 PASSAGES_FILE = Path(__file__).parent / "held_out.json"
 MEASURING_FILE = "measuring_prompts.json"  # beside the models: written by their training, read here
@@ -42,7 +41,7 @@ def load_passages() -> list[Passage]:
     return [Passage(entry["name"], entry["text"]) for entry in json.loads(PASSAGES_FILE.read_text())]
 
 
-def load_tokenizer(models: Path = MODELS) -> Tokenizer:
+def load_tokenizer(models: Path = DEMO_MODELS) -> Tokenizer:
     return Tokenizer.from_file(str(demo_models(models) / "target" / "tokenizer.json"))
 
 
@@ -67,7 +66,7 @@ def held_out_prompts(
     count: int | None,
     length_tokens: int,
     tokenizer: Tokenizer | None = None,
-    models: Path = MODELS,
+    models: Path = DEMO_MODELS,
 ) -> list[Prompt]:
     """The first `count` (None: all) measuring prompts of exactly `length_tokens` (at most 256) tokens; always the same.
 

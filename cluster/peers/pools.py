@@ -42,7 +42,7 @@ P = TypeVar("P", bound=Peer)
 class ServePool(Generic[P]):
     """The replicas of one deployment. Not thread-safe: its streams are bound to one event loop."""
 
-    def __init__(self, handle: DeploymentHandle, streams: Streams, far: Callable[[PeerStream], P]) -> None:
+    def __init__(self, handle: DeploymentHandle[object], streams: Streams, far: Callable[[PeerStream], P]) -> None:
         self._lease = handle.options(stream=True).lease
         self._streams = streams
         self._far = far
@@ -153,8 +153,8 @@ class ServePeers(Peers):
     def __init__(
         self,
         config: Config,
-        targets: Mapping[str, DeploymentHandle],
-        drafters: Mapping[str, DeploymentHandle],
+        targets: Mapping[str, DeploymentHandle[object]],
+        drafters: Mapping[str, DeploymentHandle[object]],
     ) -> None:
         self._verifier_streams, self._drafter_streams = Streams(VERIFIER), Streams(DRAFTER)
         super().__init__(

@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import grpc.aio
 from dendro import wire
@@ -26,6 +26,8 @@ EOF = cast(Any, grpc.aio).EOF  # missing in its stubs
 
 CONNECT_S = 5.0
 """How long a replica may take to answer the greeting."""
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,10 +200,10 @@ class _RemotePeer:
         return self.stream.hello
 
     async def open(self, call: OpenCall) -> Opened:
-        return cast(Opened, _expect(Opened, await self.stream.call(call)))
+        return _expect(Opened, await self.stream.call(call))
 
     async def close(self, call: CloseCall) -> Closed:
-        return cast(Closed, _expect(Closed, await self.stream.call(call)))
+        return _expect(Closed, await self.stream.call(call))
 
     def _us_since(self, began_s: float) -> int:
         return microseconds(self._clock() - began_s)
@@ -213,7 +215,7 @@ class RemoteDrafter(_RemotePeer):
     async def draft(self, call: DraftCall) -> DraftTree:
         """The tree. Its `draft_us` is capped at the duration of the call."""
         began_s = self._clock()
-        tree = cast(DraftTree, _expect(DraftTree, await self.stream.call(call)))
+        tree = _expect(DraftTree, await self.stream.call(call))
         took_us = self._us_since(began_s)
         return replace(tree, draft_us=took_us) if tree.draft_us > took_us else tree
 
@@ -224,7 +226,7 @@ class RemoteVerifier(_RemotePeer):
     async def verify(self, call: VerifyCall) -> Verdict:
         """The verdict. Its `verify_us` and `queue_us` together are capped at the duration of the call."""
         began_s = self._clock()
-        verdict = cast(Verdict, _expect(Verdict, await self.stream.call(call)))
+        verdict = _expect(Verdict, await self.stream.call(call))
         took_us = self._us_since(began_s)
         if verdict.verify_us + verdict.queue_us <= took_us:
             return verdict
@@ -232,7 +234,7 @@ class RemoteVerifier(_RemotePeer):
         return replace(verdict, verify_us=verify_us, queue_us=min(verdict.queue_us, took_us - verify_us))
 
 
-def _expect(kind: type, answer: object) -> object:
+def _expect(kind: type[Answer], answer: object) -> Answer:
     if not isinstance(answer, kind):
         raise BadAnswer(f"peer: answers with a {type(answer).__name__} instead of a {kind.__name__}")
     return answer

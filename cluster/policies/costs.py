@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from dendro.shapes import TreeShape
+from dendro.smoothing import OUTLIER
 
 from cluster.arms import Arm
 from cluster.policies.classes import row_bucket
 from cluster.policies.least_squares import nonnegative_fit
-from cluster.policies.step_time import OUTLIER, StepTime
+from cluster.policies.step_time import StepTime
 
 PRIOR_ROUNDS = 8.0
 """Weight of all earlier requests together in a new one, in rounds."""

@@ -16,4 +16,5 @@ def nonnegative_fit(design: Matrix, values: Vector) -> list[float]:
     multiply each row and its value by the root of its weight."""
     from scipy.optimize import nnls  # its import takes tenths of a second, which most commands do not need
 
-    return nnls(design, values)[0].tolist()
+    found: list[float] = nnls(design, values)[0].tolist()
+    return found

@@ -17,13 +17,13 @@ import numpy as np
 import numpy.typing as npt
 from dendro.shapes import MAX_ROWS, TreeShape
 from dendro.text import Verdict
-from dendro.tree import DraftTree
+from dendro.tree import RANKED, DraftTree
 from dendro.wire import MAX_STEP_ROWS
 
 from cluster.arms import Arm
 from cluster.policies.classes import temperature_class
 from cluster.policies.costs import PRIOR_ROUNDS, Cost, Costs, EmittedLength
-from cluster.policies.replay import RANKED, RankTrace, replayed
+from cluster.policies.replay import RankTrace, replayed
 from cluster.policies.sequoia import reached
 from cluster.policies.step_time import MOST_SIZES, StepTime
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
-from cluster.policies.step_time import OUTLIER
+from dendro.smoothing import OUTLIER
 
 LEARNING_ROUNDS = 16.0
 """Rounds per text under a new load that are not judged, while policies learn the arms."""

@@ -17,13 +17,13 @@ import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from functools import partial
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from dendro.clock import Clock
 from dendro.errors import Conflict, DendroError, NotFound, Overloaded, PeerLost, one_line
 from dendro.long_work import off_loop
 from dendro.tasks import BackgroundTasks
-from dendro.text import Finish, Limits, Text, Verdict
+from dendro.text import Finish, Limits, Text
 from dendro.v1 import generation_pb2 as pb
 
 from cluster.checkpoints import check_pairs, read_cluster
@@ -203,8 +203,7 @@ class Ingress:
             check_target_of_resume(job.resume, job.held, target)
             job.target = target
             yield _started(job, text, target)
-            loop = cast(AsyncGenerator[Verdict, None], rounds(text, drafter, verifier, account))
-            async with aclosing(loop) as verdicts:
+            async with aclosing(rounds(text, drafter, verifier, account)) as verdicts:
                 async for verdict in verdicts:
                     account.learn_hello(verifier.hello)
                     added = stream.push(verdict.tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Protocol
 
 from dendro.shapes import TreeShape
@@ -31,7 +31,7 @@ class Policy(Protocol):
     def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None: ...
 
 
-async def rounds(text: Text, drafter: Drafter, verifier: Verifier, policy: Policy) -> AsyncIterator[Verdict]:
+async def rounds(text: Text, drafter: Drafter, verifier: Verifier, policy: Policy) -> AsyncGenerator[Verdict, None]:
     """Choose an arm, draft, verify, commit and yield the verdict; repeat until a verdict is finished."""
     while True:
         arm = policy.choose()

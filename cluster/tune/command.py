@@ -41,7 +41,7 @@ from cluster.tune.tuning import (
     rows_of,
 )
 from cluster.tune.writing import check_writable, text_of, write_arms
-from drafter_service.scheduler import CANDIDATES
+from drafter_service.confidence import CANDIDATES
 
 SHAPE_COLUMNS = (
     "",
@@ -85,7 +85,8 @@ QUICK = TuneSize(6, 1, 2, 24)
 
 def _tokenizer(target: TargetConfig, name: str) -> Tokenizer:
     try:
-        return CheckpointTokenizer(target.tokenizer_folder, "").backend
+        tokenizer: Tokenizer = CheckpointTokenizer(target.tokenizer_folder, "").backend
+        return tokenizer
     except BadRequest as error:
         raise BadRequest(f"targets.{name}.{target.tokenizer_field}", error.reason) from error
 

@@ -101,12 +101,12 @@ def projected_loss(
     hidden [rows, positions, width]   projection [vocabulary, width]   labels [rows, positions]
     Without a teacher: cross-entropy of the labels. With one: `hard_share` of that, the rest against the teacher.
     """
-    flat = hidden.reshape(-1, hidden.shape[-1])
+    flat = hidden.reshape(-1, hidden.shape[-1])  # below: torch gives `apply` no types
     if teacher is None:
-        loss = _ProjectedLoss.apply(flat, projection, labels.reshape(-1), None, None, 1.0)
+        loss = _ProjectedLoss.apply(flat, projection, labels.reshape(-1), None, None, 1.0)  # type: ignore[no-untyped-call]
     else:
         kept = teacher.ids.shape[-1]
         ids, log_probs = teacher.ids.reshape(-1, kept).long(), teacher.log_probs.reshape(-1, kept)
-        loss = _ProjectedLoss.apply(flat, projection, labels.reshape(-1), ids, log_probs, hard_share)
+        loss = _ProjectedLoss.apply(flat, projection, labels.reshape(-1), ids, log_probs, hard_share)  # type: ignore[no-untyped-call]
     assert isinstance(loss, Tensor)
     return loss

@@ -34,7 +34,7 @@ def mamba1_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk: i
     The first pass starts every chunk from zero and keeps its last state; these are carried over the borders; the second
     starts every chunk from the state that enters it. Decays are products of numbers below one, so nothing overflows.
     """
-    y = _Mamba1Scan.apply(x, dt, A, B, C, chunk)
+    y = _Mamba1Scan.apply(x, dt, A, B, C, chunk)  # type: ignore[no-untyped-call]  # torch gives it no types
     assert isinstance(y, Tensor)
     return y
 
@@ -117,7 +117,8 @@ def mamba2_scan_by_steps(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor)
     return torch.stack(outputs, 1)
 
 
-@torch.compiler.disable  # fused with its surroundings, its gradient has NaN or does not compile (torch 2.13)
+# Fused with its surroundings, its gradient has NaN or does not compile (torch 2.13).
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
 def mamba2_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk: int = MAMBA2_CHUNK) -> Tensor:
     """The same as `mamba2_scan_by_steps` by matrix products: inside a chunk it is attention with decaying weights."""
     length, heads = x.shape[1:3]
@@ -137,7 +138,7 @@ def mamba2_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk: i
     last = ((to_border * inputs).flatten(3).mT @ B).unflatten(2, (heads, -1))  # [R, chunks, H, P, N]
     entering = _carry(last, torch.exp(log_decay[:, :, -1])[..., None, None])
     across = (C @ entering.flatten(2, 3).mT).unflatten(3, (heads, -1))  # [R, chunks, chunk, H, P]
-    y = within + torch.exp(log_decay)[..., None] * across
+    y: Tensor = within + torch.exp(log_decay)[..., None] * across
     return y.flatten(1, 2)[:, :length]
 
 

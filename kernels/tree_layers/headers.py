@@ -75,9 +75,10 @@ def _check_size(file: Path, size: int) -> None:
 
 
 def _shape(sizes: Sequence[object]) -> tuple[int, ...]:
-    if not all(type(size) is int and size >= 0 for size in sizes):
+    found = tuple(size for size in sizes if type(size) is int and size >= 0)
+    if len(found) != len(sizes):
         raise ValueError(f"a tensor has the shape {sizes!r:.100}")
-    return tuple(sizes)  # type: ignore[arg-type]
+    return found
 
 
 class _Inert:

@@ -337,7 +337,7 @@ def make_rows_independent(model: nn.Module, forms: RowForms) -> None:
     for sharing in layers.values():
         form = forms.of_layers(sharing)
         for module in sharing:
-            module.forward = form  # type: ignore[method-assign, assignment]
+            module.forward = form  # type: ignore[method-assign, assignment]  # called as the method is
 
 
 def _multiplies_rows(parameter: Tensor) -> bool:
@@ -397,10 +397,10 @@ _LINEAR = {F.linear}
 _MATMUL = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm}
 _KEEPING = {
     *(Tensor.to, Tensor.type, Tensor.float, Tensor.bfloat16, Tensor.half, Tensor.contiguous, Tensor.detach),
-    *(Tensor.t, Tensor.T.__get__, Tensor.mT.__get__),  # type: ignore[attr-defined]
+    *(Tensor.t, Tensor.T.__get__, Tensor.mT.__get__),  # type: ignore[attr-defined]  # a property of C
     *(Tensor.transpose, torch.transpose, Tensor.permute),
     *(Tensor.__getitem__, Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.unbind, Tensor.select, Tensor.squeeze),
-    *(torch.chunk, Tensor.chunk, torch.split, Tensor.split, Tensor.data.__get__),  # type: ignore[attr-defined]
+    *(torch.chunk, Tensor.chunk, torch.split, Tensor.split, Tensor.data.__get__),  # type: ignore[attr-defined]  # a property of C
 }
 
 

@@ -93,7 +93,9 @@ class Mamba1Mixer:
         for counted, target in stops:
             recurrent[target] = every[each, counted - 1]
             conv[target] = conv_tail(history, counted, len(self.conv_weight))
-        return _linear(y.flatten(0, 1).to(u.dtype).mul_(F.silu(gate)), self.out_proj, self.out_bias).unflatten(0, rows)
+        y = _linear(y.flatten(0, 1).to(u.dtype).mul_(F.silu(gate)), self.out_proj, self.out_bias)
+        out: Tensor = y.unflatten(0, rows)
+        return out
 
     def _select(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [rows, I] -> dt after softplus [rows, I], B and C [rows, N], float32."""
@@ -203,7 +205,9 @@ class Mamba2Mixer:
         mamba2_fold(memory.recurrent, source, target, *mamba2_drive(x, dt * _counting(kept, u), self.A), B)
         memory.conv[target] = conv_tail(history, kept, len(self.conv_weight))
         y = self._gated_norm(y.flatten(2).flatten(0, 1), gate)
-        return _linear(y, self.out_proj, self.out_bias).unflatten(0, rows)
+        y = _linear(y, self.out_proj, self.out_bias)
+        out: Tensor = y.unflatten(0, rows)
+        return out
 
     def _project(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         sizes = (self.norm.shape[0], self.conv_weight.shape[1], self.heads)
@@ -231,7 +235,7 @@ class Mamba2Mixer:
 
 def unit_rms(x: Tensor, eps: float) -> Tensor:
     """x [..., n] float32 over the root of its mean square. Faster than F.rms_norm, which has more operations."""
-    norm = torch.linalg.vector_norm(x, 2, -1, True)
+    norm: Tensor = torch.linalg.vector_norm(x, 2, -1, True)
     return x * norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
 
 

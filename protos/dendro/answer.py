@@ -358,7 +358,7 @@ class AnswerProgress:
         if self._failures >= self.attempts:
             details = f": {error.details()}" if error is not None else ""
             raise PeerLost(f"the stream broke {self._failures} times without a token{details}") from error
-        return min(FIRST_PAUSE_S * 2 ** (self._failures - 1), LONGEST_PAUSE_S, self.remaining_s)
+        return min(FIRST_PAUSE_S * 2.0 ** (self._failures - 1), LONGEST_PAUSE_S, self.remaining_s)
 
 
 def _final_error(error: grpc.RpcError, timeout_s: float) -> DendroError | None:
@@ -385,7 +385,10 @@ def _complete(message: pb.GenerateComplete) -> Complete:
     if finish is None:
         raise EngineFailed(f"stream ends with an unknown finish reason: {message.finish_reason}")
     stats = message.speculation
-    counts: dict[str, Any] = {"pulls": dict(stats.pulls), "emitted": dict(sorted(stats.emitted.items()))}
+    counts: dict[str, Any] = {
+        "rounds_by_shape": dict(stats.rounds_by_shape),
+        "rounds_by_tokens": dict(sorted(stats.rounds_by_tokens.items())),
+    }
     return Complete(
         finish=finish,
         prompt_tokens=message.usage.prompt_tokens,

@@ -22,6 +22,8 @@ from dendro.health import LONGEST_STEP_S, StepWatch
 
 log = logging.getLogger("dendro.engine")
 
+Result = TypeVar("Result")
+
 
 class Engine(Peer, Protocol):
     """A drafter or verifier of this process, with its life and its measurements."""
@@ -186,7 +188,7 @@ class EngineThread:
         """Run `work` in the thread; nobody waits for it."""
         self._inbox.put((Ticket(self.clock()), work))
 
-    def run(self, work: Callable[[], Any]) -> Any:
+    def run(self, work: Callable[[], Result]) -> Result:
         """Run `work` where the model runs, before `start` too, and return its result. Blocks; for checks."""
         if self._thread is None:
             with self._alone, ThreadPoolExecutor(1, self.name, self._setup) as once:
@@ -195,7 +197,8 @@ class EngineThread:
         self._waiting.add(ticket)
         try:
             self._put(ticket, lambda ticket: ticket.settle(work()))
-            return ticket.outcome.result()
+            result: Result = ticket.outcome.result()
+            return result
         finally:
             self._waiting.discard(ticket)
 

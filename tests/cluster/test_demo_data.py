@@ -11,6 +11,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, Mamba2ForCausalLM, PreTrainedModel
 
+from cluster.config import DEMO_MODELS as MODELS
 from cluster.demo.architectures import (
     DRAFTER_LIMIT,
     DRAFTERS,
@@ -27,7 +28,7 @@ from cluster.demo.corpus import END_OF_TEXT, END_OF_TEXT_ID, HELD_OUT, VOCABULAR
 from cluster.demo.growth import grow
 from cluster.demo.measure import emitted_per_round, noise_rows, perturbed, repeated_4grams, write_answers
 from cluster.demo.passages import candidate_passages
-from cluster.demo.prompts import MODELS, held_out_prompts, load_passages, load_tokenizer
+from cluster.demo.prompts import held_out_prompts, load_passages, load_tokenizer
 from cluster.demo.train import TrainingPlan, train_demo
 from drafter_service.training.rows import TokenRows
 from drafter_service.training.students import StudentForward

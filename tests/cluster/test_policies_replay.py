@@ -10,18 +10,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from dendro.calls import IDLE_ROUNDS
 from dendro.shapes import LevelShape, NodeShape, TreeShape
 from dendro.text import Limits, Sampling, Text, Verdict
-from dendro.tree import DraftTree
+from dendro.tree import LONGEST_TRACE, RANKED, DraftTree
 
 from cluster.arms import OFF_ARM, Arm
-from cluster.peers.drafter import IDLE_ROUNDS
 from cluster.policies import DiscountedUCB, Experience, FullInfo, RatioUCB, Static, Thompson, UCBSpec
 from cluster.policies.costs import EmittedLength
 from cluster.policies.experience import Concurrency
 from cluster.policies.full_info import LEAST_RANKED, PROBE_EVERY
 from cluster.policies.prior import Prior
-from cluster.policies.replay import LONGEST_TRACE, RANKED, WINDOW, RankTrace, Replay, replayed
+from cluster.policies.replay import WINDOW, RankTrace, Replay, replayed
 from cluster.policies.thompson import STREAM
 from cluster.policies.trial import SpeculationTrial
 from cluster.router.rounds import Policy, rounds

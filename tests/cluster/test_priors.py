@@ -14,7 +14,7 @@ import pytest
 import redis.asyncio
 from dendro.shapes import TreeShape
 from dendro.text import Verdict
-from dendro.tree import DraftTree
+from dendro.tree import RANKED, DraftTree
 from edge import EdgePeers, ingress
 
 from cluster.api.local import LocalClient
@@ -22,7 +22,6 @@ from cluster.arms import OFF_ARM, Arm
 from cluster.policies import Experience, FullInfo, RatioUCB, make_policy, with_chain_and_off
 from cluster.policies.costs import DraftPlane, EmittedLength
 from cluster.policies.prior import FORMAT, NoPriors, Prior, PriorKey, no_ranks, pack_prior, tenant_tag, unpack_prior
-from cluster.policies.replay import RANKED
 from cluster.redis_server import RedisServer
 from cluster.router.priors import KINDS, WAIT_S, WRITES, Priors
 from cluster.state_store import PRIOR_PREFIX, CircuitBreaker, RedisPriors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import stat
@@ -47,7 +48,7 @@ def test_it_ends_when_its_parent_is_killed():
 
 
 def test_without_a_binary_the_error_names_what_to_install(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(redis_server.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setenv("PATH", "")
     with pytest.raises(EngineFailed, match=r"dendroaspis\[embedded\]"):
         RedisServer()

@@ -8,6 +8,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 from dendro.calls import PROTOCOL_VERSION, Hello
+from dendro.smoothing import OUTLIER
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 from edge import EdgePeers, ingress
@@ -17,7 +18,7 @@ from cluster.arms import OFF_ARM, Arm
 from cluster.policies import Experience
 from cluster.policies.experience import Concurrency
 from cluster.policies.least_squares import nonnegative_fit
-from cluster.policies.step_time import MOST_SIZES, OUTLIER, STEP, StepTime, fit_steps
+from cluster.policies.step_time import MOST_SIZES, STEP, StepTime, fit_steps
 
 RECORDED: list[tuple[int, float]] = [
     (8, 53720),

@@ -82,7 +82,8 @@ class LoadedTarget:
         Reads and fills the run's pages.
         """
         with self._one_thread():
-            return self._forward(tokens, positions, wanted).logits[0]
+            logits: Tensor = self._forward(tokens, positions, wanted).logits[0]
+            return logits
 
     def hidden(self, tokens: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
         """As `logits`, but the rows [k, D] that go into the head."""

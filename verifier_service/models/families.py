@@ -211,7 +211,7 @@ class _Probing:
             return
         self.seen.add(id(module))
         layout = Layout(key.shape[1], key.shape[3], value.shape[3])
-        seat: Seat = module.dendro_seat  # type: ignore[assignment]
+        seat: Seat = module.dendro_seat  # type: ignore[assignment]  # `_take_seats` sets it
         seat.index = len(self.run.probed)
         self.run.probed.append(ProbedLayer(layout, window))
         if unknown := sorted(each for each, what in others.items() if what is not None and each not in KNOWN_ARGUMENTS):
@@ -444,7 +444,8 @@ def _logits(model: PreTrainedModel, tokens: Tensor, positions: Tensor | None) ->
 
 def _errors(found: Tensor, truth: Tensor) -> Tensor:
     """[rows] the distance of each row's logits, as a share of their spread."""
-    return (found - truth).norm(dim=-1) / (truth - truth.mean(-1, keepdim=True)).norm(dim=-1)
+    errors: Tensor = (found - truth).norm(dim=-1) / (truth - truth.mean(-1, keepdim=True)).norm(dim=-1)
+    return errors
 
 
 def _off(found: Tensor, truth: Tensor, dtype: torch.dtype) -> float:

@@ -73,7 +73,8 @@ class Head:
         try:
             with self._without_layers(self._given.new_zeros(1, len(hidden), self._width)):
                 rows = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
-                return self._model(input_ids=rows, use_cache=False).logits[0]
+                logits: Tensor = self._model(input_ids=rows, use_cache=False).logits[0]
+                return logits
         finally:
             self._given = None
 

@@ -22,7 +22,7 @@ class GroupedNorm(nn.Module):
     def forward(self, y: Tensor, gate: Tensor) -> Tensor:
         """y, gate [..., channels]; returns the same in y's dtype, computed in float32."""
         gated = y.float() * silu(gate.float())
-        groups = gated.unflatten(-1, (-1, self.group_size))
+        groups: Tensor = gated.unflatten(-1, (-1, self.group_size))
         normed = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.variance_epsilon)
         return self.weight * normed.flatten(-2).to(y.dtype)
 

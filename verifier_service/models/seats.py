@@ -88,7 +88,7 @@ def seat_attention(
 
     Returns [1, rows, heads, dim]. Dropout and other arguments that models pass are ignored.
     """
-    seat: Seat = module.dendro_seat  # type: ignore[assignment]
+    seat: Seat = module.dendro_seat  # type: ignore[assignment]  # `_take_seats` sets it
     run = seat.run
     assert run.pages is not None
     layout = run.pages.layouts[seat.index]
