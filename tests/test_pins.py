@@ -28,7 +28,7 @@ def pins(python: str) -> dict[str, str]:
 
 def required(python: str) -> list[Requirement]:
     """The base requirements, and those of the extras that the Makefile installs."""
-    extras = {extra for group in re.findall(r"--editable '\.\[(.+)\]'", MAKEFILE) for extra in group.split(",")}
+    extras = {extra for group in re.findall(r"\$\(INSTALL\) '\.\[(.+)\]'", MAKEFILE) for extra in group.split(",")}
     assert extras == {"serve", "embedded", "dev"}
     lines = [*PROJECT["dependencies"], *(line for extra in extras for line in PROJECT["optional-dependencies"][extra])]
     found = [Requirement(line) for line in lines]
@@ -63,15 +63,13 @@ def test_each_python_that_pyproject_allows_has_its_file():
     assert sorted(FILES.values()) == sorted((ROOT / "requirements").glob("*.txt"))
 
 
-def test_the_makefile_installs_torch_first_and_all_by_the_pins_of_its_python(tmp_path):
+@pytest.mark.parametrize("target, extras", [("setup", "serve,embedded"), ("dev", "serve,embedded,dev")])
+def test_the_makefile_installs_all_in_one_resolution_by_the_pins_of_its_python(target, extras, tmp_path):
     for name in ("Makefile", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
-    command = ["make", "--dry-run", "dev", f"PYTHON={sys.executable}"]
+    command = ["make", "--dry-run", target, f"PYTHON={sys.executable}"]
     printed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     file = f"requirements/pins-{sys.version_info.major}.{sys.version_info.minor}.txt"
-    constraint = f"--constraint {file}"
     assert re.findall(r"-m pip install (?:--[a-z-]+ )*?(--constraint .+|[^-].*)", printed) == [
-        f"{constraint} \"$(grep '^torch==' {file})\"",
-        f"{constraint} --editable '.[serve,embedded]'",
-        f"{constraint} --editable '.[serve,embedded,dev]'",
+        f"--constraint {file} \"$(grep '^torch==' {file})\" --editable '.[{extras}]'"
     ]

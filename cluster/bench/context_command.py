@@ -12,7 +12,7 @@ import torch
 import typer
 from dendro.errors import BadRequest
 
-from cluster.bench.bookkeeping import BLOCKS, QUICK_BLOCKS, bookkeeping_aim, bookkeeping_row, measure_bookkeeping
+from cluster.bench.bookkeeping import BLOCKS, QUICK_BLOCKS, bookkeeping_aims, bookkeeping_rows, measure_bookkeeping
 from cluster.bench.context import (
     LIBRARY,
     SPARE,
@@ -82,8 +82,8 @@ async def run_context(
         "read_gb_per_second": round(read_bandwidth(device) / 1e9, 2),
         "rows": rows_of(lengths),
         "fits": [fit_of(lengths, way, library_bytes if way == LIBRARY else ours) for way in WAYS],
-        "bookkeeping": bookkeeping_row(bookkeeping),
-        "aims": [bookkeeping_aim(bookkeeping)],
+        "bookkeeping": bookkeeping_rows(bookkeeping),
+        "aims": bookkeeping_aims(bookkeeping),
     }
 
 

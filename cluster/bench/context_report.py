@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from cluster.bench.bookkeeping import LONG, SHORT
 from cluster.bench.context import CHAIN, LIBRARY, OFF, READ_BYTES, TREE, WAYS
 from cluster.bench.report import (
     Cells,
@@ -72,20 +73,20 @@ def tables_of(report: Report) -> Iterator[Cells]:
         for fit in report["fits"]
     ]
     yield "Fitted lines", lines, fits
-    spent = report["bookkeeping"]
-    ratio = spent["long_over_short"]
     yield (
         "Bookkeeping of a round: loop, handles, proposers and peers' texts, without models",
-        ("tokens of the text", "us", "90 %", "over the shortest", "90 %"),
+        ("text", f"{SHORT:,} tokens, us", "90 %", f"{LONG:,} tokens, us", "90 %", "long over short", "90 %"),
         [
             (
-                f"{int(tokens):,}",
-                f"{each['median']:.0f}",
-                interval(each, 0),
-                f"{ratio['median']:.2f}" if index else "",
-                interval(ratio) if index else "",
+                row["text"],
+                f"{row['short_us']['median']:.0f}",
+                interval(row["short_us"], 0),
+                f"{row['long_us']['median']:.0f}",
+                interval(row["long_us"], 0),
+                f"{row['long_over_short']['median']:.2f}",
+                interval(row["long_over_short"]),
             )
-            for index, (tokens, each) in enumerate(spent["round_us"].items())
+            for row in report["bookkeeping"]
         ],
     )
     yield aims_table(report)

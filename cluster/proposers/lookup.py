@@ -54,15 +54,11 @@ class Lookup:
 
     def propose(self, text: Text, max_rows: int, max_depth: int) -> Proposal:
         proposal = Proposal(text.root)
-        firsts: set[int] = set()
-        for end, matched in self._matches():
-            if text.ids[end] in firsts:
-                continue
+        for rank, (end, matched) in enumerate(self._matches()):
             depth = min(max_depth, max_rows - 1 - proposal.guesses)
-            if len(firsts) == BRANCHES or depth < 1:
+            if depth < 1:
                 break
-            _follow(proposal, text.ids, end, matched, depth, len(firsts))
-            firsts.add(text.ids[end])
+            _follow(proposal, text.ids, end, matched, depth, rank)
         return proposal
 
     def end(self, text: Text) -> None:
@@ -70,7 +66,7 @@ class Lookup:
 
     def _matches(self) -> list[tuple[int, int]]:
         """(place, matched): the position after an earlier occurrence of the text's last tokens, and their number. Most
-        tokens first, then the newest.
+        tokens first, then the newest; at most BRANCHES, each followed by another token.
 
         A place is before the text's end, so the end does not match itself, though a match may overlap it.
         """
@@ -86,6 +82,8 @@ class Lookup:
         alike = ids[places[:, None] - backs] == ids[-backs]  # [places, LONGEST]
         matched = np.logical_and.accumulate(alike, axis=1).sum(axis=1)
         order = np.argsort(matched, kind="stable")[::-1]
+        _, best = np.unique(ids[places[order]], return_index=True)  # of each token that follows
+        order = order[np.sort(best)[:BRANCHES]]
         return list(zip((places[order] - LONGEST).tolist(), matched[order].tolist(), strict=True))
 
     def _earlier(self, token: int) -> npt.NDArray[np.int64]:

@@ -13,9 +13,13 @@ from dendro.errors import BadRequest
 from dendro.shapes import TreeShape
 
 from cluster.bench.bookkeeping import (
+    BLOCKS,
+    LONG,
+    PERIODS,
+    ROUNDS,
     SHORT,
-    bookkeeping_aim,
-    bookkeeping_row,
+    bookkeeping_aims,
+    bookkeeping_rows,
     endless_rounds,
     measure_bookkeeping,
     token_at,
@@ -114,25 +118,33 @@ async def test_a_small_run_measures_every_way_at_every_length(tmp_path):
     assert {(row["way"], row["context"]) for row in report["rows"]} == {(way, at) for way in WAYS for at in (60, 200)}
     bookkeeping = await measure_bookkeeping(1, lambda: steps.append(1))
     assert len(steps) == 8
-    report |= {"bookkeeping": bookkeeping_row(bookkeeping), "aims": [bookkeeping_aim(bookkeeping)]}
+    report |= {"bookkeeping": bookkeeping_rows(bookkeeping), "aims": bookkeeping_aims(bookkeeping)}
     for _, columns, cells in tables_of(report):
         assert cells and all(len(each) == len(columns) for each in cells)
     plot(report, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
-async def test_rounds_without_models_emit_the_tokens_of_their_positions_with_accepted_guesses():
-    async with aclosing(endless_rounds(SHORT)) as verdicts:
+@pytest.mark.parametrize("period", PERIODS.values())
+async def test_rounds_without_models_emit_the_tokens_of_their_positions_with_accepted_guesses(period):
+    async with aclosing(endless_rounds(SHORT, period)) as verdicts:
         lengths, emitted = [], []
         async for verdict in verdicts:
             emitted += verdict.tokens
             lengths.append(verdict.length)
             if len(lengths) == 20:
                 break
-    assert emitted == [token_at(SHORT + position) for position in range(len(emitted))]
-    assert max(lengths) == 3, "some trees arrive, and both levels of them are accepted"
+    assert emitted == [token_at(SHORT + position, period) for position in range(len(emitted))]
+    assert (max(lengths) == 3) is (period > SHORT), "the drafter's trees have two levels, the proposers' more"
+
+
+def test_no_token_of_the_longest_text_recurs_in_texts_without_repetition():
+    period = PERIODS["no token twice"]
+    end = LONG + (BLOCKS + 1) * ROUNDS * 3
+    assert len({token_at(position, period) for position in range(end)}) == end
 
 
 @pytest.mark.parametrize("ratio, met", [(1.1, True), (1.3, False)])
 def test_the_aim_of_bookkeeping_is_met_at_most_at_its_bar(ratio, met):
-    assert bookkeeping_aim({1_000: [1.0] * 8, 100_000: [ratio] * 8})["met"] is met
+    (aim,) = bookkeeping_aims({"no token twice": {SHORT: [1.0] * 8, LONG: [ratio] * 8}})
+    assert aim["met"] is met
