@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from dendro.errors import BadRequest
 from torch import Tensor, nn
 from torch.distributed import DistError
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 from tree_kernels.elementwise import threads_of
@@ -160,14 +159,24 @@ def _load(
     try:
         settings: dict[str, Any] = {"config": config, "dtype": dtype, "attn_implementation": ATTENTION}
         settings |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # reported by name below
-        load: Callable[..., Any] = load_library_model if group is None else partial(_load_shard, group)
-        model, info = load(folder, **settings)
+        loaded: Any
+        if group is not None and config.model_type in MIXER_FAMILIES:
+            deal = plan_shards(folder, config, group.rank, group.size)
+            spread = DistributedConfig(tp_size=group.size, tp_plan=deal.plan)
+            with deal.tensors(folder) as tensors:
+                loaded = deal.kind.from_pretrained(None, state_dict=tensors, distributed_config=spread, **settings)
+        else:
+            if group is not None:
+                check_divisible(folder, config.get_text_config(), group.size)
+                settings["distributed_config"] = DistributedConfig(tp_size=group.size)
+            loaded = load_library_model(folder, **settings)
     except (DistError, CheckpointError):  # another worker reports why, or the message is final
         raise
     except UnpicklingError as error:
         raise CheckpointError(f"{files[0]} is not a file of plain weights: {error}") from error
     except Exception as error:  # a broken checkpoint or a family's constructor may raise anything
         raise why_not_loaded(folder, files[0].name, config, error) from error
+    model, info = loaded
     if lacking := sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}):
         raise CheckpointError(f"{folder}: {len(lacking)} tensors are missing or misshapen, among them {lacking[0]}")
     if isinstance(config, MambaInLlamaConfig) and (extra := sorted(info["unexpected_keys"])):
@@ -211,18 +220,6 @@ def _load(
         linear=forms.report().beside(head_forms.report(), "the head's"),
         head=seated,
     )
-
-
-def _load_shard(group: Collectives, folder: Path, config: PreTrainedConfig, **settings: Any) -> Any:
-    """As `load_library_model`, but this worker's shard."""
-    if config.model_type in MIXER_FAMILIES:
-        deal = plan_shards(folder, config, group.rank, group.size)
-        settings |= {"config": config, "distributed_config": DistributedConfig(tp_size=group.size, tp_plan=deal.plan)}
-        with deal.tensors(folder) as tensors:
-            return deal.kind.from_pretrained(None, state_dict=tensors, **settings)
-    check_divisible(folder, config.get_text_config(), group.size)
-    spread = DistributedConfig(tp_size=group.size)
-    return load_library_model(folder, config, distributed_config=spread, **settings)
 
 
 def _float_head(head: nn.Linear, vocabulary: int, forms: RowForms) -> Product:
