@@ -180,6 +180,7 @@ async def test_demo_fails_if_a_process_remains(orphan: int, monkeypatch: pytest.
 
 @pytest.mark.cluster
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # the whole test took 72 s alone; starting alone more than 100 s beside another Ray
 @pytest.mark.parametrize("number", few_of([signal.SIGTERM, signal.SIGINT], signal.SIGTERM))
 def test_serve_ends_cleanly_on_a_signal(number, tmp_path):
     """With status 0 and no remaining process; Ray's own handler would end the process on SIGTERM."""
