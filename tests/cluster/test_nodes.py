@@ -48,7 +48,7 @@ def replicas():
     from ray import serve
 
     deployed = serve.status().applications[APPLICATION].deployments
-    return {name: each.replica_states.get("RUNNING", 0) for name, each in deployed.items()}  # type: ignore[call-overload]
+    return {name: each.replica_states.get("RUNNING", 0) for name, each in deployed.items()}
 
 
 def nodes_of_actors():
