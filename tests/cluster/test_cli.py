@@ -197,6 +197,6 @@ def test_serve_ends_cleanly_on_a_signal(number, tmp_path):
         assert process.stdout.readline().startswith("127.0.0.1:")
         started = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(number)
-        assert process.wait(60) == 0
-    _, left = psutil.wait_procs(started, timeout=20)
+        assert process.wait(120) == 0
+    _, left = psutil.wait_procs(started, timeout=60)
     assert not left

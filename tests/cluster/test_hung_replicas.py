@@ -296,7 +296,7 @@ async def test_a_slow_opening_is_not_repeated_at_the_same_replica():
 
 @pytest.mark.cluster
 @pytest.mark.long
-@pytest.mark.timeout(240)  # one start of Ray's processes and two of torch's, on two cores
+@pytest.mark.timeout(600)  # one start of Ray's processes and two of torch's, on two cores
 def test_serve_replaces_a_replica_whose_model_hangs_and_its_text_continues_at_the_new_one(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     folder, share = tmp_path / "target", {"cpu": 0.1}
@@ -319,7 +319,7 @@ def test_serve_replaces_a_replica_whose_model_hangs_and_its_text_continues_at_th
                     ids += event.token_ids
             assert ids == list(expected)
             hung = int((tmp_path / "hung").read_text())
-            await until(lambda: not psutil.pid_exists(hung))
+            await until(lambda: not psutil.pid_exists(hung), timeout_s=60.0)
 
     with RedisServer() as server:
         address = deploy.start(config, server.url, verifier=load_until_hung)

@@ -45,7 +45,7 @@ def worker_pids() -> list[int]:
 
 @pytest.mark.cluster
 @pytest.mark.long
-@pytest.mark.timeout(240)  # two starts of Ray's processes and three of torch's, on two cores
+@pytest.mark.timeout(600)  # two starts of Ray's processes and three of torch's, on two cores
 def test_a_sharded_replica_on_serve_gives_the_tokens_of_its_degree_and_survives_a_killed_worker(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     tiny_models.make_checkpoint(tmp_path)
