@@ -1,5 +1,9 @@
 # `make help` lists the targets. All of them use .venv, which is created if missing.
 
+# Byte code is kept even where the environment says otherwise: each of the tests' processes would compile torch,
+# transformers and Ray again.
+export PYTHONDONTWRITEBYTECODE :=
+
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -67,10 +71,10 @@ INSTALL = $(PIP) --no-compile --constraint $(PINS) "$$(grep '^torch==' $(PINS))"
 
 $(VENV)/.setup: pyproject.toml $(wildcard requirements/pins-*.txt) | $(BIN)/python
 	@echo "installing dendroaspis and its serving dependencies (torch is the largest part)"
-	@$(INSTALL) '.[serve,embedded]'
+	@$(INSTALL) '.[serve,cpu,embedded]'
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml $(wildcard requirements/pins-*.txt) | $(BIN)/python
 	@echo "installing dendroaspis, its serving dependencies and those of tests and checks (torch is the largest part)"
-	@$(INSTALL) '.[serve,embedded,dev]'
+	@$(INSTALL) '.[serve,cpu,embedded,dev]'
 	@touch $(VENV)/.setup $@

@@ -1,0 +1,226 @@
+"""The product's loops, for numba. Imported only while they are compiled; `cpu.py` calls the machine code.
+
+Outputs are computed in blocks of a few panels; a block's weights are read once for all rows of a chunk. The inputs of
+a block go through the tiles in parts that stay in the first-level cache while all rows of the chunk use them. Every
+sum adds its inputs in order, whatever the blocks, chunks, parts and threads are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import njit, types
+
+from tree_kernels.matmul.shapes import CHUNK, MOST, PANELS, PART_BYTES, WIDEST
+from tree_kernels.processor import panel
+from tree_kernels.matmul.tiles import ENTRY_BYTES, call_tile, tiles
+from tree_kernels.vectors import (
+    bits_of,
+    fetch_add,
+    float_of,
+    floats,
+    half_bits,
+    half_value,
+    halves,
+    longs,
+)
+
+PANEL = panel()
+I64 = types.int64
+_called = njit(error_model="numpy", forceinline=True)
+
+BF16, F16, F32 = 0, 1, 2
+"""Kinds of numbers in a call's arguments."""
+SUMS = 4 * PANEL
+"""Bytes of a panel's sums of a row."""
+
+
+@_called
+def widen(source: int, target: int, count: int, kind: int) -> None:
+    """Copies `count` numbers of this kind to float32."""
+    made = floats(target)
+    if kind == BF16:
+        given = halves(source)
+        for i in range(count):
+            made[i] = float_of(types.uint32(given[i]) << types.uint32(16))
+    elif kind == F16:
+        given = halves(source)
+        for i in range(count):
+            made[i] = half_value(given[i])
+    else:
+        numbers = floats(source)
+        for i in range(count):
+            made[i] = numbers[i]
+
+
+@_called
+def bf16_bits(number: float) -> int:
+    """The bits of the nearest bfloat16, ties to even."""
+    bits = bits_of(number)
+    rounded = (bits + types.uint32(0x7FFF) + ((bits >> types.uint32(16)) & types.uint32(1))) >> types.uint32(16)
+    if (bits & types.uint32(0x7FFFFFFF)) > types.uint32(0x7F800000):
+        return types.uint16(0x7FC0)
+    return types.uint16(rounded)
+
+
+@_called
+def finish(sums: int, bias: int, target: int, count: int, kind: int) -> None:
+    """Adds the bias, if there is one, to `count` sums and writes them as numbers of this kind."""
+    given = floats(sums)
+    if bias != 0:
+        added = floats(bias)
+        for i in range(count):
+            given[i] = given[i] + added[i]
+    if kind == BF16:
+        made = halves(target)
+        for i in range(count):
+            made[i] = bf16_bits(given[i])
+    elif kind == F16:
+        made = halves(target)
+        for i in range(count):
+            made[i] = half_bits(given[i])
+    else:
+        numbers = floats(target)
+        for i in range(count):
+            numbers[i] = given[i]
+
+
+# Arguments of a product in memory, so that a helper thread reads them: index of each int64.
+X, ROWS, INPUTS, WEIGHTS, BIAS, TARGET, OUTPUTS, OUTPUT_KIND, SCRATCH, NEXT, UNITS, PANELS_A_UNIT, ENTRY, TILE_TABLE = (
+    range(14)
+)
+SCRATCH_FLOATS = CHUNK * WIDEST * PANEL
+"""float32 numbers of scratch memory that a thread needs."""
+
+
+@_called
+def block(
+    rows: int,
+    panels: int,
+    tiles: int,
+    x: int,
+    x_step: int,
+    weights: int,
+    step: int,
+    sums: int,
+    sums_step: int,
+    inputs: int,
+    begin: int,
+) -> None:
+    """Rows [1, MOST] times `panels` panels.
+
+    tiles: the address of three numbers: panels of a wide tile, its address, and the address of the tile of one panel
+    """
+    functions = longs(tiles)
+    together = functions[0]
+    at = 0
+    while at + together <= panels:
+        call_tile(functions[1], x, x_step, weights + at * step, step, sums + at * SUMS, sums_step, inputs, begin)
+        at += together
+    while at < panels:
+        call_tile(functions[2], x, x_step, weights + at * step, step, sums + at * SUMS, sums_step, inputs, begin)
+        at += 1
+
+
+@_called
+def units(call: int, thread: int) -> None:
+    """Computes units of outputs until none is left. A unit is one block of panels, for all rows."""
+    given = longs(call)
+    x, rows, inputs, weights = given[X], given[ROWS], given[INPUTS], given[WEIGHTS]
+    bias, target, outputs, output_kind = given[BIAS], given[TARGET], given[OUTPUTS], given[OUTPUT_KIND]
+    sums = given[SCRATCH] + thread * SCRATCH_FLOATS * 4
+    count, wide, entry, table = given[UNITS], given[PANELS_A_UNIT], given[ENTRY], given[TILE_TABLE]
+    step, x_step = inputs * entry, inputs * 4
+    part = PART_BYTES // entry
+    all_panels = (outputs + PANEL - 1) // PANEL
+    size = 4 if output_kind == F32 else 2
+    while True:
+        unit = fetch_add(call + NEXT * 8, 1)
+        if unit >= count:
+            return
+        first = unit * wide
+        panels = min(wide, all_panels - first)
+        sums_step = panels * SUMS
+        top = 0
+        while top < rows:
+            some = min(CHUNK, rows - top)
+            tiles = (some + MOST - 1) // MOST
+            length = part if tiles > 1 else inputs
+            begin = 0
+            while begin < inputs:
+                used = min(length, inputs - begin)
+                row = 0
+                for number in range(tiles):
+                    high = (some - row + tiles - number - 1) // (tiles - number)
+                    block(
+                        high,
+                        panels,
+                        table + (high - 1) * 24,
+                        x + (top + row) * x_step + begin * 4,
+                        x_step,
+                        weights + first * step + begin * entry,
+                        step,
+                        sums + row * sums_step,
+                        sums_step,
+                        used,
+                        1 if begin == 0 else 0,
+                    )
+                    row += high
+                begin += length
+            wanted = min(panels * PANEL, outputs - first * PANEL)
+            own = bias + first * SUMS if bias != 0 else 0
+            for row in range(some):
+                place = target + ((top + row) * outputs + first * PANEL) * size
+                finish(sums + row * sums_step, own, place, wanted, output_kind)
+            top += CHUNK
+
+
+_sem_wait = types.ExternalFunction("sem_wait", types.int32(I64))
+_sem_post = types.ExternalFunction("sem_post", types.int32(I64))
+
+# A helper thread's memory: offsets in bytes. Its two semaphores are in cache lines of their own.
+START, DONE, CALL, THREAD, ENDED = 0, 64, 128, 136, 144
+HELPER_BYTES = 192
+
+
+@_called
+def wait(semaphore: int) -> None:
+    while _sem_wait(semaphore) != 0:  # a signal interrupts it
+        pass
+
+
+def product(call: int, given: int, given_kind: int, helpers: int, count: int) -> None:
+    """One product. given: the address of the inputs, of `given_kind`; `call[X]` is where they are as float32.
+
+    helpers: the address of `count` helpers' memory
+    """
+    arguments = longs(call)
+    if given != arguments[X]:
+        widen(given, arguments[X], arguments[ROWS] * arguments[INPUTS], given_kind)
+    arguments[NEXT] = 0
+    for helper in range(count):
+        memory = helpers + helper * HELPER_BYTES
+        state = longs(memory)
+        state[CALL // 8] = call
+        _sem_post(memory + START)
+    units(call, 0)
+    for helper in range(count):
+        wait(helpers + helper * HELPER_BYTES + DONE)
+
+
+def serve(memory: int) -> None:
+    """A helper thread: computes units of the calls that it is handed until it is ended."""
+    state = longs(memory)
+    while True:
+        wait(memory + START)
+        if state[ENDED // 8] != 0:
+            return
+        units(state[CALL // 8], state[THREAD // 8])
+        _sem_post(memory + DONE)
+
+
+KERNELS = {"product": (product, "iiiii"), "serve": (serve, "i")}
+"""The functions that are compiled, and their arguments: i int64, f float32."""
+TILES = tiles(
+    (kind, rows, panels) for kind in ENTRY_BYTES for rows in range(1, MOST + 1) for panels in (1, PANELS[rows])
+)

@@ -1,0 +1,186 @@
+"""Register tiles of matrix products, as functions in LLVM's intermediate representation.
+
+A tile keeps the sums of a few rows and a few panels of outputs in vector registers while it goes through the inputs.
+numba does not keep a small array of sums in registers, so the tiles' loops are written without it; kernels call them by
+their symbols. Imported only while kernels are compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from tree_kernels.matmul.shapes import symbol
+from tree_kernels.processor import lanes, panel
+
+LANES, PANEL = lanes(), panel()
+F32, I8, I32, I64, HALF = ir.FloatType(), ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.HalfType()
+VECTOR, WORDS, NARROW = (ir.VectorType(kind, LANES) for kind in (F32, I32, HALF))
+EACH = PANEL // LANES
+"""Vectors of a panel."""
+ENTRY_BYTES = {"bf16": 2 * PANEL, "f16": 2 * PANEL, "f32": 4 * PANEL}
+"""Bytes of one input's weights in a panel."""
+UNROLLED = 4
+"""Inputs in one pass of a tile's loop."""
+AHEAD = 1024
+"""Bytes by which weights are prefetched: the processor's own prefetching stops at the end of a 4 KiB page."""
+LINE = 64
+"""Bytes of a cache line."""
+
+
+def tile(kind: str, rows: int, panels: int) -> Any:
+    """The tile's function in numba: tile(x, x_step, weights, panel_step, sums, sums_step, inputs, begin), all int64.
+
+    x  address of [rows, inputs] float32, x_step bytes between rows
+    weights  address of the panels, each [inputs, PANEL] numbers of this kind; panel_step bytes between them
+    sums  address of [rows, panels * PANEL] float32, sums_step bytes between rows; written
+    begin  1: the sums begin at zero; 0: at what `sums` holds
+
+    A panel of bfloat16 has two outputs in each 32-bit word: output i in the lower half of word i, output LANES + i in
+    the upper half. Each sum adds its inputs one after the other with fused multiply-adds. So its bits depend neither on
+    `rows` nor on `panels`, nor on where a caller splits the inputs into several calls.
+    """
+    return types.ExternalFunction(symbol(kind, rows, panels), types.void(*[types.int64] * 8))
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def call_tile(
+    typingctx: Any,
+    function: Any,
+    x: Any,
+    x_step: Any,
+    weights: Any,
+    panel_step: Any,
+    sums: Any,
+    sums_step: Any,
+    inputs: Any,
+    begin: Any,
+) -> Any:
+    """Calls the tile at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [I64] * 8)
+        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 9), generate
+
+
+def tiles(shapes: Iterable[tuple[str, int, int]]) -> ir.Module:
+    """A module with the tiles of these kinds, rows and panels."""
+    module = ir.Module("tiles")
+    for kind, rows, panels in sorted(set(shapes)):
+        _Tile(module, kind, rows, panels).write()
+    return module
+
+
+class _Tile:
+    """Writes one tile's function."""
+
+    def __init__(self, module: ir.Module, kind: str, rows: int, panels: int) -> None:
+        self._module, self._kind, self._rows, self._panels = module, kind, rows, panels
+        self._function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 8), symbol(kind, rows, panels))
+        self._in = ir.IRBuilder(self._function.append_basic_block())
+
+    def write(self) -> None:
+        x, x_step, weights, panel_step, sums, sums_step, inputs, begin = self._function.args
+        build = self._in
+        self._x = [self._moved(x, x_step, row) for row in range(self._rows)]
+        self._weights = [self._moved(weights, panel_step, number) for number in range(self._panels)]
+        places = [
+            build.add(self._moved(sums, sums_step, row), I64(4 * LANES * vector))
+            for row in range(self._rows)
+            for vector in range(self._panels * EACH)
+        ]
+        with build.if_else(build.icmp_signed("!=", begin, I64(0))) as (fresh, held):
+            with fresh:
+                fresh_block = build.block
+            with held:
+                kept = [self._load(place, VECTOR) for place in places]
+                held_block = build.block
+        totals = [self._phi(VECTOR, {fresh_block: VECTOR(None), held_block: value}) for value in kept]
+        whole = build.and_(inputs, I64(-UNROLLED))
+        totals = self._loop(totals, I64(0), whole, UNROLLED)
+        totals = self._loop(totals, whole, inputs, 1)
+        for place, total in zip(places, totals, strict=True):
+            build.store(total, build.inttoptr(place, VECTOR.as_pointer()), align=4)
+        build.ret_void()
+
+    def _loop(self, totals: list[Any], first: Any, last: Any, unrolled: int) -> list[Any]:
+        """The totals after the inputs from `first` to `last`, a multiple of `unrolled` inputs."""
+        build = self._in
+        before = build.block
+        head, body, done = (self._function.append_basic_block() for _ in range(3))
+        build.branch(head)
+        build.position_at_end(head)
+        k = self._phi(I64, {before: first})
+        carried = [self._phi(VECTOR, {before: total}) for total in totals]
+        build.cbranch(build.icmp_signed("<", k, last), body, done)
+        build.position_at_end(body)
+        found: list[Any] = carried
+        if unrolled > 1:
+            for begin in self._weights:
+                here = build.add(begin, build.mul(k, I64(ENTRY_BYTES[self._kind])))
+                for line in range(0, unrolled * ENTRY_BYTES[self._kind], LINE):
+                    self._prefetch(build.add(here, I64(AHEAD + line)))
+        for ahead in range(unrolled):
+            found = self._step(found, build.add(k, I64(ahead)))
+        for phi, value in zip(carried, found, strict=True):
+            phi.add_incoming(value, build.block)
+        k.add_incoming(build.add(k, I64(unrolled)), build.block)
+        build.branch(head)
+        build.position_at_end(done)
+        return carried
+
+    def _step(self, totals: list[Any], k: Any) -> list[Any]:
+        """The totals after input k of every row."""
+        weights = [vector for begin in self._weights for vector in self._vectors(begin, k)]
+        given = (self._broadcast(self._in.add(begin, self._in.mul(k, I64(4)))) for begin in self._x)
+        pairs = ((value, weight) for value in given for weight in weights)
+        return [self._fma(value, weight, total) for (value, weight), total in zip(pairs, totals, strict=True)]
+
+    def _vectors(self, begin: Any, k: Any) -> list[Any]:
+        """The weights of input k in the panel that begins there, as float32."""
+        build = self._in
+        place = build.add(begin, build.mul(k, I64(ENTRY_BYTES[self._kind])))
+        if self._kind == "f32":
+            return [self._load(build.add(place, I64(4 * LANES * vector)), VECTOR) for vector in range(EACH)]
+        if self._kind == "f16":
+            parts = (self._load(build.add(place, I64(2 * LANES * vector)), NARROW) for vector in range(EACH))
+            return [build.fpext(part, VECTOR) for part in parts]
+        both = self._load(place, WORDS)
+        low, high = build.shl(both, WORDS([16] * LANES)), build.and_(both, WORDS([0xFFFF0000] * LANES))
+        return [build.bitcast(half, VECTOR) for half in (low, high)]
+
+    def _broadcast(self, place: Any) -> Any:
+        one = self._in.insert_element(VECTOR(ir.Undefined), self._load(place, F32), I32(0))
+        return self._in.shuffle_vector(one, VECTOR(ir.Undefined), WORDS([0] * LANES))
+
+    def _moved(self, place: Any, step: Any, times: int) -> Any:
+        return self._in.add(place, self._in.mul(step, I64(times)))
+
+    def _phi(self, kind: Any, incoming: dict[Any, Any]) -> Any:
+        phi = self._in.phi(kind)
+        for block, value in incoming.items():
+            phi.add_incoming(value, block)
+        return phi
+
+    def _load(self, place: Any, kind: Any) -> Any:
+        return self._in.load(self._in.inttoptr(place, kind.as_pointer()), align=4)
+
+    def _fma(self, a: Any, b: Any, c: Any) -> Any:
+        return self._in.call(self._declared(f"llvm.fma.v{LANES}f32", VECTOR, [VECTOR] * 3), [a, b, c])
+
+    def _prefetch(self, place: Any) -> None:
+        """Begins to load a cache line, which need not be mapped: reading, to be used soon, as data."""
+        pointer = I8.as_pointer()
+        function = self._declared("llvm.prefetch.p0", ir.VoidType(), [pointer, I32, I32, I32])
+        self._in.call(function, [self._in.inttoptr(place, pointer), I32(0), I32(3), I32(1)])
+
+    def _declared(self, name: str, result: Any, arguments: list[Any]) -> Any:
+        found = self._module.globals.get(name)
+        return found or ir.Function(self._module, ir.FunctionType(result, arguments), name)

@@ -1,0 +1,30 @@
+"""What kernels are compiled for: this processor's vector registers."""
+
+from __future__ import annotations
+
+from functools import cache
+
+
+@cache
+def processor() -> tuple[str, tuple[str, ...]]:
+    """The processor's name in LLVM, and its features."""
+    from llvmlite import binding
+
+    return binding.get_host_cpu_name(), tuple(sorted(k for k, has in binding.get_host_cpu_features().items() if has))
+
+
+def why_not_vectors() -> str:
+    """Why kernels cannot be compiled for this processor; empty if they can."""
+    missing = sorted({"avx2", "fma", "f16c"} - set(processor()[1]))
+    return f"this processor has no {', '.join(missing)}" if missing else ""
+
+
+@cache
+def lanes() -> int:
+    """float32 numbers in a vector register."""
+    return 16 if "avx512f" in processor()[1] else 8
+
+
+def panel() -> int:
+    """Outputs of a panel of packed weights."""
+    return 2 * lanes()

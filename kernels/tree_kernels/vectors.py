@@ -1,0 +1,89 @@
+"""What kernels that numba compiles need beside numba: arrays at addresses, rounding and atomic counters.
+
+Imported only while kernels are compiled. Addresses are int64 numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+F32, I16, I32, I64, HALF = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.HalfType()
+
+
+def _pointer_to(kind: Any) -> Any:
+    @intrinsic
+    def pointer(typingctx: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(kind)(types.int64), generate
+
+    return pointer
+
+
+floats, words, halves, longs = (_pointer_to(kind) for kind in (types.float32, types.uint32, types.uint16, types.int64))
+"""The array of float32, uint32, uint16 or int64 numbers at an address."""
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def bits_of(typingctx: Any, number: Any) -> Any:
+    """A float32's bits as uint32."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], I32)
+
+    return types.uint32(types.float32), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def float_of(typingctx: Any, bits: Any) -> Any:
+    """The float32 that has these uint32 bits."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], F32)
+
+    return types.float32(types.uint32), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def half_bits(typingctx: Any, number: Any) -> Any:
+    """The uint16 bits of the nearest float16."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(builder.fptrunc(arguments[0], HALF), I16)
+
+    return types.uint16(types.float32), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def half_value(typingctx: Any, bits: Any) -> Any:
+    """The float32 equal to the float16 with these uint16 bits."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.fpext(builder.bitcast(arguments[0], HALF), F32)
+
+    return types.float32(types.uint16), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def fetch_add(typingctx: Any, address: Any, amount: Any) -> Any:
+    """Add to the int64 at an address atomically; returns its value before."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.atomic_rmw("add", builder.inttoptr(arguments[0], I64.as_pointer()), arguments[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def fused_multiply_add(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c, rounded once."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.fma(*arguments)
+
+    return types.float32(types.float32, types.float32, types.float32), generate
