@@ -1,10 +1,14 @@
 """Matrix products in which a row's bits do not depend on the number of rows or on the row's place among them.
 
+On a CPU where kernels can be compiled, the products are this project's own (`tree_kernels.matmul`): each sum adds its
+inputs in one order, whatever the number of rows. They are not used where the processor has matrix tiles (AMX), with
+which the library's products are faster.
+
 Libraries split the inner dimension by the number of rows, so a row's rounding depends on the other rows (for example in
 oneDNN's bfloat16 products with more than about 320 inputs and more than 32 rows). Products of few rows at a time
 prevent this. Each kind of weight gets the first form of a fixed list that passes a check. The choice uses no timings,
-so replicas on the same kind of machine make the same one. A form is checked for the numbers of rows that steps are
-padded to (buckets); other numbers, such as an expert's rows, are padded to these.
+so replicas on the same kind of machine make the same one. A library's form is checked for the numbers of rows that
+steps are padded to (buckets); other numbers, such as an expert's rows, are padded to these.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from tree_kernels.elementwise import is_narrow, threads_of
+from tree_kernels.matmul import PackedWeight, why_not_packed
 
 from tree_layers.narrow import narrow
 
@@ -62,9 +67,32 @@ class _Choice:
     name: str
     product: Callable[[Tensor, Tensor | None], Form]
     rows: Callable[[Form], Form]
+    copies: bool = False  # the form holds a packed copy of the weight
 
-    def make(self, weight: Tensor, bias: Tensor | None) -> Form:
-        return self.rows(self.product(weight, bias))
+    def make(self, weight: Tensor, bias: Tensor | None, threads: int = 1) -> Form:
+        return in_threads(self.rows(self.product(weight, bias)), threads)
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """Our own product, for any number of rows."""
+
+    name = "compiled"
+    copies = True
+
+    def make(self, weight: Tensor, bias: Tensor | None, threads: int = 1) -> Form:
+        return PackedWeight(weight, bias, threads)
+
+
+def why_not_compiled(weight: Tensor) -> str:
+    """Why products with this weight are not this project's own; empty if they are."""
+    if weight.device.type != "cpu":
+        return "the weight is not on a CPU"
+    if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"{weight.dtype} is not supported"
+    if weight.dtype != torch.float32 and torch.cpu._is_amx_tile_supported():
+        return "the library's products use this processor's matrix tiles (AMX)"
+    return why_not_packed()
 
 
 def _plain(weight: Tensor, bias: Tensor | None) -> Form:
@@ -118,13 +146,16 @@ def in_threads(form: Form, threads: int) -> Form:
     return run
 
 
-def _choices(weight: Tensor, may_pack: bool = True) -> list[_Choice]:
+def _choices(weight: Tensor, may_pack: bool = True) -> list[_Choice | _Compiled]:
     """The forms to try for a weight, in order."""
+    own: list[_Choice | _Compiled] = [_Compiled()] if may_pack and not why_not_compiled(weight) else []
     products = {"packed": _packed, "plain": _plain}
     if not (may_pack and _can_be_packed(weight)):
         del products["packed"]
     rows = {"": _at_once, ", in tiles": _in_tiles, ", in full tiles": _in_full_tiles}
-    return [_Choice(name + ways, products[name], rows[ways]) for name in products for ways in rows]
+    return own + [
+        _Choice(name + ways, products[name], rows[ways], copies=name == "packed") for name in products for ways in rows
+    ]
 
 
 def _can_be_packed(weight: Tensor) -> bool:
@@ -162,7 +193,7 @@ class _Kind(NamedTuple):
 
 
 PACKED_LAYERS = (torch.bfloat16,)
-"""Dtypes of layers that may be packed. In float32 only the head and experts are packed: layers would gain little."""
+"""Dtypes of layers that the library packs. It packs the head and experts in float32 too; layers would gain little."""
 UNITS = (1, 4)
 """An expert's rows are padded to a multiple of the first of these that passes the check; if none does, to buckets."""
 UNIT_ROWS = 64
@@ -176,7 +207,7 @@ class RowForms:
         """buckets: the numbers of rows that steps are padded to   threads: for large products, on a CPU"""
         self.buckets = tuple(sorted(buckets))
         self.threads = threads
-        self._chosen: dict[_Kind, _Choice | None] = {}
+        self._chosen: dict[_Kind, _Choice | _Compiled | None] = {}
         self._counts: Counter[str] = Counter()
         self._failed: dict[str, None] = {}  # in order
         self._units: dict[_Kind, int] = {}
@@ -189,7 +220,7 @@ class RowForms:
     def packs(self, weight: Tensor, bias: Tensor | None = None) -> bool:
         """Whether `of` with may_pack returns a packed form, which holds a copy of the weight."""
         choice = self._choice(weight, bias, may_pack=True)
-        return choice is not None and choice.name.startswith("packed")
+        return choice is not None and choice.copies
 
     def of(self, weight: Tensor, bias: Tensor | None = None, may_pack: bool = False, unit: int = 0) -> Form:
         """The product with a weight [outputs, inputs], for any number of rows.
@@ -209,7 +240,7 @@ class RowForms:
         keeps its weight, since some families multiply by a layer's weight directly.
         """
         weight, bias = layers[0].weight, layers[0].bias
-        if weight.dtype not in PACKED_LAYERS or not self.packs(weight, bias):
+        if (weight.dtype not in PACKED_LAYERS and why_not_compiled(weight)) or not self.packs(weight, bias):
             return self.of(weight, bias)
         self._counts[self._name(self._choice(weight, bias, may_pack=True))] += 1
         form: Form | None = None
@@ -232,7 +263,9 @@ class RowForms:
         kind = self._kind(weight, bias, may_pack)
         if kind not in self._units:
             found = self.buckets[0]
-            if choice is not None:
+            if isinstance(choice, _Compiled):
+                found = 1
+            elif choice is not None:
                 found = _smallest_unit(choice, weight, bias, self.buckets, self._threads(weight))
             self._units[kind] = found
         return self._units[kind]
@@ -247,17 +280,20 @@ class RowForms:
 
     def _form(self, weight: Tensor, bias: Tensor | None, may_pack: bool, unit: int = 0) -> Form:
         choice = self._choice(weight, bias, may_pack)
-        form = (choice.make if choice else _plain)(weight, bias)
-        return self._for_any_rows(in_threads(form, self._threads(weight)), weight, unit or self.buckets[0])
+        threads = self._threads(weight)
+        if isinstance(choice, _Compiled):
+            return _narrowed(choice.make(weight, bias, self.threads), weight)
+        form = choice.make(weight, bias, threads) if choice else in_threads(_plain(weight, bias), threads)
+        return self._for_any_rows(form, weight, unit or self.buckets[0])
 
     def _threads(self, weight: Tensor) -> int:
         return self.threads if weight.numel() >= ALONE else 1
 
     @staticmethod
-    def _name(choice: _Choice | None) -> str:
+    def _name(choice: _Choice | _Compiled | None) -> str:
         return choice.name if choice else "plain"
 
-    def _choice(self, weight: Tensor, bias: Tensor | None, may_pack: bool) -> _Choice | None:
+    def _choice(self, weight: Tensor, bias: Tensor | None, may_pack: bool) -> _Choice | _Compiled | None:
         kind = self._kind(weight, bias, may_pack)
         if kind not in self._chosen:
             found = _first_independent(weight, bias, self.buckets, self._threads(weight), may_pack)
@@ -278,7 +314,6 @@ class RowForms:
             tuple(sorted({*self.buckets, *range(unit, TILE + 1, unit)})) if unit < self.buckets[0] else self.buckets
         )
         known = frozenset(buckets)
-        leaves_tails = weight.device.type == "cpu" and is_narrow(len(weight))
 
         def run(x: Tensor) -> Tensor:
             rows = x.shape[-2] if x.dim() > 1 else 1
@@ -287,9 +322,9 @@ class RowForms:
             else:
                 made = self._in_pieces(form, x.reshape(-1, x.shape[-1]), buckets)
                 made = made.view(*x.shape[:-1], made.shape[-1])  # also for 0 rows, which an expert may get
-            return narrow(made) if leaves_tails else made
+            return made
 
-        return run
+        return _narrowed(run, weight)
 
     def _in_pieces(self, form: Form, x: Tensor, buckets: Sequence[int]) -> Tensor:
         """The form applied to x [rows, inputs] in pieces, each padded to a checked number of rows."""
@@ -302,6 +337,13 @@ class RowForms:
             missing = bucket - (stop - start)
             made.append(form(F.pad(piece, (0, 0, 0, missing)) if missing else piece)[: stop - start])
         return made[0] if len(made) == 1 else torch.cat(made)
+
+
+def _narrowed(form: Form, weight: Tensor) -> Form:
+    """The form, whose results are marked as narrow where a few rows of them leave a tail."""
+    if weight.device.type != "cpu" or not is_narrow(len(weight)):
+        return form
+    return lambda x: narrow(form(x))
 
 
 def _pieces(rows: int, buckets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -406,12 +448,12 @@ _KEEPING = {
 
 def _first_independent(
     weight: Tensor, bias: Tensor | None, buckets: Sequence[int], threads: int = 1, may_pack: bool = True
-) -> _Choice | None:
+) -> _Choice | _Compiled | None:
     """The first form that passes the check, on numbers whose products cancel, for weights of this kind."""
     rows, like, bias = _cancelling(weight, bias, max(buckets))
     with torch.inference_mode():
         for choice in _choices(like, may_pack):
-            if rows_are_independent(in_threads(choice.make(like, bias), threads), rows, buckets):
+            if rows_are_independent(choice.make(like, bias, threads), rows, buckets):
                 return choice
     return None
 
@@ -422,7 +464,7 @@ def _smallest_unit(choice: _Choice, weight: Tensor, bias: Tensor | None, buckets
     most = max((bucket for bucket in buckets if bucket <= UNIT_ROWS), default=buckets[0])
     rows, like, bias = _cancelling(weight, bias, most)
     with torch.inference_mode():
-        form = in_threads(choice.make(like, bias), threads)
+        form = choice.make(like, bias, threads)
         for unit in UNITS:
             if rows_are_independent(form, rows, range(unit, min(TILE, most) + 1, unit)):
                 return unit
