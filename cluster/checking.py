@@ -36,6 +36,7 @@ class ModelReport:
     weights: int | None
     memory: dict[str, int] | None = None
     exactness: str = ""  # of a loaded target: bitwise or margin
+    products: str = ""  # of a loaded target: how many of its products have which form
     arms: list[str] = field(default_factory=list)  # of a target
     left_out: dict[str, str] = field(default_factory=dict)  # configured arms that it cannot use, and why
 
@@ -147,6 +148,7 @@ def _load_all(config: Config, report: Report, show_line: Callable[[str], None]) 
 
 def _load_model(config: Config, section: str, entry: ModelReport, longest: int) -> None:
     from cluster.engines import load_drafter, load_verifier
+    from verifier_service.engine import VerifierEngine
 
     model: ModelConfig
     engine: Engine
@@ -161,6 +163,8 @@ def _load_model(config: Config, section: str, entry: ModelReport, longest: int) 
         entry.memory = {part: count * workers for part, count in own.items()}
         entry.weights = _weights(model) or entry.weights
         entry.exactness = asyncio.run(engine.hello()).exactness
+        if isinstance(engine, VerifierEngine):
+            entry.products = engine.products
     finally:
         asyncio.run(engine.stop())
 
@@ -198,6 +202,8 @@ def show(console: Console, report: Report) -> None:
             pairs.add_row(pair.drafter, pair.target, "yes" if pair.fits else "no", pair.why)
         console.print(pairs)
     for entry in report.targets:
+        if entry.products:
+            console.print(f"products of {entry.name}: {entry.products}", markup=False, soft_wrap=True)
         console.print(f"arms of {entry.name}: {', '.join(entry.arms)}", markup=False, soft_wrap=True)
         for arm, why in entry.left_out.items():
             console.print(f"  left out: {arm}: {why}", markup=False, soft_wrap=True)

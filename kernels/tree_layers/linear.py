@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +41,7 @@ class RowsReport:
 
     forms: dict[str, int] = field(default_factory=dict)
     failed: tuple[str, ...] = ()
+    why_library: str = ""  # why products are the library's, where any are that could be ours
 
     @property
     def independent(self) -> bool:
@@ -49,11 +50,13 @@ class RowsReport:
     def beside(self, other: RowsReport, whose: str) -> RowsReport:
         """Both reports in one. whose: prefix for the failed shapes of `other`."""
         failed = (f"{whose} {shape}" for shape in other.failed)
-        return RowsReport(dict(Counter(self.forms) + Counter(other.forms)), (*self.failed, *failed))
+        forms = dict(Counter(self.forms) + Counter(other.forms))
+        return RowsReport(forms, (*self.failed, *failed), self.why_library or other.why_library)
 
     def __str__(self) -> str:
         forms = ", ".join(f"{count} {form}" for form, count in sorted(self.forms.items()))
-        return forms + (f"; not independent: {', '.join(self.failed)}" if self.failed else "")
+        why = f"; the library's, as {self.why_library}" if self.why_library else ""
+        return forms + why + (f"; not independent: {', '.join(self.failed)}" if self.failed else "")
 
 
 Form = Callable[[Tensor], Tensor]
@@ -99,7 +102,7 @@ def _plain(weight: Tensor, bias: Tensor | None) -> Form:
     return lambda x: F.linear(x, weight, bias)
 
 
-def _packed(weight: Tensor, bias: Tensor | None) -> Form:
+def packed_product(weight: Tensor, bias: Tensor | None) -> Form:
     """The weight in oneDNN's own layout: limited by memory bandwidth with 1 row and with 8 (measured: half the time).
 
     In float32 its rows are independent from one row on; MKL's from four rows on (torch 2.13, AVX2).
@@ -149,8 +152,8 @@ def in_threads(form: Form, threads: int) -> Form:
 def _choices(weight: Tensor, may_pack: bool = True) -> list[_Choice | _Compiled]:
     """The forms to try for a weight, in order."""
     own: list[_Choice | _Compiled] = [_Compiled()] if may_pack and not why_not_compiled(weight) else []
-    products = {"packed": _packed, "plain": _plain}
-    if not (may_pack and _can_be_packed(weight)):
+    products = {"packed": packed_product, "plain": _plain}
+    if not (may_pack and can_be_packed(weight)):
         del products["packed"]
     rows = {"": _at_once, ", in tiles": _in_tiles, ", in full tiles": _in_full_tiles}
     return own + [
@@ -158,7 +161,8 @@ def _choices(weight: Tensor, may_pack: bool = True) -> list[_Choice | _Compiled]
     ]
 
 
-def _can_be_packed(weight: Tensor) -> bool:
+def can_be_packed(weight: Tensor) -> bool:
+    """Whether the library has a packed product with such a weight here."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.bfloat16:
@@ -210,12 +214,13 @@ class RowForms:
         self._chosen: dict[_Kind, _Choice | _Compiled | None] = {}
         self._counts: Counter[str] = Counter()
         self._failed: dict[str, None] = {}  # in order
+        self._why_library = ""
         self._units: dict[_Kind, int] = {}
         self._pieces: dict[tuple[int, int], tuple[tuple[int, int, int], ...]] = {}
 
     def report(self) -> RowsReport:
         """The forms chosen so far."""
-        return RowsReport(dict(self._counts), tuple(self._failed))
+        return RowsReport(dict(self._counts), tuple(self._failed), self._why_library)
 
     def packs(self, weight: Tensor, bias: Tensor | None = None) -> bool:
         """Whether `of` with may_pack returns a packed form, which holds a copy of the weight."""
@@ -298,6 +303,8 @@ class RowForms:
         if kind not in self._chosen:
             found = _first_independent(weight, bias, self.buckets, self._threads(weight), may_pack)
             self._chosen[kind] = found
+            if may_pack:
+                self._why_library = self._why_library or why_not_compiled(weight)
             if found is None:
                 self._failed[f"{kind.inputs} x {kind.outputs} {weight.dtype}"] = None
         return self._chosen[kind]
@@ -362,88 +369,6 @@ def _pieces(rows: int, buckets: Sequence[int]) -> Iterator[tuple[int, int, int]]
         stop = start + buckets[above - 1]
         yield start, stop, buckets[above - 1]
         start = stop
-
-
-def make_rows_independent(model: nn.Module, forms: RowForms) -> None:
-    """Replace the product of every `nn.Linear` of the model, and of every other weight that multiplies rows, by its
-    form."""
-    layers: dict[tuple[int, int], list[nn.Linear]] = {}
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            if type(module).forward is nn.Linear.forward and "forward" not in module.__dict__:
-                layers.setdefault((id(module.weight), id(module.bias)), []).append(module)
-        elif not isinstance(module, nn.Embedding | nn.modules.conv._ConvNd):
-            for name, parameter in list(module._parameters.items()):
-                if parameter is not None and _multiplies_rows(parameter):
-                    module._parameters[name] = RowWeight.of(parameter, forms)
-    for sharing in layers.values():
-        form = forms.of_layers(sharing)
-        for module in sharing:
-            module.forward = form  # type: ignore[method-assign, assignment]  # called as the method is
-
-
-def _multiplies_rows(parameter: Tensor) -> bool:
-    """Whether a module may multiply rows by it: a matrix (a router's) or, on a CPU, a stack of matrices (experts')."""
-    return parameter.is_floating_point() and (
-        parameter.dim() == 2 or (parameter.dim() == 3 and parameter.device.type == "cpu")
-    )
-
-
-class RowWeight(nn.Parameter):
-    """A weight that is not an `nn.Linear`'s, or a stack of experts' weights; its products with rows use their forms."""
-
-    forms: RowForms
-
-    @classmethod
-    def of(cls, weight: Tensor, forms: RowForms) -> RowWeight:
-        made: RowWeight = torch.Tensor._make_subclass(cls, weight.detach(), False)
-        made.forms = forms
-        return made
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            second = args[1] if len(args) > 1 else None
-            if function in _LINEAR and isinstance(second, cls) and second.dim() == 2:
-                bias = args[2] if len(args) > 2 else kwargs.get("bias")
-                return second.forms.product(_plain_tensor(args[0]), _plain_tensor(second), bias)
-            if function in _MATMUL and isinstance(second, cls) and args[0].dim() > 1:
-                rows, weight, forms = _plain_tensor(args[0]), _plain_tensor(second), second.forms
-                if weight.dim() == 2:
-                    return forms.product(rows, weight.t())
-                if rows.dim() == 3 and len(rows) == len(weight):
-                    each = zip(rows.unbind(0), weight.unbind(0), strict=True)
-                    return torch.stack([forms.product(its_rows, own.t()) for its_rows, own in each])
-            made = function(*args, **kwargs)
-            if function in _KEEPING and isinstance(args[0], cls):
-                return _each_weight(made, args[0].forms)
-            return made
-
-
-def _plain_tensor(x: Tensor) -> Tensor:
-    return x.as_subclass(Tensor) if type(x) is RowWeight else x
-
-
-def _each_weight(made: Any, forms: RowForms) -> Any:
-    if isinstance(made, Tensor):
-        return RowWeight.of(made, forms) if made.dim() in (2, 3) and made.is_floating_point() else made
-    if isinstance(made, tuple | list):
-        return type(made)([_each_weight(each, forms) for each in made])
-    return made
-
-
-_LINEAR = {F.linear}
-_MATMUL = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm}
-_KEEPING = {
-    *(Tensor.to, Tensor.type, Tensor.float, Tensor.bfloat16, Tensor.half, Tensor.contiguous, Tensor.detach),
-    *(Tensor.t, Tensor.T.__get__, Tensor.mT.__get__),  # type: ignore[attr-defined]  # a property of C
-    *(Tensor.transpose, torch.transpose, Tensor.permute),
-    *(Tensor.__getitem__, Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.unbind, Tensor.select, Tensor.squeeze),
-    *(torch.chunk, Tensor.chunk, torch.split, Tensor.split, Tensor.data.__get__),  # type: ignore[attr-defined]  # a property of C
-}
 
 
 def _first_independent(

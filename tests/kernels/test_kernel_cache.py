@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 from tree_kernels import kernel_cache
@@ -110,7 +111,7 @@ def test_a_kernel_that_may_raise_is_refused_while_it_is_compiled(tmp_path, modul
 
 def test_without_numba_the_reason_names_the_extra(monkeypatch):
     def missing(name):
-        raise kernel_cache.PackageNotFoundError(name)
+        raise PackageNotFoundError(name)
 
     monkeypatch.setattr(kernel_cache, "version", missing)
     with pytest.raises(NoKernelsError, match="numba is not installed; the extra `cpu` has it"):

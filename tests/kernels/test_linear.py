@@ -13,12 +13,12 @@ from tree_layers.linear import (
     RowForms,
     _choices,
     _first_independent,
-    _packed,
     _pieces,
-    make_rows_independent,
+    packed_product,
     rows_are_independent,
     why_not_compiled,
 )
+from tree_layers.row_weights import make_rows_independent
 
 BUCKETS = (8, 16, 24, 32, 48, 64)
 
@@ -101,7 +101,7 @@ def test_every_form_computes_the_product(rows, dtype, bias):
 
 def test_a_form_that_splits_by_the_number_of_rows_is_detected(monkeypatch, library_only):
     """On ordinary numbers a check may miss it, since few results change; on sums that cancel it is always detected."""
-    for name in ("_plain", "_packed"):
+    for name in ("_plain", "packed_product"):
         monkeypatch.setattr(f"tree_layers.linear.{name}", split_by_rows)
     for name in ("_in_tiles", "_in_full_tiles"):
         monkeypatch.setattr(f"tree_layers.linear.{name}", lambda form: form)
@@ -124,7 +124,7 @@ def test_a_packed_weight_replaces_the_layers_weight_but_not_an_embeddings(packs_
     layer, embedding = nn.Linear(64, 48), nn.Embedding(48, 64)
     embedding.weight = layer.weight
     x = torch.randn(8, 64)
-    expected = _packed(layer.weight, layer.bias)(x)
+    expected = packed_product(layer.weight, layer.bias)(x)
     report = give_forms(nn.Sequential(layer))
     assert report.forms == {"packed": 1}
     assert torch.equal(layer(x), expected)
@@ -240,7 +240,7 @@ def test_weights_outside_linear_layers_have_forms_too(dtype):
 
 
 def test_a_failed_weight_outside_linear_layers_is_named_by_its_shape(monkeypatch):
-    for name in ("_plain", "_packed"):
+    for name in ("_plain", "packed_product"):
         monkeypatch.setattr(f"tree_layers.linear.{name}", split_by_rows)
     for name in ("_in_tiles", "_in_full_tiles"):
         monkeypatch.setattr(f"tree_layers.linear.{name}", lambda form: form)

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from tree_kernels.kernel_cache import NoKernelsError, load_kernels
 from tree_kernels.matmul.packing import pack
-from tree_kernels.matmul.shapes import MOST, PANELS, SCRATCH, WIDEST, Argument, Helper, Kind, symbol
+from tree_kernels.matmul.shapes import MOST, PANELS, SCRATCH, WIDEST, Argument, Helper, Precision, symbol
 from tree_kernels.processor import panel
 
 SOURCES = ("tree_kernels.matmul.shapes", "tree_kernels.matmul.tiles", "tree_kernels.vectors")
-KINDS = {torch.bfloat16: Kind.BF16, torch.float16: Kind.F16, torch.float32: Kind.F32}
+PRECISIONS = {torch.bfloat16: Precision.BF16, torch.float16: Precision.F16, torch.float32: Precision.F32}
 THREADED = 1 << 18
 """A product of fewer weights runs in one thread: waking a second one takes longer."""
 MOST_HELPERS = 63
@@ -38,7 +38,7 @@ def _kernels() -> Any:
 
 
 @cache
-def _tiles(kind: Kind) -> Tensor:
+def _tiles(kind: Precision) -> Tensor:
     """[MOST, 3] as `Argument.TILES` describes."""
     address = _kernels().addresses
     every = range(1, MOST + 1)
@@ -91,19 +91,19 @@ class PackedWeight:
         self._threads = min(threads, 1 + MOST_HELPERS) if weight.numel() >= THREADED else 1
         self._panels = pack(weight, panel())
         self._bias = None if bias is None else bias.detach().float().contiguous()
-        self._tiles = _tiles(KINDS[weight.dtype])
+        self._tiles = _tiles(PRECISIONS[weight.dtype])
         self._product = _kernels().functions["product"]
         call = self._call = np.zeros(len(Argument), np.int64)  # what all calls have in common
         call[Argument.INPUTS], call[Argument.OUTPUTS] = self.inputs, self.outputs
         call[Argument.WEIGHTS], call[Argument.TILES] = self._panels.data_ptr(), self._tiles.data_ptr()
         call[Argument.ENTRY_BYTES] = panel() * weight.dtype.itemsize
-        call[Argument.TARGET_KIND] = KINDS[self._dtype]
+        call[Argument.TARGET_KIND] = PRECISIONS[self._dtype]
         if self._bias is not None:
             call[Argument.BIAS] = self._bias.data_ptr()
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., inputs] of bfloat16, float16 or float32 -> [..., outputs]. Raises ValueError for other rows."""
-        if x.shape[-1] != self.inputs or x.dtype not in KINDS:
+        if x.shape[-1] != self.inputs or x.dtype not in PRECISIONS:
             raise ValueError(f"rows {list(x.shape)} of {x.dtype} do not fit {self.inputs} inputs")
         made = torch.empty(*x.shape[:-1], self.outputs, dtype=self._dtype)
         rows = made.numel() // self.outputs
@@ -121,7 +121,7 @@ class PackedWeight:
             scratch = torch.empty((helpers + 1) * SCRATCH)
             call[Argument.SCRATCH] = scratch.data_ptr()
             memory = _helpers.at_least(helpers)
-            self._product(call.ctypes.data, given.data_ptr(), KINDS[given.dtype], memory, helpers)
+            self._product(call.ctypes.data, given.data_ptr(), PRECISIONS[given.dtype], memory, helpers)
         finally:
             if shared:
                 _helpers.lock.release()

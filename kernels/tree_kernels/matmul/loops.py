@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from numba import njit, types
 
-from tree_kernels.matmul.shapes import CHUNK, MOST, PANELS, PART_BYTES, SCRATCH, Argument, Helper, Kind
+from tree_kernels.matmul.shapes import CHUNK, MOST, PANELS, PART_BYTES, SCRATCH, Argument, Helper, Precision
 from tree_kernels.matmul.tiles import call_tile, tiles
 from tree_kernels.processor import panel
 from tree_kernels.vectors import (
@@ -27,7 +27,7 @@ PANEL = panel()
 I64 = types.int64
 _called = njit(error_model="numpy", forceinline=True)
 
-BF16, F16, F32 = (int(kind) for kind in Kind)
+BF16, F16, F32 = (int(kind) for kind in Precision)
 (X, ROWS, INPUTS, WEIGHTS, BIAS, TARGET, OUTPUTS, TARGET_KIND, SUMS_OF, UNITS, UNIT_PANELS, ENTRY, TILES_OF, NEXT) = (
     int(place) for place in Argument
 )
@@ -209,4 +209,4 @@ def serve(memory: int) -> None:
 
 KERNELS = {"product": (product, "iiiii"), "serve": (serve, "i")}
 """The functions that are compiled, and their arguments: i int64, f float32."""
-TILES = tiles((kind, rows, panels) for kind in Kind for rows in range(1, MOST + 1) for panels in (1, PANELS[rows]))
+TILES = tiles((kind, rows, panels) for kind in Precision for rows in range(1, MOST + 1) for panels in (1, PANELS[rows]))

@@ -20,8 +20,8 @@ SCRATCH = CHUNK * WIDEST * panel()
 """float32 numbers of scratch memory that a thread needs."""
 
 
-class Kind(IntEnum):
-    """Kinds of numbers."""
+class Precision(IntEnum):
+    """Of floating-point numbers in memory."""
 
     BF16 = 0
     F16 = 1
@@ -57,6 +57,6 @@ class Helper(IntEnum):
     SIZE = 24
 
 
-def symbol(kind: Kind, rows: int, panels: int) -> str:
+def symbol(kind: Precision, rows: int, panels: int) -> str:
     """The name of a tile's function."""
     return f"dendro_tile_{kind.name}_{rows}_{panels}"
