@@ -36,7 +36,7 @@ class ModelReport:
     weights: int | None
     memory: dict[str, int] | None = None
     exactness: str = ""  # of a loaded target: bitwise or margin
-    products: str = ""  # of a loaded target: how many of its products have which form
+    kernels: str = ""  # of a loaded model: which forms of its products and layers run
     arms: list[str] = field(default_factory=list)  # of a target
     left_out: dict[str, str] = field(default_factory=dict)  # configured arms that it cannot use, and why
 
@@ -148,7 +148,6 @@ def _load_all(config: Config, report: Report, show_line: Callable[[str], None]) 
 
 def _load_model(config: Config, section: str, entry: ModelReport, longest: int) -> None:
     from cluster.engines import load_drafter, load_verifier
-    from verifier_service.engine import VerifierEngine
 
     model: ModelConfig
     engine: Engine
@@ -163,8 +162,7 @@ def _load_model(config: Config, section: str, entry: ModelReport, longest: int) 
         entry.memory = {part: count * workers for part, count in own.items()}
         entry.weights = _weights(model) or entry.weights
         entry.exactness = asyncio.run(engine.hello()).exactness
-        if isinstance(engine, VerifierEngine):
-            entry.products = engine.products
+        entry.kernels = engine.kernels
     finally:
         asyncio.run(engine.stop())
 
@@ -201,9 +199,10 @@ def show(console: Console, report: Report) -> None:
         for pair in report.pairs:
             pairs.add_row(pair.drafter, pair.target, "yes" if pair.fits else "no", pair.why)
         console.print(pairs)
+    for entry in (*report.targets, *report.drafters):
+        if entry.kernels:
+            console.print(f"kernels of {entry.name}: {entry.kernels}", markup=False, soft_wrap=True)
     for entry in report.targets:
-        if entry.products:
-            console.print(f"products of {entry.name}: {entry.products}", markup=False, soft_wrap=True)
         console.print(f"arms of {entry.name}: {', '.join(entry.arms)}", markup=False, soft_wrap=True)
         for arm, why in entry.left_out.items():
             console.print(f"  left out: {arm}: {why}", markup=False, soft_wrap=True)

@@ -70,17 +70,17 @@ class VerifierEngine:
         shelf: Shelf | None = None,
         longest_step_s: float = LONGEST_STEP_S,
         dependent: Sequence[str] = (),
-        products: str = "",
+        kernels: str = "",
     ) -> None:
         """shelf: store of the states of texts, where the capacity `saves` them. longest_step_s: a longer step counts as
         hung. dependent: products, and numbers of rows, with which a row's bits depend on other rows; empty where the
-        exactness is `bitwise`. products: how many of the model's products have which form."""
+        exactness is `bitwise`. kernels: how many of the model's products have which form."""
         self.scheduler = scheduler
         self.runner = runner
         self._hello = hello
         self._shelf = shelf
         self.dependent = tuple(dependent)
-        self.products = products
+        self.kernels = kernels
         self._ahead: list[tuple[int, int]] = []  # (session, position) of noise to compute in idle time
         self._paused = False  # NOISE_PAUSE_S has passed since a step or a row of noise
         self._thread = EngineThread(
