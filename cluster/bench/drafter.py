@@ -1,6 +1,8 @@
 """The time of a drafter: levels, whole drafts, many sessions at once, and texts of different lengths.
 
 Every form of a model does the same work in turns, in one thread of this process, at temperature 1 with prepared noise.
+Before it is measured, a form runs one forward untimed: its weights are then in the caches, as in a process that only
+drafts.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import random
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -36,6 +39,8 @@ DRAFTERS = (MAMBA2, MAMBA, LLAMA)
 LEVELS = TreeShape.parse("(4,3,1)")
 LEVEL_ROWS = (1, 4, 12)
 """Rows of the first levels of LEVELS that go through the model."""
+STEP_ROWS = 1
+"""Rows of the level that is measured at texts of different lengths."""
 CHAIN, TREE, BEAM, DYNAMIC = "(1,1,1,1)", "(3,2,1)", "beam(5,3)", "dynamic(4,5,15)"
 SHAPES = (CHAIN, TREE, BEAM, DYNAMIC)
 SESSIONS = (1, 2, 4, 8, 16, 32)
@@ -105,11 +110,12 @@ def in_turns(forms: Iterable[str], order: random.Random) -> list[str]:
 
 
 class LevelCase:
-    """A drafter at one text, and the levels of a tree below it, in every form."""
+    """A drafter at one text, and levels of a tree below it, in every form."""
 
-    def __init__(self, forms: DrafterForms, ids: Sequence[int]) -> None:
+    def __init__(self, forms: DrafterForms, ids: Sequence[int], measured: Sequence[int] = LEVEL_ROWS) -> None:
+        """measured: rows of the measured levels, among LEVEL_ROWS"""
         self.name, self.context = forms.name, len(ids)
-        self.times = {rows: PartTimes(forms.models, LEVEL_PARTS) for rows in LEVEL_ROWS}
+        self.times = {rows: PartTimes(forms.models, LEVEL_PARTS) for rows in measured}
         self.text_bytes: dict[str, int] = {}  # by form: what a text slot may take at this length
         self.held_bytes: dict[str, int] = {}  # by form: tensors that a memory was measured to hold for a text
         self.step_bytes: dict[str, int] = {}  # by form: peak of the tensors of a forward of one row
@@ -128,24 +134,22 @@ class LevelCase:
                 self.step_bytes[form] = peak_bytes(partial(drafter.runner.run, levels[0]))
 
     def measure(self, order: random.Random) -> Iterator[Measured]:
-        """Run every level once in every form, then again by its parts."""
+        """Run every level in every form, untimed, timed, and by its parts."""
         for rows, times in self.times.items():
-            whole = {}
             for form in in_turns(times.forms, order):
                 plan, runner = self._plans[form][rows], self._drafters[form].runner
-                started = time.perf_counter()
+                assert isinstance(plan.rows, Level)
                 runner.run(plan)
-                whole[form] = time.perf_counter() - started
-            for form in in_turns(times.forms, order):
-                level, runner = self._plans[form][rows].rows, self._drafters[form].runner
-                assert isinstance(level, Level)
-                started = time.perf_counter()
-                hidden = runner.memory.level(level)
-                between = time.perf_counter()
+                clock = [time.perf_counter()]
+                runner.run(plan)
+                clock.append(time.perf_counter())
+                hidden = runner.memory.level(plan.rows)
+                clock.append(time.perf_counter())
                 runner.model.logits(hidden)
-                layers, logits = between - started, time.perf_counter() - between
-                ranking = whole[form] - layers - logits
-                yield times, form, {WHOLE: whole[form], LAYERS: layers, LOGITS: logits, RANKING: ranking}
+                clock.append(time.perf_counter())
+                whole, layers, logits = (after - before for before, after in pairwise(clock))
+                seconds = {WHOLE: whole, LAYERS: layers, LOGITS: logits, RANKING: whole - layers - logits}
+                yield times, form, seconds
 
 
 def held_by_text(model: DrafterModel, saved: Arrays) -> int:

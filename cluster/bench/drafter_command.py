@@ -20,6 +20,7 @@ from cluster.bench.drafter import (
     LLAMA,
     SESSIONS,
     SHAPES,
+    STEP_ROWS,
     TREE,
     DraftCase,
     LevelCase,
@@ -86,7 +87,7 @@ def measure_drafters(
         return case
 
     levels = [ready(LevelCase(forms, prompts[0].token_ids)) for forms in drafters]
-    lengths = [ready(LevelCase(forms, ids[:context])) for context in contexts for forms in drafters]
+    lengths = [ready(LevelCase(forms, ids[:context], [STEP_ROWS])) for context in contexts for forms in drafters]
     drafts = [ready(DraftCase(forms, shape, prompts[:1])) for shape in SHAPES for forms in drafters]
     batches = [ready(DraftCase(forms, TREE, prompts[:count])) for count in sessions for forms in drafters]
     for title, cases in (("levels", [*levels, *lengths]), ("drafts", [*drafts, *batches])):

@@ -18,6 +18,7 @@ from cluster.bench.drafter import (
     MAMBA,
     MAMBA2,
     RANKING,
+    STEP_ROWS,
     TREE,
 )
 from cluster.bench.drafter_forms import DRAFT_PARTS, EAGER, FORMS
@@ -51,9 +52,10 @@ def facts_of(report: Report) -> Iterator[str]:
         for form, why in each["missing"].items():
             yield f"{each['drafter']} was not measured in form {form}: {why}"
     yield (
-        f"Everything {plan['repetitions']} times after a warm-up, forms in turns in random order; temperature 1, noise "
-        "computed before the time starts. No router, sockets or thread of an engine: a scheduler and a runner, called "
-        "in turn. Ratios are of neighbouring measurements; aims are judged by the lower end of the 90 % interval"
+        f"Everything {plan['repetitions']} times after a warm-up, forms in turns in random order, at temperature 1. "
+        "Before the time starts, noise is computed and the form runs one forward, so that its weights are in the "
+        "caches, as in a process that only drafts. No router, sockets or thread of an engine: a scheduler and a runner "
+        "are called in turn. Ratios are of neighbouring measurements; aims are judged by the lower end of the interval"
     )
     yield (
         f"Levels: forwards of {', '.join(map(str, LEVEL_ROWS))} rows, the first of tree {LEVELS}, each repeated. "
@@ -63,13 +65,14 @@ def facts_of(report: Report) -> Iterator[str]:
     yield (
         f"Drafts: texts of {plan['tokens']} tokens at first. Between two drafts a text grows by at most {ACCEPTED} "
         "guesses and a token of the corpus. Parts: the calls with their texts, planning (next), folds of accepted "
-        f"nodes, forwards with ranking (run), growth of trees (apply). Equal: trees with the tokens and parents of "
+        "nodes, forwards with ranking (run), growth of trees (apply). Equal: trees with the tokens and parents of "
         f"{EAGER}'s, the warm-up's included"
     )
     judged = ", ".join(DRAFT_BARS)
     yield f"The aims for whole drafts are for {judged}. Sessions: each has a text, and all draft a tree {TREE} at once"
     yield (
-        f"Lengths: the {LLAMA} drafter's last position is raised to the longest text; its time and memory are those of "
+        "Lengths: as in Figure 1 of Mamba Drafters for Speculative Decoding (arXiv 2506.01206), of drafters of equal "
+        f"size. The {LLAMA} drafter's last position is raised to the longest text; its time and memory are those of "
         "a model trained for such texts, its guesses there are meaningless"
     )
     yield (
@@ -146,9 +149,9 @@ def tables_of(report: Report) -> Iterator[Cells]:
         ],
     )
     yield (
-        "A level with ranking by the length of the text, median and 90 %",
-        ("tokens", "drafter", "rows", *in_forms),
-        [(f"{row['context']:,}", row["drafter"], f"{row['rows']}", *_times(row)) for row in report["lengths"]],
+        f"A level of {STEP_ROWS} row with ranking by the length of the text, median and 90 %",
+        ("tokens", "drafter", *in_forms),
+        [(f"{row['context']:,}", row["drafter"], *_times(row)) for row in report["lengths"]],
     )
     memory = ("weights", "slot", "text", "step", "total")
     yield (
@@ -173,10 +176,11 @@ def _per_session(row: Mapping[str, Any], form: str) -> float | None:
 
 def plot(report: Report, path: Path) -> None:
     """Milliseconds of a step of one row, and MiB of a text, over the tokens of the text."""
+    lengths = list(dict.fromkeys(row["context"] for row in report["memory"]))
     with figure_at(path, 1, 2, 11, 4.5) as ((times, memory),):
         for name, form in dict.fromkeys((row["drafter"], row["form"]) for row in report["memory"]):
             look = {"color": COLOURS[name], "label": f"{name}, {form}"}
-            steps = [row for row in report["lengths"] if (row["drafter"], row["rows"]) == (name, LEVEL_ROWS[0])]
+            steps = [row for row in report["lengths"] if row["drafter"] == name]
             middles, reach = medians(row["ms"][form] for row in steps)
             style = STYLES.get(form, "-o")
             times.errorbar([row["context"] for row in steps], middles, reach, fmt=style, **look)
@@ -185,11 +189,12 @@ def plot(report: Report, path: Path) -> None:
             memory.plot(contexts, [row["text_bytes"] / MIB for row in held], style, **look)
         for axis in (times, memory):
             axis.set_xscale("log", base=2)
+            axis.set_xticks(lengths, [f"{length:,}" for length in lengths])
             axis.set_xlabel("tokens of the text")
             axis.legend(frameon=False, fontsize=8)
         times.set_ylim(bottom=0)
         times.set_ylabel("time (ms)")
-        times.set_title("a draft step of one row (median and 90 % interval)")
+        times.set_title("a level of one row with ranking (median and 90 % interval)")
         memory.set_yscale("log")
         memory.set_ylabel("memory (MiB)")
         memory.set_title("memory of one text, without weights")

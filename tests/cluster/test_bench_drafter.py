@@ -135,6 +135,7 @@ def test_trees_that_differ_between_forms_are_counted(tmp_path):
     measure_in_turns([same, different], 2, lambda: None)
     assert (same.trees, same.equal) == (6, {FUSED: 6})
     assert (different.trees, different.equal) == (6, {FUSED: 0})
+    assert {len(values) for values in same.times.seconds[WHOLE].values()} == {2}, "a warm-up's times are not kept"
 
 
 def test_the_path_of_best_guesses_ends_at_a_leaf():
