@@ -371,6 +371,12 @@ def bench_kernels(context: typer.Context) -> None:
     _run_from("cluster.bench.kernels_command", "bench_kernels", context)
 
 
+@bench.command("drafter", context_settings=ELSEWHERE, add_help_option=False)
+def bench_drafter(context: typer.Context) -> None:
+    """Measure drafters: levels, drafts, sessions, and long texts."""
+    _run_from("cluster.bench.drafter_command", "bench_drafter", context)
+
+
 def main() -> None:
     """The entry point. A DendroError is printed as one line; exit status 2 for bad input, else 1."""
     try:
