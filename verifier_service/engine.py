@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -34,7 +34,7 @@ from verifier_service.models import LoadedTarget, load_target
 from verifier_service.options import VerifierOptions
 from verifier_service.recurrent import Arrangement
 from verifier_service.requests import Call, Capacity, PendingCall, Saved, VerifierText
-from verifier_service.runner import StepRunner, buckets_up_to
+from verifier_service.runner import StepRunner, buckets_up_to, with_few_rows
 from verifier_service.runners import runner_for
 from verifier_service.scheduler import StepScheduler
 from verifier_service.shards import Bounds, Crew, Starter, free_bytes
@@ -150,10 +150,19 @@ class VerifierEngine:
             bounds = Bounds(capacity.near, pages, longest, options.max_sessions, depth, arrangement)
             if crew is not None:
                 crew.make_runners(bounds)
-            runner = runner_for(target, bounds, buckets, crew)
+            few = crew is None and device.type == "cpu" and target.linear.any_rows
+            runner = runner_for(target, bounds, with_few_rows(buckets) if few else buckets, crew)
             reports = crew.reports if crew is not None else ()
             dependent = [product for report in reports for product in report.dependent]
-            differ = [*target.linear.failed, *dependent, *runner.check_rows()]
+            rows = runner.check_rows()
+            if rows and few:
+                log.info(
+                    "verifier %s: steps are padded: rows of shorter ones differ (%s)", options.name, ", ".join(rows)
+                )
+                runner.buckets, few = buckets, False
+                rows = runner.check_rows()
+            capacity = replace(capacity, sizes=runner.buckets)
+            differ = [*target.linear.failed, *dependent, *rows]
             runner.warm_up()
             if not runner.logits_are_finite():
                 cause = ": its numbers are too large for float16; take bfloat16"

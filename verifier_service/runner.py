@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from dendro.tree import DraftTree
 from torch import Tensor
-from tree_kernels import ROW_MULTIPLE
+from tree_kernels import FEW_ROWS, ROW_MULTIPLE
 from tree_kernels.tree_attention import PAGE, FarRows, TreeRows
 from tree_kernels.tree_scan import BlockFold, Group, Paths
 from tree_kernels.tree_walk import Walk
@@ -33,14 +33,19 @@ CHECKED_ROWS = 32
 
 
 def buckets_up_to(step_rows: int) -> tuple[int, ...]:
-    """Numbers of rows that a step is padded to: multiples of ROW_MULTIPLE up to 64, then 96, 128, 192, 256, ...
-    The last is `step_rows`, rounded up to a multiple of ROW_MULTIPLE."""
+    """Numbers of rows that a step is padded to where its products are a library's: multiples of ROW_MULTIPLE up to 64,
+    then 96, 128, 192, 256, ... The last is `step_rows`, rounded up to a multiple of ROW_MULTIPLE."""
     buckets = [bucket for bucket in SMALL_BUCKETS if bucket < step_rows]
     size = 64
     while size < step_rows:
         buckets += [bucket for bucket in (size * 3 // 2, size * 2) if bucket < step_rows]
         size *= 2
     return (*buckets, -(-step_rows // ROW_MULTIPLE) * ROW_MULTIPLE)
+
+
+def with_few_rows(buckets: Sequence[int]) -> tuple[int, ...]:
+    """These numbers of rows, and FEW_ROWS below the largest: for a step whose products are this project's own."""
+    return tuple(sorted({*buckets, *(few for few in FEW_ROWS if few < buckets[-1])}))
 
 
 class StepRunner:

@@ -16,14 +16,14 @@ from dendro.calls import DrafterPeer, VerifierPeer
 from dendro.shapes import MAX_ROWS, LevelShape, TreeShape
 from dendro.text import Sampling
 from dendro.tree import DraftTree
-from tree_kernels import ROW_MULTIPLE
+from tree_kernels import FEW_ROWS, ROW_MULTIPLE
 
 from cluster.bench.in_process import EngineText
 from cluster.bench.measurement import Step
 from cluster.bench.traces import is_static
 from cluster.policies.sequoia import forwarded_rows
 
-STEP_ROWS = (1, *range(ROW_MULTIPLE, MAX_ROWS + 1, ROW_MULTIPLE))
+STEP_ROWS = tuple(sorted({*FEW_ROWS, *range(ROW_MULTIPLE, MAX_ROWS + 1, ROW_MULTIPLE)}))
 LEVEL_ROWS = (1, 2, 4, 8, 16, 31)
 """Forwarded rows of a drafter's level. A static tree of 64 rows forwards at most 31 per level; a dynamic one more."""
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 
 from dendro.shapes import TreeShape
+from tree_kernels import step_size
 
 from cluster.bench.measurement import AUTO, BASELINES, GENERATE, OFF, Contender, RoundTimes, Step, TimedAnswer
 from cluster.bench.report import Row, aim_row
 from cluster.bench.statistics import Estimate, Key, median_estimate, paired_ratio, repeat_difference
 from cluster.bench.targets import COSTLY, MAMBA2
-from cluster.policies.classes import row_bucket
 from cluster.policies.step_time import degree_of, fit_steps, step_at
 
 AIM_THREADS = 2
@@ -245,7 +245,7 @@ def _shapes_of(rows: Sequence[Row]) -> Iterator[tuple[str, float, list[Row], dic
         named = [row for row in ours if row["name"] not in (AUTO, *BASELINES) and "round_ms" in row]
         kinds = {row["name"]: TreeShape.parse(row["name"]) for row in named}
         shapes = [row for row in named if kinds[row["name"]].drafted or kinds[row["name"]].off]
-        counts = {row["name"]: row_bucket(kinds[row["name"]].rows) for row in shapes}
+        counts = {row["name"]: step_size(kinds[row["name"]].rows) for row in shapes}
         yield target, temperature, shapes, counts, picked
 
 

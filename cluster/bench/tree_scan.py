@@ -21,6 +21,7 @@ from dendro.errors import EngineFailed
 from torch import Tensor
 from transformers import Mamba2Config, Mamba2ForCausalLM
 from transformers.models.mamba2.modeling_mamba2 import causal_conv1d_fn, mamba2_chunk_scan
+from tree_kernels import step_size
 from tree_kernels.tree_scan import BlockFold, fold
 from tree_layers.tree_mixers import MixerLayout, RecurrentMemory, RecurrentStep, TreeMamba2
 
@@ -28,7 +29,6 @@ from cluster.bench.allocations import peak_bytes
 from cluster.bench.measurement import Step
 from cluster.bench.report import aim_row
 from cluster.bench.statistics import Estimate, Key, median_estimate, paired_ratio
-from cluster.policies.classes import row_bucket
 from verifier_service.models.head import HEAD_ROWS, Logits
 from verifier_service.models.mixers import seat_mixers
 from verifier_service.models.seats import ForwardContext
@@ -191,7 +191,7 @@ class ScanLayer:
             dt_limit=(0.0, float("inf")),
         )
         # Checkpoints after one block and after two, and for the library one after the whole text.
-        self.memory = RecurrentMemory([layout], self.scratch + max(row_bucket(rows), self.root), 4, CPU).layers[0]
+        self.memory = RecurrentMemory([layout], self.scratch + max(step_size(rows), self.root), 4, CPU).layers[0]
         self.text = self.inputs(self.root)
         self._fill()
 
@@ -216,7 +216,7 @@ class ScanLayer:
     def step(self, trails: Sequence[Sequence[int]]) -> RecurrentStep:
         """A step whose rows write consecutive slots from `scratch` on; padding is for matrix products only."""
         rows = rows_of(trails, self.root, self.block, (0, 1, 2))
-        return recurrent_step(rows, row_bucket(len(trails)), self.scratch, CPU)
+        return recurrent_step(rows, step_size(len(trails)), self.scratch, CPU)
 
     def ours(self, given: ScanInputs, trails: Sequence[Sequence[int]]) -> Callable[[], Tensor]:
         """Rows at these paths of scratch slots; the returned function computes y [rows, H P]."""

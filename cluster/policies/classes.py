@@ -14,8 +14,8 @@ def temperature_class(temperature: float) -> str:
     return "cool" if temperature < 0.85 else "warm"
 
 
-def row_bucket(rows: int) -> int:
-    """Rows of a forward, padded to a multiple of ROW_MULTIPLE."""
+def row_class(rows: int) -> int:
+    """Class of trees with similar costs of a step: the rows, rounded up to a multiple of ROW_MULTIPLE."""
     return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
 
 

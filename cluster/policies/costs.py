@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from dendro.shapes import TreeShape
 from dendro.smoothing import OUTLIER
+from tree_kernels import step_size
 
 from cluster.arms import Arm
-from cluster.policies.classes import row_bucket
 from cluster.policies.least_squares import nonnegative_fit
 from cluster.policies.step_time import StepTime
 
@@ -121,7 +121,7 @@ class Costs:
     draft: dict[Arm, Cost] = field(default_factory=dict)
     step: StepTime = field(default_factory=StepTime)
     texts: float = 1.0  # of a step, smoothed
-    tried: Counter[int] = field(default_factory=Counter)  # rounds by row bucket
+    tried: Counter[int] = field(default_factory=Counter)  # rounds by row class
     rows: dict[Arm, float] = field(default_factory=dict)  # of a tree, smoothed
     lengths: dict[tuple[str, Arm], EmittedLength] = field(default_factory=dict)
     _planes: defaultdict[str, DraftPlane] = field(default_factory=lambda: defaultdict(DraftPlane))  # by drafter
@@ -134,7 +134,7 @@ class Costs:
 
     def verify_us(self, rows: float, degree: int) -> float:
         """A text's share of a step in which every text has so many rows. degree: of the step-time polynomial"""
-        return self.step.at(row_bucket(round(self.texts * rows)), degree) / self.texts
+        return self.step.at(step_size(round(self.texts * rows)), degree) / self.texts
 
     def draft_us(self, arm: Arm) -> float | None:
         """The arm's measured draft time, else one predicted from its drafter's other arms; None where none was

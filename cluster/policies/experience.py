@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 
 from dendro.text import Verdict
 from dendro.tree import DraftTree
-from tree_kernels import ROW_MULTIPLE
+from tree_kernels import step_size
 
 from cluster.arms import Arm
-from cluster.policies.classes import load_class, row_bucket, temperature_class
+from cluster.policies.classes import load_class, row_class, temperature_class
 from cluster.policies.costs import COST_STEP, LEAST_US, PRIOR_ROUNDS, TRIED, Costs, EmittedLength
 from cluster.policies.promises import Promises
 from cluster.policies.step_time import degree_of
@@ -150,9 +150,9 @@ class Experience:
         if costs.tried.total() and not verdict.cold:  # the first touches cold memory
             # At least LEAST_US: of 0 us, OUTLIER times as much is 0 us, too, so every later step would count as that.
             us = max(verdict.verify_us, LEAST_US)
-            costs.step.learn(row_bucket(verdict.step_rows), us, self.degree)
+            costs.step.learn(step_size(verdict.step_rows), us, self.degree)
             costs.texts += COST_STEP * (verdict.texts - costs.texts)
-        costs.tried[row_bucket(tree.rows)] += 1
+        costs.tried[row_class(tree.rows)] += 1
         rows = costs.rows.setdefault(arm, tree.rows)
         costs.rows[arm] = rows + COST_STEP * (tree.rows - rows)
         kind, worth = temperature_class(temperature), self.worth(arm, tree, verdict, temperature)
@@ -178,7 +178,7 @@ class Experience:
         costs = self.costs
         rows = self._rows(arm) if rows is None else rows
         draft = costs.draft.get(arm)
-        if costs.tried[row_bucket(round(rows))] < TRIED or (arm.drafted and (draft is None or not draft.known)):
+        if costs.tried[row_class(round(rows))] < TRIED or (arm.drafted and (draft is None or not draft.known)):
             return None
         return self.predicted_us(arm, rows)
 
@@ -225,7 +225,7 @@ class Experience:
     def draft_ratio(self) -> float:
         """lambda_gamma of the paper: time of one level of the fastest drafter over one plain target forward; 0.1 until
         measured."""
-        plain_us = self.costs.step.at(ROW_MULTIPLE, self.degree)
+        plain_us = self.costs.step.at(1, self.degree)
         levels = [cost.us / arm.depth for arm, cost in self.costs.draft.items() if cost.us]
         if not plain_us or not levels:
             return 0.1

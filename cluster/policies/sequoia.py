@@ -30,8 +30,7 @@ from heapq import heappop, heappush
 import numpy as np
 import numpy.typing as npt
 from dendro.shapes import MAX_ROWS, NodeShape, TreeShape, child_counts
-
-from cluster.policies.classes import row_bucket
+from tree_kernels import step_size
 
 Accept = Sequence[float] | Sequence[Sequence[float]] | npt.NDArray[np.float64]
 """a[j], or a[d][j], whose last row also holds for all greater depths."""
@@ -98,7 +97,7 @@ def reached(shape: TreeShape, table: npt.NDArray[np.float64]) -> list[tuple[floa
 
 def draft_and_step_us(shape: TreeShape, level_us: TimeOf, step_us: TimeOf) -> float:
     """Microseconds to draft and verify a tree of fixed form; a step's rows are padded."""
-    return sum(map(level_us, forwarded_rows(shape))) + step_us(row_bucket(shape.rows))
+    return sum(map(level_us, forwarded_rows(shape))) + step_us(step_size(shape.rows))
 
 
 def best_tree(
@@ -126,7 +125,7 @@ def best_tree(
     if max_children < 1:
         raise ValueError(f"max_children: {max_children}; at least 1")
     deepest = min(max_depth, max_rows - 1)
-    steps = {row_bucket(rows): step_us(row_bucket(rows)) for rows in range(2, max_rows + 1)}
+    steps = {step_size(rows): step_us(step_size(rows)) for rows in range(2, max_rows + 1)}
     table = chances(accept, deepest)[:, :max_children]
     best: Found | None = None
     for shape in (
@@ -145,7 +144,7 @@ def thrifty_trees(
     table: npt.NDArray[np.float64], level_us: TimeOf, step_us: TimeOf, fixed_us: float, max_rows: int
 ) -> Iterator[NodeShape]:
     """For each greatest depth, the best tree whose rows with children are the likeliest. table [depth, children]"""
-    padded = np.array([step_us(row_bucket(max(rows, 2))) for rows in range(max_rows + 1)])
+    padded = np.array([step_us(step_size(max(rows, 2))) for rows in range(max_rows + 1)])
     for depth in range(1, len(table) + 1):
         candidates = _OpenRows(table, depth)
         best, least = None, np.inf

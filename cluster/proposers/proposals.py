@@ -15,8 +15,9 @@ from dendro.calls import Opened
 from dendro.shapes import TreeShape
 from dendro.text import Text
 from dendro.tree import DraftTree
+from tree_kernels import step_size
 
-from cluster.policies.classes import row_bucket, temperature_class
+from cluster.policies.classes import temperature_class
 from cluster.proposers.chances import Chances
 from cluster.proposers.lookup import Lookup
 from cluster.proposers.merge import merge
@@ -100,7 +101,7 @@ class Proposals:
         self._trees = [self._chances.tree(name, proposal) for name, proposal in self._proposed]
 
     def _rows(self, shape: TreeShape) -> int:
-        return min(row_bucket(shape.rows) if shape.drafted else shape.rows, self._max_rows)
+        return min(step_size(shape.rows) if shape.drafted else shape.rows, self._max_rows)
 
 
 @dataclass(slots=True)

@@ -19,10 +19,9 @@ from dendro.client import Asking
 from dendro.errors import BadRequest, EngineFailed
 from dendro.shapes import TreeShape
 from dendro.text import Sampling
-from tree_kernels import ROW_MULTIPLE
+from tree_kernels import step_size
 
 from cluster.config import DrafterConfig
-from cluster.policies.classes import row_bucket
 from cluster.policies.least_squares import nonnegative_fit
 from cluster.policies.replay import round_lengths
 from cluster.policies.sequoia import forwarded_rows
@@ -197,13 +196,13 @@ class LinearCosts:
     def round_us(self, shape: TreeShape) -> float:
         """A round with a tree of fixed form, or with `off`."""
         if shape.off:
-            return self.step(ROW_MULTIPLE) + self.off_hops_us
-        return self.fixed_us + sum(map(self.level, forwarded_rows(shape))) + self.step(row_bucket(shape.rows))
+            return self.step(1) + self.off_hops_us
+        return self.fixed_us + sum(map(self.level, forwarded_rows(shape))) + self.step(step_size(shape.rows))
 
     @property
     def cost_ratio(self) -> float:
         """Leviathan's c: the cost of a drafter's forward of one row over that of a step without guesses."""
-        return self.level(1) / self.step(ROW_MULTIPLE)
+        return self.level(1) / self.step(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +239,7 @@ def costs_of(timed: Mapping[TreeShape, Timed]) -> LinearCosts:
     """
     trees = {shape: each for shape, each in timed.items() if not shape.off}
     plain = next((each for shape, each in timed.items() if shape.off), None)
-    buckets = {row_bucket(shape.rows) for shape in timed}
+    buckets = {step_size(shape.rows) for shape in timed}
     depths = {shape.depth for shape in trees}
     if plain is None or len(buckets) < 2 or len(depths) < 2:
         raise BadRequest("max_rows", "and max_depth of the target leave too few shapes to time; raise them")
@@ -250,7 +249,7 @@ def costs_of(timed: Mapping[TreeShape, Timed]) -> LinearCosts:
         [each.draft_us for each in trees.values()],
     )
     step_us, step_row_us = nonnegative_fit(
-        [[1.0, row_bucket(shape.rows)] for shape in timed], [each.verify_us for each in timed.values()]
+        [[1.0, step_size(shape.rows)] for shape in timed], [each.verify_us for each in timed.values()]
     )
     hops = median(each.hops_us for each in trees.values())
     return LinearCosts(draft_us, level_us, row_us, step_us, step_row_us, hops, plain.hops_us)

@@ -1,5 +1,14 @@
 """Operations on tensors. Each has a folder with a plain reference. Imports no other package of this project."""
 
 ROW_MULTIPLE = 8
-"""Rows of a step, and of a product over some of them, are padded to a multiple of this: libraries use other kernels for
-other numbers of rows. Predicted times of steps are those of padded rows."""
+"""Rows of a product over some of a step's are padded to a multiple of this, and so is a step where its products are a
+library's: libraries use other kernels for other numbers of rows."""
+FEW_ROWS = (1, 2, 3, 4, 5, 6, 10, 12)
+"""Other numbers of rows that a step may have, where its products are this project's own."""
+
+
+def step_size(rows: int) -> int:
+    """The number of rows to which a step of so many is padded where its products are this project's own. Predicted
+    times of steps are those of padded rows."""
+    multiple = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
+    return min(multiple, *(few for few in FEW_ROWS if few >= rows), multiple)

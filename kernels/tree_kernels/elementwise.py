@@ -59,6 +59,11 @@ def is_safe(count: int, itemsize: int, threads: int) -> bool:
     return count * itemsize % VECTOR_BYTES == 0 and -(-count // parts) * itemsize % VECTOR_BYTES == 0
 
 
+def leaves_tail(width: int) -> bool:
+    """Whether a single row of this width may leave a tail. Assumes numbers of two bytes."""
+    return width * 2 % VECTOR_BYTES != 0
+
+
 def is_narrow(width: int) -> bool:
     """Whether ROW_MULTIPLE rows of this width may leave a tail. Assumes numbers of two bytes; a width that is safe for
     these is safe for longer ones."""

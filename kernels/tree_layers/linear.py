@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tree_kernels.elementwise import is_narrow, threads_of
+from tree_kernels.elementwise import is_narrow, leaves_tail, threads_of
 from tree_kernels.matmul import PackedWeight, why_not_packed
 
 from tree_layers.narrow import narrow
@@ -42,6 +42,7 @@ class RowsReport:
     forms: dict[str, int] = field(default_factory=dict)
     failed: tuple[str, ...] = ()
     why_library: str = ""  # why products are the library's, where any are that could be ours
+    any_rows: bool = True  # no step needs padding for its products, nor for functions of their results
 
     @property
     def independent(self) -> bool:
@@ -51,7 +52,8 @@ class RowsReport:
         """Both reports in one. whose: prefix for the failed shapes of `other`."""
         failed = (f"{whose} {shape}" for shape in other.failed)
         forms = dict(Counter(self.forms) + Counter(other.forms))
-        return RowsReport(forms, (*self.failed, *failed), self.why_library or other.why_library)
+        why = self.why_library or other.why_library
+        return RowsReport(forms, (*self.failed, *failed), why, self.any_rows and other.any_rows)
 
     def __str__(self) -> str:
         forms = ", ".join(f"{count} {form}" for form, count in sorted(self.forms.items()))
@@ -215,12 +217,14 @@ class RowForms:
         self._counts: Counter[str] = Counter()
         self._failed: dict[str, None] = {}  # in order
         self._why_library = ""
+        self._leaves_tails = False
         self._units: dict[_Kind, int] = {}
         self._pieces: dict[tuple[int, int], tuple[tuple[int, int, int], ...]] = {}
 
     def report(self) -> RowsReport:
         """The forms chosen so far."""
-        return RowsReport(dict(self._counts), tuple(self._failed), self._why_library)
+        any_rows = not self._why_library and not self._leaves_tails
+        return RowsReport(dict(self._counts), tuple(self._failed), self._why_library, any_rows)
 
     def packs(self, weight: Tensor, bias: Tensor | None = None) -> bool:
         """Whether `of` with may_pack returns a packed form, which holds a copy of the weight."""
@@ -305,6 +309,7 @@ class RowForms:
             self._chosen[kind] = found
             if may_pack:
                 self._why_library = self._why_library or why_not_compiled(weight)
+            self._leaves_tails |= leaves_tail(kind.outputs) and not is_narrow(kind.outputs)
             if found is None:
                 self._failed[f"{kind.inputs} x {kind.outputs} {weight.dtype}"] = None
         return self._chosen[kind]

@@ -346,7 +346,8 @@ def test_trees_with_different_roots_are_refused():
 async def test_proposals_fill_padding_rows_only():
     ids = [5, 6, 7, 8] * 8
     for shape, max_rows, rows in (
-        (LevelShape((1, 1)), 64, 8),
+        (LevelShape((1, 1)), 64, 3),
+        (LevelShape((1,) * 6), 64, 8),
         (LevelShape((3, 2, 1)), 64, 16),
         (LevelShape((3, 2, 1)), 12, 12),
         (OFF, 64, 1),

@@ -9,9 +9,9 @@ from itertools import product
 import numpy as np
 import pytest
 from dendro.shapes import BeamShape, LevelShape, NodeShape, TreeShape, child_counts
+from tree_kernels import step_size
 
 from cluster.policies import leviathan
-from cluster.policies.classes import row_bucket
 from cluster.policies.sequoia import (
     best_tree,
     chances,
@@ -113,7 +113,7 @@ def test_no_tree_takes_less_time_per_token(accept, level):
     """Among all 625 trees of 2 to 8 rows, whose steps are padded to one size."""
 
     def time_of(tree: Nested) -> float:
-        return 50 + level * height(tree) + 600 + 10 * row_bucket(rows_of(tree))
+        return 50 + level * height(tree) + 600 + 10 * step_size(rows_of(tree))
 
     found = best_tree(accept, lambda _: level, lambda rows: 600 + 10 * rows, fixed_us=50, max_rows=8, max_children=3)
     least = min(time_of(tree) / emitted(tree, table(accept)) for tree in fitting(8, 7, 3))

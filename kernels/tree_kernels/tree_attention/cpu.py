@@ -69,8 +69,7 @@ def prepare(step: TreeRows, kv_heads: int, window: int | None = None) -> Prepare
 
 def _far(step: TreeRows, first: Tensor, rows: FarRows, window: int | None) -> _Far:
     count = rows.stop - rows.start
-    alone = count == len(step.positions)
-    padded = step.padded if alone else -(-count // ROW_MULTIPLE) * ROW_MULTIPLE
+    padded = -(-count // ROW_MULTIPLE) * ROW_MULTIPLE
     keys = torch.arange(rows.first * PAGE, (rows.first + len(rows.pages)) * PAGE, device=first.device)
     hidden = keys >= first[rows.start : rows.stop, None]  # [count, keys]
     if window is not None:

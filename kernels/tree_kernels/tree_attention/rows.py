@@ -66,7 +66,7 @@ class TreeRows:
     slots     [rows] int64   where each row's own key and value are written
     near      [rows, 2 * near] int64   slots of the keys at positions near * (p // near - 1) + column; 0: no key
     far       each row that has far keys is in exactly one of these
-    padded    rows of the step's matrices: a multiple of ROW_MULTIPLE, at least the number of rows
+    padded    rows of the step's matrices: at least the number of rows
     """
 
     positions: Tensor
