@@ -133,7 +133,7 @@ class Llama:
             yield tokens[0]
 """
 KILLED = "os.kill(os.getpid(), signal.SIGILL)"
-LOGGED = "print('loading\\nllama_model_load: error loading model: bad magic', file=sys.stderr)"
+LOGGED = "options['verbose'] and print('loading\\nload: error loading model: bad magic', file=sys.stderr)"
 
 
 def installed_fake(monkeypatch, folder: Path, on_import: str = "", on_load: str = "pass", on_answer: str = "pass"):
@@ -183,7 +183,7 @@ async def test_both_rows_answer_without_our_threads_settings_and_without_earlier
         (
             {"on_load": f"{LOGGED}; raise ValueError('Failed to load model from file')"},
             "llama.cpp: the model cannot be loaded: ValueError: Failed to load model from file "
-            "(its log: llama_model_load: error loading model: bad magic)",
+            "(its log: load: error loading model: bad magic)",
         ),
     ],
     ids=["missing", "dependency", "library", "killed-at-import", "killed-at-load", "exits", "bad-file"],
