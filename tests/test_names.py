@@ -41,16 +41,8 @@ PROSE = (".py", ".md", ".proto", ".yaml", ".toml", ".tpl", ".txt", "Makefile", "
 GENERATED = tuple(
     f"docs/{name}.md"
     for name in (
-        "benchmarks",
-        "context",
-        "drafter",
-        "families",
-        "load",
-        "pairs",
-        "speed-mamba2",
-        "tree-scan",
-        "trees",
-        "tuning",
+        *("benchmarks", "context", "drafter", "families", "kernels", "load", "pairs"),
+        *("speed-llama", "speed-mamba2", "tree-scan", "trees", "tuning"),
     )
 )
 """Pages that benches and tests write; their lines are what was printed."""

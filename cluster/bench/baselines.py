@@ -6,13 +6,10 @@ communication between the processes is not counted.
 
 from __future__ import annotations
 
-import asyncio
-import json
 import os
-import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +18,7 @@ from typing import Any
 from dendro.errors import BadRequest, EngineFailed
 
 from cluster.bench.measurement import ASSISTED, BATCH, CONTINUOUS, GENERATE, LOOKUP, TimedAnswer
+from cluster.bench.processes import Call, ContenderProcess, Reply, serve_calls
 from cluster.checkpoints import check_library_has
 
 LOOKUP_TOKENS = 5
@@ -128,23 +126,14 @@ class Baselines:
         return {"tokens": count, "seconds": seconds}
 
 
-def serve_lines(target: Path, assistant: Path | None, dtype: str, threads: int) -> None:
-    """Write one JSON line to standard output for each one read from standard input, until its end."""
+def load(target: Path, assistant: Path | None, dtype: str, threads: int) -> tuple[Reply, Callable[[Call], Reply]]:
+    """No facts, and the function that answers a call of `BaselineProcess`."""
     from transformers.utils import logging
 
-    lines = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what a library prints must not be read as an answer
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     baselines = Baselines(target, assistant, dtype, threads)
-    print("ready", file=lines)
-    for line in sys.stdin:
-        try:
-            call = json.loads(line)
-            reply: dict[str, Any] = baselines.batch(**call) if "prompts" in call else asdict(baselines.answer(**call))
-        except Exception as error:  # raised by the other process
-            reply = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(reply), file=lines)
+    return {}, lambda call: baselines.batch(**call) if "prompts" in call else asdict(baselines.answer(**call))
 
 
 class BaselineProcess:
@@ -162,16 +151,10 @@ class BaselineProcess:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         arguments = [str(target), str(assistant or ""), dtype, str(threads)]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "cluster.bench.baselines", *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | dict(environment or {}),
-        )
+        self._process = ContenderProcess("transformers", __name__, arguments, os.environ | dict(environment or {}))
 
     async def __aenter__(self) -> BaselineProcess:
-        await asyncio.to_thread(self._read)
+        await self._process.ready()
         return self
 
     async def __aexit__(
@@ -181,45 +164,22 @@ class BaselineProcess:
 
     @property
     def ended(self) -> bool:
-        return self._process.poll() is not None
+        return self._process.ended
 
     def stop(self) -> None:
-        assert self._process.stdin and self._process.stdout
-        self._process.stdin.close()
-        self._process.terminate()
-        self._process.wait()
-        self._process.stdout.close()
+        self._process.stop()
 
     async def answer(self, row: str, prompt: Sequence[int], temperature: float, seed: int, tokens: int) -> TimedAnswer:
         """As Baselines.answer; raises EngineFailed with the other process's error."""
-        call = {"row": row, "prompt": list(prompt), "temperature": temperature, "seed": seed, "tokens": tokens}
-        reply = json.loads(await asyncio.to_thread(self._request, json.dumps(call)))
-        if "error" in reply:
-            raise EngineFailed(f"{row}: {reply['error']}")
-        return TimedAnswer(**reply | {"tokens": tuple(reply["tokens"])})
+        fields = {"prompt": list(prompt), "temperature": temperature, "seed": seed, "tokens": tokens}
+        return TimedAnswer.of(await self._process.call(row, **fields))
 
     async def batch(self, row: str, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[int, float]:
         """As Baselines.batch: tokens and seconds; raises EngineFailed with the other process's error."""
-        call = {"row": row, "prompts": [list(prompt) for prompt in prompts], "tokens": tokens}
-        reply = json.loads(await asyncio.to_thread(self._request, json.dumps(call)))
-        if "error" in reply:
-            raise EngineFailed(f"{row}: {reply['error']}")
+        reply = await self._process.call(row, prompts=[list(prompt) for prompt in prompts], tokens=tokens)
         return int(reply["tokens"]), float(reply["seconds"])
-
-    def _request(self, line: str) -> str:
-        assert self._process.stdin
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
-        return self._read()
-
-    def _read(self) -> str:
-        assert self._process.stdout
-        line = self._process.stdout.readline()
-        if not line:
-            raise EngineFailed(f"the baselines' process ended with status {self._process.wait()}")
-        return line
 
 
 if __name__ == "__main__":
     _target, _assistant, _dtype, _threads = sys.argv[1:]
-    serve_lines(Path(_target), Path(_assistant) if _assistant else None, _dtype, int(_threads))
+    serve_calls(lambda: load(Path(_target), Path(_assistant) if _assistant else None, _dtype, int(_threads)))

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 GENERATE = "transformers generate"
 LOOKUP = "transformers prompt lookup"
 ASSISTED = "transformers assisted"
 BATCH = "transformers batch"
 CONTINUOUS = "transformers generate_batch"
+LLAMA_CPP = "llama.cpp"
+LLAMA_CPP_LOOKUP = "llama.cpp lookup"
 OFF = "off"
 AUTO = "auto"
 BASELINES = (GENERATE, LOOKUP, ASSISTED)
+LLAMA_CPP_ROWS = (LLAMA_CPP, LLAMA_CPP_LOOKUP)
+"""They answer at temperature 0 alone."""
 
 Step = Callable[[], None]
 """Advances a progress bar."""
@@ -47,6 +51,11 @@ class TimedAnswer:
     first_tokens: int  # of the first chunk
     round_count: int  # chunks of tokens
     rounds: RoundTimes | None = None  # None for the library's answers and for answers of one round
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> TimedAnswer:
+        """From another process's fields, which JSON made lists of; without `rounds`."""
+        return cls(**{**fields, "tokens": tuple(fields["tokens"])})
 
     @property
     def tokens_per_second(self) -> float:

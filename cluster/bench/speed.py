@@ -8,24 +8,38 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
+from typing import Any
 
+from dendro.errors import EngineFailed
 from dendro.shapes import TreeShape
 from tree_kernels import step_size
 
-from cluster.bench.measurement import AUTO, BASELINES, GENERATE, OFF, Contender, RoundTimes, Step, TimedAnswer
+from cluster.bench.measurement import (
+    AUTO,
+    BASELINES,
+    GENERATE,
+    LLAMA_CPP,
+    LLAMA_CPP_ROWS,
+    OFF,
+    Contender,
+    RoundTimes,
+    Step,
+    TimedAnswer,
+)
 from cluster.bench.report import Row, aim_row
 from cluster.bench.statistics import Estimate, Key, median_estimate, paired_ratio, repeat_difference
 from cluster.bench.targets import COSTLY, MAMBA2
 from cluster.policies.step_time import degree_of, fit_steps, step_at
 
 AIM_THREADS = 2
-COMPARED = (*BASELINES, OFF)
+COMPARED = (*BASELINES, LLAMA_CPP, OFF)
 """The rows to which the ratios of all others are reported."""
 
 POLICY_BARS = {0.0: 2.0, 1.0: 1.3}  # policy over ours-off, by temperature
 OFF_BAR = 0.97  # ours-off over generate
 ABOVE_BAR = 1.0  # policy over the best transformers row: the lower end of its interval
 HOP_BAR = 0.1  # hops as a share of a round
+LLAMA_BARS = {"policy": (AUTO, 1.25), "off": (OFF, 0.6)}  # over llama.cpp's plain decoding, at temperature 0
 FORMS = {1: "c + k n", 2: "c + k n + k2 n^2"}
 """A step's time by its rows n, by degree; 1 is for targets without attention."""
 
@@ -51,9 +65,17 @@ class SpeedPlan:
     def rows(self) -> tuple[str, ...]:
         return (*self.baselines, *self.ours)
 
+    def rows_at(self, temperature: float) -> tuple[str, ...]:
+        return self.rows if temperature == 0 else tuple(row for row in self.rows if row not in LLAMA_CPP_ROWS)
+
+    @property
+    def answers_of_prompt(self) -> int:
+        """Of all rows at all temperatures, once."""
+        return sum(len(self.rows_at(temperature)) for temperature in self.temperatures)
+
     @property
     def answers(self) -> int:
-        return len(self.rows) * len(self.prompts) * len(self.temperatures) * self.repetitions
+        return self.answers_of_prompt * len(self.prompts) * self.repetitions
 
     def answer_seed(self, prompt: int, repetition: int) -> int:
         """One seed for all rows of a pair: all rows of ours must sample the same tokens."""
@@ -61,7 +83,7 @@ class SpeedPlan:
 
     def order(self, repetition: int, temperature: float, prompt: int) -> list[str]:
         """The rows in a seeded random order, so that no row always follows the same other one."""
-        rows = list(self.rows)
+        rows = list(self.rows_at(temperature))
         random.Random(f"{self.seed}/{self.target}/{repetition}/{temperature}/{prompt}").shuffle(rows)
         return rows
 
@@ -105,21 +127,40 @@ class SpeedResult:
     identity: Identity = field(default_factory=Identity)
     note: str = ""
 
+    def names(self, temperature: float) -> list[str]:
+        """The rows that were measured."""
+        return [row for row in self.plan.rows_at(temperature) if (row, temperature) in self.answers]
+
     def rates(self, row: str, temperature: float) -> dict[Key, float]:
         return {key: answer.tokens_per_second for key, answer in self.answers[row, temperature].items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Contenders:
-    """The library and our cluster. While one answers, the other idles."""
+    """The library, our cluster, and llama.cpp where it can be used. While one answers, the others idle."""
 
     library: Contender
     ours: Contender
+    llama_cpp: Contender | None = None
+    llama_facts: Mapping[str, Any] = field(default_factory=dict)  # version and instructions of its build
+    left_out: dict[str, str] = field(default_factory=dict)  # rows of llama.cpp that do not answer -> the reason
 
-    async def answer(self, plan: SpeedPlan, row: str, prompt: int, temperature: float, repetition: int) -> TimedAnswer:
-        contender = self.library if row in BASELINES else self.ours
-        seed = plan.answer_seed(prompt, repetition)
-        return await contender.answer(row, plan.prompts[prompt], temperature, seed, plan.tokens)
+    async def answer(
+        self, plan: SpeedPlan, row: str, prompt: int, temperature: float, repetition: int
+    ) -> TimedAnswer | None:
+        """None for a row of llama.cpp that is left out, from its first failure on."""
+        if row in self.left_out:
+            return None
+        request = (row, plan.prompts[prompt], temperature, plan.answer_seed(prompt, repetition), plan.tokens)
+        if row not in LLAMA_CPP_ROWS:
+            return await (self.library if row in BASELINES else self.ours).answer(*request)
+        try:
+            if self.llama_cpp is None:
+                raise EngineFailed("llama.cpp was not started")
+            return await self.llama_cpp.answer(*request)
+        except EngineFailed as error:
+            self.left_out[row] = str(error)
+            return None
 
 
 def _compare_ours(
@@ -131,16 +172,17 @@ def _compare_ours(
 
 
 async def check_and_warm(plan: SpeedPlan, contenders: Contenders, prompts: int, step: Step) -> Identity:
-    """Answer the first prompts in every way, before timing starts: warms up both sides and compares ours.
+    """Answer the first prompts in every way, before timing starts: warms up all sides and compares ours.
 
-    `step` is called after each answer; there are prompts * temperatures * rows of them.
+    `step` is called after each answer; there are prompts * plan.answers_of_prompt of them.
     """
     identity = Identity()
     for prompt in range(min(prompts, len(plan.prompts))):
         for temperature in plan.temperatures:
             found = {}
-            for row in plan.rows:
-                found[row] = await contenders.answer(plan, row, prompt, temperature, 0)
+            for row in plan.rows_at(temperature):
+                if (answer := await contenders.answer(plan, row, prompt, temperature, 0)) is not None:
+                    found[row] = answer
                 step()
             _compare_ours(plan, identity, found, prompt, temperature)
     return identity
@@ -149,9 +191,10 @@ async def check_and_warm(plan: SpeedPlan, contenders: Contenders, prompts: int, 
 async def measure(plan: SpeedPlan, contenders: Contenders, seconds: float, step: Step) -> SpeedResult:
     """Every prompt at every temperature in every way, interleaved; all prompts once before any is repeated.
 
-    Ends early if the next prompt would exceed `seconds`: all rows lose the same prompts, and `note` reports it.
+    Ends early if the next prompt would exceed `seconds`: all rows lose the same prompts, and `note` reports it. A row
+    of llama.cpp that fails loses all its answers.
     """
-    measured = SpeedResult(plan, {(row, temperature): {} for row in plan.rows for temperature in plan.temperatures})
+    measured = SpeedResult(plan, {(row, each): {} for each in plan.temperatures for row in plan.rows_at(each)})
     passes = [(repetition, prompt) for repetition in range(plan.repetitions) for prompt in range(len(plan.prompts))]
     started = time.monotonic()
     for done, (repetition, prompt) in enumerate(passes):
@@ -161,11 +204,30 @@ async def measure(plan: SpeedPlan, contenders: Contenders, seconds: float, step:
         for temperature in plan.temperatures:
             found = {}
             for row in plan.order(repetition, temperature, prompt):
-                found[row] = await contenders.answer(plan, row, prompt, temperature, repetition)
-                measured.answers[row, temperature][prompt, repetition] = found[row]
+                if (answer := await contenders.answer(plan, row, prompt, temperature, repetition)) is not None:
+                    found[row] = measured.answers[row, temperature][prompt, repetition] = answer
                 step()
             _compare_ours(plan, measured.identity, found, prompt, temperature)
+    measured.answers = {key: found for key, found in measured.answers.items() if key[0] not in contenders.left_out}
     return measured
+
+
+def equal_answers(measured: SpeedResult, row: str, temperature: float) -> Row:
+    """How many of a row's answers have the tokens of `generate`, and the share of tokens before the first difference.
+
+    For other arithmetic than the target's: rounding may choose another of two tokens that are almost equally likely.
+    """
+    reference = measured.answers[GENERATE, temperature]
+    tokens = measured.plan.tokens
+    agreed = [
+        next((at for at, (a, b) in enumerate(zip(answer.tokens, reference[key].tokens, strict=True)) if a != b), tokens)
+        for key, answer in measured.answers[row, temperature].items()
+    ]
+    return {
+        "answers": len(agreed),
+        "equal": agreed.count(tokens),
+        "tokens_before_difference": round(sum(agreed) / (len(agreed) * tokens), 4),
+    }
 
 
 def _by_prompt(values: Mapping[Key, float]) -> list[float]:
@@ -197,7 +259,8 @@ def rows_of(measured: SpeedResult) -> Iterator[Row]:
     """One report row for each row of the plan at each temperature."""
     plan = measured.plan
     for temperature in plan.temperatures:
-        for name in plan.rows:
+        names = measured.names(temperature)
+        for name in names:
             answers = measured.answers[name, temperature]
             rates = measured.rates(name, temperature)
             overall = median_estimate(_by_prompt(rates))
@@ -224,9 +287,11 @@ def rows_of(measured: SpeedResult) -> Iterator[Row]:
                 "ratio_over": {
                     other: paired_ratio(rates, measured.rates(other, temperature)).as_json()
                     for other in COMPARED
-                    if other in plan.rows and other != name
+                    if other in names and other != name
                 },
             }
+            if name in LLAMA_CPP_ROWS:
+                row["equal_to_generate"] = equal_answers(measured, name, temperature)
             rounds = {key: answer.rounds for key, answer in answers.items() if answer.rounds is not None}
             if rounds:
                 row |= _round_split(rounds)
@@ -242,7 +307,7 @@ def _shapes_of(rows: Sequence[Row]) -> Iterator[tuple[str, float, list[Row], dic
     for target, temperature in groups:
         ours = [row for row in rows if (row["target"], row["temperature"]) == (target, temperature)]
         picked: Mapping[str, float] = next((row["arms"] for row in ours if row["name"] == AUTO and "arms" in row), {})
-        named = [row for row in ours if row["name"] not in (AUTO, *BASELINES) and "round_ms" in row]
+        named = [row for row in ours if row["name"] not in (AUTO, *BASELINES, *LLAMA_CPP_ROWS) and "round_ms" in row]
         kinds = {row["name"]: TreeShape.parse(row["name"]) for row in named}
         shapes = [row for row in named if kinds[row["name"]].drafted or kinds[row["name"]].off]
         counts = {row["name"]: step_size(kinds[row["name"]].rows) for row in shapes}
@@ -304,8 +369,11 @@ def _aim(aim: str, bar: float, unmeasured: str, found: Estimate | None = None, j
     return aim_row(aim, bar, met, found, judged="low" if judged == "low" else "median")
 
 
-def aims_of(rows: Sequence[Row], threads: int, accelerator: object, dropped: str = "") -> list[Row]:
-    """The aims of the bench, computed from its rows. None is judged if `dropped` has a reason."""
+def aims_of(
+    rows: Sequence[Row], threads: int, accelerator: object, dropped: str = "", without_llama: str = ""
+) -> list[Row]:
+    """The aims of the bench, computed from its rows. None is judged if `dropped` has a reason. `without_llama`: the
+    reason for which llama.cpp was not measured."""
     unmeasured = dropped
     if accelerator is not None:
         unmeasured = unmeasured or f"the bars are for a processor; this ran on {accelerator}"
@@ -350,4 +418,10 @@ def aims_of(rows: Sequence[Row], threads: int, accelerator: object, dropped: str
                 "ceiling",
             )
         )
+    for name, (row, bar) in LLAMA_BARS.items():
+        ours, plain = found.get((row, 0.0)), found.get((LLAMA_CPP, 0.0))
+        missing = unmeasured or ("" if ours else "the costly target was not measured at 0")
+        missing = missing or ("" if plain else without_llama or "llama.cpp was not measured")
+        over = Estimate.of(ours["ratio_over"][LLAMA_CPP]) if ours and plain else None
+        aims.append(_aim(f"{name} over llama.cpp, by the median, costly target, temperature 0", bar, missing, over))
     return aims

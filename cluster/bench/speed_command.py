@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from dendro.client import AsyncClient
-from dendro.errors import BadRequest
+from dendro.errors import BadRequest, EngineFailed
 
 from cluster.bench.baselines import BaselineProcess
+from cluster.bench.llama_cpp import LlamaCppProcess
 from cluster.bench.machine import report_head
-from cluster.bench.measurement import BASELINES, GENERATE, Begin
+from cluster.bench.measurement import BASELINES, GENERATE, LLAMA_CPP, LLAMA_CPP_ROWS, Begin
 from cluster.bench.options import (
     JsonFile,
     MarkdownFile,
@@ -43,7 +45,7 @@ from cluster.bench.speed import (
 )
 from cluster.bench.speed_report import different, facts_of, tables_of
 from cluster.bench.speed_report import plot as draw
-from cluster.bench.targets import MAMBA2, THREADS, Which, parameter_count, target_config
+from cluster.bench.targets import COSTLY, MAMBA2, THREADS, Which, parameter_count, target_config
 from cluster.config import DEMO_MODELS, Config
 from cluster.demo.measure import ANSWER_TOKENS, PROMPT_TOKENS
 from cluster.demo.prompts import held_out_prompts, load_tokenizer
@@ -77,7 +79,8 @@ class SpeedSettings:
 
 @asynccontextmanager
 async def contenders_for(config: Config, settings: SpeedSettings) -> AsyncIterator[Contenders]:
-    """Start our cluster and the library for one target; both stop at the end."""
+    """Start our cluster, the library and llama.cpp for one target; all stop at the end. A llama.cpp that cannot be
+    started leaves out its rows alone."""
     (target,) = config.targets.values()
     assistant = settings.models / "llama"
     if not (assistant / "config.json").exists():
@@ -85,9 +88,21 @@ async def contenders_for(config: Config, settings: SpeedSettings) -> AsyncIterat
     library = BaselineProcess(
         target.checkpoint, assistant, target.dtype, target.threads, engine_environment(target.threads)
     )
+    llama_cpp = LlamaCppProcess(target.checkpoint, target.dtype, target.threads, PROMPT_TOKENS + settings.tokens)
     try:
-        async with running(config, settings.local) as address, AsyncClient(address) as client, library:
-            yield Contenders(library, ClusterClient(client))
+        async with (
+            AsyncExitStack() as stack,
+            running(config, settings.local) as address,
+            AsyncClient(address) as client,
+            library,
+        ):
+            contenders = Contenders(library, ClusterClient(client))
+            try:
+                await stack.enter_async_context(llama_cpp)
+                contenders = replace(contenders, llama_cpp=llama_cpp, llama_facts=llama_cpp.facts)
+            except EngineFailed as error:
+                contenders.left_out.update(dict.fromkeys(LLAMA_CPP_ROWS, str(error)))
+            yield contenders
     finally:
         library.stop()
 
@@ -95,6 +110,7 @@ async def contenders_for(config: Config, settings: SpeedSettings) -> AsyncIterat
 async def run_speed(settings: SpeedSettings, progress: Begin) -> dict[str, Any]:
     """Run the whole measurement; returns the report. `progress(title, steps)` begins a bar and returns its step."""
     started = time.monotonic()
+    load_average = round(os.getloadavg()[0], 2)
     tokenizer = load_tokenizer(settings.models)
     texts = held_out_prompts(settings.prompts, PROMPT_TOKENS, tokenizer, settings.models)
     prompts = tuple(prompt.token_ids for prompt in texts)
@@ -111,16 +127,18 @@ async def run_speed(settings: SpeedSettings, progress: Begin) -> dict[str, Any]:
             settings.temperatures,
             settings.repetitions,
             shapes,
-            BASELINES if name != MAMBA2 else (GENERATE,),  # the library's others need a cache that can be cropped
+            # The library's others need a cache that can be cropped.
+            (*(BASELINES if name != MAMBA2 else (GENERATE,)), *LLAMA_CPP_ROWS),
             settings.seed,
         )
         share = 1.0 if index == len(settings.targets) - 1 else COSTLY_SHARE
         async with contenders_for(config, settings) as contenders:
             checked = min(CHECKED_PROMPTS, max(len(prompts) // 2, 1))
-            step = progress(f"{name} target: check and warm-up", checked * len(settings.temperatures) * len(plan.rows))
+            step = progress(f"{name} target: check and warm-up", checked * plan.answers_of_prompt)
             identity = await check_and_warm(plan, contenders, checked, step)
             remaining_s = TIME_LIMIT_S * share - (time.monotonic() - started)
             measured = await measure(plan, contenders, remaining_s, progress(f"{name} target: measuring", plan.answers))
+            llama_cpp = {"facts": contenders.llama_facts, "left_out": contenders.left_out}
         measured.identity.add(identity)
         rows += rows_of(measured)
         targets[name] = {
@@ -132,15 +150,19 @@ async def run_speed(settings: SpeedSettings, progress: Begin) -> dict[str, Any]:
             "repetitions": plan.repetitions,
             "note": measured.note,
             "identity": measured.identity.as_json(),
+            "llama_cpp": llama_cpp,
         }
     head = report_head("speed", started, settings.local, settings.seed, THREADS)
+    without_llama = targets[COSTLY]["llama_cpp"]["left_out"].get(LLAMA_CPP, "") if COSTLY in targets else ""
+    aims = aims_of(rows, THREADS, head["machine"]["accelerator"], without_llama=without_llama)
     return {
         **head,
+        "load_average": load_average,
         "targets": targets,
         "rows": rows,
         "cost_model": list(cost_model_of(rows)),
         "step_fits": list(step_fits_of(rows)),
-        "aims": aims_of(rows, THREADS, head["machine"]["accelerator"]) if settings.targets != (MAMBA2,) else [],
+        "aims": aims if settings.targets != (MAMBA2,) else [],
     }
 
 
@@ -168,9 +190,10 @@ def bench_speed(
     seed: Annotated[int, typer.Option(help="Seed of the order and of sampling.")] = 0,
     models: Models = DEMO_MODELS,
 ) -> None:
-    """Compare speeds: transformers' generate, its prompt lookup and its assisted generation; ours without speculation,
-    with each configured shape and with the policy. All in one run, interleaved, on the demo target and on a costly one
-    of the same function. Exits with status 1 if ours answered differently with speculation than without.
+    """Compare speeds: transformers' generate, its prompt lookup and its assisted generation; llama.cpp, plain and with
+    prompt lookup, at temperature 0, where the extra `llama` is installed; ours without speculation, with each
+    configured shape and with the policy. All in one run, interleaved, on the demo target and on a costly one of the
+    same function. Exits with status 1 if ours answered differently with speculation than without.
     """
     settings = SpeedSettings(
         targets=chosen(target, quick, Which.COSTLY, Which.BOTH).names,

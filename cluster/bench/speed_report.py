@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.bench.measurement import GENERATE, OFF
+from cluster.bench.measurement import GENERATE, LLAMA_CPP, LLAMA_CPP_ROWS, OFF
 from cluster.bench.report import (
     Cells,
     Report,
@@ -22,16 +22,8 @@ from cluster.bench.report import (
 
 PARTS = {"draft": "draft", "verify": "verification", "queue": "queue", "hop": "hops between peers"}
 """Parts of a round, and their names in the plot."""
-SPEED_COLUMNS = (
-    "",
-    "tokens/s",
-    "90 %",
-    "over generate",
-    "over off",
-    "emitted per round",
-    "first token ms",
-    "decode tokens/s",
-)
+RATIO_COLUMNS = {GENERATE: "over generate", LLAMA_CPP: "over llama.cpp", OFF: "over off"}
+"""The rows whose ratios are shown, where they were measured."""
 SPLIT_COLUMNS = ("", *(f"{part} ms" for part in PARTS), "round ms", "hops", "shapes picked")
 MODEL_COLUMNS = (
     "",
@@ -48,6 +40,8 @@ FIT_COLUMNS = ("form", "c ms", "k ms", "k2 ms")
 def facts_of(report: Report) -> Iterator[str]:
     """Lines about the conditions of the measurement."""
     yield from machine_facts(report)
+    cores = report["machine"]["cores"]
+    yield f"Load average at the start: {report['load_average']:.2f} processes, on {cores} cores"
     for name, target in report["targets"].items():
         check = target["identity"]
         agreed = f"{len(check['differences'])} differ" if check["differences"] else "all identical"
@@ -57,6 +51,26 @@ def facts_of(report: Report) -> Iterator[str]:
             f"ours with speculation compared with ours without: {check['answers_compared']} answers, "
             f"{check['tokens_compared']:,} tokens, {agreed}" + (f"; {target['note']}" if target["note"] else "")
         )
+        yield from _llama_facts(name, target, [row for row in report["rows"] if row["target"] == name])
+
+
+def _llama_facts(name: str, target: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """llama.cpp's build and how many of its answers have the target's tokens, or why it was not measured."""
+    facts, left_out = target["llama_cpp"]["facts"], target["llama_cpp"]["left_out"]
+    equal = [
+        f"{row['name']} {found['equal']} of {found['answers']}, "
+        f"{found['tokens_before_difference']:.1%} of the tokens before the first difference"
+        for row in rows
+        if (found := row.get("equal_to_generate")) is not None
+    ]
+    if equal:
+        yield (
+            f"llama.cpp on the {name} target: llama-cpp-python {facts['version']} on the processor, with "
+            f"{', '.join(facts['instructions'])}; greedy answers equal to those of {GENERATE}: {'; '.join(equal)}"
+        )
+    for reason in dict.fromkeys(left_out.values()):
+        missing = ", ".join(row for row in LLAMA_CPP_ROWS if left_out.get(row) == reason)
+        yield f"Not measured on the {name} target: {missing}; {reason}"
 
 
 def different(report: Report) -> list[str]:
@@ -72,7 +86,7 @@ def tables_of(report: Report) -> Iterator[Cells]:
             for part in ("rows", "step_fits", "cost_model")
         )
         title = f"{group[0]} target, temperature {group[1]:g}"
-        yield title, SPEED_COLUMNS, [_speed_cells(row) for row in rows]
+        yield _speed_table(title, rows)
         if split := [_split_cells(row) for row in rows if "round_ms" in row]:
             yield f"{title}: parts of a round", SPLIT_COLUMNS, split
         if fits:
@@ -84,13 +98,21 @@ def tables_of(report: Report) -> Iterator[Cells]:
         yield aims_table(report)
 
 
-def _speed_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+def _speed_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Cells:
+    names = {row["name"] for row in rows}
+    compared = [row for row in RATIO_COLUMNS if row in names]
+    over = (RATIO_COLUMNS[row] for row in compared)
+    columns = ("", "tokens/s", "90 %", *over, "emitted per round", "first token ms", "decode tokens/s")
+    return title, columns, [_speed_cells(row, compared) for row in rows]
+
+
+def _speed_cells(row: Mapping[str, Any], compared: Sequence[str]) -> tuple[str, ...]:
     rate, over = row["tokens_per_second"], row["ratio_over"]
     return (
         row["name"],
         f"{rate['median']:.1f}",
         interval(rate, 1),
-        *(with_interval(over.get(other)) or "1" for other in (GENERATE, OFF)),
+        *("1" if other == row["name"] else with_interval(over[other]) for other in compared),
         f"{row['emitted_per_round']:.2f}",
         f"{row['first_token_ms']:.0f}",
         number(row["decode_tokens_per_second"], 1),
@@ -142,7 +164,8 @@ def plot(report: Report, path: Path) -> None:
 def _plot_rates(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     names = [row["name"] for row in rows]
     middles, reach = medians(row["tokens_per_second"] for row in rows)
-    colours = ["#8c8c8c" if name.startswith("transformers") else "#2a7f62" for name in names]
+    others = {"transformers": "#8c8c8c", "llama.cpp": "#4a6fa5"}
+    colours = [others.get(name.split()[0], "#2a7f62") for name in names]
     axis.barh(names, middles, xerr=reach, color=colours, ecolor="black", capsize=3)
     axis.set_xlabel("tokens per second (median and 90 % interval)")
 

@@ -30,7 +30,18 @@ from cluster.bench import speed_command as command
 from cluster.bench import speed_report as reports
 from cluster.bench.costly import WIDTH_STEP, costly_checkpoint, costly_width
 from cluster.bench.machine import describe_machine
-from cluster.bench.measurement import ASSISTED, AUTO, GENERATE, LOOKUP, OFF, RoundTimes, TimedAnswer
+from cluster.bench.measurement import (
+    ASSISTED,
+    AUTO,
+    GENERATE,
+    LLAMA_CPP,
+    LLAMA_CPP_LOOKUP,
+    LLAMA_CPP_ROWS,
+    LOOKUP,
+    OFF,
+    RoundTimes,
+    TimedAnswer,
+)
 from cluster.bench.options import parse_temperatures
 from cluster.bench.ours import ClusterClient, mean_round
 from cluster.bench.report import as_json, as_markdown, show
@@ -248,6 +259,8 @@ PLAN = SpeedPlan(
     "costly", tuple((prompt,) for prompt in range(6)), 12, (0.0, 1.0), 2, SHAPES, (GENERATE, LOOKUP), seed=3
 )
 SPEED = {GENERATE: 10.0, LOOKUP: 12.0, OFF: 10.0, "(1,1,1,1)": 15.0, "(3,2,1)": 18.0, AUTO: 22.0}
+WITH_LLAMA = replace(PLAN, baselines=(*PLAN.baselines, *LLAMA_CPP_ROWS))
+LLAMA_SPEED = {**SPEED, LLAMA_CPP: 16.0, LLAMA_CPP_LOOKUP: 17.0}
 
 
 class ScriptedSpeeds:
@@ -262,7 +275,7 @@ class ScriptedSpeeds:
         self.requests.append((row, prompt[0], temperature))
         seconds = tokens / (self.speeds[row] * (1 + prompt[0]))
         answer = tuple(range(tokens)) if row != self.wrong else (*range(tokens - 1), 99)
-        if row in (GENERATE, LOOKUP):
+        if row in (GENERATE, LOOKUP, *LLAMA_CPP_ROWS):
             return TimedAnswer(answer, seconds, seconds / 10, 1, tokens)
         shape = row if row != AUTO else "(3,2,1)"
         rounds = RoundTimes(10.0, 2.0, 6.0, 1.5, {"off": 1, shape: 3} if shape != OFF else {"off": 4})
@@ -272,6 +285,13 @@ class ScriptedSpeeds:
 async def measured_with(speeds: dict[str, float] = SPEED, plan: SpeedPlan = PLAN, wrong: str = "") -> SpeedResult:
     scripted = ScriptedSpeeds(speeds, wrong)
     return await measure(plan, Contenders(scripted, scripted), 1000.0, lambda: None)
+
+
+async def measured_with_llama(
+    speeds: dict[str, float] = LLAMA_SPEED, plan: SpeedPlan = WITH_LLAMA, wrong: str = ""
+) -> SpeedResult:
+    scripted = ScriptedSpeeds(speeds, wrong)
+    return await measure(plan, Contenders(scripted, scripted, scripted), 1000.0, lambda: None)
 
 
 async def test_every_row_answers_every_prompt_equally_often_and_in_changing_order():
@@ -333,14 +353,86 @@ async def test_a_different_token_is_found_and_named_in_the_check_and_in_the_meas
     assert not (await measured_with()).identity.differences
 
 
+# llama.cpp beside them
+
+
+async def test_llama_cpp_answers_at_temperature_0_alone_and_ratios_over_it_are_paired():
+    measured = await measured_with_llama()
+    rows = {(row["name"], row["temperature"]): row for row in rows_of(measured)}
+    assert {key for key in rows if key[0] in LLAMA_CPP_ROWS} == {(row, 0.0) for row in LLAMA_CPP_ROWS}
+    assert WITH_LLAMA.answers == len(PLAN.prompts) * 2 * (8 + 6)
+    assert rows[AUTO, 0.0]["ratio_over"][LLAMA_CPP]["median"] == pytest.approx(22 / 16)
+    assert rows[LLAMA_CPP_LOOKUP, 0.0]["ratio_over"][LLAMA_CPP]["median"] == pytest.approx(17 / 16, abs=1e-4)
+    assert LLAMA_CPP not in rows[AUTO, 1.0]["ratio_over"] and LLAMA_CPP not in rows[LLAMA_CPP, 0.0]["ratio_over"]
+
+
+async def test_answers_of_llama_cpp_that_rounding_changed_are_counted_and_are_no_differences_of_ours():
+    measured = await measured_with_llama(wrong=LLAMA_CPP)
+    rows = {(row["name"], row["temperature"]): row for row in rows_of(measured)}
+    counts = {"answers": 12, "equal": 0, "tokens_before_difference": round(11 / 12, 4)}
+    assert rows[LLAMA_CPP, 0.0]["equal_to_generate"] == counts
+    assert rows[LLAMA_CPP_LOOKUP, 0.0]["equal_to_generate"] == {
+        "answers": 12,
+        "equal": 12,
+        "tokens_before_difference": 1.0,
+    }
+    assert "equal_to_generate" not in rows[OFF, 0.0] and not measured.identity.differences
+
+
+class FailsAfter(ScriptedSpeeds):
+    """llama.cpp, whose process ends before the given number of answers is reached."""
+
+    def __init__(self, answers: int) -> None:
+        super().__init__(LLAMA_SPEED)
+        self.answers = answers
+
+    async def answer(self, row, prompt, temperature, seed, tokens):
+        if len(self.requests) >= self.answers:
+            raise EngineFailed("llama.cpp: its process was ended by SIGILL")
+        return await super().answer(row, prompt, temperature, seed, tokens)
+
+
+@pytest.mark.parametrize("answers", [0, 1, 5])
+async def test_llama_cpp_that_fails_loses_its_rows_and_no_others(answers):
+    scripted = ScriptedSpeeds(SPEED)
+    contenders = Contenders(scripted, scripted, FailsAfter(answers))
+    await check_and_warm(WITH_LLAMA, contenders, 1, lambda: None)
+    steps = []
+    measured = await measure(WITH_LLAMA, contenders, 1000.0, lambda: steps.append(1))
+    assert len(steps) == WITH_LLAMA.answers
+    assert contenders.left_out == dict.fromkeys(LLAMA_CPP_ROWS, "llama.cpp: its process was ended by SIGILL")
+    assert list(rows_of(measured)) == list(rows_of(await measured_with()))
+
+
+async def test_without_llama_cpp_its_aims_are_not_judged_and_say_why():
+    rows = list(rows_of(await measured_with()))
+    aims = aims_of(rows, 2, None, without_llama="llama_cpp is not installed")
+    assert [aim["met"] for aim in aims] == [True] * 8 + [None] * 2
+    assert [aim["why"] for aim in aims[8:]] == ["llama_cpp is not installed"] * 2
+    assert {aim["why"] for aim in aims_of(rows, 2, None)[8:]} == {"llama.cpp was not measured"}
+
+
+@pytest.mark.parametrize(
+    "slower, expected", [({AUTO: 19.9}, [False, True]), ({OFF: 9.5}, [True, False]), ({LLAMA_CPP: 30.0}, [False] * 2)]
+)
+async def test_aims_over_llama_cpp_are_judged_at_the_median(slower, expected):
+    rows = list(rows_of(await measured_with_llama({**LLAMA_SPEED, **slower})))
+    for row in rows:
+        if over := row["ratio_over"].get(LLAMA_CPP):
+            row["ratio_over"][LLAMA_CPP] = over | {"low": 0.1, "high": 9.0}
+    aims = aims_of(rows, 2, None)[8:]
+    assert [aim["met"] for aim in aims] == expected
+    assert all("over llama.cpp, by the median" in aim["aim"] for aim in aims)
+
+
 def met(aims: list[dict], start: str) -> dict[float, bool | None]:
     return {float(aim["aim"].split("temperature ")[1]): aim["met"] for aim in aims if aim["aim"].startswith(start)}
 
 
 async def test_aims_that_are_reached_are_met():
-    aims = aims_of(list(rows_of(await measured_with())), threads=2, accelerator=None)
-    assert [aim["met"] for aim in aims] == [True] * 8
-    assert [aim["bar"] for aim in aims] == [2.0, 1.0, 0.97, 0.1, 1.3, 1.0, 0.97, 0.1]
+    aims = aims_of(list(rows_of(await measured_with_llama())), threads=2, accelerator=None)
+    assert [aim["met"] for aim in aims] == [True] * 10
+    assert [aim["bar"] for aim in aims] == [2.0, 1.0, 0.97, 0.1, 1.3, 1.0, 0.97, 0.1, 1.25, 0.6]
     assert aims[0]["value"] == 2.2 and aims[0]["interval"] == [2.2, 2.2]
 
 
@@ -386,15 +478,15 @@ async def test_hops_above_a_tenth_of_a_round_miss_their_bar():
 async def test_aims_whose_hardware_or_target_is_missing_are_not_judged_with_a_reason(
     threads, accelerator, target, reason
 ):
-    rows = list(rows_of(await measured_with(plan=replace(PLAN, target=target))))
+    rows = list(rows_of(await measured_with_llama(plan=replace(WITH_LLAMA, target=target))))
     aims = aims_of(rows, threads, accelerator)
-    assert len(aims) == 8 and {aim["met"] for aim in aims} == {None}
+    assert len(aims) == 10 and {aim["met"] for aim in aims} == {None}
     assert all(reason in aim["why"] for aim in aims)
 
 
 async def test_aims_of_few_prompts_report_the_coverage():
-    plan = replace(PLAN, prompts=PLAN.prompts[:2])
-    aims = aims_of(list(rows_of(await measured_with(plan=plan))), 2, None)
+    plan = replace(WITH_LLAMA, prompts=PLAN.prompts[:2])
+    aims = aims_of(list(rows_of(await measured_with_llama(plan=plan))), 2, None)
     assert all("covers 50%" in aim["why"] for aim in aims)
 
 
@@ -402,7 +494,7 @@ async def test_aims_of_few_prompts_report_the_coverage():
 
 
 async def a_report() -> dict:
-    measured = await measured_with()
+    measured = await measured_with_llama()
     rows = list(rows_of(measured))
     settings = {
         "command": "dendro bench speed",
@@ -421,11 +513,13 @@ async def a_report() -> dict:
         "repetitions": 2,
         "note": measured.note,
         "identity": measured.identity.as_json(),
+        "llama_cpp": {"facts": {"version": "0.3.99", "instructions": ["AVX2", "F16C"]}, "left_out": {}},
     }
     machine = describe_machine(2)
     return {
         "bench": "speed",
         "machine": machine,
+        "load_average": 1.5,
         "settings": settings,
         "targets": {"costly": target},
         "rows": rows,
@@ -493,10 +587,24 @@ async def test_markdown_and_console_show_every_row_every_aim_and_the_parts_of_a_
     printed = shown.getvalue()
     markdown = as_markdown(report, reports.facts_of(report), reports.tables_of(report))
     for text in (markdown, printed):
-        assert all(text.count(name) >= 2 for name in PLAN.rows)
+        assert all(text.count(name) >= 2 for name in WITH_LLAMA.rows)
         assert all(aim["aim"] in text for aim in report["aims"])
         assert "parts of a round" in text and "dendro bench speed" in text and "commit abc" in text
         assert "2.20 (2.20-2.20)" in text and "met" in text
+
+
+async def test_a_report_says_what_llama_cpp_ran_with_or_why_it_did_not_run():
+    report = await a_report()
+    facts = " ".join(reports.facts_of(report))
+    assert "llama-cpp-python 0.3.99" in facts and "AVX2, F16C" in facts and "llama.cpp 12 of 12" in facts
+    assert "Load average at the start: 1.50" in facts
+    (columns,) = {columns for title, columns, _ in reports.tables_of(report) if title.endswith("temperature 0")}
+    assert "over llama.cpp" in columns
+    report["targets"]["costly"]["llama_cpp"] = {"facts": {}, "left_out": dict.fromkeys(LLAMA_CPP_ROWS, "gone")}
+    report["rows"] = [row for row in report["rows"] if row["name"] not in LLAMA_CPP_ROWS]
+    facts = " ".join(reports.facts_of(report))
+    assert "Not measured on the costly target: llama.cpp, llama.cpp lookup; gone" in facts
+    assert all("over llama.cpp" not in columns for _, columns, _ in reports.tables_of(report))
 
 
 async def test_the_plot_is_written_in_the_format_of_its_suffix(tmp_path):
@@ -561,7 +669,8 @@ def test_a_run_exits_with_status_1_if_speculation_changed_a_token(tmp_path, monk
 
     status, report = run_with("")
     assert status == 0
-    assert [aim["met"] for aim in report["aims"]] == [None] * 8
+    assert [aim["met"] for aim in report["aims"]] == [None] * 10
+    assert set(report["targets"]["demo"]["llama_cpp"]["left_out"].values()) == {"llama.cpp was not started"}
     identity = report["targets"]["demo"]["identity"]
     # Seven shapes and the policy against off at 2 temperatures: 1 prompt to check, 2 measured.
     assert identity["answers_compared"] == 8 * 2 * (1 + 2) and identity["differences"] == []

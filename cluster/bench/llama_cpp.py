@@ -1,0 +1,170 @@
+"""Answers of llama.cpp, plain and with its prompt lookup, from the same weights as ours.
+
+It runs in a process of its own: its threads do not disturb ours, and what ends it, such as an instruction that the
+processor lacks, ends no measurement of the others. It answers on the processor, and greedily.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from dendro.errors import BadRequest, EngineFailed
+
+from cluster.bench.measurement import LLAMA_CPP, LLAMA_CPP_LOOKUP, LLAMA_CPP_ROWS, TimedAnswer
+from cluster.bench.processes import Call, ContenderProcess, Reply, serve_calls
+
+LOOKUP_TOKENS = 5
+LOOKUP_NGRAM = 3
+"""As in the row of transformers' prompt lookup."""
+NOT_INSTALLED = "{} is not installed; the extra `llama` has it"
+OURS_ALONE = ("OMP_WAIT_POLICY", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "MKL_CBWR")
+"""Variables that our engines need. llama.cpp runs without them: waiting passively makes it slower."""
+
+
+def imported(library: str) -> Any:
+    """The module of an optional library. Raises EngineFailed with the reason for which there is none."""
+    from importlib import import_module
+
+    try:
+        return import_module(library)
+    except ModuleNotFoundError as error:
+        if error.name == library:
+            raise EngineFailed(NOT_INSTALLED.format(library)) from error
+        raise EngineFailed(f"{library} cannot be imported: {error}") from error
+    except Exception as error:  # the loader's errors are of many types
+        raise EngineFailed(f"{library} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+class LlamaCppModels:
+    """The model of a GGUF file in this process, once for each row: a draft model changes which logits are computed."""
+
+    def __init__(self, file: Path, threads: int, positions: int) -> None:
+        """positions: of the longest text, prompt, answer and guesses"""
+        library = imported("llama_cpp")
+        speculative = imported("llama_cpp.llama_speculative")
+
+        class CountingLlama(library.Llama):  # type: ignore[misc, name-defined]
+            evaluations = 0
+
+            def eval(self, tokens: Sequence[int]) -> None:
+                self.evaluations += 1
+                super().eval(tokens)
+
+        def load(draft_model: Any) -> Any:
+            try:
+                return CountingLlama(
+                    str(file),
+                    n_ctx=positions,
+                    n_batch=positions,
+                    n_threads=threads,
+                    n_threads_batch=threads,
+                    draft_model=draft_model,
+                    verbose=True,  # else it hides why a file cannot be loaded
+                )
+            except Exception as error:
+                raise EngineFailed(f"the model cannot be loaded: {type(error).__name__}: {error}") from error
+
+        lookup = speculative.LlamaPromptLookupDecoding(LOOKUP_NGRAM, LOOKUP_TOKENS)
+        self.models = {LLAMA_CPP: load(None), LLAMA_CPP_LOOKUP: load(lookup)}
+        for model in self.models.values():
+            model.verbose = False
+        logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)  # its log of every step costs time
+        self.facts = {
+            "version": library.__version__,
+            "instructions": _enabled(library.llama_print_system_info().decode()),
+        }
+
+    def answer(self, row: str, prompt: Sequence[int], tokens: int) -> TimedAnswer:
+        """`tokens` tokens after a prompt, greedily, timed from the call to the last one. Nothing of earlier answers is
+        used again."""
+        model = self.models[row]
+        model.reset()
+        model.evaluations = 0
+        answer: list[int] = []
+        first = 0.0
+        started = time.perf_counter()
+        for token in model.generate(list(prompt), temp=0.0, top_k=0, top_p=1.0, min_p=0.0):
+            if not answer:
+                first = time.perf_counter() - started
+            answer.append(token)
+            if len(answer) == tokens:
+                break
+        seconds = time.perf_counter() - started
+        if len(answer) != tokens:
+            raise EngineFailed(f"{len(answer)} tokens instead of {tokens}")
+        return TimedAnswer(tuple(answer), seconds, first, 1, model.evaluations)
+
+
+def _enabled(system_info: str) -> list[str]:
+    """The instruction sets and features that llama.cpp's build and this processor have: `AVX2 = 1 | AVX_VNNI = 0`."""
+    pairs = [part.rpartition(":")[2].split("=") for part in system_info.split("|")]
+    return [pair[0].strip() for pair in pairs if len(pair) == 2 and pair[1].strip() == "1"]
+
+
+def load(file: Path, threads: int, positions: int) -> tuple[Reply, Callable[[Call], Reply]]:
+    """Facts of the build, and the function that answers a call of `LlamaCppProcess`."""
+    models = LlamaCppModels(file, threads, positions)
+    return models.facts, lambda call: asdict(models.answer(**call))
+
+
+class LlamaCppProcess:
+    """llama.cpp's rows for the model of a checkpoint. Use as an asynchronous context, which writes the model as GGUF,
+    starts the process and waits until it has loaded; raises EngineFailed, in a sentence, if any of this fails."""
+
+    def __init__(self, checkpoint: Path, dtype: str, threads: int, positions: int) -> None:
+        self.facts: Reply = {}
+        self._checkpoint = checkpoint
+        self._dtype = dtype
+        self._numbers = [str(threads), str(positions + LOOKUP_TOKENS)]
+        self._process: ContenderProcess | None = None
+
+    async def __aenter__(self) -> LlamaCppProcess:
+        with tempfile.TemporaryDirectory() as folder:  # the process has mapped the file when it is ready
+            file = Path(folder) / "model.gguf"
+            await asyncio.to_thread(self._export, file)
+            environment = {name: value for name, value in os.environ.items() if name not in OURS_ALONE}
+            self._process = ContenderProcess("llama.cpp", __name__, [str(file), *self._numbers], environment, True)
+            try:
+                self.facts = await self._process.ready()
+            except BaseException:
+                self._process.stop()
+                raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._process is not None
+        self._process.stop()
+
+    def _export(self, file: Path) -> None:
+        from cluster.bench.gguf_file import check_exportable, write_gguf
+
+        try:
+            check_exportable(self._checkpoint, self._dtype)
+            imported("gguf")
+            write_gguf(self._checkpoint, file, self._dtype)
+        except BadRequest as error:
+            raise EngineFailed(f"not exported: {error.reason}") from error
+
+    async def answer(self, row: str, prompt: Sequence[int], temperature: float, seed: int, tokens: int) -> TimedAnswer:
+        """Greedy answers: the seed has no effect. Raises EngineFailed with the other process's error."""
+        if row not in LLAMA_CPP_ROWS or temperature > 0:
+            raise BadRequest("row", f"{row!r} at temperature {temperature:g} is none of {LLAMA_CPP_ROWS} at 0")
+        assert self._process is not None
+        return TimedAnswer.of(await self._process.call(row, prompt=list(prompt), tokens=tokens))
+
+
+if __name__ == "__main__":
+    _file, _threads, _positions = sys.argv[1:]
+    serve_calls(lambda: load(Path(_file), int(_threads), int(_positions)))

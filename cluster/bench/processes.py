@@ -1,0 +1,132 @@
+"""A contender in a process of its own: it reads calls and writes replies, each a line of JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from dendro.errors import EngineFailed, one_line
+
+Call = dict[str, Any]
+Reply = dict[str, Any]
+_FAILURE = re.compile(r"\b(error|failed|failure|illegal|unsupported)\b", re.IGNORECASE)
+_KEPT_LOG = 1 << 16
+
+
+def serve_calls(load: Callable[[], tuple[Reply, Callable[[Call], Reply]]]) -> None:
+    """Answer the calls on standard input until its end. The first line written is what `load` returns beside the
+    function that answers them, or its error; an exception becomes the reply `{"error": ...}`."""
+    lines = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what a library prints must not be read as a reply
+    try:
+        ready, answer = load()
+    except Exception as error:  # raised by the other process
+        print(json.dumps({"error": _text_of(error)}), file=lines)
+        return
+    print(json.dumps(ready), file=lines)
+    for line in sys.stdin:
+        try:
+            reply = answer(json.loads(line))
+        except Exception as error:
+            reply = {"error": _text_of(error)}
+        print(json.dumps(reply), file=lines)
+
+
+def _text_of(error: Exception) -> str:
+    return str(error) if isinstance(error, EngineFailed) else f"{type(error).__name__}: {error}"
+
+
+def failure_in(log: str) -> str:
+    """The first line of a library's log that reports a failure; empty if there is none."""
+    return next((one_line(line.strip(), 300) for line in log.splitlines() if _FAILURE.search(line)), "")
+
+
+class ContenderProcess:
+    """A module of ours that calls `serve_calls`, run with `environment` as its whole environment.
+
+    `name` begins the errors that concern no row. `keep_log`: its standard error is kept for errors instead of shown.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        keep_log: bool = False,
+    ) -> None:
+        self._name = name
+        self._log = tempfile.TemporaryFile("w+", errors="replace") if keep_log else None  # noqa: SIM115  # see stop
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=dict(environment),
+        )
+
+    async def ready(self) -> Reply:
+        """The first line, which the process writes when it has loaded. Raises EngineFailed with the cause."""
+        return self._checked(self._name, await asyncio.to_thread(self._read))
+
+    async def call(self, row: str, **fields: object) -> Reply:
+        """The reply to a call for a row. Raises EngineFailed with the other process's error, or with how it ended."""
+        return self._checked(row, await asyncio.to_thread(self._exchange, json.dumps({"row": row, **fields})))
+
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def stop(self) -> None:
+        assert self._process.stdin and self._process.stdout
+        with suppress(BrokenPipeError):  # it ended before it read all
+            self._process.stdin.close()
+        self._process.terminate()
+        self._process.wait()
+        self._process.stdout.close()
+        if self._log is not None:
+            self._log.close()
+
+    def _exchange(self, line: str) -> str:
+        assert self._process.stdin
+        try:
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise EngineFailed(self._end()) from None
+        return self._read()
+
+    def _read(self) -> str:
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        if not line:
+            raise EngineFailed(self._end())
+        return line
+
+    def _checked(self, who: str, line: str) -> Reply:
+        reply: Reply = json.loads(line)
+        if "error" in reply:
+            raise EngineFailed(self._with_log(f"{who}: {reply['error']}"))
+        return reply
+
+    def _end(self) -> str:
+        status = self._process.wait()
+        how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        return self._with_log(f"{self._name}: its process {how}")
+
+    def _with_log(self, text: str) -> str:
+        if self._log is None or self._log.closed:
+            return text
+        self._log.seek(0)
+        found = failure_in(self._log.read(_KEPT_LOG))
+        return f"{text} (its log: {found})" if found else text
