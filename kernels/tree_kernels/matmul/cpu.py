@@ -43,7 +43,7 @@ def _kernels() -> Any:
 
 
 @cache
-def _tile_table(kind: str) -> Tensor:
+def tile_table(kind: str) -> Tensor:
     """[MOST, 3] for each number of rows: panels of the wide tile, its address, and the address of the tile of one panel."""
     addresses = _kernels().addresses
     rows = [(PANELS[r], *(addresses[symbol(kind, r, p)] for p in (PANELS[r], 1))) for r in range(1, MOST + 1)]
@@ -97,7 +97,7 @@ class PackedWeight:
         self._threads = threads if weight.numel() >= THREADED else 1
         self._product = _kernels().functions["product"]
         entry = panel() * weight.dtype.itemsize
-        table = _tile_table(self.kind)
+        table = tile_table(self.kind)
         self._call = [
             0,
             0,
