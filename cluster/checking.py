@@ -36,6 +36,7 @@ class ModelReport:
     weights: int | None
     memory: dict[str, int] | None = None
     exactness: str = ""  # of a loaded target: bitwise or margin
+    kernels: str = ""  # of a loaded model: which forms of its products and layers run
     arms: list[str] = field(default_factory=list)  # of a target
     left_out: dict[str, str] = field(default_factory=dict)  # configured arms that it cannot use, and why
 
@@ -161,6 +162,7 @@ def _load_model(config: Config, section: str, entry: ModelReport, longest: int) 
         entry.memory = {part: count * workers for part, count in own.items()}
         entry.weights = _weights(model) or entry.weights
         entry.exactness = asyncio.run(engine.hello()).exactness
+        entry.kernels = engine.kernels
     finally:
         asyncio.run(engine.stop())
 
@@ -197,6 +199,9 @@ def show(console: Console, report: Report) -> None:
         for pair in report.pairs:
             pairs.add_row(pair.drafter, pair.target, "yes" if pair.fits else "no", pair.why)
         console.print(pairs)
+    for entry in (*report.targets, *report.drafters):
+        if entry.kernels:
+            console.print(f"kernels of {entry.name}: {entry.kernels}", markup=False, soft_wrap=True)
     for entry in report.targets:
         console.print(f"arms of {entry.name}: {', '.join(entry.arms)}", markup=False, soft_wrap=True)
         for arm, why in entry.left_out.items():

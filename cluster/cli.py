@@ -365,6 +365,18 @@ def bench_tree_scan(context: typer.Context) -> None:
     _run_from("cluster.bench.tree_scan_command", "bench_tree_scan", context)
 
 
+@bench.command("kernels", context_settings=ELSEWHERE, add_help_option=False)
+def bench_kernels(context: typer.Context) -> None:
+    """Measure this processor's products of few rows, next to torch's."""
+    _run_from("cluster.bench.kernels_command", "bench_kernels", context)
+
+
+@bench.command("drafter", context_settings=ELSEWHERE, add_help_option=False)
+def bench_drafter(context: typer.Context) -> None:
+    """Measure drafters: levels, drafts, sessions, and long texts."""
+    _run_from("cluster.bench.drafter_command", "bench_drafter", context)
+
+
 def main() -> None:
     """The entry point. A DendroError is printed as one line; exit status 2 for bad input, else 1."""
     try:

@@ -133,6 +133,10 @@ class DrafterEngine:
         return {"states": self._text_slots * memory.text_bytes(longest) + self._node_slots * memory.node_bytes}
 
     @property
+    def kernels(self) -> str:
+        return "torch"
+
+    @property
     def sessions(self) -> int:
         """Number of open texts."""
         return self._scheduler.sessions

@@ -70,15 +70,17 @@ class VerifierEngine:
         shelf: Shelf | None = None,
         longest_step_s: float = LONGEST_STEP_S,
         dependent: Sequence[str] = (),
+        kernels: str = "",
     ) -> None:
         """shelf: store of the states of texts, where the capacity `saves` them. longest_step_s: a longer step counts as
         hung. dependent: products, and numbers of rows, with which a row's bits depend on other rows; empty where the
-        exactness is `bitwise`."""
+        exactness is `bitwise`. kernels: how many of the model's products have which form."""
         self.scheduler = scheduler
         self.runner = runner
         self._hello = hello
         self._shelf = shelf
         self.dependent = tuple(dependent)
+        self.kernels = kernels
         self._ahead: list[tuple[int, int]] = []  # (session, position) of noise to compute in idle time
         self._paused = False  # NOISE_PAUSE_S has passed since a step or a row of noise
         self._thread = EngineThread(
@@ -176,7 +178,9 @@ class VerifierEngine:
             block = capacity.recurrent.extent.block
             names = hello.fingerprint, hello.tokenizer, memory.layout(block)
             shelf = Shelf(states or NoStates(), *names, lambda arrays, tokens: memory.check(arrays, 2 * block))
-        return cls(StepScheduler(capacity, clock), runner, hello, shelf, options.longest_step_s, differ)
+        return cls(
+            StepScheduler(capacity, clock), runner, hello, shelf, options.longest_step_s, differ, str(target.linear)
+        )
 
     # The peer
 

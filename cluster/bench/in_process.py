@@ -70,9 +70,13 @@ class EngineText:
         """A call's text: the tokens from `start` on."""
         return TextUpdate.of(self._opening, self.text, start)
 
-    async def open(self, engine: DrafterPeer | VerifierPeer, room: int) -> None:
+    def open_call(self, room: int) -> OpenCall:
+        """The call that opens this text, which may grow by `room` tokens."""
         limits = Limits(len(self.text) + room, ignore_end=True)
-        await engine.open(OpenCall(self.update(0), RequestParameters(self._sampling, limits, "", ())))
+        return OpenCall(self.update(0), RequestParameters(self._sampling, limits, "", ()))
+
+    async def open(self, engine: DrafterPeer | VerifierPeer, room: int) -> None:
+        await engine.open(self.open_call(room))
 
     async def draft(self, drafter: DrafterPeer, shape: TreeShape, start: int) -> DraftTree:
         return await drafter.draft(DraftCall(self.update(start), shape))

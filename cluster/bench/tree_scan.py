@@ -6,9 +6,7 @@ tree below it is computed in every way, interleaved. Ours are the mixers and the
 
 from __future__ import annotations
 
-import json
 import random
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +24,7 @@ from transformers.models.mamba2.modeling_mamba2 import causal_conv1d_fn, mamba2_
 from tree_kernels.tree_scan import BlockFold, fold
 from tree_layers.tree_mixers import MixerLayout, RecurrentMemory, RecurrentStep, TreeMamba2
 
+from cluster.bench.allocations import peak_bytes
 from cluster.bench.measurement import Step
 from cluster.bench.report import aim_row
 from cluster.bench.statistics import Estimate, Key, median_estimate, paired_ratio
@@ -354,25 +353,6 @@ def measure_tree_scan(
                     each.seconds[way].append(time.perf_counter() - started)
             step()
     return found, far
-
-
-def peak_bytes(run: Callable[[], Any]) -> int:
-    """Peak bytes of torch tensors allocated by the call, its result included."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder) / "trace.json"
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            kept = run()
-        profiler.export_chrome_trace(str(trace))
-        del kept
-        events = json.loads(trace.read_text())["traceEvents"]
-    changes = [(each["ts"], each["args"]["Bytes"]) for each in events if each.get("name") == "[memory]"]
-    held = most = 0
-    for _, change in sorted(changes, key=lambda each: each[0]):
-        held += change
-        most = max(most, held)
-    return most
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import logging
 import os
 import stat
 import tempfile
+import threading
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,26 +24,36 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tree_kernels.processor import lanes, processor, why_not_vectors
+
 if TYPE_CHECKING:
     from tree_kernels.machine_code import Code, Kernels
 
 logger = logging.getLogger(__name__)
 
 FOLDER = "DENDRO_KERNEL_CACHE"
-"""The environment variable with the folder for compiled kernels; without it, dendro/kernels in the user's cache."""
+"""The environment variable with the folder for machine code. Without it: dendroaspis/kernels in the user's cache."""
 
 
 class NoKernelsError(Exception):
     """Kernels cannot be compiled here; the message says why."""
 
 
-@cache
+_loading = threading.Lock()
+
+
 def load_kernels(module: str, sources: tuple[str, ...] = ()) -> Kernels:
     """The kernels of a module. Raises NoKernelsError.
 
     module: has a table KERNELS of functions and their arguments; imported only if they must be compiled
     sources: the other modules whose functions are compiled into its kernels
     """
+    with _loading:
+        return _loaded(module, sources)
+
+
+@cache
+def _loaded(module: str, sources: tuple[str, ...]) -> Kernels:
     key = _key((module, *sources))
     from tree_kernels.machine_code import link
 
@@ -51,7 +62,7 @@ def load_kernels(module: str, sources: tuple[str, ...] = ()) -> Kernels:
         return link(_compiled(module))
     file = folder / f"{module}-{key}.zip"
     if (code := _read(file)) is None:
-        with _locked(file.with_suffix(".lock")):
+        with _locked(folder / f"{module}.lock"):
             if (code := _read(file)) is None:  # another process may have compiled them meanwhile
                 code = _compiled(module)
                 _write(file, code)
@@ -64,11 +75,9 @@ def _key(modules: Sequence[str]) -> str:
         versions = [version("numba"), version("llvmlite")]
     except PackageNotFoundError as error:
         raise NoKernelsError(f"{error.name} is not installed; the extra `cpu` has it") from error
-    from tree_kernels.processor import processor, why_not_vectors
-
     if reason := why_not_vectors():
         raise NoKernelsError(reason)
-    digest = hashlib.sha256(json.dumps([*versions, *processor()]).encode())
+    digest = hashlib.sha256(json.dumps([*versions, *processor(), lanes()]).encode())
     for module in (__name__, "tree_kernels.compiling", "tree_kernels.machine_code", "tree_kernels.processor", *modules):
         found = importlib.util.find_spec(module)
         assert found is not None and found.origin is not None, module
@@ -79,7 +88,7 @@ def _key(modules: Sequence[str]) -> str:
 def _folder() -> Path | None:
     """The folder for machine code; None where there is none that only this user can write to."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = Path(os.environ.get(FOLDER) or root / "dendro" / "kernels")
+    folder = Path(os.environ.get(FOLDER) or root / "dendroaspis" / "kernels")
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
@@ -108,9 +117,11 @@ def _locked(file: Path) -> Iterator[None]:
 def _compiled(module: str) -> Code:
     try:
         from tree_kernels.compiling import machine_code
-    except ImportError as error:
-        raise NoKernelsError(f"numba cannot be imported: {error}") from error
-    return machine_code(module)
+
+        logger.info("compiling the kernels of %s", module)
+        return machine_code(module)
+    except Exception as error:  # numba and LLVM raise many kinds; without kernels torch's operations are used
+        raise NoKernelsError(f"numba cannot compile {module}: {type(error).__name__}: {error}") from error
 
 
 def _write(file: Path, code: Code) -> None:

@@ -13,7 +13,7 @@ from typing import IO, Any, NamedTuple
 
 from llvmlite import binding
 
-TYPES = {"i": ctypes.c_int64, "f": ctypes.c_float}
+TYPES: dict[str, Any] = {"i": ctypes.c_int64, "f": ctypes.c_float}
 CONTENTS = "contents.json"
 LIBRARY = ("sem_post", "sem_wait")
 """Functions of the C library that kernels may call."""

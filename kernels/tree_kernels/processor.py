@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from functools import cache
 
+import torch
+
+NEEDED = ("avx2", "f16c", "fma")
+
 
 @cache
 def processor() -> tuple[str, tuple[str, ...]]:
@@ -15,14 +19,14 @@ def processor() -> tuple[str, tuple[str, ...]]:
 
 def why_not_vectors() -> str:
     """Why kernels cannot be compiled for this processor; empty if they can."""
-    missing = sorted({"avx2", "fma", "f16c"} - set(processor()[1]))
+    missing = sorted(set(NEEDED) - set(processor()[1]))
     return f"this processor has no {', '.join(missing)}" if missing else ""
 
 
 @cache
 def lanes() -> int:
-    """float32 numbers in a vector register."""
-    return 16 if "avx512f" in processor()[1] else 8
+    """float32 numbers in a vector register, of those that torch uses: ATEN_CPU_CAPABILITY=avx2 sets the smaller."""
+    return 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
 
 
 def panel() -> int:

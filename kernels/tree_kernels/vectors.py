@@ -29,7 +29,7 @@ floats, words, halves, longs = (_pointer_to(kind) for kind in (types.float32, ty
 """The array of float32, uint32, uint16 or int64 numbers at an address."""
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def bits_of(typingctx: Any, number: Any) -> Any:
     """A float32's bits as uint32."""
 
@@ -39,7 +39,7 @@ def bits_of(typingctx: Any, number: Any) -> Any:
     return types.uint32(types.float32), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def float_of(typingctx: Any, bits: Any) -> Any:
     """The float32 that has these uint32 bits."""
 
@@ -49,7 +49,7 @@ def float_of(typingctx: Any, bits: Any) -> Any:
     return types.float32(types.uint32), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def half_bits(typingctx: Any, number: Any) -> Any:
     """The uint16 bits of the nearest float16."""
 
@@ -59,7 +59,7 @@ def half_bits(typingctx: Any, number: Any) -> Any:
     return types.uint16(types.float32), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def half_value(typingctx: Any, bits: Any) -> Any:
     """The float32 equal to the float16 with these uint16 bits."""
 
@@ -69,7 +69,7 @@ def half_value(typingctx: Any, bits: Any) -> Any:
     return types.float32(types.uint16), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def fetch_add(typingctx: Any, address: Any, amount: Any) -> Any:
     """Add to the int64 at an address atomically; returns its value before."""
 
@@ -79,7 +79,7 @@ def fetch_add(typingctx: Any, address: Any, amount: Any) -> Any:
     return types.int64(types.int64, types.int64), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def fused_multiply_add(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
     """a * b + c, rounded once."""
 

@@ -1,10 +1,14 @@
 """Matrix products in which a row's bits do not depend on the number of rows or on the row's place among them.
 
+On a CPU where kernels can be compiled, the products are this project's own (`tree_kernels.matmul`): each sum adds its
+inputs in one order, whatever the number of rows. They are not used where the processor has matrix tiles (AMX), with
+which the library's products are faster.
+
 Libraries split the inner dimension by the number of rows, so a row's rounding depends on the other rows (for example in
 oneDNN's bfloat16 products with more than about 320 inputs and more than 32 rows). Products of few rows at a time
 prevent this. Each kind of weight gets the first form of a fixed list that passes a check. The choice uses no timings,
-so replicas on the same kind of machine make the same one. A form is checked for the numbers of rows that steps are
-padded to (buckets); other numbers, such as an expert's rows, are padded to these.
+so replicas on the same kind of machine make the same one. A library's form is checked for the numbers of rows that
+steps are padded to (buckets); other numbers, such as an expert's rows, are padded to these.
 """
 
 from __future__ import annotations
@@ -13,12 +17,13 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from tree_kernels.elementwise import is_narrow, threads_of
+from tree_kernels.matmul import PackedWeight, why_not_packed
 
 from tree_layers.narrow import narrow
 
@@ -36,6 +41,7 @@ class RowsReport:
 
     forms: dict[str, int] = field(default_factory=dict)
     failed: tuple[str, ...] = ()
+    why_library: str = ""  # why products are the library's, where any are that could be ours
 
     @property
     def independent(self) -> bool:
@@ -44,11 +50,13 @@ class RowsReport:
     def beside(self, other: RowsReport, whose: str) -> RowsReport:
         """Both reports in one. whose: prefix for the failed shapes of `other`."""
         failed = (f"{whose} {shape}" for shape in other.failed)
-        return RowsReport(dict(Counter(self.forms) + Counter(other.forms)), (*self.failed, *failed))
+        forms = dict(Counter(self.forms) + Counter(other.forms))
+        return RowsReport(forms, (*self.failed, *failed), self.why_library or other.why_library)
 
     def __str__(self) -> str:
         forms = ", ".join(f"{count} {form}" for form, count in sorted(self.forms.items()))
-        return forms + (f"; not independent: {', '.join(self.failed)}" if self.failed else "")
+        why = f"; the library's, as {self.why_library}" if self.why_library else ""
+        return forms + why + (f"; not independent: {', '.join(self.failed)}" if self.failed else "")
 
 
 Form = Callable[[Tensor], Tensor]
@@ -62,16 +70,39 @@ class _Choice:
     name: str
     product: Callable[[Tensor, Tensor | None], Form]
     rows: Callable[[Form], Form]
+    copies: bool = False  # the form holds a packed copy of the weight
 
-    def make(self, weight: Tensor, bias: Tensor | None) -> Form:
-        return self.rows(self.product(weight, bias))
+    def make(self, weight: Tensor, bias: Tensor | None, threads: int = 1) -> Form:
+        return in_threads(self.rows(self.product(weight, bias)), threads)
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """Our own product, for any number of rows."""
+
+    name = "compiled"
+    copies = True
+
+    def make(self, weight: Tensor, bias: Tensor | None, threads: int = 1) -> Form:
+        return PackedWeight(weight, bias, threads)
+
+
+def why_not_compiled(weight: Tensor) -> str:
+    """Why products with this weight are not this project's own; empty if they are."""
+    if weight.device.type != "cpu":
+        return "the weight is not on a CPU"
+    if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"{weight.dtype} is not supported"
+    if weight.dtype != torch.float32 and torch.cpu._is_amx_tile_supported():
+        return "the library's products use this processor's matrix tiles (AMX)"
+    return why_not_packed()
 
 
 def _plain(weight: Tensor, bias: Tensor | None) -> Form:
     return lambda x: F.linear(x, weight, bias)
 
 
-def _packed(weight: Tensor, bias: Tensor | None) -> Form:
+def packed_product(weight: Tensor, bias: Tensor | None) -> Form:
     """The weight in oneDNN's own layout: limited by memory bandwidth with 1 row and with 8 (measured: half the time).
 
     In float32 its rows are independent from one row on; MKL's from four rows on (torch 2.13, AVX2).
@@ -118,16 +149,20 @@ def in_threads(form: Form, threads: int) -> Form:
     return run
 
 
-def _choices(weight: Tensor, may_pack: bool = True) -> list[_Choice]:
+def _choices(weight: Tensor, may_pack: bool = True) -> list[_Choice | _Compiled]:
     """The forms to try for a weight, in order."""
-    products = {"packed": _packed, "plain": _plain}
-    if not (may_pack and _can_be_packed(weight)):
+    own: list[_Choice | _Compiled] = [_Compiled()] if may_pack and not why_not_compiled(weight) else []
+    products = {"packed": packed_product, "plain": _plain}
+    if not (may_pack and can_be_packed(weight)):
         del products["packed"]
     rows = {"": _at_once, ", in tiles": _in_tiles, ", in full tiles": _in_full_tiles}
-    return [_Choice(name + ways, products[name], rows[ways]) for name in products for ways in rows]
+    return own + [
+        _Choice(name + ways, products[name], rows[ways], copies=name == "packed") for name in products for ways in rows
+    ]
 
 
-def _can_be_packed(weight: Tensor) -> bool:
+def can_be_packed(weight: Tensor) -> bool:
+    """Whether the library has a packed product with such a weight here."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.bfloat16:
@@ -162,7 +197,7 @@ class _Kind(NamedTuple):
 
 
 PACKED_LAYERS = (torch.bfloat16,)
-"""Dtypes of layers that may be packed. In float32 only the head and experts are packed: layers would gain little."""
+"""Dtypes of layers that the library packs. It packs the head and experts in float32 too; layers would gain little."""
 UNITS = (1, 4)
 """An expert's rows are padded to a multiple of the first of these that passes the check; if none does, to buckets."""
 UNIT_ROWS = 64
@@ -176,20 +211,21 @@ class RowForms:
         """buckets: the numbers of rows that steps are padded to   threads: for large products, on a CPU"""
         self.buckets = tuple(sorted(buckets))
         self.threads = threads
-        self._chosen: dict[_Kind, _Choice | None] = {}
+        self._chosen: dict[_Kind, _Choice | _Compiled | None] = {}
         self._counts: Counter[str] = Counter()
         self._failed: dict[str, None] = {}  # in order
+        self._why_library = ""
         self._units: dict[_Kind, int] = {}
         self._pieces: dict[tuple[int, int], tuple[tuple[int, int, int], ...]] = {}
 
     def report(self) -> RowsReport:
         """The forms chosen so far."""
-        return RowsReport(dict(self._counts), tuple(self._failed))
+        return RowsReport(dict(self._counts), tuple(self._failed), self._why_library)
 
     def packs(self, weight: Tensor, bias: Tensor | None = None) -> bool:
         """Whether `of` with may_pack returns a packed form, which holds a copy of the weight."""
         choice = self._choice(weight, bias, may_pack=True)
-        return choice is not None and choice.name.startswith("packed")
+        return choice is not None and choice.copies
 
     def of(self, weight: Tensor, bias: Tensor | None = None, may_pack: bool = False, unit: int = 0) -> Form:
         """The product with a weight [outputs, inputs], for any number of rows.
@@ -209,7 +245,7 @@ class RowForms:
         keeps its weight, since some families multiply by a layer's weight directly.
         """
         weight, bias = layers[0].weight, layers[0].bias
-        if weight.dtype not in PACKED_LAYERS or not self.packs(weight, bias):
+        if (weight.dtype not in PACKED_LAYERS and why_not_compiled(weight)) or not self.packs(weight, bias):
             return self.of(weight, bias)
         self._counts[self._name(self._choice(weight, bias, may_pack=True))] += 1
         form: Form | None = None
@@ -232,7 +268,9 @@ class RowForms:
         kind = self._kind(weight, bias, may_pack)
         if kind not in self._units:
             found = self.buckets[0]
-            if choice is not None:
+            if isinstance(choice, _Compiled):
+                found = 1
+            elif choice is not None:
                 found = _smallest_unit(choice, weight, bias, self.buckets, self._threads(weight))
             self._units[kind] = found
         return self._units[kind]
@@ -247,21 +285,26 @@ class RowForms:
 
     def _form(self, weight: Tensor, bias: Tensor | None, may_pack: bool, unit: int = 0) -> Form:
         choice = self._choice(weight, bias, may_pack)
-        form = (choice.make if choice else _plain)(weight, bias)
-        return self._for_any_rows(in_threads(form, self._threads(weight)), weight, unit or self.buckets[0])
+        threads = self._threads(weight)
+        if isinstance(choice, _Compiled):
+            return _narrowed(choice.make(weight, bias, self.threads), weight)
+        form = choice.make(weight, bias, threads) if choice else in_threads(_plain(weight, bias), threads)
+        return self._for_any_rows(form, weight, unit or self.buckets[0])
 
     def _threads(self, weight: Tensor) -> int:
         return self.threads if weight.numel() >= ALONE else 1
 
     @staticmethod
-    def _name(choice: _Choice | None) -> str:
+    def _name(choice: _Choice | _Compiled | None) -> str:
         return choice.name if choice else "plain"
 
-    def _choice(self, weight: Tensor, bias: Tensor | None, may_pack: bool) -> _Choice | None:
+    def _choice(self, weight: Tensor, bias: Tensor | None, may_pack: bool) -> _Choice | _Compiled | None:
         kind = self._kind(weight, bias, may_pack)
         if kind not in self._chosen:
             found = _first_independent(weight, bias, self.buckets, self._threads(weight), may_pack)
             self._chosen[kind] = found
+            if may_pack:
+                self._why_library = self._why_library or why_not_compiled(weight)
             if found is None:
                 self._failed[f"{kind.inputs} x {kind.outputs} {weight.dtype}"] = None
         return self._chosen[kind]
@@ -278,7 +321,6 @@ class RowForms:
             tuple(sorted({*self.buckets, *range(unit, TILE + 1, unit)})) if unit < self.buckets[0] else self.buckets
         )
         known = frozenset(buckets)
-        leaves_tails = weight.device.type == "cpu" and is_narrow(len(weight))
 
         def run(x: Tensor) -> Tensor:
             rows = x.shape[-2] if x.dim() > 1 else 1
@@ -287,9 +329,9 @@ class RowForms:
             else:
                 made = self._in_pieces(form, x.reshape(-1, x.shape[-1]), buckets)
                 made = made.view(*x.shape[:-1], made.shape[-1])  # also for 0 rows, which an expert may get
-            return narrow(made) if leaves_tails else made
+            return made
 
-        return run
+        return _narrowed(run, weight)
 
     def _in_pieces(self, form: Form, x: Tensor, buckets: Sequence[int]) -> Tensor:
         """The form applied to x [rows, inputs] in pieces, each padded to a checked number of rows."""
@@ -302,6 +344,13 @@ class RowForms:
             missing = bucket - (stop - start)
             made.append(form(F.pad(piece, (0, 0, 0, missing)) if missing else piece)[: stop - start])
         return made[0] if len(made) == 1 else torch.cat(made)
+
+
+def _narrowed(form: Form, weight: Tensor) -> Form:
+    """The form, whose results are marked as narrow where a few rows of them leave a tail."""
+    if weight.device.type != "cpu" or not is_narrow(len(weight)):
+        return form
+    return lambda x: narrow(form(x))
 
 
 def _pieces(rows: int, buckets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -322,96 +371,14 @@ def _pieces(rows: int, buckets: Sequence[int]) -> Iterator[tuple[int, int, int]]
         start = stop
 
 
-def make_rows_independent(model: nn.Module, forms: RowForms) -> None:
-    """Replace the product of every `nn.Linear` of the model, and of every other weight that multiplies rows, by its
-    form."""
-    layers: dict[tuple[int, int], list[nn.Linear]] = {}
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            if type(module).forward is nn.Linear.forward and "forward" not in module.__dict__:
-                layers.setdefault((id(module.weight), id(module.bias)), []).append(module)
-        elif not isinstance(module, nn.Embedding | nn.modules.conv._ConvNd):
-            for name, parameter in list(module._parameters.items()):
-                if parameter is not None and _multiplies_rows(parameter):
-                    module._parameters[name] = RowWeight.of(parameter, forms)
-    for sharing in layers.values():
-        form = forms.of_layers(sharing)
-        for module in sharing:
-            module.forward = form  # type: ignore[method-assign, assignment]  # called as the method is
-
-
-def _multiplies_rows(parameter: Tensor) -> bool:
-    """Whether a module may multiply rows by it: a matrix (a router's) or, on a CPU, a stack of matrices (experts')."""
-    return parameter.is_floating_point() and (
-        parameter.dim() == 2 or (parameter.dim() == 3 and parameter.device.type == "cpu")
-    )
-
-
-class RowWeight(nn.Parameter):
-    """A weight that is not an `nn.Linear`'s, or a stack of experts' weights; its products with rows use their forms."""
-
-    forms: RowForms
-
-    @classmethod
-    def of(cls, weight: Tensor, forms: RowForms) -> RowWeight:
-        made: RowWeight = torch.Tensor._make_subclass(cls, weight.detach(), False)
-        made.forms = forms
-        return made
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            second = args[1] if len(args) > 1 else None
-            if function in _LINEAR and isinstance(second, cls) and second.dim() == 2:
-                bias = args[2] if len(args) > 2 else kwargs.get("bias")
-                return second.forms.product(_plain_tensor(args[0]), _plain_tensor(second), bias)
-            if function in _MATMUL and isinstance(second, cls) and args[0].dim() > 1:
-                rows, weight, forms = _plain_tensor(args[0]), _plain_tensor(second), second.forms
-                if weight.dim() == 2:
-                    return forms.product(rows, weight.t())
-                if rows.dim() == 3 and len(rows) == len(weight):
-                    each = zip(rows.unbind(0), weight.unbind(0), strict=True)
-                    return torch.stack([forms.product(its_rows, own.t()) for its_rows, own in each])
-            made = function(*args, **kwargs)
-            if function in _KEEPING and isinstance(args[0], cls):
-                return _each_weight(made, args[0].forms)
-            return made
-
-
-def _plain_tensor(x: Tensor) -> Tensor:
-    return x.as_subclass(Tensor) if type(x) is RowWeight else x
-
-
-def _each_weight(made: Any, forms: RowForms) -> Any:
-    if isinstance(made, Tensor):
-        return RowWeight.of(made, forms) if made.dim() in (2, 3) and made.is_floating_point() else made
-    if isinstance(made, tuple | list):
-        return type(made)([_each_weight(each, forms) for each in made])
-    return made
-
-
-_LINEAR = {F.linear}
-_MATMUL = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm}
-_KEEPING = {
-    *(Tensor.to, Tensor.type, Tensor.float, Tensor.bfloat16, Tensor.half, Tensor.contiguous, Tensor.detach),
-    *(Tensor.t, Tensor.T.__get__, Tensor.mT.__get__),  # type: ignore[attr-defined]  # a property of C
-    *(Tensor.transpose, torch.transpose, Tensor.permute),
-    *(Tensor.__getitem__, Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.unbind, Tensor.select, Tensor.squeeze),
-    *(torch.chunk, Tensor.chunk, torch.split, Tensor.split, Tensor.data.__get__),  # type: ignore[attr-defined]  # a property of C
-}
-
-
 def _first_independent(
     weight: Tensor, bias: Tensor | None, buckets: Sequence[int], threads: int = 1, may_pack: bool = True
-) -> _Choice | None:
+) -> _Choice | _Compiled | None:
     """The first form that passes the check, on numbers whose products cancel, for weights of this kind."""
     rows, like, bias = _cancelling(weight, bias, max(buckets))
     with torch.inference_mode():
         for choice in _choices(like, may_pack):
-            if rows_are_independent(in_threads(choice.make(like, bias), threads), rows, buckets):
+            if rows_are_independent(choice.make(like, bias, threads), rows, buckets):
                 return choice
     return None
 
@@ -422,7 +389,7 @@ def _smallest_unit(choice: _Choice, weight: Tensor, bias: Tensor | None, buckets
     most = max((bucket for bucket in buckets if bucket <= UNIT_ROWS), default=buckets[0])
     rows, like, bias = _cancelling(weight, bias, most)
     with torch.inference_mode():
-        form = in_threads(choice.make(like, bias), threads)
+        form = choice.make(like, bias, threads)
         for unit in UNITS:
             if rows_are_independent(form, rows, range(unit, min(TILE, most) + 1, unit)):
                 return unit

@@ -53,6 +53,11 @@ class Engine(Peer, Protocol):
         ...
 
     @property
+    def kernels(self) -> str:
+        """Which forms of its products and layers run on this machine, and why if not the fastest; for a person."""
+        ...
+
+    @property
     def sessions(self) -> int:
         """Number of open texts."""
         ...

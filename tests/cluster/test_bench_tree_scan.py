@@ -9,6 +9,7 @@ from dendro.errors import BadRequest, EngineFailed
 from dendro.tree import DraftTree
 from transformers import Mamba2Config, Mamba2ForCausalLM
 
+from cluster.bench.allocations import peak_bytes
 from cluster.bench.tree_scan import (
     LIBRARY,
     PACKED,
@@ -22,7 +23,6 @@ from cluster.bench.tree_scan import (
     beams,
     binary,
     check_agreement,
-    peak_bytes,
     rows_of,
     shapes_of,
     ways_of,

@@ -7,16 +7,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from tree_kernels.matmul import why_not_packed
 from tree_layers.linear import (
     ALONE,
     RowForms,
     _choices,
     _first_independent,
-    _packed,
     _pieces,
-    make_rows_independent,
+    packed_product,
     rows_are_independent,
+    why_not_compiled,
 )
+from tree_layers.row_weights import make_rows_independent
 
 BUCKETS = (8, 16, 24, 32, 48, 64)
 
@@ -25,6 +27,12 @@ def give_forms(model, threads=1, buckets=BUCKETS):
     forms = RowForms(buckets, threads)
     make_rows_independent(model, forms)
     return forms.report()
+
+
+@pytest.fixture
+def library_only(monkeypatch):
+    """As on a machine where kernels cannot be compiled."""
+    monkeypatch.setattr("tree_layers.linear.why_not_packed", lambda: "switched off by a test")
 
 
 class Threads(TorchDispatchMode):
@@ -51,9 +59,16 @@ def split_by_rows(weight, bias):
     return run
 
 
+@pytest.fixture(params=["our kernels", "the library"])
+def products(request):
+    """Whose products are used."""
+    if request.param == "the library":
+        request.getfixturevalue("library_only")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("inputs", [48, 320, 896, 1000, 1152, 2048])
-def test_every_layer_gets_a_form_with_independent_rows(inputs, dtype):
+def test_every_layer_gets_a_form_with_independent_rows(inputs, dtype, products):
     torch.manual_seed(inputs)
     layer = nn.Linear(inputs, 72, dtype=dtype)
     model = nn.Sequential(layer)
@@ -84,9 +99,9 @@ def test_every_form_computes_the_product(rows, dtype, bias):
         assert error < (1e-5 if dtype == torch.float32 else 3e-2), choice.name
 
 
-def test_a_form_that_splits_by_the_number_of_rows_is_detected(monkeypatch):
+def test_a_form_that_splits_by_the_number_of_rows_is_detected(monkeypatch, library_only):
     """On ordinary numbers a check may miss it, since few results change; on sums that cancel it is always detected."""
-    for name in ("_plain", "_packed"):
+    for name in ("_plain", "packed_product"):
         monkeypatch.setattr(f"tree_layers.linear.{name}", split_by_rows)
     for name in ("_in_tiles", "_in_full_tiles"):
         monkeypatch.setattr(f"tree_layers.linear.{name}", lambda form: form)
@@ -99,7 +114,7 @@ def test_a_form_that_splits_by_the_number_of_rows_is_detected(monkeypatch):
 
 
 @pytest.fixture
-def packs_float32(monkeypatch):
+def packs_float32(monkeypatch, library_only):
     """Packs float32 layers, so that packing is tested also on processors where oneDNN cannot pack bfloat16."""
     monkeypatch.setattr("tree_layers.linear.PACKED_LAYERS", (torch.float32,))
 
@@ -109,7 +124,7 @@ def test_a_packed_weight_replaces_the_layers_weight_but_not_an_embeddings(packs_
     layer, embedding = nn.Linear(64, 48), nn.Embedding(48, 64)
     embedding.weight = layer.weight
     x = torch.randn(8, 64)
-    expected = _packed(layer.weight, layer.bias)(x)
+    expected = packed_product(layer.weight, layer.bias)(x)
     report = give_forms(nn.Sequential(layer))
     assert report.forms == {"packed": 1}
     assert torch.equal(layer(x), expected)
@@ -137,7 +152,7 @@ def test_layers_that_share_a_weight_share_its_packed_form(packs_float32):
     assert first.weight is second.weight and first.weight.is_meta
 
 
-def test_large_layers_run_in_all_threads_and_small_ones_in_one():
+def test_large_layers_run_in_all_threads_and_small_ones_in_one(library_only):
     seen = []
     large, small = nn.Linear(1024, ALONE // 1024), nn.Linear(8, 8)
     give_forms(nn.Sequential(large, small), threads=3)
@@ -225,7 +240,7 @@ def test_weights_outside_linear_layers_have_forms_too(dtype):
 
 
 def test_a_failed_weight_outside_linear_layers_is_named_by_its_shape(monkeypatch):
-    for name in ("_plain", "_packed"):
+    for name in ("_plain", "packed_product"):
         monkeypatch.setattr(f"tree_layers.linear.{name}", split_by_rows)
     for name in ("_in_tiles", "_in_full_tiles"):
         monkeypatch.setattr(f"tree_layers.linear.{name}", lambda form: form)
@@ -259,3 +274,30 @@ def test_a_unit_whose_multiples_have_other_bits_is_rejected(monkeypatch):
 
     monkeypatch.setattr("tree_layers.linear._plain", few_otherwise)
     assert RowForms(BUCKETS).unit(torch.randn(24, 320)) in (4, 8)
+
+
+needs_kernels = pytest.mark.skipif(bool(why_not_packed()), reason=why_not_packed())
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_layers_use_our_products_in_every_dtype_and_free_their_weights(dtype, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    layer, x = nn.Linear(64, 48, dtype=dtype), torch.randn(5, 64).to(dtype)
+    expected = F.linear(x.float(), layer.weight.float(), layer.bias.float())
+    assert give_forms(nn.Sequential(layer)).forms == {"compiled": 1}
+    assert torch.allclose(layer(x).float(), expected, rtol=0.02, atol=0.02)
+    assert layer.weight.is_meta
+
+
+@needs_kernels
+def test_where_the_processor_has_matrix_tiles_narrow_weights_are_the_librarys(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert "AMX" in why_not_compiled(torch.zeros(2, 2, dtype=torch.bfloat16))
+    assert not why_not_compiled(torch.zeros(2, 2))
+
+
+def test_the_reason_is_named_where_products_are_not_ours(library_only):
+    assert why_not_compiled(torch.zeros(2, 2)) == "switched off by a test"
+    assert "float64" in why_not_compiled(torch.zeros(2, 2, dtype=torch.float64))
+    assert "CPU" in why_not_compiled(torch.zeros(2, 2, device="meta"))

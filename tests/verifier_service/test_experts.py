@@ -14,7 +14,8 @@ from tiny_hybrids import paths_below, tree_below
 from torch import nn
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import use_experts_implementation
-from tree_layers.linear import RowForms, make_rows_independent
+from tree_layers.linear import RowForms
+from tree_layers.row_weights import make_rows_independent
 
 from verifier_service.engine import VerifierEngine
 from verifier_service.models.activations import make_activations_safe

@@ -20,7 +20,8 @@ from tree_kernels.elementwise import threads_of
 from tree_kernels.tree_attention import Layout
 from tree_layers.checkpoint import MAMBA_CONFIG, Facts, read_config, read_facts, weight_files, weights_fingerprint
 from tree_layers.errors import CheckpointError
-from tree_layers.linear import Form, RowForms, RowsReport, make_rows_independent
+from tree_layers.linear import Form, RowForms, RowsReport
+from tree_layers.row_weights import make_rows_independent
 from tree_layers.tree_mixers import MixerLayout
 
 from verifier_service.collectives import Collectives

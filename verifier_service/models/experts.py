@@ -7,7 +7,7 @@ once, as in transformers' `grouped_mm`.
 
 This is for the classes that transformers decorates with `use_experts_implementation`. Their attributes state whether
 they have gates and biases, and whether their weights are transposed. Other experts keep the library's forward; their
-products get row-independent forms like those of all weights (`tree_layers.linear.RowWeight`).
+products get row-independent forms like those of all weights (`tree_layers.row_weights`).
 """
 
 from __future__ import annotations

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from tree_kernels.kernel_cache import NoKernelsError, load_kernels
 from tree_kernels.mamba_level import shapes
-from tree_kernels.matmul.cpu import KINDS, NUMBERS, tile_table
+from tree_kernels.matmul.cpu import PRECISIONS, tile_table
 from tree_kernels.matmul.packing import pack
+from tree_kernels.matmul.shapes import Precision
 from tree_kernels.processor import panel
 
 Ints = npt.NDArray[np.int64]
@@ -27,7 +28,7 @@ FEW_ROWS = 64
 def why_not_compiled(kind: str) -> str:
     """Why the kernels of this kind cannot be compiled here; empty if they can."""
     try:
-        tile_table("f32")
+        tile_table(Precision.F32)
         kernels(kind)
     except NoKernelsError as error:
         return str(error)
@@ -80,7 +81,7 @@ class Product:
         self.step = 4 * panel() * len(self._packed)
         """Bytes of a row of results, in whole panels of float32."""
         self._bias = None if bias is None else F.pad(bias.detach().float(), (0, self.step // 4 - len(bias)))
-        table = tile_table(KINDS[self._packed.dtype])
+        table = tile_table(PRECISIONS[self._packed.dtype])
         self.words = np.zeros(shapes.PRODUCT_WORDS, np.int64)
         self.words[shapes.WEIGHTS] = self._packed.data_ptr()
         self.words[shapes.ENTRY] = panel() * self._packed.element_size()
@@ -119,4 +120,4 @@ class Scratch:
 
 def kind_number(dtype: torch.dtype) -> int:
     """A dtype as the kernels name it."""
-    return NUMBERS[dtype]
+    return int(PRECISIONS[dtype])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -13,21 +13,19 @@ from torch import Tensor
 
 from tree_kernels.kernel_cache import NoKernelsError, load_kernels
 from tree_kernels.matmul.packing import pack
-from tree_kernels.matmul.shapes import CHUNK, MOST, PANELS, WIDEST, symbol
+from tree_kernels.matmul.shapes import MOST, PANELS, SCRATCH, WIDEST, Argument, Helper, Precision, symbol
 from tree_kernels.processor import panel
 
-KINDS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
-NUMBERS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-"""As `loops.BF16`, `F16` and `F32`."""
+SOURCES = ("tree_kernels.matmul.shapes", "tree_kernels.matmul.tiles", "tree_kernels.vectors")
+PRECISIONS = {torch.bfloat16: Precision.BF16, torch.float16: Precision.F16, torch.float32: Precision.F32}
 THREADED = 1 << 18
 """A product of fewer weights runs in one thread: waking a second one takes longer."""
-ARGUMENTS, SCRATCH, NEXT = 14, 8, 9
-HELPER_BYTES, THREAD_WORD = 192, 17
+MOST_HELPERS = 63
 
 
 @cache
 def why_not_packed() -> str:
-    """Why products of packed weights cannot be computed here; empty if they can."""
+    """Why products with packed weights cannot be computed here; empty if they can."""
     try:
         _kernels()
     except NoKernelsError as error:
@@ -35,115 +33,96 @@ def why_not_packed() -> str:
     return ""
 
 
-@cache
 def _kernels() -> Any:
-    return load_kernels(
-        "tree_kernels.matmul.loops", ("tree_kernels.matmul.shapes", "tree_kernels.matmul.tiles", "tree_kernels.vectors")
-    )
+    return load_kernels("tree_kernels.matmul.loops", SOURCES)
 
 
 @cache
-def tile_table(kind: str) -> Tensor:
-    """[MOST, 3] for each number of rows: panels of the wide tile, its address, and the address of the tile of one panel."""
-    addresses = _kernels().addresses
-    rows = [(PANELS[r], *(addresses[symbol(kind, r, p)] for p in (PANELS[r], 1))) for r in range(1, MOST + 1)]
-    return torch.tensor(rows)
+def tile_table(kind: Precision) -> Tensor:
+    """[MOST, 3] as `Argument.TILES` describes."""
+    address = _kernels().addresses
+    every = range(1, MOST + 1)
+    return torch.tensor([(PANELS[n], address[symbol(kind, n, PANELS[n])], address[symbol(kind, n, 1)]) for n in every])
 
 
 class _Helpers:
-    """Threads that share a product's work with the caller's; one caller at a time."""
+    """Threads that share a product's work with the caller's. One caller at a time holds `lock`."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.memory = np.zeros(0, np.int64)
-        self.count = 0
-        self._threads: list[threading.Thread] = []
-        self._all = np.zeros(
-            (64, HELPER_BYTES // 8), np.int64
-        )  # semaphores start at zero posts, as sem_init makes them
+        self._started = 0
+        self._memory = np.zeros((MOST_HELPERS, Helper.SIZE), np.int64)  # zeros: semaphores that nobody has posted
 
     def at_least(self, count: int) -> int:
-        """The address of the memory of `count` helpers, which are started if there are fewer."""
-        while len(self._threads) < count:
-            number = len(self._threads)
-            self._all[number, THREAD_WORD] = number + 1
-            address = self._all.ctypes.data + number * HELPER_BYTES
-            thread = threading.Thread(
-                target=_kernels().functions["serve"], args=(address,), name=f"product-{number + 1}", daemon=True
-            )
-            thread.start()
-            self._threads.append(thread)
-        return int(self._all.ctypes.data)
+        """The address of the helpers' memory, after those of the first `count` that are missing are started."""
+        while self._started < count:
+            memory = self._memory[self._started]
+            self._started += 1
+            memory[Helper.THREAD] = self._started
+            serve, name = _kernels().functions["serve"], f"product-{self._started}"
+            threading.Thread(target=serve, args=(memory.ctypes.data,), name=name, daemon=True).start()
+        return self._memory.ctypes.data
 
 
 _helpers = _Helpers()
 
 
-class PackedWeight:
-    """A weight [outputs, inputs], of bfloat16, float16 or float32, packed for products with rows of its dtype.
+def _in_child() -> None:
+    """A forked process has none of its parent's threads."""
+    global _helpers
+    _helpers = _Helpers()
 
-    Raises NoKernelsError where kernels cannot be compiled.
+
+os.register_at_fork(after_in_child=_in_child)
+
+
+class PackedWeight:
+    """A weight [outputs, inputs] of bfloat16, float16 or float32, packed, and a bias [outputs]: x -> x weight^T + bias.
+
+    Sums are float32 and rounded once. Raises NoKernelsError where kernels cannot be compiled.
     """
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None = None, threads: int = 1, dtype: torch.dtype | None = None
     ) -> None:
-        """bias [outputs]   dtype: of inputs and results; the weight's, if None"""
+        """dtype: of the results; None: the weight's"""
         self.outputs, self.inputs = weight.shape
-        self.kind = KINDS[weight.dtype]
         self._dtype = dtype or weight.dtype
+        self._threads = min(threads, 1 + MOST_HELPERS) if weight.numel() >= THREADED else 1
         self._panels = pack(weight, panel())
         self._bias = None if bias is None else bias.detach().float().contiguous()
-        self._threads = threads if weight.numel() >= THREADED else 1
+        self._tiles = tile_table(PRECISIONS[weight.dtype])
         self._product = _kernels().functions["product"]
-        entry = panel() * weight.dtype.itemsize
-        table = tile_table(self.kind)
-        self._call = [
-            0,
-            0,
-            self.inputs,
-            self._panels.data_ptr(),
-            0 if self._bias is None else self._bias.data_ptr(),
-            0,
-            self.outputs,
-            NUMBERS[self._dtype],
-            0,
-            0,
-            0,
-            0,
-            entry,
-            table.data_ptr(),
-        ]
-        self._table = table
+        call = self._call = np.zeros(len(Argument), np.int64)  # what all calls have in common
+        call[Argument.INPUTS], call[Argument.OUTPUTS] = self.inputs, self.outputs
+        call[Argument.WEIGHTS], call[Argument.TILES] = self._panels.data_ptr(), self._tiles.data_ptr()
+        call[Argument.ENTRY_BYTES] = panel() * weight.dtype.itemsize
+        call[Argument.TARGET_KIND] = PRECISIONS[self._dtype]
+        if self._bias is not None:
+            call[Argument.BIAS] = self._bias.data_ptr()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [..., inputs] -> [..., outputs]"""
-        given = x if x.is_contiguous() else x.contiguous()
-        rows = given.numel() // self.inputs
+        """x [..., inputs] of bfloat16, float16 or float32 -> [..., outputs]. Raises ValueError for other rows."""
+        if x.shape[-1] != self.inputs or x.dtype not in PRECISIONS:
+            raise ValueError(f"rows {list(x.shape)} of {x.dtype} do not fit {self.inputs} inputs")
         made = torch.empty(*x.shape[:-1], self.outputs, dtype=self._dtype)
+        rows = made.numel() // self.outputs
         if not rows:
             return made
+        given = x.contiguous()
         widened = given if given.dtype == torch.float32 else torch.empty(rows, self.inputs)
-        wide = WIDEST if rows <= MOST else 1
-        units = -(-len(self._panels) // wide)
-        helpers = self._threads - 1
-        taken = helpers and _helpers.lock.acquire(blocking=False)
-        if not taken:
-            helpers = 0
+        panels = WIDEST if rows <= MOST else 1
+        call = self._call.copy()
+        call[Argument.X], call[Argument.ROWS], call[Argument.TARGET] = widened.data_ptr(), rows, made.data_ptr()
+        call[Argument.UNITS], call[Argument.UNIT_PANELS] = -(-len(self._panels) // panels), panels
+        shared = self._threads > 1 and _helpers.lock.acquire(blocking=False)  # the bits do not depend on the threads
         try:
-            scratch = torch.empty((helpers + 1) * CHUNK * WIDEST * panel())
-            call = np.array(self._call, np.int64)
-            call[0], call[1], call[5], call[8], call[10], call[11] = (
-                widened.data_ptr(),
-                rows,
-                made.data_ptr(),
-                scratch.data_ptr(),
-                units,
-                wide,
-            )
-            memory = _helpers.at_least(helpers) if helpers else 0
-            self._product(call.ctypes.data, given.data_ptr(), NUMBERS[given.dtype], memory, helpers)
+            helpers = self._threads - 1 if shared else 0
+            scratch = torch.empty((helpers + 1) * SCRATCH)
+            call[Argument.SCRATCH] = scratch.data_ptr()
+            memory = _helpers.at_least(helpers)
+            self._product(call.ctypes.data, given.data_ptr(), PRECISIONS[given.dtype], memory, helpers)
         finally:
-            if taken:
+            if shared:
                 _helpers.lock.release()
         return made

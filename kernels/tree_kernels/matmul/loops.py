@@ -7,13 +7,11 @@ sum adds its inputs in order, whatever the blocks, chunks, parts and threads are
 
 from __future__ import annotations
 
-from typing import Any
-
 from numba import njit, types
 
-from tree_kernels.matmul.shapes import CHUNK, MOST, PANELS, PART_BYTES, WIDEST
+from tree_kernels.matmul.shapes import CHUNK, MOST, PANELS, PART_BYTES, SCRATCH, Argument, Helper, Precision
+from tree_kernels.matmul.tiles import call_tile, tiles
 from tree_kernels.processor import panel
-from tree_kernels.matmul.tiles import ENTRY_BYTES, call_tile, tiles
 from tree_kernels.vectors import (
     bits_of,
     fetch_add,
@@ -29,8 +27,12 @@ PANEL = panel()
 I64 = types.int64
 _called = njit(error_model="numpy", forceinline=True)
 
-BF16, F16, F32 = 0, 1, 2
-"""Kinds of numbers in a call's arguments."""
+BF16, F16, F32 = (int(kind) for kind in Precision)
+(X, ROWS, INPUTS, WEIGHTS, BIAS, TARGET, OUTPUTS, TARGET_KIND, SUMS_OF, UNITS, UNIT_PANELS, ENTRY, TILES_OF, NEXT) = (
+    int(place) for place in Argument
+)
+START, DONE, CALL, THREAD = 8 * Helper.START, 8 * Helper.DONE, int(Helper.CALL), int(Helper.THREAD)
+HELPER_BYTES = 8 * Helper.SIZE
 SUMS = 4 * PANEL
 """Bytes of a panel's sums of a row."""
 
@@ -85,14 +87,6 @@ def finish(sums: int, bias: int, target: int, count: int, kind: int) -> None:
             numbers[i] = given[i]
 
 
-# Arguments of a product in memory, so that a helper thread reads them: index of each int64.
-X, ROWS, INPUTS, WEIGHTS, BIAS, TARGET, OUTPUTS, OUTPUT_KIND, SCRATCH, NEXT, UNITS, PANELS_A_UNIT, ENTRY, TILE_TABLE = (
-    range(14)
-)
-SCRATCH_FLOATS = CHUNK * WIDEST * PANEL
-"""float32 numbers of scratch memory that a thread needs."""
-
-
 @_called
 def block(
     rows: int,
@@ -127,13 +121,13 @@ def units(call: int, thread: int) -> None:
     """Computes units of outputs until none is left. A unit is one block of panels, for all rows."""
     given = longs(call)
     x, rows, inputs, weights = given[X], given[ROWS], given[INPUTS], given[WEIGHTS]
-    bias, target, outputs, output_kind = given[BIAS], given[TARGET], given[OUTPUTS], given[OUTPUT_KIND]
-    sums = given[SCRATCH] + thread * SCRATCH_FLOATS * 4
-    count, wide, entry, table = given[UNITS], given[PANELS_A_UNIT], given[ENTRY], given[TILE_TABLE]
+    bias, target, outputs, target_kind = given[BIAS], given[TARGET], given[OUTPUTS], given[TARGET_KIND]
+    sums = given[SUMS_OF] + thread * SCRATCH * 4
+    count, wide, entry, table = given[UNITS], given[UNIT_PANELS], given[ENTRY], given[TILES_OF]
     step, x_step = inputs * entry, inputs * 4
     part = PART_BYTES // entry
     all_panels = (outputs + PANEL - 1) // PANEL
-    size = 4 if output_kind == F32 else 2
+    size = 4 if target_kind == F32 else 2
     while True:
         unit = fetch_add(call + NEXT * 8, 1)
         if unit >= count:
@@ -171,16 +165,12 @@ def units(call: int, thread: int) -> None:
             own = bias + first * SUMS if bias != 0 else 0
             for row in range(some):
                 place = target + ((top + row) * outputs + first * PANEL) * size
-                finish(sums + row * sums_step, own, place, wanted, output_kind)
+                finish(sums + row * sums_step, own, place, wanted, target_kind)
             top += CHUNK
 
 
 _sem_wait = types.ExternalFunction("sem_wait", types.int32(I64))
 _sem_post = types.ExternalFunction("sem_post", types.int32(I64))
-
-# A helper thread's memory: offsets in bytes. Its two semaphores are in cache lines of their own.
-START, DONE, CALL, THREAD, ENDED = 0, 64, 128, 136, 144
-HELPER_BYTES = 192
 
 
 @_called
@@ -201,7 +191,7 @@ def product(call: int, given: int, given_kind: int, helpers: int, count: int) ->
     for helper in range(count):
         memory = helpers + helper * HELPER_BYTES
         state = longs(memory)
-        state[CALL // 8] = call
+        state[CALL] = call
         _sem_post(memory + START)
     units(call, 0)
     for helper in range(count):
@@ -209,18 +199,14 @@ def product(call: int, given: int, given_kind: int, helpers: int, count: int) ->
 
 
 def serve(memory: int) -> None:
-    """A helper thread: computes units of the calls that it is handed until it is ended."""
+    """A helper thread: computes units of the calls that it is handed, and never returns."""
     state = longs(memory)
     while True:
         wait(memory + START)
-        if state[ENDED // 8] != 0:
-            return
-        units(state[CALL // 8], state[THREAD // 8])
+        units(state[CALL], state[THREAD])
         _sem_post(memory + DONE)
 
 
 KERNELS = {"product": (product, "iiiii"), "serve": (serve, "i")}
 """The functions that are compiled, and their arguments: i int64, f float32."""
-TILES = tiles(
-    (kind, rows, panels) for kind in ENTRY_BYTES for rows in range(1, MOST + 1) for panels in (1, PANELS[rows])
-)
+TILES = tiles((kind, rows, panels) for kind in Precision for rows in range(1, MOST + 1) for panels in (1, PANELS[rows]))

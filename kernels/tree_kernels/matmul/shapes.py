@@ -1,8 +1,10 @@
-"""The sizes of blocks and tiles: facts of the processor that both the compiled loops and their caller use."""
+"""What the compiled loops and their caller agree on: sizes of blocks and tiles, and the layout of a call in memory."""
 
 from __future__ import annotations
 
-from tree_kernels.processor import lanes
+from enum import IntEnum
+
+from tree_kernels.processor import lanes, panel
 
 CHUNK = 48
 """Rows that go through all parts of a block before the next rows do."""
@@ -14,8 +16,47 @@ PANELS = (0, 4, 2, 2, 1, 1, 1) if lanes() == 8 else (0, 4, 4, 4, 2, 2, 2)
 """Panels of a tile by its rows: enough sums to hide the latency of an addition, few enough for the registers."""
 WIDEST = 4
 """The most panels of a block."""
+SCRATCH = CHUNK * WIDEST * panel()
+"""float32 numbers of scratch memory that a thread needs."""
 
 
-def symbol(kind: str, rows: int, panels: int) -> str:
-    """The name of a tile's function. kind: bf16, f16 or f32"""
-    return f"dendro_tile_{kind}_{rows}_{panels}"
+class Precision(IntEnum):
+    """Of floating-point numbers in memory."""
+
+    BF16 = 0
+    F16 = 1
+    F32 = 2
+
+
+class Argument(IntEnum):
+    """Places of a product's arguments in an array of int64. Arrays are given by their addresses."""
+
+    X = 0  # [rows, inputs] float32
+    ROWS = 1
+    INPUTS = 2
+    WEIGHTS = 3  # as `packing.pack` lays them out
+    BIAS = 4  # [outputs] float32, or 0
+    TARGET = 5  # [rows, outputs] of TARGET_KIND
+    OUTPUTS = 6
+    TARGET_KIND = 7
+    SCRATCH = 8  # [threads, SCRATCH] float32
+    UNITS = 9  # blocks of panels
+    UNIT_PANELS = 10  # of a block
+    ENTRY_BYTES = 11  # of one input's weights in a panel
+    TILES = 12  # of each number of rows: panels of its wide tile, that tile's address, the address of the tile of one
+    NEXT = 13  # the next unit that no thread has taken
+
+
+class Helper(IntEnum):
+    """Places in a helper thread's memory, an array of int64. START and DONE are semaphores, of 32 bytes each."""
+
+    START = 0
+    DONE = 8
+    CALL = 16  # the address of the product's arguments
+    THREAD = 17
+    SIZE = 24
+
+
+def symbol(kind: Precision, rows: int, panels: int) -> str:
+    """The name of a tile's function."""
+    return f"dendro_tile_{kind.name}_{rows}_{panels}"

@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from tree_kernels.matmul.shapes import symbol
+from tree_kernels.matmul.shapes import Precision, symbol
 from tree_kernels.processor import lanes, panel
 
 LANES, PANEL = lanes(), panel()
@@ -22,7 +22,7 @@ F32, I8, I32, I64, HALF = ir.FloatType(), ir.IntType(8), ir.IntType(32), ir.IntT
 VECTOR, WORDS, NARROW = (ir.VectorType(kind, LANES) for kind in (F32, I32, HALF))
 EACH = PANEL // LANES
 """Vectors of a panel."""
-ENTRY_BYTES = {"bf16": 2 * PANEL, "f16": 2 * PANEL, "f32": 4 * PANEL}
+ENTRY_BYTES = {Precision.BF16: 2 * PANEL, Precision.F16: 2 * PANEL, Precision.F32: 4 * PANEL}
 """Bytes of one input's weights in a panel."""
 UNROLLED = 4
 """Inputs in one pass of a tile's loop."""
@@ -32,22 +32,7 @@ LINE = 64
 """Bytes of a cache line."""
 
 
-def tile(kind: str, rows: int, panels: int) -> Any:
-    """The tile's function in numba: tile(x, x_step, weights, panel_step, sums, sums_step, inputs, begin), all int64.
-
-    x  address of [rows, inputs] float32, x_step bytes between rows
-    weights  address of the panels, each [inputs, PANEL] numbers of this kind; panel_step bytes between them
-    sums  address of [rows, panels * PANEL] float32, sums_step bytes between rows; written
-    begin  1: the sums begin at zero; 0: at what `sums` holds
-
-    A panel of bfloat16 has two outputs in each 32-bit word: output i in the lower half of word i, output LANES + i in
-    the upper half. Each sum adds its inputs one after the other with fused multiply-adds. So its bits depend neither on
-    `rows` nor on `panels`, nor on where a caller splits the inputs into several calls.
-    """
-    return types.ExternalFunction(symbol(kind, rows, panels), types.void(*[types.int64] * 8))
-
-
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def call_tile(
     typingctx: Any,
     function: Any,
@@ -60,7 +45,16 @@ def call_tile(
     inputs: Any,
     begin: Any,
 ) -> Any:
-    """Calls the tile at an address."""
+    """Calls the tile at the address `function`.
+
+    x  address of [rows, inputs] float32, x_step bytes between rows
+    weights  address of the panels, each [inputs, PANEL] numbers; panel_step bytes between them
+    sums  address of [rows, panels * PANEL] float32, sums_step bytes between rows; written
+    begin  1: the sums begin at zero; 0: at what `sums` holds
+
+    Each sum adds its inputs one after the other with fused multiply-adds. So its bits depend neither on the tile's rows
+    nor on its panels, nor on where a caller splits the inputs into several calls.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [I64] * 8)
@@ -70,7 +64,7 @@ def call_tile(
     return types.void(*[types.int64] * 9), generate
 
 
-def tiles(shapes: Iterable[tuple[str, int, int]]) -> ir.Module:
+def tiles(shapes: Iterable[tuple[Precision, int, int]]) -> ir.Module:
     """A module with the tiles of these kinds, rows and panels."""
     module = ir.Module("tiles")
     for kind, rows, panels in sorted(set(shapes)):
@@ -81,7 +75,7 @@ def tiles(shapes: Iterable[tuple[str, int, int]]) -> ir.Module:
 class _Tile:
     """Writes one tile's function."""
 
-    def __init__(self, module: ir.Module, kind: str, rows: int, panels: int) -> None:
+    def __init__(self, module: ir.Module, kind: Precision, rows: int, panels: int) -> None:
         self._module, self._kind, self._rows, self._panels = module, kind, rows, panels
         self._function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 8), symbol(kind, rows, panels))
         self._in = ir.IRBuilder(self._function.append_basic_block())
@@ -147,9 +141,9 @@ class _Tile:
         """The weights of input k in the panel that begins there, as float32."""
         build = self._in
         place = build.add(begin, build.mul(k, I64(ENTRY_BYTES[self._kind])))
-        if self._kind == "f32":
+        if self._kind == Precision.F32:
             return [self._load(build.add(place, I64(4 * LANES * vector)), VECTOR) for vector in range(EACH)]
-        if self._kind == "f16":
+        if self._kind == Precision.F16:
             parts = (self._load(build.add(place, I64(2 * LANES * vector)), NARROW) for vector in range(EACH))
             return [build.fpext(part, VECTOR) for part in parts]
         both = self._load(place, WORDS)

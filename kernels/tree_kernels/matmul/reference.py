@@ -1,0 +1,21 @@
+"""The product in torch, one input after the other."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [rows, inputs], weight [outputs, inputs], bias [outputs] -> [rows, outputs] of x's dtype.
+
+    sum = fma(x[k], weight[k], sum) for k = 0, 1, ... in float32, then the bias. Computed in float64, where the
+    product of two float32 numbers is exact: each sum is rounded to float64 and then to float32, which differs from
+    rounding once in about one of 2^29 sums.
+    """
+    sums = torch.zeros(len(x), len(weight))
+    for own, column in zip(x.double().unbind(1), weight.double().unbind(1), strict=True):
+        sums = torch.addcmul(sums.double(), own[:, None], column[None]).float()
+    if bias is not None:
+        sums = sums + bias.float()
+    return sums.to(x.dtype)

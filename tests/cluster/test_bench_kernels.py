@@ -1,0 +1,88 @@
+"""`dendro bench kernels`: its aims, and a small complete run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from dendro.errors import BadRequest
+from tree_kernels.matmul import why_not_packed
+
+from cluster.bench import kernels
+from cluster.bench.kernels import OURS, PLAIN, READ, Products, aims_of, measure_products, ratios_of
+from cluster.bench.kernels_command import bench_kernels, run_kernels
+from cluster.bench.kernels_report import facts_of, plot, tables_of
+
+
+def silent(title, steps):
+    return lambda: None
+
+
+def around(value):
+    return {"median": value, "low": 0.9 * value, "high": 1.1 * value, "coverage": 0.9}
+
+
+def table(few, some, many):
+    rows = [(8, few, 9.0), (16, some, 9.0), (32, 9.0, many)]
+    return {
+        "inputs": 4,
+        "outputs": 6,
+        "rows": [
+            {"rows": count, "over_reading": around(reading), "over_library": around(library)}
+            for count, reading, library in rows
+        ],
+    }
+
+
+def test_aims_are_judged_at_the_upper_end_of_the_worst_row():
+    assert [aim["met"] for aim in aims_of([table(1.1, 1.7, 0.9)])] == [True, True, True]
+    assert [aim["met"] for aim in aims_of([table(1.2, 1.9, 1.05)])] == [False, False, False]
+
+
+def test_without_our_products_no_aim_is_judged_and_the_reason_is_given(monkeypatch):
+    monkeypatch.setattr(kernels, "why_not_packed", lambda: "numba is not installed")
+    bare = table(1.0, 1.0, 1.0)
+    for row in bare["rows"]:
+        row["over_reading"] = row["over_library"] = None
+    for aim in aims_of([bare]):
+        assert aim["met"] is None and "numba is not installed" in aim["why"]
+
+
+def test_ratios_pair_the_repetitions_and_take_the_librarys_faster_way():
+    times = {OURS: [2.0, 4.0, 6.0], READ: [1.0, 2.0, 3.0], PLAIN: [8.0, 16.0, 24.0], kernels.PACKED: [4.0, 8.0, 12.0]}
+    found = ratios_of(times)
+    assert found["over_reading"]["median"] == 2.0 and found["over_library"]["median"] == 0.5
+    del times[OURS]
+    assert ratios_of(times) == {"over_reading": None, "over_library": None}
+
+
+def test_every_way_is_measured_in_each_repetition_and_copies_take_turns(monkeypatch):
+    monkeypatch.setattr(kernels, "LEAST_SECONDS", 0.0)
+    calls = []
+    ways = [Products(name, tuple(lambda x, at=(name, n): calls.append(at) for n in range(2))) for name in (PLAIN, READ)]
+    (row,) = measure_products(ways, (3,), 2, torch.zeros(4, 5), lambda: None)
+    assert row["rows"] == 3 and set(row["ms"]) == {PLAIN, READ}
+    assert calls == [(PLAIN, 0), (PLAIN, 1), (READ, 0), (READ, 1)] * 3
+
+
+def test_a_small_run_reports_every_way_and_draws(tmp_path, monkeypatch):
+    monkeypatch.setattr(kernels, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(kernels, "COLD_BYTES", 1 << 12)
+    before = torch.get_num_threads()
+    try:
+        report = run_kernels((1, 8, 32), 2, "float32", 1, silent, shapes=((16, 40), (40, 16)))
+    finally:
+        torch.set_num_threads(before)
+    assert [each["inputs"] for each in report["products"]] == [16, 40]
+    for each in report["products"]:
+        assert each["same_bits"] is (None if why_not_packed() else True)
+        assert [row["rows"] for row in each["rows"]] == [1, 8, 32]
+    titles = [title for title, *_ in tables_of(report)]
+    assert titles[0].startswith("16 x 40") and titles[-1] == "Aims"
+    assert any("load average" in fact for fact in facts_of(report))
+    plot(report, tmp_path / "kernels.png")
+    assert (tmp_path / "kernels.png").stat().st_size > 10_000
+
+
+def test_an_unknown_dtype_is_refused_by_name():
+    with pytest.raises(BadRequest, match="dtype.*int8"):
+        bench_kernels(dtype="int8")

@@ -1,0 +1,117 @@
+"""Products with packed weights: their values, and that a row's bits depend on nothing but the row and the weight."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from tree_kernels.matmul import PackedWeight, why_not_packed
+from tree_kernels.matmul.packing import pack
+from tree_kernels.matmul.reference import product
+
+pytestmark = pytest.mark.skipif(bool(why_not_packed()), reason=why_not_packed())
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SIZES = ((1, 1), (3, 31), (64, 33), (257, 16), (1100, 100))
+"""Inputs and outputs: below, at and above a panel and a part, odd and even."""
+MANY = 130
+"""Rows of several chunks."""
+
+
+def made(inputs, outputs, dtype, rows=MANY, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
+    return torch.randn(rows, inputs, generator=generator).to(dtype), weight, torch.randn(outputs, generator=generator)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("inputs", "outputs"), SIZES)
+@pytest.mark.parametrize("biased", [False, True])
+def test_every_result_is_the_rounded_sum_in_the_order_of_the_inputs(inputs, outputs, dtype, biased):
+    rows, weight, bias = made(inputs, outputs, dtype, rows=9)
+    bias = bias.to(dtype) if biased else None
+    got = PackedWeight(weight, bias)(rows)
+    assert torch.equal(got, product(rows, weight, bias))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("inputs", "outputs"), SIZES)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_row_has_the_same_bits_among_any_number_of_rows_and_threads(inputs, outputs, dtype, threads, monkeypatch):
+    monkeypatch.setattr("tree_kernels.matmul.cpu.THREADED", 0)
+    rows, weight, bias = made(inputs, outputs, dtype)
+    alone = PackedWeight(weight, bias.to(dtype))
+    truth = torch.cat([alone(row[None]) for row in rows])
+    form = PackedWeight(weight, bias.to(dtype), threads)
+    for count in (1, 2, 3, 4, 5, 6, 7, 8, 12, 13, 16, 31, 48, 49, 64, MANY):
+        order = torch.randperm(MANY, generator=torch.Generator().manual_seed(count))[:count]
+        assert torch.equal(form(rows[order]), truth[order]), count
+
+
+def test_products_of_several_callers_at_once_are_those_of_each_alone(monkeypatch):
+    monkeypatch.setattr("tree_kernels.matmul.cpu.THREADED", 0)
+    rows, weight, _ = made(512, 300, torch.bfloat16, rows=7)
+    form = PackedWeight(weight, threads=2)
+    truth = form(rows)
+    found = []
+
+    def call():
+        found.extend(torch.equal(form(rows), truth) for _ in range(200))
+
+    callers = [threading.Thread(target=call) for _ in range(3)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert found == [True] * 600
+
+
+def test_inputs_of_any_shape_and_strides_and_no_rows_at_all():
+    rows, weight, _ = made(40, 24, torch.float32, rows=12)
+    form = PackedWeight(weight)
+    truth = form(rows)
+    assert torch.equal(form(rows.view(3, 4, 40)), truth.view(3, 4, 24))
+    assert torch.equal(form(rows.t().contiguous().t()), truth)
+    assert torch.equal(form(rows[0]), truth[0])
+    assert form(rows[:0]).shape == (0, 24)
+    assert torch.equal(PackedWeight(weight.t().contiguous().t())(rows), truth)
+
+
+def test_a_narrow_weights_float32_product_is_that_of_the_widened_weight():
+    rows, weight, bias = made(300, 70, torch.bfloat16, rows=5)
+    wide = PackedWeight(weight, bias, dtype=torch.float32)(rows.float())
+    assert wide.dtype == torch.float32
+    assert torch.equal(wide, PackedWeight(weight.float(), bias)(rows.float()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_results_that_are_not_finite_stay_so(dtype):
+    weight = torch.ones(4, 2, dtype=dtype)
+    rows = torch.tensor([[float("inf"), 1.0], [float("nan"), 1.0], [float("inf"), float("-inf")]], dtype=dtype)
+    got = PackedWeight(weight)(rows)
+    assert got[0].isinf().all() and got[1].isnan().all() and got[2].isnan().all()
+    large = torch.full((1, 2), torch.finfo(dtype).max, dtype=dtype)
+    assert PackedWeight(weight)(large).isinf().all()
+
+
+def test_results_are_rounded_to_the_nearest_even_bfloat16():
+    values = torch.arange(1 << 12, dtype=torch.int32) * 524309 % (1 << 31)
+    numbers = values.view(torch.float32)
+    numbers = numbers[numbers.isfinite()]
+    got = PackedWeight(torch.ones(1, 1, dtype=torch.bfloat16), dtype=torch.bfloat16)
+    wide = PackedWeight(torch.ones(1, 1), dtype=torch.bfloat16)(numbers[:, None])
+    assert got.outputs == 1
+    assert torch.equal(wide[:, 0], numbers.bfloat16())
+
+
+def test_a_panel_holds_its_outputs_side_by_side():
+    weight = torch.arange(6.0).view(3, 2)
+    assert pack(weight, 4).tolist() == [[[0.0, 2.0, 4.0, 0.0], [1.0, 3.0, 5.0, 0.0]]]
+    assert pack(weight.bfloat16(), 4).tolist() == [[[0.0, 4.0, 2.0, 0.0], [1.0, 5.0, 3.0, 0.0]]]
+
+
+@pytest.mark.parametrize(("given", "reason"), [((3, 5), "inputs"), ((3, 0), "inputs")])
+def test_rows_of_another_width_are_refused(given, reason):
+    with pytest.raises(ValueError, match=reason):
+        PackedWeight(torch.randn(2, 4))(torch.randn(given))
