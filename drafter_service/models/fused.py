@@ -18,11 +18,21 @@ from tree_kernels.mamba_level.cpu import Ints, Product, Scratch, Table, kernels,
 from tree_layers.states import States
 
 from drafter_service.models.backbone import Backbone, Mixer
-from drafter_service.models.mamba import Mamba2Model
+from drafter_service.models.mamba import Mamba1Model, Mamba2Model
 from drafter_service.plan import NO_NODE, Chains, Level, TextFold
 
+CPU = torch.device("cpu")
 NONE = -1
 """The end of a sequence that is written to no slot."""
+STEPS = {
+    shapes.INNER: shapes.INNER_STEP,
+    shapes.MIXED: shapes.MIXED_STEP,
+    shapes.PICKED: shapes.PICKED_STEP,
+    shapes.STEPS: shapes.STEPS_STEP,
+}
+"""The word with the bytes of a row, by the word with a part of the scratch memory."""
+SCRATCH = (shapes.NORMED, shapes.READ, *STEPS)
+"""The parts of the scratch memory that have rows."""
 
 
 class FusedEnds:
@@ -46,10 +56,35 @@ class FusedEnds:
         words[shapes.KNOWN], words[shapes.WIDTH] = model.embedding.shape
         self.scratch = Scratch()
 
+    def set_steps(self, hidden: int, steps: Mapping[int, int]) -> None:
+        """Set the bytes of a row of the result, and of each part of the scratch memory by its word."""
+        words = self.table.words[0]
+        self.hidden_step = words[shapes.HIDDEN_STEP] = hidden
+        channels = int(words[shapes.CHANNELS])
+        self.steps = {shapes.NORMED: 4 * self.width, shapes.READ: 4 * channels, **steps}
+        for word, step in STEPS.items():
+            words[step] = self.steps[word]
+
+    def begin(self, call: Ints, tokens: Ints, sequences: Ints) -> Tensor:
+        """Set a call's rows, sequences and scratch memory; returns its result [rows, d], which the call writes.
+
+        The caller keeps `tokens` and `sequences` alive until the call has ended.
+        """
+        count = len(tokens)
+        hidden = torch.empty(count, self.hidden_step // 4)
+        sizes = [count * self.steps[word] for word in SCRATCH]
+        found = self.scratch.parts([*sizes, 4 * self.steps[shapes.MIXED]], count)
+        for word, place in zip((*SCRATCH, shapes.SPARE), found, strict=True):
+            call[word] = place
+        call[shapes.ROWS], call[shapes.TOKENS] = count, tokens.ctypes.data
+        call[shapes.SEQUENCES], call[shapes.SEQUENCE_TABLE] = len(sequences), sequences.ctypes.data
+        call[shapes.HIDDEN] = hidden.data_ptr()
+        return hidden[:, : self.width]
+
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [rows, d] float32 -> [rows, V] float32."""
         rows = len(hidden)
-        (normed,), _held = self.scratch.parts([4 * rows * self.width], rows)
+        (normed,) = self.scratch.parts([4 * rows * self.width], rows)
         made = torch.empty(rows, self._head.step // 4)
         call = self.table.words[0].copy()
         call[shapes.ROWS], call[shapes.NORMED] = rows, normed
@@ -91,7 +126,9 @@ class FusedMamba2Model(FusedEnds):
                 (shapes.GATE_NORM, mixer.norm.float()),
             ):
                 self.layers.put(number, word, tensor)
-        self.inner_step, self.hidden_step = inner.step, outer.step
+        mixed = 4 * first.conv_weight.shape[1]
+        steps = {shapes.INNER: inner.step, shapes.MIXED: mixed, shapes.STEPS: 4 * heads, shapes.PICKED: 0}
+        self.set_steps(outer.step, steps)
 
     def memory(self, texts: int, nodes: int) -> FusedInputMemory:
         return FusedInputMemory(self, texts, nodes)
@@ -113,7 +150,7 @@ class FusedInputMemory:
             for numbers in (channels, heads * width, model.shape.groups * size, heads)
         ]
         recurrent = states.view(layers, texts, size, heads, width).permute(0, 1, 3, 4, 2)
-        self._texts = States([shape] * layers, texts, model.dtype, torch.device("cpu"), list(tails), list(recurrent))
+        self._texts = States([shape] * layers, texts, model.dtype, CPU, list(tails), list(recurrent))
         self._tree = np.zeros((nodes, shapes.NODE_WORDS), np.int64)
         self._layers = Table(layers, shapes.LAYER_WORDS)
         self._layers.words[:] = model.layers.words
@@ -125,7 +162,6 @@ class FusedInputMemory:
         self._call[shapes.LAYER_TABLE] = self._layers.address
         self._call[shapes.NODE_TABLE] = self._tree.ctypes.data
         self._address = int(self._call.ctypes.data)
-        self._mixed = channels
 
     @property
     def layout(self) -> str:
@@ -175,43 +211,18 @@ class FusedInputMemory:
             table[row] = fold.source, fold.target, first, len(fold.path)
             first += len(fold.path)
         call = self._call
-        (spare,), _held = self._model.scratch.parts([4 * 4 * self._mixed], 1)
+        (spare,) = self._model.scratch.parts([4 * self._model.steps[shapes.MIXED]], 1)
         call[shapes.SPARE], call[shapes.FOLDS] = spare, len(folds)
         call[shapes.FOLD_TABLE], call[shapes.PATHS] = table.ctypes.data, paths.ctypes.data
         self._model.kernels["fold"](self._address)
 
     def _forward(self, tokens: Ints, sequences: Ints, new: Ints) -> Tensor:
         """Hidden [rows, d] of the sequences' rows, then of the new nodes. new [nodes, NEW_WORDS]"""
-        model, call, count = self._model, self._call, len(tokens)
-        tokens = np.ascontiguousarray(tokens)
-        channels, heads = int(call[shapes.CHANNELS]), int(call[shapes.HEADS])
-        hidden = torch.empty(count, model.hidden_step // 4)
-        lines = (4 * model.width, model.inner_step, 4 * self._mixed, 4 * heads, 4 * channels)
-        sizes = [count * line for line in lines]
-        found, _held = model.scratch.parts([*sizes, 4 * 4 * self._mixed], count)
-        normed, inner, mixed, steps, read, spare = found
-        for word, value in (
-            (shapes.ROWS, count),
-            (shapes.TOKENS, tokens.ctypes.data),
-            (shapes.SEQUENCES, len(sequences)),
-            (shapes.SEQUENCE_TABLE, sequences.ctypes.data),
-            (shapes.NEW_NODES, len(new)),
-            (shapes.NEW_TABLE, new.ctypes.data),
-            (shapes.HIDDEN, hidden.data_ptr()),
-            (shapes.HIDDEN_STEP, model.hidden_step),
-            (shapes.NORMED, normed),
-            (shapes.INNER, inner),
-            (shapes.INNER_STEP, model.inner_step),
-            (shapes.MIXED, mixed),
-            (shapes.MIXED_STEP, 4 * self._mixed),
-            (shapes.STEPS, steps),
-            (shapes.STEPS_STEP, 4 * heads),
-            (shapes.READ, read),
-            (shapes.SPARE, spare),
-        ):
-            call[word] = value
+        model, call = self._model, self._call
+        call[shapes.NEW_NODES], call[shapes.NEW_TABLE] = len(new), new.ctypes.data
+        hidden = model.begin(call, tokens, sequences)
         model.kernels["forward"](self._address, model.eps, model.gate_eps, *model.dt_limit)
-        return hidden[:, : model.width]
+        return hidden
 
 
 def _placed(hidden: Tensor, places: Ints, texts: int, time: int) -> Tensor:
@@ -223,5 +234,117 @@ def _placed(hidden: Tensor, places: Ints, texts: int, time: int) -> Tensor:
     return made.view(texts, time, -1)
 
 
-FUSED: Mapping[str, Callable[[Any], Any]] = {"mamba2": FusedMamba2Model}
+class FusedMamba1Model(FusedEnds):
+    """A Mamba-1; its node slots hold states."""
+
+    max_length = Mamba1Model.max_length
+
+    def __init__(self, model: Mamba1Model) -> None:
+        super().__init__(model, "mamba")
+        first = model.layers[0][1]
+        self.shape = first.shape
+        channels, size = self.shape.recurrent
+        words = self.table.words[0]
+        words[shapes.LAYERS] = len(model.layers)
+        words[shapes.CHANNELS], words[shapes.SIZE], words[shapes.RANK] = channels, size, first.dt_proj.shape[0]
+        words[shapes.TAPS] = first.conv_weight.shape[0]
+        words[shapes.ROUNDED_KIND] = words[shapes.STORED_KIND] = kind_number(model.dtype)
+        self.layers = Table(len(model.layers), shapes.LAYER_WORDS)
+        for number, (norm, mixer) in enumerate(model.layers):
+            inner, outer = Product(mixer.in_proj, mixer.in_bias), Product(mixer.out_proj, mixer.out_bias)
+            picked, steps = Product(mixer.x_proj), Product(mixer.dt_proj, mixer.dt_bias)
+            self.layers.put_product(number, shapes.IN_PROJ, inner)
+            self.layers.put_product(number, shapes.OUT_PROJ, outer)
+            self.layers.put_product(number, shapes.PICK, picked)
+            self.layers.put_product(number, shapes.DT_PROJ, steps)
+            self.layers.put(number, shapes.NORM, norm.float())
+            self.layers.put(number, shapes.CONV_WEIGHT, mixer.conv_weight.float())
+            self.layers.put(number, shapes.CONV_BIAS, mixer.conv_bias.float())
+            self.layers.put(number, shapes.A, mixer.A.t().contiguous())
+            self.layers.put(number, shapes.D, mixer.D)
+        self.set_steps(
+            outer.step,
+            {
+                shapes.INNER: inner.step,
+                shapes.MIXED: 4 * channels,
+                shapes.STEPS: steps.step,
+                shapes.PICKED: picked.step,
+            },
+        )
+
+    def memory(self, texts: int, nodes: int) -> FusedStateMemory:
+        return FusedStateMemory(self, texts, nodes)
+
+
+class FusedStateMemory:
+    """Text slots and after them node slots, each with a state; the reference is `StateMemory`."""
+
+    def __init__(self, model: FusedMamba1Model, texts: int, nodes: int) -> None:
+        self._model = model
+        self._first = texts  # the first node's slot
+        layers, slots = len(model.layers.words), texts + nodes
+        channels, size = model.shape.recurrent
+        states = torch.empty(layers, slots, size, channels)
+        self._states = States([model.shape] * layers, slots, model.dtype, CPU, recurrent=list(states.transpose(2, 3)))
+        self._layers = Table(layers, shapes.LAYER_WORDS)
+        self._layers.words[:] = model.layers.words
+        for layer in range(layers):
+            self._layers.put(layer, shapes.STATES, states[layer])
+            self._layers.put(layer, shapes.TAILS, self._states.conv[layer])
+        self._call = model.table.words[0].copy()
+        self._call[shapes.LAYER_TABLE] = self._layers.address
+        self._address = int(self._call.ctypes.data)
+
+    @property
+    def layout(self) -> str:
+        return self._states.layout
+
+    def text_bytes(self, longest: int) -> int:
+        return self.node_bytes
+
+    @property
+    def node_bytes(self) -> int:
+        return sum(shape.bytes_of(self._states.dtype) for shape in self._states.shapes)
+
+    def save(self, text: int, tokens: int) -> Arrays:
+        return self._states.save(text)
+
+    def check(self, arrays: Arrays, tokens: int) -> None:
+        self._states.check(arrays)
+
+    def load(self, text: int, arrays: Arrays) -> None:
+        self._states.load(text, arrays)
+
+    def chain(self, rows: Chains) -> Tensor:
+        texts, time = rows.tokens.shape
+        places = np.flatnonzero(np.arange(time) < rows.lengths[:, None])
+        sequences = np.empty((texts, shapes.SEQUENCE_WORDS), np.int64)
+        sequences[:, shapes.SOURCE], sequences[:, shapes.TARGET] = rows.source, rows.target
+        sequences[:, shapes.FIRST] = np.cumsum(rows.lengths) - rows.lengths
+        sequences[:, shapes.KEPT], sequences[:, shapes.COUNT] = rows.kept, rows.lengths
+        sequences[:, shapes.END] = self._first + rows.roots if len(rows.roots) else NONE
+        return _placed(self._forward(rows.tokens.ravel()[places], sequences), places, texts, time)
+
+    def level(self, rows: Level) -> Tensor:
+        sequences = np.ones((len(rows.tokens), shapes.SEQUENCE_WORDS), np.int64)
+        texts = rows.texts.repeat(rows.counts)
+        sequences[:, shapes.SOURCE] = np.where(rows.parents == NO_NODE, texts, self._first + rows.parents)
+        sequences[:, shapes.TARGET] = self._first + rows.slots
+        sequences[:, shapes.FIRST] = np.arange(len(sequences))
+        sequences[:, shapes.END] = NONE
+        return self._forward(rows.tokens, sequences)
+
+    def fold(self, folds: Sequence[TextFold]) -> None:
+        """Copy the last node's state to the text."""
+        for fold in folds:
+            self._states.copy(self._first + fold.path[-1], fold.target)
+
+    def _forward(self, tokens: Ints, sequences: Ints) -> Tensor:
+        """Hidden [rows, d] of the sequences' rows."""
+        hidden = self._model.begin(self._call, tokens, sequences)
+        self._model.kernels["forward"](self._address, self._model.eps)
+        return hidden
+
+
+FUSED: Mapping[str, Callable[[Any], Any]] = {"mamba": FusedMamba1Model, "mamba2": FusedMamba2Model}
 """The fused form of a loaded model, by its `model_type`."""

@@ -41,6 +41,15 @@ MAMBA2 = {
 }
 KINDS = {f"mamba2-{name}": Kind("mamba2", settings) for name, settings in MAMBA2.items()}
 
+MAMBA1 = {
+    "narrow": {"hidden_size": 20, "intermediate_size": 39, "state_size": 6, "time_step_rank": 3},
+    "wide": {"hidden_size": 72, "intermediate_size": 147, "state_size": 19},
+    "taps": {"hidden_size": 16, "conv_kernel": 3, "use_bias": True},
+    "plain": {"use_conv_bias": False, "num_hidden_layers": 3},
+    "small": {"hidden_size": 9, "intermediate_size": 5, "state_size": 1, "time_step_rank": 1},
+}
+KINDS |= {f"mamba-{name}": Kind("mamba", settings) for name, settings in MAMBA1.items()}
+
 
 def make(folder: Path, kind: Kind) -> Path:
     make_checkpoint(folder, kind.family, config=tiny_config(kind.family, kind.vocabulary, **kind.settings))
@@ -52,7 +61,7 @@ def both(path: Path, dtype: torch.dtype = torch.float32) -> tuple[DrafterModel, 
     return tuple(load_model(path, dtype, CPU, form=form)[0] for form in ("eager", "fused"))  # type: ignore[return-value]
 
 
-class Walk:
+class RandomRounds:
     """Random chains, levels and folds of several texts, run on several memories alike."""
 
     def __init__(self, vocabulary: int, seed: int) -> None:
@@ -127,7 +136,7 @@ def test_logits_and_states_equal_the_eager_forms_within_1e_4_and_1e_5(tmp_path, 
     assert [model.form for model in models] == ["eager", "fused"]
     assert memories[0].layout == memories[1].layout
     assert memories[0].node_bytes == memories[1].node_bytes and memories[0].text_bytes(9) == memories[1].text_bytes(9)
-    walk = Walk(kind.vocabulary, seed=3)
+    rounds = RandomRounds(kind.vocabulary, seed=3)
 
     def run(method: str, plan, rows: list[int]) -> None:
         eager, fused = (
@@ -137,5 +146,5 @@ def test_logits_and_states_equal_the_eager_forms_within_1e_4_and_1e_5(tmp_path, 
             torch.testing.assert_close(fused, eager, atol=1e-4, rtol=0)
 
     for _ in range(12):
-        walk.round(run)
-        assert_same_texts(memories[0], memories[1], walk.cases, 1e-5)
+        rounds.round(run)
+        assert_same_texts(memories[0], memories[1], rounds.cases, 1e-5)

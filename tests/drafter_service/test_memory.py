@@ -21,7 +21,7 @@ from drafter_service.plan import EMPTY_TEXT, Chains, TextFold
 TEXTS, NODES = 4, 64
 
 
-FORMS = [*((family, "eager") for family in FAMILIES), ("mamba2", "fused")]
+FORMS = [*((family, "eager") for family in FAMILIES), ("mamba", "fused"), ("mamba2", "fused")]
 
 
 @pytest.fixture(scope="module", params=FORMS, ids="-".join)

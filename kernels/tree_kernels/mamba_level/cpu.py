@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,9 @@ from tree_kernels.processor import panel
 
 Ints = npt.NDArray[np.int64]
 FEW_ROWS = 64
-"""Scratch memory for so many rows is kept between calls."""
+"""Scratch memory for more rows than these is freed by the next call with fewer."""
+LINE = 64
+"""Bytes of a cache line."""
 
 
 @cache
@@ -99,23 +102,19 @@ def narrowest(weight: Tensor) -> Tensor:
 
 
 class Scratch:
-    """Memory for the intermediate results of a call. Used by one thread."""
+    """Memory for the intermediate results of a call; the next call uses it again. Used by one thread."""
 
     def __init__(self) -> None:
-        self._kept = torch.empty(0)
+        self._held, self._rows = torch.empty(0), 0
 
-    def parts(self, sizes: Sequence[int], rows: int) -> tuple[list[int], Tensor]:
-        """Addresses of parts of these bytes, and the tensor that must be kept alive while they are used."""
-        starts = np.cumsum([0, *(-(-size // 64) * 64 for size in sizes)])
-        wanted = int(starts[-1]) // 4 + 16
-        if rows > FEW_ROWS:
-            held = torch.empty(wanted)
-        else:
-            if len(self._kept) < wanted:
-                self._kept = torch.empty(wanted)
-            held = self._kept
-        first = -(-held.data_ptr() // 64) * 64
-        return [first + int(start) for start in starts[:-1]], held
+    def parts(self, sizes: Sequence[int], rows: int) -> list[int]:
+        """Addresses of parts of these bytes, until the next call of `parts`."""
+        starts = [0, *accumulate(-(-size // LINE) * LINE for size in sizes)]
+        wanted = starts.pop() // 4 + LINE
+        if len(self._held) < wanted or (self._rows > FEW_ROWS and rows <= FEW_ROWS):
+            self._held, self._rows = torch.empty(wanted), rows
+        first = -(-self._held.data_ptr() // LINE) * LINE
+        return [first + start for start in starts]
 
 
 def kind_number(dtype: torch.dtype) -> int:
