@@ -19,12 +19,9 @@ from drafter_service.models.fused import FUSED
 from drafter_service.models.llama import LlamaModel
 from drafter_service.models.mamba import Mamba1Model, Mamba2Model
 from drafter_service.models.memory import DrafterMemory
+from drafter_service.options import FORMS
 
 log = logging.getLogger("dendro.drafter")
-
-FORMS = ("auto", "eager", "fused")
-"""How a model computes: torch's operations one by one, or one compiled call per forward; auto: fused where it can be
-had."""
 
 
 class DrafterModel(Protocol):
@@ -89,8 +86,15 @@ def load_model(
         raise BadRequest("checkpoint", str(error)) from error
     if form != "eager" and not reason:
         model = FUSED[kind](model)
-    log.info("the drafter %s runs %s%s", path, model.form, f": {reason}" if reason else "")
+    log.info("the drafter %s runs %s", path, described_form(model, facts.model_type, device, form))
     return model, checkpoint
+
+
+def described_form(model: DrafterModel, kind: str, device: torch.device, wanted: str) -> str:
+    """The form of a model that was loaded with `form=wanted`; after a colon, why it is not fused."""
+    if model.form != "eager":
+        return model.form
+    return f"eager: {'this form is configured' if wanted == 'eager' else why_not_fused(kind, device)}"
 
 
 def why_not_fused(kind: str, device: torch.device) -> str:

@@ -77,7 +77,7 @@ def silu(x: float) -> float:
     return x / (float32(1.0) + exponential(-x))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def square_root(typingctx: Any, number: Any) -> Any:
     """The root of a float32, by the processor's instruction; `math.sqrt` calls the C library."""
 
