@@ -191,6 +191,9 @@ class DrafterConfig(ModelConfig):
     that shares its tokenizer, or only those named in `targets`."""
 
     targets: tuple[str, ...] = ()
+    form: Literal["auto", "eager", "fused"] = "auto"
+    """How the model computes: one compiled call per forward (fused: Mambas, on a CPU), or one torch operation after the
+    other (eager). auto: fused where it can be had."""
 
 
 class Router(Section):

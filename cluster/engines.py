@@ -54,6 +54,7 @@ def drafter_options(name: str, drafter: DrafterConfig) -> DrafterOptions:
         threads=drafter.threads,
         max_sessions=drafter.max_sessions,
         longest_step_s=drafter.longest_step_s,
+        form=drafter.form,
     )
 
 

@@ -24,7 +24,7 @@ from dendro.tree import DraftTree
 from tree_layers.states import SlotPool
 
 from drafter_service.grow import most_processed
-from drafter_service.models import load_model
+from drafter_service.models import described_form, load_model
 from drafter_service.options import DrafterOptions
 from drafter_service.plan import DraftPlan
 from drafter_service.runner import DraftRunner
@@ -64,8 +64,10 @@ class DrafterEngine:
         states: StateStore,
         options: DrafterOptions,
         clock: Clock = time.monotonic,
+        kernels: str = "torch",
     ) -> None:
-        """runner: has `text_slots` and `node_slots` of these limits."""
+        """runner: has `text_slots` and `node_slots` of these limits   kernels: the form of the model"""
+        self.kernels = kernels
         self._hello = hello
         self._runner = runner
         memory = runner.memory
@@ -91,7 +93,7 @@ class DrafterEngine:
     ) -> DrafterEngine:
         """Load a checkpoint. Raises BadRequest, naming the field."""
         device = torch.device(options.device)
-        model, checkpoint = load_model(path, options.dtype, device, options.tokenizer)
+        model, checkpoint = load_model(path, options.dtype, device, options.tokenizer, options.form)
         hello = Hello(
             protocol=PROTOCOL_VERSION,
             model=options.name,
@@ -107,7 +109,8 @@ class DrafterEngine:
             facts=checkpoint.facts.digest,
         )
         slots = text_slots(options.max_sessions), node_slots(options.max_rows, options.max_depth)
-        return cls(hello, DraftRunner(model, *slots, device), states, options, clock)
+        form = described_form(model, checkpoint.facts.model_type, device, options.form)
+        return cls(hello, DraftRunner(model, *slots, device), states, options, clock, form)
 
     async def start(self) -> None:
         self._thread.start()
@@ -131,10 +134,6 @@ class DrafterEngine:
         """Most bytes of all text and node slots, as `states`, if no text is longer than `longest` tokens."""
         memory = self._runner.memory
         return {"states": self._text_slots * memory.text_bytes(longest) + self._node_slots * memory.node_bytes}
-
-    @property
-    def kernels(self) -> str:
-        return "torch"
 
     @property
     def sessions(self) -> int:

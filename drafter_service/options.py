@@ -13,6 +13,10 @@ from dendro.tree import LONGEST_TRACE
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+FORMS = ("auto", "eager", "fused")
+"""How a model computes. eager: torch's operations one by one; fused: one compiled call per forward; auto: fused where
+it can be had."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterOptions:
@@ -22,6 +26,7 @@ class DrafterOptions:
     tokenizer: Path | None = None  # the tokenizer's folder, where it is not the checkpoint's
     dtype: torch.dtype = torch.float32  # of weights and activations
     device: torch.device | str = "cpu"
+    form: str = "auto"  # one of FORMS
     threads: int = 1  # of the model, on a CPU
     max_sessions: int = 64  # open texts
     max_rows: int = MAX_ROWS  # of a tree, the root included
@@ -32,6 +37,8 @@ class DrafterOptions:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES.values():
             raise BadRequest("dtype", f"must be one of {sorted(DTYPES)}, got {self.dtype}")
+        if self.form not in FORMS:
+            raise BadRequest("form", f"must be one of {', '.join(FORMS)}, got {self.form!r}")
         for field in ("threads", "max_sessions", "max_depth", "prefill_chunk"):
             if getattr(self, field) < 1:
                 raise BadRequest(field, f"must be at least 1, got {getattr(self, field)}")

@@ -54,9 +54,11 @@ def write_tokenizer(folder: Path, vocabulary: int = VOCABULARY) -> None:
     Tokenizer(WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
 
 
-def make_checkpoint(folder: Path, family: Family, seed: int = 0) -> PreTrainedModel:
+def make_checkpoint(
+    folder: Path, family: Family, seed: int = 0, config: MambaConfig | Mamba2Config | None = None
+) -> PreTrainedModel:
     """Write a Hugging Face checkpoint into `folder` and return the library's model of it, in float32."""
-    config = tiny_config(family)
+    config = config or tiny_config(family)
     model = MambaForCausalLM(config) if isinstance(config, MambaConfig) else Mamba2ForCausalLM(config)
     randomise(model, seed)
     model.save_pretrained(folder)

@@ -86,6 +86,8 @@ class OwnModel:
     Slow, one forward of the target per row: for checks of a few answers.
     """
 
+    form = "eager"
+
     def __init__(self, verifier: VerifierEngine, vocabulary: int, longest: int) -> None:
         self._verifier = verifier
         self.vocabulary = vocabulary

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -9,17 +10,27 @@ from typing import Protocol
 import torch
 from dendro.errors import BadRequest
 from torch import Tensor
+from tree_kernels.mamba_level.cpu import why_not_compiled
 from tree_layers.checkpoint import read_facts, refuse_quantised
 from tree_layers.errors import CheckpointError
 from tree_layers.weights import Checkpoint, read_checkpoint
 
+from drafter_service.models.fused import FUSED
 from drafter_service.models.llama import LlamaModel
 from drafter_service.models.mamba import Mamba1Model, Mamba2Model
 from drafter_service.models.memory import DrafterMemory
+from drafter_service.options import FORMS
+
+log = logging.getLogger("dendro.drafter")
 
 
 class DrafterModel(Protocol):
     """A drafter model: creates memories, which turn tokens into hidden rows, and computes logits of hidden rows."""
+
+    @property
+    def form(self) -> str:
+        """eager or fused."""
+        ...
 
     @property
     def vocabulary(self) -> int: ...
@@ -48,19 +59,51 @@ MODELS: dict[str, Callable[[Checkpoint, torch.dtype, torch.device], DrafterModel
 
 
 def load_model(
-    path: str | Path, dtype: torch.dtype, device: torch.device, tokenizer: Path | None = None
+    path: str | Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    tokenizer: Path | None = None,
+    form: str = "auto",
 ) -> tuple[DrafterModel, Checkpoint]:
-    """Load a drafter. Raises BadRequest with the reason if the checkpoint cannot be used.
+    """Load a drafter. Raises BadRequest with the reason if the checkpoint cannot be used, or not in this form.
 
-    tokenizer: the folder with the tokenizer, if it is not the checkpoint's.
+    tokenizer: the folder with the tokenizer, if it is not the checkpoint's   form: one of FORMS
     """
+    if form not in FORMS:
+        raise BadRequest("form", f"must be one of {', '.join(FORMS)}, got {form!r}")
     try:
         facts = read_facts(path, tokenizer)
         refuse_quantised(facts)
         kind = facts.model_type
         if kind not in MODELS:
             raise CheckpointError(f"{path}: a drafter of type {kind!r} is not supported; supported: {sorted(MODELS)}")
+        reason = "" if form == "eager" else why_not_fused(kind, device)
+        if form == "fused" and reason:
+            raise BadRequest("form", f"this drafter cannot be fused: {reason}")
         checkpoint = read_checkpoint(facts)
-        return MODELS[kind](checkpoint, dtype, device), checkpoint
+        model = MODELS[kind](checkpoint, dtype, device)
     except CheckpointError as error:
         raise BadRequest("checkpoint", str(error)) from error
+    if form != "eager" and not reason:
+        model = FUSED[kind](model)
+    log.info("the drafter %s runs %s", path, described_form(model, facts.model_type, device, form))
+    return model, checkpoint
+
+
+def described_form(model: DrafterModel, kind: str, device: torch.device, wanted: str) -> str:
+    """The form of a model that was loaded with `form=wanted`; after a colon, why it is not fused."""
+    if model.form != "eager":
+        return model.form
+    return f"eager: {'this form is configured' if wanted == 'eager' else why_not_fused(kind, device)}"
+
+
+def why_not_fused(kind: str, device: torch.device) -> str:
+    """Why a drafter of this `model_type` has no fused form on this device; empty if it has one.
+
+    Compiles its kernels where they are not in the cache.
+    """
+    if kind not in FUSED:
+        return f"there is no fused form of a {kind} drafter"
+    if device.type != "cpu":
+        return f"the fused form runs on a CPU, not on {device}"
+    return why_not_compiled(kind)

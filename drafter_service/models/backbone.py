@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,8 @@ FOREIGN = 0
 @dataclass(frozen=True, slots=True, eq=False)
 class Ends:
     """Embedding, final norm and head. d model width, V tokens of the tokenizer."""
+
+    form: ClassVar[str] = "eager"
 
     embedding: Tensor  # [configured vocabulary, d]
     norm: Tensor  # [d]

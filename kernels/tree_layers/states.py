@@ -75,12 +75,14 @@ class States:
         dtype: torch.dtype,
         device: torch.device,
         conv: Sequence[Tensor] = (),
+        recurrent: Sequence[Tensor] = (),
     ) -> None:
-        """conv: existing tensors to use for `conv`, one per layer; may be float32 for any `dtype`."""
+        """conv, recurrent: existing tensors to use, one per layer; those of `conv` may be float32 for any `dtype`, and
+        those of `recurrent` may have any strides."""
         self.shapes = tuple(shapes)
         self.dtype = dtype
         # Empty instead of zeroed: memory is then allocated only when it is first written.
-        self.recurrent = [torch.empty((slots, *shape.recurrent), device=device) for shape in shapes]
+        self.recurrent = list(recurrent) or [torch.empty((slots, *shape.recurrent), device=device) for shape in shapes]
         self.conv = list(conv) or [torch.empty((slots, *shape.conv), dtype=dtype, device=device) for shape in shapes]
         for memory in (*self.recurrent, *self.conv):
             memory[ZERO_SLOT].zero_()

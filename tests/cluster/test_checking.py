@@ -60,6 +60,8 @@ def test_a_fitting_pair_is_loaded_and_the_reported_memory_is_that_of_the_engines
     assert target["memory"]["states"] == 0
     assert target["exactness"] == engine._hello.exactness
     assert target["kernels"] == engine.kernels != ""
+    assert drafter["kernels"] == "eager: there is no fused form of a llama drafter"
+    assert f"kernels of d: {drafter['kernels']}" in done.stdout
     per_token = 2 * 2 * 16 * 4  # of one layer: keys and values of two heads of 16 numbers of 4 bytes
     assert drafter["memory"]["states"] > 2 * 2 * 256 * per_token
     assert report["pairs"][0]["fits"] and "can be served" in done.stdout

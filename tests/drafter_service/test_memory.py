@@ -6,24 +6,28 @@ by the root alone or not at all, and continues in chains.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from text_cases import TextCase, chains_of, ints, level_of
 from tiny_drafters import FAMILIES, VOCABULARY, make_drafter
 
 from drafter_service.models import DrafterModel, load_model
 from drafter_service.models.memory import DrafterMemory
-from drafter_service.plan import EMPTY_TEXT, NO_NODE, Chains, Level, TextFold
+from drafter_service.plan import EMPTY_TEXT, Chains, TextFold
 
 TEXTS, NODES = 4, 64
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+FORMS = [*((family, "eager") for family in FAMILIES), ("mamba", "fused"), ("mamba2", "fused")]
+
+
+@pytest.fixture(scope="module", params=FORMS, ids="-".join)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> DrafterModel:
-    return load_model(checkpoint_of(request.param, tmp_path_factory), torch.float32, torch.device("cpu"))[0]
+    family, form = request.param
+    return load_model(checkpoint_of(family, tmp_path_factory), torch.float32, torch.device("cpu"), form=form)[0]
 
 
 def checkpoint_of(family: str, folders: pytest.TempPathFactory) -> Path:
@@ -32,74 +36,11 @@ def checkpoint_of(family: str, folders: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def ints(*values: int) -> np.ndarray:
-    return np.array(values, np.int64)
-
-
 def read(model: DrafterModel, text: list[int]) -> tuple[torch.Tensor, DrafterMemory]:
     """Logits after a text run as one chain in a new memory, and that memory, with the text in slot 1."""
     memory = model.memory(texts=2, nodes=1)
     rows = Chains(np.array([text]), ints(len(text)), ints(0), ints(EMPTY_TEXT), ints(1), ints())
     return model.logits(memory.chain(rows)[0, -1:])[0], memory
-
-
-@dataclass
-class TextCase:
-    """A text and its tree."""
-
-    slot: int
-    ids: list[int]
-    covers: int = 0
-    tokens: list[int] = field(default_factory=list)  # of the tree's nodes
-    slots: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    level: list[int] = field(default_factory=list)  # the newest nodes
-
-    def path(self, node: int) -> list[int]:
-        """Nodes from the root to this one."""
-        return [*(self.path(self.parents[node]) if self.parents[node] >= 0 else []), node]
-
-    def text(self, node: int) -> list[int]:
-        return self.ids[: self.covers] + [self.tokens[each] for each in self.path(node)]
-
-    def grow(self, rng: np.random.Generator, free: list[int], widest: int) -> None:
-        """Add the root, or children of nodes of the newest level."""
-        above = [int(node) for node in rng.choice(self.level, rng.integers(1, widest + 1))] if self.slots else [-1]
-        self.level = list(range(len(self.slots), len(self.slots) + len(above)))
-        self.parents += above
-        self.tokens += rng.integers(0, VOCABULARY, len(above)).tolist() if self.level[0] else [self.ids[self.covers]]
-        self.slots += [free.pop(int(rng.integers(0, len(free)))) for _ in above]
-
-
-def level_of(cases: list[TextCase]) -> Level:
-    most = max(len(case.slots) for case in cases)
-    nodes = np.full((len(cases), most), NO_NODE)
-    lines = np.zeros((len(cases), most, most), np.bool_)
-    for tree, case in enumerate(cases):
-        first = most - len(case.slots)
-        nodes[tree, first:] = case.slots
-        for node in range(len(case.slots)):
-            lines[tree, first + node, [first + each for each in case.path(node)]] = True
-    rows = [(case, node) for case in cases for node in case.level]
-    return Level(
-        tokens=ints(*(case.tokens[node] for case, node in rows)),
-        parents=ints(*(case.slots[case.parents[node]] if node else NO_NODE for case, node in rows)),
-        positions=ints(*(len(case.text(node)) - 1 for case, node in rows)),
-        counts=ints(*(len(case.level) for case in cases)),
-        texts=ints(*(case.slot for case in cases)),
-        starts=ints(*(case.covers for case in cases)),
-        nodes=nodes,
-        lines=lines,
-    )
-
-
-def chains_of(cases: list[TextCase], lengths: list[int], roots: list[int]) -> Chains:
-    tokens = np.zeros((len(cases), max(lengths)), np.int64)
-    for row, (case, length) in enumerate(zip(cases, lengths, strict=True)):
-        tokens[row, :length] = case.ids[case.covers : case.covers + length]
-    source = ints(*(case.slot if case.covers else EMPTY_TEXT for case in cases))
-    target = ints(*(case.slot for case in cases))
-    return Chains(tokens, ints(*lengths), ints(*(case.covers for case in cases)), source, target, ints(*roots))
 
 
 def compare_text(model: DrafterModel, memory: DrafterMemory, case: TextCase) -> None:
@@ -138,7 +79,7 @@ def test_every_node_and_every_fold_equals_one_chain_over_its_text(model, seed):
         for _ in range(rng.integers(1, 6)):  # not every text in every level, so that their depths differ
             growing = [case for case in cases if rng.random() < 0.8] or cases
             for case in growing:
-                case.grow(rng, free, 3)
+                case.grow(rng, free, VOCABULARY)
             logits = model.logits(memory.level(level_of(growing)))
             nodes = [(case, node) for case in growing for node in case.level]
             for (case, node), found in zip(nodes, logits, strict=True):
@@ -159,9 +100,10 @@ def test_every_node_and_every_fold_equals_one_chain_over_its_text(model, seed):
                 compare_text(model, memory, case)
 
 
-def test_a_mamba2_node_holds_inputs_and_no_state(tmp_path_factory):
+@pytest.mark.parametrize("form", ["eager", "fused"])
+def test_a_mamba2_node_holds_inputs_and_no_state(tmp_path_factory, form):
     """Per layer, a node holds the convolution's inputs, x, B and dt, in float32. Four nodes are smaller than a text."""
-    model, _ = load_model(checkpoint_of("mamba2", tmp_path_factory), torch.float32, torch.device("cpu"))
+    model, _ = load_model(checkpoint_of("mamba2", tmp_path_factory), torch.float32, torch.device("cpu"), form=form)
     heads, width, size, groups, layers, taps = 4, 16, 8, 2, 2, 4
     x, B = heads * width, groups * size
     few, many = model.memory(texts=3, nodes=1), model.memory(texts=3, nodes=1 + 64)
@@ -186,7 +128,7 @@ def held(memory: DrafterMemory) -> int:
         elif isinstance(thing, list | tuple):
             for each in thing:
                 walk(each)
-        elif type(thing).__name__ in ("InputMemory", "NodeStates", "States"):
+        elif type(thing).__name__ in ("InputMemory", "NodeStates", "States", "FusedInputMemory"):
             for name, each in vars(thing).items():
                 if name != "_model":
                     walk(each)

@@ -38,7 +38,7 @@ def _kernels() -> Any:
 
 
 @cache
-def _tiles(kind: Precision) -> Tensor:
+def tile_table(kind: Precision) -> Tensor:
     """[MOST, 3] as `Argument.TILES` describes."""
     address = _kernels().addresses
     every = range(1, MOST + 1)
@@ -91,7 +91,7 @@ class PackedWeight:
         self._threads = min(threads, 1 + MOST_HELPERS) if weight.numel() >= THREADED else 1
         self._panels = pack(weight, panel())
         self._bias = None if bias is None else bias.detach().float().contiguous()
-        self._tiles = _tiles(PRECISIONS[weight.dtype])
+        self._tiles = tile_table(PRECISIONS[weight.dtype])
         self._product = _kernels().functions["product"]
         call = self._call = np.zeros(len(Argument), np.int64)  # what all calls have in common
         call[Argument.INPUTS], call[Argument.OUTPUTS] = self.inputs, self.outputs

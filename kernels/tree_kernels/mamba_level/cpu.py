@@ -1,0 +1,122 @@
+"""Calls the compiled forwards. A call holds no interpreter lock and uses one thread."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tree_kernels.kernel_cache import NoKernelsError, load_kernels
+from tree_kernels.mamba_level import shapes
+from tree_kernels.matmul.cpu import PRECISIONS, tile_table
+from tree_kernels.matmul.packing import pack
+from tree_kernels.matmul.shapes import Precision
+from tree_kernels.processor import panel
+
+Ints = npt.NDArray[np.int64]
+FEW_ROWS = 64
+"""Scratch memory for more rows than these is freed by the next call with fewer."""
+LINE = 64
+"""Bytes of a cache line."""
+
+
+@cache
+def why_not_compiled(kind: str) -> str:
+    """Why the kernels of this kind cannot be compiled here; empty if they can."""
+    try:
+        tile_table(Precision.F32)
+        kernels(kind)
+    except NoKernelsError as error:
+        return str(error)
+    return ""
+
+
+@cache
+def kernels(kind: str) -> Mapping[str, Any]:
+    """The kernels of Mamba-1, "mamba", or Mamba-2, "mamba2", by name. Raises NoKernelsError."""
+    sources = (
+        "mamba_level.shapes",
+        "mamba_level.parts",
+        "mamba_level.curves",
+        "matmul.loops",
+        "matmul.shapes",
+        "vectors",
+    )
+    module = {"mamba": "mamba1", "mamba2": "mamba2"}[kind]
+    made = load_kernels(f"tree_kernels.mamba_level.{module}", tuple(f"tree_kernels.{name}" for name in sources))
+    return made.functions
+
+
+class Table:
+    """Rows of words for kernels, and the tensors whose addresses they hold, which it keeps alive."""
+
+    def __init__(self, rows: int, words: int) -> None:
+        self.words = np.zeros((rows, words), np.int64)
+        self._kept: list[object] = []
+
+    @property
+    def address(self) -> int:
+        return int(self.words.ctypes.data)
+
+    def put(self, row: int, word: int, tensor: Tensor) -> None:
+        """Put the address of a tensor, which is contiguous."""
+        assert tensor.is_contiguous(), tuple(tensor.shape)
+        self._kept.append(tensor)
+        self.words[row, word] = tensor.data_ptr()
+
+    def put_product(self, row: int, word: int, product: Product) -> None:
+        self._kept.append(product)
+        self.words[row, word] = product.words.ctypes.data
+
+
+class Product:
+    """A weight [inputs, outputs], packed for few rows, with its bias [outputs]."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._packed = pack(narrowest(weight).t(), panel())
+        self.step = 4 * panel() * len(self._packed)
+        """Bytes of a row of results, in whole panels of float32."""
+        self._bias = None if bias is None else F.pad(bias.detach().float(), (0, self.step // 4 - len(bias)))
+        table = tile_table(PRECISIONS[self._packed.dtype])
+        self.words = np.zeros(shapes.PRODUCT_WORDS, np.int64)
+        self.words[shapes.WEIGHTS] = self._packed.data_ptr()
+        self.words[shapes.ENTRY] = panel() * self._packed.element_size()
+        self.words[shapes.TILES] = table.data_ptr()  # kept for ever by the cache of `tile_table`
+        self.words[shapes.PANELS] = len(self._packed)
+        self.words[shapes.BIAS] = 0 if self._bias is None else self._bias.data_ptr()
+
+
+def narrowest(weight: Tensor) -> Tensor:
+    """A weight in bfloat16 if that holds its numbers exactly: it is then read in half the time."""
+    if weight.dtype != torch.float32:
+        return weight
+    narrow = weight.bfloat16()
+    return narrow if torch.equal(narrow.float(), weight) else weight
+
+
+class Scratch:
+    """Memory for the intermediate results of a call; the next call uses it again. Used by one thread."""
+
+    def __init__(self) -> None:
+        self._held, self._rows = torch.empty(0), 0
+
+    def parts(self, sizes: Sequence[int], rows: int) -> list[int]:
+        """Addresses of parts of these bytes, until the next call of `parts`."""
+        starts = [0, *accumulate(-(-size // LINE) * LINE for size in sizes)]
+        wanted = starts.pop() // 4 + LINE
+        if len(self._held) < wanted or (self._rows > FEW_ROWS and rows <= FEW_ROWS):
+            self._held, self._rows = torch.empty(wanted), rows
+        first = -(-self._held.data_ptr() // LINE) * LINE
+        return [first + start for start in starts]
+
+
+def kind_number(dtype: torch.dtype) -> int:
+    """A dtype as the kernels name it."""
+    return int(PRECISIONS[dtype])
