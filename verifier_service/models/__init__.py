@@ -43,6 +43,7 @@ from verifier_service.models.mamba_in_llama import MambaInLlamaConfig, library_c
 from verifier_service.models.mixers import MIXER_FAMILIES, seat_mixers
 from verifier_service.models.norms import group_norms
 from verifier_service.models.reading import check_scales, load_library_model
+from verifier_service.models.row_functions import use_row_functions
 from verifier_service.models.seats import ATTENTION, ForwardContext, Seat
 from verifier_service.models.sharded import check_divisible, take_off_wrappers
 
@@ -204,7 +205,9 @@ def _load(
     forms = RowForms(buckets, run.threads)
     seat_experts(model, forms)
     make_rows_independent(model, forms)
-    if group is not None and join is not None:
+    if group is None:
+        use_row_functions(model)
+    elif join is not None:
         join(group)
     text = model.config.get_text_config()
     positions = facts.positions or getattr(text, "max_position_embeddings", None) or 1 << 31

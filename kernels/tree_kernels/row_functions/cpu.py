@@ -1,0 +1,51 @@
+"""Calls the compiled functions."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tree_kernels.kernel_cache import NoKernelsError, load_kernels
+from tree_kernels.matmul.cpu import PRECISIONS
+
+SOURCES = ("mamba_level.curves", "matmul.loops", "matmul.shapes", "matmul.tiles", "vectors")
+SUMS = 8
+"""As in `loops`."""
+
+
+@cache
+def _functions() -> Any:
+    return load_kernels("tree_kernels.row_functions.loops", tuple(f"tree_kernels.{each}" for each in SOURCES)).functions
+
+
+def why_not_compiled() -> str:
+    """Why the functions cannot be compiled here; empty if they can."""
+    try:
+        _functions()
+    except NoKernelsError as error:
+        return str(error)
+    return ""
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., D], contiguous weight [D], both bfloat16, float16 or float32 -> [..., D]"""
+    given = x.contiguous()
+    made = torch.empty_like(given)
+    width = len(weight)
+    scratch = torch.empty(SUMS + width)
+    addresses = (given.data_ptr(), weight.data_ptr(), made.data_ptr())
+    rows = given.numel() // width
+    _functions()["rms_norm"](*addresses, rows, width, PRECISIONS[x.dtype], scratch.data_ptr(), eps)
+    return made
+
+
+def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
+    """gate, up [..., D] of one dtype, bfloat16, float16 or float32 -> [..., D]"""
+    gate, up = gate.contiguous(), up.contiguous()
+    made = torch.empty_like(gate)
+    addresses = (gate.data_ptr(), up.data_ptr(), made.data_ptr())
+    _functions()["gated_silu"](*addresses, gate.numel(), PRECISIONS[gate.dtype])
+    return made

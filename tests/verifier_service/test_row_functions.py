@@ -1,0 +1,55 @@
+"""Which modules get our row functions: those that compute the same, and no others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP, LlamaRMSNorm
+from tree_kernels.row_functions import why_not_compiled
+
+from verifier_service.models.row_functions import use_row_functions
+
+pytestmark = pytest.mark.skipif(bool(why_not_compiled()), reason=why_not_compiled())
+
+
+class DoublingRMSNorm(LlamaRMSNorm):
+    """Has the attributes of a Llama's norm, and computes something else."""
+
+    def forward(self, hidden_states):
+        return 2 * super().forward(hidden_states)
+
+
+def mlp(act="silu", dtype=torch.float32):
+    return (
+        LlamaMLP(LlamaConfig(hidden_size=48, intermediate_size=96, num_attention_heads=4, hidden_act=act))
+        .to(dtype)
+        .requires_grad_(False)
+    )
+
+
+def ours(module):
+    return "forward" in module.__dict__
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_norms_and_gated_mlps_of_a_llama_are_ours_and_compute_what_they_did(dtype):
+    torch.manual_seed(0)
+    norm = LlamaRMSNorm(48).to(dtype).requires_grad_(False)
+    norm.weight.copy_(torch.randn(48))
+    layer = mlp(dtype=dtype)
+    x = torch.randn(1, 5, 48).to(dtype)
+    expected = norm(x), layer(x)
+    assert use_row_functions(nn.ModuleList([norm, layer])) == 2
+    assert ours(norm) and ours(layer)
+    for got, wanted in zip((norm(x), layer(x)), expected, strict=True):
+        assert got.dtype == dtype and torch.allclose(got.float(), wanted.float(), rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.parametrize("module", [DoublingRMSNorm(48), Gemma2RMSNorm(48), mlp("gelu"), nn.RMSNorm(48)])
+def test_modules_that_compute_something_else_keep_their_forward(module):
+    torch.manual_seed(0)
+    module.requires_grad_(False)
+    assert use_row_functions(nn.ModuleList([module])) == 0
+    assert not ours(module)
