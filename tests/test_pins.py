@@ -30,7 +30,7 @@ def pins(python: str) -> dict[str, str]:
 def required(python: str) -> list[Requirement]:
     """The base requirements, and those of the extras that the Makefile installs."""
     extras = {extra for group in re.findall(r"\$\(INSTALL\) '\.\[(.+)\]'", MAKEFILE) for extra in group.split(",")}
-    assert extras == {"serve", "embedded", "dev"}
+    assert extras == {"serve", "cpu", "embedded", "dev"}
     lines = [*PROJECT["dependencies"], *(line for extra in extras for line in PROJECT["optional-dependencies"][extra])]
     found = [Requirement(line) for line in lines]
     return [each for each in found if not each.marker or each.marker.evaluate({"python_version": python})]
@@ -85,7 +85,7 @@ def test_pyproject_and_the_gpu_wheels_allow_no_version_that_the_generated_code_r
     assert generated_for()[name] and min(least) >= max(map(Version, generated_for()[name]))
 
 
-@pytest.mark.parametrize("target, extras", [("setup", "serve,embedded"), ("dev", "serve,embedded,dev")])
+@pytest.mark.parametrize("target, extras", [("setup", "serve,cpu,embedded"), ("dev", "serve,cpu,embedded,dev")])
 def test_the_makefile_installs_all_in_one_resolution_by_the_pins_of_its_python(target, extras, tmp_path):
     for name in ("Makefile", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)

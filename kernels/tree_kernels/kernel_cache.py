@@ -29,7 +29,7 @@ from tree_kernels.processor import lanes, processor, why_not_vectors
 if TYPE_CHECKING:
     from tree_kernels.machine_code import Code, Kernels
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger("dendro.kernels")
 
 FOLDER = "DENDRO_KERNEL_CACHE"
 """The environment variable with the folder for machine code. Without it: dendroaspis/kernels in the user's cache."""
@@ -93,10 +93,10 @@ def _folder() -> Path | None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
     except OSError as error:
-        logger.warning("kernels are compiled anew in every process: %s (%s sets another folder)", error, FOLDER)
+        log.warning("kernels are compiled anew in every process: %s (%s sets another folder)", error, FOLDER)
         return None
     if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or not os.access(folder, os.W_OK):
-        logger.warning(
+        log.warning(
             "kernels are compiled anew in every process: others may write to %s, or this user may not (%s sets another "
             "folder)",
             folder,
@@ -118,7 +118,7 @@ def _compiled(module: str) -> Code:
     try:
         from tree_kernels.compiling import machine_code
 
-        logger.info("compiling the kernels of %s", module)
+        log.info("compiling the kernels of %s", module)
         return machine_code(module)
     except Exception as error:  # numba and LLVM raise many kinds; without kernels torch's operations are used
         raise NoKernelsError(f"numba cannot compile {module}: {type(error).__name__}: {error}") from error
@@ -139,5 +139,5 @@ def _read(file: Path) -> Code | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        logger.warning("%s is compiled again: %s", file, error)
+        log.warning("%s is compiled again: %s", file, error)
         return None

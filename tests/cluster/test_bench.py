@@ -535,25 +535,25 @@ def test_a_shapes_step_is_predicted_from_the_other_shapes():
         fields = {"name": name, "target": "costly", "temperature": 0.0, "emitted_per_round": emitted}
         return fields | {"round_ms": split, "arms": {name: 1.0} if name != AUTO else {"(1,1)": 0.75, OFF: 0.25}}
 
-    # 10 ms and 0.5 ms for each of 8, 8, 16 and 24 computed rows; the chain took 4 ms longer than that.
-    rows = [row(OFF, 14.0, 1.0, 15.0), row("(1,1)", 18.0, 2.0, 21.0), row("(3,2)", 18.0, 2.5, 21.0)]
+    # 10 ms and 0.5 ms for each of 1, 3, 10 and 24 computed rows; the chain took 4 ms longer than that.
+    rows = [row(OFF, 10.5, 1.0, 11.5), row("(1,1)", 15.5, 2.0, 18.5), row("(3,2)", 15.0, 2.5, 18.0)]
     rows += [row("(4,2,1)", 22.0, 3.0, 25.0), row(AUTO, 16.0, 1.9, 20.0)]
     found = {each["name"]: each for each in cost_model_of(rows)}
     assert set(found) == {OFF, "(1,1)", "(3,2)", "(4,2,1)"}
-    assert [found[name]["rows"] for name in (OFF, "(1,1)", "(3,2)", "(4,2,1)")] == [8, 8, 16, 24]
-    assert found["(1,1)"]["predicted_verify_ms"] == pytest.approx(14.0)
-    assert found["(1,1)"]["predicted_tokens_per_second"] == pytest.approx(1000 * 2.0 / 17.0, abs=0.01)
-    assert found["(1,1)"]["tokens_per_second"] == pytest.approx(1000 * 2.0 / 21.0, abs=0.01)
+    assert [found[name]["rows"] for name in (OFF, "(1,1)", "(3,2)", "(4,2,1)")] == [1, 3, 10, 24]
+    assert found["(1,1)"]["predicted_verify_ms"] == pytest.approx(11.5)
+    assert found["(1,1)"]["predicted_tokens_per_second"] == pytest.approx(1000 * 2.0 / 14.5, abs=0.01)
+    assert found["(1,1)"]["tokens_per_second"] == pytest.approx(1000 * 2.0 / 18.5, abs=0.01)
     assert found["(1,1)"]["picked_share"] == 0.75 and found["(3,2)"]["picked_share"] == 0.0
 
 
 @pytest.mark.parametrize(
     "target, form, fit",
-    [(MAMBA2, "c + k n", (6.667, 0.625, None)), (COSTLY, "c + k n + k2 n^2", (10.0, 0.125, 0.015625))],
+    [(MAMBA2, "c + k n", (8.826, 0.528, None)), (COSTLY, "c + k n + k2 n^2", (10.0, 0.125, 0.015625))],
 )
 def test_a_report_has_the_coefficients_of_a_step_in_its_targets_form(target, form, fit):
-    """10 + n / 8 + n^2 / 64 at 8, 16 and 24 rows; the line through these has 0.625 a row."""
-    measured = {OFF: 12.0, "(3,2)": 16.0, "(4,2,1)": 22.0}
+    """10 + n / 8 + n^2 / 64 at 1, 10 and 24 rows; the line nearest to these has 0.528 a row."""
+    measured = {OFF: 10.140625, "(3,2)": 12.8125, "(4,2,1)": 22.0}
     rows = [
         {
             "name": name,

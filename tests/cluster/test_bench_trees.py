@@ -31,7 +31,7 @@ from dendro.text import Limits, Text, Verdict
 from dendro.tree import EMPTY_TRACE, DraftTree
 
 from cluster.arms import Arm
-from cluster.bench.costs import ReplayCosts, level_shapes, measure_drafts, measure_steps
+from cluster.bench.costs import STEP_ROWS, ReplayCosts, level_shapes, measure_drafts, measure_steps
 from cluster.bench.in_process import EngineText
 from cluster.bench.live import live_rounds
 from cluster.bench.replay import arm_of, run_fixed, run_policy, run_stream
@@ -300,7 +300,7 @@ async def test_costs_are_measured_of_every_row_count_and_shape(tmp_path):
         step = await measure_steps(verifier, ids, 1.0, 1, lambda: steps.append(1))
         draft = await measure_drafts(drafter, ids, 1.0, [OFF, TREE, MASTERS[0]], 1, lambda: steps.append(1))
         assert verifier.stats()["sessions"] == drafter.sessions == 0
-    assert set(step) == {1, *range(8, 65, 8)} and OFF not in draft and {TREE, MASTERS[0]} <= set(draft)
+    assert set(step) == set(STEP_ROWS) and OFF not in draft and {TREE, MASTERS[0]} <= set(draft)
     assert len(steps) == 4 and min(*step.values(), *draft.values()) > 0
 
 

@@ -259,6 +259,7 @@ def test_a_router_reads_the_prior_that_it_wrote_of_steps_that_were_reported_to_t
 
 def malformed() -> list[bytes]:
     good = json.loads(pack_prior(prior_of(3, 20)))
+    (size,) = good["costs"]["0"]["step"]
     blobs = [b"", b"{", b"null", b"[]", b"7", b"\xff\xfe", b"[" * 100_000, b'{"format": 1}']
     for path, wrong in (
         (("format",), FORMAT + 1),
@@ -276,8 +277,8 @@ def malformed() -> list[bytes]:
         (("ranks",), {str(number): [[1.0]] for number in range(300)}),
         (("ranks", "mamba", 0, 0), -1.0),
         (("ranks", "mamba", 0, 0), float("inf")),
-        (("costs", "0", "step", "8", 1), float("inf")),
-        (("costs", "0", "step", "8", 0), 0),
+        (("costs", "0", "step", size, 1), float("inf")),
+        (("costs", "0", "step", size, 0), 0),
         (("costs", "0", "step"), {"weight": 8.0}),
         (("costs", "0", "step", "0"), [8.0, 1e4]),
         (("costs", "0", "step", str(1 << 40)), [8.0, 1e4]),

@@ -5,7 +5,6 @@ A module qualifies by what it computes: its results for a few random rows must b
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from inspect import signature
 from typing import Any
@@ -13,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from tree_kernels.row_functions import gated_silu, rms_norm, why_not_compiled
-
-log = logging.getLogger(__name__)
 
 ROWS = 3
 """Random rows that a module's results are compared for."""
@@ -33,7 +30,7 @@ def use_row_functions(model: nn.Module) -> int:
     for module in model.modules():
         width, ours = _norm(module) or _gated_mlp(module) or (0, None)
         if ours is not None and _agrees(module, ours, width):
-            module.forward = ours  # type: ignore[method-assign, assignment]  # called as the method is
+            module.forward = ours
             count += 1
     return count
 
@@ -55,10 +52,11 @@ def _norm(module: Any) -> tuple[int, Callable[[Tensor], Tensor]] | None:
 
 def _gated_mlp(module: Any) -> tuple[int, Callable[[Tensor], Tensor]] | None:
     """The width and the function of an MLP of three linear layers."""
-    layers = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
-    if not all(isinstance(layer, nn.Linear) for layer in layers) or len(signature(module.forward).parameters) != 1:
+    gate, up, down = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
+    if not (isinstance(gate, nn.Linear) and isinstance(up, nn.Linear) and isinstance(down, nn.Linear)):
         return None
-    gate, up, down = layers
+    if len(signature(module.forward).parameters) != 1:
+        return None
     if not _served(gate.weight):
         return None
     return gate.in_features, lambda x: down(gated_silu(gate(x), up(x)))
