@@ -150,7 +150,7 @@ class VerifierEngine:
             bounds = Bounds(capacity.near, pages, longest, options.max_sessions, depth, arrangement)
             if crew is not None:
                 crew.make_runners(bounds)
-            few = crew is None and device.type == "cpu" and target.linear.any_rows
+            few = crew is None and device.type == "cpu" and not target.linear.why_padded
             runner = runner_for(target, bounds, with_few_rows(buckets) if few else buckets, crew)
             reports = crew.reports if crew is not None else ()
             dependent = [product for report in reports for product in report.dependent]
@@ -394,10 +394,11 @@ def _pool_pages(
 def _hello_of(options: VerifierOptions, target: LoadedTarget, exactness: str) -> Hello:
     # Sums of shards round differently: texts move only between replicas of one degree.
     degree = f"-tp{options.tensor_parallel}" if options.tensor_parallel > 1 else ""
+    own = "-own" if target.own_arithmetic else ""  # a replica without compiled kernels rounds differently, too
     return Hello(
         protocol=PROTOCOL_VERSION,
         model=options.name,
-        fingerprint=target.fingerprint + degree,
+        fingerprint=target.fingerprint + degree + own,
         tokenizer=target.facts.tokenizer,
         vocabulary=target.vocabulary,
         max_length=options.max_length,

@@ -181,7 +181,7 @@ class StepRunner:
 
     def logits_are_finite(self, seed: int = 0) -> bool:
         """Whether the logits of a few random tokens are finite: float16 has no number above 65504."""
-        rows = min(self.buckets[0], self.target.max_positions)
+        rows = min(ROW_MULTIPLE, self.target.max_positions)
         ids = np.random.default_rng(seed).integers(0, self.target.vocabulary, rows).tolist()
         return bool(torch.isfinite(self._whole_text(ids)).all())
 

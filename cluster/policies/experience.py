@@ -225,7 +225,7 @@ class Experience:
     def draft_ratio(self) -> float:
         """lambda_gamma of the paper: time of one level of the fastest drafter over one plain target forward; 0.1 until
         measured."""
-        plain_us = self.costs.step.at(1, self.degree)
+        plain_us = self.costs.step.at(self.costs.step.padded(1), self.degree)
         levels = [cost.us / arm.depth for arm, cost in self.costs.draft.items() if cost.us]
         if not plain_us or not levels:
             return 0.1

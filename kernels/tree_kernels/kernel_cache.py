@@ -10,15 +10,15 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import importlib.util
+import io
 import json
 import logging
 import os
+import re
 import stat
-import tempfile
 import threading
-import zipfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -35,6 +35,9 @@ FOLDER = "DENDRO_KERNEL_CACHE"
 """The environment variable with the folder for machine code. Without it: dendroaspis/kernels in the user's cache."""
 
 
+DIGEST_BYTES = 32
+
+
 class NoKernelsError(Exception):
     """Kernels cannot be compiled here; the message says why."""
 
@@ -42,19 +45,27 @@ class NoKernelsError(Exception):
 _loading = threading.Lock()
 
 
-def load_kernels(module: str, sources: tuple[str, ...] = ()) -> Kernels:
+def _in_child() -> None:
+    """A thread of the parent may have held the lock when it forked."""
+    global _loading
+    _loading = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
+def load_kernels(module: str) -> Kernels:
     """The kernels of a module. Raises NoKernelsError.
 
     module: has a table KERNELS of functions and their arguments; imported only if they must be compiled
-    sources: the other modules whose functions are compiled into its kernels
     """
     with _loading:
-        return _loaded(module, sources)
+        return _loaded(module)
 
 
 @cache
-def _loaded(module: str, sources: tuple[str, ...]) -> Kernels:
-    key = _key((module, *sources))
+def _loaded(module: str) -> Kernels:
+    key = _key(module)
     from tree_kernels.machine_code import link
 
     folder = _folder()
@@ -69,7 +80,7 @@ def _loaded(module: str, sources: tuple[str, ...]) -> Kernels:
     return link(code)
 
 
-def _key(modules: Sequence[str]) -> str:
+def _key(module: str) -> str:
     """A digest of everything that the machine code depends on."""
     try:
         versions = [version("numba"), version("llvmlite")]
@@ -78,21 +89,48 @@ def _key(modules: Sequence[str]) -> str:
     if reason := why_not_vectors():
         raise NoKernelsError(reason)
     digest = hashlib.sha256(json.dumps([*versions, *processor(), lanes()]).encode())
-    for module in (__name__, "tree_kernels.compiling", "tree_kernels.machine_code", "tree_kernels.processor", *modules):
-        found = importlib.util.find_spec(module)
-        assert found is not None and found.origin is not None, module
-        digest.update(Path(found.origin).read_bytes())
+    for source in sorted(sources_of(__name__, "tree_kernels.compiling", module)):
+        digest.update(source.read_bytes())
     return digest.hexdigest()[:32]
 
 
+def sources_of(*modules: str) -> set[Path]:
+    """The files of these modules and of all modules of this package that they import, directly or not."""
+    found: dict[str, Path] = {}
+    waiting = list(modules)
+    while waiting:
+        name = waiting.pop()
+        if name in found or (path := _source(name)) is None:
+            continue
+        found[name] = path
+        for package, names in _IMPORT.findall(path.read_text()):
+            waiting += [package, *(f"{package}.{each.strip()}" for each in names.strip("()").split(","))]
+    return set(found.values())
+
+
+_IMPORT = re.compile(r"^ *from (tree_kernels[\w.]*) import ([\w, ]+|\([\w,\s]+\))", re.MULTILINE)
+
+
+def _source(name: str) -> Path | None:
+    """The file of a module; None for a package of ours, and for a name that is no module. Imports nothing: the modules
+    of kernels import numba."""
+    package, _, rest = name.partition(".")
+    if package == __package__:
+        file = Path(__file__).parent.joinpath(*rest.split(".")).with_suffix(".py")
+        return file if rest and file.is_file() else None
+    found = importlib.util.find_spec(name)
+    return Path(found.origin) if found is not None and found.origin is not None else None
+
+
 def _folder() -> Path | None:
-    """The folder for machine code; None where there is none that only this user can write to."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = Path(os.environ.get(FOLDER) or root / "dendroaspis" / "kernels")
+    """The folder for machine code; None where there is none that this user alone can write to."""
     try:
+        given = os.environ.get(FOLDER)
+        root = os.environ.get("XDG_CACHE_HOME")
+        folder = Path(given) if given else (Path(root) if root else Path.home() / ".cache") / "dendroaspis" / "kernels"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
         log.warning("kernels are compiled anew in every process: %s (%s sets another folder)", error, FOLDER)
         return None
     if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or not os.access(folder, os.W_OK):
@@ -108,9 +146,12 @@ def _folder() -> Path | None:
 
 @contextmanager
 def _locked(file: Path) -> Iterator[None]:
-    """Holds a lock between processes; it ends with the process."""
-    with file.open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    """Holds a lock between processes, where the file system has locks; it ends with the process."""
+    with ExitStack() as held:
+        try:
+            fcntl.flock(held.enter_context(file.open("w")), fcntl.LOCK_EX)
+        except OSError as error:
+            log.warning("several processes may compile the same kernels: %s", error)
         yield
 
 
@@ -125,9 +166,17 @@ def _compiled(module: str) -> Code:
 
 
 def _write(file: Path, code: Code) -> None:
-    with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as part:
-        code.write(part)
-    Path(part.name).replace(file)
+    """Keep the code for later processes, if the file system takes it. Its digest comes first."""
+    content = io.BytesIO()
+    code.write(content)
+    data = content.getvalue()
+    part = file.with_suffix(f".{os.getpid()}.part")
+    try:
+        part.write_bytes(hashlib.sha256(data).digest() + data)
+        part.replace(file)
+    except OSError as error:
+        log.warning("compiled kernels are not kept: %s", error)
+        part.unlink(missing_ok=True)
 
 
 def _read(file: Path) -> Code | None:
@@ -135,9 +184,13 @@ def _read(file: Path) -> Code | None:
     from tree_kernels.machine_code import Code
 
     try:
-        return Code.read(file)
+        data = file.read_bytes()
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        log.warning("%s is compiled again: %s", file, error)
+    except OSError as error:
+        log.warning("compiled kernels cannot be read: %s", error)
         return None
+    if hashlib.sha256(data[DIGEST_BYTES:]).digest() != data[:DIGEST_BYTES]:
+        log.warning("%s is damaged; its kernels are compiled again", file)
+        return None
+    return Code.read(io.BytesIO(data[DIGEST_BYTES:]))

@@ -8,7 +8,6 @@ import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from llvmlite import binding
@@ -34,8 +33,8 @@ class Code:
                 archive.writestr(f"{number}.o", content)
 
     @classmethod
-    def read(cls, file: Path) -> Code:
-        """Raises OSError, ValueError, KeyError or zipfile.BadZipFile for a file that `write` did not complete."""
+    def read(cls, file: IO[bytes]) -> Code:
+        """What `write` wrote."""
         with zipfile.ZipFile(file) as archive:
             count, shared, kernels = json.loads(archive.read(CONTENTS))
             objects = [archive.read(f"{number}.o") for number in range(count)]

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from tree_kernels import ROW_MULTIPLE
 from tree_kernels.elementwise import is_narrow, leaves_tail, threads_of
 from tree_kernels.matmul import PackedWeight, why_not_packed
 
@@ -42,22 +43,23 @@ class RowsReport:
     forms: dict[str, int] = field(default_factory=dict)
     failed: tuple[str, ...] = ()
     why_library: str = ""  # why products are the library's, where any are that could be ours
-    any_rows: bool = True  # no step needs padding for its products, nor for functions of their results
+    why_padded: str = ""  # why steps need at least ROW_MULTIPLE rows; empty: their products and functions do not
 
     @property
     def independent(self) -> bool:
         return not self.failed
 
     def beside(self, other: RowsReport, whose: str) -> RowsReport:
-        """Both reports in one. whose: prefix for the failed shapes of `other`."""
+        """Both reports in one. whose: prefix for the failed shapes of `other`, whose products pad their own rows."""
         failed = (f"{whose} {shape}" for shape in other.failed)
         forms = dict(Counter(self.forms) + Counter(other.forms))
         why = self.why_library or other.why_library
-        return RowsReport(forms, (*self.failed, *failed), why, self.any_rows and other.any_rows)
+        return RowsReport(forms, (*self.failed, *failed), why, self.why_padded)
 
     def __str__(self) -> str:
         forms = ", ".join(f"{count} {form}" for form, count in sorted(self.forms.items()))
         why = f"; the library's, as {self.why_library}" if self.why_library else ""
+        why += f"; steps of at least {ROW_MULTIPLE} rows, as {self.why_padded}" if self.why_padded else ""
         return forms + why + (f"; not independent: {', '.join(self.failed)}" if self.failed else "")
 
 
@@ -217,14 +219,15 @@ class RowForms:
         self._counts: Counter[str] = Counter()
         self._failed: dict[str, None] = {}  # in order
         self._why_library = ""
-        self._leaves_tails = False
+        self._tails: set[int] = set()  # widths of results of which a single row leaves a tail
         self._units: dict[_Kind, int] = {}
         self._pieces: dict[tuple[int, int], tuple[tuple[int, int, int], ...]] = {}
 
     def report(self) -> RowsReport:
         """The forms chosen so far."""
-        any_rows = not self._why_library and not self._leaves_tails
-        return RowsReport(dict(self._counts), tuple(self._failed), self._why_library, any_rows)
+        tails = f"rows of {min(self._tails)} numbers do not fill vectors" if self._tails else ""
+        library = "some products are the library's" if self._why_library else ""
+        return RowsReport(dict(self._counts), tuple(self._failed), self._why_library, library or tails)
 
     def packs(self, weight: Tensor, bias: Tensor | None = None) -> bool:
         """Whether `of` with may_pack returns a packed form, which holds a copy of the weight."""
@@ -249,7 +252,9 @@ class RowForms:
         keeps its weight, since some families multiply by a layer's weight directly.
         """
         weight, bias = layers[0].weight, layers[0].bias
-        if (weight.dtype not in PACKED_LAYERS and why_not_compiled(weight)) or not self.packs(weight, bias):
+        why = why_not_compiled(weight)
+        if (weight.dtype not in PACKED_LAYERS and why) or not self.packs(weight, bias):
+            self._why_library = self._why_library or why
             return self.of(weight, bias)
         self._counts[self._name(self._choice(weight, bias, may_pack=True))] += 1
         form: Form | None = None
@@ -307,9 +312,10 @@ class RowForms:
         if kind not in self._chosen:
             found = _first_independent(weight, bias, self.buckets, self._threads(weight), may_pack)
             self._chosen[kind] = found
-            if may_pack:
-                self._why_library = self._why_library or why_not_compiled(weight)
-            self._leaves_tails |= leaves_tail(kind.outputs) and not is_narrow(kind.outputs)
+            if may_pack and not isinstance(found, _Compiled):
+                self._why_library = self._why_library or why_not_compiled(weight) or "ours failed the check"
+            if leaves_tail(kind.outputs) and not is_narrow(kind.outputs):
+                self._tails.add(kind.outputs)
             if found is None:
                 self._failed[f"{kind.inputs} x {kind.outputs} {weight.dtype}"] = None
         return self._chosen[kind]

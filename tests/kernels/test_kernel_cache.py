@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 
 import pytest
 from tree_kernels import kernel_cache
@@ -122,3 +123,37 @@ def test_a_processor_without_vectors_is_named(monkeypatch):
     monkeypatch.setattr(kernel_cache, "why_not_vectors", lambda: "this processor has no avx2")
     with pytest.raises(NoKernelsError, match="no avx2"):
         load_kernels("doubling")
+
+
+def test_every_module_that_a_kernel_imports_is_part_of_its_key():
+    names = {
+        path.relative_to(path.parents[1]).as_posix() for path in kernel_cache.sources_of("tree_kernels.matmul.loops")
+    }
+    assert {"matmul/loops.py", "matmul/shapes.py", "matmul/tiles.py"} <= names
+    found = {path.name for path in kernel_cache.sources_of("tree_kernels.mamba_level.mamba2")}
+    assert {"mamba2.py", "parts.py", "curves.py", "loops.py", "tiles.py", "vectors.py", "processor.py"} <= found
+
+
+def test_a_full_disk_costs_only_the_kept_file(tmp_path, module, monkeypatch, caplog):
+    def full(path, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv(FOLDER, str(tmp_path / "kernels"))
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with caplog.at_level(logging.WARNING):
+        assert "double" in load_kernels("doubling").functions
+    assert "No space left" in caplog.text
+    assert {path.suffix for path in (tmp_path / "kernels").iterdir()} == {".lock"}
+
+
+def test_a_user_without_a_home_compiles_in_every_process(monkeypatch, caplog):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in (FOLDER, "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    with caplog.at_level(logging.WARNING):
+        assert kernel_cache._folder() is None
+    assert "home directory" in caplog.text

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from tree_kernels.matmul import PackedWeight, why_not_packed
+from tree_kernels.matmul.cpu import _Helpers
 from tree_kernels.matmul.packing import pack
 from tree_kernels.matmul.reference import product
 
@@ -65,6 +66,19 @@ def test_products_of_several_callers_at_once_are_those_of_each_alone(monkeypatch
     for caller in callers:
         caller.join()
     assert found == [True] * 600
+
+
+def test_where_no_thread_can_start_the_callers_own_computes_everything(monkeypatch):
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("tree_kernels.matmul.cpu.THREADED", 0)
+    monkeypatch.setattr("tree_kernels.matmul.cpu._helpers", _Helpers())
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    rows, weight, _ = made(512, 300, torch.bfloat16, rows=7)
+    form = PackedWeight(weight, threads=3)
+    assert torch.equal(form(rows), PackedWeight(weight)(rows))
+    assert torch.equal(form(rows), PackedWeight(weight)(rows))
 
 
 def test_inputs_of_any_shape_and_strides_and_no_rows_at_all():

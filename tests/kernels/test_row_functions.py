@@ -58,6 +58,18 @@ def test_rows_of_any_strides_are_taken():
     assert torch.equal(gated_silu(x[:, :24], x[:, 24:]), gated_silu(x[:, :24].clone(), x[:, 24:].clone()))
 
 
+def test_arguments_that_do_not_fit_each_other_are_refused():
+    x = torch.zeros(2, 8)
+    with pytest.raises(ValueError, match="weight"):
+        rms_norm(x, torch.ones(8, dtype=torch.bfloat16), 1e-6)
+    with pytest.raises(ValueError, match="weight"):
+        rms_norm(x, torch.ones(7), 1e-6)
+    with pytest.raises(ValueError, match="gates"):
+        gated_silu(x, x.bfloat16())
+    with pytest.raises(ValueError, match="gates"):
+        gated_silu(x, x[:1])
+
+
 @pytest.mark.parametrize("dtype", STEPS)
 def test_extreme_gates_give_finite_results(dtype):
     gate = torch.tensor([-1e4, -100.0, -0.0, 0.0, 100.0, 1e4]).to(dtype)

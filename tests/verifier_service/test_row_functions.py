@@ -47,7 +47,34 @@ def test_norms_and_gated_mlps_of_a_llama_are_ours_and_compute_what_they_did(dtyp
         assert got.dtype == dtype and torch.allclose(got.float(), wanted.float(), rtol=2**-7, atol=1e-3)
 
 
-@pytest.mark.parametrize("module", [DoublingRMSNorm(48), Gemma2RMSNorm(48), mlp("gelu"), nn.RMSNorm(48)])
+def test_rows_of_another_dtype_than_the_weights_are_normed_by_the_library():
+    """As a Mamba's float32 residual with a bfloat16 weight."""
+    norm = LlamaRMSNorm(48).bfloat16().requires_grad_(False)
+    x = torch.randn(1, 5, 48)
+    expected = norm(x)
+    assert use_row_functions(nn.ModuleList([norm])) == 1
+    assert torch.equal(norm(x), expected) and norm(x).dtype == expected.dtype == torch.float32
+
+
+class ByHeadRMSNorm(LlamaRMSNorm):
+    """Takes rows of four dimensions alone."""
+
+    def forward(self, hidden_states):
+        _, _, _, _ = hidden_states.shape
+        return super().forward(hidden_states)
+
+
+def nearly_linear_gelu():
+    """At gates near zero GELU and SiLU agree in bfloat16."""
+    layer = mlp("gelu", torch.bfloat16)
+    layer.gate_proj.weight.mul_(1e-4)
+    return layer
+
+
+@pytest.mark.parametrize(
+    "module",
+    [ByHeadRMSNorm(48), nearly_linear_gelu(), DoublingRMSNorm(48), Gemma2RMSNorm(48), mlp("gelu"), nn.RMSNorm(48)],
+)
 def test_modules_that_compute_something_else_keep_their_forward(module):
     torch.manual_seed(0)
     module.requires_grad_(False)

@@ -59,7 +59,8 @@ class LoadedTarget:
     facts: Facts
     max_positions: int  # the model's own
     window: int | None  # positions that a row sees at most, itself among them; None where any layer sees all
-    fingerprint: str
+    fingerprint: str  # of the weights and the configuration
+    own_arithmetic: bool  # some of its products or functions are this project's own, which round otherwise
     linear: RowsReport
     head: Head
 
@@ -205,8 +206,9 @@ def _load(
     forms = RowForms(buckets, run.threads)
     seat_experts(model, forms)
     make_rows_independent(model, forms)
+    functions = 0
     if group is None:
-        use_row_functions(model)
+        functions = use_row_functions(model)
     elif join is not None:
         join(group)
     text = model.config.get_text_config()
@@ -221,6 +223,7 @@ def _load(
         max_positions=positions,
         window=_window(run),
         fingerprint=fingerprint,
+        own_arithmetic="compiled" in forms.report().forms or functions > 0,
         linear=forms.report().beside(head_forms.report(), "the head's"),
         head=seated,
     )

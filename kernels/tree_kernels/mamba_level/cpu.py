@@ -41,16 +41,8 @@ def why_not_compiled(kind: str) -> str:
 @cache
 def kernels(kind: str) -> Mapping[str, Any]:
     """The kernels of Mamba-1, "mamba", or Mamba-2, "mamba2", by name. Raises NoKernelsError."""
-    sources = (
-        "mamba_level.shapes",
-        "mamba_level.parts",
-        "mamba_level.curves",
-        "matmul.loops",
-        "matmul.shapes",
-        "vectors",
-    )
     module = {"mamba": "mamba1", "mamba2": "mamba2"}[kind]
-    made = load_kernels(f"tree_kernels.mamba_level.{module}", tuple(f"tree_kernels.{name}" for name in sources))
+    made = load_kernels(f"tree_kernels.mamba_level.{module}")
     return made.functions
 
 

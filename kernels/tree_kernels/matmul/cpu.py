@@ -16,7 +16,6 @@ from tree_kernels.matmul.packing import pack
 from tree_kernels.matmul.shapes import MOST, PANELS, SCRATCH, WIDEST, Argument, Helper, Precision, symbol
 from tree_kernels.processor import panel
 
-SOURCES = ("tree_kernels.matmul.shapes", "tree_kernels.matmul.tiles", "tree_kernels.vectors")
 PRECISIONS = {torch.bfloat16: Precision.BF16, torch.float16: Precision.F16, torch.float32: Precision.F32}
 THREADED = 1 << 18
 """A product of fewer weights runs in one thread: waking a second one takes longer."""
@@ -34,7 +33,7 @@ def why_not_packed() -> str:
 
 
 def _kernels() -> Any:
-    return load_kernels("tree_kernels.matmul.loops", SOURCES)
+    return load_kernels("tree_kernels.matmul.loops")
 
 
 @cache
@@ -53,15 +52,23 @@ class _Helpers:
         self._started = 0
         self._memory = np.zeros((MOST_HELPERS, Helper.SIZE), np.int64)  # zeros: semaphores that nobody has posted
 
-    def at_least(self, count: int) -> int:
-        """The address of the helpers' memory, after those of the first `count` that are missing are started."""
+    @property
+    def address(self) -> int:
+        """Of the helpers' memory."""
+        return self._memory.ctypes.data
+
+    def at_most(self, count: int) -> int:
+        """The number of helpers, at most `count`, after missing ones are started; fewer where no thread can start."""
         while self._started < count:
             memory = self._memory[self._started]
+            memory[Helper.THREAD] = self._started + 1
+            serve, name = _kernels().functions["serve"], f"product-{self._started + 1}"
+            try:
+                threading.Thread(target=serve, args=(memory.ctypes.data,), name=name, daemon=True).start()
+            except RuntimeError:  # the system has no more threads, or the interpreter ends
+                return self._started
             self._started += 1
-            memory[Helper.THREAD] = self._started
-            serve, name = _kernels().functions["serve"], f"product-{self._started}"
-            threading.Thread(target=serve, args=(memory.ctypes.data,), name=name, daemon=True).start()
-        return self._memory.ctypes.data
+        return count
 
 
 _helpers = _Helpers()
@@ -117,11 +124,11 @@ class PackedWeight:
         call[Argument.UNITS], call[Argument.UNIT_PANELS] = -(-len(self._panels) // panels), panels
         shared = self._threads > 1 and _helpers.lock.acquire(blocking=False)  # the bits do not depend on the threads
         try:
-            helpers = self._threads - 1 if shared else 0
+            helpers = _helpers.at_most(self._threads - 1) if shared else 0
             scratch = torch.empty((helpers + 1) * SCRATCH)
             call[Argument.SCRATCH] = scratch.data_ptr()
-            memory = _helpers.at_least(helpers)
-            self._product(call.ctypes.data, given.data_ptr(), PRECISIONS[given.dtype], memory, helpers)
+            given_as = PRECISIONS[given.dtype]
+            self._product(call.ctypes.data, given.data_ptr(), given_as, _helpers.address, helpers)
         finally:
             if shared:
                 _helpers.lock.release()

@@ -10,15 +10,12 @@ from torch import Tensor
 
 from tree_kernels.kernel_cache import NoKernelsError, load_kernels
 from tree_kernels.matmul.cpu import PRECISIONS
-
-SOURCES = ("mamba_level.curves", "matmul.loops", "matmul.shapes", "matmul.tiles", "vectors")
-SUMS = 8
-"""As in `loops`."""
+from tree_kernels.row_functions.shapes import SUMS
 
 
 @cache
 def _functions() -> Any:
-    return load_kernels("tree_kernels.row_functions.loops", tuple(f"tree_kernels.{each}" for each in SOURCES)).functions
+    return load_kernels("tree_kernels.row_functions.loops").functions
 
 
 def why_not_compiled() -> str:
@@ -31,7 +28,12 @@ def why_not_compiled() -> str:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., D], contiguous weight [D], both bfloat16, float16 or float32 -> [..., D]"""
+    """x [..., D], contiguous weight [D] of one dtype, bfloat16, float16 or float32 -> [..., D]. Raises ValueError for
+    others."""
+    if x.dtype != weight.dtype or x.shape[-1:] != weight.shape or not weight.is_contiguous():
+        raise ValueError(
+            f"rows {list(x.shape)} of {x.dtype} do not fit a weight {list(weight.shape)} of {weight.dtype}"
+        )
     given = x.contiguous()
     made = torch.empty_like(given)
     width = len(weight)
@@ -43,7 +45,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
-    """gate, up [..., D] of one dtype, bfloat16, float16 or float32 -> [..., D]"""
+    """gate, up [..., D] of one dtype, bfloat16, float16 or float32 -> [..., D]. Raises ValueError for others."""
+    if gate.dtype != up.dtype or gate.shape != up.shape:
+        raise ValueError(f"gates {list(gate.shape)} of {gate.dtype} do not fit {list(up.shape)} of {up.dtype}")
     gate, up = gate.contiguous(), up.contiguous()
     made = torch.empty_like(gate)
     addresses = (gate.data_ptr(), up.data_ptr(), made.data_ptr())
