@@ -10,6 +10,7 @@ import torch
 from dendro.text import Sampling
 from torch import Tensor
 from tree_kernels.noise import NoiseRows
+from tree_kernels.ranking import ranked
 from tree_kernels.warp import Warp, drafter_ranking
 
 from drafter_service.models import DrafterModel
@@ -25,6 +26,10 @@ class DraftLaw:
     warp: Warp
     vocabulary: int  # guesses are below it: the smaller of the drafter's and the target's
     noise: NoiseRows | None  # None at temperature 0
+
+    def noise_of(self, position: int) -> Tensor | None:
+        """[vocabulary] noise of the token at a position; None at temperature 0."""
+        return None if self.noise is None else self.noise.row(position)
 
 
 class DraftRunner:
@@ -85,6 +90,11 @@ class DraftRunner:
         """The candidates of each scored row, ordered by the law of its session. logits [scored, V]"""
         laws = [self._laws[session] for session in plan.sessions.tolist()]
         width = min(plan.width, *(law.vocabulary for law in laws))
+        if self.model.form == "fused" and not any(law.warp.masks for law in laws):
+            places = plan.positions.tolist()
+            noise = [law.noise_of(place) for law, place in zip(laws, places, strict=True)]
+            vocabularies = [law.vocabulary for law in laws]
+            return DraftOutcome(*ranked(logits, [law.warp.temperature for law in laws], noise, vocabularies, width))
         groups: dict[tuple[Warp, int], list[int]] = {}
         for row, law in enumerate(laws):
             groups.setdefault((law.warp, law.vocabulary), []).append(row)

@@ -31,6 +31,8 @@ STEPS = {
     shapes.STEPS: shapes.STEPS_STEP,
 }
 """The word with the bytes of a row, by the word with a part of the scratch memory."""
+SPARE_ROWS = 4
+"""Rows of channels in the spare part."""
 SCRATCH = (shapes.NORMED, shapes.READ, *STEPS)
 """The parts of the scratch memory that have rows."""
 
@@ -72,8 +74,8 @@ class FusedEnds:
         """
         count = len(tokens)
         hidden = torch.empty(count, self.hidden_step // 4)
-        sizes = [count * self.steps[word] for word in SCRATCH]
-        found = self.scratch.parts([*sizes, 4 * self.steps[shapes.MIXED]], count)
+        sizes = tuple(count * self.steps[word] for word in SCRATCH)
+        found = self.scratch.parts((*sizes, SPARE_ROWS * self.steps[shapes.MIXED]), count)
         for word, place in zip((*SCRATCH, shapes.SPARE), found, strict=True):
             call[word] = place
         call[shapes.ROWS], call[shapes.TOKENS] = count, tokens.ctypes.data
@@ -84,7 +86,7 @@ class FusedEnds:
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [rows, d] float32 -> [rows, V] float32."""
         rows = len(hidden)
-        (normed,) = self.scratch.parts([4 * rows * self.width], rows)
+        (normed,) = self.scratch.parts((4 * rows * self.width,), rows)
         made = torch.empty(rows, self._head.step // 4)
         call = self.table.words[0].copy()
         call[shapes.ROWS], call[shapes.NORMED] = rows, normed
@@ -211,7 +213,7 @@ class FusedInputMemory:
             table[row] = fold.source, fold.target, first, len(fold.path)
             first += len(fold.path)
         call = self._call
-        (spare,) = self._model.scratch.parts([4 * self._model.steps[shapes.MIXED]], 1)
+        (spare,) = self._model.scratch.parts((SPARE_ROWS * self._model.steps[shapes.MIXED],), 1)
         call[shapes.SPARE], call[shapes.FOLDS] = spare, len(folds)
         call[shapes.FOLD_TABLE], call[shapes.PATHS] = table.ctypes.data, paths.ctypes.data
         self._model.kernels["fold"](self._address)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from itertools import accumulate
 from typing import Any
@@ -98,15 +98,18 @@ class Scratch:
 
     def __init__(self) -> None:
         self._held, self._rows = torch.empty(0), 0
+        self._found: dict[tuple[int, ...], list[int]] = {}  # addresses in `_held` by sizes
 
-    def parts(self, sizes: Sequence[int], rows: int) -> list[int]:
+    def parts(self, sizes: tuple[int, ...], rows: int) -> list[int]:
         """Addresses of parts of these bytes, until the next call of `parts`."""
-        starts = [0, *accumulate(-(-size // LINE) * LINE for size in sizes)]
-        wanted = starts.pop() // 4 + LINE
-        if len(self._held) < wanted or (self._rows > FEW_ROWS and rows <= FEW_ROWS):
-            self._held, self._rows = torch.empty(wanted), rows
-        first = -(-self._held.data_ptr() // LINE) * LINE
-        return [first + start for start in starts]
+        if sizes not in self._found:
+            starts = [0, *accumulate(-(-size // LINE) * LINE for size in sizes)]
+            wanted = starts.pop() // 4 + LINE
+            if len(self._held) < wanted or (self._rows > FEW_ROWS and rows <= FEW_ROWS):
+                self._held, self._rows, self._found = torch.empty(wanted), rows, {}
+            first = -(-self._held.data_ptr() // LINE) * LINE
+            self._found[sizes] = [first + start for start in starts]
+        return self._found[sizes]
 
 
 def kind_number(dtype: torch.dtype) -> int:

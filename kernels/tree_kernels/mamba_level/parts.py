@@ -15,8 +15,9 @@ from tree_kernels.matmul.loops import F32, PANEL, SUMS, block, finish, widen
 from tree_kernels.matmul.shapes import MOST, WIDEST
 from tree_kernels.vectors import floats, longs
 
-inlined = njit(error_model="numpy", forceinline=True, fastmath={"contract"})
-summing = njit(error_model="numpy", forceinline=True, fastmath={"contract", "reassoc"})
+_OPTIONS = {"error_model": "numpy", "forceinline": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+inlined = njit(**_OPTIONS, fastmath={"contract"})
+summing = njit(**_OPTIONS, fastmath={"contract", "reassoc"})
 """For sums over adjacent numbers, which vectors add in another order."""
 
 

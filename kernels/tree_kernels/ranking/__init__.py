@@ -1,0 +1,8 @@
+"""The order of a drafter's guesses without masks, as one compiled call for rows of any sessions.
+
+`tree_kernels.warp.drafter_ranking` is the reference: the ids and the scores are the same, bit for bit.
+"""
+
+from tree_kernels.ranking.cpu import ranked, why_not_ranked
+
+__all__ = ["ranked", "why_not_ranked"]

@@ -1,0 +1,76 @@
+"""The loops of the ranking, for numba. Imported only while they are compiled; `cpu.py` calls the machine code."""
+
+from __future__ import annotations
+
+import math
+
+from numba import float32, njit
+
+from tree_kernels.vectors import floats, longs
+
+inlined = njit(error_model="numpy", forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+BLOCK = 256
+"""Scores that are computed and compared with the last guess's at a time."""
+LOGITS, NOISE, VOCABULARY = range(3)
+ROW_WORDS = 3
+
+
+@inlined
+def score(logits: int, noise: int, temperature: float, target: int, count: int) -> None:
+    """logits / temperature + noise; at temperature 0 the logits. A NaN becomes minus infinity."""
+    given, made = floats(logits), floats(target)
+    if noise == 0:
+        for i in range(count):
+            made[i] = given[i] if given[i] == given[i] else -math.inf
+    else:
+        added = floats(noise)
+        for i in range(count):
+            value = given[i] / temperature + added[i]
+            made[i] = value if value == value else float32(-math.inf)
+
+
+@inlined
+def any_above(scores: int, least: float, count: int) -> bool:
+    given = floats(scores)
+    found = False
+    for i in range(count):
+        found |= given[i] > least
+    return found
+
+
+@inlined
+def place(ids: int, scores: int, held: int, width: int, token: int, value: float) -> int:
+    """Puts a token among the best so far, after those of the same score; returns their number."""
+    its_ids, its_scores = longs(ids), floats(scores)
+    at = held if held < width else width - 1
+    while at > 0 and value > its_scores[at - 1]:
+        its_ids[at], its_scores[at] = its_ids[at - 1], its_scores[at - 1]
+        at -= 1
+    its_ids[at], its_scores[at] = token, value
+    return held + 1 if held < width else held
+
+
+def ranking(rows: int, table: int, temperatures: int, width: int, ids: int, scores: int, spare: int) -> None:
+    """The `width` tokens of greatest score of each row, the lower id first among equals.
+
+    table [rows, ROW_WORDS] addresses of logits and noise, 0 for none, and the number of tokens, at least `width`
+    temperatures [rows] float32   ids [rows, width] int64 and scores [rows, width] float32, written   spare [BLOCK]
+    """
+    words, degrees, block = longs(table), floats(temperatures), floats(spare)
+    for row in range(rows):
+        logits, noise = words[row * ROW_WORDS + LOGITS], words[row * ROW_WORDS + NOISE]
+        vocabulary = words[row * ROW_WORDS + VOCABULARY]
+        own_ids, own_scores, held, first = ids + row * width * 8, scores + row * width * 4, 0, 0
+        best = floats(own_scores)
+        while first < vocabulary:
+            count = min(BLOCK, vocabulary - first)
+            score(logits + first * 4, noise + first * 4 if noise != 0 else 0, degrees[row], spare, count)
+            if held < width or any_above(spare, best[width - 1], count):
+                for i in range(count):
+                    if held < width or block[i] > best[width - 1]:
+                        held = place(own_ids, own_scores, held, width, first + i, block[i])
+            first += BLOCK
+
+
+KERNELS = {"ranking": (ranking, "iiiiiii")}
+"""The functions that are compiled, and their arguments: i int64, f float32."""
