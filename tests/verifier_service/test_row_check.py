@@ -31,6 +31,12 @@ MAKERS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def library_functions(monkeypatch):
+    """The activations that these tests spoil are called: a gated MLP with our row functions does not call its own."""
+    monkeypatch.setattr(models, "use_row_functions", lambda model: 0)
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     made = made_once(tmp_path_factory, lambda folder, family: MAKERS[family](folder, family))
