@@ -18,7 +18,7 @@ import re
 import stat
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -36,6 +36,7 @@ FOLDER = "DENDRO_KERNEL_CACHE"
 
 
 DIGEST_BYTES = 32
+KEPT_S = 30 * 24 * 3600.0
 
 
 class NoKernelsError(Exception):
@@ -76,7 +77,7 @@ def _loaded(module: str) -> Kernels:
         with _locked(folder / f"{module}.lock"):
             if (code := _read(file)) is None:  # another process may have compiled them meanwhile
                 code = _compiled(module)
-                _write(file, code)
+                _write(file, module, code)
     return link(code)
 
 
@@ -165,8 +166,9 @@ def _compiled(module: str) -> Code:
         raise NoKernelsError(f"numba cannot compile {module}: {type(error).__name__}: {error}") from error
 
 
-def _write(file: Path, code: Code) -> None:
-    """Keep the code for later processes, if the file system takes it. Its digest comes first."""
+def _write(file: Path, module: str, code: Code) -> None:
+    """Keep the code for later processes, if the file system takes it, after its digest. Removes the module's files of
+    KEPT_S before, which earlier releases wrote."""
     content = io.BytesIO()
     code.write(content)
     data = content.getvalue()
@@ -177,6 +179,11 @@ def _write(file: Path, code: Code) -> None:
     except OSError as error:
         log.warning("compiled kernels are not kept: %s", error)
         part.unlink(missing_ok=True)
+        return
+    for other in file.parent.glob(f"{module}-*"):
+        with suppress(OSError):  # another process may have removed it
+            if other.stat().st_mtime < file.stat().st_mtime - KEPT_S:
+                other.unlink()
 
 
 def _read(file: Path) -> Code | None:

@@ -157,3 +157,14 @@ def test_a_user_without_a_home_compiles_in_every_process(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
         assert kernel_cache._folder() is None
     assert "home directory" in caplog.text
+
+
+def test_files_of_a_month_ago_are_removed_when_a_new_one_is_written(tmp_path, module):
+    run(tmp_path)
+    (old,) = (tmp_path / "kernels").glob("*.zip")
+    month = kernel_cache.KEPT_S + 60
+    os.utime(old, (old.stat().st_atime - month, old.stat().st_mtime - month))
+    module.write_text(DOUBLING.replace("float32(2)", "float32(3)"))
+    run(tmp_path)
+    (new,) = (tmp_path / "kernels").glob("*.zip")
+    assert new != old
