@@ -398,7 +398,7 @@ def _hello_of(options: VerifierOptions, target: LoadedTarget, exactness: str) ->
     return Hello(
         protocol=PROTOCOL_VERSION,
         model=options.name,
-        fingerprint=target.fingerprint + degree + own,
+        fingerprint=target.fingerprint + own + degree,
         tokenizer=target.facts.tokenizer,
         vocabulary=target.vocabulary,
         max_length=options.max_length,
