@@ -1,6 +1,6 @@
 """The cluster on Ray Serve: Router, and one deployment for each target and each drafter.
 
-client -> Serve's gRPC proxy -> Router -> (lease) -> drafter and verifier replicas, each with a gRPC address of its own
+client -> Router -> (lease) -> drafter and verifier replicas; each of the three has a gRPC address of its own
 
 `build` connects the deployments, which are thin shells around plain objects.
 """
@@ -15,15 +15,14 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dendro.answer import REASON_MARK
 from dendro.engine import Engine, LocalDrafter, LocalVerifier
 from dendro.errors import BadRequest
 from dendro.servicer import DRAFTER_REPLICA, VERIFIER_REPLICA, serve_engine
 from dendro.serving import Leases, ReplicaKind
 from dendro.state import StateStore
-from dendro.v1 import generation_pb2 as pb
 
-from cluster.api.grpc import logged_status, tenant_of
+from cluster.api.grpc import address_of, serve_router
+from cluster.api.status import serve_status
 from cluster.config import Config, DrafterConfig, ModelConfig, TargetConfig
 from cluster.engines import (
     actor_options,
@@ -48,13 +47,13 @@ log = logging.getLogger("dendro.app")
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 1.0, 3.0
 DRAIN_MARGIN_S = 30.0
 """A replica that is removed has the time limit of a request, and this much more, to finish its requests."""
-CONCURRENT_REQUESTS = 1024
-"""Concurrent requests of one router. The capacity of the engines is reached sooner."""
 LOOK_BACK_S, METRICS_INTERVAL_S = 5.0, 1.0
 """Autoscaling uses the mean number of leases over LOOK_BACK_S; replicas and routers report it each METRICS_INTERVAL_S.
 """
 LAST_WORDS_S = 0.2
 """How long a replica with a lost worker waits before it exits, so that its streams can send the error."""
+EVERY_ADDRESS = frozenset({"", "0.0.0.0", "::"})
+"""Hosts that mean all addresses of a machine."""
 
 
 class _Shell:
@@ -131,7 +130,7 @@ class LoadIngress(Protocol):
 
 
 class RouterShell:
-    """The ingress: Serve's gRPC proxy calls the methods by their names in the proto."""
+    """A router: clients call its own gRPC server. Serve places it, checks its health, and awaits its end."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
@@ -144,22 +143,41 @@ class RouterShell:
         _log_to_serve_file()
         peers = ServePeers(config, targets, drafters)
         priors = RedisPriors(redis_url, config.redis.prior_ttl_s)
-        self._ingress = ingress(config, peers, RedisSessions(redis_url, config.redis.record_ttl_s), priors=priors)
+        sessions = RedisSessions(redis_url, config.redis.record_ttl_s)
+        self._drain_s = config.router.drain_s
+        grpc, routers = config.grpc, config.router.replicas
+        self._server = await serve_router(
+            ingress(config, peers, sessions, priors=priors),
+            grpc.host,
+            grpc.client_ports(routers),
+            grpc.share_port,
+            healthy=False,
+        )
+        self._status, self._status_port = await serve_status(
+            self._server.stats, lambda: self._server.healthy, grpc.host, grpc.status_ports(routers)
+        )
+        self._host = node_address() if grpc.host in EVERY_ADDRESS else grpc.host
+        self._starting = asyncio.create_task(self._become_healthy(peers))
 
-    async def Generate(self, request: pb.GenerateRequest, grpc_context: Any) -> AsyncIterator[pb.GenerateResponse]:
-        tenant = tenant_of(dict(grpc_context.invocation_metadata() or ()))
-        try:
-            async with aclosing(self._ingress.generate(request, tenant)) as events:
-                async for event in events:
-                    yield event
-        except Exception as error:  # every error becomes a status; details of internal ones stay here
-            code, details, reason = logged_status(error, request)
-            grpc_context.set_code(code)
-            grpc_context.set_details(f"{details}{REASON_MARK}{reason}]")
-            raise RuntimeError(details) from None
+    async def _become_healthy(self, peers: ServePeers) -> None:
+        """Report SERVING once every target has a replica, so that no probe sends clients here before."""
+        await peers.wait_for_targets()
+        await self._server.set_healthy(True)
 
-    async def GetServerInfo(self, request: pb.GetServerInfoRequest, grpc_context: Any) -> pb.GetServerInfoResponse:
-        return self._ingress.info()
+    async def addresses(self) -> dict[str, str]:
+        """`clients`: the address that clients call; `status`: that of this router's metrics and health."""
+        port = int(self._server.address.rpartition(":")[2])
+        return {"clients": address_of(self._host, port), "status": address_of(self._host, self._status_port)}
+
+    async def stats(self) -> dict[str, int]:
+        """The router's counters."""
+        return self._server.stats()
+
+    async def __del__(self) -> None:
+        """Drain. Serve awaits it before it ends the process, and sees no calls of a router's clients."""
+        self._starting.cancel()
+        await self._server.stop(self._drain_s)
+        await self._status.cleanup()
 
 
 class _RedisStatesAt:
@@ -216,7 +234,6 @@ def build(
         RouterShell,
         name="router",
         num_replicas=config.router.replicas,
-        max_ongoing_requests=CONCURRENT_REQUESTS,
         ray_actor_options=actor_options(config.router.resources, engine_environment(1)),
         **common,
     )

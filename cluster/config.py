@@ -149,6 +149,10 @@ class ModelConfig(Section):
     def most_replicas(self) -> int:
         return self.autoscaling.max_replicas if self.autoscaling is not None else self.replicas
 
+    @property
+    def least_replicas(self) -> int:
+        return self.autoscaling.min_replicas if self.autoscaling is not None else self.replicas
+
     @model_validator(mode="after")
     def _check_replicas(self) -> Self:
         if self.autoscaling is not None and "replicas" in self.model_fields_set:
@@ -204,6 +208,11 @@ class Router(Section):
     max_prompt_bytes: int = Field(default=1 << 20, ge=1)
     max_new_tokens: int = Field(default=4096, ge=1)
     """The most tokens that one request may ask for."""
+    max_requests: int = Field(default=1024, ge=1)
+    """Requests that one router runs at once; past them a request is refused with RESOURCE_EXHAUSTED."""
+    drain_s: float = Field(default=20.0, ge=0)
+    """How long a router that is removed lets its requests run on; those left are ended with UNAVAILABLE, at which
+    clients resume them at another router."""
     default_new_tokens: int = Field(default=256, ge=1)
     """The limit of a request that sets no `max_new_tokens`."""
     request_timeout_s: float = Field(default=600.0, gt=0)
@@ -278,11 +287,29 @@ class Redis(Section):
 
 
 class Grpc(Section):
-    """The address that clients call."""
+    """The ports of each router."""
 
     host: str = "127.0.0.1"
+    """The address that routers listen at: the default accepts calls from this machine alone, `0.0.0.0` from all."""
     port: int = Field(default=0, ge=0, le=65535)
-    """Zero: a free port is used and printed."""
+    """The port that clients call. Zero: `dendro serve` takes free ones and prints them."""
+    share_port: bool = True
+    """Whether routers on one machine listen on the same port, and the kernel divides connections among them. Else each
+    takes the first free port from `port` on, one for each of `router.replicas`."""
+    status_port: int = Field(default=0, ge=0, le=65535)
+    """A router's own port, for its metrics and health over HTTP; the first that is free from this one on. Zero: a free
+    port."""
+
+    def _ports(self, first: int, routers: int) -> range:
+        return range(first, min(first + routers, 65536)) if first else range(1)
+
+    def client_ports(self, routers: int) -> range:
+        """The ports of which a router takes the first that is free, where `routers` of them run."""
+        return self._ports(self.port, 1 if self.share_port else routers)
+
+    def status_ports(self, routers: int) -> range:
+        """The same of its port for metrics and health."""
+        return self._ports(self.status_port, routers)
 
 
 class Config(Section):

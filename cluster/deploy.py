@@ -14,11 +14,13 @@ import psutil
 
 from cluster.app import build, log
 from cluster.config import Config
-from cluster.serve_config import APPLICATION, ENVIRONMENT, ROUTE, SERVICER
+from cluster.serve_config import APPLICATION, ENVIRONMENT
 
 OBJECT_STORE_BYTES = 100 << 20
 """Near the minimum that Ray accepts: we do not use its object store."""
 STOP_S = 20.0
+ANSWER_S = 30.0
+"""How long routers may take to report their addresses."""
 _ray_processes: list[psutil.Process] = []  # those that Ray started below this process; one cluster at a time
 
 AUTHENTICATION = {"RAY_AUTH_MODE": "token"}
@@ -26,8 +28,8 @@ AUTHENTICATION = {"RAY_AUTH_MODE": "token"}
 
 
 def start(config: Config, redis_url: str, ray_address: str = "", **loaders: Any) -> str:
-    """Start Ray and Serve in processes below this one and deploy. Returns the address that clients call.
-    `stop` ends what this started.
+    """Start Ray and Serve in processes below this one and deploy. Returns the addresses that clients call, separated by
+    commas. `stop` ends what this started.
 
     ray_address: of a running Ray, whose processes were started with ENVIRONMENT; it keeps running, only Serve is ours.
     """
@@ -36,7 +38,7 @@ def start(config: Config, redis_url: str, ray_address: str = "", **loaders: Any)
         os.environ.setdefault(key, value)
     import ray
     from ray import serve
-    from ray.serve.config import HTTPOptions, ProxyLocation, gRPCOptions
+    from ray.serve.config import ProxyLocation
 
     wanted = [
         *(target.resources.cpu * target.tensor_parallel * target.most_replicas for target in config.targets.values()),
@@ -58,17 +60,12 @@ def start(config: Config, redis_url: str, ray_address: str = "", **loaders: Any)
     _ray_processes[:] = [child for child in psutil.Process().children() if child not in others]
     try:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        port = config.grpc.port or _free_port(config.grpc.host)
-        serve.start(
-            proxy_location=ProxyLocation.HeadOnly,
-            http_options=HTTPOptions(host="127.0.0.1", port=_free_port("127.0.0.1")),
-            grpc_options=gRPCOptions(port=port, grpc_servicer_functions=[SERVICER], enable_reflection=False),
-        )
-        serve.run(build(config, redis_url, **loaders), name=APPLICATION, route_prefix=ROUTE)
+        serve.start(proxy_location=ProxyLocation.Disabled)
+        serve.run(build(_with_port(config), redis_url, **loaders), name=APPLICATION, route_prefix=None)
+        return ",".join(sorted({each["clients"] for each in router_addresses()}))
     except BaseException:
         stop()
         raise
-    return f"{config.grpc.host}:{port}"
 
 
 def stop() -> None:
@@ -105,7 +102,21 @@ def deployment_stats(deployment: str) -> dict[str, int]:
     return stats
 
 
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
+def router_addresses() -> list[dict[str, str]]:
+    """The `addresses` of every running router."""
+    from ray import serve
+
+    handle = serve.get_deployment_handle("router", APPLICATION)
+    found: list[dict[str, str]] = handle.broadcast("addresses").results(timeout_s=ANSWER_S)
+    return found
+
+
+def _with_port(config: Config) -> Config:
+    """The configuration with a port that is free now, where routers share one and none is set."""
+    if config.grpc.port or not config.grpc.share_port:
+        return config
+    host = config.grpc.host
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+        port = int(probe.getsockname()[1])
+    return config.model_copy(update={"grpc": config.grpc.model_copy(update={"port": port})})

@@ -16,7 +16,7 @@ import psutil
 from dendro.errors import EngineFailed
 from dendro.state import MemoryStates
 
-from cluster.api.grpc import serve_plain
+from cluster.api.grpc import serve_router
 from cluster.api.local import LocalClient
 from cluster.checkpoints import check_checkpoints
 from cluster.config import Config
@@ -50,7 +50,8 @@ def _ready(config: Config, here: bool) -> Config:
 
 @asynccontextmanager
 async def running_cluster(config: Config, ray_address: str = "") -> AsyncIterator[str]:
-    """Yields the address of a cluster that runs as long as the context. Starts a Redis if the configuration names none.
+    """Yields the addresses, separated by commas, of a cluster that runs as long as the context. Starts a Redis if the
+    configuration names none.
 
     ray_address: of a running Ray; empty starts one.
     """
@@ -113,11 +114,11 @@ async def running(config: Config, local: bool) -> AsyncIterator[str]:
             yield address
         return
     async with local_ingress(config) as ingress:
-        server, address = await serve_plain(ingress)
+        server = await serve_router(ingress)
         try:
-            yield address
+            yield server.address
         finally:
-            await server.stop(grace=1.0)
+            await server.stop(drain_s=1.0)
 
 
 def descendants() -> frozenset[psutil.Process]:

@@ -9,22 +9,20 @@ from __future__ import annotations
 from typing import Any
 
 import yaml
-from dendro.client import MAX_MESSAGE_BYTES
 from dendro.errors import BadRequest
 
 from cluster.config import Config
 
 APPLICATION = "dendro"
 ROUTE = "/dendro"
+"""Serve's HTTP proxy reports a node as healthy only where an application has a route. Nothing is served at it."""
 IMPORT_PATH = "cluster.app:application"
-SERVICER = "dendro.v1.generation_pb2_grpc.add_GenerationServiceServicer_to_server"
 HTTP_PORT = 8000
-"""Port of Serve's HTTP proxy, at which Kubernetes checks a node's health."""
+"""Port of Serve's HTTP proxy, at which KubeRay checks the health of the pods of verifiers and drafters."""
 
 ENVIRONMENT = {
-    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",  # a killed proxy is replaced in 4 s instead of 30
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",  # a killed proxy fails its pod's probes for 4 s instead of 30
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "3",
-    "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(MAX_MESSAGE_BYTES),
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",  # else a hung one may last as long as a request
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",  # Ray's default of 15 would let any other process starve the engines
@@ -42,7 +40,6 @@ def serve_config(config: Config) -> dict[str, Any]:
     return {
         "proxy_location": "EveryNode",
         "http_options": {"host": "0.0.0.0", "port": HTTP_PORT},
-        "grpc_options": {"port": config.grpc.port, "grpc_servicer_functions": [SERVICER]},
         "applications": [
             {
                 "name": APPLICATION,

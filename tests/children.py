@@ -1,4 +1,5 @@
-"""Processes that tests start and kill: `drafter`, `verifier`, or `router ADDRESS TOKEN`, which holds an opening."""
+"""Processes that tests start and kill: `drafter`, `verifier`, `router ADDRESS TOKEN`, which holds an opening, or
+`edge`, a router's server with fake peers."""
 
 from __future__ import annotations
 
@@ -6,8 +7,10 @@ import asyncio
 import sys
 
 from dendro.servicer import DRAFTER_REPLICA, VERIFIER_REPLICA, serve_engine
+from edge import EdgePeers, ingress
 from fakes import FakeDrafter, FakeVerifier, new_text
 
+from cluster.api.grpc import serve_router
 from cluster.peers.opening import Leased, Opening
 from cluster.peers.stream import VERIFIER, PeerStream, RemoteVerifier
 
@@ -19,6 +22,11 @@ async def main(kind: str, *words: str) -> None:
     elif kind == "verifier":
         replica = await serve_engine(VERIFIER_REPLICA, FakeVerifier(pause_s=0.01))
         print(replica.address, flush=True)
+    elif kind == "edge":
+        peers = EdgePeers()
+        peers.pause_s = 0.005
+        server = await serve_router(ingress(peers))
+        print(server.address, flush=True)
     else:
         address, token = words
         stream = await PeerStream.connect(address, VERIFIER)

@@ -1,27 +1,48 @@
-"""The public gRPC API on a plain gRPC server. Errors become gRPC statuses."""
+"""The router's own gRPC server: the public API, health and reflection. Errors become gRPC statuses."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+import os
+import time
+from collections.abc import Iterable, Mapping
 from contextlib import aclosing
+from typing import Any
 
 import grpc.aio
 from dendro.answer import REASON_KEY
-from dendro.client import CHANNEL_OPTIONS, TENANT_KEY
-from dendro.errors import DendroError, EngineFailed, NotFound, Overloaded, one_line
+from dendro.client import MAX_MESSAGE_BYTES, TENANT_KEY
+from dendro.errors import DendroError, EngineFailed, NotFound, Overloaded, PeerLost, one_line
 from dendro.v1 import generation_pb2 as pb
 from dendro.v1 import generation_pb2_grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
 
 from cluster.router.admission import MAX_REQUEST_ID
 from cluster.router.ingress import Ingress, log
+
+SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
+
+SERVER_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+)
+"""A client may send a ping every 5 s, also on a stream without data; ours sends one every 10 s. A client whose machine
+is gone is detected within 15 s."""
 
 READ_GRACE_S = 5.0
 """How long after its time limit a request's call stays open for a client that does not read. Its peers are released by
 then."""
 ABORT_S = 1.0
 """How long sending the status may take to a client that does not read."""
+CUT_S = 2.0
+"""How long a stopping server waits for the streams that it ends."""
 
 
 def status_of(error: BaseException) -> tuple[grpc.StatusCode, str, str]:
@@ -47,12 +68,67 @@ def tenant_of(metadata: Mapping[str, str | bytes]) -> str:
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
-    """The gRPC shell of a server without Serve."""
+    """The gRPC shell of an ingress, with a limit of concurrent requests."""
 
     def __init__(self, ingress: Ingress) -> None:
         self._ingress = ingress
+        self._limit = ingress.config.router.max_requests
+        self._running: set[asyncio.Task[Any]] = set()
+        self._idle = asyncio.Event()  # set while no request runs
+        self._idle.set()
+        self._cutting = False  # running requests are being ended
+        self._requests = self._refused = self._rounds = 0
+
+    def stats(self) -> dict[str, int]:
+        """Counters; the gauge `running`; and the processor time that this process has used."""
+        return {
+            "pid": os.getpid(),
+            "requests": self._requests,
+            "refused": self._refused,
+            "rounds": self._rounds,
+            "running": len(self._running),
+            "cpu_us": time.process_time_ns() // 1000,
+        }
+
+    async def idle(self, timeout_s: float) -> None:
+        """Wait until no request runs, but no longer than `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+
+    def cut(self) -> None:
+        """End all running requests with UNAVAILABLE, at which clients resume them elsewhere."""
+        self._cutting = True
+        for task in self._running:
+            task.cancel()
 
     async def Generate(  # type: ignore[override]  # the generated base allows blocking servers too
+        self,
+        request: pb.GenerateRequest,
+        context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
+    ) -> None:
+        """Stream the answer. Refuses a request past the limit with RESOURCE_EXHAUSTED."""
+        if len(self._running) >= self._limit:
+            self._refused += 1
+            full = Overloaded(f"router: {self._limit} requests run here, which is its limit; try again later")
+            await _abort(context, *status_of(full))
+        task = asyncio.current_task()
+        assert task is not None
+        self._running.add(task)
+        self._idle.clear()
+        self._requests += 1
+        try:
+            await self._answer(request, context)
+        except asyncio.CancelledError:
+            if not self._cutting:
+                raise
+            await _abort(context, *status_of(PeerLost("router: is stopped; resume the answer at another")))
+        finally:
+            self._running.discard(task)
+            if not self._running:
+                self._idle.set()
+
+    async def _answer(
         self,
         request: pb.GenerateRequest,
         context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
@@ -64,10 +140,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             async with unread, aclosing(self._ingress.generate(request, tenant)) as events:
                 async for event in events:
                     await context.write(event)
+                    self._rounds += event.HasField("chunk")
         except Exception as raised:  # every error becomes a status; details of internal ones stay here
             error = Overloaded("request: its answer was not read in time") if unread.expired() else raised
-            code, details, reason = logged_status(error, request)
-            abort = context.abort(code, details, ((REASON_KEY, reason),))
+            abort = _abort(context, *logged_status(error, request))
             if not unread.expired():
                 await abort
             with contextlib.suppress(TimeoutError):  # the status is sent after the events that the client does not read
@@ -83,11 +159,79 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         return self._ingress.info()
 
 
-async def serve_plain(ingress: Ingress, host: str = "127.0.0.1", port: int = 0) -> tuple[grpc.aio.Server, str]:
-    """Serve an ingress without Ray. Returns the server, which the caller must stop, and its address. Port 0: a free
-    port."""
-    server = grpc.aio.server(options=CHANNEL_OPTIONS)
-    generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(ingress), server)
-    bound = server.add_insecure_port(f"{host}:{port}")
+async def _abort(context: Any, code: grpc.StatusCode, details: str, reason: str) -> None:
+    await context.abort(code, details, ((REASON_KEY, reason),))
+
+
+class RouterServer:
+    """A started server of one ingress, at `address`."""
+
+    def __init__(self, server: grpc.aio.Server, status: Any, servicer: GenerationServicer, address: str) -> None:
+        """status: a health.aio.HealthServicer, which the stubs lack"""
+        self._server = server
+        self._health = status
+        self._servicer = servicer
+        self.address = address
+        self.healthy = False
+
+    def stats(self) -> dict[str, int]:
+        """The servicer's counters and gauges."""
+        return self._servicer.stats()
+
+    async def set_healthy(self, healthy: bool) -> None:
+        """Report SERVING or NOT_SERVING. Requests are served in either case."""
+        self.healthy = healthy
+        status = health_pb2.HealthCheckResponse.SERVING if healthy else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", SERVICE):
+            await self._health.set(name, status)
+
+    async def stop(self, drain_s: float = 0.0) -> None:
+        """Report NOT_SERVING, close the port, send GOAWAY, and let running requests end. Those that run after `drain_s`
+        are ended with UNAVAILABLE, at which clients resume them elsewhere."""
+        self.healthy = False
+        await self._health.enter_graceful_shutdown()
+        stopping = asyncio.ensure_future(self._server.stop(drain_s + 2 * CUT_S))
+        await self._servicer.idle(drain_s)
+        self._servicer.cut()
+        await self._servicer.idle(CUT_S)
+        await asyncio.sleep(0)  # lets the calls of ended requests send their status
+        await self._server.stop(0.0)  # ends the calls that watch the health
+        await stopping
+
+
+async def serve_router(
+    ingress: Ingress,
+    host: str = "127.0.0.1",
+    ports: Iterable[int] = (0,),
+    share_port: bool = False,
+    healthy: bool = True,
+) -> RouterServer:
+    """Serve an ingress on the first of `ports` that is free; the caller must stop the server. Port 0: a free port.
+
+    share_port: other processes of this user may listen on the same port; the kernel divides connections among them.
+    healthy: whether the health is SERVING from the start
+    Raises EngineFailed where no port is free.
+    """
+    server = grpc.aio.server(options=(*SERVER_OPTIONS, ("grpc.so_reuseport", int(share_port))))
+    servicer = GenerationServicer(ingress)
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
+    status = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
+    health_pb2_grpc.add_HealthServicer_to_server(status, server)
+    names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+    running = RouterServer(server, status, servicer, _bind(server, host, tuple(ports)))
+    await running.set_healthy(healthy)
     await server.start()
-    return server, f"{host}:{bound}"
+    return running
+
+
+def _bind(server: grpc.aio.Server, host: str, ports: tuple[int, ...]) -> str:
+    for port in ports:
+        with contextlib.suppress(RuntimeError):  # raised by gRPC for a port that is taken
+            return address_of(host, server.add_insecure_port(address_of(host, port)))
+    raise EngineFailed(f"grpc.port: the router cannot listen at {host} on {', '.join(map(str, ports))}")
+
+
+def address_of(host: str, port: int) -> str:
+    """`host:port`; an IPv6 address is put in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -35,6 +35,8 @@ log = logging.getLogger("dendro.peers")
 
 LEASE_S = 10.0
 """How long Serve may take to find a replica with room."""
+REPLICA_POLL_S = 0.5
+"""The pause after a call that found no replica."""
 
 P = TypeVar("P", bound=Peer)
 
@@ -43,11 +45,25 @@ class ServePool(Generic[P]):
     """The replicas of one deployment. Not thread-safe: its streams are bound to one event loop."""
 
     def __init__(self, handle: DeploymentHandle[object], streams: Streams, far: Callable[[PeerStream], P]) -> None:
+        self._handle = handle
         self._lease = handle.options(stream=True).lease
         self._streams = streams
         self._far = far
         self._held = BackgroundTasks()
         self.leases = 0
+
+    async def wait_for_replica(self) -> None:
+        """Wait until a replica answers, however long that takes."""
+        from ray.exceptions import RayError
+        from ray.serve.exceptions import RayServeException
+
+        while True:
+            try:
+                await self._handle.stats.remote()
+                return
+            except (RayError, RayServeException) as error:
+                log.info("no replica answers yet: %s", type(error).__name__)
+                await asyncio.sleep(REPLICA_POLL_S)
 
     async def lease(self) -> Leased[P]:
         """Lease a replica by a streaming Serve call. Its first item has the replica's address and the lease's token;
@@ -157,8 +173,17 @@ class ServePeers(Peers):
         drafters: Mapping[str, DeploymentHandle[object]],
     ) -> None:
         self._verifier_streams, self._drafter_streams = Streams(VERIFIER), Streams(DRAFTER)
+        self._target_pools = {
+            name: ServePool(handle, self._verifier_streams, RemoteVerifier) for name, handle in targets.items()
+        }
         super().__init__(
             config,
-            {name: ServePool(handle, self._verifier_streams, RemoteVerifier) for name, handle in targets.items()},
+            self._target_pools,
             {name: ServePool(handle, self._drafter_streams, RemoteDrafter) for name, handle in drafters.items()},
         )
+
+    async def wait_for_targets(self) -> None:
+        """Wait until every target has a replica, except those whose pool may be empty."""
+        for name, target in self._config.targets.items():
+            if target.least_replicas:
+                await self._target_pools[name].wait_for_replica()

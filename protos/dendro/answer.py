@@ -17,16 +17,13 @@ from dendro.text import Finish
 from dendro.v1 import generation_pb2 as pb
 
 REASON_KEY = "dendro-reason"
-"""Trailing metadata of our own errors. A proxy's NOT_FOUND does not have it."""
-REASON_MARK = " [dendro: "
-"""Precedes the same reason in the details, since Serve's proxy drops the trailing metadata of an error."""
+"""Trailing metadata of a router's own errors; those of gRPC and of a gateway do not have it."""
 
 BROKEN = frozenset(
     {
-        grpc.StatusCode.UNAVAILABLE,  # the proxy or the router is gone
-        grpc.StatusCode.CANCELLED,  # a replica was killed behind HAProxy
-        grpc.StatusCode.INTERNAL,  # a replica was killed behind the Python proxy
-        grpc.StatusCode.NOT_FOUND,  # the proxy is back, its routes are not
+        grpc.StatusCode.UNAVAILABLE,  # the router is gone, or drains
+        grpc.StatusCode.CANCELLED,  # the router ended without a status
+        grpc.StatusCode.INTERNAL,  # a gateway lost its router
         grpc.StatusCode.UNKNOWN,
     }
 )
@@ -364,15 +361,13 @@ class AnswerProgress:
 def _final_error(error: grpc.RpcError, timeout_s: float) -> DendroError | None:
     """The error that a status stands for; None if the connection broke, so that the call may be repeated."""
     code: grpc.StatusCode = error.code()
-    text: str = error.details() or ""
-    details, mark, _ = text.partition(REASON_MARK)
     trailing = cast(Sequence[tuple[str, str | bytes]], error.trailing_metadata() or ())
-    ours = bool(mark) or any(key == REASON_KEY for key, _ in trailing)
+    ours = any(key == REASON_KEY for key, _ in trailing)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return PeerLost(f"no complete answer within {timeout_s:g} s")
     if code is grpc.StatusCode.UNAVAILABLE or (code in BROKEN and not ours):
         return None
-    return error_for(code, details)
+    return error_for(code, error.details() or "")
 
 
 def _fields(kind: type[Started | OpeningStats | SpeculationStats], message: object) -> dict[str, Any]:

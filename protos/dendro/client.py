@@ -8,7 +8,8 @@ async with AsyncClient("127.0.0.1:9000") as client:
 ```
 
 A stream may break at any token: the client calls again with the tokens it has, and the server continues after them with
-the tokens of an unbroken stream. All errors are DendroErrors (dendro.errors).
+the tokens of an unbroken stream. Of several addresses, separated by commas, each call takes the next; a call that broke
+is repeated at another. All errors are DendroErrors (dendro.errors).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Self, Unpack
 import grpc.aio
 
 from dendro.answer import (
+    BROKEN,
     AnswerProgress,
     Complete,
     Completion,
@@ -42,6 +44,7 @@ from dendro.answer import (
     models_of,
 )
 from dendro.errors import error_for
+from dendro.rotation import Rotation
 from dendro.v1 import generation_pb2 as pb
 from dendro.v1 import generation_pb2_grpc
 
@@ -69,6 +72,8 @@ CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),  # a router that hangs is detected also while no data flows
+    ("grpc.lb_policy_name", "round_robin"),  # over the addresses that one name resolves to
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )
@@ -95,7 +100,7 @@ class Asking(ABC):
 
 
 class AsyncClient(Asking):
-    """An asyncio client of one address. Bound to the event loop in which it is first used."""
+    """An asyncio client of a cluster. Bound to the event loop in which it is first used."""
 
     def __init__(
         self,
@@ -106,12 +111,14 @@ class AsyncClient(Asking):
         attempts: int = 8,
         credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
+        """address: `host:port` of a router, or several separated by commas"""
         self.address = address
         self.timeout_s = timeout_s
         self.attempts = attempts
         self._metadata = ((TENANT_KEY, tenant),) if tenant else ()
         self._credentials = credentials
-        self._channel: grpc.aio.Channel | None = None
+        self._rotation = Rotation(address)
+        self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def __aenter__(self) -> Self:
         return self
@@ -122,25 +129,27 @@ class AsyncClient(Asking):
         await self.close()
 
     async def close(self) -> None:
-        if self._channel is not None:
-            await self._channel.close(None)
-            self._channel = None
+        channels, self._channels = self._channels, {}
+        for channel in channels.values():
+            await channel.close(None)
 
-    def _stub(self) -> generation_pb2_grpc.GenerationServiceAsyncStub:
-        if self._channel is None:  # created on first use, since it is bound to the running loop
-            self._channel = (
-                grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+    def _stub(self, address: str) -> generation_pb2_grpc.GenerationServiceAsyncStub:
+        channel = self._channels.get(address)
+        if channel is None:  # created on first use, since it is bound to the running loop
+            channel = self._channels[address] = (
+                grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
                 if self._credentials is None
-                else grpc.aio.secure_channel(self.address, self._credentials, options=CHANNEL_OPTIONS)
+                else grpc.aio.secure_channel(address, self._credentials, options=CHANNEL_OPTIONS)
             )
-        return generation_pb2_grpc.GenerationServiceStub(self._channel)
+        return generation_pb2_grpc.GenerationServiceStub(channel)
 
     async def send(self, request: pb.GenerateRequest) -> AsyncGenerator[Event, None]:
         """Stream the answer to a request message."""
         answer = AnswerProgress(request, self.timeout_s, self.attempts)
-        stub = self._stub()
         while not answer.finished:
             broken: grpc.RpcError | None = None
+            address = self._rotation.take()
+            stub = self._stub(address)
             call = stub.Generate(answer.next_request(), timeout=answer.remaining_s, metadata=self._metadata)
             try:
                 async for response in call:
@@ -152,21 +161,29 @@ class AsyncClient(Asking):
             finally:
                 call.cancel()  # ends the server's work if the caller left the iteration; else does nothing
             if not answer.finished:
-                await asyncio.sleep(answer.pause_after(broken))
+                pause_s = answer.pause_after(broken)
+                self._rotation.broke(address)
+                await asyncio.sleep(pause_s)
 
     async def models(self) -> tuple[ModelInfo, ...]:
         """The served models."""
-        try:
-            response = await self._stub().GetServerInfo(
-                pb.GetServerInfoRequest(), timeout=self.timeout_s, metadata=self._metadata
-            )
-        except grpc.aio.AioRpcError as error:
-            raise error_for(error.code(), error.details() or "") from error
-        return models_of(response)
+        for left in reversed(range(len(self._rotation.addresses))):
+            address = self._rotation.take()
+            try:
+                response = await self._stub(address).GetServerInfo(
+                    pb.GetServerInfoRequest(), timeout=self.timeout_s, metadata=self._metadata
+                )
+            except grpc.aio.AioRpcError as error:
+                self._rotation.broke(address)
+                if not left or error.code() not in BROKEN:
+                    raise error_for(error.code(), error.details() or "") from error
+            else:
+                return models_of(response)
+        raise AssertionError("a rotation has an address")
 
 
 class Client:
-    """A blocking client of one address; may be used from several threads."""
+    """A blocking client of a cluster; may be used from several threads."""
 
     def __init__(
         self,
@@ -177,16 +194,18 @@ class Client:
         attempts: int = 8,
         credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
+        """address: `host:port` of a router, or several separated by commas"""
         self.address = address
         self.timeout_s = timeout_s
         self.attempts = attempts
         self._metadata = ((TENANT_KEY, tenant),) if tenant else ()
-        self._channel = (
-            grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._rotation = Rotation(address)
+        self._channels = {
+            each: grpc.insecure_channel(each, options=CHANNEL_OPTIONS)
             if credentials is None
-            else grpc.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
-        )
-        self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
+            else grpc.secure_channel(each, credentials, options=CHANNEL_OPTIONS)
+            for each in self._rotation.addresses
+        }
 
     def __enter__(self) -> Self:
         return self
@@ -197,7 +216,11 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        self._channel.close()
+        for channel in self._channels.values():
+            channel.close()
+
+    def _stub(self, address: str) -> generation_pb2_grpc.GenerationServiceStub:
+        return generation_pb2_grpc.GenerationServiceStub(self._channels[address])
 
     def generate(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Iterator[Event]:
         """Stream an answer: Started, Rounds, Complete. Leaving the iteration cancels the request."""
@@ -209,7 +232,9 @@ class Client:
         answer = AnswerProgress(request, self.timeout_s, self.attempts)
         while not answer.finished:
             broken: grpc.RpcError | None = None
-            call = self._stub.Generate(answer.next_request(), timeout=answer.remaining_s, metadata=self._metadata)
+            address = self._rotation.take()
+            stub = self._stub(address)
+            call = stub.Generate(answer.next_request(), timeout=answer.remaining_s, metadata=self._metadata)
             try:
                 for response in call:
                     event = answer.take(response)
@@ -220,7 +245,9 @@ class Client:
             finally:
                 call.cancel()
             if not answer.finished:
-                time.sleep(answer.pause_after(broken))
+                pause_s = answer.pause_after(broken)
+                self._rotation.broke(address)
+                time.sleep(pause_s)
 
     def generate_text(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Completion:
         """The whole answer."""
@@ -229,10 +256,16 @@ class Client:
 
     def models(self) -> tuple[ModelInfo, ...]:
         """The served models."""
-        try:
-            response = self._stub.GetServerInfo(
-                pb.GetServerInfoRequest(), timeout=self.timeout_s, metadata=self._metadata
-            )
-        except grpc.RpcError as error:
-            raise error_for(error.code(), error.details() or "") from error
-        return models_of(response)
+        for left in reversed(range(len(self._rotation.addresses))):
+            address = self._rotation.take()
+            try:
+                response = self._stub(address).GetServerInfo(
+                    pb.GetServerInfoRequest(), timeout=self.timeout_s, metadata=self._metadata
+                )
+            except grpc.RpcError as error:
+                self._rotation.broke(address)
+                if not left or error.code() not in BROKEN:
+                    raise error_for(error.code(), error.details() or "") from error
+            else:
+                return models_of(response)
+        raise AssertionError("a rotation has an address")

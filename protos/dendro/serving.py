@@ -37,11 +37,7 @@ STREAM_OPTIONS = (
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 )
 """Options of both ends. A peer that hangs, or whose machine is gone, is detected within 15 s."""
-SERVER_OPTIONS = (
-    *STREAM_OPTIONS,
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
-    ("grpc.so_reuseport", 0),
-)
+SERVER_OPTIONS = (*STREAM_OPTIONS, ("grpc.so_reuseport", 0))
 
 ATTACH_S = 5.0
 """A lease ends if no opening is attached to it within this time: its router has died or changed its choice."""

@@ -24,7 +24,7 @@ from tiny_hybrids import make_checkpoint as make_hybrid
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from cluster.api.grpc import serve_plain
+from cluster.api.grpc import serve_router
 from cluster.bench import baselines as library
 from cluster.bench import speed_command as command
 from cluster.bench import speed_report as reports
@@ -686,12 +686,12 @@ def test_a_run_exits_with_status_1_if_speculation_changed_a_token(tmp_path, monk
 @pytest.mark.parametrize("row, rounds", [(OFF, 16), ("(1,1,1)", 4), (AUTO, None)])
 async def test_ours_answers_over_a_socket_with_the_tokens_of_plain_decoding(row, rounds):
     prompt, sampling = list(b"the snake"), Sampling(1.0, seed=5)
-    server, address = await serve_plain(edge.ingress(edge.EdgePeers()))
+    server = await serve_router(edge.ingress(edge.EdgePeers()))
     try:
-        async with AsyncClient(address) as client:
+        async with AsyncClient(server.address) as client:
             answer = await ClusterClient(client).answer(row, prompt, sampling.temperature, sampling.seed, 16)
     finally:
-        await server.stop(None)
+        await server.stop()
     assert list(answer.tokens) == edge.plain_answer(prompt, sampling, 16)
     assert 0 < answer.first_seconds <= answer.seconds
     assert rounds is None or (answer.round_count, answer.rounds.shapes) == (rounds, {row: rounds})

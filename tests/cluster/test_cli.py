@@ -18,7 +18,7 @@ from edge import EdgePeers, ingress, plain_answer
 from typer.testing import CliRunner, Result
 
 from cluster import cli
-from cluster.api.grpc import serve_plain
+from cluster.api.grpc import serve_router
 from cluster.api.local import LocalClient
 from cluster.config import DEMO_MODELS
 
@@ -32,9 +32,9 @@ async def run(*words: str) -> Result:
 
 @pytest.fixture
 async def address():
-    server, address = await serve_plain(ingress(EdgePeers()))
-    yield address
-    await server.stop(0)
+    server = await serve_router(ingress(EdgePeers()))
+    yield server.address
+    await server.stop()
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from dendro.v1 import generation_pb2_grpc
 from edge import END, HELLO, MAX_LENGTH, SERVED, VOCABULARY, EdgePeers, config, ingress, plain_answer, resume_of
 
 from cluster import sessions as sessions_module
-from cluster.api.grpc import serve_plain
+from cluster.api.grpc import serve_router
 from cluster.peers.opening import Leased
 from cluster.peers.pools import Peers
 from cluster.redis_server import RedisServer
@@ -38,11 +38,11 @@ CHAIN = pb.Speculation(mode=pb.Speculation.MODE_FIXED, shape="(1,)")
 
 @asynccontextmanager
 async def serving(peers: EdgePeers | None = None, sessions: Sessions | None = None) -> AsyncIterator[str]:
-    server, address = await serve_plain(ingress(peers or EdgePeers(), sessions))
+    server = await serve_router(ingress(peers or EdgePeers(), sessions))
     try:
-        yield address
+        yield server.address
     finally:
-        await server.stop(0)
+        await server.stop()
 
 
 @asynccontextmanager
@@ -188,7 +188,7 @@ async def test_a_resumed_stream_continues_with_the_same_tokens_and_text(held: in
             max_new_tokens=20,
             resume=resume_of(IDS, whole[:held], seed=3),
         )
-        stub = client._stub()
+        stub = client._stub(client.address)
         events = [event async for event in stub.Generate(request)]
     chunks = [event.chunk for event in events if event.WhichOneof("event") == "chunk"]
     before = "".join(part.text for part in full.rounds[:held])
@@ -203,21 +203,21 @@ async def test_a_client_whose_router_dies_gets_the_same_tokens_from_another():
     sampling = Sampling(temperature=1.0, seed=5)
     here, there = EdgePeers(), EdgePeers()
     here.pause_s = 0.01
-    first, address = await serve_plain(ingress(here))
+    first = await serve_router(ingress(here))
     second, tokens, text = None, [], ""
     try:
-        async with AsyncClient(address) as client:
+        async with AsyncClient(first.address) as client:
             async for event in client.generate(PROMPT, temperature=1.0, seed=5, max_new_tokens=40, speculation="2,1"):
                 if isinstance(event, Round):
                     tokens += event.token_ids
                     text += event.text
                     if second is None and len(tokens) > 10:
-                        await first.stop(0)
-                        second, _ = await serve_plain(ingress(there), port=int(address.split(":")[1]))
+                        await first.stop()
+                        second = await serve_router(ingress(there), ports=[int(first.address.split(":")[1])])
     finally:
-        await first.stop(0)
+        await first.stop()
         if second is not None:
-            await second.stop(0)
+            await second.stop()
     assert there.rounds > 0
     assert tokens == plain_answer(IDS, sampling, 40)
     assert text == bytes(tokens).decode(errors="replace")

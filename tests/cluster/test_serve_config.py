@@ -8,12 +8,7 @@ import pytest
 import yaml
 from dendro.errors import BadRequest
 from ray.serve.config import AutoscalingConfig
-from ray.serve.schema import (
-    HTTPOptionsSchema,
-    ServeApplicationSchema,
-    ServeDeploySchema,
-    gRPCOptionsSchema,
-)
+from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 from typer.testing import CliRunner
 
 from cluster import cli
@@ -68,7 +63,6 @@ def test_serve_has_every_key_that_is_written(config):
     for model, section in (
         (ServeDeploySchema, whole),
         (HTTPOptionsSchema, whole["http_options"]),
-        (gRPCOptionsSchema, whole["grpc_options"]),
         (ServeApplicationSchema, whole["applications"][0]),
     ):
         assert set(section) <= set(model.model_fields)

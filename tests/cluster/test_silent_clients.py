@@ -16,7 +16,7 @@ from fakes import FakeDrafter, FakeVerifier
 from sockets import until
 from toy_edge import asking, edge
 
-from cluster.api.grpc import serve_plain
+from cluster.api.grpc import serve_router
 from cluster.router.ingress import AHEAD
 
 SMALL_WINDOW = (("grpc.http2.lookahead_bytes", 256), ("grpc.http2.bdp_probe", 0))
@@ -25,12 +25,12 @@ SMALL_WINDOW = (("grpc.http2.lookahead_bytes", 256), ("grpc.http2.bdp_probe", 0)
 
 @asynccontextmanager
 async def serving(server_ingress):
-    server, address = await serve_plain(server_ingress)
+    server = await serve_router(server_ingress)
     try:
-        async with grpc.aio.insecure_channel(address, options=SMALL_WINDOW) as channel:
+        async with grpc.aio.insecure_channel(server.address, options=SMALL_WINDOW) as channel:
             yield generation_pb2_grpc.GenerationServiceStub(channel)
     finally:
-        await server.stop(0)
+        await server.stop()
 
 
 @pytest.mark.parametrize("grace_s", [60.0, 0.2], ids=["no peer while its call is open", "no call after the grace"])

@@ -100,7 +100,6 @@ BROKEN = [
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.CANCELLED,
     grpc.StatusCode.INTERNAL,
-    grpc.StatusCode.NOT_FOUND,
     grpc.StatusCode.UNKNOWN,
     None,  # the stream ends normally, but without `complete`
 ]

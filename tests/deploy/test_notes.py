@@ -10,4 +10,4 @@ def test_the_notes_name_the_service_and_the_port_that_clients_call():
     with Chart.load(str(CHART)) as chart:
         files = chart.render(SMALL | {"grpc": {"port": 9999}}, name="mine", namespace="serving")
     notes = next(text for path, text in files.items() if path.endswith("NOTES.txt"))
-    assert "mine-serve-svc.serving:9999" in notes and "for trials" in notes
+    assert "mine-router.serving:9999" in notes and "for trials" in notes

@@ -10,7 +10,7 @@ import pytest
 import ray
 from chart import CHART, KUBERNETES, SMALL, merged, rendered, serve_config, service, strict_crd, values_of
 from helm_python import HelmError
-from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema, gRPCOptionsSchema
+from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
 from cluster import serve_config as ours
 from cluster.app import DRAIN_MARGIN_S
@@ -70,7 +70,6 @@ def test_serve_and_our_models_have_every_key_of_the_configuration_inside(name):
     for model, written in (
         (ServeDeploySchema, deployed),
         (HTTPOptionsSchema, deployed["http_options"]),
-        (gRPCOptionsSchema, deployed["grpc_options"]),
         (ServeApplicationSchema, deployed["applications"][0]),
     ):
         assert set(written) <= set(model.model_fields)
@@ -137,10 +136,37 @@ def test_containers_have_the_environment_that_processes_read():
         assert environment == ours.ENVIRONMENT
 
 
-def test_kuberays_service_finds_grpc_on_every_worker():
-    for group in groups(service()).values():
-        ports = {each["name"]: each["containerPort"] for each in group["template"]["spec"]["containers"][0]["ports"]}
-        assert ports["serve-grpc"] == serve_config()["grpc_options"]["port"] and ports["serve"] == 8000
+def ports(template):
+    return {each["name"]: each["containerPort"] for each in template["spec"]["containers"][0]["ports"]}
+
+
+def test_no_client_reaches_serves_proxy_and_every_pod_answers_kuberays_probes_with_it():
+    """KubeRay's service has the ports whose names begin with `serve`; a pool without a probe gets KubeRay's."""
+    deployed = serve_config()
+    assert "grpc_options" not in deployed and deployed["http_options"]["port"] == ours.HTTP_PORT
+    for name, group in groups(service()).items():
+        assert {port for key, port in ports(group["template"]).items() if key.startswith("serve")} == {ours.HTTP_PORT}
+        assert ("readinessProbe" in group["template"]["spec"]["containers"][0]) == (name == "router")
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_routers_listen_for_all_pods_on_the_ports_that_their_service_and_probe_call(name):
+    chosen = merged(values(name), {"grpc": {"port": 9100, "statusPort": 9200}})
+    manifest, grpc = service(chosen), cluster_of(serve_config(chosen)).grpc
+    assert (grpc.host, grpc.port, grpc.status_port) == ("0.0.0.0", 9100, 9200)
+    router = groups(manifest)["router"]["template"]
+    found = ports(router)
+    assert (found["grpc"], found["status"]) == (9100, 9200)
+    assert router["spec"]["containers"][0]["readinessProbe"]["grpc"] == {"port": 9100}
+    (entry,) = rendered(chosen)["router.yaml"]
+    kubernetes_validate.validate(entry, KUBERNETES, strict=True)
+    (port,) = entry["spec"]["ports"]
+    assert port["port"] == 9100 and found[port["targetPort"]] == 9100
+    selected = [
+        each for each in pods(manifest) if entry["spec"]["selector"].items() <= each["metadata"]["labels"].items()
+    ]
+    assert selected == [router], "the service has the routers' pods and no others"
+    assert entry["spec"]["clusterIP"] == "None"
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -32,7 +32,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end }}
 {{- end }}
 
-{{/* The cluster's configuration, with Redis, the port and each model's pool filled in. */}}
+{{/* The cluster's configuration, with Redis, the ports and each model's pool filled in. */}}
 {{- define "dendro.cluster" -}}
 {{- $config := deepCopy .Values.cluster }}
 {{- range $key := list "redis" "grpc" }}
@@ -54,7 +54,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- $redis := dict "url" (include "dendro.redisUrl" .) }}
 {{- if .Values.redis.existingSecret }}{{ $_ := set $redis "password_variable" "REDIS_PASSWORD" }}{{ end }}
 {{- $_ := set $config "redis" $redis }}
-{{- $_ := set $config "grpc" (dict "port" (int .Values.grpc.port)) }}
+{{- $_ := set $config "grpc" (dict "host" "0.0.0.0" "port" (int .Values.grpc.port) "status_port" (int .Values.grpc.statusPort)) }}
 {{- toYaml $config }}
 {{- end }}
 
@@ -62,7 +62,6 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- define "dendro.env" -}}
 - {name: RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S, value: "1"}
 - {name: RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S, value: "3"}
-- {name: RAY_SERVE_GRPC_MAX_MESSAGE_SIZE, value: "8388608"}
 - {name: RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS, value: "1"}
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
 - {name: RAY_worker_niceness, value: "0"}

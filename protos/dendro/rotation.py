@@ -1,0 +1,38 @@
+"""The addresses of a cluster's routers, in turn."""
+
+from __future__ import annotations
+
+import time
+
+from dendro.clock import Clock
+from dendro.errors import BadRequest
+
+SHUNNED_S = 5.0
+"""How long an address at which a call broke is passed over while there are others."""
+
+
+class Rotation:
+    """Hands out addresses in turn, without those at which a call broke less than SHUNNED_S ago. Where all of them did,
+    the one that broke first."""
+
+    def __init__(self, addresses: str, clock: Clock = time.monotonic) -> None:
+        """addresses: `host:port`, several separated by commas. Raises BadRequest where there is none."""
+        self.addresses = tuple(dict.fromkeys(each.strip() for each in addresses.split(",") if each.strip()))
+        if not self.addresses:
+            raise BadRequest("address", f"{addresses!r} names no host:port")
+        self._clock = clock
+        self._broke_s = dict.fromkeys(self.addresses, -SHUNNED_S)
+        self._next = 0
+
+    def take(self) -> str:
+        """The address of the next call."""
+        ordered = self.addresses[self._next :] + self.addresses[: self._next]
+        before_s = self._clock() - SHUNNED_S
+        well = (each for each in ordered if self._broke_s[each] <= before_s)
+        chosen = next(well, None) or min(ordered, key=self._broke_s.__getitem__)
+        self._next = (self.addresses.index(chosen) + 1) % len(self.addresses)
+        return chosen
+
+    def broke(self, address: str) -> None:
+        """A call at this address broke."""
+        self._broke_s[address] = self._clock()

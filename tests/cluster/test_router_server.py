@@ -1,0 +1,269 @@
+"""A router's own server: its health, limits, ports and end. Over real sockets, with fake peers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import grpc
+import grpc.aio
+import pytest
+from dendro.answer import REASON_KEY, Round
+from dendro.client import CHANNEL_OPTIONS, AsyncClient
+from dendro.errors import EngineFailed, Overloaded
+from dendro.text import Sampling
+from dendro.v1 import generation_pb2 as pb
+from dendro.v1 import generation_pb2_grpc
+from edge import EdgePeers, config, ingress, plain_answer
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from sockets import end, process, until
+
+from cluster.api import grpc as api
+from cluster.api.grpc import SERVICE, serve_router
+from cluster.api.status import serve_status
+from cluster.peers import pools
+
+PROMPT = "walk the "
+IDS = list(PROMPT.encode())
+OFF = pb.Speculation(mode=pb.Speculation.MODE_OFF)
+EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs lack it
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def slow_peers(pause_s=0.01):
+    peers = EdgePeers()
+    peers.pause_s = pause_s
+    return peers
+
+
+@asynccontextmanager
+async def serving(peers=None, **options):
+    """A router's server; `options` of its configuration."""
+    server = await serve_router(ingress(peers or EdgePeers(), **options))
+    try:
+        yield server
+    finally:
+        await server.stop()
+
+
+def asking(count=40):
+    return pb.GenerateRequest(text=PROMPT, max_new_tokens=count, speculation=OFF)
+
+
+async def health_of(channel, name=""):
+    answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=name))
+    return answer.status
+
+
+async def test_a_draining_server_finishes_its_streams_and_takes_no_others():
+    async with serving(slow_peers()) as server, grpc.aio.insecure_channel(server.address) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
+        assert (await watch.read()).status == SERVING == await health_of(channel)
+        call: Any = generation_pb2_grpc.GenerationServiceStub(channel).Generate(asking())
+        assert (await call.read()).WhichOneof("event") == "started"
+        stopping = asyncio.create_task(server.stop(drain_s=30.0))
+        assert (await watch.read()).status == NOT_SERVING, "sent before the streams end"
+        async with grpc.aio.insecure_channel(server.address) as other:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await health_of(other)
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        tokens: list[int] = []
+        while (event := await call.read()) is not EOF:
+            tokens += event.chunk.token_ids
+        assert tokens == plain_answer(IDS, Sampling(), 40)
+        async with asyncio.timeout(15):
+            await stopping
+
+
+async def test_streams_that_outlast_the_drain_end_with_a_status_at_which_clients_resume_and_release_their_peers():
+    peers = slow_peers(0.05)
+    async with serving(peers) as server, grpc.aio.insecure_channel(server.address) as channel:
+        call: Any = generation_pb2_grpc.GenerationServiceStub(channel).Generate(asking(400))
+        assert (await call.read()).WhichOneof("event") == "started"
+        stopping = asyncio.create_task(server.stop(drain_s=0.1))
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            while await call.read() is not EOF:
+                pass
+        await stopping
+    assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+    trailing: Any = ended.value.trailing_metadata()
+    assert dict(trailing)[REASON_KEY] == "PeerLost"
+    assert {kind for kind, _ in peers.closed} == {"drafter", "verifier"}
+
+
+async def test_an_answer_goes_on_at_another_router_when_its_own_is_stopped():
+    """The client's first call is at the first address."""
+    async with serving(slow_peers()) as first, serving() as second:
+        tokens: list[int] = []
+        async with AsyncClient(f"{first.address},{second.address}") as client:
+            async for event in client.generate(PROMPT, max_new_tokens=60, speculation="off"):
+                if isinstance(event, Round):
+                    tokens += event.token_ids
+                    if len(tokens) == 10:
+                        await first.stop()
+        assert tokens == plain_answer(IDS, Sampling(), 60)
+        assert second.stats()["requests"] == 1
+
+
+async def test_a_request_past_the_limit_is_refused_while_health_is_answered():
+    peers = slow_peers()
+    async with serving(peers, router={"max_requests": 2}) as server, AsyncClient(server.address) as client:
+        running = [asyncio.create_task(client.generate_text(PROMPT, max_new_tokens=60)) for _ in range(2)]
+        await until(lambda: server.stats()["running"] == 2)
+        with pytest.raises(Overloaded, match="2 requests run"):
+            await client.generate_text(PROMPT)
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            assert await health_of(channel) == SERVING
+        await asyncio.gather(*running)
+        await client.generate_text(PROMPT, max_new_tokens=2)
+        stats = server.stats()
+    assert (stats["requests"], stats["refused"], stats["running"]) == (3, 1, 0)
+
+
+async def test_reflection_names_the_public_service_and_health():
+    async with serving() as server, grpc.aio.insecure_channel(server.address) as channel:
+        ask = reflection_pb2.ServerReflectionRequest(list_services="")
+        answers = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([ask]))
+        listed = [each.name async for answer in answers for each in answer.list_services_response.service]
+    assert {SERVICE, "grpc.health.v1.Health"} <= set(listed)
+
+
+@pytest.mark.parametrize("host, elsewhere", [("127.0.0.1", False), ("0.0.0.0", True)])
+async def test_only_the_configured_host_is_listened_at(host, elsewhere):
+    server = await serve_router(ingress(EdgePeers()), host)
+    port = int(server.address.rpartition(":")[2])
+    try:
+        with socket.socket() as probe:  # another address of this machine
+            assert (probe.connect_ex(("127.0.0.2", port)) == 0) == elsewhere
+    finally:
+        await server.stop()
+
+
+async def test_routers_share_a_port_or_take_the_next_one():
+    async with serving() as alone:
+        port = int(alone.address.rpartition(":")[2])
+    two = [await serve_router(ingress(EdgePeers()), ports=[port], share_port=True) for _ in range(2)]
+    try:
+        assert {each.address for each in two} == {f"127.0.0.1:{port}"}
+    finally:
+        for each in two:
+            await each.stop()
+    async with serving() as holder, serving() as other:
+        taken = [int(each.address.rpartition(":")[2]) for each in (holder, other)]
+        with pytest.raises(EngineFailed, match=r"grpc\.port"):
+            await serve_router(ingress(EdgePeers()), ports=taken)
+        third = await serve_router(ingress(EdgePeers()), ports=[*taken, 0])
+        await third.stop()
+
+
+class Silent(generation_pb2_grpc.GenerationServiceServicer):
+    async def Generate(self, request, context):  # type: ignore[override]
+        await asyncio.Event().wait()
+
+
+def faster(options):
+    """The same options with a hundredth of every time."""
+    return tuple((name, value // 100 if name.endswith("_ms") else value) for name, value in options)
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["our limits", "gRPC's own"])
+async def test_our_clients_keepalive_is_within_our_servers_limits_on_a_silent_stream(ours):
+    server = grpc.aio.server(options=faster(api.SERVER_OPTIONS) if ours else None)
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(Silent(), server)  # type: ignore[abstract]
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=faster(CHANNEL_OPTIONS)) as channel:
+            call = generation_pb2_grpc.GenerationServiceStub(channel).Generate(asking())
+            done, _ = await asyncio.wait({asyncio.ensure_future(call.code())}, timeout=5.0)
+            assert bool(done) != ours, "a silent stream lives through 50 pings"
+            call.cancel()
+    finally:
+        await server.stop(0)
+
+
+async def test_the_other_port_has_metrics_and_health():
+    async with serving() as server:
+        status, port = await serve_status(server.stats, lambda: server.healthy, "127.0.0.1", [0])
+        try:
+            async with AsyncClient(server.address) as client:
+                done = await client.generate_text(PROMPT, max_new_tokens=5, speculation="off")
+            async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
+
+                async def page(path):
+                    async with session.get(path) as answer:
+                        return answer.status, await answer.text()
+
+                code, text = await page("/metrics")
+                found = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+                assert code == 200 and float(found["dendro_router_rounds_total"]) == len(done.rounds) == 5
+                assert float(found["dendro_router_requests_total"]) == 1 and float(found["dendro_router_running"]) == 0
+                assert float(found["process_cpu_seconds_total"]) > 0
+                assert await page("/healthz") == (200, "SERVING\n")
+                await server.set_healthy(False)
+                assert await page("/healthz") == (503, "NOT_SERVING\n")
+            with pytest.raises(EngineFailed, match="status_port"):
+                await serve_status(server.stats, lambda: True, "127.0.0.1", [port])
+        finally:
+            await status.cleanup()
+
+
+async def test_with_two_routers_the_death_of_one_fails_no_request():
+    """A router killed with requests on it; the next requests go to the other alone."""
+    (first, one), (second, two) = await process("edge"), await process("edge")
+    try:
+        async with AsyncClient(f"{one},{two}", attempts=3) as client:
+            begun = 0
+
+            async def ask(turn):
+                nonlocal begun
+                tokens = []
+                async for event in client.generate(f"{PROMPT}{turn}", max_new_tokens=80, speculation="(1,)"):
+                    begun += isinstance(event, Round) and event.offset == 0
+                    tokens += event.token_ids if isinstance(event, Round) else ()
+                assert tokens == plain_answer(f"{PROMPT}{turn}".encode(), Sampling(), 80)
+
+            asked = asyncio.gather(*(ask(turn) for turn in range(16)))
+            await until(lambda: begun == 16 or asked.done())
+            os.kill(second.pid, signal.SIGKILL)
+            await asked
+            await asyncio.gather(*(ask(turn) for turn in range(16, 24)))
+    finally:
+        await end(first, second)
+
+
+class Handle:
+    """A handle of Serve to a deployment whose first `failures` calls find no replica."""
+
+    lease = None
+
+    def __init__(self, failures: int) -> None:
+        self.failures, self.calls = failures, 0
+        self.stats = self
+
+    def options(self, stream: bool) -> Handle:
+        return self
+
+    async def remote(self) -> dict[str, int]:
+        from ray.serve._private.common import DeploymentID
+        from ray.serve.exceptions import DeploymentUnavailableError
+
+        self.calls += 1
+        if self.calls <= self.failures:
+            raise DeploymentUnavailableError(DeploymentID("verifier"))
+        return {}
+
+
+async def test_a_router_waits_for_a_replica_of_every_target_but_those_whose_pool_may_be_empty(monkeypatch):
+    monkeypatch.setattr(pools, "REPLICA_POLL_S", 0.0)
+    sleepy = {"checkpoint": "none", "autoscaling": {"min_replicas": 0, "max_replicas": 1}}
+    models = {"here": {"checkpoint": "none"}, "late": {"checkpoint": "none"}, "sleepy": sleepy}
+    handles: dict[str, Any] = {"here": Handle(0), "late": Handle(3), "sleepy": Handle(0)}
+    await pools.ServePeers(config(targets=models, drafters={}), handles, {}).wait_for_targets()
+    assert {name: each.calls for name, each in handles.items()} == {"here": 1, "late": 4, "sleepy": 0}

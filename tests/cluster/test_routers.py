@@ -1,0 +1,93 @@
+"""Two routers on Ray Serve: clients call their own ports, and one of them may be killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+
+import aiohttp
+import grpc.aio
+import psutil
+import pytest
+from dendro.client import AsyncClient
+from fakes import FakeVerifier, plain
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from toy_cluster import LOADERS, toy_config
+
+from cluster import deploy
+from cluster.redis_server import RedisServer
+from cluster.serve_config import APPLICATION
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+
+
+def slow_verifier(name, model, states) -> FakeVerifier:
+    return FakeVerifier(pause_s=0.02)
+
+
+def each_router(method):
+    """What the method answers at every running router."""
+    from ray import serve
+
+    return serve.get_deployment_handle("router", APPLICATION).broadcast(method).results(timeout_s=30.0)
+
+
+async def healthy(router) -> bool:
+    """Whether both ports of a router report that it serves."""
+    async with grpc.aio.insecure_channel(router["clients"]) as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check
+        served = (await check(health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=10)).status == SERVING
+    async with aiohttp.ClientSession() as session, session.get(f"http://{router['status']}/healthz") as page:
+        return served and page.status == 200
+
+
+async def all_healthy(count: int) -> list[dict[str, str]]:
+    """The addresses of the routers, once `count` of them are healthy."""
+    async with asyncio.timeout(120):
+        while True:
+            found = await asyncio.to_thread(each_router, "addresses")
+            if len(found) == count and all([await healthy(each) for each in found]):
+                return found
+            await asyncio.sleep(0.5)
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(300)  # starting Ray alone may take more than 100 s beside another test's Ray
+def test_on_serve_clients_call_routers_at_their_own_ports_and_the_death_of_one_fails_no_request(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    config = toy_config(router={"resources": {"cpu": 0.1}, "replicas": 2}, grpc={"share_port": False})
+    before = set(psutil.Process().children(recursive=True))
+
+    async def use(addresses: str) -> None:
+        routers = await all_healthy(2)
+        assert sorted(each["clients"] for each in routers) == addresses.split(",")
+        assert len({each["status"] for each in routers}) == 2, "a port of its own"
+        names = [" ".join(each.cmdline()) for each in psutil.Process().children(recursive=True)]
+        assert any("ServeReplica" in name for name in names) and not any("ProxyActor" in name for name in names)
+
+        async with AsyncClient(addresses) as client:
+
+            async def ask(first: int) -> None:
+                done = await client.generate_text([first, 6, 7], max_new_tokens=500, speculation="off")
+                assert list(done.token_ids) == plain([first, 6, 7], 500)
+
+            asked = asyncio.gather(*(ask(first) for first in range(8)))
+            while True:
+                stats = await asyncio.to_thread(each_router, "stats")
+                if [each["running"] for each in stats] == [4, 4]:
+                    break
+            os.kill(stats[0]["pid"], signal.SIGKILL)
+            await asked
+        assert stats[0]["pid"] not in {each["pid"] for each in await asyncio.to_thread(each_router, "stats")}
+        await all_healthy(2)
+
+    with RedisServer() as server:
+        addresses = deploy.start(config, server.url, **LOADERS | {"verifier": slow_verifier})
+        try:
+            asyncio.run(use(addresses))
+        finally:
+            deploy.stop()
+    left = [child for child in psutil.Process().children(recursive=True) if child not in before]
+    assert left == []

@@ -1,0 +1,46 @@
+"""Several addresses: calls take them in turn, and pass over those that broke."""
+
+from __future__ import annotations
+
+import pytest
+from dendro.errors import BadRequest
+from dendro.rotation import SHUNNED_S, Rotation
+
+
+class Watch:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_calls_take_the_addresses_in_turn():
+    rotation = Rotation("a:1, b:1,c:1,a:1")
+    assert [rotation.take() for _ in range(7)] == ["a:1", "b:1", "c:1", "a:1", "b:1", "c:1", "a:1"]
+
+
+def test_a_broken_address_is_passed_over_for_a_while():
+    watch = Watch()
+    rotation = Rotation("a,b,c", watch)
+    rotation.broke("b")
+    assert [rotation.take() for _ in range(4)] == ["a", "c", "a", "c"]
+    watch.now_s += SHUNNED_S
+    assert [rotation.take() for _ in range(3)] == ["a", "b", "c"]
+
+
+def test_where_all_broke_the_first_that_did_is_tried():
+    watch = Watch()
+    rotation = Rotation("a,b,c", watch)
+    for name in ("c", "a", "b"):
+        watch.now_s += 1.0
+        rotation.broke(name)
+    assert rotation.take() == "c"
+    rotation.broke("c")
+    assert rotation.take() == "a"
+
+
+@pytest.mark.parametrize("text", ["", " , "])
+def test_no_address_is_refused(text):
+    with pytest.raises(BadRequest, match="address"):
+        Rotation(text)
