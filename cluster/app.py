@@ -23,7 +23,7 @@ from dendro.state import StateStore
 
 from cluster.api.grpc import address_of, serve_router
 from cluster.api.status import serve_status
-from cluster.config import Config, DrafterConfig, ModelConfig, TargetConfig
+from cluster.config import Config, DrafterConfig, ModelConfig, Router, Scaling, TargetConfig
 from cluster.engines import (
     actor_options,
     engine_environment,
@@ -34,6 +34,7 @@ from cluster.engines import (
 from cluster.hub import pinned
 from cluster.peers.pools import ServePeers
 from cluster.router.ingress import Ingress
+from cluster.scaling import LOAD
 from cluster.sessions import RedisSessions
 from cluster.state_store import RedisPriors, RedisStates
 
@@ -48,8 +49,8 @@ HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 1.0, 3.0
 DRAIN_MARGIN_S = 30.0
 """A replica that is removed has the time limit of a request, and this much more, to finish its requests."""
 LOOK_BACK_S, METRICS_INTERVAL_S = 5.0, 1.0
-"""Autoscaling uses the mean number of leases over LOOK_BACK_S; replicas and routers report it each METRICS_INTERVAL_S.
-"""
+"""Autoscaling uses the mean load over LOOK_BACK_S: leases, or a router's requests; it is reported each
+METRICS_INTERVAL_S."""
 LAST_WORDS_S = 0.2
 """How long a replica with a lost worker waits before it exits, so that its streams can send the error."""
 EVERY_ADDRESS = frozenset({"", "0.0.0.0", "::"})
@@ -145,7 +146,7 @@ class RouterShell:
         priors = RedisPriors(redis_url, config.redis.prior_ttl_s)
         sessions = RedisSessions(redis_url, config.redis.record_ttl_s)
         self._drain_s = config.router.drain_s
-        grpc, routers = config.grpc, config.router.replicas
+        grpc, routers = config.grpc, config.router.most_replicas
         self._server = await serve_router(
             ingress(config, peers, sessions, priors=priors),
             grpc.host,
@@ -172,6 +173,10 @@ class RouterShell:
     async def stats(self) -> dict[str, int]:
         """The router's counters."""
         return self._server.stats()
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What Serve scales routers by: the requests that run here."""
+        return {LOAD: float(self._server.stats()["running"])}
 
     async def __del__(self) -> None:
         """Drain. Serve awaits it before it ends the process, and sees no calls of a router's clients."""
@@ -233,7 +238,7 @@ def build(
     router = _deployment(
         RouterShell,
         name="router",
-        num_replicas=config.router.replicas,
+        **_routers_of(config.router),
         ray_actor_options=actor_options(config.router.resources, engine_environment(1)),
         **common,
     )
@@ -262,16 +267,27 @@ def _replicas_of(model: ModelConfig) -> dict[str, Any]:
     scaling = model.autoscaling
     if scaling is None:
         return {"num_replicas": model.replicas}
+    return {"autoscaling_config": _scaling_options(scaling, scaling.leases)}
+
+
+def _routers_of(router: Router) -> dict[str, Any]:
+    """The same for routers, which scale by what they report: Serve sees no calls of their clients."""
+    scaling = router.autoscaling
+    if scaling is None:
+        return {"num_replicas": router.replicas}
+    options = _scaling_options(scaling, scaling.requests)
+    return {"autoscaling_config": {**options, "policy": {"policy_function": "cluster.scaling:by_load"}}}
+
+
+def _scaling_options(scaling: Scaling, target: float) -> dict[str, Any]:
     return {
-        "autoscaling_config": {
-            "min_replicas": scaling.min_replicas,
-            "max_replicas": scaling.max_replicas,
-            "target_ongoing_requests": scaling.leases,
-            "upscale_delay_s": scaling.up_after_s,
-            "downscale_delay_s": scaling.down_after_s,
-            "look_back_period_s": LOOK_BACK_S,
-            "metrics_interval_s": METRICS_INTERVAL_S,
-        }
+        "min_replicas": scaling.min_replicas,
+        "max_replicas": scaling.max_replicas,
+        "target_ongoing_requests": target,
+        "upscale_delay_s": scaling.up_after_s,
+        "downscale_delay_s": scaling.down_after_s,
+        "look_back_period_s": LOOK_BACK_S,
+        "metrics_interval_s": METRICS_INTERVAL_S,
     }
 
 

@@ -78,23 +78,37 @@ class Resources(Section):
         return {name: amount for name, amount in {"CPU": self.cpu, "GPU": self.gpu, **self.custom}.items() if amount}
 
 
-class Autoscaling(Section):
-    """How many replicas a pool has, by its leases: a running request holds one of a verifier and one of a drafter."""
+class Scaling(Section):
+    """Bounds and delays of a pool whose number of replicas follows its load."""
 
     min_replicas: int = Field(default=1, ge=0)
     max_replicas: int = Field(ge=1)
-    leases: float = Field(default=8.0, gt=0)
-    """Target number of leases of a replica, on average."""
     up_after_s: float = Field(default=10.0, ge=0)
-    """How long the average must be above it before a replica is added."""
+    """How long the average load must be above its target before a replica is added."""
     down_after_s: float = Field(default=120.0, ge=0)
-    """How long the average must be below it before a replica is removed; that ends with its last lease."""
+    """How long it must be below before a replica is removed. A drafter or verifier ends with its last lease, a router
+    when it has drained."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.max_replicas < max(self.min_replicas, 1):
             raise ValueError(f"max_replicas: {self.max_replicas}; must be at least min_replicas, {self.min_replicas}")
         return self
+
+
+class Autoscaling(Scaling):
+    """How many replicas a pool has, by its leases: a running request holds one of a verifier and one of a drafter."""
+
+    leases: float = Field(default=8.0, gt=0)
+    """Target number of leases of a replica, on average."""
+
+
+class RouterScaling(Scaling):
+    """How many routers there are, by the requests that run on them."""
+
+    min_replicas: int = Field(default=1, ge=1)
+    requests: float = Field(default=64.0, gt=0)
+    """Target number of running requests of a router, on average."""
 
 
 class ModelConfig(Section):
@@ -204,6 +218,8 @@ class Router(Section):
     """The deployment that clients call, with its limits."""
 
     replicas: int = Field(default=1, ge=1)
+    """A fixed number; must not be given beside `autoscaling`."""
+    autoscaling: RouterScaling | None = None
     resources: Resources = Resources(cpu=0.25)
     max_prompt_bytes: int = Field(default=1 << 20, ge=1)
     max_new_tokens: int = Field(default=4096, ge=1)
@@ -220,6 +236,16 @@ class Router(Section):
     draft_timeout_ms: float = Field(default=500.0, gt=0)
     """The longest a round waits for its draft; a round whose draft is late is plain decoding. Rounds with a fixed shape
     wait up to this limit; others have a shorter deadline, computed from usual drafts and rounds."""
+
+    @property
+    def most_replicas(self) -> int:
+        return self.autoscaling.max_replicas if self.autoscaling is not None else self.replicas
+
+    @model_validator(mode="after")
+    def _check_replicas(self) -> Self:
+        if self.autoscaling is not None and "replicas" in self.model_fields_set:
+            raise ValueError("replicas: is given beside autoscaling, which has min_replicas and max_replicas")
+        return self
 
 
 class SpeculationConfig(Section):

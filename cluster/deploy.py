@@ -43,7 +43,7 @@ def start(config: Config, redis_url: str, ray_address: str = "", **loaders: Any)
     wanted = [
         *(target.resources.cpu * target.tensor_parallel * target.most_replicas for target in config.targets.values()),
         *(drafter.resources.cpu * drafter.most_replicas for drafter in config.drafters.values()),
-        config.router.resources.cpu * config.router.replicas,
+        config.router.resources.cpu * config.router.most_replicas,
     ]
     others = psutil.Process().children()
     own: dict[str, Any] = {

@@ -162,7 +162,7 @@ async def test_routers_share_a_port_or_take_the_next_one():
         await third.stop()
 
 
-class Silent(generation_pb2_grpc.GenerationServiceServicer):
+class WaitsForever(generation_pb2_grpc.GenerationServiceServicer):
     async def Generate(self, request, context):  # type: ignore[override]
         await asyncio.Event().wait()
 
@@ -175,7 +175,7 @@ def faster(options):
 @pytest.mark.parametrize("ours", [True, False], ids=["our limits", "gRPC's own"])
 async def test_our_clients_keepalive_is_within_our_servers_limits_on_a_silent_stream(ours):
     server = grpc.aio.server(options=faster(api.SERVER_OPTIONS) if ours else None)
-    generation_pb2_grpc.add_GenerationServiceServicer_to_server(Silent(), server)  # type: ignore[abstract]
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(WaitsForever(), server)  # type: ignore[abstract]
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:

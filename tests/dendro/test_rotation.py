@@ -7,7 +7,7 @@ from dendro.errors import BadRequest
 from dendro.rotation import SHUNNED_S, Rotation
 
 
-class Watch:
+class SetClock:
     def __init__(self) -> None:
         self.now_s = 100.0
 
@@ -21,7 +21,7 @@ def test_calls_take_the_addresses_in_turn():
 
 
 def test_a_broken_address_is_passed_over_for_a_while():
-    watch = Watch()
+    watch = SetClock()
     rotation = Rotation("a,b,c", watch)
     rotation.broke("b")
     assert [rotation.take() for _ in range(4)] == ["a", "c", "a", "c"]
@@ -30,7 +30,7 @@ def test_a_broken_address_is_passed_over_for_a_while():
 
 
 def test_where_all_broke_the_first_that_did_is_tried():
-    watch = Watch()
+    watch = SetClock()
     rotation = Rotation("a,b,c", watch)
     for name in ("c", "a", "b"):
         watch.now_s += 1.0
