@@ -74,7 +74,8 @@ class VerifierEngine:
     ) -> None:
         """shelf: store of the states of texts, where the capacity `saves` them. longest_step_s: a longer step counts as
         hung. dependent: products, and numbers of rows, with which a row's bits depend on other rows; empty where the
-        exactness is `bitwise`. kernels: how many of the model's products have which form."""
+        exactness is `bitwise`. kernels: how many of the model's products have which form, and the form of its
+        attention."""
         self.scheduler = scheduler
         self.runner = runner
         self._hello = hello
@@ -171,10 +172,11 @@ class VerifierEngine:
                     f"{_name_of(options.dtype)}: the model's logits are not finite"
                     + (cause if options.dtype == torch.float16 else ""),
                 )
+            kernels = str(target.linear) + (f"; attention: {target.attention}" if target.attention else "")
             log.info(
                 "verifier %s: linear layers: %s; rows %s; %d pages, %.1f kB per token, %.1f MB of states",
                 options.name,
-                target.linear,
+                kernels,
                 f"differ: {', '.join(differ)}" if differ else "bitwise independent",
                 pages,
                 runner.pages.token_bytes / 1e3,
@@ -187,9 +189,7 @@ class VerifierEngine:
             block = capacity.recurrent.extent.block
             names = hello.fingerprint, hello.tokenizer, memory.layout(block)
             shelf = Shelf(states or NoStates(), *names, lambda arrays, tokens: memory.check(arrays, 2 * block))
-        return cls(
-            StepScheduler(capacity, clock), runner, hello, shelf, options.longest_step_s, differ, str(target.linear)
-        )
+        return cls(StepScheduler(capacity, clock), runner, hello, shelf, options.longest_step_s, differ, kernels)
 
     # The peer
 

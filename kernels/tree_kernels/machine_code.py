@@ -47,6 +47,11 @@ class Kernels(NamedTuple):
     functions: Mapping[str, Callable[..., None]]  # by the kernel's name; a call holds no interpreter lock
     addresses: Mapping[str, int]  # of the shared functions, by symbol
 
+    def address(self, kernel: str) -> int:
+        """Where a kernel's code is."""
+        found: int = ctypes.cast(self.functions[kernel], ctypes.c_void_p).value  # type: ignore[arg-type, assignment]
+        return found
+
 
 @cache
 def target_machine() -> Any:

@@ -87,3 +87,15 @@ def fused_multiply_add(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
         return builder.fma(*arguments)
 
     return types.float32(types.float32, types.float32, types.float32), generate
+
+
+@intrinsic
+def call_kernel(typingctx: Any, function: Any, call: Any, thread: Any) -> Any:
+    """Calls the kernel of two int64 arguments at the address `function`."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [I64, I64])
+        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 from tree_kernels.matmul import PackedWeight, why_not_packed
-from tree_kernels.matmul.cpu import _Helpers
+from tree_kernels.matmul.cpu import Helpers
 from tree_kernels.matmul.packing import pack
 from tree_kernels.matmul.reference import product
 
@@ -73,7 +73,7 @@ def test_where_no_thread_can_start_the_callers_own_computes_everything(monkeypat
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr("tree_kernels.matmul.cpu.THREADED", 0)
-    monkeypatch.setattr("tree_kernels.matmul.cpu._helpers", _Helpers())
+    monkeypatch.setattr("tree_kernels.matmul.cpu._helpers", Helpers())
     monkeypatch.setattr(threading.Thread, "start", refuse)
     rows, weight, _ = made(512, 300, torch.bfloat16, rows=7)
     form = PackedWeight(weight, threads=3)

@@ -13,9 +13,12 @@ import torch
 from other_kernels import give_a_batch_of_one_other_bits
 from tree_kernels.commit import commit
 from tree_kernels.tree_attention import PAGE, FarRows, Layout, TreeRows, near_window, reference
+from tree_kernels.tree_attention.compiled import attend_compiled, compiled_step, why_not_compiled, why_not_for
 from tree_kernels.tree_attention.cpu import attend, prepare, write
 
 NEAR = 16
+needs_kernels = pytest.mark.skipif(bool(why_not_compiled()), reason=why_not_compiled())
+FORMS = [pytest.param("compiled", marks=needs_kernels), "library"]
 
 
 @dataclass
@@ -26,6 +29,8 @@ class AttentionCase:
     kv_heads: int
     dim: int
     dtype: torch.dtype = torch.float32
+    form: str = "library"
+    threads: int = 1  # of the compiled form
     window: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
@@ -104,9 +109,14 @@ class AttentionCase:
     def run(self, wanted, extra=0):
         """Attention [rows, heads, dim] of the wanted rows in one step, whose keys are written first."""
         step, pack = self.call(wanted, extra)
-        prepared = prepare(step, self.kv_heads, self.window)
-        write(self.pool, pack["k"], pack["v"], prepared)
-        out = attend(pack["q"], self.pool, prepared, self.layout, self.dim**-0.5, self.softcap, self.sinks)
+        if self.form == "compiled":
+            given = pack["q"], pack["k"], pack["v"], self.pool, compiled_step(step, self.threads), self.layout
+            out = attend_compiled(*given, self.dim**-0.5, self.window, self.softcap, self.sinks)
+        else:
+            prepared = prepare(step, self.kv_heads, self.window)
+            write(self.pool, pack["k"], pack["v"], prepared)
+            out = attend(pack["q"], self.pool, prepared, self.layout, self.dim**-0.5, self.softcap, self.sinks)
+        assert out.dtype == self.dtype and out.shape == (step.padded, self.heads, self.dim)
         assert torch.isfinite(out).all()
         return out[: len(step.positions)]
 
@@ -155,9 +165,10 @@ def prefilled(case, base, parents):
 @pytest.mark.parametrize(
     ("dtype", "atol", "rel_rms"), [(torch.float32, 1e-5, 1e-5), (torch.bfloat16, 2e-2, 4e-3)], ids=["fp32", "bf16"]
 )
-def test_every_row_equals_the_reference_the_softmax_over_its_own_path(variant, dtype, atol, rel_rms):
+@pytest.mark.parametrize("form", FORMS)
+def test_every_row_equals_the_reference_the_softmax_over_its_own_path(variant, dtype, atol, rel_rms, form):
     kv_heads = 2 if variant == "grouped" else 4
-    case = AttentionCase(4, kv_heads, 16, dtype)
+    case = AttentionCase(4, kv_heads, 16, dtype, form)
     case.window = 20 if variant == "window" else None
     case.softcap = 2.0 if variant == "softcap" else None
     case.sinks = case.random(4) if variant == "sinks" else None
@@ -184,21 +195,26 @@ def test_the_reference_reads_the_keys_from_the_root_of_the_tree_to_the_row_by_po
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_keys_and_values_are_written_as_by_the_reference_and_nothing_else_is(dtype):
+@pytest.mark.parametrize("form", FORMS)
+def test_keys_and_values_are_written_as_by_the_reference_and_nothing_else_is(dtype, form):
     case = AttentionCase(4, 2, 16, dtype)
     texts = [case.text(base, TREES["fork"]) for base in (1, 70)]
     step, pack = case.call([(text, rows_of(text)) for text in texts], extra=1)
     ours = case.pool.normal_(generator=case.generator)
     truth = ours.clone()
-    write(ours, pack["k"], pack["v"], prepare(step, case.kv_heads))
+    if form == "compiled":
+        attend_compiled(pack["q"], pack["k"], pack["v"], ours, compiled_step(step), case.layout, 1.0)
+    else:
+        write(ours, pack["k"], pack["v"], prepare(step, case.kv_heads))
     reference.write(truth, pack["k"], pack["v"], step)
     assert torch.equal(ours, truth)
 
 
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(5, 5, 64), (6, 2, 64), (4, 1, 16)])
-def test_a_row_has_the_same_bits_alone_in_a_chunk_and_in_a_tree(base, heads, kv_heads, dim):
-    case = AttentionCase(heads, kv_heads, dim)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_row_has_the_same_bits_alone_in_a_chunk_and_in_a_tree(base, heads, kv_heads, dim, form):
+    case = AttentionCase(heads, kv_heads, dim, form=form)
     text, chunked = prefilled(case, base, TREES["fork"])
     tree = rows_of(text)[base - 1 :]
     in_tree = case.run([(text, tree)])
@@ -212,13 +228,14 @@ def test_a_row_has_the_same_bits_alone_in_a_chunk_and_in_a_tree(base, heads, kv_
 @pytest.mark.parametrize("base", [1, 2, 65])
 def test_a_row_has_the_same_bits_where_the_library_computes_a_batch_of_one_with_another_kernel(base, monkeypatch):
     give_a_batch_of_one_other_bits(monkeypatch)
-    test_a_row_has_the_same_bits_alone_in_a_chunk_and_in_a_tree(base, 4, 1, 16)
+    test_a_row_has_the_same_bits_alone_in_a_chunk_and_in_a_tree(base, 4, 1, 16, "library")
 
 
-def test_a_guess_has_the_bits_it_has_once_it_is_committed():
+@pytest.mark.parametrize("form", FORMS)
+def test_a_guess_has_the_bits_it_has_once_it_is_committed(form):
     """A path of a tree, computed again as plain text, row by row."""
     for base in (15, 16, 50, 64, 130):
-        case = AttentionCase(6, 2, 64)
+        case = AttentionCase(6, 2, 64, form=form)
         tree, _ = prefilled(case, base, TREES["fork"])
         path = [0, 2, 6, 12, 18]
         guessed = case.run([(tree, [base - 1 + node for node in range(len(tree["parents"]))])])[path]
@@ -232,9 +249,10 @@ def test_a_guess_has_the_bits_it_has_once_it_is_committed():
                 assert torch.equal(last[0], guessed[row - base + 1])
 
 
-def test_texts_in_one_step_have_the_bits_they_have_in_separate_steps():
+@pytest.mark.parametrize("form", FORMS)
+def test_texts_in_one_step_have_the_bits_they_have_in_separate_steps(form):
     for kv_heads in (1, 2, 6):
-        case = AttentionCase(6, kv_heads, 64)
+        case = AttentionCase(6, kv_heads, 64, form=form)
         texts = [
             prefilled(case, base, TREES[name])[0]
             for base, name in (
@@ -257,8 +275,9 @@ def test_texts_in_one_step_have_the_bits_they_have_in_separate_steps():
             at, end = at + len(rows), end - len(rows)
 
 
-def test_a_window_hides_far_and_near_keys_with_the_same_bits_in_any_step():
-    case = AttentionCase(4, 2, 16, window=40)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_window_hides_far_and_near_keys_with_the_same_bits_in_any_step(form):
+    case = AttentionCase(4, 2, 16, form=form, window=40)
     text, chunked = prefilled(case, 300, TREES["fork"])
     for row in (10, 39, 40, 41, 104, 200, 299):
         assert torch.equal(case.run([(text, [row])])[0], chunked[row])
@@ -273,7 +292,7 @@ torch.set_num_threads({threads})
 from test_tree_attention import AttentionCase, TREES, prefilled, rows_of
 bad = []
 for dtype in (torch.float32, torch.bfloat16):
-    case = AttentionCase(6, 2, 64, dtype)
+    case = AttentionCase(6, 2, 64, dtype, {form!r}, {threads})
     text, chunked = prefilled(case, 330, TREES["fork"])
     for count in (1, 2, 7, 8, 9, 16, 46, 48, 64, 100, 256, 300):
         rows = list(range(330 - count, 330))
@@ -283,15 +302,79 @@ print(bad)
 """
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_bits_do_not_depend_on_the_number_of_rows(threads):
+def test_bits_do_not_depend_on_the_number_of_rows(threads, form):
     paths = [os.path.dirname(__file__), *sys.path]
     environment = dict(os.environ, OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="passive", MKL_CBWR="AUTO,STRICT")
-    script = BITS.format(paths=paths, threads=threads)
+    script = BITS.format(paths=paths, threads=threads, form=form)
     run = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120, check=True
     )
     assert json.loads(run.stdout) == []
+
+
+@needs_kernels
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(1, 1, 4), (7, 7, 12), (15, 3, 8), (16, 2, 80), (9, 1, 128)])
+def test_the_compiled_form_takes_heads_and_dimensions_that_fill_no_tile(heads, kv_heads, dim):
+    case = AttentionCase(heads, kv_heads, dim, form="compiled")
+    text, chunked = prefilled(case, 150, TREES["fork"])
+    rows = rows_of(text)[149:]
+    ours = case.run([(text, rows)])
+    assert torch.equal(ours[0], chunked[-1])
+    assert (ours.double() - case.plain([(text, rows)])).abs().max() < 1e-5
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_the_compiled_form_takes_queries_keys_and_values_of_any_strides(dtype):
+    """As views of one projection's results, and of another order of dimensions."""
+    case = AttentionCase(4, 2, 16, dtype)
+    text, _ = prefilled(case, 100, TREES["fork"])
+    wanted = [(text, rows_of(text)[99:])]
+    step, pack = case.call(wanted)
+    rows = torch.cat([pack[name].transpose(0, 1).flatten(1) for name in "qkv"], 1)  # [padded, 8 heads]
+    views = [part.unflatten(1, (-1, 16)).transpose(0, 1) for part in rows.split((64, 32, 32), 1)]
+    turned = [pack[name].transpose(1, 2).contiguous().transpose(1, 2) for name in "qkv"]
+    assert turned[0].stride(-1) != 1
+    contiguous = [pack[name].contiguous() for name in "qkv"]
+    plain, *others = (
+        attend_compiled(q, k, v, case.pool, compiled_step(step), case.layout, 0.25)
+        for q, k, v in (contiguous, views, turned)
+    )
+    assert plain.dtype == dtype and all(torch.equal(plain, other) for other in others)
+
+
+@needs_kernels
+def test_the_compiled_form_has_the_same_bits_in_several_threads():
+    cases = [AttentionCase(6, 2, 64, form="compiled", threads=threads, pages=200) for threads in (1, 3)]
+    alone, shared = (prefilled(case, 3000, TREES["fork"])[1] for case in cases)
+    assert torch.equal(alone, shared)
+
+
+@needs_kernels
+def test_higher_scores_of_later_keys_replace_earlier_sums():
+    """Scores that grow along the text, past what exp2 of their difference to the first can be."""
+    case = AttentionCase(4, 2, 16, form="compiled")
+    text = case.text(400, [-1])
+    text["k"] *= torch.linspace(0, 100, len(text["k"]))[:, None, None]
+    case.run([(text, list(range(300)))])
+    ours = case.run([(text, list(range(300, 400)))])
+    assert (ours.double() - case.plain([(text, list(range(300, 400)))])).abs().max() < 1e-4
+
+
+@needs_kernels
+def test_padding_rows_of_the_compiled_form_are_zero():
+    case = AttentionCase(4, 2, 16, torch.bfloat16)
+    text, _ = prefilled(case, 20, [-1])
+    step, pack = case.call([(text, [19])], extra=1)
+    given = pack["q"], pack["k"], pack["v"], case.pool, compiled_step(step), case.layout
+    assert not attend_compiled(*given, 0.25)[1:].any()
+
+
+def test_layouts_whose_values_would_be_read_past_their_slot_are_left_to_the_library():
+    assert not why_not_for(Layout(2, 64, 64)) and not why_not_for(Layout(1, 12, 12))
+    assert "13 and 2" in why_not_for(Layout(1, 13, 2))
 
 
 @pytest.mark.parametrize("path", [(0, 2, 3, 5), (0, 1, 2, 3), (0, 5), (0,)])

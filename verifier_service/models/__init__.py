@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 from tree_kernels.elementwise import threads_of
-from tree_kernels.tree_attention import Layout
+from tree_kernels.tree_attention import Layout, compiled
 from tree_layers.checkpoint import MAMBA_CONFIG, Facts, read_config, read_facts, weight_files, weights_fingerprint
 from tree_layers.errors import CheckpointError
 from tree_layers.linear import Form, RowForms, RowsReport
@@ -60,8 +60,9 @@ class LoadedTarget:
     max_positions: int  # the model's own
     window: int | None  # positions that a row sees at most, itself among them; None where any layer sees all
     fingerprint: str  # of the weights and the configuration
-    own_arithmetic: bool  # some of its products or functions are this project's own, which round otherwise
+    own_arithmetic: bool  # some of its products, functions or attention are this project's own, which round otherwise
     linear: RowsReport
+    attention: str  # the form of its attention; empty where no layer attends
     head: Head
 
     @property
@@ -213,18 +214,25 @@ def _load(
         join(group)
     text = model.config.get_text_config()
     positions = facts.positions or getattr(text, "max_position_embeddings", None) or 1 << 31
-    layouts = _take_seats(folder, model, seated, run, vocabulary, positions, bool(mixers))
+    for module in model.modules():
+        module.dendro_seat = Seat(run)
+    probe_layers(folder, model, run)
+    attention = _choose_attention(run, device, bool(mixers))
+    if not mixers:  # their library forwards are replaced, so there are no logits to compare with
+        check_logits(folder, model, seated, run, vocabulary, positions)
+        check_layer_types(folder, model)
     return LoadedTarget(
         model=model,
         run=run,
-        layouts=layouts,
+        layouts=tuple(layer.layout for layer in run.probed),
         mixers=mixers,
         facts=facts,
         max_positions=positions,
         window=_window(run),
         fingerprint=fingerprint,
-        own_arithmetic="compiled" in forms.report().forms or functions > 0,
+        own_arithmetic="compiled" in forms.report().forms or functions > 0 or run.compiled,
         linear=forms.report().beside(head_forms.report(), "the head's"),
+        attention=attention,
         head=seated,
     )
 
@@ -251,20 +259,17 @@ def _gathering_head(head: nn.Linear, outputs: int, vocabulary: int, forms: RowFo
     return forward
 
 
-def _take_seats(
-    folder: Path, model: PreTrainedModel, head: Head, run: ForwardContext, vocabulary: int, positions: int, mixers: bool
-) -> tuple[Layout, ...]:
-    """Give the model's modules seats, and find its attention layers by forwards. Raises FamilyError.
-
-    mixers: whether some layers are mixers. Their library forwards are replaced, so there are no logits to compare with.
-    """
-    for module in model.modules():
-        module.dendro_seat = Seat(run)
-    probe_layers(folder, model, run)
-    if not mixers:
-        check_logits(folder, model, head, run, vocabulary, positions)
-        check_layer_types(folder, model)
-    return tuple(layer.layout for layer in run.probed)
+def _choose_attention(run: ForwardContext, device: torch.device, mixers: bool) -> str:
+    """Set the form of the attention of the probed layers; returns what it is, with the reason where it is not compiled
+    on a CPU."""
+    if not run.probed:
+        return ""
+    if device.type != "cpu":
+        return "the library's products" if mixers else "Triton's"
+    layouts = {layer.layout for layer in run.probed}
+    why = compiled.why_not_compiled() or next(filter(None, map(compiled.why_not_for, layouts)), "")
+    run.compiled = not why
+    return "compiled" if run.compiled else f"the library's products, as {why}"
 
 
 def _window(run: ForwardContext) -> int | None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from tree_kernels.elementwise import threads_of
 from tree_kernels.tree_attention import Layout, Prepared, TreeRows, attend, prepare, write
+from tree_kernels.tree_attention.compiled import CompiledStep, attend_compiled, compiled_step
 from tree_layers.memory import Pages
 from tree_layers.tree_mixers import RecurrentMemory, RecurrentStep
 
@@ -21,8 +22,8 @@ ATTENTION = "dendro_tree"
 
 
 SMALL_STEP = 64
-"""Rows up to which attention and scans run in one thread: waking other threads takes longer than the work. The check at
-start compares such steps with larger ones."""
+"""Rows up to which torch's attention and scans run in one thread: waking other threads takes longer than the work. The
+check at start compares such steps with larger ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +44,15 @@ class ForwardContext:
     probed: list[ProbedLayer] = field(default_factory=list)
     recurrent: RecurrentMemory | None = None  # of a target with states
     recurrent_step: RecurrentStep | None = None
+    compiled: bool = False  # attention runs in this project's compiled kernels
     _prepared: dict[tuple[int, int | None], Prepared] = field(default_factory=dict)
+    _compiled_step: CompiledStep | None = None
 
     def begin(self, step: TreeRows | TableRows) -> None:
         """Set the rows of the next forward."""
         self.step = step
         self._prepared.clear()
+        self._compiled_step = None
 
     def threads_for(self, rows: int) -> AbstractContextManager[None]:
         """Context in which attention and scans of so many rows use all threads; no change up to SMALL_STEP rows."""
@@ -60,6 +64,14 @@ class ForwardContext:
             assert isinstance(self.step, TreeRows)
             self._prepared[key] = prepare(self.step, kv_heads, window)
         return self._prepared[key]
+
+    @property
+    def compiled_step(self) -> CompiledStep:
+        """The rows of the current forward, as compiled attention reads them."""
+        if self._compiled_step is None:
+            assert isinstance(self.step, TreeRows)
+            self._compiled_step = compiled_step(self.step, self.threads)
+        return self._compiled_step
 
 
 class Seat:
@@ -100,6 +112,9 @@ def seat_attention(
         assert run.step is not None
         write_table(pool, key[0], value[0], run.step)
         return attend_table(query[0], pool, run.step, layout, scale, sliding_window, softcap, s_aux)[None], None
+    if run.compiled:
+        given = query[0], key[0], value[0], pool, run.compiled_step, layout
+        return attend_compiled(*given, scale, sliding_window, softcap, s_aux)[None], None
     step = run.prepared(layout.kv_heads, sliding_window)
     with run.threads_for(step.padded):
         write(pool, key[0], value[0], step)

@@ -44,8 +44,8 @@ def tile_table(kind: Precision) -> Tensor:
     return torch.tensor([(PANELS[n], address[symbol(kind, n, PANELS[n])], address[symbol(kind, n, 1)]) for n in every])
 
 
-class _Helpers:
-    """Threads that share a product's work with the caller's. One caller at a time holds `lock`."""
+class Helpers:
+    """Threads that share a kernel's work with the caller's. One caller at a time holds `lock`."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -62,7 +62,7 @@ class _Helpers:
         while self._started < count:
             memory = self._memory[self._started]
             memory[Helper.THREAD] = self._started + 1
-            serve, name = _kernels().functions["serve"], f"product-{self._started + 1}"
+            serve, name = _kernels().functions["serve"], f"kernels-{self._started + 1}"
             try:
                 threading.Thread(target=serve, args=(memory.ctypes.data,), name=name, daemon=True).start()
             except RuntimeError:  # the system has no more threads, or the interpreter ends
@@ -71,13 +71,18 @@ class _Helpers:
         return count
 
 
-_helpers = _Helpers()
+_helpers = Helpers()
+
+
+def helpers() -> Helpers:
+    """This process's."""
+    return _helpers
 
 
 def _in_child() -> None:
     """A forked process has none of its parent's threads."""
     global _helpers
-    _helpers = _Helpers()
+    _helpers = Helpers()
 
 
 os.register_at_fork(after_in_child=_in_child)
@@ -99,7 +104,8 @@ class PackedWeight:
         self._panels = pack(weight, panel())
         self._bias = None if bias is None else bias.detach().float().contiguous()
         self._tiles = tile_table(PRECISIONS[weight.dtype])
-        self._product = _kernels().functions["product"]
+        kernels = _kernels()
+        self._product, self._units = kernels.functions["product"], kernels.address("units")
         call = self._call = np.zeros(len(Argument), np.int64)  # what all calls have in common
         call[Argument.INPUTS], call[Argument.OUTPUTS] = self.inputs, self.outputs
         call[Argument.WEIGHTS], call[Argument.TILES] = self._panels.data_ptr(), self._tiles.data_ptr()
@@ -124,11 +130,11 @@ class PackedWeight:
         call[Argument.UNITS], call[Argument.UNIT_PANELS] = -(-len(self._panels) // panels), panels
         shared = self._threads > 1 and _helpers.lock.acquire(blocking=False)  # the bits do not depend on the threads
         try:
-            helpers = _helpers.at_most(self._threads - 1) if shared else 0
-            scratch = torch.empty((helpers + 1) * SCRATCH)
+            count = _helpers.at_most(self._threads - 1) if shared else 0
+            scratch = torch.empty((count + 1) * SCRATCH)
             call[Argument.SCRATCH] = scratch.data_ptr()
             given_as = PRECISIONS[given.dtype]
-            self._product(call.ctypes.data, given.data_ptr(), given_as, _helpers.address, helpers)
+            self._product(call.ctypes.data, given.data_ptr(), given_as, self._units, _helpers.address, count)
         finally:
             if shared:
                 _helpers.lock.release()

@@ -14,6 +14,7 @@ from tree_kernels.matmul.tiles import call_tile, tiles
 from tree_kernels.processor import panel
 from tree_kernels.vectors import (
     bits_of,
+    call_kernel,
     fetch_add,
     float_of,
     floats,
@@ -31,7 +32,8 @@ BF16, F16, F32 = (int(kind) for kind in Precision)
 (X, ROWS, INPUTS, WEIGHTS, BIAS, TARGET, OUTPUTS, TARGET_KIND, SUMS_OF, UNITS, UNIT_PANELS, ENTRY, TILES_OF, NEXT) = (
     int(place) for place in Argument
 )
-START, DONE, CALL, THREAD = 8 * Helper.START, 8 * Helper.DONE, int(Helper.CALL), int(Helper.THREAD)
+START, DONE = 8 * Helper.START, 8 * Helper.DONE
+CALL, THREAD, FUNCTION = int(Helper.CALL), int(Helper.THREAD), int(Helper.FUNCTION)
 HELPER_BYTES = 8 * Helper.SIZE
 SUMS = 4 * PANEL
 """Bytes of a panel's sums of a row."""
@@ -116,7 +118,6 @@ def block(
         at += 1
 
 
-@_called
 def units(call: int, thread: int) -> None:
     """Computes units of outputs until none is left. A unit is one block of panels, for all rows."""
     given = longs(call)
@@ -179,34 +180,43 @@ def wait(semaphore: int) -> None:
         pass
 
 
-def product(call: int, given: int, given_kind: int, helpers: int, count: int) -> None:
+@_called
+def share(call: int, function: int, helpers: int, count: int) -> None:
+    """Runs a kernel of (call, thread) in this thread and in `count` helpers, until all are done.
+
+    helpers: the address of their memory
+    """
+    for helper in range(count):
+        memory = helpers + helper * HELPER_BYTES
+        state = longs(memory)
+        state[FUNCTION], state[CALL] = function, call
+        _sem_post(memory + START)
+    call_kernel(function, call, 0)
+    for helper in range(count):
+        wait(helpers + helper * HELPER_BYTES + DONE)
+
+
+def product(call: int, given: int, given_kind: int, function: int, helpers: int, count: int) -> None:
     """One product. given: the address of the inputs, of `given_kind`; `call[X]` is where they are as float32.
 
-    helpers: the address of `count` helpers' memory
+    function: the address of `units`   helpers: of `count` helpers' memory
     """
     arguments = longs(call)
     if given != arguments[X]:
         widen(given, arguments[X], arguments[ROWS] * arguments[INPUTS], given_kind)
     arguments[NEXT] = 0
-    for helper in range(count):
-        memory = helpers + helper * HELPER_BYTES
-        state = longs(memory)
-        state[CALL] = call
-        _sem_post(memory + START)
-    units(call, 0)
-    for helper in range(count):
-        wait(helpers + helper * HELPER_BYTES + DONE)
+    share(call, function, helpers, count)
 
 
 def serve(memory: int) -> None:
-    """A helper thread: computes units of the calls that it is handed, and never returns."""
+    """A helper thread: runs its part of the calls that it is handed, and never returns."""
     state = longs(memory)
     while True:
         wait(memory + START)
-        units(state[CALL], state[THREAD])
+        call_kernel(state[FUNCTION], state[CALL], state[THREAD])
         _sem_post(memory + DONE)
 
 
-KERNELS = {"product": (product, "iiiii"), "serve": (serve, "i")}
+KERNELS = {"product": (product, "iiiiii"), "units": (units, "ii"), "serve": (serve, "i")}
 """The functions that are compiled, and their arguments: i int64, f float32."""
 TILES = tiles((kind, rows, panels) for kind in Precision for rows in range(1, MOST + 1) for panels in (1, PANELS[rows]))

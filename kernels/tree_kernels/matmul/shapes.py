@@ -52,8 +52,9 @@ class Helper(IntEnum):
 
     START = 0
     DONE = 8
-    CALL = 16  # the address of the product's arguments
+    CALL = 16  # the address of the call's arguments
     THREAD = 17
+    FUNCTION = 18  # the address of what the thread runs with CALL and THREAD
     SIZE = 24
 
 

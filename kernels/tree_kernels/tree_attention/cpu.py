@@ -1,4 +1,5 @@
-"""What a CPU runs: gathered near windows, and fixed-shape products for the pages before them, in float32.
+"""The form of the library's products: gathered near windows, and fixed-shape products for the pages before them, in
+float32. A CPU runs it where `compiled.py` cannot be compiled.
 
 Tested against `reference.py`.
 """

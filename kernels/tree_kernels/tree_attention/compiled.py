@@ -1,0 +1,200 @@
+"""Calls the compiled attention: one call writes a step's keys and values and attends, without the interpreter lock."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tree_kernels.kernel_cache import NoKernelsError, load_kernels
+from tree_kernels.matmul.cpu import MOST_HELPERS, PRECISIONS, helpers
+from tree_kernels.tree_attention.rows import LOG2_E, PAGE, FarRows, Layout, TreeRows
+from tree_kernels.tree_attention.shapes import (
+    BLOCK_ROWS,
+    TILE_LINES,
+    WEIGHTS_SYMBOL,
+    AttentionArgument,
+    Block,
+    scores_symbol,
+    scratch_floats,
+    sums_symbol,
+    whole_vectors,
+)
+
+if TYPE_CHECKING:
+    from tree_kernels.machine_code import Kernels
+
+THREADED = 1 << 20
+"""A call that reads fewer bytes of keys and values runs in one thread: waking a second one takes longer."""
+
+
+@cache
+def why_not_compiled() -> str:
+    """Why attention cannot be compiled here; empty if it can."""
+    try:
+        _kernels()
+    except NoKernelsError as error:
+        return str(error)
+    return ""
+
+
+def why_not_for(layout: Layout) -> str:
+    """Why layers of this layout are not attended by compiled kernels; empty if they are."""
+    if layout.key_dim + whole_vectors(layout.value_dim) > layout.width:
+        return f"a slot of {layout.key_dim} and {layout.value_dim} numbers has no room for whole vectors of values"
+    return ""
+
+
+def _kernels() -> Kernels:
+    return load_kernels("tree_kernels.tree_attention.loops")
+
+
+@cache
+def _units() -> int:
+    """The address of the kernel that helpers run."""
+    return _kernels().address("units")
+
+
+@cache
+def _tiles() -> npt.NDArray[np.int64]:
+    """Addresses, as `AttentionArgument.TILES` lists them."""
+    addresses = _kernels().addresses
+    every = range(1, TILE_LINES + 1)
+    names = [*map(scores_symbol, every), *map(sums_symbol, every), WEIGHTS_SYMBOL]
+    return np.array([addresses[name] for name in names], np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledStep:
+    """A step's rows as all layers read them."""
+
+    words: npt.NDArray[np.int64]  # the arguments of a call that are the same for all layers
+    columns: int
+    block_rows: int  # of the largest block
+    keys: int  # that its blocks read, of each kv head
+    threads: int
+    kept: tuple[object, ...]  # whose addresses are in `words`
+
+
+def compiled_step(step: TreeRows, threads: int = 1) -> CompiledStep:
+    """The rows of a step, for `attend_compiled` in so many threads."""
+    rows = len(step.positions)
+    blocks: list[tuple[int, ...]] = []
+    pages: list[int] = []
+    end = 0
+    for part in sorted(step.far, key=lambda part: part.start):
+        blocks += _blocks(FarRows(end, part.start, ()), len(pages))
+        blocks += _blocks(part, len(pages))
+        pages += part.pages
+        end = part.stop
+    blocks += _blocks(FarRows(end, rows, ()), len(pages))
+    table = np.array(blocks, np.int64).reshape(-1, len(Block))
+    listed = np.array(pages, np.int64)
+    tensors = [each.contiguous() for each in (step.positions, step.slots, step.near)]
+    words = np.zeros(len(AttentionArgument), np.int64)
+    words[: AttentionArgument.QUERY] = (
+        rows,
+        step.padded,
+        *(each.data_ptr() for each in tensors),
+        step.near.shape[1],
+        table.ctypes.data,
+        len(table),
+        listed.ctypes.data,
+    )
+    largest = max((block[Block.STOP] - block[Block.START] for block in blocks), default=0)
+    keys = sum(block[Block.COUNT] for block in blocks) * PAGE + step.near.numel()
+    return CompiledStep(
+        words, step.near.shape[1], largest, keys, min(threads, 1 + MOST_HELPERS), (table, listed, *tensors)
+    )
+
+
+def _blocks(part: FarRows, place: int) -> list[tuple[int, ...]]:
+    """The blocks of a part's rows, whose first page is at this place."""
+    return [
+        (start, min(start + BLOCK_ROWS, part.stop), place, len(part.pages), part.first)
+        for start in range(part.start, part.stop, BLOCK_ROWS)
+    ]
+
+
+def attend_compiled(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pool: Tensor,
+    step: CompiledStep,
+    layout: Layout,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Write every row's key and value into its slot; then attention of every row over its own path.
+
+    query [heads, padded, key_dim]   key [kv_heads, padded, key_dim]   value [kv_heads, padded, value_dim]
+    pool [slots, kv_heads, width] float32, written   sinks [heads]
+    returns [padded, heads, value_dim] in the query's dtype; padding rows are zero
+    """
+    dtype = query.dtype
+    if not dtype == key.dtype == value.dtype or dtype not in PRECISIONS:
+        query, key, value = query.float(), key.float(), value.float()
+    query, key, value = (each if each.stride(-1) == 1 else each.contiguous() for each in (query, key, value))
+    heads, padded = query.shape[:2]
+    group = heads // layout.kv_heads
+    made = torch.empty(padded, heads, layout.value_dim, dtype=dtype if dtype in PRECISIONS else torch.float32)
+    sink = None if sinks is None else (sinks.float() * LOG2_E).contiguous()
+    size = query.element_size()
+    call = step.words.copy()
+    call[AttentionArgument.QUERY :] = (
+        query.data_ptr(),
+        query.stride(0) * size,
+        query.stride(1) * size,
+        key.data_ptr(),
+        key.stride(0) * size,
+        key.stride(1) * size,
+        value.data_ptr(),
+        value.stride(0) * size,
+        value.stride(1) * size,
+        PRECISIONS[query.dtype],
+        made.data_ptr(),
+        PRECISIONS[made.dtype],
+        pool.data_ptr(),
+        layout.kv_heads,
+        group,
+        layout.key_dim,
+        layout.value_dim,
+        layout.width,
+        window or 0,
+        0 if sink is None else sink.data_ptr(),
+        _bits(scaling * LOG2_E if softcap is None else scaling / softcap),
+        0 if softcap is None else _bits(softcap * LOG2_E),
+        _tiles().ctypes.data,
+        0,
+        0,
+        0,
+    )
+    lines = step.block_rows * group
+    each = scratch_floats(lines, layout.key_dim, layout.value_dim, step.columns)
+    threads = step.threads if step.keys * layout.token_bytes > THREADED else 1
+    shared = helpers()
+    held = threads > 1 and shared.lock.acquire(blocking=False)  # the bits do not depend on the threads
+    try:
+        count = shared.at_most(threads - 1) if held else 0
+        scratch = torch.empty((count + 1) * each)
+        call[AttentionArgument.SCRATCH], call[AttentionArgument.SCRATCH_BYTES] = scratch.data_ptr(), 4 * each
+        _kernels().functions["attend"](call.ctypes.data, _units(), shared.address, count)
+    finally:
+        if held:
+            shared.lock.release()
+    return made.to(dtype)
+
+
+def _bits(number: float) -> int:
+    """The bits of the nearest float32."""
+    bits: int = struct.unpack("<I", struct.pack("<f", number))[0]
+    return bits

@@ -1,0 +1,271 @@
+"""The attention's loops, for numba. Imported only while they are compiled; `compiled.py` calls the machine code.
+
+A block is some rows of one text; a unit is a block and a kv head. A unit's lines go through their near keys first, row
+by row, and then together through the pages of their text, in order. What a line has summed is scaled whenever a later
+key has a higher score. Keys that a line does not see have the weight 0.
+"""
+
+from __future__ import annotations
+
+from numba import float32, njit, types, uint32
+
+from tree_kernels.mamba_level.curves import exponential
+from tree_kernels.matmul.loops import F32, bf16_bits, share, widen
+from tree_kernels.matmul.shapes import Precision
+from tree_kernels.matmul.tiles import call_tile
+from tree_kernels.tree_attention.rows import PAGE
+from tree_kernels.tree_attention.shapes import LANES, TILE_LINES, AttentionArgument, Block
+from tree_kernels.tree_attention.tiles import tiles
+from tree_kernels.vectors import fetch_add, float_of, floats, half_bits, halves, longs
+
+_called = njit(error_model="numpy", forceinline=True)
+BF16, F16 = int(Precision.BF16), int(Precision.F16)
+(
+    (ROWS, PADDED, POSITIONS, SLOTS, NEAR, COLUMNS, BLOCKS, BLOCK_COUNT, PAGES),
+    (QUERY, QUERY_HEAD, QUERY_ROW, KEY, KEY_HEAD, KEY_ROW, VALUE, VALUE_HEAD, VALUE_ROW, KIND, TARGET, TARGET_KIND),
+    (POOL, KV_HEADS, GROUP, KEY_DIM, VALUE_DIM, WIDTH, WINDOW, SINKS, SCALE, CAP, TILES_OF, SCRATCH, EACH, NEXT),
+) = (tuple(int(place) for place in AttentionArgument)[part] for part in (slice(0, 9), slice(9, 21), slice(21, None)))
+START, STOP, FIRST_PAGE, PAGE_COUNT, PAGE_INDEX = (int(place) for place in Block)
+BLOCK_BYTES = 8 * len(Block)
+HIDDEN = float32(-float("inf"))
+
+
+@_called
+def write(call: int) -> None:
+    """Writes every row's keys and values into its slot, and ones after them."""
+    its = longs(call)
+    slots, kind, width = longs(its[SLOTS]), its[KIND], its[WIDTH]
+    key_dim, value_dim = its[KEY_DIM], its[VALUE_DIM]
+    for row in range(its[ROWS]):
+        for head in range(its[KV_HEADS]):
+            slot = its[POOL] + (slots[row] * its[KV_HEADS] + head) * width * 4
+            widen(its[KEY] + head * its[KEY_HEAD] + row * its[KEY_ROW], slot, key_dim, kind)
+            widen(its[VALUE] + head * its[VALUE_HEAD] + row * its[VALUE_ROW], slot + key_dim * 4, value_dim, kind)
+            rest = floats(slot)
+            for place in range(key_dim + value_dim, width):
+                rest[place] = float32(1.0)
+
+
+@_called
+def begin(
+    call: int, block: int, head: int, queries: int, query_step: int, sums: int, sum_step: int, states: int
+) -> None:
+    """Fills a unit's scaled queries, and what its lines have summed before the first key: a sink, or nothing."""
+    its, own = longs(call), longs(block)
+    group, scale = its[GROUP], float_of(uint32(its[SCALE]))
+    all_states = floats(states)
+    line = 0
+    for row in range(own[START], own[STOP]):
+        for member in range(group):
+            query = queries + line * query_step
+            number = head * group + member
+            widen(its[QUERY] + number * its[QUERY_HEAD] + row * its[QUERY_ROW], query, its[KEY_DIM], its[KIND])
+            made, summed = floats(query), floats(sums + line * sum_step)
+            for i in range(its[KEY_DIM]):
+                made[i] *= scale
+            for i in range(its[KEY_DIM], query_step // 4):
+                made[i] = float32(0.0)
+            for i in range(sum_step // 4):
+                summed[i] = float32(0.0)
+            if its[SINKS] != 0:
+                all_states[2 * line] = floats(its[SINKS])[number]
+                all_states[2 * line + 1] = float32(1.0)
+            else:
+                all_states[2 * line] = HIDDEN
+                all_states[2 * line + 1] = float32(0.0)
+            line += 1
+
+
+@_called
+def score(
+    tiles: int, queries: int, query_step: int, lines: int, keys: int, offsets: int, scores: int, step: int, count: int
+) -> None:
+    functions = longs(tiles)
+    line = 0
+    while line < lines:
+        some = min(TILE_LINES, lines - line)
+        call_tile(
+            functions[some - 1],
+            queries + line * query_step,
+            query_step,
+            keys,
+            offsets,
+            scores + line * step,
+            step,
+            count,
+            query_step // (4 * LANES),
+        )
+        line += some
+
+
+@_called
+def add_values(
+    tiles: int, scores: int, step: int, lines: int, values: int, offsets: int, sums: int, sum_step: int, count: int
+) -> None:
+    functions = longs(tiles)
+    line = 0
+    while line < lines:
+        some = min(TILE_LINES, lines - line)
+        call_tile(
+            functions[TILE_LINES + some - 1],
+            scores + line * step,
+            step,
+            values,
+            offsets,
+            sums + line * sum_step,
+            sum_step,
+            count,
+            sum_step // (4 * LANES),
+        )
+        line += some
+
+
+@_called
+def cap_and_hide(scores: int, count: int, low: int, high: int, cap: float) -> None:
+    """Caps a line's scores, if there is a cap, and hides the keys outside [low, high)."""
+    own = floats(scores)
+    if cap != float32(0.0):
+        for i in range(count):  # the cap times tanh
+            grown = exponential(own[i] + own[i])
+            own[i] = cap * (float32(1.0) - float32(2.0) / (grown + float32(1.0)))
+    for i in range(min(low, count)):
+        own[i] = HIDDEN
+    for i in range(max(high, 0), count):
+        own[i] = HIDDEN
+
+
+@_called
+def finish(call: int, block: int, head: int, sums: int, sum_step: int, states: int) -> None:
+    """Writes a unit's results."""
+    its, own = longs(call), longs(block)
+    group, count = its[GROUP], its[VALUE_DIM]
+    heads = its[KV_HEADS] * group
+    size = 4 if its[TARGET_KIND] == F32 else 2
+    all_states = floats(states)
+    line = 0
+    for row in range(own[START], own[STOP]):
+        for member in range(group):
+            summed, total = floats(sums + line * sum_step), all_states[2 * line + 1]
+            place = its[TARGET] + (row * heads + head * group + member) * count * size
+            if its[TARGET_KIND] == BF16:
+                made = halves(place)
+                for i in range(count):
+                    made[i] = bf16_bits(summed[i] / total)
+            elif its[TARGET_KIND] == F16:
+                made = halves(place)
+                for i in range(count):
+                    made[i] = half_bits(summed[i] / total)
+            else:
+                numbers = floats(place)
+                for i in range(count):
+                    numbers[i] = summed[i] / total
+            line += 1
+
+
+@_called
+def unit(call: int, number: int, thread: int) -> None:
+    """Attention of one block's lines of one kv head."""
+    its = longs(call)
+    head, block = number % its[KV_HEADS], its[BLOCKS] + number // its[KV_HEADS] * BLOCK_BYTES
+    own, positions = longs(block), longs(its[POSITIONS])
+    group, window, columns, tiles = its[GROUP], its[WINDOW], its[COLUMNS], its[TILES_OF]
+    cap = float_of(uint32(its[CAP]))
+    slot_bytes = its[KV_HEADS] * its[WIDTH] * 4
+    keys = its[POOL] + head * its[WIDTH] * 4
+    rows = own[STOP] - own[START]
+    lines = rows * group
+    query_step = (its[KEY_DIM] + LANES - 1) // LANES * LANES * 4
+    sum_step = (its[VALUE_DIM] + LANES - 1) // LANES * LANES * 4
+    step = max(columns, PAGE) * 4
+    near_offsets = its[SCRATCH] + thread * its[EACH]
+    page_offsets = near_offsets + columns * 8
+    queries = page_offsets + PAGE * 8
+    sums = queries + lines * query_step
+    scores = sums + lines * sum_step
+    states = scores + lines * step
+    begin(call, block, head, queries, query_step, sums, sum_step, states)
+
+    near = columns // 2
+    reach, lowest = 0, positions[own[START]]  # the positions that some row sees before its near keys
+    offsets = longs(near_offsets)
+    for index in range(rows):
+        row = own[START] + index
+        position = positions[row]
+        first = (position // near - 1) * near
+        start = max(position - window + 1, 0) if window != 0 else 0  # the first position that the row sees
+        reach, lowest = max(reach, first), min(lowest, start)
+        slots = longs(its[NEAR] + row * columns * 8)
+        seen = position - first + 1
+        count = (seen + 7) // 8 * 8
+        for column in range(count):
+            offsets[column] = slots[column] * slot_bytes
+        line = index * group
+        mine, its_sums = scores + line * step, sums + line * sum_step
+        score(tiles, queries + line * query_step, query_step, group, keys, near_offsets, mine, step, count)
+        for member in range(group):
+            cap_and_hide(mine + member * step, count, start - first, seen, cap)
+            numbers = floats(mine + member * step)
+            for column in range(count):
+                if slots[column] == 0:
+                    numbers[column] = HIDDEN
+        places = sum_step // (4 * LANES)
+        function = longs(tiles)[2 * TILE_LINES]
+        call_tile(function, mine, step, group, count, states + line * 8, its_sums, sum_step, places)
+        add_values(tiles, mine, step, group, keys + its[KEY_DIM] * 4, near_offsets, its_sums, sum_step, count)
+
+    all_pages = longs(its[PAGES])
+    offsets = longs(page_offsets)
+    for place in range(PAGE):
+        offsets[place] = place * slot_bytes
+    for index in range(own[PAGE_COUNT]):
+        first = (own[PAGE_INDEX] + index) * PAGE
+        if first < reach and first + PAGE > lowest:
+            page = keys + all_pages[own[FIRST_PAGE] + index] * PAGE * slot_bytes
+            count = (min(PAGE, reach - first) + 7) // 8 * 8
+            score(tiles, queries, query_step, lines, page, page_offsets, scores, step, count)
+            for line in range(lines):
+                position = positions[own[START] + line // group]
+                end = (position // near - 1) * near
+                start = position - window + 1 if window != 0 else 0
+                cap_and_hide(scores + line * step, count, start - first, end - first, cap)
+            places = sum_step // (4 * LANES)
+            call_tile(longs(tiles)[2 * TILE_LINES], scores, step, lines, count, states, sums, sum_step, places)
+            add_values(tiles, scores, step, lines, page + its[KEY_DIM] * 4, page_offsets, sums, sum_step, count)
+    finish(call, block, head, sums, sum_step, states)
+
+
+def units(call: int, thread: int) -> None:
+    """Computes units until none is left."""
+    its = longs(call)
+    count = its[BLOCK_COUNT] * its[KV_HEADS]
+    while True:
+        number = fetch_add(call + NEXT * 8, 1)
+        if number >= count:
+            return
+        unit(call, number, thread)
+
+
+@_called
+def clear_padding(call: int) -> None:
+    """Padding rows have no keys: their results are zero."""
+    its = longs(call)
+    row = its[KV_HEADS] * its[GROUP] * its[VALUE_DIM] * (4 if its[TARGET_KIND] == F32 else 2) // 2
+    made = halves(its[TARGET])
+    for place in range(its[ROWS] * row, its[PADDED] * row):
+        made[place] = types.uint16(0)
+
+
+def attend(call: int, function: int, helpers: int, count: int) -> None:
+    """Writes the rows' keys and values, and computes their attention.
+
+    function: the address of `units`   helpers: of `count` helpers' memory
+    """
+    write(call)
+    clear_padding(call)
+    longs(call)[NEXT] = 0
+    share(call, function, helpers, count)
+
+
+KERNELS = {"attend": (attend, "iiii"), "units": (units, "ii")}
+"""The functions that are compiled, and their arguments: i int64, f float32."""
+TILES = tiles()
