@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from dendro.tree import RANKED, FloatArray
+from dendro.tree import RANKED
 
 CANDIDATES = RANKED
 """K: the best candidates of a row, over which confidences are normalised."""
@@ -43,25 +43,28 @@ class Calibration:
     def tau(self) -> float:
         return 1.0 / self.sharpness
 
-    def confidences(self, scores: FloatArray) -> FloatArray:
+    def confidences(self, scores: Sequence[Sequence[float]]) -> list[list[float]]:
         """log c of every candidate, in (-inf, 0], never increasing along a row.
 
-        scores [rows, k] float32, never increasing along a row. Candidates past the first K have the same normaliser, so
-        that a row's confidences do not depend on k once k >= K.
+        scores [rows][k], never increasing along a row. Candidates past the first K have the same normaliser, so that a
+        row's confidences do not depend on k once k >= K.
         """
-        known = min(CANDIDATES, scores.shape[1])
-        weights = (scores - scores[:, :1]) * np.float32(self.sharpness)
-        total = np.exp(weights[:, :known]).sum(1) + np.exp(np.float32(self.unseen) + weights[:, known - 1])
-        confidences: FloatArray = weights - np.log(total)[:, None]  # total >= 1: it has exp(0) of the first candidate
-        return confidences
+        found = []
+        for row in scores:
+            weights = [(score - row[0]) * self.sharpness for score in row]
+            shown = weights[:CANDIDATES]
+            total = sum(map(math.exp, shown)) + math.exp(self.unseen + shown[-1])
+            normaliser = math.log(total)  # total >= 1: it has exp(0) of the first candidate
+            found.append([weight - normaliser for weight in weights])
+        return found
 
-    def learn(self, scores: FloatArray, rank: int) -> Calibration:
+    def learn(self, scores: Sequence[float], rank: int) -> Calibration:
         """The calibration after a row whose next token was its candidate `rank`, or none of them if rank >= K.
 
         scores [k] as in `confidences`; those past the first K are ignored, and so is a row with scores that are not
         finite.
         """
-        shown = [float(score) for score in scores[:CANDIDATES]]
+        shown = scores[:CANDIDATES]
         gaps = [score - shown[-1] for score in shown]
         if not all(map(math.isfinite, gaps)):
             return self

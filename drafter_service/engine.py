@@ -160,7 +160,8 @@ class DrafterEngine:
 
     def _fresh(self) -> DraftScheduler:
         options, texts, nodes = self._options, SlotPool(self._text_slots), SlotPool(self._node_slots)
-        return DraftScheduler(options.name, texts, nodes, options.max_sessions, options.prefill_chunk, self._clock)
+        limits = options.max_sessions, options.prefill_chunk
+        return DraftScheduler(options.name, texts, nodes, *limits, self._clock, self._runner.runs_levels)
 
     # -- the caller's side ---------------------------------------------------------------------------------------
 

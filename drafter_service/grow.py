@@ -6,7 +6,9 @@ level go through the model, the *frontier*; they need not be adjacent.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,9 +20,15 @@ LEAST_CHANCE = -80.0
 """Lower bound of a log confidence; keeps sums over a path finite."""
 
 
+Numbers = Sequence[float]
+
+
 @dataclass
 class Growth(ABC):
-    """One tree. Its processed rows, which went through the model and have candidates, are numbered in that order."""
+    """One tree. Its processed rows, which went through the model and have candidates, are numbered in that order.
+
+    Plain lists: levels have few rows, and an operation of numpy costs as much as a loop over a dozen numbers.
+    """
 
     root: int
     shape: TreeShape
@@ -30,13 +38,15 @@ class Growth(ABC):
     level: int = 0  # of the frontier
     frontier: list[int] = field(default_factory=lambda: [0])  # rows of the next forward, ascending
     place: dict[int, int] = field(default_factory=dict)  # row -> its number among the processed rows
-    candidates: list[IntArray] = field(default_factory=list)  # [k] of each processed row, best first
-    scores: list[FloatArray] = field(default_factory=list)  # [k] of these candidates
+    above: list[int] = field(default_factory=lambda: [-1])  # of processed rows and the frontier: their parents' numbers
+    candidates: list[Sequence[int]] = field(default_factory=list)  # [k] of each processed row, best first
+    scores: list[Numbers] = field(default_factory=list)  # [k] of these candidates
     first_child: list[int] = field(default_factory=list)  # row of each processed row's best candidate
     children: list[int] = field(default_factory=list)  # number of each processed row's candidates that became rows
 
     def __post_init__(self) -> None:
         self.tokens, self.parents, self.values = [self.root], [-1], [0.0]
+        self.width, self.depth = self.shape.width, self.shape.depth
 
     @property
     def processed(self) -> int:
@@ -45,44 +55,48 @@ class Growth(ABC):
     @property
     def finished(self) -> bool:
         """All remaining rows are leaves, whose candidates are not needed."""
-        return self.level == self.shape.depth
+        return self.level == self.depth
 
-    def extend(self, candidates: IntArray, scores: FloatArray, confidences: FloatArray) -> None:
+    def extend(
+        self, candidates: Sequence[Sequence[int]], scores: Sequence[Numbers], confidences: Sequence[Numbers]
+    ) -> None:
         """Add the children of each row of the frontier, which are the first of its candidates.
 
-        candidates [frontier, k], best first   scores [frontier, k] by which they are ordered
-        confidences [frontier, k] logarithms, never increasing along a row; k at least the shape's width
+        candidates [frontier][k], best first   scores [frontier][k] by which they are ordered
+        confidences [frontier][k] logarithms, at most 0, never increasing along a row; k at least the shape's width
         """
-        width = self.shape.width
-        above = np.array([self.values[row] for row in self.frontier], np.float32)[:, None]
-        reached = np.clip(confidences[:, :width], LEAST_CHANCE, 0.0) + above
-        counts = self._counts(reached)
-        taken = np.arange(width) < counts[:, None]
-        values, first = reached[taken], len(self.tokens)
-        self.place.update(zip(self.frontier, range(self.processed, self.processed + len(self.frontier)), strict=True))
-        self.candidates += list(candidates)
-        self.scores += list(scores)
-        self.first_child += (first + np.cumsum(counts) - counts).tolist()
-        self.children += counts.tolist()
-        self.tokens += candidates[:, :width][taken].tolist()
-        self.parents += np.repeat(self.frontier, counts).tolist()
-        self.values += values.tolist()
+        above = [self.values[row] for row in self.frontier]
+        reached = [
+            [max(chance, LEAST_CHANCE) + value for chance in chances[: self.width]]
+            for chances, value in zip(confidences, above, strict=True)
+        ]
+        first = len(self.tokens)
+        for row, own, chances, count in zip(self.frontier, candidates, reached, self._counts(reached), strict=True):
+            self.place[row] = len(self.place)
+            self.first_child.append(len(self.tokens))
+            self.children.append(count)
+            self.tokens += own[:count]
+            self.parents += [row] * count
+            self.values += chances[:count]
+        self.candidates += candidates
+        self.scores += scores
         self.level += 1
-        self.frontier = self._next(first, values)
+        self.frontier = [] if self.finished else self._next(first)
+        self.above += [self.place[self.parents[row]] for row in self.frontier]
 
     @abstractmethod
-    def _counts(self, reached: FloatArray) -> IntArray:
-        """[frontier] number of children of each row. reached [frontier, width] value of each candidate as a row."""
+    def _counts(self, reached: Sequence[Numbers]) -> Sequence[int]:
+        """[frontier] number of children of each row. reached [frontier][width] value of each candidate as a row."""
 
-    def _next(self, first: int, values: FloatArray) -> list[int]:
-        """The next frontier, from the rows just added: `first` and those after it. values [rows added]"""
-        return list(range(first, first + len(values)))
+    def _next(self, first: int) -> list[int]:
+        """The next frontier, from the rows just added: `first` and those after it."""
+        return list(range(first, len(self.tokens)))
 
     def child(self, row: int, token: int) -> int | None:
         """The child of a processed row that has this token, or None."""
         place = self.place[row]
-        hits = np.flatnonzero(self.candidates[place][: self.children[place]] == token)
-        return self.first_child[place] + int(hits[0]) if len(hits) else None
+        children = self.candidates[place][: self.children[place]]
+        return self.first_child[place] + children.index(token) if token in children else None
 
     def arrays(self) -> tuple[IntArray, IntArray, FloatArray]:
         """Tokens, parents and values, as for `DraftTree`."""
@@ -94,8 +108,8 @@ class LevelGrowth(Growth):
 
     shape: LevelShape
 
-    def _counts(self, reached: FloatArray) -> IntArray:
-        return np.full(len(reached), self.shape.widths[self.level], np.int64)
+    def _counts(self, reached: Sequence[Numbers]) -> Sequence[int]:
+        return [self.shape.widths[self.level]] * len(reached)
 
 
 class NodeGrowth(Growth):
@@ -103,11 +117,11 @@ class NodeGrowth(Growth):
 
     shape: NodeShape
 
-    def _counts(self, reached: FloatArray) -> IntArray:
-        return np.array([self.shape.children[row] for row in self.frontier], np.int64)
+    def _counts(self, reached: Sequence[Numbers]) -> Sequence[int]:
+        return [self.shape.children[row] for row in self.frontier]
 
-    def _next(self, first: int, values: FloatArray) -> list[int]:
-        counts = self.shape.children[first : first + len(values)]
+    def _next(self, first: int) -> list[int]:
+        counts = self.shape.children[first : len(self.tokens)]
         return [row for row, count in enumerate(counts, first) if count]
 
 
@@ -119,9 +133,11 @@ class BeamGrowth(Growth):
 
     shape: BeamShape
 
-    def _counts(self, reached: FloatArray) -> IntArray:
-        kept = greatest(reached.ravel(), self.shape.beams)
-        return np.bincount(kept // self.shape.width, minlength=len(reached))
+    def _counts(self, reached: Sequence[Numbers]) -> Sequence[int]:
+        counts = [0] * len(reached)
+        for at in greatest([value for values in reached for value in values], self.shape.beams):
+            counts[at // self.width] += 1
+        return counts
 
 
 class DynamicGrowth(Growth):
@@ -129,20 +145,39 @@ class DynamicGrowth(Growth):
 
     shape: DynamicShape
 
-    def _counts(self, reached: FloatArray) -> IntArray:
-        return np.full(len(reached), self.shape.k, np.int64)
+    def _counts(self, reached: Sequence[Numbers]) -> Sequence[int]:
+        return [self.shape.k] * len(reached)
 
-    def _next(self, first: int, values: FloatArray) -> list[int]:
-        rows: list[int] = (first + np.sort(greatest(values, self.shape.k))).tolist()
-        return rows
+    def _next(self, first: int) -> list[int]:
+        return sorted(first + at for at in greatest(self.values[first:], self.shape.k))
 
     def arrays(self) -> tuple[IntArray, IntArray, FloatArray]:
         tokens, parents, values = super().arrays()
-        k, steps = self.shape.k, self.shape.steps
-        depths = np.repeat(np.arange(steps + 1), [1, k] + [k * k] * (steps - 1))
-        kept = rerank(values, depths, parents, self.shape.total)
+        kept = rerank(values, parents, self.shape.total)
         # Kept rows are ascending and include all parents: a parent's new row is its position in `kept`.
         return tokens[kept], np.append(-1, np.searchsorted(kept, parents[kept[1:]])), values[kept]
+
+
+@dataclass(frozen=True, slots=True)
+class FixedForm:
+    """The processed rows of a tree whose form does not depend on the candidates, level by level."""
+
+    above: tuple[int, ...]  # number of each row's parent, -1 for the root
+    ranks: tuple[int, ...]  # which of its parent's candidates each row is
+    counts: tuple[int, ...]  # rows of each level
+
+
+@functools.lru_cache(maxsize=1024)
+def fixed_form(shape: TreeShape) -> FixedForm | None:
+    """The form of all trees of this shape; None if it depends on the candidates."""
+    if not isinstance(shape, LevelShape | NodeShape):
+        return None
+    growth, counts = growth_of(0, shape), list[int]()
+    while not growth.finished:
+        counts.append(len(growth.frontier))
+        ranks, chances = [list(range(shape.width))] * counts[-1], [[0.0] * shape.width] * counts[-1]
+        growth.extend(ranks, chances, chances)  # a row's token is then its rank
+    return FixedForm(tuple(growth.above), tuple(growth.tokens[row] for row in growth.place), tuple(counts))
 
 
 def growth_of(root: int, shape: TreeShape) -> Growth:
@@ -168,29 +203,24 @@ def most_processed(max_rows: int, max_depth: int) -> int:
     return max(max_rows - 1, 1 + (steps - 1) * MAX_K, 1)
 
 
-def greatest(values: FloatArray, count: int) -> IntArray:
+def greatest(values: Numbers, count: int) -> list[int]:
     """Indices of the `count` greatest values, descending; of equal values, the lower index first."""
-    return np.argsort(-values, kind="stable")[:count]
+    return sorted(range(len(values)), key=values.__getitem__, reverse=True)[:count]  # a stable order, reversed too
 
 
-def rerank(values: FloatArray, depths: IntArray, parents: IntArray, total: int) -> IntArray:
+def rerank(values: FloatArray, parents: IntArray, total: int) -> IntArray:
     """The root and the `total` guesses of greatest value, as ascending rows; each guess's parent is included.
 
-    values [rows] float32, at most 0, none above its parent's   depths [rows] below 256
-    parents [rows] row 0 is the root, and a parent comes before its children
+    values [rows], at most 0, none above its parent's   parents [rows] row 0 is the root, and a parent comes before its
+    children
 
-    Rows are ordered by (value descending, depth ascending, index ascending). A row then comes after all its ancestors,
-    so every prefix of the order is a tree. The value alone does not ensure this, as confidences of exactly 1 are common
-    (ALGORITHMS 4.1). The order is that of one integer key, so it is exact:
-
-        | order-preserving bits of the value, 32 | 255 - depth, 8 | 2**24 - 1 - index, 24 |
+    Of equal values the earlier row is kept, which of rows numbered level by level is the shallower. A row then comes
+    after all its ancestors, so every prefix of the order is a tree. The value alone does not ensure this, as
+    confidences of exactly 1 are common (ALGORITHMS 4.1).
     """
-    bits = (values.astype(np.float32) + np.float32(0)).view(np.uint32)  # + 0 makes -0.0 equal to 0.0
-    ordered = np.where(bits >> np.uint32(31), ~bits, bits | np.uint32(1 << 31)).astype(np.uint64)
-    low = ((255 - depths) << 24) | (2**24 - 1 - np.arange(len(values)))
-    key = (ordered << np.uint64(32)) | low.astype(np.uint64)
-    kept = np.sort(np.argpartition(key, len(key) - 1 - total)[len(key) - 1 - total :])
-    assert kept[0] == 0 and np.isin(parents[kept[1:]], kept).all(), "a guess is kept without its parent"
+    kept: IntArray = np.sort(np.argsort(-values, kind="stable")[: 1 + total])
+    rows = set(kept.tolist())
+    assert 0 in rows and rows.issuperset(parents[kept[1:]].tolist()), "a guess is kept without its parent"
     return kept
 
 

@@ -6,7 +6,10 @@ the node's inputs, or its keys and values. Slot 0 of either kind is reserved: th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,39 +44,96 @@ class Chains:
         return int(self.lengths.sum())
 
 
-@dataclass(frozen=True, slots=True)
+class Nodes(NamedTuple):
+    """Nodes of one tree in the order in which they go through the model, parents first."""
+
+    slots: Sequence[int]
+    above: Sequence[int]  # place of each node's parent among them, -1 for the root
+
+
+@dataclass(frozen=True, eq=False)
 class Level:
     """New nodes of several trees, tree after tree: one level of each. A root is a level."""
 
     tokens: IntArray  # [rows]
-    parents: IntArray  # [rows] node slot of the parent, NO_NODE for a root
-    positions: IntArray  # [rows] of the tokens in their texts
-    counts: IntArray  # [trees] rows of each tree
-    texts: IntArray  # [trees] slot of each tree's text
-    starts: IntArray  # [trees] tokens that this text has consumed: the root's position
-    nodes: IntArray  # [trees, most] slots of each tree's nodes, the new ones last; padded with NO_NODE at the front
-    lines: BoolArray  # [trees, most, most] whether node j is node i or one of its ancestors
-
-    @property
-    def slots(self) -> IntArray:
-        """[rows] node slot of each row."""
-        most = self.nodes.shape[1]
-        return np.concatenate([self.nodes[tree, most - count :] for tree, count in enumerate(self.counts)])
+    counts: Sequence[int]  # [trees] rows of each tree
+    texts: Sequence[int]  # [trees] slot of each tree's text
+    starts: Sequence[int]  # [trees] tokens that this text has consumed: the root's position
+    depths: Sequence[int]  # [trees] levels above the new nodes
+    trees: Sequence[Nodes]  # [trees] all nodes of each tree so far, the new ones last
 
     @property
     def count(self) -> int:
         """Tokens that go through the model."""
         return len(self.tokens)
 
+    @cached_property
+    def slots(self) -> IntArray:
+        """[rows] node slot of each row."""
+        both = zip(self.trees, self.counts, strict=True)
+        return np.array([slot for nodes, count in both for slot in nodes.slots[-count:]], np.int64)
+
+    @cached_property
+    def parents(self) -> IntArray:
+        """[rows] node slot of each row's parent, NO_NODE for a root."""
+        both = zip(self.trees, self.counts, strict=True)
+        found = (nodes.slots[at] if at >= 0 else NO_NODE for nodes, count in both for at in nodes.above[-count:])
+        return np.fromiter(found, np.int64)
+
+    @cached_property
+    def text_of_rows(self) -> IntArray:
+        """[rows] slot of each row's text."""
+        return np.repeat(self.texts, self.counts)
+
+    @cached_property
+    def positions(self) -> IntArray:
+        """[rows] of the tokens in their texts."""
+        return np.repeat(np.add(self.starts, self.depths), self.counts)
+
+    @cached_property
+    def nodes(self) -> IntArray:
+        """[trees, most] node slots of each tree's nodes, the new ones last; padded with NO_NODE at the front."""
+        most = max(len(nodes.slots) for nodes in self.trees)
+        return np.array([[NO_NODE] * (most - len(nodes.slots)) + list(nodes.slots) for nodes in self.trees], np.int64)
+
+    @cached_property
+    def lines(self) -> BoolArray:
+        """[trees, most, most] whether node j is node i or one of its ancestors."""
+        trees, most = self.nodes.shape
+        found = np.zeros((trees, most, most), np.bool_)
+        for line, nodes in zip(found, self.trees, strict=True):
+            first = most - len(nodes.slots)
+            for place, above in enumerate(nodes.above, first):
+                if above >= 0:
+                    line[place] = line[first + above]
+                line[place, place] = True
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """A level of one tree and all below it, whose form does not depend on the candidates."""
+
+    first: Level
+    nodes: Nodes  # of the whole tree; those of these levels are the last
+    counts: Sequence[int]  # [levels] nodes of each level
+    ranks: Sequence[int]  # [rows] which of its parent's candidates each node is; unused on the first level
+
+    @property
+    def count(self) -> int:
+        """Tokens that go through the model."""
+        return sum(self.counts)
+
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
-    """One forward, and the tokens whose candidates are wanted."""
+    """One forward, and the tokens whose candidates are wanted, in groups that guess the same token of a text."""
 
-    rows: Chains | Level
-    scored: IntArray  # [scored] row * time + t of the tokens whose candidates are wanted, ascending
-    sessions: IntArray  # [scored] number of the session, which sets the ordering and the noise
-    positions: IntArray  # [scored] position of the token to be guessed
+    rows: Chains | Level | Levels
+    scored: IntArray | None  # [scored] row * time + t of the tokens whose candidates are wanted, ascending; None: all
+    groups: Sequence[int]  # scored tokens of each group, in order
+    sessions: Sequence[int]  # [groups] number of the session, which sets the ordering and the noise
+    positions: Sequence[int]  # [groups] position of the token to be guessed
     width: int  # candidates per scored token
 
 

@@ -10,11 +10,12 @@ import torch
 from dendro.text import Sampling
 from torch import Tensor
 from tree_kernels.noise import NoiseRows
-from tree_kernels.ranking import ranked
+from tree_kernels.ranking import Orders, ranked
 from tree_kernels.warp import Warp, drafter_ranking
 
 from drafter_service.models import DrafterModel
-from drafter_service.plan import Chains, DraftOutcome, DraftPlan, Level, TextFold
+from drafter_service.models.memory import FusedMemory
+from drafter_service.plan import Chains, DraftOutcome, DraftPlan, Level, Levels, TextFold
 
 NOTHING = DraftOutcome(np.zeros((0, 0), np.int64), np.zeros((0, 0), np.float32))
 
@@ -40,7 +41,12 @@ class DraftRunner:
         self.model = model
         self.device = device
         self.memory = model.memory(texts, nodes)
+        self._fused = self.memory if isinstance(self.memory, FusedMemory) else None
         self._laws: dict[int, DraftLaw] = {}
+
+    def runs_levels(self, session: int) -> bool:
+        """Whether a plan of this session may have `Levels`."""
+        return self._fused is not None and not self._laws[session].warp.masks
 
     def admit(self, session: int, sampling: Sampling, vocabulary: int) -> None:
         """Set how a session's guesses are ordered. vocabulary: the target's."""
@@ -75,46 +81,59 @@ class DraftRunner:
 
     def run(self, plan: DraftPlan) -> DraftOutcome:
         """One forward."""
-        match plan.rows:
-            case Chains():
-                hidden = self.memory.chain(plan.rows).flatten(0, 1)
-            case Level():
-                hidden = self.memory.level(plan.rows)
-        if not len(plan.scored):
+        rows, laws = plan.rows, [self._laws[session] for session in plan.sessions]
+        compiled = self._fused if not any(law.warp.masks for law in laws) else None
+        if isinstance(rows, Levels):
+            assert compiled is not None
+            return DraftOutcome(*compiled.guesses_of_levels(rows, _orders(laws, plan), _width(laws, plan)))
+        if compiled is not None and isinstance(rows, Level):
+            return DraftOutcome(*compiled.guesses(rows, plan.groups, _orders(laws, plan), _width(laws, plan)))
+        hidden = self.memory.chain(rows).flatten(0, 1) if isinstance(rows, Chains) else self.memory.level(rows)
+        if not plan.groups:
             return NOTHING
-        if len(plan.scored) < len(hidden):
+        if plan.scored is not None and len(plan.scored) < len(hidden):
             hidden = hidden.index_select(0, torch.from_numpy(plan.scored).to(self.device))
-        return self._order(self.model.logits(hidden), plan)
+        logits = self.model.logits(hidden)
+        if compiled is not None:
+            return DraftOutcome(*ranked(logits, plan.groups, _orders(laws, plan), _width(laws, plan)))
+        return self._order(logits, laws, plan)
 
-    def _order(self, logits: Tensor, plan: DraftPlan) -> DraftOutcome:
-        """The candidates of each scored row, ordered by the law of its session. logits [scored, V]"""
-        laws = [self._laws[session] for session in plan.sessions.tolist()]
-        width = min(plan.width, *(law.vocabulary for law in laws))
-        if self.model.form == "fused" and not any(law.warp.masks for law in laws):
-            places = plan.positions.tolist()
-            noise = [law.noise_of(place) for law, place in zip(laws, places, strict=True)]
-            vocabularies = [law.vocabulary for law in laws]
-            return DraftOutcome(*ranked(logits, [law.warp.temperature for law in laws], noise, vocabularies, width))
-        groups: dict[tuple[Warp, int], list[int]] = {}
-        for row, law in enumerate(laws):
-            groups.setdefault((law.warp, law.vocabulary), []).append(row)
-        candidates = np.empty((len(laws), width), np.int64)
-        found = np.empty((len(laws), width), np.float32)
-        for (warp, vocabulary), rows in groups.items():
-            part = logits if len(groups) == 1 else logits[torch.tensor(rows, device=self.device)]
-            ids, scores = _candidates(part[:, :vocabulary], warp, self._noise(laws, rows, plan), width)
+    def _order(self, logits: Tensor, laws: list[DraftLaw], plan: DraftPlan) -> DraftOutcome:
+        """The candidates of each scored row, ordered by the law of its group. logits [scored, V]"""
+        width = _width(laws, plan)
+        alike: dict[tuple[Warp, int], list[int]] = {}  # rows by their warp and vocabulary
+        group_of = np.repeat(np.arange(len(laws)), plan.groups).tolist()
+        for row, group in enumerate(group_of):
+            alike.setdefault((laws[group].warp, laws[group].vocabulary), []).append(row)
+        candidates = np.empty((len(group_of), width), np.int64)
+        found = np.empty((len(group_of), width), np.float32)
+        for (warp, vocabulary), rows in alike.items():
+            part = logits if len(alike) == 1 else logits[torch.tensor(rows, device=self.device)]
+            noise = self._noise([group_of[row] for row in rows], laws, plan.positions)
+            ids, scores = _candidates(part[:, :vocabulary], warp, noise, width)
             candidates[rows], found[rows] = ids.cpu().numpy(), scores.cpu().numpy()
         return DraftOutcome(candidates, found)
 
-    def _noise(self, laws: list[DraftLaw], rows: list[int], plan: DraftPlan) -> Tensor | None:
-        """[rows, V] noise of the token that each row guesses; None at temperature 0."""
-        picked = [(laws[row].noise, int(plan.positions[row])) for row in rows]
-        noise, position = picked[0]
-        if noise is None:
+    def _noise(self, groups: list[int], laws: list[DraftLaw], positions: Sequence[int]) -> Tensor | None:
+        """[rows, V] noise of the token that each row guesses; None at temperature 0. groups: of each row"""
+        found = {group: laws[group].noise_of(positions[group]) for group in groups}
+        noise = {group: row for group, row in found.items() if row is not None}
+        if not noise:
             return None
-        if all(other is noise and place == position for other, place in picked):  # a level of one tree
-            return noise.row(position).to(self.device).expand(len(picked), -1)
-        return torch.stack([source.row(place) for source, place in picked if source is not None]).to(self.device)
+        if len(noise) == 1:  # a level of one tree
+            return noise[groups[0]].to(self.device).expand(len(groups), -1)
+        return torch.stack([noise[group] for group in groups]).to(self.device)
+
+
+def _width(laws: Sequence[DraftLaw], plan: DraftPlan) -> int:
+    """Candidates of each scored row."""
+    return min(plan.width, *(law.vocabulary for law in laws))
+
+
+def _orders(laws: Sequence[DraftLaw], plan: DraftPlan) -> Orders:
+    """The order of each group's tokens, without masks."""
+    noise = [law.noise_of(place) for law, place in zip(laws, plan.positions, strict=True)]
+    return Orders([law.warp.temperature for law in laws], noise, [law.vocabulary for law in laws])
 
 
 def _candidates(logits: Tensor, warp: Warp, noise: Tensor | None, width: int) -> tuple[Tensor, Tensor]:

@@ -8,23 +8,25 @@ A session's life:
 4. `close` prefills all but the root and answers `MemoryComplete`, whose slot the engine saves.
 
 All sessions that wait for the same kind of forward share it, whatever their shapes; they join and leave between levels.
+One session alone gets all levels in one forward, where a call can run them (`Levels`).
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from dendro.calls import CloseCall, DraftCall, OpenCall, TextUpdate
 from dendro.clock import Clock, microseconds
 from dendro.engine import Ticket
 from dendro.errors import BadRequest, EngineFailed, NotFound, Overloaded
-from dendro.tree import DraftTree, FloatArray, IntArray
+from dendro.tree import DraftTree
 from tree_layers.states import SlotPool
 
 from drafter_service.confidence import CANDIDATES, Calibration
-from drafter_service.grow import growth_of, ranks
-from drafter_service.plan import EMPTY_TEXT, NO_NODE, Chains, DraftOutcome, DraftPlan, DraftStep, Level, TextFold
+from drafter_service.grow import fixed_form, growth_of, ranks
+from drafter_service.plan import EMPTY_TEXT, Chains, DraftOutcome, DraftPlan, DraftStep, Level, Levels, Nodes, TextFold
 from drafter_service.texts import Answer, DrafterText, DraftRound, MemoryComplete, Prefilled, check_tokens
 
 CATCH_UP = 8
@@ -42,10 +44,17 @@ class DraftScheduler:
     """
 
     def __init__(
-        self, name: str, texts: SlotPool, nodes: SlotPool, max_sessions: int, chunk: int, clock: Clock = time.monotonic
+        self,
+        name: str,
+        texts: SlotPool,
+        nodes: SlotPool,
+        max_sessions: int,
+        chunk: int,
+        clock: Clock = time.monotonic,
+        runs_levels: Callable[[int], bool] = lambda session: False,
     ) -> None:
         """texts: at least 1 + 2 * max_sessions slots   nodes: at least 1 + the most that a round needs
-        chunk: most tokens of a prompt per forward
+        chunk: most tokens of a prompt per forward   runs_levels: whether a plan of this session may have `Levels`
         """
         self.name = name
         self.texts = texts
@@ -53,6 +62,7 @@ class DraftScheduler:
         self.max_sessions = max_sessions
         self.chunk = chunk
         self.clock = clock
+        self.runs_levels = runs_levels
         self.answers: list[tuple[Ticket, Answer]] = []  # to send; the engine clears them
         self.closed: list[int] = []  # numbers of closed sessions; the engine clears them
         self.calibrations = {True: Calibration(), False: Calibration()}  # of greedy texts and of sampled texts
@@ -165,6 +175,8 @@ class DraftScheduler:
             return self._plan_prompts(prompts[:PREFILL_ROWS])
         if chains:
             return self._plan_chains(chains)
+        if len(growing) + len(singles) == 1 and not prompts:
+            return self._plan_levels(growing + singles)
         return self._plan_level(growing + singles) if growing or singles else None
 
     def _catch_up(self) -> DraftPlan | None:
@@ -184,17 +196,20 @@ class DraftScheduler:
                 session.covers = rows.stop
                 continue
             assert draft_round is not None
-            found = slice(at, at + len(rows))
+            candidates = outcome.candidates[at : at + len(rows)].tolist()
+            scores = outcome.scores[at : at + len(rows)].tolist()
             at += len(rows)
             if self._kind == "chain":  # text from `rows.start` to the root; all but the root rank the token after them
                 session.covers = rows.stop - 1
-                for place, covered in enumerate(range(rows.start + 1, rows.stop)):
-                    at_row = found.start + place
-                    self._record_rank(session, covered, outcome.candidates[at_row], outcome.scores[at_row])
-                found = slice(found.stop - 1, found.stop)
-            scores = outcome.scores[found]
-            draft_round.growth.extend(outcome.candidates[found], scores, draft_round.calibration.confidences(scores))
-            if draft_round.growth.finished:
+                for covered in range(rows.start + 1, rows.stop):
+                    self._record_rank(session, covered, candidates.pop(0), scores.pop(0))
+            growth = draft_round.growth
+            confidences, first = draft_round.calibration.confidences(scores), 0
+            while first < len(scores):
+                level = slice(first, first + len(growth.frontier))
+                growth.extend(candidates[level], scores[level], confidences[level])
+                first = level.stop
+            if growth.finished:
                 self._finish(session, draft_round)
         self._planned = []
         self._answer_complete()
@@ -230,53 +245,44 @@ class DraftScheduler:
             target=np.array([session.slot for session, _ in self._planned], np.int64),
             roots=np.array(roots, np.int64),
         )
-        scored = np.array(places, np.int64), np.array(numbers, np.int64), np.array(positions, np.int64)
-        return DraftPlan(rows, *scored, self._width())
+        return DraftPlan(rows, np.array(places, np.int64), [1] * len(places), numbers, positions, self._width())
 
     def _plan_level(self, sessions: list[DrafterText]) -> DraftPlan:
         """One row per node of each session's frontier: the roots of some sessions, deeper levels of others."""
         self._kind = "level"
         self._planned = []
         tokens: list[int] = []
-        parents: list[int] = []
-        numbers: list[int] = []
-        positions: list[int] = []
-        trees: list[DraftRound] = []
+        trees: list[Nodes] = []
         for session in sessions:
-            draft_round = session.round
-            assert draft_round is not None
-            growth, slots, rows = draft_round.growth, draft_round.slots, draft_round.growth.frontier
-            new = range(growth.processed, growth.processed + len(rows))
-            if growth.level:
-                above = [growth.place[growth.parents[row]] for row in rows]
-                draft_round.lines[new.start : new.stop] |= draft_round.lines[above]
-                parents += [slots[place] for place in above]
-            else:
-                parents.append(NO_NODE)
-            tokens += [growth.tokens[row] for row in rows]
-            numbers += [session.number] * len(rows)
-            positions += [draft_round.base + growth.level] * len(rows)
-            self._planned.append((session, new))
-            trees.append(draft_round)
-        sizes = [new.stop for _, new in self._planned]
-        most = max(sizes)
-        nodes = np.full((len(trees), most), NO_NODE, np.int64)
-        lines = np.zeros((len(trees), most, most), np.bool_)
-        for tree, (draft_round, size) in enumerate(zip(trees, sizes, strict=True)):
-            nodes[tree, most - size :] = draft_round.slots[:size]
-            lines[tree, most - size :, most - size :] = draft_round.lines[:size, :size]
-        guessed = np.array(positions, np.int64)
+            assert session.round is not None
+            growth, slots = session.round.growth, session.round.slots
+            self._planned.append((session, range(growth.processed, len(growth.above))))
+            tokens += [growth.tokens[row] for row in growth.frontier]
+            trees.append(Nodes(slots[: len(growth.above)], growth.above[:]))
         level = Level(
             tokens=np.array(tokens, np.int64),
-            parents=np.array(parents, np.int64),
-            positions=guessed - 1,
-            counts=np.array([len(new) for _, new in self._planned], np.int64),
-            texts=np.array([session.slot for session in sessions], np.int64),
-            starts=np.array([session.covers for session in sessions], np.int64),
-            nodes=nodes,
-            lines=lines,
+            counts=[len(new) for _, new in self._planned],
+            texts=[session.slot for session in sessions],
+            starts=[session.covers for session in sessions],
+            depths=[session.round.growth.level for session in sessions if session.round is not None],
+            trees=trees,
         )
-        return DraftPlan(level, np.arange(len(tokens)), np.array(numbers, np.int64), guessed, self._width())
+        guessed = [start + depth + 1 for start, depth in zip(level.starts, level.depths, strict=True)]
+        return DraftPlan(level, None, level.counts, [session.number for session in sessions], guessed, self._width())
+
+    def _plan_levels(self, sessions: list[DrafterText]) -> DraftPlan:
+        """The next level of one session alone; all its levels, where their form is known and one call can run them."""
+        plan, (session,) = self._plan_level(sessions), sessions
+        assert isinstance(plan.rows, Level) and session.round is not None
+        growth, form = session.round.growth, fixed_form(session.round.shape)
+        counts = () if form is None else form.counts[growth.level :]
+        if form is None or len(counts) < 2 or not self.runs_levels(session.number):
+            return plan
+        done, count = growth.processed, len(form.above)
+        self._planned = [(session, range(done, count))]
+        levels = Levels(plan.rows, Nodes(session.round.slots, form.above), counts, form.ranks[done:])
+        positions = range(plan.positions[0], plan.positions[0] + len(counts))
+        return DraftPlan(levels, None, counts, [session.number] * len(counts), positions, plan.width)
 
     def _width(self) -> int:
         rounds = (session.round for session, _ in self._planned)
@@ -334,10 +340,12 @@ class DraftScheduler:
             session.covers += len(path)
         self._drop_tree(session, draft_round)
 
-    def _record_rank(self, session: DrafterText, position: int, candidates: IntArray, scores: FloatArray) -> None:
+    def _record_rank(
+        self, session: DrafterText, position: int, candidates: Sequence[int], scores: Sequence[float]
+    ) -> None:
         """Record the rank of the text's token at `position` among a row's candidates, and fit the calibration to it."""
-        hits = np.flatnonzero(candidates[:CANDIDATES] == session.text.ids[position])
-        rank = int(hits[0]) if len(hits) else CANDIDATES
+        token, shown = session.text.ids[position], candidates[:CANDIDATES]
+        rank = shown.index(token) if token in shown else CANDIDATES
         session.ranks[position] = rank
         self.calibrations[session.greedy] = self.calibrations[session.greedy].learn(scores, rank)
 
@@ -369,7 +377,6 @@ class DraftScheduler:
         if self.nodes.free < wanted:
             return False
         draft_round.slots = self.nodes.allocate(wanted)
-        draft_round.lines = np.eye(wanted, dtype=np.bool_)
         return True
 
     def _drop_tree(self, session: DrafterText, draft_round: DraftRound) -> None:

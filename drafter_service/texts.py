@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
 from dendro.calls import PeerText, RequestParameters, TextUpdate
 from dendro.engine import Ticket
 from dendro.errors import BadRequest
@@ -13,7 +12,7 @@ from dendro.tree import DraftTree
 
 from drafter_service.confidence import Calibration
 from drafter_service.grow import Growth
-from drafter_service.plan import EMPTY_TEXT, BoolArray
+from drafter_service.plan import EMPTY_TEXT
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,6 @@ class DraftRound:
     growth: Growth
     calibration: Calibration  # of the round's start, the same for all its rows
     slots: list[int] = field(default_factory=list)  # of the rows that go through the model, in order
-    lines: BoolArray = field(default_factory=lambda: np.zeros((0, 0), np.bool_))  # as in `Level`, of all its slots
 
 
 @dataclass(eq=False)

@@ -19,11 +19,11 @@ def pytest_sessionstart(session):
     """Compile the kernels once, before any test: a machine that runs the tests for the first time has none."""
     if hasattr(session.config, "workerinput") or not session.config.getoption("numprocesses", None):
         return  # a worker of pytest-xdist, whose controller did it; or a few tests, which compile what they need
-    from tree_kernels import matmul, ranking, row_functions
+    from tree_kernels import matmul, row_functions, tree_levels
     from tree_kernels.mamba_level.cpu import why_not_compiled
 
     matmul.why_not_packed()
     row_functions.why_not_compiled()
     for kind in ("mamba", "mamba2"):
         why_not_compiled(kind)
-    ranking.why_not_ranked()
+    tree_levels.why_not_compiled()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from drafter_service.plan import EMPTY_TEXT, NO_NODE, Chains, Level
+from drafter_service.plan import EMPTY_TEXT, Chains, Level, Nodes
 
 
 def ints(*values: int) -> np.ndarray:
@@ -42,24 +42,14 @@ class TextCase:
 
 
 def level_of(cases: list[TextCase]) -> Level:
-    most = max(len(case.slots) for case in cases)
-    nodes = np.full((len(cases), most), NO_NODE)
-    lines = np.zeros((len(cases), most, most), np.bool_)
-    for tree, case in enumerate(cases):
-        first = most - len(case.slots)
-        nodes[tree, first:] = case.slots
-        for node in range(len(case.slots)):
-            lines[tree, first + node, [first + each for each in case.path(node)]] = True
     rows = [(case, node) for case in cases for node in case.level]
     return Level(
         tokens=ints(*(case.tokens[node] for case, node in rows)),
-        parents=ints(*(case.slots[case.parents[node]] if node else NO_NODE for case, node in rows)),
-        positions=ints(*(len(case.text(node)) - 1 for case, node in rows)),
-        counts=ints(*(len(case.level) for case in cases)),
-        texts=ints(*(case.slot for case in cases)),
-        starts=ints(*(case.covers for case in cases)),
-        nodes=nodes,
-        lines=lines,
+        counts=[len(case.level) for case in cases],
+        texts=[case.slot for case in cases],
+        starts=[case.covers for case in cases],
+        depths=[len(case.path(case.level[0])) - 1 for case in cases],
+        trees=[Nodes(case.slots[:], case.parents[:]) for case in cases],
     )
 
 

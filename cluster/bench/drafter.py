@@ -122,7 +122,7 @@ class LevelCase:
         self._drafters: dict[str, InlineDrafter] = {}
         self._plans: dict[str, dict[int, DraftPlan]] = {}  # form -> rows -> plan
         for form, model in forms.models.items():
-            self._drafters[form] = drafter = InlineDrafter(model, 1)
+            self._drafters[form] = drafter = InlineDrafter(model, 1, by_level=True)
             text = EngineText(ids, Sampling(temperature=1.0))
             session, memory = drafter.open(text), drafter.runner.memory
             self.text_bytes[form] = memory.text_bytes(len(ids))

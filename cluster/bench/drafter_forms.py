@@ -20,7 +20,7 @@ from tree_layers.states import SlotPool
 from cluster.bench.in_process import DRAFTER_DTYPE, EngineText
 from drafter_service.engine import node_slots, text_slots
 from drafter_service.models import DrafterModel, load_model
-from drafter_service.plan import DraftPlan, Level
+from drafter_service.plan import DraftPlan, Level, Levels
 from drafter_service.runner import DraftRunner
 from drafter_service.scheduler import DraftScheduler
 from drafter_service.texts import DrafterText
@@ -76,12 +76,14 @@ class TimedDraft:
 class InlineDrafter:
     """A scheduler and a runner, used as the engine uses them, in the caller's thread."""
 
-    def __init__(self, model: DrafterModel, texts: int) -> None:
-        """texts: the most that are open"""
+    def __init__(self, model: DrafterModel, texts: int, *, by_level: bool = False) -> None:
+        """texts: the most that are open   by_level: every level is a forward of its own"""
         self.model = model
         slots, nodes = text_slots(texts), node_slots(MAX_ROWS, DEFAULT_DEPTH)
         self.runner = DraftRunner(model, slots, nodes, CPU)
-        self._scheduler = DraftScheduler("bench", SlotPool(slots), SlotPool(nodes), texts, LONGEST_TRACE)
+        pools = SlotPool(slots), SlotPool(nodes)
+        at_once = (lambda session: False) if by_level else self.runner.runs_levels
+        self._scheduler = DraftScheduler("bench", *pools, texts, LONGEST_TRACE, runs_levels=at_once)
         self._lengths: dict[EngineText, int] = {}  # tokens of each text at the last call
         self._last: DraftPlan | None = None  # the last draft's last level
 
@@ -136,7 +138,7 @@ class InlineDrafter:
             raise EngineFailed(f"a draft of {shape} failed: {scheduler.answers}")
         scheduler.answers.clear()
         # A level writes the same into the kept nodes again; a chain would advance its text.
-        self._last = plans[-1] if isinstance(plans[-1].rows, Level) else None
+        self._last = plans[-1] if isinstance(plans[-1].rows, Level | Levels) else None
         self._lengths.update((text, len(text.text)) for text in texts)
         return TimedDraft(tuple(trees[ticket] for ticket in tickets), tuple(plans), clock - started, parts)
 

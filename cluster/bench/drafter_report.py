@@ -78,8 +78,9 @@ def facts_of(report: Report) -> Iterator[str]:
     yield (
         "Memory of a text: the most that its slot may take (a Llama's buffers double), and the tensors that it was "
         "measured to hold. A step's temporaries: the peak of the tensors of a forward of one row. Both by "
-        "torch.profiler, which does not count what other libraries allocate. An engine keeps up to two slots for each "
-        "text. All: weights, a text and a step"
+        "torch.profiler, which counts neither what other libraries allocate nor the scratch memory that a fused "
+        "drafter keeps from step to step. An engine keeps up to two slots for each text. All: weights, a text and "
+        "a step"
     )
 
 

@@ -63,8 +63,8 @@ class TokenMemory:
 
     def level(self, rows: Level) -> Tensor:
         read = torch.zeros(len(rows.tokens), 1 + self._longest, dtype=torch.int64)
-        texts = rows.texts.repeat(rows.counts).tolist()
-        each = zip(rows.tokens.tolist(), rows.parents.tolist(), rows.slots.tolist(), texts, strict=True)
+        arrays = (rows.tokens, rows.parents, rows.slots, rows.text_of_rows)
+        each = zip(*(array.tolist() for array in arrays), strict=True)
         for row, (token, parent, slot, text) in enumerate(each):
             above = self._texts[text] if parent == NO_NODE else self._nodes[parent]
             self._nodes[slot] = [*above, token]

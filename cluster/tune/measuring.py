@@ -110,8 +110,9 @@ class Ranker:
             plan = DraftPlan(
                 rows,
                 scored=guessed - 1 - start,
-                sessions=np.zeros(len(guessed), np.int64),
-                positions=guessed,
+                groups=[1] * len(guessed),
+                sessions=[0] * len(guessed),
+                positions=guessed.tolist(),
                 width=self._width,
             )
             outcome, slot = self._runner.run(plan), 1

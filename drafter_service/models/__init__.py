@@ -10,8 +10,8 @@ from typing import Protocol
 import torch
 from dendro.errors import BadRequest
 from torch import Tensor
+from tree_kernels import tree_levels
 from tree_kernels.mamba_level.cpu import why_not_compiled
-from tree_kernels.ranking import why_not_ranked
 from tree_layers.checkpoint import read_facts, refuse_quantised
 from tree_layers.errors import CheckpointError
 from tree_layers.weights import Checkpoint, read_checkpoint
@@ -107,4 +107,4 @@ def why_not_fused(kind: str, device: torch.device) -> str:
         return f"there is no fused form of a {kind} drafter"
     if device.type != "cpu":
         return f"the fused form runs on a CPU, not on {device}"
-    return why_not_compiled(kind) or why_not_ranked()
+    return why_not_compiled(kind) or tree_levels.why_not_compiled()

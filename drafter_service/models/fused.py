@@ -6,20 +6,24 @@ reference's, so either form continues what the other saved.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from dendro.shelf import Arrays
 from torch import Tensor
 from tree_kernels.mamba_level import shapes
 from tree_kernels.mamba_level.cpu import Ints, Product, Scratch, Table, kernels, kind_number
+from tree_kernels.ranking import Orders
+from tree_kernels.ranking.cpu import Ids, Scores
+from tree_kernels.tree_levels import LevelCalls
 from tree_layers.states import States
 
 from drafter_service.models.backbone import Backbone, Mixer
 from drafter_service.models.mamba import Mamba1Model, Mamba2Model
-from drafter_service.plan import NO_NODE, Chains, Level, TextFold
+from drafter_service.models.states import SavedTexts, StateSlots
+from drafter_service.plan import NO_NODE, Chains, Level, Levels, TextFold
 
 CPU = torch.device("cpu")
 NONE = -1
@@ -35,6 +39,7 @@ SPARE_ROWS = 4
 """Rows of channels in the spare part."""
 SCRATCH = (shapes.NORMED, shapes.READ, *STEPS)
 """The parts of the scratch memory that have rows."""
+SCRATCH_WORDS = [*SCRATCH, shapes.SPARE]
 
 
 class FusedEnds:
@@ -45,18 +50,22 @@ class FusedEnds:
     def __init__(self, model: Backbone[Mixer], kind: str) -> None:
         self.vocabulary = model.vocabulary
         self.dtype = model.dtype
-        self.eps = model.eps
         self.width = model.embedding.shape[1]
         self.kernels = kernels(kind)
         self.table = Table(1, shapes.CALL_WORDS)
         self.table.put(0, shapes.EMBEDDING, model.embedding)
         self.table.put(0, shapes.FINAL_NORM, model.norm.float())
-        self._head = Product(model.head)
-        self.table.put_product(0, shapes.HEAD, self._head)
+        self.head = Product(model.head)
+        self.table.put_product(0, shapes.HEAD, self.head)
         words = self.table.words[0]
         words[shapes.EMBEDDING_KIND] = kind_number(model.dtype)
         words[shapes.KNOWN], words[shapes.WIDTH] = model.embedding.shape
+        self.set_number(shapes.EPS, model.eps)
         self.scratch = Scratch()
+
+    def set_number(self, word: int, value: float) -> None:
+        """Set a word that is a float32."""
+        self.table.words[0, word : word + 1].view(np.float32)[0] = value
 
     def set_steps(self, hidden: int, steps: Mapping[int, int]) -> None:
         """Set the bytes of a row of the result, and of each part of the scratch memory by its word."""
@@ -67,19 +76,22 @@ class FusedEnds:
         for word, step in STEPS.items():
             words[step] = self.steps[word]
 
-    def begin(self, call: Ints, tokens: Ints, sequences: Ints) -> Tensor:
-        """Set a call's rows, sequences and scratch memory; returns its result [rows, d], which the call writes.
+    def lend_scratch(self, call: Ints, rows: int, *more: int) -> list[int]:
+        """Set a call's scratch memory for so many rows. Returns the addresses of further parts of `more` bytes a row.
+        All of it may be used until the next call."""
+        sizes = [rows * self.steps[word] for word in SCRATCH] + [SPARE_ROWS * self.steps[shapes.MIXED]]
+        found = self.scratch.parts((*sizes, *(rows * step for step in more)), rows)
+        call[SCRATCH_WORDS] = found[: len(SCRATCH_WORDS)]
+        return found[len(SCRATCH_WORDS) :]
 
-        The caller keeps `tokens` and `sequences` alive until the call has ended.
+    def begin(self, call: Ints, tokens: Ints) -> Tensor:
+        """Set a call's rows and scratch memory; returns its result [rows, d], which the call writes.
+
+        The caller keeps `tokens` alive until the call has ended.
         """
-        count = len(tokens)
-        hidden = torch.empty(count, self.hidden_step // 4)
-        sizes = tuple(count * self.steps[word] for word in SCRATCH)
-        found = self.scratch.parts((*sizes, SPARE_ROWS * self.steps[shapes.MIXED]), count)
-        for word, place in zip((*SCRATCH, shapes.SPARE), found, strict=True):
-            call[word] = place
-        call[shapes.ROWS], call[shapes.TOKENS] = count, tokens.ctypes.data
-        call[shapes.SEQUENCES], call[shapes.SEQUENCE_TABLE] = len(sequences), sequences.ctypes.data
+        hidden = torch.empty(len(tokens), self.hidden_step // 4)
+        self.lend_scratch(call, len(tokens))
+        call[shapes.ROWS], call[shapes.TOKENS] = len(tokens), tokens.ctypes.data
         call[shapes.HIDDEN] = hidden.data_ptr()
         return hidden[:, : self.width]
 
@@ -87,13 +99,13 @@ class FusedEnds:
         """hidden [rows, d] float32 -> [rows, V] float32."""
         rows = len(hidden)
         (normed,) = self.scratch.parts((4 * rows * self.width,), rows)
-        made = torch.empty(rows, self._head.step // 4)
+        made = torch.empty(rows, self.head.step // 4)
         call = self.table.words[0].copy()
         call[shapes.ROWS], call[shapes.NORMED] = rows, normed
         call[shapes.HIDDEN], call[shapes.HIDDEN_STEP] = hidden.data_ptr(), 4 * hidden.stride(0)
-        call[shapes.LOGITS], call[shapes.LOGITS_STEP] = made.data_ptr(), self._head.step
+        call[shapes.LOGITS], call[shapes.LOGITS_STEP] = made.data_ptr(), self.head.step
         assert hidden.stride(1) == 1 and hidden.dtype == torch.float32
-        self.kernels["logits"](call.ctypes.data, self.eps)
+        self.kernels.functions["logits"](call.ctypes.data)
         return made[:, : self.vocabulary]
 
 
@@ -106,7 +118,9 @@ class FusedMamba2Model(FusedEnds):
         super().__init__(model, "mamba2")
         first = model.layers[0][1]
         self.shape = first.shape
-        self.gate_eps, self.dt_limit = first.eps, first.dt_limit
+        self.set_number(shapes.GATE_EPS, first.eps)
+        self.set_number(shapes.LEAST_DT, first.dt_limit[0])
+        self.set_number(shapes.MOST_DT, first.dt_limit[1])
         heads, width, size = self.shape.state.recurrent
         words = self.table.words[0]
         words[shapes.LAYERS] = len(model.layers)
@@ -136,7 +150,69 @@ class FusedMamba2Model(FusedEnds):
         return FusedInputMemory(self, texts, nodes)
 
 
-class FusedInputMemory:
+class OneCallLevels(ABC):
+    """The levels of a `FusedMemory`."""
+
+    def __init__(self, model: FusedEnds, layers: Table, count: int, table: int, entry: int) -> None:
+        """layers: of this memory   count, table: the words of a call with the table of rows   entry: its words a row"""
+        self._ends = model
+        self._layers = layers
+        self._call = model.table.words[0].copy()
+        self._call[shapes.LAYER_TABLE] = layers.address
+        self._address = int(self._call.ctypes.data)
+        self._count, self._table = count, table
+        self._levels = LevelCalls(model.kernels, self._call, (shapes.ROWS, shapes.TOKENS, count, table), entry)
+
+    @abstractmethod
+    def _enter(self, table: Ints, places: Ints, slots: Ints, parents: Ints, texts: Ints | int) -> None:
+        """Fill the table [rows, entry] of new nodes.
+
+        places: number of each row in its level   slots, parents: node slots of the rows and of their parents
+        texts: slots of their texts
+        """
+
+    def level(self, rows: Level) -> Tensor:
+        self._levels.reserve(rows.count, 0)
+        table = self._levels.table[: rows.count]
+        self._enter(table, np.arange(rows.count), rows.slots, rows.parents, rows.text_of_rows)
+        self._call[self._count], self._call[self._table] = rows.count, table.ctypes.data
+        return self._forward(rows.tokens)
+
+    def guesses(self, rows: Level, groups: Sequence[int], orders: Orders, width: int) -> tuple[Ids, Scores]:
+        levels, count = self._levels, rows.count
+        levels.reserve(count, width)
+        levels.tokens[:count] = rows.tokens
+        texts = rows.texts[0] if len(rows.texts) == 1 else rows.text_of_rows
+        self._enter(levels.table[:count], np.arange(count), rows.slots, rows.parents, texts)
+        return self._ranked([count], groups, orders, width)
+
+    def guesses_of_levels(self, rows: Levels, orders: Orders, width: int) -> tuple[Ids, Scores]:
+        levels, count = self._levels, rows.count
+        slots, before = np.array(rows.nodes.slots, np.int64), len(rows.nodes.slots) - count
+        above = np.array(rows.nodes.above[before:], np.int64)
+        levels.reserve(count, width)
+        levels.tokens[: rows.first.count] = rows.first.tokens
+        levels.above[:count], levels.ranks[:count] = above - before, rows.ranks
+        places = np.array([place for each in rows.counts for place in range(each)], np.int64)
+        parents = np.where(above < 0, NO_NODE, slots[above])
+        self._enter(levels.table[:count], places, slots[before:], parents, rows.first.texts[0])
+        return self._ranked(rows.counts, rows.counts, orders, width)
+
+    def _ranked(self, counts: Sequence[int], groups: Sequence[int], orders: Orders, width: int) -> tuple[Ids, Scores]:
+        """The levels that `_levels` is prepared for. counts: rows of each"""
+        ends, step = self._ends, self._ends.head.step
+        self._call[shapes.HIDDEN], logits = ends.lend_scratch(self._call, max(counts), ends.hidden_step, step)
+        self._call[shapes.LOGITS], self._call[shapes.LOGITS_STEP] = logits, step
+        return self._levels.run(counts, groups, orders, width, logits, step)
+
+    def _forward(self, tokens: Ints) -> Tensor:
+        """Hidden [rows, d] of the rows that the call's tables describe."""
+        hidden = self._ends.begin(self._call, tokens)
+        self._ends.kernels.functions["forward"](self._address)
+        return hidden
+
+
+class FusedInputMemory(OneCallLevels, SavedTexts):
     """Text slots with states, node slots with inputs; the reference is `InputMemory`."""
 
     def __init__(self, model: FusedMamba2Model, texts: int, nodes: int) -> None:
@@ -152,38 +228,21 @@ class FusedInputMemory:
             for numbers in (channels, heads * width, model.shape.groups * size, heads)
         ]
         recurrent = states.view(layers, texts, size, heads, width).permute(0, 1, 3, 4, 2)
-        self._texts = States([shape] * layers, texts, model.dtype, CPU, list(tails), list(recurrent))
+        saved = States([shape] * layers, texts, model.dtype, CPU, list(tails), list(recurrent))
+        SavedTexts.__init__(self, saved, layers * shape.bytes_of(torch.float32), layers * model.shape.node_bytes)
         self._tree = np.zeros((nodes, shapes.NODE_WORDS), np.int64)
-        self._layers = Table(layers, shapes.LAYER_WORDS)
-        self._layers.words[:] = model.layers.words
+        table = Table(layers, shapes.LAYER_WORDS)
+        table.words[:] = model.layers.words
         stores = dict(zip((shapes.NODE_INPUTS, shapes.NODE_X, shapes.NODE_B, shapes.NODE_DT), self._nodes, strict=True))
         for layer in range(layers):
             for word, store in ({shapes.STATES: states, shapes.TAILS: tails} | stores).items():
-                self._layers.put(layer, word, store[layer])
-        self._call = model.table.words[0].copy()
-        self._call[shapes.LAYER_TABLE] = self._layers.address
+                table.put(layer, word, store[layer])
+        OneCallLevels.__init__(self, model, table, shapes.NEW_NODES, shapes.NEW_TABLE, shapes.NEW_WORDS)
         self._call[shapes.NODE_TABLE] = self._tree.ctypes.data
-        self._address = int(self._call.ctypes.data)
 
-    @property
-    def layout(self) -> str:
-        return self._texts.layout
-
-    def text_bytes(self, longest: int) -> int:
-        return len(self._layers.words) * self._model.shape.state.bytes_of(torch.float32)
-
-    @property
-    def node_bytes(self) -> int:
-        return len(self._layers.words) * self._model.shape.node_bytes
-
-    def save(self, text: int, tokens: int) -> Arrays:
-        return self._texts.save(text)
-
-    def check(self, arrays: Arrays, tokens: int) -> None:
-        self._texts.check(arrays)
-
-    def load(self, text: int, arrays: Arrays) -> None:
-        self._texts.load(text, arrays)
+    def _enter(self, table: Ints, places: Ints, slots: Ints, parents: Ints, texts: Ints | int) -> None:
+        table[:, 0], table[:, 1], table[:, 2] = slots, parents, texts
+        self._call[shapes.SEQUENCES] = 0
 
     def chain(self, rows: Chains) -> Tensor:
         texts, time = rows.tokens.shape
@@ -198,13 +257,10 @@ class FusedInputMemory:
         sequences[:, shapes.COUNT], sequences[:, shapes.END] = kept, NONE
         new = np.empty((len(rows.roots), shapes.NEW_WORDS), np.int64)
         new[:, 0], new[:, 1], new[:, 2] = rows.roots, NO_NODE, rows.target[: len(rows.roots)]
-        hidden = self._forward(rows.tokens.ravel()[places], sequences, new)
-        return _placed(hidden, places, texts, time)
-
-    def level(self, rows: Level) -> Tensor:
-        new = np.empty((len(rows.tokens), shapes.NEW_WORDS), np.int64)
-        new[:, 0], new[:, 1], new[:, 2] = rows.slots, rows.parents, rows.texts.repeat(rows.counts)
-        return self._forward(rows.tokens, np.empty((0, shapes.SEQUENCE_WORDS), np.int64), new)
+        call = self._call
+        call[shapes.SEQUENCES], call[shapes.SEQUENCE_TABLE] = texts, sequences.ctypes.data
+        call[shapes.NEW_NODES], call[shapes.NEW_TABLE] = len(new), new.ctypes.data
+        return _placed(self._forward(rows.tokens.ravel()[places]), places, texts, time)
 
     def fold(self, folds: Sequence[TextFold]) -> None:
         paths = np.array([node for fold in folds for node in fold.path], np.int64)
@@ -216,15 +272,7 @@ class FusedInputMemory:
         (spare,) = self._model.scratch.parts((SPARE_ROWS * self._model.steps[shapes.MIXED],), 1)
         call[shapes.SPARE], call[shapes.FOLDS] = spare, len(folds)
         call[shapes.FOLD_TABLE], call[shapes.PATHS] = table.ctypes.data, paths.ctypes.data
-        self._model.kernels["fold"](self._address)
-
-    def _forward(self, tokens: Ints, sequences: Ints, new: Ints) -> Tensor:
-        """Hidden [rows, d] of the sequences' rows, then of the new nodes. new [nodes, NEW_WORDS]"""
-        model, call = self._model, self._call
-        call[shapes.NEW_NODES], call[shapes.NEW_TABLE] = len(new), new.ctypes.data
-        hidden = model.begin(call, tokens, sequences)
-        model.kernels["forward"](self._address, model.eps, model.gate_eps, *model.dt_limit)
-        return hidden
+        self._model.kernels.functions["fold"](self._address)
 
 
 def _placed(hidden: Tensor, places: Ints, texts: int, time: int) -> Tensor:
@@ -278,44 +326,28 @@ class FusedMamba1Model(FusedEnds):
         return FusedStateMemory(self, texts, nodes)
 
 
-class FusedStateMemory:
-    """Text slots and after them node slots, each with a state; the reference is `StateMemory`."""
+class FusedStateMemory(OneCallLevels, StateSlots):
+    """A state in every slot; the reference is `StateMemory`."""
 
     def __init__(self, model: FusedMamba1Model, texts: int, nodes: int) -> None:
-        self._model = model
-        self._first = texts  # the first node's slot
         layers, slots = len(model.layers.words), texts + nodes
         channels, size = model.shape.recurrent
         states = torch.empty(layers, slots, size, channels)
-        self._states = States([model.shape] * layers, slots, model.dtype, CPU, recurrent=list(states.transpose(2, 3)))
-        self._layers = Table(layers, shapes.LAYER_WORDS)
-        self._layers.words[:] = model.layers.words
+        saved = States([model.shape] * layers, slots, model.dtype, CPU, recurrent=list(states.transpose(2, 3)))
+        StateSlots.__init__(self, saved, texts)
+        table = Table(layers, shapes.LAYER_WORDS)
+        table.words[:] = model.layers.words
         for layer in range(layers):
-            self._layers.put(layer, shapes.STATES, states[layer])
-            self._layers.put(layer, shapes.TAILS, self._states.conv[layer])
-        self._call = model.table.words[0].copy()
-        self._call[shapes.LAYER_TABLE] = self._layers.address
-        self._address = int(self._call.ctypes.data)
+            table.put(layer, shapes.STATES, states[layer])
+            table.put(layer, shapes.TAILS, saved.conv[layer])
+        OneCallLevels.__init__(self, model, table, shapes.SEQUENCES, shapes.SEQUENCE_TABLE, shapes.SEQUENCE_WORDS)
 
-    @property
-    def layout(self) -> str:
-        return self._states.layout
-
-    def text_bytes(self, longest: int) -> int:
-        return self.node_bytes
-
-    @property
-    def node_bytes(self) -> int:
-        return sum(shape.bytes_of(self._states.dtype) for shape in self._states.shapes)
-
-    def save(self, text: int, tokens: int) -> Arrays:
-        return self._states.save(text)
-
-    def check(self, arrays: Arrays, tokens: int) -> None:
-        self._states.check(arrays)
-
-    def load(self, text: int, arrays: Arrays) -> None:
-        self._states.load(text, arrays)
+    def _enter(self, table: Ints, places: Ints, slots: Ints, parents: Ints, texts: Ints | int) -> None:
+        table[:, shapes.SOURCE] = np.where(parents == NO_NODE, texts, self._first_node + parents)
+        table[:, shapes.TARGET] = self._first_node + slots
+        table[:, shapes.FIRST] = places
+        table[:, shapes.KEPT] = table[:, shapes.COUNT] = 1
+        table[:, shapes.END] = NONE
 
     def chain(self, rows: Chains) -> Tensor:
         texts, time = rows.tokens.shape
@@ -324,28 +356,9 @@ class FusedStateMemory:
         sequences[:, shapes.SOURCE], sequences[:, shapes.TARGET] = rows.source, rows.target
         sequences[:, shapes.FIRST] = np.cumsum(rows.lengths) - rows.lengths
         sequences[:, shapes.KEPT], sequences[:, shapes.COUNT] = rows.kept, rows.lengths
-        sequences[:, shapes.END] = self._first + rows.roots if len(rows.roots) else NONE
-        return _placed(self._forward(rows.tokens.ravel()[places], sequences), places, texts, time)
-
-    def level(self, rows: Level) -> Tensor:
-        sequences = np.ones((len(rows.tokens), shapes.SEQUENCE_WORDS), np.int64)
-        texts = rows.texts.repeat(rows.counts)
-        sequences[:, shapes.SOURCE] = np.where(rows.parents == NO_NODE, texts, self._first + rows.parents)
-        sequences[:, shapes.TARGET] = self._first + rows.slots
-        sequences[:, shapes.FIRST] = np.arange(len(sequences))
-        sequences[:, shapes.END] = NONE
-        return self._forward(rows.tokens, sequences)
-
-    def fold(self, folds: Sequence[TextFold]) -> None:
-        """Copy the last node's state to the text."""
-        for fold in folds:
-            self._states.copy(self._first + fold.path[-1], fold.target)
-
-    def _forward(self, tokens: Ints, sequences: Ints) -> Tensor:
-        """Hidden [rows, d] of the sequences' rows."""
-        hidden = self._model.begin(self._call, tokens, sequences)
-        self._model.kernels["forward"](self._address, self._model.eps)
-        return hidden
+        sequences[:, shapes.END] = self._first_node + rows.roots if len(rows.roots) else NONE
+        self._call[shapes.SEQUENCES], self._call[shapes.SEQUENCE_TABLE] = texts, sequences.ctypes.data
+        return _placed(self._forward(rows.tokens.ravel()[places]), places, texts, time)
 
 
 FUSED: Mapping[str, Callable[[Any], Any]] = {"mamba": FusedMamba1Model, "mamba2": FusedMamba2Model}

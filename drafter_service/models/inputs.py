@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from dendro.shelf import Arrays
 from torch import Tensor
 from tree_kernels.level_scan import Lines
 from tree_layers.mixers import Mamba2Mixer, Root
@@ -14,37 +13,19 @@ from tree_layers.nodes import LevelStep, NodeStates
 from tree_layers.states import as_slots
 
 from drafter_service.models.backbone import Backbone
+from drafter_service.models.states import SavedTexts
 from drafter_service.plan import NO_NODE, Chains, Level, TextFold
 
 
-class InputMemory:
+class InputMemory(SavedTexts):
     """Text slots with states, node slots with inputs."""
 
     def __init__(self, model: Backbone[Mamba2Mixer], texts: int, nodes: int) -> None:
+        shape, count = model.layers[0][1].shape, len(model.layers)
+        self._memory = NodeStates(shape, count, texts, nodes, model.dtype, model.device)
+        super().__init__(self._memory.texts, count * shape.state.bytes_of(torch.float32), count * shape.node_bytes)
         self._model = model
-        shape = model.layers[0][1].shape
-        self._memory = NodeStates(shape, len(model.layers), texts, nodes, model.dtype, model.device)
         self._factors = torch.stack([mixer.A for _, mixer in model.layers])[:, None, None]  # [layers, 1, 1, H]
-
-    @property
-    def layout(self) -> str:
-        return self._memory.texts.layout
-
-    def text_bytes(self, longest: int) -> int:
-        return len(self._model.layers) * self._memory.shape.state.bytes_of(torch.float32)
-
-    @property
-    def node_bytes(self) -> int:
-        return len(self._model.layers) * self._memory.shape.node_bytes
-
-    def save(self, text: int, tokens: int) -> Arrays:
-        return self._memory.texts.save(text)
-
-    def check(self, arrays: Arrays, tokens: int) -> None:
-        self._memory.texts.check(arrays)
-
-    def load(self, text: int, arrays: Arrays) -> None:
-        self._memory.texts.load(text, arrays)
 
     def chain(self, rows: Chains) -> Tensor:
         memory, device = self._memory, self._model.device
@@ -63,12 +44,12 @@ class InputMemory:
     def level(self, rows: Level) -> Tensor:
         memory, device = self._memory, self._model.device
         written = rows.slots
-        taps = memory.hang(written, rows.texts.repeat(rows.counts), rows.parents)
-        trees, new = len(rows.counts), int(rows.counts.max())
+        taps = memory.hang(written, rows.text_of_rows, rows.parents)
+        trees, new = len(rows.counts), max(rows.counts)
         places = None
         if len(written) < trees * new:
             padding = new * np.arange(1, trees + 1) - np.cumsum(rows.counts)  # [trees] padded rows so far
-            places = torch.from_numpy(np.arange(len(written)) + padding.repeat(rows.counts)).to(device)
+            places = torch.from_numpy(np.arange(len(written)) + np.repeat(padding, rows.counts)).to(device)
         slots, raw = memory.slots(written)
         step = LevelStep(
             slots=slots,
@@ -77,7 +58,7 @@ class InputMemory:
             nodes=as_slots(rows.nodes.ravel(), device),
             trees=trees,
             lines=Lines.of(rows.lines, new, device),
-            texts=rows.texts.tolist(),
+            texts=list(rows.texts),
             places=places,
             new=new,
         )

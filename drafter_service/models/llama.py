@@ -271,9 +271,9 @@ class KeyMemory:
 
     def level(self, rows: Level) -> Tensor:
         parts, end = [], 0
-        for tree, count in enumerate(rows.counts.tolist()):
+        for tree, count in enumerate(rows.counts):
             nodes, mask = rows.nodes[tree], np.where(rows.lines[tree, -count:], np.float32(0), np.float32(-np.inf))
-            text = self._texts[int(rows.texts[tree])][:, : int(rows.starts[tree])]
+            text = self._texts[rows.texts[tree]][:, : rows.starts[tree]]
             parts.append(Rows(slice(end, end + count), text, self._tensor(nodes), self._tensor(mask)))
             end += count
         kept = KeptKeys(self._nodes, as_slots(rows.slots, self._model.device))

@@ -6,12 +6,14 @@ A memory runs a plan's rows and folds nodes into texts; what a node slot holds d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from dendro.shelf import Arrays
 from torch import Tensor
+from tree_kernels.ranking import Orders
+from tree_kernels.ranking.cpu import Ids, Scores
 
-from drafter_service.plan import Chains, Level, TextFold
+from drafter_service.plan import Chains, Level, Levels, TextFold
 
 
 class DrafterMemory(Protocol):
@@ -53,4 +55,23 @@ class DrafterMemory(Protocol):
 
     def fold(self, folds: Sequence[TextFold]) -> None:
         """Fold accepted nodes into the memories of their texts; all targets differ."""
+        ...
+
+
+@runtime_checkable
+class FusedMemory(DrafterMemory, Protocol):
+    """A memory that ranks the tokens of one or more levels in the call that runs them."""
+
+    def guesses(self, rows: Level, groups: Sequence[int], orders: Orders, width: int) -> tuple[Ids, Scores]:
+        """Ids and scores [rows, width] of each row's best tokens; writes the new nodes' slots.
+
+        groups: numbers of adjacent rows whose tokens have the same order; orders: of each group
+        """
+        ...
+
+    def guesses_of_levels(self, rows: Levels, orders: Orders, width: int) -> tuple[Ids, Scores]:
+        """Ids and scores [rows, width] of the best tokens of all levels' rows; writes the new nodes' slots.
+
+        orders: of each level; width: more than any of `rows.ranks`
+        """
         ...

@@ -1,4 +1,4 @@
-"""What kernels that numba compiles need beside numba: arrays at addresses, rounding and atomic counters.
+"""What kernels that numba compiles need beside numba: arrays and kernels at addresses, rounding and atomic counters.
 
 Imported only while kernels are compiled. Addresses are int64 numbers.
 """
@@ -92,10 +92,16 @@ def fused_multiply_add(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
 @intrinsic
 def call_kernel(typingctx: Any, function: Any, call: Any, thread: Any) -> Any:
     """Calls the kernel of two int64 arguments at the address `function`."""
+    return types.void(types.int64, types.int64, types.int64), _call
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [I64, I64])
-        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
-        return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64, types.int64), generate
+@intrinsic
+def call_words(typingctx: Any, function: Any, words: Any) -> Any:
+    """Calls the kernel at the address `function` whose only argument is the address of its words."""
+    return types.void(types.int64, types.int64), _call
+
+
+def _call(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    kind = ir.FunctionType(ir.VoidType(), [I64] * (len(arguments) - 1))
+    builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
+    return context.get_dummy_value()

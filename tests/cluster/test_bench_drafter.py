@@ -90,7 +90,7 @@ async def test_a_measured_draft_is_the_engines(checkpoint, shape):
 
 def test_parts_are_of_the_whole_draft_and_accepted_nodes_are_folded(checkpoint):
     inline, text, shape = (
-        InlineDrafter(model_at(checkpoint), 1),
+        InlineDrafter(model_at(checkpoint), 1, by_level=True),
         EngineText(ids_of(20), Sampling()),
         TreeShape.parse("3,2,1"),
     )
@@ -260,7 +260,8 @@ def test_a_small_run_measures_every_part(tmp_path, forms):
         assert all(each["median"] > 0 for each in row["ms"].values())
     memory = {(row["drafter"], row["context"]): row["text_bytes"] for row in found["memory"]}
     assert memory["llama", 150] > memory["llama", 70] and memory["mamba", 150] == memory["mamba", 70] > 0
-    assert all(row["step_bytes"] > 0 and row["total_bytes"] > 1000 for row in found["memory"])
+    assert all(row["total_bytes"] > 1000 for row in found["memory"])
+    assert all(row["step_bytes"] > 0 for row in found["memory"] if row["drafter"] == "llama")
     assert [aim["met"] is None for aim in found["aims"]] == [FUSED not in forms] * 10
     listed = [{"drafter": each.name, "parameters": 250, "missing": dict(each.missing)} for each in drafters]
     plan = {"drafters": listed, "dtype": "float32", "tokens": 20, "repetitions": 2, "load_average": 0.5}

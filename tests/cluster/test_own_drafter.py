@@ -35,9 +35,8 @@ async def test_every_guess_of_the_targets_own_drafter_is_accepted(verifier):
 async def test_a_drafter_that_keys_its_noise_by_another_position_is_noticed(verifier, monkeypatch):
     noise = DraftRunner._noise
 
-    def shifted(self, laws, rows, plan):
-        plan.positions[:] += 1
-        return noise(self, laws, rows, plan)
+    def shifted(self, groups, laws, positions):
+        return noise(self, groups, laws, [position + 1 for position in positions])
 
     shapes = SHAPES_OF_ITS_OWN[::3]
     monkeypatch.setattr(checks, "SHAPES_OF_ITS_OWN", shapes)

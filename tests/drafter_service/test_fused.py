@@ -19,10 +19,9 @@ from tree_layers.arrays import as_tensor
 
 from drafter_service.models import DrafterModel, load_model
 from drafter_service.models.memory import DrafterMemory
-from drafter_service.plan import EMPTY_TEXT, Chains, Level, TextFold
+from drafter_service.plan import EMPTY_TEXT, Chains, Level, Nodes, TextFold
 
 TEXTS, NODES = 4, 64
-ALONE = np.ones((1, 1, 1), np.bool_)
 CPU = torch.device("cpu")
 FOREIGN = 5
 """Ids past the embedding, which are fed as token 0."""
@@ -196,24 +195,20 @@ def test_sixteen_bit_chains_in_scattered_slots_equal_single_steps_and_are_near_t
         torch.testing.assert_close(logits, models[0].logits(expected[row, :length]), atol=0.15, rtol=0.15)
         for t in range(length):
             last, slot = t == length - 1, int(target[row])
-            start, node = np.array([slot if t else EMPTY_TEXT]), ints(int(plan.roots[row]))
-            level = Level(tokens[row, t : t + 1], ints(0), ints(t), ints(1), start, ints(t), node[None], ALONE)
+            start, node = slot if t else EMPTY_TEXT, int(plan.roots[row])
+            level = Level(tokens[row, t : t + 1], [1], [start], [t], [0], [Nodes([node], [-1])])
             torch.testing.assert_close(models[1].logits(stepped.level(level))[0], logits[t], atol=1e-2, rtol=1e-2)
             if not last:
-                stepped.fold([TextFold(t, int(start[0]), slot, (int(node[0]),))])
+                stepped.fold([TextFold(t, start, slot, (node,))])
         for name, array in fused.save(int(target[row]), int(length)).items():
             single = stepped.save(int(target[row]), int(length))[name]
             one, other = (
                 as_tensor(each, dtype if name.startswith("conv") else torch.float32).float() for each in (array, single)
             )
             torch.testing.assert_close(one, other, atol=1e-2, rtol=1e-2)
-    children = ints(1, 4)
-    level = Level(
-        ints(5, 6), ints(3, 6), ints(3, 9), ints(1, 1), ints(2, 5), ints(2, 8),
-        np.array([[3, 1], [6, 4]]), np.array([[[1, 0], [1, 1]]] * 2, np.bool_),
-    )  # fmt: skip
+    level = Level(ints(5, 6), [1, 1], [2, 5], [2, 8], [1, 1], [Nodes([3, 1], [-1, 0]), Nodes([6, 4], [-1, 0])])
     found, wanted = (model.logits(memory.level(level)) for model, memory in zip(models, (eager, fused), strict=True))
-    assert level.slots.tolist() == children.tolist()
+    assert level.slots.tolist() == [1, 4] and level.parents.tolist() == [3, 6]
     torch.testing.assert_close(wanted, found, atol=0.15, rtol=0.15)
 
 
@@ -224,14 +219,10 @@ def test_a_rows_bits_do_not_depend_on_the_other_texts_of_its_level(tmp_path):
         found = []
         for texts in ([1], [3, 1, 2]):
             memory = model.memory(4, 9)
+            none, trees = [0] * len(texts), [Nodes([text], [-1]) for text in texts]
             hidden = memory.level(
-                Level(
-                    np.array([10 + text for text in texts]), np.zeros(len(texts), np.int64),
-                    np.zeros(len(texts), np.int64), np.ones(len(texts), np.int64), np.zeros(len(texts), np.int64),
-                    np.zeros(len(texts), np.int64), np.array([[text] for text in texts]),
-                    np.ones((len(texts), 1, 1), np.bool_),
-                )
-            )  # fmt: skip
+                Level(np.array([10 + text for text in texts]), [1] * len(texts), none, none, none, trees)
+            )
             found.append(model.logits(hidden)[texts.index(1)])
         assert torch.equal(*found)
 

@@ -15,21 +15,19 @@ SURE = np.float32(0.0)
 
 
 @st.composite
-def candidate_trees(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Values, depths and parents of a tree in any parents-first order; many chances are equal, or exactly 1."""
+def candidate_trees(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
+    """Values and parents of a tree in any parents-first order; many chances are equal, or exactly 1."""
     usual = st.sampled_from([0.0, 0.0, -0.0, -1e-38, -1e-7, -0.5, -0.5, -3.0, LEAST_CHANCE])
     chance = usual | st.floats(-80, 0, width=32)
-    values, depths, parents = [SURE], [0], [-1]
+    values, parents = [SURE], [-1]
     for row in range(1, draw(st.integers(2, 80))):
-        parent = draw(st.integers(0, row - 1))
-        parents.append(parent)
-        depths.append(depths[parent] + 1)
-        values.append(values[parent] + np.float32(draw(chance)))
-    return np.array(values, np.float32), np.array(depths), np.array(parents)
+        parents.append(draw(st.integers(0, row - 1)))
+        values.append(values[parents[-1]] + np.float32(draw(chance)))
+    return np.array(values, np.float32), np.array(parents)
 
 
-def rerank_by_sorting(values: np.ndarray, depths: np.ndarray, total: int) -> list[int]:
-    order = sorted(range(1, len(values)), key=lambda row: (-float(values[row]), int(depths[row]), row))
+def rerank_by_sorting(values: np.ndarray, total: int) -> list[int]:
+    order = sorted(range(1, len(values)), key=lambda row: (-float(values[row]), row))
     return sorted([0, *order[:total]])
 
 
@@ -39,26 +37,19 @@ def has_all_parents(kept: list[int], parents: np.ndarray) -> bool:
 
 @given(candidate_trees(), st.data())
 def test_a_rerank_is_the_first_rows_of_the_sorted_order_and_keeps_every_ancestor(tree, data):
-    values, depths, parents = tree
+    values, parents = tree
     total = data.draw(st.integers(1, len(values) - 1))
-    kept = rerank(values, depths, parents, total).tolist()
-    assert kept == rerank_by_sorting(values, depths, total)
+    kept = rerank(values, parents, total).tolist()
+    assert kept == rerank_by_sorting(values, total)
     assert has_all_parents(kept, parents)
 
 
 def test_ordering_by_value_alone_would_keep_a_guess_without_its_parent():
     """Three of a chain of six sure guesses; among equal values the last come first, as a top-k may return them."""
-    values, depths, parents = np.zeros(7, np.float32), np.arange(7), np.arange(7) - 1
+    values, parents = np.zeros(7, np.float32), np.arange(7) - 1
     by_value_alone = np.argsort(values, kind="stable")[::-1][:4].tolist()
     assert not has_all_parents(by_value_alone, parents)
-    assert rerank(values, depths, parents, 3).tolist() == [0, 1, 2, 3]
-
-
-def test_of_equal_values_the_shallower_row_is_kept_and_then_the_earlier():
-    """Row 3 is a child of row 1 and comes before row 4, a child of the root."""
-    values = np.array([0, -1, -1, -1, -1], np.float32)
-    depths, parents = np.array([0, 1, 1, 2, 1]), np.array([-1, 0, 0, 1, 0])
-    assert [rerank(values, depths, parents, total).tolist() for total in (1, 2, 3)] == [[0, 1], [0, 1, 2], [0, 1, 2, 4]]
+    assert rerank(values, parents, 3).tolist() == [0, 1, 2, 3]
 
 
 def grown(shape: TreeShape, scores: np.ndarray) -> tuple[DraftTree, int]:
@@ -66,8 +57,8 @@ def grown(shape: TreeShape, scores: np.ndarray) -> tuple[DraftTree, int]:
     growth = growth_of(99, shape)
     while not growth.finished:
         rows = len(growth.frontier)
-        confidences = np.tile(scores.astype(np.float32), (rows, 1))
-        growth.extend(np.tile(np.arange(len(scores)), (rows, 1)), confidences, confidences)
+        confidences = [scores.astype(np.float32).tolist()] * rows
+        growth.extend([list(range(len(scores)))] * rows, confidences, confidences)
     return DraftTree(*growth.arrays()), growth.processed
 
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from drafter_service.models import load_model
 from drafter_service.models.memory import DrafterMemory
-from drafter_service.plan import EMPTY_TEXT, NO_NODE, Chains, Level, TextFold
+from drafter_service.plan import EMPTY_TEXT, Chains, Level, Nodes, TextFold
 
 CPU = torch.device("cpu")
 Made = dict[Family, tuple[PreTrainedModel, dict[str, Path]]]
@@ -45,11 +45,9 @@ def chained(memory: DrafterMemory, text: torch.Tensor, start: int, source: int, 
 
 def stepped(memory: DrafterMemory, token: torch.Tensor, start: int, text: int) -> torch.Tensor:
     """Hidden [1, d] of a token as a tree's root, which is folded into the text. A text at start 0 begins in slot 0."""
-    one, source, node = np.ones(1, np.int64), np.array([text if start else EMPTY_TEXT]), np.array([1])
-    at, alone = np.array([start]), np.ones((1, 1, 1), np.bool_)
-    level = Level(token.numpy(), np.array([NO_NODE]), at, one, source, at, node[None], alone)
-    hidden = memory.level(level)
-    memory.fold([TextFold(start, int(source[0]), text, (1,))])
+    source = text if start else EMPTY_TEXT
+    hidden = memory.level(Level(token.numpy(), [1], [source], [start], [0], [Nodes([1], [-1])]))
+    memory.fold([TextFold(start, source, text, (1,))])
     return hidden
 
 

@@ -24,13 +24,22 @@ SMALL, LARGE = LevelShape((2, 2)), DynamicShape(16, 5, 7)
 def forward(scheduler: DraftScheduler) -> DraftPlan | None:
     plan = scheduler.next().plan
     if plan is not None:
-        shape = len(plan.scored), plan.width
+        shape = sum(plan.groups), plan.width
         scheduler.apply(DraftOutcome(np.tile(np.arange(plan.width), (shape[0], 1)), np.zeros(shape, np.float32)))
     return plan
 
 
-def scheduler_of(clock: Clock = time.monotonic) -> DraftScheduler:
-    return DraftScheduler("d", SlotPool(1 + 2 * SESSIONS), SlotPool(1 + LARGE.forwarded), SESSIONS, 8, clock)
+def forwards(scheduler: DraftScheduler) -> list[DraftPlan]:
+    """All forwards until nothing waits."""
+    plans = []
+    while (plan := forward(scheduler)) is not None:
+        plans.append(plan)
+    return plans
+
+
+def scheduler_of(clock: Clock = time.monotonic, *, runs_levels: bool = False) -> DraftScheduler:
+    slots = SlotPool(1 + 2 * SESSIONS), SlotPool(1 + LARGE.forwarded)
+    return DraftScheduler("d", *slots, SESSIONS, 8, clock, lambda session: runs_levels)
 
 
 def opened(scheduler: DraftScheduler, name: int) -> DrafterText:
@@ -55,7 +64,7 @@ def test_a_round_that_waits_for_many_slots_is_not_overtaken_by_rounds_that_need_
     draft(scheduler, last, SMALL)
     planned = []
     while (plan := forward(scheduler)) is not None:
-        planned.append(set(plan.sessions.tolist()))
+        planned.append(set(plan.sessions))
     assert planned[:2] == [{first.number}, {large.number}]
     assert [tree.rows for _, tree in scheduler.answers if isinstance(tree, DraftTree)] == [7, 8, 7]
 
@@ -87,3 +96,42 @@ def test_a_tree_reports_the_time_since_its_call_arrived_by_the_given_clock():
         pass
     (tree,) = [answer for _, answer in scheduler.answers if isinstance(answer, DraftTree)]
     assert tree.draft_us == 250_000
+
+
+def test_a_session_alone_gets_all_levels_of_a_fixed_tree_in_one_forward_and_two_sessions_get_them_one_by_one():
+    found = []
+    for runs_levels in (False, True):
+        scheduler = scheduler_of(runs_levels=runs_levels)
+        first, second = [opened(scheduler, name) for name in range(2)]
+        while forward(scheduler) is not None:
+            pass
+        scheduler.answers.clear()
+        draft(scheduler, first, SMALL)
+        alone = [plan.groups for plan in forwards(scheduler)]
+        assert alone == ([(1, 2)] if runs_levels else [[1], [2]])
+        draft(scheduler, first, SMALL)
+        draft(scheduler, second, SMALL)
+        assert [plan.groups for plan in forwards(scheduler)] == [[1, 1], [2, 2]]
+        trees = [tree for _, tree in scheduler.answers if isinstance(tree, DraftTree)]
+        found.append([(tree.tokens.tolist(), tree.parents.tolist()) for tree in trees])
+    assert found[0] == found[1] == [([PROMPT[-1], 0, 1, 0, 1, 0, 1], [-1, 0, 0, 1, 1, 2, 2])] * 3
+
+
+def test_the_rest_of_a_fixed_tree_is_one_forward_after_a_chain_to_its_root():
+    scheduler = scheduler_of(runs_levels=True)
+    session = opened(scheduler, 1)
+    forwards(scheduler)
+    update = TextUpdate.of(session.opening, Tokens((*PROMPT, 8, 9)), len(PROMPT))
+    scheduler.draft(Ticket(0.0), DraftCall(update, LevelShape((2, 1, 1))))
+    assert [plan.groups for plan in forwards(scheduler)] == [[1, 1, 1], (2, 2)]
+    (tree,) = [tree for _, tree in scheduler.answers if isinstance(tree, DraftTree)]
+    assert tree.parents.tolist() == [-1, 0, 0, 1, 2, 3, 4]
+
+
+def test_a_tree_whose_form_depends_on_its_guesses_grows_level_by_level():
+    scheduler = scheduler_of(runs_levels=True)
+    session = opened(scheduler, 1)
+    while forward(scheduler) is not None:
+        pass
+    draft(scheduler, session, DynamicShape(2, 3, 5))
+    assert [plan.groups for plan in forwards(scheduler)] == [[1], [2], [2]]

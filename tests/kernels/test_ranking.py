@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tree_kernels.noise import gumbel_noise
-from tree_kernels.ranking import ranked
+from tree_kernels.ranking import Orders, ranked
 from tree_kernels.warp import Warp, drafter_ranking
 
 
@@ -25,7 +25,7 @@ def test_ids_and_scores_are_those_of_the_reference(vocabulary, width, temperatur
     noise = None if temperature == 0 else gumbel_noise(7, range(rows), vocabulary)
     wanted = drafter_ranking(logits[:, :vocabulary], Warp(temperature), noise, width)
     each = [None] * rows if noise is None else list(noise)
-    ids, scores = ranked(logits, [temperature] * rows, each, [vocabulary] * rows, width)
+    ids, scores = ranked(logits, [1] * rows, Orders([temperature] * rows, each, [vocabulary] * rows), width)
     assert np.array_equal(ids, wanted.ids.numpy()) and np.array_equal(scores, wanted.scores.numpy())
 
 
@@ -33,7 +33,7 @@ def test_rows_of_several_sessions_have_their_own_temperature_noise_and_vocabular
     logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(0))
     noise = [None, *gumbel_noise(3, [4, 9], 500)]
     degrees, vocabularies = [0.0, 0.5, 2.0], [500, 90, 300]
-    ids, scores = ranked(logits, degrees, noise, vocabularies, 8)
+    ids, scores = ranked(logits, [1] * 3, Orders(degrees, noise, vocabularies), 8)
     for row, count in enumerate(vocabularies):
         own = noise[row]
         alone = drafter_ranking(
@@ -45,5 +45,5 @@ def test_rows_of_several_sessions_have_their_own_temperature_noise_and_vocabular
 def test_a_nan_is_ranked_last_and_ids_stay_distinct():
     logits = torch.full((1, 12), math.nan)
     logits[0, 5] = 1.0
-    ids, scores = ranked(logits, [0.0], [None], [12], 6)
+    ids, scores = ranked(logits, [1], Orders([0.0], [None], [12]), 6)
     assert ids[0].tolist() == [5, 0, 1, 2, 3, 4] and scores[0, 0] == 1 and not np.isnan(scores).any()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +18,9 @@ from tree_kernels.matmul.cpu import PRECISIONS, tile_table
 from tree_kernels.matmul.packing import pack
 from tree_kernels.matmul.shapes import Precision
 from tree_kernels.processor import panel
+
+if TYPE_CHECKING:
+    from tree_kernels.machine_code import Kernels
 
 Ints = npt.NDArray[np.int64]
 FEW_ROWS = 64
@@ -39,11 +41,10 @@ def why_not_compiled(kind: str) -> str:
 
 
 @cache
-def kernels(kind: str) -> Mapping[str, Any]:
-    """The kernels of Mamba-1, "mamba", or Mamba-2, "mamba2", by name. Raises NoKernelsError."""
+def kernels(kind: str) -> Kernels:
+    """The kernels of Mamba-1, "mamba", or Mamba-2, "mamba2". Raises NoKernelsError."""
     module = {"mamba": "mamba1", "mamba2": "mamba2"}[kind]
-    made = load_kernels(f"tree_kernels.mamba_level.{module}")
-    return made.functions
+    return load_kernels(f"tree_kernels.mamba_level.{module}")
 
 
 class Table:

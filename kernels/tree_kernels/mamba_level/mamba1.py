@@ -16,11 +16,12 @@ from tree_kernels.mamba_level.parts import (
     embed,
     gate,
     inlined,
+    into_mixer,
     keep_tails,
     logits,
+    out_of_mixer,
     product,
     round_inputs,
-    scale_to_unit,
 )
 from tree_kernels.vectors import floats, longs
 
@@ -87,21 +88,16 @@ def mix(call: int, layer: int) -> None:
         gate(y, raw + row * step + channels * 4, channels)
 
 
-def forward(call: int, eps: float) -> None:
-    """Hidden rows of tokens; `Backbone.through`. eps: of the layers' norms"""
+def forward(call: int) -> None:
+    """Hidden rows of tokens; `Backbone.through`."""
     its = longs(call)
-    rows, width, hidden, step = its[shapes.ROWS], its[shapes.WIDTH], its[shapes.HIDDEN], its[shapes.HIDDEN_STEP]
-    normed, inner, read, channels = its[shapes.NORMED], its[shapes.INNER], its[shapes.READ], its[shapes.CHANNELS]
     embed(call)
     for number in range(its[shapes.LAYERS]):
         layer = its[shapes.LAYER_TABLE] + number * shapes.LAYER_WORDS * 8
-        own = longs(layer)
-        for row in range(rows):
-            scale_to_unit(hidden + row * step, own[shapes.NORM], normed + row * width * 4, width, eps)
-        product(normed, width * 4, rows, width, own[shapes.IN_PROJ], inner, its[shapes.INNER_STEP], 0)
+        into_mixer(call, layer)
         mix(call, layer)
-        product(read, channels * 4, rows, channels, own[shapes.OUT_PROJ], hidden, step, 1)
+        out_of_mixer(call, layer)
 
 
-KERNELS = {"forward": (forward, "if"), "logits": (logits, "if")}
+KERNELS = {"forward": (forward, "i"), "logits": (logits, "i")}
 """The functions that are compiled, and their arguments: i int64, f float32."""

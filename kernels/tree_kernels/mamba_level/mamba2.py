@@ -19,12 +19,13 @@ from tree_kernels.mamba_level.parts import (
     embed,
     gate,
     inlined,
+    into_mixer,
     keep_tails,
     logits,
-    product,
+    number,
+    out_of_mixer,
     round_inputs,
     scale_in_place,
-    scale_to_unit,
 )
 from tree_kernels.vectors import floats, longs
 
@@ -62,11 +63,12 @@ def convolve_node(call: int, layer: int, slot: int, target: int, channels: int) 
 
 
 @inlined
-def step_sizes(call: int, layer: int, row: int, given: int, least: float, most: float) -> None:
+def step_sizes(call: int, layer: int, row: int, given: int) -> None:
     """dt of a row's heads; `Mamba2Mixer._dt`."""
     its, own = longs(call), longs(layer)
     heads, made = its[shapes.HEADS], floats(its[shapes.STEPS] + row * its[shapes.STEPS_STEP])
     raw, bias = floats(given), floats(own[shapes.DT_BIAS])
+    least, most = number(call, shapes.LEAST_DT), number(call, shapes.MOST_DT)
     for h in range(heads):
         made[h] = min(max(softplus(raw[h] + bias[h]), least), most)
 
@@ -203,7 +205,7 @@ def scan_node(call: int, layer: int, row: int, slot: int) -> None:
 
 
 @inlined
-def mix(call: int, layer: int, eps: float, least: float, most: float) -> None:
+def mix(call: int, layer: int) -> None:
     """One layer's mixer, from the results of in_proj to the inputs of out_proj; `Mamba2Mixer.level` and `.chain`."""
     its, own = longs(call), longs(layer)
     channels, groups = its[shapes.CHANNELS], its[shapes.GROUPS]
@@ -213,9 +215,9 @@ def mix(call: int, layer: int, eps: float, least: float, most: float) -> None:
     rows = its[shapes.ROWS]
     round_inputs(call, raw, step, mixed)
     for row in range(rows):
-        step_sizes(call, layer, row, raw + row * step + mixed * 4, least, most)
-    for number in range(its[shapes.SEQUENCES]):
-        words = its[shapes.SEQUENCE_TABLE] + number * shapes.SEQUENCE_WORDS * 8
+        step_sizes(call, layer, row, raw + row * step + mixed * 4)
+    for each in range(its[shapes.SEQUENCES]):
+        words = its[shapes.SEQUENCE_TABLE] + each * shapes.SEQUENCE_WORDS * 8
         convolve_sequence(
             call,
             words,
@@ -243,36 +245,19 @@ def mix(call: int, layer: int, eps: float, least: float, most: float) -> None:
         gate(y, inner + row * step, channels)
         part = channels // groups
         for g in range(groups):
-            scale_in_place(y + g * part * 4, own[shapes.GATE_NORM] + g * part * 4, part, eps)
+            scale_in_place(y + g * part * 4, own[shapes.GATE_NORM] + g * part * 4, part, number(call, shapes.GATE_EPS))
 
 
-def forward(call: int, eps: float, gate_eps: float, least: float, most: float) -> None:
-    """Hidden rows of tokens; `Backbone.through`.
-
-    eps, gate_eps  of the layers' norms and of the gated norms   least, most  limits of dt
-    """
+def forward(call: int) -> None:
+    """Hidden rows of tokens; `Backbone.through`."""
     its = longs(call)
-    rows, width, hidden, step = its[shapes.ROWS], its[shapes.WIDTH], its[shapes.HIDDEN], its[shapes.HIDDEN_STEP]
     embed(call)
     hang(call)
-    for number in range(its[shapes.LAYERS]):
-        layer = its[shapes.LAYER_TABLE] + number * shapes.LAYER_WORDS * 8
-        own = longs(layer)
-        for row in range(rows):
-            scale_to_unit(hidden + row * step, own[shapes.NORM], its[shapes.NORMED] + row * width * 4, width, eps)
-        product(
-            its[shapes.NORMED],
-            width * 4,
-            rows,
-            width,
-            own[shapes.IN_PROJ],
-            its[shapes.INNER],
-            its[shapes.INNER_STEP],
-            0,
-        )
-        mix(call, layer, gate_eps, least, most)
-        channels = its[shapes.CHANNELS]
-        product(its[shapes.READ], channels * 4, rows, channels, own[shapes.OUT_PROJ], hidden, step, 1)
+    for each in range(its[shapes.LAYERS]):
+        layer = its[shapes.LAYER_TABLE] + each * shapes.LAYER_WORDS * 8
+        into_mixer(call, layer)
+        mix(call, layer)
+        out_of_mixer(call, layer)
 
 
 @inlined
@@ -305,8 +290,8 @@ def advance_by_path(call: int, layer: int, words: int) -> None:
         copy(source, state, cells)
     decay, drive = its[shapes.SPARE], its[shapes.SPARE] + channels * 4
     left, factors = floats(its[shapes.SPARE] + 2 * channels * 4), floats(drive)
-    for number in range(length):
-        node = path[number]
+    for place in range(length):
+        node = path[place]
         dt, x = floats(own[shapes.NODE_DT] + node * heads * 4), floats(own[shapes.NODE_X] + node * channels * 4)
         B = floats(own[shapes.NODE_B] + node * groups * size * 4)
         for h in range(heads):
@@ -339,13 +324,13 @@ def keep_path_tail(call: int, layer: int, words: int) -> None:
 def fold(call: int) -> None:
     """Advances texts by the nodes of paths, in all layers; `NodeStates.fold`."""
     its = longs(call)
-    for number in range(its[shapes.LAYERS]):
-        layer = its[shapes.LAYER_TABLE] + number * shapes.LAYER_WORDS * 8
-        for each in range(its[shapes.FOLDS]):
-            words = its[shapes.FOLD_TABLE] + each * shapes.FOLD_WORDS * 8
+    for each in range(its[shapes.LAYERS]):
+        layer = its[shapes.LAYER_TABLE] + each * shapes.LAYER_WORDS * 8
+        for row in range(its[shapes.FOLDS]):
+            words = its[shapes.FOLD_TABLE] + row * shapes.FOLD_WORDS * 8
             advance_by_path(call, layer, words)
             keep_path_tail(call, layer, words)
 
 
-KERNELS = {"forward": (forward, "iffff"), "fold": (fold, "i"), "logits": (logits, "if")}
+KERNELS = {"forward": (forward, "i"), "fold": (fold, "i"), "logits": (logits, "i")}
 """The functions that are compiled, and their arguments: i int64, f float32."""

@@ -11,8 +11,8 @@ from numba import float32, njit
 
 from tree_kernels.mamba_level import shapes
 from tree_kernels.mamba_level.curves import silu, square_root
-from tree_kernels.matmul.loops import F32, PANEL, SUMS, block, finish, widen
-from tree_kernels.matmul.shapes import MOST, WIDEST
+from tree_kernels.matmul.loops import F32, PANEL, SUMS, blocks, finish, widen
+from tree_kernels.matmul.shapes import WIDEST
 from tree_kernels.vectors import floats, longs
 
 _OPTIONS = {"error_model": "numpy", "forceinline": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
@@ -102,27 +102,21 @@ def product(x: int, x_step: int, rows: int, inputs: int, words: int, sums: int, 
             else:
                 add_multiple(sums + row * sums_step, float32(1.0), its[shapes.BIAS], panels * PANEL)
         begin = 0
-    tiles = (rows + MOST - 1) // MOST
     first = 0
     while first < panels:
-        some = min(WIDEST, panels - first)
-        row = 0
-        for number in range(tiles):
-            high = (rows - row + tiles - number - 1) // (tiles - number)
-            block(
-                high,
-                some,
-                its[shapes.TILES] + (high - 1) * 24,
-                x + row * x_step,
-                x_step,
-                its[shapes.WEIGHTS] + first * step,
-                step,
-                sums + row * sums_step + first * SUMS,
-                sums_step,
-                inputs,
-                begin,
-            )
-            row += high
+        blocks(
+            rows,
+            min(WIDEST, panels - first),
+            its[shapes.TILES],
+            x,
+            x_step,
+            its[shapes.WEIGHTS] + first * step,
+            step,
+            sums + first * SUMS,
+            sums_step,
+            inputs,
+            begin,
+        )
         first += WIDEST
 
 
@@ -228,10 +222,35 @@ def keep_tails(call: int, words: int, raw: int, raw_step: int, tails: int, chann
     keep_tail(call, words, raw, raw_step, tails, channels, sequence[shapes.KEPT], sequence[shapes.TARGET])
 
 
-def logits(call: int, eps: float) -> None:
+@inlined
+def number(call: int, word: int) -> float:
+    """A word of a call that holds a float32."""
+    return floats(call + word * 8)[0]
+
+
+@inlined
+def into_mixer(call: int, layer: int) -> None:
+    """A layer's norm and in_proj, from the hidden rows to INNER."""
+    its, own = longs(call), longs(layer)
+    rows, width, normed, eps = its[shapes.ROWS], its[shapes.WIDTH], its[shapes.NORMED], number(call, shapes.EPS)
+    for row in range(rows):
+        place = its[shapes.HIDDEN] + row * its[shapes.HIDDEN_STEP]
+        scale_to_unit(place, own[shapes.NORM], normed + row * width * 4, width, eps)
+    product(normed, width * 4, rows, width, own[shapes.IN_PROJ], its[shapes.INNER], its[shapes.INNER_STEP], 0)
+
+
+@inlined
+def out_of_mixer(call: int, layer: int) -> None:
+    """Adds a layer's out_proj of READ to the hidden rows."""
+    its, own = longs(call), longs(layer)
+    rows, channels, step = its[shapes.ROWS], its[shapes.CHANNELS], its[shapes.HIDDEN_STEP]
+    product(its[shapes.READ], channels * 4, rows, channels, own[shapes.OUT_PROJ], its[shapes.HIDDEN], step, 1)
+
+
+def logits(call: int) -> None:
     """Logits of hidden rows; `Ends.logits`."""
     its = longs(call)
-    rows, width, normed = its[shapes.ROWS], its[shapes.WIDTH], its[shapes.NORMED]
+    rows, width, normed, eps = its[shapes.ROWS], its[shapes.WIDTH], its[shapes.NORMED], number(call, shapes.EPS)
     for row in range(rows):
         place = its[shapes.HIDDEN] + row * its[shapes.HIDDEN_STEP]
         scale_to_unit(place, its[shapes.FINAL_NORM], normed + row * width * 4, width, eps)

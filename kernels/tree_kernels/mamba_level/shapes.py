@@ -1,4 +1,5 @@
-"""The arguments of the kernels: which word of which table holds what. Every word is an int64; an address is one too."""
+"""The arguments of the kernels: which word of which table holds what. Words are int64 numbers,
+addresses among them, except for a few float32 numbers, each in the lower half of its word."""
 
 from __future__ import annotations
 
@@ -61,8 +62,12 @@ PRODUCT_WORDS = 5
     FOLDS,
     FOLD_TABLE,  # [folds, FOLD_WORDS]
     PATHS,  # [nodes of all paths] node slots, each path from its root on
-) = range(41)
-CALL_WORDS = 41
+    EPS,  # of the layers' norms and the final one, a float32 as are the next three
+    GATE_EPS,  # of Mamba-2's gated norms
+    LEAST_DT,  # limits of Mamba-2's dt
+    MOST_DT,
+) = range(45)
+CALL_WORDS = 45
 
 BEGIN, END_TEXT, PATH, LENGTH = range(4)
 """A fold's words: text slots that it starts from and ends in, its path's first place in PATHS, its number of nodes."""

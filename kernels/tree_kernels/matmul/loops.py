@@ -118,6 +118,43 @@ def block(
         at += 1
 
 
+@_called
+def blocks(
+    rows: int,
+    panels: int,
+    tiles: int,
+    x: int,
+    x_step: int,
+    weights: int,
+    step: int,
+    sums: int,
+    sums_step: int,
+    inputs: int,
+    begin: int,
+) -> None:
+    """Any number of rows times at most WIDEST panels, in as few blocks as possible, of about the same number of rows.
+
+    tiles: the address of three numbers for each number of rows of a block, as `block` describes them
+    """
+    count, row = (rows + MOST - 1) // MOST, 0
+    for number in range(count):
+        high = (rows - row + count - number - 1) // (count - number)
+        block(
+            high,
+            panels,
+            tiles + (high - 1) * 24,
+            x + row * x_step,
+            x_step,
+            weights,
+            step,
+            sums + row * sums_step,
+            sums_step,
+            inputs,
+            begin,
+        )
+        row += high
+
+
 def units(call: int, thread: int) -> None:
     """Computes units of outputs until none is left. A unit is one block of panels, for all rows."""
     given = longs(call)
@@ -139,28 +176,23 @@ def units(call: int, thread: int) -> None:
         top = 0
         while top < rows:
             some = min(CHUNK, rows - top)
-            tiles = (some + MOST - 1) // MOST
-            length = part if tiles > 1 else inputs
+            length = part if some > MOST else inputs
             begin = 0
             while begin < inputs:
                 used = min(length, inputs - begin)
-                row = 0
-                for number in range(tiles):
-                    high = (some - row + tiles - number - 1) // (tiles - number)
-                    block(
-                        high,
-                        panels,
-                        table + (high - 1) * 24,
-                        x + (top + row) * x_step + begin * 4,
-                        x_step,
-                        weights + first * step + begin * entry,
-                        step,
-                        sums + row * sums_step,
-                        sums_step,
-                        used,
-                        1 if begin == 0 else 0,
-                    )
-                    row += high
+                blocks(
+                    some,
+                    panels,
+                    table,
+                    x + top * x_step + begin * 4,
+                    x_step,
+                    weights + first * step + begin * entry,
+                    step,
+                    sums,
+                    sums_step,
+                    used,
+                    1 if begin == 0 else 0,
+                )
                 begin += length
             wanted = min(panels * PANEL, outputs - first * PANEL)
             own = bias + first * SUMS if bias != 0 else 0

@@ -3,6 +3,6 @@
 `tree_kernels.warp.drafter_ranking` is the reference: the ids and the scores are the same, bit for bit.
 """
 
-from tree_kernels.ranking.cpu import ranked, why_not_ranked
+from tree_kernels.ranking.cpu import Orders, ranked
 
-__all__ = ["ranked", "why_not_ranked"]
+__all__ = ["Orders", "ranked"]

@@ -3,57 +3,89 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from tree_kernels.kernel_cache import NoKernelsError, load_kernels
+from tree_kernels.kernel_cache import load_kernels
+from tree_kernels.ranking import shapes
 
-SPARE = 4 * 256
-"""Bytes of the scores that the kernel computes at a time."""
+if TYPE_CHECKING:
+    from tree_kernels.machine_code import Kernels
 
-
-@cache
-def why_not_ranked() -> str:
-    """Why the kernel cannot be compiled here; empty if it can."""
-    try:
-        _kernel()
-    except NoKernelsError as error:
-        return str(error)
-    return ""
+Ids = npt.NDArray[np.int64]
+Scores = npt.NDArray[np.float32]
 
 
-@cache
-def _kernel() -> Any:
-    return load_kernels("tree_kernels.ranking.loops").functions["ranking"]
+class Orders(NamedTuple):
+    """How the tokens of rows, or of groups of rows, are ordered."""
+
+    temperatures: Sequence[float]  # 0: by the logits, without noise
+    noise: Sequence[Tensor | None]  # each at least [vocabulary] float32, None at temperature 0
+    vocabularies: Sequence[int]  # only tokens below count
 
 
-def ranked(
-    logits: Tensor,
-    temperatures: Sequence[float],
-    noise: Sequence[Tensor | None],
-    vocabularies: Sequence[int],
-    width: int,
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+def ranking_kernels() -> Kernels:
+    """The kernel `ranking`, called with the address of its words. Raises NoKernelsError."""
+    return load_kernels("tree_kernels.ranking.loops")
+
+
+class RankingRows:
+    """The words of the ranking, with room for some rows. `ids` and `scores` hold its results; the next ranking writes
+    them again. Used by one thread."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        self.table = np.empty((rows, shapes.ROW_WORDS), np.int64)
+        self.temperatures = np.empty(rows, np.float32)
+        self.ids, self.scores = np.empty(rows * width, np.int64), np.empty(rows * width, np.float32)
+        self._spare = np.empty(shapes.BLOCK, np.float32)
+        self.words = np.zeros(shapes.CALL_WORDS, np.int64)
+        for word, array in (
+            (shapes.TABLE, self.table),
+            (shapes.TEMPERATURES, self.temperatures),
+            (shapes.IDS, self.ids),
+            (shapes.SCORES, self.scores),
+            (shapes.SPARE, self._spare),
+        ):
+            self.words[word] = array.ctypes.data
+
+    def set(self, logits: int, step: int, orders: Orders, counts: Sequence[int], width: int) -> None:
+        """Set the address of the logits, `step` bytes between rows, the order of each group of rows, and the guesses of
+        a row. counts: rows of each group"""
+        words = self.words
+        words[shapes.LOGITS], words[shapes.LOGITS_STEP], words[shapes.WIDTH] = logits, step, width
+        first = 0
+        for count, temperature, noise, vocabulary in zip(counts, *orders, strict=True):
+            rows = slice(first, first + count)
+            self.temperatures[rows] = temperature
+            self.table[rows, shapes.NOISE] = 0 if noise is None else noise.data_ptr()
+            self.table[rows, shapes.VOCABULARY] = vocabulary
+            first += count
+
+    def results(self, rows: int, width: int) -> tuple[Ids, Scores]:
+        """Copies of ids and scores [rows, width]."""
+        count = rows * width
+        return self.ids[:count].reshape(rows, width).copy(), self.scores[:count].reshape(rows, width).copy()
+
+
+def ranked(logits: Tensor, groups: Sequence[int], orders: Orders, width: int) -> tuple[Ids, Scores]:
     """Ids and scores [rows, width] of each row's best tokens, the lower id first among equals. Runs on a CPU.
 
-    logits [rows, V] float32, any distance between rows   temperatures [rows]; 0: by the logits, without noise
-    noise [rows], each at least [vocabulary] float32, None at temperature 0
-    vocabularies [rows]: only tokens below count; at least `width`, at most V
+    logits [rows, V] float32, any distance between rows
+    groups: numbers of adjacent rows; orders: of each group, its vocabulary at least `width` and at most V
     Raises NoKernelsError where the kernel cannot be compiled.
     """
-    rows = len(logits)
-    assert logits.stride(1) == 1 and width <= min(vocabularies) and max(vocabularies) <= logits.shape[1]
-    table = np.empty((rows, 3), np.int64)
-    table[:, 0] = logits.data_ptr() + 4 * logits.stride(0) * np.arange(rows)
-    table[:, 1] = [0 if each is None else each.data_ptr() for each in noise]
-    table[:, 2] = vocabularies
-    degrees = np.array(temperatures, np.float32)
-    ids, scores = np.empty((rows, width), np.int64), np.empty((rows, width), np.float32)
-    spare = np.empty(SPARE // 4, np.float32)
-    places = (each.ctypes.data for each in (ids, scores, spare))
-    _kernel()(rows, table.ctypes.data, degrees.ctypes.data, width, *places)
-    return ids, scores
+    rows, vocabularies = len(logits), orders.vocabularies
+    assert (
+        logits.stride(1) == 1
+        and sum(groups) == rows
+        and width <= min(vocabularies)
+        and max(vocabularies) <= logits.shape[1]
+    )
+    made = RankingRows(rows, width)
+    made.set(logits.data_ptr(), 4 * logits.stride(0), orders, groups, width)
+    made.words[shapes.ROWS] = rows
+    ranking_kernels().functions["ranking"](made.words.ctypes.data)
+    return made.results(rows, width)

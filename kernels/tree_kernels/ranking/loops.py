@@ -6,13 +6,10 @@ import math
 
 from numba import float32, njit
 
+from tree_kernels.ranking import shapes
 from tree_kernels.vectors import floats, longs
 
 inlined = njit(error_model="numpy", forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-BLOCK = 256
-"""Scores that are computed and compared with the last guess's at a time."""
-LOGITS, NOISE, VOCABULARY = range(3)
-ROW_WORDS = 3
 
 
 @inlined
@@ -50,27 +47,27 @@ def place(ids: int, scores: int, held: int, width: int, token: int, value: float
     return held + 1 if held < width else held
 
 
-def ranking(rows: int, table: int, temperatures: int, width: int, ids: int, scores: int, spare: int) -> None:
-    """The `width` tokens of greatest score of each row, the lower id first among equals.
-
-    table [rows, ROW_WORDS] addresses of logits and noise, 0 for none, and the number of tokens, at least `width`
-    temperatures [rows] float32   ids [rows, width] int64 and scores [rows, width] float32, written   spare [BLOCK]
-    """
-    words, degrees, block = longs(table), floats(temperatures), floats(spare)
-    for row in range(rows):
-        logits, noise = words[row * ROW_WORDS + LOGITS], words[row * ROW_WORDS + NOISE]
-        vocabulary = words[row * ROW_WORDS + VOCABULARY]
-        own_ids, own_scores, held, first = ids + row * width * 8, scores + row * width * 4, 0, 0
+def ranking(call: int) -> None:
+    """The `WIDTH` tokens of greatest score of each row, the lower id first among equals."""
+    its = longs(call)
+    rows, degrees, width = longs(its[shapes.TABLE]), floats(its[shapes.TEMPERATURES]), its[shapes.WIDTH]
+    spare = its[shapes.SPARE]
+    block = floats(spare)
+    for row in range(its[shapes.ROWS]):
+        logits, noise = its[shapes.LOGITS] + row * its[shapes.LOGITS_STEP], rows[row * shapes.ROW_WORDS + shapes.NOISE]
+        vocabulary = rows[row * shapes.ROW_WORDS + shapes.VOCABULARY]
+        own_ids, own_scores = its[shapes.IDS] + row * width * 8, its[shapes.SCORES] + row * width * 4
+        held, first = 0, 0
         best = floats(own_scores)
         while first < vocabulary:
-            count = min(BLOCK, vocabulary - first)
+            count = min(shapes.BLOCK, vocabulary - first)
             score(logits + first * 4, noise + first * 4 if noise != 0 else 0, degrees[row], spare, count)
             if held < width or any_above(spare, best[width - 1], count):
                 for i in range(count):
                     if held < width or block[i] > best[width - 1]:
                         held = place(own_ids, own_scores, held, width, first + i, block[i])
-            first += BLOCK
+            first += shapes.BLOCK
 
 
-KERNELS = {"ranking": (ranking, "iiiiiii")}
+KERNELS = {"ranking": (ranking, "i")}
 """The functions that are compiled, and their arguments: i int64, f float32."""

@@ -1,0 +1,97 @@
+"""Calls the compiled levels. A call holds no interpreter lock and uses one thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tree_kernels.kernel_cache import NoKernelsError, load_kernels
+from tree_kernels.ranking.cpu import Ids, Orders, RankingRows, Scores, ranking_kernels
+from tree_kernels.tree_levels import shapes
+
+if TYPE_CHECKING:
+    from tree_kernels.machine_code import Kernels
+
+Ints = npt.NDArray[np.int64]
+LEAST_ROOM = 64
+"""Rows for which there is room at first."""
+GUESSES = 16
+"""Guesses of a row for which there is room at first."""
+
+
+@cache
+def why_not_compiled() -> str:
+    """Why the kernels of levels and of their ranking cannot be compiled here; empty if they can."""
+    try:
+        _kernel()
+        ranking_kernels()
+    except NoKernelsError as error:
+        return str(error)
+    return ""
+
+
+@cache
+def _kernel() -> Any:
+    """Raises NoKernelsError."""
+    return load_kernels("tree_kernels.tree_levels.loops").functions["levels"]
+
+
+class LevelCalls:
+    """The prepared arguments of a model's levels. Used by one thread."""
+
+    def __init__(self, kernels: Kernels, model: Ints, places: Sequence[int], entry: int) -> None:
+        """kernels: the model's forward and logits   model: their words
+        places: the words of `model` with the number of rows, the address of their tokens, the number of entries of the
+        table of rows, and its address   entry: words of an entry
+        """
+        self._model, self._entry, self._room, self._width = model, entry, 0, 0
+        self.words = np.zeros(shapes.CALL_WORDS, np.int64)
+        self._address = int(self.words.ctypes.data)
+        self.words[shapes.FORWARD], self.words[shapes.LOGITS] = kernels.address("forward"), kernels.address("logits")
+        self.words[shapes.RANKING] = ranking_kernels().address("ranking")
+        self.words[shapes.MODEL], self.words[shapes.ENTRY] = model.ctypes.data, 8 * entry
+        self.words[[shapes.ROWS_AT, shapes.TOKENS_AT, shapes.COUNT_AT, shapes.TABLE_AT]] = places
+        self._make(LEAST_ROOM, GUESSES)
+
+    def _make(self, rows: int, width: int) -> None:
+        self._room, self._width = rows, width
+        self._ranking = RankingRows(rows, width)
+        self._counts, self.tokens, self.above, self.ranks = (np.zeros(rows, np.int64) for _ in range(4))
+        self.table = np.zeros((rows, self._entry), np.int64)
+        """[rows, entry] of the next call."""
+        for word, array in (
+            (shapes.RANKED, self._ranking.words),
+            (shapes.COUNTS, self._counts),
+            (shapes.TOKENS, self.tokens),
+            (shapes.ABOVE, self.above),
+            (shapes.RANKS, self.ranks),
+            (shapes.TABLE, self.table),
+        ):
+            self.words[word] = array.ctypes.data
+
+    def reserve(self, rows: int, width: int) -> None:
+        """Make room for so many rows in `tokens`, `above`, `ranks` and `table`, which lose their contents if they
+        grow, and for their guesses."""
+        if rows > self._room or width > self._width:
+            self._make(max(2 * self._room, rows) if rows > self._room else self._room, max(width, self._width))
+
+    def run(
+        self, levels: Sequence[int], groups: Sequence[int], orders: Orders, width: int, logits: int, logits_step: int
+    ) -> tuple[Ids, Scores]:
+        """Ids and scores [rows, width] of the best tokens of all rows, level after level.
+
+        levels: rows of each level   groups: rows of each group, in order; orders: of each group's tokens
+        logits: address of memory for the logits of one level, `logits_step` bytes between rows
+        The caller has set `tokens` of the first level, `table`, and, of levels after the first, `above` and `ranks`.
+        """
+        rows = sum(levels)
+        assert rows <= self._room and width <= min(self._width, *orders.vocabularies) and sum(groups) == rows
+        self._ranking.set(logits, logits_step, orders, groups, width)
+        self._counts[: len(levels)] = levels
+        self.words[shapes.LEVELS] = len(levels)
+        _kernel()(self._address)
+        return self._ranking.results(rows, width)

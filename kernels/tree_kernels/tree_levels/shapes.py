@@ -1,0 +1,23 @@
+"""The arguments of `levels`: which word holds what. Every word is an int64; an address is one too."""
+
+from __future__ import annotations
+
+(
+    FORWARD,  # kernels, called with the address of MODEL
+    LOGITS,
+    RANKING,  # a kernel, called with the address of RANKED
+    MODEL,  # words of a model's forward and logits
+    RANKED,  # words of the ranking, whose rows are those of all levels
+    LEVELS,
+    COUNTS,  # [levels] rows of each level
+    TOKENS,  # [rows]; those of the second level and below are written
+    ABOVE,  # [rows] each row's parent, as a row; unused for the first level
+    RANKS,  # [rows] which of its parent's guesses the row is; unused for the first level
+    ROWS_AT,  # the word of MODEL with the number of rows
+    TOKENS_AT,  # the word of MODEL with the address of their tokens
+    COUNT_AT,  # the word of MODEL with the number of entries of the table of rows
+    TABLE_AT,  # the word of MODEL with its address
+    TABLE,  # [rows] entries of all rows
+    ENTRY,  # bytes of an entry
+) = range(16)
+CALL_WORDS = 16

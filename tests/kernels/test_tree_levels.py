@@ -1,0 +1,77 @@
+"""Levels in one call: the tokens, forward calls and guesses of each, with the model's kernels called as they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from dendro.shapes import TreeShape
+from text_cases import ints
+from tiny_mamba import Family, make_checkpoint, tiny_config
+from tree_kernels.noise import gumbel_noise
+from tree_kernels.ranking import Orders, ranked
+
+from drafter_service.grow import fixed_form
+from drafter_service.models import DrafterModel, load_model
+from drafter_service.models.memory import FusedMemory
+from drafter_service.plan import Level, Levels, Nodes
+
+WIDTH = 4
+
+
+def model_of(folder: Path, family: Family) -> DrafterModel:
+    make_checkpoint(folder, family, config=tiny_config(family, 101))
+    return load_model(folder, torch.float32, torch.device("cpu"), form="fused")[0]
+
+
+def memory_of(model: DrafterModel, nodes: int) -> FusedMemory:
+    memory = model.memory(2, nodes)
+    assert isinstance(memory, FusedMemory)
+    return memory
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2"])
+@torch.inference_mode()
+def test_a_call_that_ranks_gives_the_guesses_of_the_forward_the_logits_and_the_ranking_alone(tmp_path, family):
+    """Two trees, one at temperature 0. More rows than there is room for at first."""
+    model = model_of(tmp_path, family)
+    vocabulary = model.vocabulary
+    orders = Orders([0.7, 0.0], [gumbel_noise(5, [1], vocabulary)[0], None], [vocabulary, vocabulary - 9])
+    one, other = memory_of(model, 200), memory_of(model, 200)
+    slots, tokens = np.arange(1, 101), np.random.default_rng(0).integers(0, vocabulary, 100)
+    roots = Level(ints(3, 8), [1, 1], [0, 0], [0, 0], [0, 0], [Nodes([101], [-1]), Nodes([102], [-1])])
+    below = [Nodes([101, *slots[:70]], [-1] + [0] * 70), Nodes([102, *slots[70:]], [-1] + [0] * 30)]
+    for level, groups in ((roots, [1, 1]), (Level(tokens, [70, 30], [0, 0], [0, 0], [1, 1], below), [70, 30])):
+        ids, scores = one.guesses(level, groups, orders, WIDTH)
+        wanted_ids, wanted_scores = ranked(model.logits(other.level(level)), groups, orders, WIDTH)
+        assert np.array_equal(ids, wanted_ids) and np.array_equal(scores, wanted_scores)
+
+
+@pytest.mark.parametrize("shape", ["(1,1,1,1)", "(3,2,1)", "(2,3,4)"])
+@pytest.mark.parametrize("family", ["mamba", "mamba2"])
+@torch.inference_mode()
+def test_levels_in_one_call_are_those_of_a_call_each(tmp_path, family, shape):
+    """From the root on, and from the second level on."""
+    model, form = model_of(tmp_path, family), fixed_form(TreeShape.parse(shape))
+    slots = np.random.default_rng(1).permutation(np.arange(1, 1 + len(form.above))).tolist()
+    noise = list(gumbel_noise(5, range(1, 1 + len(form.counts)), model.vocabulary))
+    every = [Orders([0.7], [row], [model.vocabulary]) for row in noise]
+    memory, tokens, wanted, levels, done = memory_of(model, 60), [7], [], [], 0
+    for depth, count in enumerate(form.counts):
+        nodes = Nodes(slots[: done + count], form.above[: done + count])
+        levels.append(Level(np.array(tokens), [count], [0], [0], [depth], [nodes]))
+        wanted.append(memory.guesses(levels[-1], [count], every[depth], WIDTH))
+        done += count
+        rows = zip(form.above[done:], form.ranks[done:], strict=True)
+        ids = np.concatenate([ids for ids, _ in wanted])
+        tokens = [ids[above, rank] for above, rank in rows if done - count <= above < done]
+    for first in (0, 1):
+        again = memory if first else memory_of(model, 60)
+        orders = Orders([0.7] * len(noise[first:]), noise[first:], [model.vocabulary] * len(noise[first:]))
+        ranks = form.ranks[sum(form.counts[:first]) :]
+        rows = Levels(levels[first], Nodes(slots, form.above), form.counts[first:], ranks)
+        ids, scores = again.guesses_of_levels(rows, orders, WIDTH)
+        assert np.array_equal(ids, np.concatenate([ids for ids, _ in wanted[first:]]))
+        assert np.array_equal(scores, np.concatenate([scores for _, scores in wanted[first:]]))
