@@ -13,7 +13,13 @@ import torch
 from other_kernels import give_a_batch_of_one_other_bits
 from tree_kernels.commit import commit
 from tree_kernels.tree_attention import PAGE, FarRows, Layout, TreeRows, near_window, reference
-from tree_kernels.tree_attention.compiled import attend_compiled, compiled_step, why_not_compiled, why_not_for
+from tree_kernels.tree_attention.compiled import (
+    RowRotation,
+    attend_compiled,
+    compiled_step,
+    why_not_compiled,
+    why_not_for,
+)
 from tree_kernels.tree_attention.cpu import attend, prepare, write
 
 NEAR = 16
@@ -350,6 +356,41 @@ def test_the_compiled_form_has_the_same_bits_in_several_threads():
     cases = [AttentionCase(6, 2, 64, form="compiled", threads=threads, pages=200) for threads in (1, 3)]
     alone, shared = (prefilled(case, 3000, TREES["fork"])[1] for case in cases)
     assert torch.equal(alone, shared)
+
+
+def rotated(x, cos, sin):
+    """transformers' rotary embedding of the leading numbers of x [heads, rows, dim]."""
+    turning, rest = x[..., : cos.shape[1]], x[..., cos.shape[1] :]
+    low, high = turning.chunk(2, -1)
+    return torch.cat([turning * cos + torch.cat([-high, low], -1) * sin, rest], -1)
+
+
+@needs_kernels
+@pytest.mark.parametrize("count", [16, 6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_queries_and_keys_are_rotated_with_the_bits_of_torchs_operations(dtype, count):
+    case = AttentionCase(6, 2, 16, dtype)
+    text, _ = prefilled(case, 40, TREES["fork"])
+    step, pack = case.call([(text, rows_of(text)[20:])])
+    cos, sin = (case.random(step.padded, count) for _ in range(2))
+    pools = [case.pool.clone() for _ in range(2)]
+    q, k = (rotated(pack[name], cos, sin) for name in "qk")
+    expected = attend_compiled(q, k, pack["v"], pools[0], compiled_step(step), case.layout, 0.25)
+    given = pack["q"], pack["k"], pack["v"], pools[1], compiled_step(step), case.layout, 0.25
+    found = attend_compiled(*given, rotation=RowRotation(cos, sin))
+    assert torch.equal(found, expected) and torch.equal(*pools)
+
+
+@needs_kernels
+@pytest.mark.parametrize("shape", [(8, 18), (8, 5), (7, 16)], ids=str)
+def test_a_rotation_that_does_not_fit_is_refused(shape):
+    case = AttentionCase(4, 2, 16)
+    step, pack = case.call([(case.text(8, [-1]), [7])])
+    given = pack["q"], pack["k"], pack["v"], case.pool, compiled_step(step), case.layout, 0.25
+    with pytest.raises(ValueError, match="rotation"):
+        attend_compiled(*given, rotation=RowRotation(torch.ones(shape), torch.ones(shape)))
+    with pytest.raises(ValueError, match="rotation"):
+        attend_compiled(*given, rotation=RowRotation(torch.ones(8, 16).half(), torch.ones(8, 16).half()))
 
 
 @needs_kernels

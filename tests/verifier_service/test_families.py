@@ -13,8 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.mistral import modeling_mistral
 
 from verifier_service.models import families, load_target
-from verifier_service.models.families import NOISY, FamilyError, Property
-from verifier_service.models.seats import ATTENTION
+from verifier_service.models.families import FamilyError, Property
 
 KNOWN = read()
 BUCKETS = (8, 40)
@@ -125,7 +124,7 @@ def more_arguments(name, query, mask, others):
 
 
 def other_scale(name, query, mask, others):
-    if name in (ATTENTION, NOISY):
+    if name != "eager":
         others["scaling"] *= 0.5
     return query, mask
 

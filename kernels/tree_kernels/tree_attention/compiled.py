@@ -71,6 +71,18 @@ def _tiles() -> npt.NDArray[np.int64]:
 
 
 @dataclass(frozen=True, slots=True)
+class RowRotation:
+    """A step's rotary embedding: cosines and sines [padded, rotated] by which leading numbers of queries and keys turn.
+
+    x * cos + turned(x) * sin, where x's second half turned is its first, and its first half the second, negated; each
+    product and sum is rounded to the dtype of x.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class CompiledStep:
     """A step's rows as all layers read them."""
 
@@ -133,14 +145,25 @@ def attend_compiled(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    rotation: RowRotation | None = None,
 ) -> Tensor:
-    """Write every row's key and value into its slot; then attention of every row over its own path.
+    """Rotate queries and keys; write every row's key and value into its slot; then attention of every row over its own
+    path. Raises ValueError for a rotation of another dtype, or of more numbers than keys have.
 
     query [heads, padded, key_dim]   key [kv_heads, padded, key_dim]   value [kv_heads, padded, value_dim]
     pool [slots, kv_heads, width] float32, written   sinks [heads]
     returns [padded, heads, value_dim] in the query's dtype; padding rows are zero
     """
     dtype = query.dtype
+    if rotation is not None and (
+        not dtype == key.dtype == rotation.cos.dtype == rotation.sin.dtype
+        or dtype != value.dtype
+        or rotation.cos.shape != rotation.sin.shape
+        or len(rotation.cos) != query.shape[1]
+        or rotation.cos.shape[1] > layout.key_dim
+        or rotation.cos.shape[1] % 2
+    ):
+        raise ValueError(f"a rotation {[*rotation.cos.shape]} of {rotation.cos.dtype} does not fit {dtype} queries")
     if not dtype == key.dtype == value.dtype or dtype not in PRECISIONS:
         query, key, value = query.float(), key.float(), value.float()
     query, key, value = (each if each.stride(-1) == 1 else each.contiguous() for each in (query, key, value))
@@ -148,6 +171,7 @@ def attend_compiled(
     group = heads // layout.kv_heads
     made = torch.empty(padded, heads, layout.value_dim, dtype=dtype if dtype in PRECISIONS else torch.float32)
     sink = None if sinks is None else (sinks.float() * LOG2_E).contiguous()
+    cos, sin = (query, query) if rotation is None else (rotation.cos.contiguous(), rotation.sin.contiguous())
     size = query.element_size()
     call = step.words.copy()
     call[AttentionArgument.QUERY :] = (
@@ -173,6 +197,9 @@ def attend_compiled(
         0 if sink is None else sink.data_ptr(),
         _bits(scaling * LOG2_E if softcap is None else scaling / softcap),
         0 if softcap is None else _bits(softcap * LOG2_E),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        0 if rotation is None else cos.shape[1],
         _tiles().ctypes.data,
         0,
         0,

@@ -16,30 +16,65 @@ from tree_kernels.matmul.tiles import call_tile
 from tree_kernels.tree_attention.rows import PAGE
 from tree_kernels.tree_attention.shapes import LANES, TILE_LINES, AttentionArgument, Block
 from tree_kernels.tree_attention.tiles import tiles
-from tree_kernels.vectors import fetch_add, float_of, floats, half_bits, halves, longs
+from tree_kernels.vectors import fetch_add, float_of, floats, half_bits, half_value, halves, longs
 
 _called = njit(error_model="numpy", forceinline=True)
 BF16, F16 = int(Precision.BF16), int(Precision.F16)
-(
-    (ROWS, PADDED, POSITIONS, SLOTS, NEAR, COLUMNS, BLOCKS, BLOCK_COUNT, PAGES),
-    (QUERY, QUERY_HEAD, QUERY_ROW, KEY, KEY_HEAD, KEY_ROW, VALUE, VALUE_HEAD, VALUE_ROW, KIND, TARGET, TARGET_KIND),
-    (POOL, KV_HEADS, GROUP, KEY_DIM, VALUE_DIM, WIDTH, WINDOW, SINKS, SCALE, CAP, TILES_OF, SCRATCH, EACH, NEXT),
-) = (tuple(int(place) for place in AttentionArgument)[part] for part in (slice(0, 9), slice(9, 21), slice(21, None)))
+_PLACES = tuple(int(place) for place in AttentionArgument)
+(ROWS, PADDED, POSITIONS, SLOTS, NEAR, COLUMNS, BLOCKS, BLOCK_COUNT, PAGES) = _PLACES[:9]
+(QUERY, QUERY_HEAD, QUERY_ROW, KEY, KEY_HEAD, KEY_ROW, VALUE, VALUE_HEAD, VALUE_ROW) = _PLACES[9:18]
+(KIND, TARGET, TARGET_KIND, POOL, KV_HEADS, GROUP, KEY_DIM, VALUE_DIM, WIDTH) = _PLACES[18:27]
+(WINDOW, SINKS, SCALE, CAP, COSINES, SINES, ROTATED, TILES_OF, SCRATCH, EACH, NEXT) = _PLACES[27:]
 START, STOP, FIRST_PAGE, PAGE_COUNT, PAGE_INDEX = (int(place) for place in Block)
 BLOCK_BYTES = 8 * len(Block)
 HIDDEN = float32(-float("inf"))
 
 
 @_called
-def write(call: int) -> None:
-    """Writes every row's keys and values into its slot, and ones after them."""
+def round_to(number: float, kind: int) -> float:
+    """The number rounded to this kind."""
+    if kind == BF16:
+        return float_of(uint32(bf16_bits(number)) << uint32(16))
+    if kind == F16:
+        return half_value(half_bits(number))
+    return number
+
+
+@_called
+def load_rotation(call: int, row: int, table: int) -> None:
+    """Fills a table with a row's cosines, then its sines."""
     its = longs(call)
+    count = its[ROTATED]
+    place = row * count * (4 if its[KIND] == F32 else 2)
+    widen(its[COSINES] + place, table, count, its[KIND])
+    widen(its[SINES] + place, table + 4 * count, count, its[KIND])
+
+
+@_called
+def rotate(target: int, table: int, count: int, kind: int) -> None:
+    """Rotates the first `count` numbers: x * cos + turned(x) * sin, where the second half turned is the first, and the
+    first half the second, negated. Every product and sum is rounded to `kind`, as torch's operations round."""
+    x, cosines, sines = floats(target), floats(table), floats(table + 4 * count)
+    half = count // 2
+    for i in range(half):
+        low, high = x[i], x[i + half]
+        x[i] = round_to(round_to(low * cosines[i], kind) + round_to(-high * sines[i], kind), kind)
+        x[i + half] = round_to(round_to(high * cosines[i + half], kind) + round_to(low * sines[i + half], kind), kind)
+
+
+@_called
+def write(call: int) -> None:
+    """Writes every row's keys, rotated, and values into its slot, and ones after them."""
+    its = longs(call)
+    table, rotated = its[SCRATCH], its[ROTATED]
     slots, kind, width = longs(its[SLOTS]), its[KIND], its[WIDTH]
     key_dim, value_dim = its[KEY_DIM], its[VALUE_DIM]
     for row in range(its[ROWS]):
+        load_rotation(call, row, table)
         for head in range(its[KV_HEADS]):
             slot = its[POOL] + (slots[row] * its[KV_HEADS] + head) * width * 4
             widen(its[KEY] + head * its[KEY_HEAD] + row * its[KEY_ROW], slot, key_dim, kind)
+            rotate(slot, table, rotated, kind)
             widen(its[VALUE] + head * its[VALUE_HEAD] + row * its[VALUE_ROW], slot + key_dim * 4, value_dim, kind)
             rest = floats(slot)
             for place in range(key_dim + value_dim, width):
@@ -48,18 +83,21 @@ def write(call: int) -> None:
 
 @_called
 def begin(
-    call: int, block: int, head: int, queries: int, query_step: int, sums: int, sum_step: int, states: int
+    call: int, block: int, head: int, queries: int, query_step: int, sums: int, sum_step: int, states: int, table: int
 ) -> None:
-    """Fills a unit's scaled queries, and what its lines have summed before the first key: a sink, or nothing."""
+    """Fills a unit's rotated and scaled queries, and what its lines have summed before the first key: a sink, or
+    nothing."""
     its, own = longs(call), longs(block)
     group, scale = its[GROUP], float_of(uint32(its[SCALE]))
     all_states = floats(states)
     line = 0
     for row in range(own[START], own[STOP]):
+        load_rotation(call, row, table)
         for member in range(group):
             query = queries + line * query_step
             number = head * group + member
             widen(its[QUERY] + number * its[QUERY_HEAD] + row * its[QUERY_ROW], query, its[KEY_DIM], its[KIND])
+            rotate(query, table, its[ROTATED], its[KIND])
             made, summed = floats(query), floats(sums + line * sum_step)
             for i in range(its[KEY_DIM]):
                 made[i] *= scale
@@ -183,7 +221,7 @@ def unit(call: int, number: int, thread: int) -> None:
     sums = queries + lines * query_step
     scores = sums + lines * sum_step
     states = scores + lines * step
-    begin(call, block, head, queries, query_step, sums, sum_step, states)
+    begin(call, block, head, queries, query_step, sums, sum_step, states, states + lines * 8)
 
     near = columns // 2
     reach, lowest = 0, positions[own[START]]  # the positions that some row sees before its near keys

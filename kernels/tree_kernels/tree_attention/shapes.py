@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+from tree_kernels.tree_attention.rows import PAGE
+
 LANES = 8
 """float32 numbers of a vector, on every processor, so that sums have one order on all of them."""
 TILE_LINES = 3
@@ -53,10 +55,13 @@ class AttentionArgument(IntEnum):
     SINKS = 28  # [heads] float32 in units of log 2, or 0
     SCALE = 29  # the bits of a float32: what queries are multiplied by
     CAP = 30  # the bits of a float32: the largest score, in units of log 2; 0: scores have no cap
-    TILES = 31  # addresses of the tiles: scores of 1 to TILE_LINES lines, sums of as many, weights
-    SCRATCH = 32  # [threads, SCRATCH_BYTES]
-    SCRATCH_BYTES = 33
-    NEXT = 34  # the next unit that no thread has taken: a block and a kv head
+    COSINES = 31  # [ROWS, ROTATED] of KIND
+    SINES = 32
+    ROTATED = 33  # leading numbers of queries and keys that are rotated; 0: none are
+    TILES = 34  # addresses of the tiles: scores of 1 to TILE_LINES lines, sums of as many, weights
+    SCRATCH = 35  # [threads, SCRATCH_BYTES]
+    SCRATCH_BYTES = 36
+    NEXT = 37  # the next unit that no thread has taken: a block and a kv head
 
 
 class Block(IntEnum):
@@ -71,9 +76,10 @@ class Block(IntEnum):
 
 def scratch_floats(lines: int, key_dim: int, value_dim: int, columns: int) -> int:
     """float32 numbers of scratch memory that a thread needs for a block: queries, sums, weights and states of its
-    lines, and offsets of keys."""
-    keys = max(columns, 64)
-    return lines * (whole_vectors(key_dim) + whole_vectors(value_dim) + keys + 2) + 2 * (columns + 64) + 4 * LANES
+    lines, offsets of keys, and a row's cosines and sines."""
+    keys = max(columns, PAGE)
+    of_lines = lines * (whole_vectors(key_dim) + whole_vectors(value_dim) + keys + 2)
+    return of_lines + 2 * (columns + PAGE) + 2 * whole_vectors(key_dim)
 
 
 def scores_symbol(lines: int) -> str:
