@@ -21,7 +21,7 @@ from cluster.bench.drafter import (
     STEP_ROWS,
     TREE,
 )
-from cluster.bench.drafter_forms import DRAFT_PARTS, EAGER, FORMS
+from cluster.bench.drafter_forms import DRAFT_PARTS, EAGER, FORMS, FUSED
 from cluster.bench.report import (
     Cells,
     Report,
@@ -60,7 +60,8 @@ def facts_of(report: Report) -> Iterator[str]:
     yield (
         f"Levels: forwards of {', '.join(map(str, LEVEL_ROWS))} rows, the first of tree {LEVELS}, each repeated. "
         f"{LAYERS} and {LOGITS} are run again by themselves; {RANKING} is the rest of the whole forward: ranking with "
-        "noise, and copies"
+        f"noise, and copies. In form {FUSED} the whole forward is one call; {RANKING} is negative where that takes "
+        f"less time than {LAYERS} and {LOGITS}, which are two calls"
     )
     yield (
         f"Drafts: texts of {plan['tokens']} tokens at first. Between two drafts a text grows by at most {ACCEPTED} "
