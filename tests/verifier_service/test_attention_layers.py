@@ -105,3 +105,16 @@ def test_layers_that_scale_far_rows_keep_their_forward(folder_of, monkeypatch):
 
     monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", scaled)
     assert ours(loaded(folder_of("llama")))[0] == 0
+
+
+def test_without_compiled_kernels_the_librarys_products_attend_and_the_engine_says_why(folder_of, monkeypatch):
+    options = VerifierOptions(name="tiny", max_length=256, max_sessions=1, prefill_chunk=128, dtype=torch.float32)
+    ids = list(range(1, 65))
+    compiled = VerifierEngine.load(folder_of("llama"), options)
+    monkeypatch.setattr(models.compiled, "why_not_compiled", lambda: "numba is not installed")
+    library = VerifierEngine.load(folder_of("llama"), options)
+    assert compiled.kernels.endswith("attention: compiled")
+    assert library.kernels.endswith("attention: the library's products, as numba is not installed")
+    assert ours(library.runner.target)[0] == 0
+    found, expected = (each.runner._whole_text(ids) for each in (compiled, library))
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4 * float(expected.std()))
