@@ -100,13 +100,19 @@ class Level:
     def lines(self) -> BoolArray:
         """[trees, most, most] whether node j is node i or one of its ancestors."""
         trees, most = self.nodes.shape
+        padding = [most - len(nodes.slots) for nodes in self.trees]
+        both = zip(padding, self.trees, strict=True)
+        above = np.array(
+            [[-1] * first + [at + first if at >= 0 else -1 for at in nodes.above] for first, nodes in both]
+        )
         found = np.zeros((trees, most, most), np.bool_)
-        for line, nodes in zip(found, self.trees, strict=True):
-            first = most - len(nodes.slots)
-            for place, above in enumerate(nodes.above, first):
-                if above >= 0:
-                    line[place] = line[first + above]
-                line[place, place] = True
+        tree, node = np.nonzero(np.arange(most) >= np.array(padding)[:, None])
+        ancestor = node
+        while len(node):
+            found[tree, node, ancestor] = True
+            ancestor = above[tree, ancestor]
+            below = ancestor >= 0
+            tree, node, ancestor = tree[below], node[below], ancestor[below]
         return found
 
 
