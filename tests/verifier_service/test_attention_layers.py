@@ -8,6 +8,7 @@ import torch
 from made_once import made_once
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.llama import modeling_llama
+from tree_kernels.tree_attention import compiled
 from tree_kernels.tree_attention.compiled import why_not_compiled
 
 import verifier_service.models as models
@@ -110,11 +111,11 @@ def test_layers_that_scale_far_rows_keep_their_forward(folder_of, monkeypatch):
 def test_without_compiled_kernels_the_librarys_products_attend_and_the_engine_says_why(folder_of, monkeypatch):
     options = VerifierOptions(name="tiny", max_length=256, max_sessions=1, prefill_chunk=128, dtype=torch.float32)
     ids = list(range(1, 65))
-    compiled = VerifierEngine.load(folder_of("llama"), options)
-    monkeypatch.setattr(models.compiled, "why_not_compiled", lambda: "numba is not installed")
+    with_kernels = VerifierEngine.load(folder_of("llama"), options)
+    monkeypatch.setattr(compiled, "why_not_compiled", lambda: "numba is not installed")
     library = VerifierEngine.load(folder_of("llama"), options)
-    assert compiled.kernels.endswith("attention: compiled")
+    assert with_kernels.kernels.endswith("attention: compiled")
     assert library.kernels.endswith("attention: the library's products, as numba is not installed")
     assert ours(library.runner.target)[0] == 0
-    found, expected = (each.runner._whole_text(ids) for each in (compiled, library))
+    found, expected = (each.runner._whole_text(ids) for each in (with_kernels, library))
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4 * float(expected.std()))
