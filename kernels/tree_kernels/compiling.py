@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import logging
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from typing import Any
 
 from llvmlite import binding
-from numba import cfunc, config, types
-from numba.core.registry import cpu_target
+from numba import cfunc, types
 
-from tree_kernels.machine_code import LIBRARY, Code, link, target_machine
+from tree_kernels.machine_code import LIBRARY, Code, target_machine
+from tree_kernels.translating import Translator, linked, translating
 
 ARGUMENTS = {"i": types.int64, "f": types.float32}
 
@@ -22,58 +20,26 @@ def machine_code(module: str) -> Code:
     """The machine code of a module's kernels.
 
     The module has a table KERNELS of functions and their arguments, and may have TILES, a module of llvmlite's with
-    functions that the kernels call.
+    functions that kernels call by their addresses.
     """
     logging.getLogger("numba").setLevel(logging.WARNING)  # it logs its passes at DEBUG
-    found = importlib.import_module(module)
     code = Code()
-    if hasattr(found, "TILES"):
-        parsed = binding.parse_assembly(str(found.TILES))
-        parsed.verify()
-        code.objects.append(target_machine().emit_object(parsed))
-        code.shared = [function.name for function in parsed.functions if not function.is_declaration]
-        link(code)  # numba looks the symbols up
-    for name, (function, arguments) in found.KERNELS.items():
-        with _translated_only():
-            made = cfunc(types.void(*(ARGUMENTS[each] for each in arguments)), error_model="numpy")(function)
-        library = made._library
-        _optimise(library._final_module, library._codegen._tm, made.native_name)
-        _check(name, library._final_module, {*LIBRARY, *code.shared})
-        code.objects.append(library._codegen._tm.emit_object(library._final_module))
-        code.kernels[name] = (made.native_name, arguments)
+    with translating():
+        found = importlib.import_module(module)
+        if hasattr(found, "TILES"):
+            parsed = binding.parse_assembly(str(found.TILES))
+            parsed.verify()
+            code.objects.append(target_machine().emit_object(parsed))
+            code.shared = [function.name for function in parsed.functions if not function.is_declaration]
+        for name, (function, arguments) in found.KERNELS.items():
+            signature = types.void(*(ARGUMENTS[each] for each in arguments))
+            made = cfunc(signature, error_model="numpy", pipeline_class=Translator)(function)
+            translated, machine = linked(made._library), made._library.codegen._tm
+            _optimise(translated, machine, made.native_name)
+            _check(name, translated, {*LIBRARY, *code.shared})
+            code.objects.append(machine.emit_object(translated))
+            code.kernels[name] = (made.native_name, arguments)
     return code
-
-
-class _NoEngine:
-    """Takes the place of numba's engine, which makes machine code of every function that a kernel calls."""
-
-    def __init__(self) -> None:
-        self._environment = ctypes.c_void_p()  # numba writes a function's environment here; no kernel reads it
-
-    def get_global_value_address(self, name: str) -> int:
-        return ctypes.addressof(self._environment)
-
-    def add_module(self, module: object) -> None:
-        pass
-
-    def finalize_object(self) -> None:
-        pass
-
-    def is_symbol_defined(self, name: str) -> bool:
-        return False
-
-
-@contextmanager
-def _translated_only() -> Iterator[None]:
-    """Makes numba neither optimise functions nor make machine code of them: it would do so for each function that a
-    kernel calls, and again for the kernel, where all of these are inlined."""
-    codegen = cpu_target.target_context.codegen()
-    before = config.OPT, codegen._opt_level, codegen._loopvect, codegen._engine
-    config.OPT, codegen._opt_level, codegen._loopvect, codegen._engine = type(config.OPT)(0), 0, False, _NoEngine()
-    try:
-        yield
-    finally:
-        config.OPT, codegen._opt_level, codegen._loopvect, codegen._engine = before
 
 
 def _optimise(module: Any, machine: Any, kernel: str) -> None:

@@ -8,12 +8,14 @@ runs, and takes only int64 and float32 arguments; an address is an int64.
 from __future__ import annotations
 
 import fcntl
+import grp
 import hashlib
 import importlib.util
 import io
 import json
 import logging
 import os
+import pwd
 import re
 import stat
 import threading
@@ -124,25 +126,49 @@ def _source(name: str) -> Path | None:
 
 
 def _folder() -> Path | None:
-    """The folder for machine code; None where there is none that this user alone can write to."""
+    """The folder for machine code; None where there is none whose contents this user alone, or root, can change."""
     try:
         given = os.environ.get(FOLDER)
         root = os.environ.get("XDG_CACHE_HOME")
         folder = Path(given) if given else (Path(root) if root else Path.home() / ".cache") / "dendroaspis" / "kernels"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
+        for each in (*reversed(folder.parents), folder):
+            if not each.exists():
+                each.mkdir(mode=0o700, exist_ok=True)  # another process may make it, too
+        why = _why_not_safe(folder)
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
-        log.warning("kernels are compiled anew in every process: %s (%s sets another folder)", error, FOLDER)
-        return None
-    if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or not os.access(folder, os.W_OK):
-        log.warning(
-            "kernels are compiled anew in every process: others may write to %s, or this user may not (%s sets another "
-            "folder)",
-            folder,
-            FOLDER,
-        )
+        why = str(error)
+    if why:
+        log.warning("kernels are compiled anew in every process: %s (%s sets another folder)", why, FOLDER)
         return None
     return folder
+
+
+def _why_not_safe(folder: Path) -> str:
+    """Why machine code in this folder may be another user's; empty if it cannot be. A user who may rename the folder,
+    or one above it, may put another in its place."""
+    place = folder.resolve()
+    if place.stat().st_uid != os.geteuid() or not os.access(place, os.W_OK):
+        return f"{folder} is not this user's, or this user may not write to it"
+    for each in (place, *place.parents):
+        found = each.stat()
+        if found.st_uid not in (0, os.geteuid()):
+            return f"{each} belongs to another user"
+        sticky = each != place and found.st_mode & stat.S_ISVTX  # in /tmp, only the owner renames a folder
+        by_group = found.st_mode & stat.S_IWGRP and not _own_group(found.st_gid)
+        if (by_group or found.st_mode & stat.S_IWOTH) and not sticky:
+            return f"others may write to {each}"
+    return ""
+
+
+def _own_group(group: int) -> bool:
+    """Whether a group is root's, or has this user alone, as many systems make one for every user."""
+    if group == 0:
+        return True
+    try:
+        user, found = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
+    except KeyError:
+        return False
+    return user.pw_gid == group and found.gr_name == user.pw_name and set(found.gr_mem) <= {user.pw_name}
 
 
 @contextmanager
@@ -167,8 +193,8 @@ def _compiled(module: str) -> Code:
 
 
 def _write(file: Path, module: str, code: Code) -> None:
-    """Keep the code for later processes, if the file system takes it, after its digest. Removes the module's files of
-    KEPT_S before, which earlier releases wrote."""
+    """Keep the code for later processes, if the file system takes it, after its digest. Removes the module's files that
+    no process has read or written for KEPT_S: earlier releases'."""
     content = io.BytesIO()
     code.write(content)
     data = content.getvalue()
@@ -200,4 +226,6 @@ def _read(file: Path) -> Code | None:
     if hashlib.sha256(data[DIGEST_BYTES:]).digest() != data[:DIGEST_BYTES]:
         log.warning("%s is damaged; its kernels are compiled again", file)
         return None
+    with suppress(OSError):
+        os.utime(file)  # it is in use
     return Code.read(io.BytesIO(data[DIGEST_BYTES:]))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import grp
 import logging
 import os
+import pwd
 import subprocess
 import sys
 import textwrap
@@ -90,12 +92,73 @@ def test_without_a_folder_of_its_own_a_process_compiles_and_stores_nothing(tmp_p
     assert not list(shared.iterdir())
 
 
-def test_the_log_names_the_folder_that_others_may_write_to(tmp_path, monkeypatch, caplog):
-    tmp_path.chmod(0o777)
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o775], ids=["all", "all-sticky", "group"])
+def test_the_log_names_the_folder_that_others_may_write_to(tmp_path, monkeypatch, caplog, mode):
+    tmp_path.chmod(mode)
+    monkeypatch.setattr(kernel_cache, "_own_group", lambda group: False)
     monkeypatch.setenv(FOLDER, str(tmp_path))
     with caplog.at_level(logging.WARNING):
         assert kernel_cache._folder() is None
-    assert str(tmp_path) in caplog.text and FOLDER in caplog.text
+    assert f"others may write to {tmp_path}" in caplog.text and FOLDER in caplog.text
+
+
+@pytest.mark.parametrize("above", [0, 1, 2])
+def test_a_folder_that_others_may_replace_is_not_used(tmp_path, monkeypatch, caplog, above):
+    kernels = tmp_path / "one" / "two" / "kernels"
+    kernels.mkdir(parents=True)
+    kernels.parents[above].chmod(0o777)
+    monkeypatch.setenv(FOLDER, str(kernels))
+    with caplog.at_level(logging.WARNING):
+        assert kernel_cache._folder() is None
+    assert f"others may write to {kernels.parents[above]} " in caplog.text
+
+
+def test_a_link_to_a_folder_that_others_may_replace_is_not_followed(tmp_path, monkeypatch):
+    shared = tmp_path / "shared"
+    (shared / "kernels").mkdir(parents=True)
+    shared.chmod(0o777)
+    (tmp_path / "mine").symlink_to(shared / "kernels")
+    monkeypatch.setenv(FOLDER, str(tmp_path / "mine"))
+    assert kernel_cache._folder() is None
+
+
+def test_a_folder_in_a_shared_one_where_only_owners_rename_is_used(tmp_path, monkeypatch):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    monkeypatch.setenv(FOLDER, str(shared / "mine" / "kernels"))
+    assert kernel_cache._folder() == shared / "mine" / "kernels"
+
+
+def test_folders_that_are_made_for_kernels_are_closed_to_others(tmp_path, monkeypatch):
+    monkeypatch.setenv(FOLDER, str(tmp_path / "one" / "kernels"))
+    before = os.umask(0)
+    try:
+        assert kernel_cache._folder() is not None
+    finally:
+        os.umask(before)
+    assert {(tmp_path / name).stat().st_mode & 0o777 for name in ("one", "one/kernels")} == {0o700}
+
+
+def test_another_users_folder_is_not_used(tmp_path, monkeypatch, caplog):
+    folder, user = tmp_path / "kernels", os.geteuid()
+    folder.mkdir(mode=0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    monkeypatch.setenv(FOLDER, str(folder))
+    with caplog.at_level(logging.WARNING):
+        assert kernel_cache._folder() is None
+    assert "is not this user's" in caplog.text
+
+
+def test_a_group_of_the_user_alone_may_write(monkeypatch):
+    user, others = pwd.getpwuid(os.geteuid()), ["someone"]
+    group = user.pw_gid or 7
+    monkeypatch.setattr(pwd, "getpwuid", lambda number: pwd.struct_passwd((*user[:3], group, *user[4:])))
+    for members, expected in (([], True), ([user.pw_name], True), (others, False)):
+        found = grp.struct_group((user.pw_name, "x", group, members))
+        monkeypatch.setattr(grp, "getgrgid", lambda number, found=found: found)
+        assert kernel_cache._own_group(group) is expected
+    assert not kernel_cache._own_group(group + 1)
 
 
 def test_a_kernel_that_may_raise_is_refused_while_it_is_compiled(tmp_path, module):
@@ -159,12 +222,26 @@ def test_a_user_without_a_home_compiles_in_every_process(monkeypatch, caplog):
     assert "home directory" in caplog.text
 
 
-def test_files_of_a_month_ago_are_removed_when_a_new_one_is_written(tmp_path, module):
+@pytest.mark.parametrize("read", [False, True], ids=["unused", "used"])
+def test_files_that_no_process_read_for_a_month_are_removed_when_a_new_one_is_written(tmp_path, module, read):
     run(tmp_path)
     (old,) = (tmp_path / "kernels").glob("*.zip")
     month = kernel_cache.KEPT_S + 60
     os.utime(old, (old.stat().st_atime - month, old.stat().st_mtime - month))
+    if read:
+        run(tmp_path)
     module.write_text(DOUBLING.replace("float32(2)", "float32(3)"))
     run(tmp_path)
-    (new,) = (tmp_path / "kernels").glob("*.zip")
-    assert new != old
+    assert len([*(tmp_path / "kernels").glob("*.zip")]) == (2 if read else 1)
+    assert old.exists() == read
+
+
+def test_a_process_that_compiles_kernels_can_use_numba_for_other_things(tmp_path, module):
+    both = USE + textwrap.dedent("""
+    import numba
+    @numba.njit
+    def total(numbers):
+        return numbers.sum() + len("text")
+    print(total(numbers))
+    """)
+    assert run(tmp_path, both) == f"{DOUBLED} True\n24.0"

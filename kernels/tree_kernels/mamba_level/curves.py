@@ -11,9 +11,10 @@ from llvmlite import ir
 from numba import float32, njit, types, uint32
 from numba.extending import intrinsic
 
+from tree_kernels.translating import INLINED
 from tree_kernels.vectors import bits_of, float_of, fused_multiply_add
 
-_curve = njit(error_model="numpy", forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+_curve = njit(**INLINED)
 
 LOG2E, LN2_HIGH, LN2_LOW = float32(1.44269504), float32(0.693145752), float32(1.42860677e-06)
 ROUNDER = float32(12582912.0)

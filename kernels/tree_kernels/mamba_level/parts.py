@@ -13,11 +13,11 @@ from tree_kernels.mamba_level import shapes
 from tree_kernels.mamba_level.curves import silu, square_root
 from tree_kernels.matmul.loops import F32, PANEL, SUMS, blocks, finish, widen
 from tree_kernels.matmul.shapes import WIDEST
+from tree_kernels.translating import INLINED
 from tree_kernels.vectors import floats, longs
 
-_OPTIONS = {"error_model": "numpy", "forceinline": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-inlined = njit(**_OPTIONS, fastmath={"contract"})
-summing = njit(**_OPTIONS, fastmath={"contract", "reassoc"})
+inlined = njit(**INLINED, fastmath={"contract"})
+summing = njit(**INLINED, fastmath={"contract", "reassoc"})
 """For sums over adjacent numbers, which vectors add in another order."""
 
 

@@ -38,8 +38,8 @@ def _kernels() -> Any:
 
 @cache
 def tile_table(kind: Precision) -> Tensor:
-    """[MOST, 3] as `Argument.TILES` describes."""
-    address = _kernels().addresses
+    """[MOST, 3] as `Argument.TILES` describes. Raises NoKernelsError."""
+    address = load_kernels(f"tree_kernels.matmul.{kind.name.lower()}").addresses
     every = range(1, MOST + 1)
     return torch.tensor([(PANELS[n], address[symbol(kind, n, PANELS[n])], address[symbol(kind, n, 1)]) for n in every])
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from numba import njit, types
 
-from tree_kernels.matmul.shapes import CHUNK, MOST, PANELS, PART_BYTES, SCRATCH, Argument, Helper, Precision
-from tree_kernels.matmul.tiles import call_tile, tiles
+from tree_kernels.matmul.shapes import CHUNK, MOST, PART_BYTES, SCRATCH, Argument, Helper, Precision
+from tree_kernels.matmul.tiles import call_tile
 from tree_kernels.processor import panel
+from tree_kernels.translating import INLINED
 from tree_kernels.vectors import (
     bits_of,
     call_kernel,
@@ -26,7 +27,7 @@ from tree_kernels.vectors import (
 
 PANEL = panel()
 I64 = types.int64
-_called = njit(error_model="numpy", forceinline=True)
+_called = njit(**INLINED)
 
 BF16, F16, F32 = (int(kind) for kind in Precision)
 (X, ROWS, INPUTS, WEIGHTS, BIAS, TARGET, OUTPUTS, TARGET_KIND, SUMS_OF, UNITS, UNIT_PANELS, ENTRY, TILES_OF, NEXT) = (
@@ -251,4 +252,3 @@ def serve(memory: int) -> None:
 
 KERNELS = {"product": (product, "iiiiii"), "units": (units, "ii"), "serve": (serve, "i")}
 """The functions that are compiled, and their arguments: i int64, f float32."""
-TILES = tiles((kind, rows, panels) for kind in Precision for rows in range(1, MOST + 1) for panels in (1, PANELS[rows]))

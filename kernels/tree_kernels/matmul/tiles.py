@@ -7,14 +7,13 @@ their symbols. Imported only while kernels are compiled.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from tree_kernels.matmul.shapes import Precision, symbol
+from tree_kernels.matmul.shapes import MOST, PANELS, Precision, symbol
 from tree_kernels.processor import lanes, panel
 
 LANES, PANEL = lanes(), panel()
@@ -64,11 +63,12 @@ def call_tile(
     return types.void(*[types.int64] * 9), generate
 
 
-def tiles(shapes: Iterable[tuple[Precision, int, int]]) -> ir.Module:
-    """A module with the tiles of these kinds, rows and panels."""
+def tiles(kind: Precision) -> ir.Module:
+    """A module with all tiles of this kind."""
     module = ir.Module("tiles")
-    for kind, rows, panels in sorted(set(shapes)):
-        _Tile(module, kind, rows, panels).write()
+    for rows in range(1, MOST + 1):
+        for panels in sorted({1, PANELS[rows]}):
+            _Tile(module, kind, rows, panels).write()
     return module
 
 

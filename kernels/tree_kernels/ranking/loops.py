@@ -7,9 +7,10 @@ import math
 from numba import float32, njit
 
 from tree_kernels.ranking import shapes
+from tree_kernels.translating import INLINED
 from tree_kernels.vectors import floats, longs
 
-inlined = njit(error_model="numpy", forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+inlined = njit(**INLINED)
 
 
 @inlined

@@ -7,9 +7,10 @@ from numba import float32, njit, uint32
 from tree_kernels.mamba_level.curves import silu, square_root
 from tree_kernels.matmul.loops import BF16, F16, bf16_bits
 from tree_kernels.row_functions.shapes import SUMS
+from tree_kernels.translating import INLINED
 from tree_kernels.vectors import float_of, floats, half_bits, half_value, halves
 
-_called = njit(error_model="numpy", forceinline=True)
+_called = njit(**INLINED)
 
 
 @_called
