@@ -183,7 +183,7 @@ class VerifierEngine:
                 states_bytes / 1e6,
             )
             undo.pop_all()
-        hello = _hello_of(options, target, "margin" if differ else "bitwise")
+        hello = _hello_of(options, target, "margin" if differ else "bitwise", capacity.sizes)
         shelf = None
         if capacity.saves and capacity.recurrent is not None and (memory := target.run.recurrent) is not None:
             block = capacity.recurrent.extent.block
@@ -391,7 +391,7 @@ def _pool_pages(
     return pages
 
 
-def _hello_of(options: VerifierOptions, target: LoadedTarget, exactness: str) -> Hello:
+def _hello_of(options: VerifierOptions, target: LoadedTarget, exactness: str, step_sizes: tuple[int, ...]) -> Hello:
     # Sums of shards round differently: texts move only between replicas of one degree.
     degree = f"-tp{options.tensor_parallel}" if options.tensor_parallel > 1 else ""
     own = "-own" if target.own_arithmetic else ""  # a replica without compiled kernels rounds differently, too
@@ -410,6 +410,7 @@ def _hello_of(options: VerifierOptions, target: LoadedTarget, exactness: str) ->
         end_ids=tuple(sorted(target.facts.end_ids)),
         attends=bool(target.layouts),
         facts=target.facts.digest,
+        step_sizes=step_sizes,
     )
 
 

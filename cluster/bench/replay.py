@@ -13,11 +13,12 @@ from functools import partial
 from itertools import pairwise
 
 from dendro.shapes import TreeShape
+from dendro.step_sizes import StepSizes
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 
 from cluster.arms import Arm
-from cluster.bench.costs import ReplayCosts
+from cluster.bench.costs import STEP_ROWS, ReplayCosts
 from cluster.bench.traces import Trace
 from cluster.policies import Experience, InformedPolicy, make_policy
 from cluster.policies.experience import Concurrency
@@ -125,7 +126,7 @@ def run_stream(
     The experience starts empty; every answer gets a new policy.
     """
     experience, chances = (
-        Experience(Concurrency(attends=True)),
+        Experience(Concurrency(attends=True, sizes=StepSizes(STEP_ROWS))),
         Chances(),
     )  # the target of these traces is a Transformer
     arms = [arm_of(shape) for shape in shapes]

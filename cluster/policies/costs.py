@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from dendro.shapes import TreeShape
 from dendro.smoothing import OUTLIER
+from dendro.step_sizes import StepSizes
 
 from cluster.arms import Arm
 from cluster.policies.least_squares import nonnegative_fit
@@ -131,9 +132,9 @@ class Costs:
         cost.learn(us)
         self._planes[arm.maker].note(cost)
 
-    def verify_us(self, rows: float, degree: int) -> float:
+    def verify_us(self, rows: float, degree: int, sizes: StepSizes) -> float:
         """A text's share of a step in which every text has so many rows. degree: of the step-time polynomial"""
-        return self.step.at(self.step.padded(round(self.texts * rows)), degree) / self.texts
+        return self.step.at(sizes.padded(round(self.texts * rows)), degree) / self.texts
 
     def draft_us(self, arm: Arm) -> float | None:
         """The arm's measured draft time, else one predicted from its drafter's other arms; None where none was

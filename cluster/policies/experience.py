@@ -17,9 +17,9 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from dendro.step_sizes import StepSizes
 from dendro.text import Verdict
 from dendro.tree import DraftTree
-from tree_kernels import step_size
 
 from cluster.arms import Arm
 from cluster.policies.classes import load_class, row_class, temperature_class
@@ -67,7 +67,7 @@ class RunningRequest:
 
 @dataclass(slots=True)
 class Concurrency:
-    """What all tenants of a target share at a router: the running requests, the speculation trials, and a property of
+    """What all tenants of a target share at a router: the running requests, the speculation trials, and properties of
     the target."""
 
     requests: int = 0  # running now
@@ -75,6 +75,7 @@ class Concurrency:
     fixed: int = 0  # running requests whose shape the client chose
     opening: int = 0  # texts that a verifier or drafter is opening
     attends: bool = False  # whether the target has attention layers, from its replica's hello
+    sizes: StepSizes = StepSizes()  # of the target's steps, from its replica's hello
     trials: defaultdict[int, SpeculationTrial] = field(
         default_factory=lambda: defaultdict(SpeculationTrial)
     )  # by load class
@@ -150,7 +151,7 @@ class Experience:
         if costs.tried.total() and not verdict.cold:  # the first touches cold memory
             # At least LEAST_US: of 0 us, OUTLIER times as much is 0 us, too, so every later step would count as that.
             us = max(verdict.verify_us, LEAST_US)
-            costs.step.learn(step_size(verdict.step_rows), us, self.degree)
+            costs.step.learn(self.concurrency.sizes.padded(verdict.step_rows), us, self.degree)
             costs.texts += COST_STEP * (verdict.texts - costs.texts)
         costs.tried[row_class(tree.rows)] += 1
         rows = costs.rows.setdefault(arm, tree.rows)
@@ -205,7 +206,8 @@ class Experience:
         draft_us = costs.draft_us(arm) if arm.drafted else 0.0
         if draft_us is None:
             return None
-        return max(draft_us + costs.verify_us(rows, self.degree) + self._hops(arm) * costs.hop.us, LEAST_US)
+        verify_us = costs.verify_us(rows, self.degree, self.concurrency.sizes)
+        return max(draft_us + verify_us + self._hops(arm) * costs.hop.us, LEAST_US)
 
     def hints(self) -> dict[int, Costs]:
         """Measured costs by load class, for another experience to begin with: see `take`."""
@@ -225,7 +227,7 @@ class Experience:
     def draft_ratio(self) -> float:
         """lambda_gamma of the paper: time of one level of the fastest drafter over one plain target forward; 0.1 until
         measured."""
-        plain_us = self.costs.step.at(self.costs.step.padded(1), self.degree)
+        plain_us = self.costs.step.at(self.concurrency.sizes.padded(1), self.degree)
         levels = [cost.us / arm.depth for arm, cost in self.costs.draft.items() if cost.us]
         if not plain_us or not levels:
             return 0.1

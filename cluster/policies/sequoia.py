@@ -30,7 +30,6 @@ from heapq import heappop, heappush
 import numpy as np
 import numpy.typing as npt
 from dendro.shapes import MAX_ROWS, NodeShape, TreeShape, child_counts
-from tree_kernels import step_size
 
 Accept = Sequence[float] | Sequence[Sequence[float]] | npt.NDArray[np.float64]
 """a[j], or a[d][j], whose last row also holds for all greater depths."""
@@ -96,8 +95,8 @@ def reached(shape: TreeShape, table: npt.NDArray[np.float64]) -> list[tuple[floa
 
 
 def draft_and_step_us(shape: TreeShape, level_us: TimeOf, step_us: TimeOf) -> float:
-    """Microseconds to draft and verify a tree of fixed form; a step's rows are padded."""
-    return sum(map(level_us, forwarded_rows(shape))) + step_us(step_size(shape.rows))
+    """Microseconds to draft and verify a tree of fixed form."""
+    return sum(map(level_us, forwarded_rows(shape))) + step_us(shape.rows)
 
 
 def best_tree(
@@ -115,8 +114,8 @@ def best_tree(
     Optimal where the time of a drafter's forward does not depend on its rows, and where it grows by the row and chances
     depend on the place among siblings alone and fall with it. Else near the optimum.
 
-    level_us: of a drafter's forward   step_us: of a verifier's step, called with padded rows   fixed_us: of a round,
-    independent of its tree. Raises ValueError, naming the argument.
+    level_us: of a drafter's forward   step_us: of a verifier's step with so many rows, its padding included
+    fixed_us: of a round, independent of its tree. Raises ValueError, naming the argument.
     """
     if not 2 <= max_rows <= MAX_ROWS:
         raise ValueError(f"max_rows: {max_rows}; 2 to {MAX_ROWS}, with the root")
@@ -125,7 +124,7 @@ def best_tree(
     if max_children < 1:
         raise ValueError(f"max_children: {max_children}; at least 1")
     deepest = min(max_depth, max_rows - 1)
-    steps = {step_size(rows): step_us(step_size(rows)) for rows in range(2, max_rows + 1)}
+    steps = {rows: step_us(rows) for rows in range(2, max_rows + 1)}
     table = chances(accept, deepest)[:, :max_children]
     best: Found | None = None
     for shape in (
@@ -144,14 +143,14 @@ def thrifty_trees(
     table: npt.NDArray[np.float64], level_us: TimeOf, step_us: TimeOf, fixed_us: float, max_rows: int
 ) -> Iterator[NodeShape]:
     """For each greatest depth, the best tree whose rows with children are the likeliest. table [depth, children]"""
-    padded = np.array([step_us(step_size(max(rows, 2))) for rows in range(max_rows + 1)])
+    steps = np.array([step_us(max(rows, 2)) for rows in range(max_rows + 1)])
     for depth in range(1, len(table) + 1):
         candidates = _OpenRows(table, depth)
         best, least = None, np.inf
         while candidates.open() and len(candidates.parents) < max_rows:
             order = candidates.order()
             emitted = 1 + np.cumsum(candidates.reached(order[: max_rows - 1]))  # of 2 rows, 3 and so on
-            took = fixed_us + sum(map(level_us, candidates.forwarded)) + padded[2 : 2 + len(emitted)]
+            took = fixed_us + sum(map(level_us, candidates.forwarded)) + steps[2 : 2 + len(emitted)]
             per_token = took / emitted
             rows = int(per_token.argmin())
             if per_token[rows] < least:

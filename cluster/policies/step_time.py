@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from dendro.smoothing import OUTLIER
-from tree_kernels import ROW_MULTIPLE, step_size
 
 from cluster.policies.least_squares import Vector, nonnegative_fit
 
@@ -73,13 +72,6 @@ class StepTime:
     def at(self, rows: float, degree: int) -> float:
         """Predicted microseconds of a step of so many rows; 0 where none was measured."""
         return step_at(self.coefficients(degree), rows)
-
-    def padded(self, rows: int) -> int:
-        """The rows of a step with so many: a multiple of ROW_MULTIPLE while all measured steps are, as with a target
-        whose short steps are padded."""
-        if all(size % ROW_MULTIPLE == 0 for size in self.sizes):
-            return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
-        return step_size(rows)
 
 
 def step_at(coefficients: Coefficients, rows: float) -> float:

@@ -7,15 +7,15 @@ they suffice. Where the drafter is late, lost or absent, the tree has proposals 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dendro.calls import Opened
 from dendro.shapes import TreeShape
+from dendro.step_sizes import StepSizes
 from dendro.text import Text
 from dendro.tree import DraftTree
-from tree_kernels import step_size
 
 from cluster.policies.classes import temperature_class
 from cluster.proposers.chances import Chances
@@ -48,8 +48,11 @@ class Proposals:
         chances: Chances,
         max_rows: int,
         max_depth: int,
+        sizes: Callable[[], StepSizes],
     ) -> None:
+        """sizes: of the verifier's steps, which are known after its hello"""
         self._drafter = drafter
+        self._sizes = sizes
         self._proposers = proposers
         self._chances = chances
         self._max_rows = max_rows
@@ -101,7 +104,7 @@ class Proposals:
         self._trees = [self._chances.tree(name, proposal) for name, proposal in self._proposed]
 
     def _rows(self, shape: TreeShape) -> int:
-        return min(step_size(shape.rows) if shape.drafted else shape.rows, self._max_rows)
+        return min(self._sizes().padded(shape.rows) if shape.drafted else shape.rows, self._max_rows)
 
 
 @dataclass(slots=True)
@@ -123,8 +126,17 @@ class ProposalLibrary:
         self._max_depth = max_depth
         self._pasts: OrderedDict[str, TenantHistory] = OrderedDict()  # by tenant
 
-    def around(self, drafter: DrafterPort, tenant: str, max_rows: int, temperature: float) -> Proposals | None:
-        """A request's drafter with its proposers; None where it has none. max_rows: the request's limit for a tree
+    def around(
+        self,
+        drafter: DrafterPort,
+        tenant: str,
+        max_rows: int,
+        temperature: float,
+        sizes: Callable[[], StepSizes] = StepSizes,
+    ) -> Proposals | None:
+        """A request's drafter with its proposers; None where it has none.
+
+        max_rows: the request's limit for a tree   sizes: those of the target's steps that are known by now
 
         Chances are counted per temperature class, since verbatim repetition depends on the temperature.
         """
@@ -133,7 +145,7 @@ class ProposalLibrary:
         past = self._past(tenant)
         proposers = [self._proposer(name, past) for name in self._names]
         chances = past.chances[temperature_class(temperature)]
-        return Proposals(drafter, proposers, chances, min(max_rows, self._max_rows), self._max_depth)
+        return Proposals(drafter, proposers, chances, min(max_rows, self._max_rows), self._max_depth, sizes)
 
     def _proposer(self, name: str, past: TenantHistory) -> Proposer:
         if name == Lookup.name:

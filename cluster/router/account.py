@@ -6,6 +6,7 @@ import time
 
 from dendro.calls import Hello
 from dendro.clock import Clock
+from dendro.step_sizes import StepSizes
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 from dendro.v1 import generation_pb2 as pb
@@ -61,9 +62,12 @@ class RoundAccount:
         self._time(tree, verdict, int(took_us), now_s, first)
 
     def learn_hello(self, hello: Hello | None) -> None:
-        """Record whether the target has attention layers, which decides how its steps grow with their rows."""
+        """Record whether the target has attention layers, which decides how its steps grow with their rows, and what
+        its steps are padded to."""
         if hello is not None:
             self._experience.concurrency.attends = hello.attends
+            self._experience.concurrency.sizes = StepSizes(hello.step_sizes)
+            self.stats.step_sizes[:] = hello.step_sizes
 
     def _count(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
         stats, tokens, accepted = self.stats, len(verdict.tokens), len(verdict.ranks)

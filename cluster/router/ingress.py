@@ -193,13 +193,16 @@ class Ingress:
         before = len(job.prompt)
         verifier = self._peers.verifier(job.served.name, text)
         drafter = self._peers.drafter(job.served.name, text, account.running, job.plan.deadline_s, job.plan.adaptive)
+        shared = job.experience.concurrency
         proposals = self._libraries[job.served.name].around(
-            drafter, job.tenant, job.plan.proposed_rows, job.sampling.temperature
+            drafter, job.tenant, job.plan.proposed_rows, job.sampling.temperature, lambda: shared.sizes
         )
         if proposals is not None:
             drafter, account.offer = proposals, partial(proposals.offer, text)
         try:
-            target = (await verifier.first_hello()).target
+            hello = await verifier.first_hello()
+            account.learn_hello(hello)
+            target = hello.target
             check_target_of_resume(job.resume, job.held, target)
             job.target = target
             yield _started(job, text, target)

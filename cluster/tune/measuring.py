@@ -18,8 +18,8 @@ from dendro.answer import SpeculationStats
 from dendro.client import Asking
 from dendro.errors import BadRequest, EngineFailed
 from dendro.shapes import TreeShape
+from dendro.step_sizes import StepSizes
 from dendro.text import Sampling
-from tree_kernels import step_size
 
 from cluster.config import DrafterConfig
 from cluster.policies.least_squares import nonnegative_fit
@@ -180,14 +180,15 @@ class LinearCosts:
     step_row_us: float
     hops_us: float
     off_hops_us: float
+    sizes: StepSizes  # of the target's steps
 
     def level(self, rows: int) -> float:
         """A drafter's forward of so many rows."""
         return self.level_us + self.row_us * rows
 
     def step(self, rows: int) -> float:
-        """A verifier's step of so many rows, padding included."""
-        return self.step_us + self.step_row_us * rows
+        """A verifier's step of so many rows, which are padded."""
+        return self.step_us + self.step_row_us * self.sizes.padded(rows)
 
     @property
     def fixed_us(self) -> float:
@@ -198,7 +199,7 @@ class LinearCosts:
         """A round with a tree of fixed form, or with `off`."""
         if shape.off:
             return self.step(1) + self.off_hops_us
-        return self.fixed_us + sum(map(self.level, forwarded_rows(shape))) + self.step(step_size(shape.rows))
+        return self.fixed_us + sum(map(self.level, forwarded_rows(shape))) + self.step(shape.rows)
 
     @property
     def cost_ratio(self) -> float:
@@ -233,14 +234,14 @@ class Timed:
         )
 
 
-def costs_of(timed: Mapping[TreeShape, Timed]) -> LinearCosts:
+def costs_of(timed: Mapping[TreeShape, Timed], sizes: StepSizes) -> LinearCosts:
     """The costs that fit the timed shapes best by least squares, none negative.
 
     Raises BadRequest if the shapes have fewer than two depths or two padded row counts, or `off` is not among them.
     """
     trees = {shape: each for shape, each in timed.items() if not shape.off}
     plain = next((each for shape, each in timed.items() if shape.off), None)
-    buckets = {step_size(shape.rows) for shape in timed}
+    buckets = {sizes.padded(shape.rows) for shape in timed}
     depths = {shape.depth for shape in trees}
     if plain is None or len(buckets) < 2 or len(depths) < 2:
         raise BadRequest("max_rows", "and max_depth of the target leave too few shapes to time; raise them")
@@ -250,7 +251,7 @@ def costs_of(timed: Mapping[TreeShape, Timed]) -> LinearCosts:
         [each.draft_us for each in trees.values()],
     )
     step_us, step_row_us = nonnegative_fit(
-        [[1.0, step_size(shape.rows)] for shape in timed], [each.verify_us for each in timed.values()]
+        [[1.0, sizes.padded(shape.rows)] for shape in timed], [each.verify_us for each in timed.values()]
     )
     hops = median(each.hops_us for each in trees.values())
-    return LinearCosts(draft_us, level_us, row_us, step_us, step_row_us, hops, plain.hops_us)
+    return LinearCosts(draft_us, level_us, row_us, step_us, step_row_us, hops, plain.hops_us, sizes)

@@ -14,6 +14,7 @@ from statistics import fmean
 
 from dendro.client import Asking
 from dendro.shapes import OFF, LevelShape, NodeShape, TreeShape
+from dendro.step_sizes import StepSizes
 from dendro.text import Sampling
 
 from cluster.bench.measurement import Begin, Step
@@ -164,7 +165,8 @@ class Tuning:
                 answers[shape].append(await self._answer(prompt, temperature, shape))
                 step()
         timed = {shape: Timed.of(of_shape) for shape, of_shape in answers.items()}
-        return costs_of({shape: each for shape, each in timed.items() if each is not None})
+        sizes = StepSizes(next(each.speculation.step_sizes for of_shape in answers.values() for each in of_shape))
+        return costs_of({shape: each for shape, each in timed.items() if each is not None}, sizes)
 
     async def _run(self, tuned: Tuned, name: str) -> None:
         """Run all shapes on each held-out prompt, and note answers that differ from that of `off`."""

@@ -133,6 +133,7 @@ class SpeculationStats:
     decode_tokens: int = 0  # tokens emitted after the first round
     decode_us: int = 0  # time from the end of the first round to the end of the last
     verifier_moves: int = 0
+    step_sizes: tuple[int, ...] = ()  # numbers of rows that the target pads its steps to; empty: multiples of 8
 
     @property
     def contradictions(self) -> tuple[str, ...]:
@@ -383,6 +384,7 @@ def _complete(message: pb.GenerateComplete) -> Complete:
     counts: dict[str, Any] = {
         "rounds_by_shape": dict(stats.rounds_by_shape),
         "rounds_by_tokens": dict(sorted(stats.rounds_by_tokens.items())),
+        "step_sizes": tuple(stats.step_sizes),
     }
     return Complete(
         finish=finish,

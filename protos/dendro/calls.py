@@ -126,6 +126,7 @@ class Hello:
     end_ids: tuple[int, ...] = ()  # end-of-text tokens of the target
     attends: bool = False  # verifier: the target has attention layers, so the time of a step is quadratic in its rows
     facts: str = ""  # hash of the checkpoint's configuration, end ids and token table
+    step_sizes: tuple[int, ...] = ()  # verifier: numbers of rows that steps are padded to; empty: see `StepSizes`
 
     @property
     def target(self) -> str:

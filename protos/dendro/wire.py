@@ -52,6 +52,7 @@ MAX_TRACE = 2 * LONGEST_TRACE
 MAX_NAME = 256
 """The longest name or fingerprint, in characters."""
 MAX_END_IDS = 1024
+MAX_STEP_SIZES = 128
 
 Answer = Opened | DraftTree | Verdict | Closed
 CallMessage = TypeVar("CallMessage", drafter_pb2.DrafterCall, verifier_pb2.VerifierCall)
@@ -280,6 +281,7 @@ def hello_message(hello: Hello) -> calls_pb2.Hello:
         end_ids=hello.end_ids,
         attends=hello.attends,
         facts=hello.facts,
+        step_sizes=hello.step_sizes,
     )
 
 
@@ -292,6 +294,11 @@ def hello_from(message: calls_pb2.Hello) -> Hello:
         raise BadRequest("hello.vocabulary", f"is {message.vocabulary}; at most {_MAX_COUNT}")
     if len(message.end_ids) > MAX_END_IDS:
         raise BadRequest("hello.end_ids", f"has {len(message.end_ids)} entries; at most {MAX_END_IDS}")
+    if len(message.step_sizes) > MAX_STEP_SIZES:
+        raise BadRequest("hello.step_sizes", f"has {len(message.step_sizes)} entries; at most {MAX_STEP_SIZES}")
+    sizes = tuple(message.step_sizes)
+    if list(sizes) != sorted(set(sizes)) or (sizes and not 1 <= sizes[0] <= sizes[-1] <= _MAX_COUNT):
+        raise BadRequest("hello.step_sizes", "must ascend, and be at least 1 and at most 2147483647")
     return Hello(
         protocol=message.protocol,
         model=one_line(message.model, MAX_NAME),
@@ -307,6 +314,7 @@ def hello_from(message: calls_pb2.Hello) -> Hello:
         end_ids=tuple(message.end_ids),
         attends=message.attends,
         facts=one_line(message.facts, MAX_NAME),
+        step_sizes=sizes,
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from dendro.errors import BadRequest
+from dendro.step_sizes import StepSizes
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 
@@ -36,7 +37,7 @@ def test_a_cold_step_is_not_learned():
         each.learn(OFF, tree(1), verdict(1, 20_000), 0.0)
         each.learn(OFF, tree(1), verdict(1, 20_000), 0.0)
     experience.learn(OFF, tree(1), replace(verdict(1, 20_000_000), cold=True), 0.0)
-    assert experience.costs.verify_us(1, experience.degree) == warm.costs.verify_us(1, warm.degree) > 0
+    assert experience.costs.step.at(8, experience.degree) == warm.costs.step.at(8, warm.degree) > 0
 
 
 def tree(rows: int, draft_us: int = 0, texts: int = 1) -> DraftTree:
@@ -483,6 +484,7 @@ def test_proposals_are_chosen_by_their_chances_in_this_round(name):
 
 def test_an_arm_of_proposals_counts_the_likeliest_rows_of_the_offer_up_to_its_size():
     policy, experience = known("ratio_ucb", [OFF, Arm.parse("lookup:proposed(2)"), PROPOSED])
+    experience.concurrency.sizes = StepSizes((1, 4, 8))
     policy.choose(offered(0.5, 0.9, 0.25))
     assert policy.tokens(Arm.parse("lookup:proposed(2)")) == pytest.approx(1 + 0.9 + 0.5)
     assert policy.tokens(PROPOSED) == pytest.approx(1 + 0.9 + 0.5 + 0.25)

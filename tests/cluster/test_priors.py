@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import redis.asyncio
 from dendro.shapes import TreeShape
+from dendro.step_sizes import StepSizes
 from dendro.text import Verdict
 from dendro.tree import RANKED, DraftTree
 from edge import EdgePeers, ingress
@@ -178,7 +179,8 @@ def test_the_draft_time_of_a_shape_never_played_is_read_off_the_plane():
         draft_us = 100 + 300 * arm.depth + 40 * arm.shape.forwarded
         assert experience.costs.draft_us(arm) == pytest.approx(draft_us, rel=1e-6)
         assert experience.round_us(arm) is None
-        assert experience.predicted_us(arm) == pytest.approx(draft_us + experience.costs.verify_us(arm.rows, 1))
+        verify_us = experience.costs.verify_us(arm.rows, 1, StepSizes())
+        assert experience.predicted_us(arm) == pytest.approx(draft_us + verify_us)
     assert experience.predicted_us(OFF) is not None
 
 

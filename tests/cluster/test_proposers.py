@@ -8,6 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from dendro.shapes import MAX_ROWS, OFF, LevelShape, ProposedShape
+from dendro.step_sizes import StepSizes
 from dendro.text import Limits, Sampling, Text, Verdict
 from dendro.tree import DraftTree
 from hypothesis import given
@@ -346,7 +347,7 @@ def test_trees_with_different_roots_are_refused():
 async def test_proposals_fill_padding_rows_only():
     ids = [5, 6, 7, 8] * 8
     for shape, max_rows, rows in (
-        (LevelShape((1, 1)), 64, 3),
+        (LevelShape((1, 1)), 64, 8),
         (LevelShape((1,) * 6), 64, 8),
         (LevelShape((3, 2, 1)), 64, 16),
         (LevelShape((3, 2, 1)), 12, 12),
@@ -354,6 +355,14 @@ async def test_proposals_fill_padding_rows_only():
     ):
         handle = ProposalLibrary(("lookup", "suffix"), max_rows, 16).around(NoDrafter(), "", MAX_ROWS, 0.0)
         assert (await handle.draft(a_text(ids), shape)).rows == rows, shape
+    few = (LevelShape((1, 1)), 3), (LevelShape((1,) * 6), 8), (LevelShape((3, 2, 1)), 16)
+    padded = (LevelShape((1, 1)), 8), (LevelShape((1,) * 6), 8), (LevelShape((3, 2, 1)), 16)
+    for sizes, cases in ((StepSizes((1, 2, 3, 8, 16)), few), (StepSizes(), padded)):
+        for shape, rows in cases:
+            handle = ProposalLibrary(("lookup", "suffix"), 64, 16).around(
+                NoDrafter(), "", MAX_ROWS, 0.0, lambda sizes=sizes: sizes
+            )
+            assert (await handle.draft(a_text(ids), shape)).rows == rows, (sizes, shape)
     own_limit = ProposalLibrary(("lookup",), 64, 16).around(NoDrafter(), "", 5, 0.0)
     assert (await own_limit.draft(a_text(ids), LevelShape((3, 2, 1)))).rows == 5
     shallow = (

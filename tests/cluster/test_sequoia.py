@@ -115,7 +115,8 @@ def test_no_tree_takes_less_time_per_token(accept, level):
     def time_of(tree: Nested) -> float:
         return 50 + level * height(tree) + 600 + 10 * step_size(rows_of(tree))
 
-    found = best_tree(accept, lambda _: level, lambda rows: 600 + 10 * rows, fixed_us=50, max_rows=8, max_children=3)
+    step_us = lambda rows: 600 + 10 * step_size(rows)  # noqa: E731
+    found = best_tree(accept, lambda _: level, step_us, fixed_us=50, max_rows=8, max_children=3)
     least = min(time_of(tree) / emitted(tree, table(accept)) for tree in fitting(8, 7, 3))
     assert found.round_us / found.emitted == pytest.approx(least, rel=1e-12)
     assert found.round_us == pytest.approx(time_of(nested(found.shape)), rel=1e-12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from itertools import combinations
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from dendro.calls import PROTOCOL_VERSION, Hello
 from dendro.smoothing import OUTLIER
+from dendro.step_sizes import StepSizes
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 from edge import EdgePeers, ingress
@@ -16,6 +18,7 @@ from edge import EdgePeers, ingress
 from cluster.api.local import LocalClient
 from cluster.arms import OFF_ARM, Arm
 from cluster.policies import Experience
+from cluster.policies.costs import Costs
 from cluster.policies.experience import Concurrency
 from cluster.policies.least_squares import nonnegative_fit
 from cluster.policies.step_time import MOST_SIZES, STEP, StepTime, fit_steps
@@ -156,15 +159,28 @@ def test_with_attention_the_predicted_step_time_is_quadratic_in_rows():
     """Predicts the step of a tree of 48 rows from steps of 8 to 24."""
     step_us = lambda rows: 5000 + 10 * rows * rows  # noqa: E731
     hybrid, states = learned(True, step_us), learned(False, step_us)
-    assert hybrid.costs.verify_us(TREE.rows, hybrid.degree) == pytest.approx(step_us(48), rel=1e-3)
-    assert states.costs.verify_us(TREE.rows, states.degree) < 0.7 * step_us(48)
+    assert hybrid.costs.verify_us(TREE.rows, hybrid.degree, StepSizes()) == pytest.approx(step_us(48), rel=1e-3)
+    assert states.costs.verify_us(TREE.rows, states.degree, StepSizes()) < 0.7 * step_us(48)
 
 
 @pytest.mark.parametrize("attends", [True, False])
-async def test_a_router_takes_attends_from_the_verifiers_hello(attends: bool):
+async def test_a_router_takes_attends_and_step_sizes_from_the_verifiers_hello(attends: bool):
     peers = EdgePeers()
-    peers.hello = Hello(PROTOCOL_VERSION, "demo", "f", "t", 300, 512, 64, 8, "float32", "bitwise", 1, attends=attends)
+    hello = Hello(PROTOCOL_VERSION, "demo", "f", "t", 300, 512, 64, 8, "float32", "bitwise", 1, attends=attends)
+    peers.hello = dataclasses.replace(hello, step_sizes=(2, 9))
     edge = ingress(peers)
     edge.experience["demo"].concurrency.attends = not attends
-    await LocalClient(edge).generate_text("the snake", max_new_tokens=8)
+    answer = await LocalClient(edge).generate_text("the snake", max_new_tokens=8)
     assert edge.experience["demo"].concurrency.attends is attends
+    assert edge.experience["demo"].concurrency.sizes == StepSizes((2, 9))
+    assert answer.complete.speculation.step_sizes == (2, 9)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "plain_us", "chain_us"), [(StepSizes(), 16_000, 16_000), (StepSizes((1, 5, 8, 64)), 9_000, 13_000)]
+)
+def test_a_predicted_step_has_the_targets_padding(sizes: StepSizes, plain_us: float, chain_us: float):
+    """A step takes 8 ms, and 1 ms for each padded row."""
+    costs = Costs(step=StepTime({rows: (1.0, 8_000 + 1_000 * rows) for rows in (8, 64)}))
+    assert costs.verify_us(1, 1, sizes) == pytest.approx(plain_us)
+    assert costs.verify_us(5, 1, sizes) == pytest.approx(chain_us)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from dendro.calls import CloseCall, DraftCall, OpenCall, RequestParameters, Text
 from dendro.errors import BadRequest
 from dendro.shapes import OFF, LevelShape, NodeShape, TreeShape
 from dendro.state import MemoryStates
+from dendro.step_sizes import StepSizes
 from dendro.text import Limits, Sampling, Text
 from transformers import Mamba2ForCausalLM
 from typer.testing import CliRunner
@@ -174,7 +176,8 @@ def test_ranks_do_not_depend_on_how_the_text_is_cut(pair, monkeypatch):
 
 # Costs
 
-TRUE = LinearCosts(draft_us=500, level_us=900, row_us=40, step_us=8000, step_row_us=90, hops_us=300, off_hops_us=200)
+FEW, PADDED = StepSizes((1, 5, 10, 16, 64)), StepSizes()
+TRUE = LinearCosts(500, 900, 40, step_us=8000, step_row_us=90, hops_us=300, off_hops_us=200, sizes=FEW)
 
 
 def timed(shape: TreeShape, costs: LinearCosts = TRUE) -> Timed:
@@ -185,19 +188,22 @@ def timed(shape: TreeShape, costs: LinearCosts = TRUE) -> Timed:
     return Timed(draft, verify, draft + verify + hops + 50, queue_us=50)
 
 
-def test_linear_costs_are_found_again_and_predict_rounds():
+@pytest.mark.parametrize(("sizes", "plain_us"), [(FEW, 8090), (PADDED, 8720)], ids=["few rows", "multiples of 8"])
+def test_linear_costs_are_found_again_and_predict_rounds(sizes: StepSizes, plain_us: float):
+    true = dataclasses.replace(TRUE, sizes=sizes)
     shapes = [TreeShape.parse(text) for text in ("off", "(1,1,1,1)", "(8)", "(6,3,2)")]
-    found = costs_of({shape: timed(shape) for shape in shapes})
-    for name in LinearCosts.__dataclass_fields__:
-        assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=1e-6), name
+    found = costs_of({shape: timed(shape, true) for shape in shapes}, sizes)
+    assert found.sizes == sizes
+    for name in set(LinearCosts.__dataclass_fields__) - {"sizes"}:
+        assert getattr(found, name) == pytest.approx(getattr(true, name), rel=1e-6), name
     for shape in (*shapes, TreeShape.parse("(3,2,1)")):
-        assert found.round_us(shape) == pytest.approx(timed(shape).round_us - 50)
-    assert found.cost_ratio == pytest.approx(940 / 8090)
+        assert found.round_us(shape) == pytest.approx(timed(shape, true).round_us - 50)
+    assert found.cost_ratio == pytest.approx(940 / plain_us)
 
 
 def test_too_few_shapes_to_fit_the_costs_are_refused():
     with pytest.raises(BadRequest, match="max_rows: and max_depth of the target leave too few shapes"):
-        costs_of({shape: timed(shape) for shape in (OFF, LevelShape((1, 1, 1, 1)))})
+        costs_of({shape: timed(shape) for shape in (OFF, LevelShape((1, 1, 1, 1)))}, FEW)
 
 
 # Arms

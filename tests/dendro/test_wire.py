@@ -156,7 +156,7 @@ def test_a_drafters_answer_is_unchanged_by_a_round_trip(answer):
 
 
 def test_a_hello_is_unchanged_by_a_round_trip():
-    hello = Hello(1, "m", "f", "t", 4096, 2048, 64, 16, "bfloat16", "bitwise", 77, (0, 2), True, "facts")
+    hello = Hello(1, "m", "f", "t", 4096, 2048, 64, 16, "bfloat16", "bitwise", 77, (0, 2), True, "facts", (1, 8, 32))
     assert wire.hello_from(calls_pb2.Hello.FromString(wire.hello_message(hello).SerializeToString())) == hello
 
 
@@ -261,6 +261,11 @@ def test_a_statistic_out_of_range_is_set_to_the_nearest_end_of_its_range():
         ({"max_length": 0}, "hello.max_length"),
         ({"max_rows": 0}, "hello.max_rows"),
         ({"end_ids": [1] * 100_000}, "hello.end_ids"),
+        ({"step_sizes": range(1, 100_000)}, "hello.step_sizes"),
+        ({"step_sizes": [0, 8]}, "hello.step_sizes"),
+        ({"step_sizes": [8, 8]}, "hello.step_sizes"),
+        ({"step_sizes": [16, 8]}, "hello.step_sizes"),
+        ({"step_sizes": [8, 2**32 - 1]}, "hello.step_sizes"),
     ],
 )
 def test_a_hello_without_room_for_a_text_is_refused_by_the_name_of_its_field(fields, name):

@@ -14,6 +14,7 @@ from cases import few_of
 from dendro.errors import BadRequest, PeerLost
 from dendro.state import MemoryStates, NoStates
 from dendro.tree import DraftTree
+from dendro.wire import MAX_STEP_SIZES
 from exactness import bitwise_or_skip
 from made_once import made_once
 from routers import LAWS, RoundByRound, alone, arrive_at_random, guessing, watch_logits
@@ -60,6 +61,12 @@ def test_every_familys_trees_have_the_librarys_logits(models, family):
 @pytest.mark.parametrize(("family", "attends"), [("mamba", False), ("mamba2", False), ("bamba", True)])
 async def test_hello_states_whether_any_layer_attends(models, family, attends):
     assert (await engine_of(models(family)[0]).hello()).attends is attends
+
+
+async def test_hello_has_the_sizes_that_steps_are_padded_to(models):
+    engine = engine_of(models("mamba2")[0])
+    sizes = (await engine.hello()).step_sizes
+    assert sizes == engine.runner.buckets and len(sizes) <= MAX_STEP_SIZES
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

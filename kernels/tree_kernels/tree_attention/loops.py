@@ -13,12 +13,13 @@ from tree_kernels.mamba_level.curves import exponential
 from tree_kernels.matmul.loops import F32, bf16_bits, share, widen
 from tree_kernels.matmul.shapes import Precision
 from tree_kernels.matmul.tiles import call_tile
+from tree_kernels.translating import INLINED
 from tree_kernels.tree_attention.rows import PAGE
 from tree_kernels.tree_attention.shapes import LANES, TILE_LINES, AttentionArgument, Block
 from tree_kernels.tree_attention.tiles import tiles
 from tree_kernels.vectors import fetch_add, float_of, floats, half_bits, half_value, halves, longs
 
-_called = njit(error_model="numpy", forceinline=True)
+_called = njit(**INLINED)
 BF16, F16 = int(Precision.BF16), int(Precision.F16)
 _PLACES = tuple(int(place) for place in AttentionArgument)
 (ROWS, PADDED, POSITIONS, SLOTS, NEAR, COLUMNS, BLOCKS, BLOCK_COUNT, PAGES) = _PLACES[:9]

@@ -577,6 +577,7 @@ class SpeculationStats(_message.Message):
     DECODE_TOKENS_FIELD_NUMBER: _builtins.int
     DECODE_US_FIELD_NUMBER: _builtins.int
     VERIFIER_MOVES_FIELD_NUMBER: _builtins.int
+    STEP_SIZES_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """policy is the name of the policy that picked the shapes, or "off" or "fixed" if the request set them."""
     rounds: _builtins.int
@@ -624,6 +625,10 @@ class SpeculationStats(_message.Message):
     def rounds_by_tokens(self) -> _containers.ScalarMap[_builtins.int, _builtins.int]:
         """rounds_by_tokens is the number of rounds by number of emitted tokens, after any cut."""
 
+    @_builtins.property
+    def step_sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """step_sizes are the numbers of rows that the target pads its steps to, ascending. Empty: multiples of 8."""
+
     def __init__(
         self,
         *,
@@ -647,10 +652,11 @@ class SpeculationStats(_message.Message):
         decode_tokens: _builtins.int = ...,
         decode_us: _builtins.int = ...,
         verifier_moves: _builtins.int = ...,
+        step_sizes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "cut_tokens", b"cut_tokens", "decode_tokens", b"decode_tokens", "decode_us", b"decode_us", "discarded_tokens", b"discarded_tokens", "draft_us", b"draft_us", "drafted_tokens", b"drafted_tokens", "emitted_tokens", b"emitted_tokens", "hop_us", b"hop_us", "late_drafts", b"late_drafts", "opening_us", b"opening_us", "policy", b"policy", "queue_us", b"queue_us", "rounds", b"rounds", "rounds_by_shape", b"rounds_by_shape", "rounds_by_tokens", b"rounds_by_tokens", "rounds_us", b"rounds_us", "trimmed_tokens", b"trimmed_tokens", "verifier_moves", b"verifier_moves", "verify_us", b"verify_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "cut_tokens", b"cut_tokens", "decode_tokens", b"decode_tokens", "decode_us", b"decode_us", "discarded_tokens", b"discarded_tokens", "draft_us", b"draft_us", "drafted_tokens", b"drafted_tokens", "emitted_tokens", b"emitted_tokens", "hop_us", b"hop_us", "late_drafts", b"late_drafts", "opening_us", b"opening_us", "policy", b"policy", "queue_us", b"queue_us", "rounds", b"rounds", "rounds_by_shape", b"rounds_by_shape", "rounds_by_tokens", b"rounds_by_tokens", "rounds_us", b"rounds_us", "step_sizes", b"step_sizes", "trimmed_tokens", b"trimmed_tokens", "verifier_moves", b"verifier_moves", "verify_us", b"verify_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x64\x65ndro/internal/v1/calls.proto\x12\x12\x64\x65ndro.internal.v1\"\x1c\n\x08Greeting\x12\x10\n\x08protocol\x18\x01 \x01(\r\"\x94\x02\n\x05Hello\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\r\n\x05model\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x11\n\ttokenizer\x18\x04 \x01(\t\x12\x12\n\nvocabulary\x18\x05 \x01(\r\x12\x12\n\nmax_length\x18\x06 \x01(\x04\x12\x10\n\x08max_rows\x18\x07 \x01(\r\x12\x11\n\tmax_depth\x18\x08 \x01(\r\x12\r\n\x05\x64type\x18\t \x01(\t\x12\x11\n\texactness\x18\n \x01(\t\x12\x0b\n\x03pid\x18\x0b \x01(\x04\x12\x0f\n\x07\x65nd_ids\x18\x0c \x03(\r\x12\x0f\n\x07\x61ttends\x18\r \x01(\x08\x12\r\n\x05\x66\x61\x63ts\x18\x0e \x01(\tJ\x04\x08\x0f\x10\x10R\x0fordinary_tokens\"Z\n\nTextUpdate\x12\x0f\n\x07opening\x18\x01 \x01(\x0c\x12\x0c\n\x04\x62\x61se\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x06\x12\r\n\x05start\x18\x04 \x01(\x04\x12\x0e\n\x06tokens\x18\x05 \x03(\r\"\xa4\x01\n\x08OpenCall\x12\r\n\x05lease\x18\x01 \x01(\t\x12.\n\x08sampling\x18\x02 \x01(\x0b\x32\x1c.dendro.internal.v1.Sampling\x12\x12\n\nmax_length\x18\x03 \x01(\x04\x12\x12\n\nignore_end\x18\x04 \x01(\x08\x12\x0e\n\x06tenant\x18\x05 \x01(\t\x12\r\n\x05marks\x18\x06 \x03(\x04\x12\x12\n\nvocabulary\x18\x07 \x01(\r\"p\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x06\x12\x14\n\x0csample_index\x18\x06 \x01(\r\"\x0b\n\tCloseCall\">\n\x06Opened\x12\x10\n\x08restored\x18\x01 \x01(\x04\x12\x11\n\tprocessed\x18\x02 \x01(\x04\x12\x0f\n\x07open_us\x18\x03 \x01(\x04\"\x17\n\x06\x43losed\x12\r\n\x05saved\x18\x01 \x01(\x04\"*\n\tCallError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x64\x65ndro/internal/v1/calls.proto\x12\x12\x64\x65ndro.internal.v1\"\x1c\n\x08Greeting\x12\x10\n\x08protocol\x18\x01 \x01(\r\"\xa8\x02\n\x05Hello\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\r\n\x05model\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x11\n\ttokenizer\x18\x04 \x01(\t\x12\x12\n\nvocabulary\x18\x05 \x01(\r\x12\x12\n\nmax_length\x18\x06 \x01(\x04\x12\x10\n\x08max_rows\x18\x07 \x01(\r\x12\x11\n\tmax_depth\x18\x08 \x01(\r\x12\r\n\x05\x64type\x18\t \x01(\t\x12\x11\n\texactness\x18\n \x01(\t\x12\x0b\n\x03pid\x18\x0b \x01(\x04\x12\x0f\n\x07\x65nd_ids\x18\x0c \x03(\r\x12\x0f\n\x07\x61ttends\x18\r \x01(\x08\x12\r\n\x05\x66\x61\x63ts\x18\x0e \x01(\t\x12\x12\n\nstep_sizes\x18\x10 \x03(\rJ\x04\x08\x0f\x10\x10R\x0fordinary_tokens\"Z\n\nTextUpdate\x12\x0f\n\x07opening\x18\x01 \x01(\x0c\x12\x0c\n\x04\x62\x61se\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x06\x12\r\n\x05start\x18\x04 \x01(\x04\x12\x0e\n\x06tokens\x18\x05 \x03(\r\"\xa4\x01\n\x08OpenCall\x12\r\n\x05lease\x18\x01 \x01(\t\x12.\n\x08sampling\x18\x02 \x01(\x0b\x32\x1c.dendro.internal.v1.Sampling\x12\x12\n\nmax_length\x18\x03 \x01(\x04\x12\x12\n\nignore_end\x18\x04 \x01(\x08\x12\x0e\n\x06tenant\x18\x05 \x01(\t\x12\r\n\x05marks\x18\x06 \x03(\x04\x12\x12\n\nvocabulary\x18\x07 \x01(\r\"p\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x06\x12\x14\n\x0csample_index\x18\x06 \x01(\r\"\x0b\n\tCloseCall\">\n\x06Opened\x12\x10\n\x08restored\x18\x01 \x01(\x04\x12\x11\n\tprocessed\x18\x02 \x01(\x04\x12\x0f\n\x07open_us\x18\x03 \x01(\x04\"\x17\n\x06\x43losed\x12\r\n\x05saved\x18\x01 \x01(\x04\"*\n\tCallError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,19 +34,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GREETING']._serialized_start=54
   _globals['_GREETING']._serialized_end=82
   _globals['_HELLO']._serialized_start=85
-  _globals['_HELLO']._serialized_end=361
-  _globals['_TEXTUPDATE']._serialized_start=363
-  _globals['_TEXTUPDATE']._serialized_end=453
-  _globals['_OPENCALL']._serialized_start=456
-  _globals['_OPENCALL']._serialized_end=620
-  _globals['_SAMPLING']._serialized_start=622
-  _globals['_SAMPLING']._serialized_end=734
-  _globals['_CLOSECALL']._serialized_start=736
-  _globals['_CLOSECALL']._serialized_end=747
-  _globals['_OPENED']._serialized_start=749
-  _globals['_OPENED']._serialized_end=811
-  _globals['_CLOSED']._serialized_start=813
-  _globals['_CLOSED']._serialized_end=836
-  _globals['_CALLERROR']._serialized_start=838
-  _globals['_CALLERROR']._serialized_end=880
+  _globals['_HELLO']._serialized_end=381
+  _globals['_TEXTUPDATE']._serialized_start=383
+  _globals['_TEXTUPDATE']._serialized_end=473
+  _globals['_OPENCALL']._serialized_start=476
+  _globals['_OPENCALL']._serialized_end=640
+  _globals['_SAMPLING']._serialized_start=642
+  _globals['_SAMPLING']._serialized_end=754
+  _globals['_CLOSECALL']._serialized_start=756
+  _globals['_CLOSECALL']._serialized_end=767
+  _globals['_OPENED']._serialized_start=769
+  _globals['_OPENED']._serialized_end=831
+  _globals['_CLOSED']._serialized_start=833
+  _globals['_CLOSED']._serialized_end=856
+  _globals['_CALLERROR']._serialized_start=858
+  _globals['_CALLERROR']._serialized_end=900
 # @@protoc_insertion_point(module_scope)

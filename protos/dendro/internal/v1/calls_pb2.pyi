@@ -60,6 +60,7 @@ class Hello(_message.Message):
     END_IDS_FIELD_NUMBER: _builtins.int
     ATTENDS_FIELD_NUMBER: _builtins.int
     FACTS_FIELD_NUMBER: _builtins.int
+    STEP_SIZES_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """protocol is the replica's protocol version."""
     model: _builtins.str
@@ -92,6 +93,12 @@ class Hello(_message.Message):
     def end_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """end_ids are the target's end-of-text tokens."""
 
+    @_builtins.property
+    def step_sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """step_sizes are the numbers of rows that a verifier pads its steps to, ascending. Empty: multiples of 8, or this is a
+        drafter.
+        """
+
     def __init__(
         self,
         *,
@@ -109,10 +116,11 @@ class Hello(_message.Message):
         end_ids: _abc.Iterable[_builtins.int] | None = ...,
         attends: _builtins.bool = ...,
         facts: _builtins.str = ...,
+        step_sizes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attends", b"attends", "dtype", b"dtype", "end_ids", b"end_ids", "exactness", b"exactness", "facts", b"facts", "fingerprint", b"fingerprint", "max_depth", b"max_depth", "max_length", b"max_length", "max_rows", b"max_rows", "model", b"model", "pid", b"pid", "protocol", b"protocol", "tokenizer", b"tokenizer", "vocabulary", b"vocabulary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attends", b"attends", "dtype", b"dtype", "end_ids", b"end_ids", "exactness", b"exactness", "facts", b"facts", "fingerprint", b"fingerprint", "max_depth", b"max_depth", "max_length", b"max_length", "max_rows", b"max_rows", "model", b"model", "pid", b"pid", "protocol", b"protocol", "step_sizes", b"step_sizes", "tokenizer", b"tokenizer", "vocabulary", b"vocabulary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
