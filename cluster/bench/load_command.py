@@ -18,6 +18,7 @@ from cluster.bench.load_report import facts_of, tables_of
 from cluster.bench.load_report import plot as draw
 from cluster.bench.machine import report_head
 from cluster.bench.measurement import Begin
+from cluster.bench.messages import message_process
 from cluster.bench.options import (
     PLAIN_WIDTH,
     JsonFile,
@@ -64,12 +65,21 @@ async def run_load(plan: LoadPlan, models: Path, progress: Begin) -> dict[str, A
     library = BaselineProcess(target.checkpoint, None, target.dtype, target.threads, engine_environment(target.threads))
 
     async def stats() -> Mapping[str, int]:
-        return await asyncio.to_thread(deploy.deployment_stats, f"verifier-{COSTLY}")
+        verifier, router = await asyncio.gather(
+            *(asyncio.to_thread(deploy.deployment_stats, name) for name in (f"verifier-{COSTLY}", "router"))
+        )
+        return verifier | {f"router_{name}": value for name, value in router.items()}
 
     try:
-        async with running_cluster(config) as address, AsyncClient(address) as client, library:
+        async with (
+            running_cluster(config) as address,
+            AsyncClient(address) as client,
+            library,
+            message_process() as messages,
+        ):
             loader = Loader(client, plan.prompts, plan.tokens, stats)
-            blocks, silent = await measure_load(plan, loader, library, progress("loads", plan.blocks))
+            step = progress("loads", plan.blocks)
+            blocks, silent = await measure_load(plan, loader, library, messages.message_us, step)
     finally:
         library.stop()
     return {
