@@ -162,6 +162,8 @@ def _agreeing_forward(layer: Any, run: ForwardContext, found: _Recorded) -> Call
         rotation = None if args or named.keys() != expected else _rotation(named)
         if rotation is None or run.pages is None or layer.config._attn_implementation != ATTENTION:
             return library(*args, **named)
+        if not isinstance(run.step, TreeRows):  # an accelerator's kernels run, which attend by the model's interface
+            return library(*args, **named)
         hidden = named["hidden_states"]
         query, key, value = _projected(layer, hidden, layout)
         pool, step = run.pages.layers[seat.index], run.compiled_step
