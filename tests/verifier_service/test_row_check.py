@@ -15,7 +15,7 @@ from tiny_experts import make_checkpoint as make_experts
 from tiny_hybrids import make_checkpoint as make_hybrid
 from tiny_models import make_checkpoint
 from torch import nn
-from tree_kernels.tree_attention import cpu
+from tree_kernels.tree_attention import compiled, cpu
 
 import verifier_service.models as models
 from cluster.certify.command import _exactness
@@ -35,6 +35,12 @@ MAKERS: dict[str, Callable[..., Any]] = {
 def library_functions(monkeypatch):
     """The activations that these tests spoil are called: a gated MLP with our row functions does not call its own."""
     monkeypatch.setattr(models, "use_row_functions", lambda model: 0)
+
+
+@pytest.fixture
+def library_attention(monkeypatch):
+    """The library's products, which these tests spoil, are called: compiled attention does not call them."""
+    monkeypatch.setattr(compiled, "why_not_compiled", lambda: "numba is not installed")
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +95,7 @@ def test_a_difference_in_a_parents_own_computation_is_named_as_the_next_modules_
     assert runner.check_rows() == ["16 rows, first in model.layers.1.mlp.down_proj's input"]
 
 
+@pytest.mark.usefixtures("library_attention")
 @pytest.mark.parametrize("family", ["llama", "bamba"])
 def test_a_batch_of_one_has_the_same_bits_where_the_library_uses_another_kernel_for_it(family, tmp_path, monkeypatch):
     """With one kv head, a single row is a batch of one."""
@@ -98,6 +105,7 @@ def test_a_batch_of_one_has_the_same_bits_where_the_library_uses_another_kernel_
     assert engine.dependent == () and engine._hello.exactness == "bitwise"
 
 
+@pytest.mark.usefixtures("library_attention")
 def test_a_single_rows_difference_is_named(tmp_path, monkeypatch):
     make_checkpoint(tmp_path, "llama", num_key_value_heads=1)
     give_a_batch_of_one_other_bits(monkeypatch)
