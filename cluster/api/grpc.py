@@ -14,6 +14,7 @@ import grpc.aio
 from dendro.answer import REASON_KEY
 from dendro.client import MAX_MESSAGE_BYTES, TENANT_KEY
 from dendro.errors import DendroError, EngineFailed, NotFound, Overloaded, PeerLost, one_line
+from dendro.serving import KEEPALIVE_OPTIONS
 from dendro.v1 import generation_pb2 as pb
 from dendro.v1 import generation_pb2_grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -27,14 +28,9 @@ SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
 SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    *KEEPALIVE_OPTIONS,
 )
-"""A client may send a ping every 5 s, also on a stream without data; ours sends one every 10 s. A client whose machine
-is gone is detected within 15 s."""
+"""Options of a server that clients call."""
 
 READ_GRACE_S = 5.0
 """How long after its time limit a request's call stays open for a client that does not read. Its peers are released by

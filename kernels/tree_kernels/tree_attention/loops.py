@@ -10,7 +10,7 @@ from __future__ import annotations
 from numba import float32, njit, types, uint32
 
 from tree_kernels.mamba_level.curves import exponential
-from tree_kernels.matmul.loops import F32, bf16_bits, share, widen
+from tree_kernels.matmul.loops import F32, bf16_bits, finish, share, widen
 from tree_kernels.matmul.shapes import Precision
 from tree_kernels.matmul.tiles import call_tile
 from tree_kernels.translating import INLINED
@@ -174,7 +174,7 @@ def cap_and_hide(scores: int, count: int, low: int, high: int, cap: float) -> No
 
 
 @_called
-def finish(call: int, block: int, head: int, sums: int, sum_step: int, states: int) -> None:
+def write_results(call: int, block: int, head: int, sums: int, sum_step: int, states: int) -> None:
     """Writes a unit's results."""
     its, own = longs(call), longs(block)
     group, count = its[GROUP], its[VALUE_DIM]
@@ -184,20 +184,12 @@ def finish(call: int, block: int, head: int, sums: int, sum_step: int, states: i
     line = 0
     for row in range(own[START], own[STOP]):
         for member in range(group):
-            summed, total = floats(sums + line * sum_step), all_states[2 * line + 1]
+            own_sums, total = sums + line * sum_step, all_states[2 * line + 1]
+            summed = floats(own_sums)
+            for i in range(count):
+                summed[i] /= total
             place = its[TARGET] + (row * heads + head * group + member) * count * size
-            if its[TARGET_KIND] == BF16:
-                made = halves(place)
-                for i in range(count):
-                    made[i] = bf16_bits(summed[i] / total)
-            elif its[TARGET_KIND] == F16:
-                made = halves(place)
-                for i in range(count):
-                    made[i] = half_bits(summed[i] / total)
-            else:
-                numbers = floats(place)
-                for i in range(count):
-                    numbers[i] = summed[i] / total
+            finish(own_sums, 0, place, count, its[TARGET_KIND])
             line += 1
 
 
@@ -270,7 +262,7 @@ def unit(call: int, number: int, thread: int) -> None:
             places = sum_step // (4 * LANES)
             call_tile(longs(tiles)[2 * TILE_LINES], scores, step, lines, count, states, sums, sum_step, places)
             add_values(tiles, scores, step, lines, page + its[KEY_DIM] * 4, page_offsets, sums, sum_step, count)
-    finish(call, block, head, sums, sum_step, states)
+    write_results(call, block, head, sums, sum_step, states)
 
 
 def units(call: int, thread: int) -> None:
