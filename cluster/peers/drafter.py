@@ -43,6 +43,11 @@ class SpeculationGate(Protocol):
         """Whether the request may speculate; read just before its text is opened at a drafter."""
         ...
 
+    @property
+    def rests(self) -> bool:
+        """Whether the request will not speculate for many rounds: its drafter is released."""
+        ...
+
     def opening(self) -> AbstractContextManager[None]:
         """Entered while a drafter processes the text."""
         ...
@@ -206,9 +211,10 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
             self._release(opening, text)
 
     def _skip(self, text: Text) -> None:
-        """Count a round without a draft; after IDLE_ROUNDS of them the drafter is released."""
+        """Count a round without a draft. The drafter is released after IDLE_ROUNDS of them, and at once where the
+        request rests."""
         self._idle += 1
-        if self._idle >= IDLE_ROUNDS and self._opening is not None:
+        if self._opening is not None and (self._idle >= IDLE_ROUNDS or self._gate.rests):
             self._release(self._opening, text)
 
     def _release(self, opening: Opening[DrafterPeer], text: Text) -> None:

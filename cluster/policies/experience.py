@@ -50,6 +50,12 @@ class RunningRequest:
         trial = self._concurrency.trial
         return self._fixed or trial is None or trial.speculating
 
+    @property
+    def rests(self) -> bool:
+        """Whether no drafter is needed until the next trial; never where the client fixed the shape."""
+        trial = self._concurrency.trial
+        return not self._fixed and trial is not None and trial.resting
+
     @contextlib.contextmanager
     def opening(self) -> Iterator[None]:
         """While a drafter processes the text, which slows the rounds of all requests."""

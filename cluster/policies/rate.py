@@ -10,7 +10,8 @@ Proposals exist before the choice and have their own chances: an arm of proposal
 by its earlier rounds. So drafters are asked where proposals are few or unlikely.
 
 A text that runs alone weighs `off` by the same index. Concurrent texts follow their `SpeculationTrial`: without
-speculation nothing is explored; with it, a text whose rounds emit too little still chooses `off`.
+speculation nothing is explored, and between trials a round costs the router what one in mode `off` does; with it, a
+text whose rounds emit too little still chooses `off`.
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ class RatePolicy(ABC):
         self, arms: Sequence[Arm], experience: Experience, temperature: float, prior: Prior = NO_PRIOR
     ) -> None:
         self.arms = tuple(arms)
+        self._trees = tuple(arm for arm in self.arms if not arm.off)
+        self._may_be_off = OFF_ARM in self.arms
+        self._proposes = any(isinstance(arm.shape, ProposedShape) for arm in self.arms)
         self.experience = experience
         self.temperature = temperature
         self.lengths: dict[Arm, EmittedLength] = {
@@ -53,6 +57,7 @@ class RatePolicy(ABC):
         }
         self._opening = OPENING_ROUNDS
         self._offer: DraftTree | None = None  # proposals for the coming round
+        self._resting = False  # the round is `off`, and nothing is learned of it but its rate (`SpeculationTrial`)
 
     @abstractmethod
     def hoped(self, arm: Arm) -> float:
@@ -82,17 +87,19 @@ class RatePolicy(ABC):
         return math.inf if round_us is None else self.tokens(arm) / round_us
 
     def choose(self, offer: Offer | None = None) -> Arm:
-        trial = self.experience.concurrency.trial
-        trees = [arm for arm in self.arms if not arm.off]
-        if trial is not None and OFF_ARM in self.arms and not (trees and trial.speculating):
+        trial = self.experience.concurrency.trial if self._may_be_off else None
+        self._resting = trial is not None and trial.resting
+        if trial is not None and not (self._trees and trial.speculating):
             return OFF_ARM
-        self._offer = offer() if offer and any(isinstance(arm.shape, ProposedShape) for arm in trees) else None
-        if trial is None or OFF_ARM not in self.arms:
+        self._offer = offer() if offer and self._proposes else None
+        if trial is None:
             return self._best(self.arms)
-        best = self._best(trees)
+        best = self._best(self._trees)
         return best if trial.repays(self.tokens(best)) else OFF_ARM
 
     def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
+        if self._resting:
+            return
         if arm.drafted and self._opening:
             self._opening -= 1
             if tree.missed and not tree.draft_us:

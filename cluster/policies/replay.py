@@ -66,6 +66,10 @@ class Ranked:
     joined: bool  # whether the first token follows the last one ranked before
 
 
+UNRANKED = Ranked((), (), True)
+"""Of a tree without a trace."""
+
+
 @dataclass(slots=True)
 class RankTrace:
     """Assigns the ranks in the traces of a request's trees to its text tokens, each once per drafter."""
@@ -76,13 +80,15 @@ class RankTrace:
 
     def learn(self, drafter: str, tree: DraftTree, verdict: Verdict) -> Ranked:
         """Record a round, whose tree may have the drafter's trace. Its own tokens are ranked by a later trace."""
+        if not len(tree.trace):
+            self._depths += range(1, len(verdict.tokens) + 1)
+            return UNRANKED
         unranked = len(self._depths) - self._traced.get(drafter, 0)
         count = min(len(tree.trace), unranked) if len(tree.trace) <= LONGEST_TRACE else 0
         ranks = tuple(min(rank, RANKED) for rank in tree.trace.tolist()[len(tree.trace) - count :])
         depths = tuple(self._depths[len(self._depths) - count :])
         joined = count == unranked and not self._gaps.get(drafter, False)
-        if len(tree.trace):
-            self._traced[drafter], self._gaps[drafter] = len(self._depths), not count and unranked > 0
+        self._traced[drafter], self._gaps[drafter] = len(self._depths), not count and unranked > 0
         self._depths += range(1, len(verdict.tokens) + 1)
         return Ranked(ranks, depths, joined)
 

@@ -21,6 +21,9 @@ UNIT = 64
 """Rows per unit of n in a fit, which keeps the powers of n of similar size."""
 MOST_SIZES = 64
 """Numbers of rows whose mean times are kept; beyond that the one of least weight is dropped. Peers report the rows."""
+REFIT = 1 / 8
+"""Share of the weight that is measured anew before the fit is solved again. Solving it takes as long as a fifth of a
+router's round without speculation."""
 LEAST_WEIGHT = 1e-7
 """A number of rows of less weight is dropped: one not measured in the last 1600 to 2100 steps. At 1e-26 a fit lost the
 constant, so 8 rows seemed to take 1/16 of the time of 128; and a prior with a weight of 0 counts as missing."""
@@ -39,6 +42,7 @@ class StepTime:
 
     sizes: dict[int, tuple[float, float]] = field(default_factory=dict)  # rows: weight, mean microseconds
     _fits: dict[int, Coefficients] = field(default_factory=dict, init=False, repr=False, compare=False)  # by degree
+    _unfitted: int = field(default=0, init=False, repr=False, compare=False)  # steps since they were solved
 
     @property
     def weight(self) -> float:
@@ -47,15 +51,19 @@ class StepTime:
 
     def learn(self, rows: int, us: float, degree: int) -> None:
         """Record a measured step."""
-        if self.sizes:
-            us = min(us, OUTLIER * self.at(rows, degree))
+        longest_us = OUTLIER * self.at(rows, degree) if self.sizes else us
+        outlier, us = us > longest_us, min(us, longest_us)
+        before = self.sizes.keys()
         kept = {size: each for size, each in self.sizes.items() if each[0] >= LEAST_WEIGHT}
         self.sizes = {size: (weight * (1 - STEP), mean) for size, (weight, mean) in kept.items()}
         weight, mean = self.sizes.get(rows, (0.0, 0.0))
         self.sizes[rows] = weight + 1, mean + (us - mean) / (weight + 1)
         if len(self.sizes) > MOST_SIZES:
             del self.sizes[min(self.sizes, key=lambda size: self.sizes[size])]
-        self._fits.clear()
+        self._unfitted += 1
+        if self._unfitted > REFIT * self.weight or outlier or self.sizes.keys() != before:
+            self._fits.clear()
+            self._unfitted = 0
 
     def at_most(self, weight: float) -> StepTime:
         """A copy that weighs at most so many steps."""
@@ -63,7 +71,8 @@ class StepTime:
         return StepTime({rows: (scale * each, us) for rows, (each, us) in self.sizes.items()})
 
     def coefficients(self, degree: int) -> Coefficients:
-        """[degree + 1] microseconds of a step, per row, and at degree 2 per row squared; 0 where none was measured."""
+        """[degree + 1] microseconds of a step, per row, and at degree 2 per row squared; 0 where none was measured.
+        Solved after REFIT of the weight was measured, after an outlier, and when a number of rows is new or dropped."""
         if degree not in self._fits:
             weights, us = zip(*self.sizes.values(), strict=True) if self.sizes else ((), ())
             self._fits[degree] = fit_steps(list(self.sizes), us, degree, weights)

@@ -18,7 +18,6 @@ import numpy as np
 
 from cluster.arms import Arm
 from cluster.policies.experience import Experience
-from cluster.policies.offers import Offer
 from cluster.policies.prior import NO_PRIOR, Prior
 from cluster.policies.rate import RatePolicy
 
@@ -47,9 +46,9 @@ class Thompson(RatePolicy):
         """The mean tokens of a round, as sampled for the current choice."""
         return self._sampled[arm]
 
-    def choose(self, offer: Offer | None = None) -> Arm:
+    def _best(self, arms: Sequence[Arm]) -> Arm:
         self._sample()
-        return super().choose(offer)
+        return super()._best(arms)
 
     def _sample(self) -> None:
         lengths = [self.lengths[arm] for arm in self.arms]

@@ -72,6 +72,12 @@ class SpeculationTrial:
         if self.rounds >= (self.last_round / 2 if self.turns_left and texts >= MANY_TEXTS else self.last_round):
             self._next()
 
+    @property
+    def resting(self) -> bool:
+        """Whether rounds without speculation won, and no trial runs: nothing is learned of arms, and no text needs a
+        drafter, until the next trial."""
+        return not self.speculating and not self.turns_left
+
     def repays(self, tokens: float) -> bool:
         """Whether a text whose rounds emit so many tokens speculates with the others. The time of a round with
         speculation is inferred from the mean tokens of such rounds and the gain."""

@@ -65,7 +65,8 @@ class Chances:
                 tokens.append(proposal.tokens[row])
                 parents.append(place[parent])
                 values.append(value)
-        return DraftTree(np.array(tokens, np.int64), np.array(parents, np.int64), np.array(values, np.float32), name)
+        arrays = np.array(tokens, np.int64), np.array(parents, np.int64), np.array(values, np.float32)
+        return DraftTree.unchecked(*arrays, name)
 
     def learn(self, name: str, proposal: Proposal, came: Sequence[int]) -> None:
         """Compare a proposal with the tokens that followed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from dendro.tree import DraftTree
@@ -54,12 +54,15 @@ def merge(trees: Sequence[DraftTree], max_rows: int, max_depth: int) -> DraftTre
         parents.append(parent)
         values.append(-less)
         by |= guess.by
-    return replace(
-        first,
-        tokens=np.array(tokens, np.int64),
-        parents=np.array(parents, np.int64),
-        values=np.minimum(np.array(values), 0).astype(np.float32),
-        proposer="+".join(tree.proposer for number, tree in enumerate(trees) if by >> number & 1 and tree.proposer),
+    return DraftTree.unchecked(
+        np.array(tokens, np.int64),
+        np.array(parents, np.int64),
+        np.minimum(np.array(values), 0).astype(np.float32),
+        "+".join(tree.proposer for number, tree in enumerate(trees) if by >> number & 1 and tree.proposer),
+        first.trace,
+        first.draft_us,
+        first.texts,
+        first.missed,
     )
 
 

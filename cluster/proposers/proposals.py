@@ -67,8 +67,11 @@ class Proposals:
         return self._drafter.opened
 
     def offer(self, text: Text) -> DraftTree:
-        """All proposals for the next round as one tree; the root alone where there are none."""
+        """All proposals for the next round as one tree; the root alone where there are none. Those of one proposer
+        need no merging: the policy uses their chances and their number."""
         self._propose(text)
+        if len(self._trees) == 1:
+            return self._trees[0]
         return merge([DraftTree.root_only(text.root), *self._trees], self._max_rows, self._max_depth)
 
     async def draft(self, text: Text, shape: TreeShape) -> DraftTree:

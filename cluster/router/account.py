@@ -51,7 +51,9 @@ class RoundAccount:
         now_s = self._clock()
         first = self.stats.rounds == 0
         self._policy.learn(arm, tree, verdict)
-        worth = self._experience.worth(arm, tree, verdict, self._temperature) if self._chosen else None
+        worth = None  # a round without its arm's tree counts for no arm
+        if self._chosen and tree.guesses and not tree.missed:
+            worth = self._experience.worth(arm, tree, verdict, self._temperature)
         self.notes.learn(arm, tree, verdict, worth)
         self.running.begun()
         took_us = 1e6 * (now_s - self._began_s)

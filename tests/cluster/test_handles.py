@@ -91,6 +91,7 @@ class Gate:
     """The gate of a request's drafter; a test sets `guesses`."""
 
     speculates: bool = True
+    rests: bool = False
     openings: int = 0
     open: bool = False
 
@@ -157,6 +158,25 @@ async def test_no_drafter_is_opened_while_the_gate_is_closed_when_the_verifier_i
     assert ran.drafter.fallbacks["unwanted"] == 5 and ran.lengths[:5] == [1] * 5
     assert ran.drafter.leases == 1 and max(ran.lengths) > 1, "opened when the gate opens again"
     assert gate.openings == 1 and not gate.open
+
+
+async def test_a_drafter_is_released_by_the_first_round_without_a_draft_once_the_request_rests():
+    drafter, gate, policy, held = FakeDrafter(), Gate(), Static(CHAIN), list[int]()
+
+    async def rest_after_5(number: int) -> None:
+        if number == 5:
+            policy.arm = OFF_ARM
+            gate.rests = gate_rests
+        await asyncio.sleep(0.01)  # the call that closes the text is sent in the background
+        held.append(len(drafter.held))
+
+    for gate_rests in (False, True):
+        gate.rests, policy.arm = False, CHAIN
+        async with pair(drafter, FakeVerifier()) as pools:
+            ran = await run(new_text(count=60), *pools, each=rest_after_5, gate=gate, policy=policy, drafting=PATIENT)
+        assert is_plain(ran)
+        assert held[3] == 1 and held[9] == (not gate_rests), "otherwise it is kept for IDLE_ROUNDS rounds"
+        held.clear()
 
 
 @virtual_time

@@ -1,4 +1,5 @@
 import contextlib
+import copy
 import math
 import random
 from collections import Counter
@@ -275,6 +276,25 @@ def test_new_requests_explore_nothing_while_speculation_does_not_pay():
     later = ConcurrentRequests(experience, off_us=30_000, tree_us=70_000)
     later.answer(64)
     assert set(later.chosen) == {OFF}
+
+
+@pytest.mark.parametrize("name", ["ratio_ucb", "discounted_ucb", "thompson", "fullinfo"])
+def test_while_a_trial_rests_a_round_makes_no_offer_and_is_learned_by_the_trial_alone(name):
+    experience = Experience()
+    ConcurrentRequests(experience, off_us=30_000, tree_us=70_000).answer(100)
+    with contextlib.ExitStack() as running:
+        for _ in range(16):
+            running.enter_context(experience.concurrency.running())
+        trial = experience.concurrency.trial
+        assert trial is not None and trial.resting
+        policy = make_policy(name, [CHAIN, PROPOSED], experience, 0.0)
+        before, rounds = copy.deepcopy(experience.costs), trial.rounds
+        for _ in range(3):
+            assert policy.choose(lambda: pytest.fail("an offer was made")) == OFF
+            policy.learn(OFF, tree(1), verdict(1, 20_000, 16, 16))
+        assert experience.costs == before
+        experience.learn_time(OFF, tree(1), verdict(1, 20_000, 16, 16), 30_000)
+        assert trial.rounds == rounds + 1 / 16
 
 
 def test_a_text_that_runs_alone_decides_regardless_of_trials_under_load():

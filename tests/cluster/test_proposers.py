@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -120,6 +121,8 @@ def test_a_proposal_keeps_its_limits_and_has_no_path_twice(make, ids, max_rows, 
     assert len(found.tokens) <= max_rows and max(map(len, paths(found)), default=0) <= max_depth
     assert len(set(paths(found))) == found.guesses
     assert all(0 < hope < 1 for hope in found.hopes[1:])
+    tree = Chances().tree("any", found)
+    assert replace(tree).rows == tree.rows, "passes the constructor's checks"
 
 
 # Suffix automata
@@ -301,6 +304,7 @@ def test_without_limits_a_merged_tree_has_exactly_the_paths_of_its_parts(some):
 def test_the_rows_of_greatest_value_stay_and_siblings_are_in_order_of_value(some, max_rows, max_depth):
     merged, whole = merge(some, max_rows, max_depth), merge([*some, DraftTree.root_only(9)], 64, 63)
     assert merged.rows <= max_rows and merged.depths.max() <= max_depth
+    assert replace(merged).rows == merged.rows, "passes the constructor's checks"
     assert (merged.values[1:] <= merged.values[merged.parents[1:]]).all()
     value = dict(zip(paths(whole), whole.values[1:].tolist(), strict=True))
     allowed = sorted((each for path, each in value.items() if len(path) <= max_depth), reverse=True)

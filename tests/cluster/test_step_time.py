@@ -17,7 +17,7 @@ from edge import EdgePeers, ingress
 
 from cluster.api.local import LocalClient
 from cluster.arms import OFF_ARM, Arm
-from cluster.policies import Experience
+from cluster.policies import Experience, step_time
 from cluster.policies.costs import Costs
 from cluster.policies.experience import Concurrency
 from cluster.policies.least_squares import nonnegative_fit
@@ -71,7 +71,21 @@ def test_the_fit_is_the_least_squares_of_all_steps_so_far(kind: str, degree: int
         step.learn(rows, us, degree)
         if len(kept) > 5 and len({rows for rows, _ in kept}) > degree:
             weights = [(1 - STEP) ** age for age in reversed(range(len(kept)))]
-            assert step.coefficients(degree) == pytest.approx(reference(kept, weights, degree), rel=1e-5, abs=0.1)
+            solved = StepTime(step.sizes).coefficients(degree)
+            assert solved == pytest.approx(reference(kept, weights, degree), rel=1e-5, abs=0.1)
+
+
+def test_a_fit_is_solved_again_after_an_eighth_of_its_weight_and_at_once_for_a_new_number_of_rows(monkeypatch):
+    solved = []
+    monkeypatch.setattr(step_time, "fit_steps", lambda *args: solved.append(args) or fit_steps(*args))
+    step = StepTime()
+    for number in range(1000):
+        step.learn(8 if number % 2 else 16, 10_000 + number, 1)
+    assert 1000 / 16 < len(solved) < 1000 / 8
+    fresh = StepTime(step.sizes).at(8, 1)
+    assert step.at(8, 1) == pytest.approx(fresh, rel=0.01)
+    step.learn(64, 90_000, 1)
+    assert step.coefficients(1) == StepTime(step.sizes).coefficients(1)
 
 
 @pytest.mark.parametrize("degree", [1, 2])
