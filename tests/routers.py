@@ -32,9 +32,9 @@ class RoundByRound:
         self.known = len(self.text)
         return opened
 
-    async def round(self, tree=None):
+    async def round(self, tree=None, ahead=None):
         tree = tree or DraftTree.root_only(self.text.ids[-1])
-        call = VerifyCall(self.update(), tree)
+        call = VerifyCall(self.update(), tree, ahead is not None and not tree.guesses and ahead())
         self.known = len(self.text)
         verdict = await self.engine.verify(call)
         for above, row, token in zip(verdict.path, verdict.path[1:], verdict.tokens, strict=False):
@@ -58,13 +58,15 @@ class RoundByRound:
     def answer(self):
         return self.text.ids[len(self.prompt) :]
 
-    async def finish(self, trees=None):
+    async def finish(self, trees=None, ahead=None):
         await self.open()
-        return await self.go_on(trees)
+        return await self.go_on(trees, ahead)
 
-    async def go_on(self, trees=None):
+    async def go_on(self, trees=None, ahead=None):
+        """Rounds up to the end. trees, ahead: make a round's tree, None for the root alone; whether
+        a round of the root alone announces another."""
         while len(self.text) < self.end:
-            await self.round(trees(self) if trees else None)
+            await self.round(trees(self) if trees else None, ahead)
         await self.close()
         return self.answer
 
@@ -118,21 +120,29 @@ async def alone(engine, prompts, laws, count):
 
 
 async def arrive_at_random(engine, prompts, laws, count, rng, vocabulary=256, leaving=False):
-    """Send texts at random times, with random trees, and check that each has the answer that it has alone.
+    """Send texts at random times, with random trees, and check that each has the answer that it has alone. Random calls
+    announce a round without a tree; some of the rounds after them have one.
 
     leaving: every fifth text is closed after five rounds
     """
     truths = await alone(engine, prompts, laws, count)
 
+    def announced():
+        return rng.random() < 0.5
+
     async def request(prompt, law, truth, leaves):
         await asyncio.sleep(float(rng.random()) * 0.05)
-        router, trees = RoundByRound(engine, prompt, law, count), guessing(rng, truth, vocabulary)
+        router, guesses = RoundByRound(engine, prompt, law, count), guessing(rng, truth, vocabulary)
+
+        def trees(router):
+            return guesses(router) if rng.random() < 0.6 else None
+
         if not leaves:
-            assert await router.finish(trees) == truth
+            assert await router.finish(trees, announced) == truth
             return
         await router.open()
         for _ in range(5):
-            await router.round(trees(router))
+            await router.round(trees(router), announced)
         await router.close()
         assert truth[: len(router.answer)] == router.answer
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dendro.calls import CloseCall, OpenCall, PeerText, RequestParameters, VerifyCall
 from dendro.engine import Ticket
+from dendro.errors import BadRequest
+from dendro.text import Verdict
 from dendro.tree import DraftTree
 from tree_kernels.tree_attention import near_window
 from tree_kernels.warp import Warp
@@ -53,6 +55,26 @@ class Capacity:
     def near(self) -> int:
         return near_window(self.max_depth)
 
+    def check_text(self, base: int, tokens: Sequence[int]) -> None:
+        """Raise BadRequest for a text of `base` tokens, the newest of which are `tokens`, that cannot be verified."""
+        if base < 1:
+            raise BadRequest("text", "is empty: there is no token to go on from")
+        if base >= self.max_length:
+            raise BadRequest("text", f"has {base} tokens; at most {self.max_length - 1} leave room for one more")
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocabulary:
+            raise BadRequest("text", f"has a token outside the vocabulary of {self.vocabulary}")
+
+    def check_tree(self, tree: DraftTree, root: int) -> None:
+        """Raise BadRequest for a tree that does not begin with the text's last token, or exceeds a limit."""
+        if tree.tokens[0] != root:
+            raise BadRequest("tree.tokens", f"begins with {tree.tokens[0]}, the text ends with {root}")
+        if tree.rows > self.max_rows:
+            raise BadRequest("tree.tokens", f"{tree.rows} rows; a tree here has at most {self.max_rows}")
+        if int(tree.tokens.max()) >= self.vocabulary:
+            raise BadRequest("tree.tokens", f"a token lies outside the vocabulary of {self.vocabulary}")
+        if int(tree.depths.max()) > self.max_depth:
+            raise BadRequest("tree.parents", f"depth {tree.depths.max()}; a tree here has at most {self.max_depth}")
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Saved:
@@ -83,6 +105,8 @@ class VerifierText:
     memory: TextMemory
     opening: PendingCall | None = None  # until the prompt is consumed
     asks: deque[PendingCall] = field(default_factory=deque)  # verifications, in order of arrival
+    ahead: PendingCall | None = None  # of `asks`, the round that is begun before its call
+    early: Verdict | None = None  # of a round whose call has not arrived
     admitted: bool = False  # it may hold pages; until then it waits
     answered: float | None = None  # time of its last verdict; None where no round is expected next
     rows: int = 1  # of its last tree
@@ -114,6 +138,8 @@ class VerifierCounters:
     trimmed: int = 0  # guesses that were sent and left out of the step
     waited: int = 0  # texts that had to wait to be admitted
     refused: int = 0  # texts refused because the queue was full
+    ahead: int = 0  # rounds that were begun before their calls
+    unclaimed: int = 0  # of them, rounds whose verdict no call asked for: the next call had another tree
     preempted: int = 0  # preemptions: a text's pages went to an older one, and it is computed again
 
 

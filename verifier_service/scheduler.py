@@ -2,6 +2,10 @@
 
 Ask -> submit() -> next(): answer calls that need no forward, then pack one step -> StepPlan
 StepOutcome -> apply(): record what the memory now covers, and answer
+
+A call may say that its caller verifies the root alone next. That round is then begun before its call, from the verdict
+just sent, and its verdict is kept for the call: the way to the router and back costs no time. At most one round is
+ahead of its call, and it is dropped where the call has a tree.
 """
 
 from __future__ import annotations
@@ -16,9 +20,11 @@ from dataclasses import replace
 import numpy as np
 from dendro.calls import CloseCall, Closed, OpenCall, Opened, PeerText, TextUpdate, VerifyCall
 from dendro.clock import Clock, microseconds
+from dendro.engine import Ticket
 from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, Overloaded
 from dendro.smoothing import smoothed
 from dendro.text import Verdict, cut_verdict
+from dendro.tree import DraftTree
 from tree_kernels.tree_attention import PAGE
 from tree_kernels.tree_walk import Walk
 from tree_kernels.warp import Warp
@@ -143,9 +149,44 @@ class StepScheduler:
         self.counters.step_us += microseconds(self._ended - self._began)
         for session, ask, verdict in verdicts:  # last: the next calls may arrive at once
             session.asks.remove(ask)
-            session.answered = self._ended if verdict.finish is None else None
-            ask.ticket.settle(verdict)
+            if ask is session.ahead:
+                session.ahead, session.early = None, verdict
+            else:
+                self._answer(session, ask, verdict)
         return likely
+
+    def _answer(self, session: VerifierText, ask: PendingCall, verdict: Verdict) -> None:
+        """Answer a call, and begin the text's next round if the caller expects to verify the root alone."""
+        assert isinstance(ask.call, VerifyCall)
+        ask.ticket.settle(verdict)
+        session.answered = self._ended if verdict.finish is None and not ask.call.ahead else None
+        if verdict.finish is not None or not ask.call.ahead:
+            return
+        text, opening = session.text.tokens, ask.call.update.opening
+        text.extend(verdict.tokens)
+        call = VerifyCall(TextUpdate.of(opening, text, len(text)), DraftTree.root_only(text.ids[-1]))
+        session.ahead = PendingCall(call, Ticket(self.clock()))
+        session.asks.append(session.ahead)
+        self.counters.ahead += 1
+
+    def _claim(self, session: VerifierText, ask: PendingCall, call: VerifyCall) -> bool:
+        """Answer a call with the verdict of the round that was begun ahead of it; false where there is none for it.
+        The verdict's times are then those that passed since the call's arrival."""
+        verdict, session.early = session.early, None
+        if session.ahead is not None:  # it has not run: the call itself takes its place
+            session.asks.remove(session.ahead)
+            session.ahead = None
+        if verdict is None:
+            return False
+        text = session.text.tokens
+        if call.tree.rows > 1 or (call.update.base, call.update.digest) != (len(text), text.digest()):
+            self.counters.unclaimed += 1
+            return False
+        waited_us = microseconds(self.clock() - ask.ticket.arrived_s)
+        verify_us = min(verdict.verify_us, waited_us)
+        queue_us = min(verdict.queue_us, waited_us - verify_us)
+        self._answer(session, ask, replace(verdict, verify_us=verify_us, queue_us=queue_us))
+        return True
 
     def fail(self, error: Exception) -> None:
         """The last plan's forward failed: its texts end with EngineFailed, the others go on."""
@@ -190,11 +231,12 @@ class StepScheduler:
         if session.answered is not None:
             session.away_s = smoothed(session.away_s, ask.ticket.arrived_s - session.answered)
             session.answered = None
-        session.asks.append(ask)
+        if not self._claim(session, ask, call):
+            session.asks.append(ask)
 
     def _open(self, ask: PendingCall, call: OpenCall) -> None:
         capacity, update = self.capacity, call.update
-        self._check_text(update.base, update.tokens)
+        capacity.check_text(update.base, update.tokens)
         longest = call.parameters.limits.max_length
         if longest > capacity.max_length:
             raise BadRequest("limits.max_length", f"{longest} tokens; a text here has at most {capacity.max_length}")
@@ -279,16 +321,6 @@ class StepScheduler:
                 continue
             session.restored = self.memory.adopt(session.memory, session.text.ids[:-1])
             self._settle_opening(session)
-
-    def _check_text(self, base: int, tokens: Sequence[int]) -> None:
-        if base < 1:
-            raise BadRequest("text", "is empty: there is no token to go on from")
-        if base >= self.capacity.max_length:
-            raise BadRequest(
-                "text", f"has {base} tokens; at most {self.capacity.max_length - 1} leave room for one more"
-            )
-        if tokens and not 0 <= min(tokens) <= max(tokens) < self.capacity.vocabulary:
-            raise BadRequest("text", f"has a token outside the vocabulary of {self.capacity.vocabulary}")
 
     def _settle_opening(self, session: VerifierText) -> None:
         """Answer the open call once all but the root is consumed."""
@@ -401,11 +433,11 @@ class StepScheduler:
 
     def _follow(self, session: VerifierText, call: VerifyCall) -> None:
         """Update the session's text to a call; memory past the common part is dropped."""
-        self._check_text(call.update.base, call.update.tokens)
+        self.capacity.check_text(call.update.base, call.update.tokens)
         if call.update.base >= session.parameters.limits.max_length:
             raise BadRequest("text", f"has reached its limit of {session.parameters.limits.max_length} tokens")
         self._follow_text(session, call.update)
-        self._check_tree(call, session.text.ids[-1])
+        self.capacity.check_tree(call.tree, session.text.ids[-1])
 
     def _follow_text(self, session: VerifierText, update: TextUpdate) -> None:
         consumed = session.memory.consumed
@@ -415,17 +447,6 @@ class StepScheduler:
         while valid < len(consumed) and valid < len(ids) and consumed[valid] == ids[valid]:
             valid += 1
         self.memory.cut(session.memory, min(valid, len(ids) - 1))  # the root is consumed with its tree
-
-    def _check_tree(self, call: VerifyCall, root: int) -> None:
-        tree, capacity = call.tree, self.capacity
-        if tree.tokens[0] != root:
-            raise BadRequest("tree.tokens", f"begins with {tree.tokens[0]}, the text ends with {root}")
-        if tree.rows > capacity.max_rows:
-            raise BadRequest("tree.tokens", f"{tree.rows} rows; a tree here has at most {capacity.max_rows}")
-        if int(tree.tokens.max()) >= capacity.vocabulary:
-            raise BadRequest("tree.tokens", f"a token lies outside the vocabulary of {capacity.vocabulary}")
-        if int(tree.depths.max()) > capacity.max_depth:
-            raise BadRequest("tree.parents", f"depth {tree.depths.max()}; a tree here has at most {capacity.max_depth}")
 
     def _pack(self, shares: Sequence[_Share]) -> StepPlan:
         parts, draws, capacity = [], [], self.capacity

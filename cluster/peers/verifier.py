@@ -55,6 +55,7 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
         self.hello: Hello | None = None
         self.greeted = asyncio.Event()  # set once `hello` is
         self.on_refused_tree: Callable[[], None] | None = None
+        self.stays_off: Callable[[], bool] | None = None  # whether the next tree, too, is likely its root alone
         self._patience_s = patience_s
         self._step_s = step_s
         self._faults = 0  # openings and rounds since the last verdict that failed by a verifier's own fault
@@ -87,7 +88,8 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
         while True:
             opening = await self._current_opening(text)
             began_s = self._clock()
-            call = VerifyCall(opening.update(text), tree)
+            ahead = not tree.guesses and self.stays_off is not None and self.stays_off()
+            call = VerifyCall(opening.update(text), tree, ahead)
             try:
                 async with asyncio.timeout(self._step_s):
                     verdict = await opening.peer.verify(call)

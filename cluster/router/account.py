@@ -63,6 +63,11 @@ class RoundAccount:
         self._count(arm, tree, verdict)
         self._time(tree, verdict, int(took_us), now_s, first)
 
+    def stays_off(self) -> bool:
+        """Whether the next round, like the current one, likely has no tree: the request's mode is off, or the running
+        requests do not speculate. The verifier may then begin it before the router has this round's verdict."""
+        return self.arm.off and not (self._chosen and self.running.speculates)
+
     def learn_hello(self, hello: Hello | None) -> None:
         """Record whether the target has attention layers, which decides how its steps grow with their rows, and what
         its steps are padded to."""

@@ -192,6 +192,7 @@ class Ingress:
         statistics of `complete`."""
         before = len(job.prompt)
         verifier = self._peers.verifier(job.served.name, text)
+        verifier.stays_off = account.stays_off
         drafter = self._peers.drafter(job.served.name, text, account.running, job.plan.deadline_s, job.plan.adaptive)
         shared = job.experience.concurrency
         proposals = self._libraries[job.served.name].around(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Protocol
 
 from dendro.calls import Hello, Opened
@@ -32,10 +33,12 @@ class DrafterPort(Drafter, HandlePort, Protocol):
 
 class VerifierPort(Verifier, HandlePort, Protocol):
     """A verifier, leased for one request. `moves` counts its replacements; `hello` is that of the leased replica, None
-    until there is one."""
+    until there is one. `stays_off`, where it is set, tells in a round without a tree whether the next likely has none,
+    too."""
 
     moves: int
     hello: Hello | None
+    stays_off: Callable[[], bool] | None
 
     async def first_hello(self) -> Hello:
         """Wait for the first leased verifier's hello. Raises PeerLost or Overloaded where none is leased."""

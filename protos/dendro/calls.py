@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from dendro.errors import NotFound
+from dendro.errors import BadRequest, NotFound
 from dendro.shapes import TreeShape
 from dendro.text import Limits, Sampling, Text, Tokens, Verdict
 from dendro.tree import DraftTree
@@ -75,10 +75,15 @@ class DraftCall:
 
 @dataclass(frozen=True, slots=True)
 class VerifyCall:
-    """Ask a verifier to verify a tree. Answered with a Verdict."""
+    """Ask a verifier to verify a tree. Answered with a Verdict. Raises BadRequest for `ahead` with guesses."""
 
     update: TextUpdate
     tree: DraftTree
+    ahead: bool = False  # like this tree, the next is likely its root alone: that round may begin before its call
+
+    def __post_init__(self) -> None:
+        if self.ahead and self.tree.guesses:
+            raise BadRequest("verify.ahead", "is set in a call with guesses; only a root alone may announce another")
 
 
 @dataclass(frozen=True, slots=True)

@@ -207,6 +207,7 @@ def verifier_call_message(number: int, call: VerifierCall) -> verifier_pb2.Verif
             message.open.CopyFrom(_open_message(call))
         case VerifyCall():
             message.verify.tree.CopyFrom(tree_message(call.tree))
+            message.verify.ahead = call.ahead
         case CloseCall():
             message.close.SetInParent()
     return message
@@ -218,7 +219,7 @@ def verifier_call_from(message: verifier_pb2.VerifierCall) -> VerifierCall:
         case "open":
             return _open_from(update, message.open)
         case "verify":
-            return VerifyCall(update, tree_from(message.verify.tree))
+            return VerifyCall(update, tree_from(message.verify.tree), message.verify.ahead)
         case "close":
             return CloseCall(update)
     raise BadRequest("call", "is missing")

@@ -55,11 +55,14 @@ class Ran:
         return len(self.lengths) - self.drafter.fallbacks["opening"]
 
 
-async def run(text, drafters, verifiers, policy=None, pace=None, each=None, gate=None, drafting=None, **options) -> Ran:
+async def run(
+    text, drafters, verifiers, policy=None, pace=None, each=None, gate=None, drafting=None, stays_off=None, **options
+) -> Ran:
     """Run the loop over new handles; `each` is called after every round with its number. `drafting` are options of the
     drafter's handle, `options` of the verifier's."""
     pace, clock = pace or Pace(), asyncio.get_running_loop().time
     verifier = VerifierHandle(text, verifiers, pace, clock=clock, **options)
+    verifier.stays_off = stays_off
     drafter = DrafterHandle(drafters, pace, verifier, gate or Gate(), clock=clock, **(drafting or {}))
     lengths: list[int] = []
     try:
@@ -261,6 +264,27 @@ async def test_a_tree_that_the_verifier_refuses_counts_as_malformed_and_changes_
         ran = await run(new_text(), *pools, drafting=patient)
     assert is_plain(ran) and ran.drafter.fallbacks["struck"] == ran.asked - 3
     assert ran.verifier.reopened == 0 and ran.verifier.moves == 0
+
+
+class RecordingVerifier(FakeVerifier):
+    """Keeps whether each call had guesses, and whether it announced a round without."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    async def verify(self, call: VerifyCall):
+        self.seen.append((bool(call.tree.guesses), call.ahead))
+        return await super().verify(call)
+
+
+@pytest.mark.parametrize("stays", [True, False])
+async def test_only_a_round_without_a_tree_announces_that_the_next_has_none(stays):
+    recording = RecordingVerifier()
+    async with pair(FakeDrafter(), recording) as pools:
+        ran = await run(new_text(), *pools, policy=LateChain(2), stays_off=lambda: stays)
+    assert is_plain(ran) and {guessed for guessed, _ in recording.seen} == {True, False}
+    assert all(ahead == (stays and not guessed) for guessed, ahead in recording.seen)
 
 
 FACTS = Facts(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import replace
 
 import fakes
@@ -283,6 +284,22 @@ def verdict(emitted: int, length: int, verify_us: int, queue_us: int, trimmed: i
     finish = Finish.LENGTH if emitted < length else None
     path = tuple(range(emitted))
     return Verdict((1,) * emitted, path, (0,) * accepted, finish, length, verify_us, queue_us, texts=2, trimmed=trimmed)
+
+
+@pytest.mark.parametrize(
+    ("adaptive", "speculates", "expected"), [(False, True, True), (True, True, False), (True, False, True)]
+)
+def test_a_round_without_a_tree_is_followed_by_another_in_mode_off_or_while_no_request_speculates(
+    adaptive, speculates, expected
+):
+    experience = Experience()
+    policy = ScriptedPolicy([OFF_ARM, CHAIN])
+    with ExitStack() as stack:
+        running = [stack.enter_context(experience.concurrency.running()) for _ in range(2)]
+        experience.concurrency.trials[experience.concurrency.expected_load].speculating = speculates
+        account = RoundAccount(SpeculationPlan("auto", policy, adaptive=adaptive), experience, running[0], 0.0)
+        assert account.choose().off and account.stays_off() == expected
+        assert not account.choose().off and not account.stays_off()
 
 
 def test_the_account_of_a_hand_example():

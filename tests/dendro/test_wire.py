@@ -131,14 +131,23 @@ def test_a_verifiers_call_is_unchanged_by_a_round_trip(call):
     assert message.call == 7 and wire.verifier_call_from(message) == call
 
 
-@given(updates(), trees())
+@given(updates(), trees(), st.booleans())
 @settings(max_examples=30, deadline=None)
-def test_a_verify_call_is_unchanged_by_a_round_trip(update: TextUpdate, tree: DraftTree):
+def test_a_verify_call_is_unchanged_by_a_round_trip(update: TextUpdate, tree: DraftTree, ahead: bool):
     message = verifier_pb2.VerifierCall.FromString(
-        wire.verifier_call_message(1, VerifyCall(update, tree)).SerializeToString()
+        wire.verifier_call_message(1, VerifyCall(update, tree, ahead and not tree.guesses)).SerializeToString()
     )
     back = wire.verifier_call_from(message)
     assert isinstance(back, VerifyCall) and back.update == update and same_tree(back.tree, tree)
+    assert back.ahead == (ahead and not tree.guesses)
+
+
+def test_a_tree_with_guesses_cannot_announce_a_round_without_a_tree():
+    call = VerifyCall(TextUpdate(bytes(16), 2, 0, 2, ()), DraftTree.of([1, 2], [-1, 0]))
+    message = wire.verifier_call_message(1, call)
+    message.verify.ahead = True
+    with pytest.raises(BadRequest, match="verify.ahead"):
+        wire.verifier_call_from(message)
 
 
 @given(st.one_of(verdicts(), OPENED, CLOSED))

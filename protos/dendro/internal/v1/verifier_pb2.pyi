@@ -119,6 +119,11 @@ class VerifyCall(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TREE_FIELD_NUMBER: _builtins.int
+    AHEAD_FIELD_NUMBER: _builtins.int
+    ahead: _builtins.bool
+    """ahead: the tree is its root alone, and the caller expects that of the next, too; the verifier may begin that round
+    before its call.
+    """
     @_builtins.property
     def tree(self) -> _tree_pb2.DraftTree:
         """tree starts from the text's root."""
@@ -127,10 +132,11 @@ class VerifyCall(_message.Message):
         self,
         *,
         tree: _tree_pb2.DraftTree | None = ...,
+        ahead: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["tree", b"tree"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["tree", b"tree"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "tree", b"tree"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

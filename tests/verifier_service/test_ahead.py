@@ -1,0 +1,162 @@
+"""Rounds that are begun before their calls: the tokens are the same, and nothing is begun past an answer's end."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import tiny_mamba
+import tiny_models
+import torch
+from dendro.errors import NotFound
+from dendro.state import MemoryStates
+from dendro.text import Sampling
+from dendro.tree import DraftTree
+from exactness import bitwise_or_skip
+from routers import LAWS, RoundByRound, alone, guessing
+
+from verifier_service.engine import VerifierEngine
+from verifier_service.options import VerifierOptions
+
+PROMPT = [5, 6, 7, 8, 9] * 8
+
+
+def always():
+    return True
+
+
+@pytest.fixture(scope="module", params=["llama", "mamba2"])
+def folder(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp(request.param)
+    if request.param == "llama":
+        tiny_models.make_checkpoint(path)
+    else:
+        tiny_mamba.make_checkpoint(path, "mamba2")
+    return path
+
+
+def engine_of(folder, states=None, **limits):
+    settings = {"max_length": 256, "max_sessions": 8, "max_waiting": 64, "prefill_chunk": 128, "max_depth": 8} | limits
+    return VerifierEngine.load(folder, VerifierOptions(name="tiny", dtype=torch.float32, **settings), states=states)
+
+
+@pytest.fixture
+async def engine(folder):
+    engine = engine_of(folder)
+    await engine.start()
+    yield engine
+    await engine.stop()
+
+
+async def idle(engine):
+    """Wait until the engine has run every step that it can without a call."""
+    steps = -1
+    while steps != engine.stats()["steps"]:
+        steps = engine.stats()["steps"]
+        await asyncio.sleep(0.2)
+
+
+@pytest.mark.parametrize("law", LAWS, ids=["greedy", "warm", "warped"])
+async def test_an_answer_whose_rounds_are_begun_ahead_has_the_tokens_that_it_has_without(engine, law):
+    (truth,) = await alone(engine, [PROMPT], [law], 24)
+    before = engine.stats()
+    assert await RoundByRound(engine, PROMPT, law).finish(ahead=always) == truth
+    after = engine.stats()
+    assert after["ahead"] - before["ahead"] == 23, "every round but the first; none past the last"
+    assert after["unclaimed"] == before["unclaimed"]
+    assert after["rows"] - before["rows"] == len(PROMPT) - 1 + 24, "no row is computed twice"
+
+
+async def test_a_round_is_begun_before_its_call_and_only_one(engine):
+    router = RoundByRound(engine, PROMPT)
+    await router.open()
+    await router.round(ahead=always)
+    await idle(engine)
+    steps = engine.stats()["steps"]
+    await router.round()
+    await idle(engine)
+    assert engine.stats()["steps"] == steps, "the answer was ready, and its call announced no other round"
+    await router.close()
+
+
+async def test_a_tree_after_an_announced_root_is_verified_as_if_nothing_had_been_announced(engine):
+    (truth,) = await alone(engine, [PROMPT], [LAWS[1]], 24)
+    router = RoundByRound(engine, PROMPT, LAWS[1])
+    await router.open()
+    await router.round(ahead=always)
+    await idle(engine)
+    vocabulary = engine.runner.target.vocabulary
+    trees = guessing(np.random.default_rng(0), truth, vocabulary)
+    verdict = await router.round(DraftTree.of([router.text.ids[-1], truth[1], truth[2]], [-1, 0, 1]))
+    assert verdict.tokens[:2] == tuple(truth[1:3]), "its guesses were accepted"
+    assert engine.stats()["unclaimed"] == 1
+    assert await router.go_on(trees, always) == truth
+
+
+async def test_the_times_of_a_round_begun_ahead_are_within_the_wait_of_its_call(engine):
+    router = RoundByRound(engine, PROMPT)
+    await router.open()
+    await router.round(ahead=always)
+    await idle(engine)
+    began_s = engine.scheduler.clock()
+    verdict = await router.round()
+    assert verdict.verify_us + verdict.queue_us <= 1e6 * (engine.scheduler.clock() - began_s)
+    await router.close()
+
+
+async def test_no_round_is_begun_past_the_end_of_an_answer(engine):
+    router = RoundByRound(engine, PROMPT, count=2)
+    await router.open()
+    await router.round(ahead=always)
+    await router.round(ahead=always)
+    await idle(engine)
+    assert engine.stats()["ahead"] == 1
+    await router.close()
+    assert engine.stats()["pages_held"] == engine.sessions == 0
+
+
+async def test_a_text_that_is_closed_with_a_round_ahead_is_freed_and_its_state_is_that_of_the_text(folder):
+    store = MemoryStates()
+    engines = [engine_of(folder, store) for _ in range(2)]
+    for each in engines:
+        bitwise_or_skip(each)
+        await each.start()
+    try:
+        (truth,) = await alone(engines[1], [PROMPT], [LAWS[1]], 24)
+        store.blobs.clear()
+        router = RoundByRound(engines[0], PROMPT, LAWS[1])
+        await router.open()
+        for _ in range(7):
+            await router.round(ahead=always)
+        await idle(engines[0])
+        saved = (await router.close()).saved
+        assert saved == (len(router.text) - 1 if engines[0].scheduler.capacity.saves else 0)
+        assert engines[0].stats()["pages_held"] == engines[0].sessions == 0
+        later = RoundByRound(engines[1], router.text.ids, LAWS[1], 24 - 7)
+        assert (await later.open()).restored >= saved
+        assert router.answer + await later.go_on() == truth
+    finally:
+        for each in engines:
+            await each.stop()
+
+
+async def test_a_step_that_fails_ahead_of_its_call_costs_an_opening_and_no_answer(engine, monkeypatch):
+    """The call finds its text closed, as after a restart: its router opens the text again."""
+    router = RoundByRound(engine, PROMPT, Sampling())
+    await router.open()
+    run = engine.runner.run
+
+    def failing(plan):
+        monkeypatch.setattr(engine.runner, "run", run)
+        raise RuntimeError("broken by a test")
+
+    await router.round(ahead=always)
+    await idle(engine)
+    monkeypatch.setattr(engine.runner, "run", failing)
+    await router.round(ahead=always)  # its verdict was computed ahead; the round after it fails
+    await idle(engine)
+    with pytest.raises(NotFound, match="opening: unknown here"):
+        await router.round()
+    (truth,) = await alone(engine, [PROMPT], [Sampling()], 24)
+    assert await RoundByRound(engine, PROMPT).finish() == truth
