@@ -64,6 +64,8 @@ def worthwhile(
     must: rows that the step has anyway, the trees' roots among them   most: guesses that fit   sizes: numbers of rows
     that steps are padded to. The ancestors of a kept guess are kept; of equal chances, the earlier text's come first.
     """
+    if len(trees) < 2 and all(tree.guesses <= most for tree in trees):
+        return list(trees)
     chances = [reached(tree) for tree in trees]
     order = sorted(
         (-chance, place, row) for place, each in enumerate(chances) for row, chance in enumerate(each.tolist()) if row

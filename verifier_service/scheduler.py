@@ -101,7 +101,7 @@ class StepScheduler:
 
     def _worth_waiting(self) -> float:
         """Seconds to delay the next step for rounds that are expected soon; mostly 0."""
-        if not self.costs.known:
+        if not self.costs.known or len(self.sessions) < 2:
             return 0.0
         now = self.clock()
         usual_s = self.costs.us(np.array([self._size]))[0] / 1e6
