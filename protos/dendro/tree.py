@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -48,14 +49,15 @@ class DraftTree:
             raise ValueError(
                 f"tree.parents, tree.values: lengths {self.parents.shape}, {self.values.shape} for {rows} tokens"
             )
-        if self.parents[0] != -1 or (self.parents[1:] < 0).any() or (self.parents >= np.arange(rows)).any():
-            raise ValueError(f"tree.parents: not parent-first: {self.parents.tolist()}")
-        if (self.tokens < 0).any():
-            raise ValueError(f"tree.tokens: negative token: {self.tokens.tolist()}")
-        if not np.isfinite(self.values).all() or (self.values > 0).any():
+        # Lists: of so few numbers, a dozen calls of NumPy take four times as long.
+        tokens, parents = self.tokens.tolist(), self.parents.tolist()
+        if parents[0] != -1 or not all(0 <= parent < row for row, parent in enumerate(parents[1:], 1)):
+            raise ValueError(f"tree.parents: not parent-first: {parents}")
+        if min(tokens) < 0:
+            raise ValueError(f"tree.tokens: negative token: {tokens}")
+        if not all(-math.inf < value <= 0 for value in self.values.tolist()):
             raise ValueError("tree.values: must be finite logarithms of probabilities, at most 0")
-        edges = list(zip(self.parents[1:].tolist(), self.tokens[1:].tolist(), strict=True))
-        if len(set(edges)) != len(edges):
+        if len(set(zip(parents[1:], tokens[1:], strict=True))) < rows - 1:
             raise ValueError("tree.tokens: two siblings have the same token")
         if self.draft_us < 0:
             raise ValueError(f"tree.draft_us: negative: {self.draft_us}")
@@ -112,19 +114,18 @@ class DraftTree:
     @cached_property
     def depths(self) -> IntArray:
         """[rows] levels below the root; a row's position is base - 1 + depth."""
-        depths = np.zeros(self.rows, np.int64)
-        for row in range(1, self.rows):
-            depths[row] = depths[self.parents[row]] + 1
-        return depths
+        depths = [0]
+        for parent in self.parents[1:].tolist():
+            depths.append(depths[parent] + 1)
+        return np.array(depths, np.int64)
 
     @cached_property
     def ancestors(self) -> IntArray:
         """[rows] int64 bit masks: bit j is set if row j is the row itself or an ancestor."""
-        words = np.zeros(self.rows, np.uint64)
-        for row in range(self.rows):
-            above = words[self.parents[row]] if row else np.uint64(0)
-            words[row] = above | np.uint64(1) << np.uint64(row)
-        return words.view(np.int64)
+        words = [1]
+        for row, parent in enumerate(self.parents[1:].tolist(), 1):
+            words.append(words[parent] | 1 << row)
+        return np.array(words, np.uint64).view(np.int64)
 
     @cached_property
     def promised(self) -> float | None:
