@@ -95,10 +95,12 @@ def stop() -> None:
 
 
 def deployment_stats(deployment: str) -> dict[str, int]:
-    """The counters of a deployment's replica, by a Serve call; where there are several replicas, of any one of them."""
+    """The counters of a deployment's replica, by a Serve call; where there are several replicas, of any one of them.
+    Raises TimeoutError where none answers within ANSWER_S."""
     from ray import serve
 
-    stats: dict[str, int] = serve.get_deployment_handle(deployment, APPLICATION).stats.remote().result()
+    handle = serve.get_deployment_handle(deployment, APPLICATION)
+    stats: dict[str, int] = handle.stats.remote().result(timeout_s=ANSWER_S)
     return stats
 
 

@@ -82,20 +82,23 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 
 class Loader:
-    """Clients of a running cluster. Answers are greedy."""
+    """Clients of a running cluster. A prompt has the same seed in every block."""
 
-    def __init__(self, client: Asking, prompts: Sequence[Prompt], tokens: int, stats: Stats) -> None:
+    def __init__(
+        self, client: Asking, prompts: Sequence[Prompt], tokens: int, stats: Stats, temperature: float = 0.0
+    ) -> None:
         self._client = client
         self._prompts = prompts
         self._tokens = tokens
         self._stats = stats
+        self._temperature = temperature
 
     async def closed(self, block: LoadBlock, clients: int, answers: int) -> LoadBlock:
         """Each client sends `answers` requests, each as soon as the one before is answered."""
 
         async def one(index: int) -> None:
             for turn in range(answers):
-                await self._answer(block, self._prompts[(index + turn * clients) % len(self._prompts)])
+                await self._answer(block, (index + turn * clients) % len(self._prompts))
 
         return await self._timed(block, [one(index) for index in range(clients)])
 
@@ -108,7 +111,7 @@ class Loader:
 
         async def one(index: int) -> None:
             await asyncio.sleep(times[index])
-            await self._answer(block, self._prompts[index % len(self._prompts)])
+            await self._answer(block, index % len(self._prompts))
 
         return await self._timed(block, [one(index) for index in range(requests)])
 
@@ -137,9 +140,17 @@ class Loader:
             block.pages = max(block.pages, (await self._stats()).get("pages_held", 0))
             await asyncio.sleep(SAMPLE_S)
 
-    async def _answer(self, block: LoadBlock, prompt: Prompt) -> None:
+    async def _answer(self, block: LoadBlock, number: int) -> None:
+        """Ask with the prompt of this number, which is also the seed."""
         times = [time.perf_counter()]
-        events = self._client.generate(prompt, max_new_tokens=self._tokens, ignore_end=True, speculation=block.way)
+        events = self._client.generate(
+            self._prompts[number],
+            max_new_tokens=self._tokens,
+            ignore_end=True,
+            speculation=block.way,
+            temperature=self._temperature,
+            seed=number,
+        )
         done = await collect_stream(events, lambda part: times.append(time.perf_counter()))
         if len(done.token_ids) != self._tokens:
             raise EngineFailed(f"{block.way}: {len(done.token_ids)} tokens instead of {self._tokens}")

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from dendro.client import AsyncClient
+from dendro.errors import BadRequest
 
 from cluster import deploy
+from cluster.bench.against_off import PairsPlan, aims_against_off, measure_against_off
 from cluster.bench.baselines import BaselineProcess
 from cluster.bench.load import CONTINUOUS_REPETITIONS, Loader, LoadPlan, aims_of, measure_load, rows_of
 from cluster.bench.load_report import facts_of, tables_of
@@ -27,20 +31,23 @@ from cluster.bench.options import (
     PlotFile,
     chosen,
     numbers_in,
+    parse_temperatures,
     present,
     with_bars,
 )
-from cluster.bench.targets import COSTLY, THREADS, parameter_count, target_config
-from cluster.config import DEMO_MODELS
+from cluster.bench.targets import COSTLY, DEMO, THREADS, parameter_count, target_config
+from cluster.config import DEMO_MODELS, Config
 from cluster.demo.measure import PROMPT_TOKENS
 from cluster.demo.prompts import held_out_prompts, load_tokenizer
 from cluster.engines import engine_environment
 from cluster.running import running_cluster
 
 CLIENTS, QUICK_CLIENTS = (1, 2, 4, 8, 16, 32), (1, 4)
+PAIRED_CLIENTS, PAIRED_TEMPERATURES = (1, 4, 8, 32), "0,0.8"
 ARRIVALS, QUICK_ARRIVALS = (0.25, 0.5, 0.75, 1.0), (0.5,)
 TOKENS, QUICK_TOKENS = 64, 32
 ANSWERS, QUICK_ANSWERS = 2, 1
+REQUESTS = 16
 REPETITIONS, QUICK_REPETITIONS = 5, 1
 PROMPTS = 32
 
@@ -50,26 +57,62 @@ def parse_clients(text: str) -> tuple[int, ...]:
     return tuple(sorted(numbers_in("clients", text, int, 1)))
 
 
+def config_for(models: Path, name: str, texts: int) -> Config:
+    """The configuration of a target with room for so many texts at every replica."""
+    config = target_config(models, name)
+    (target,) = config.targets.values()
+    target = target.model_copy(update={"max_sessions": max(texts, target.max_sessions)})
+    drafters = {
+        drafter: each.model_copy(update={"max_sessions": max(texts, each.max_sessions)})
+        for drafter, each in config.drafters.items()
+    }
+    return config.model_copy(update={"targets": {name: target}, "drafters": drafters})
+
+
+async def stats_of(target: str) -> Mapping[str, int]:
+    """Counters of the running cluster's verifier and router, as a Loader takes them."""
+    verifier, router = await asyncio.gather(
+        *(asyncio.to_thread(deploy.deployment_stats, name) for name in (f"verifier-{target}", "router"))
+    )
+    return verifier | {f"router_{name}": value for name, value in router.items()}
+
+
+async def run_against_off(plan: PairsPlan, models: Path, progress: Begin) -> dict[str, Any]:
+    """Run the policy's comparison with no speculation on the demo target; returns the report."""
+    started = time.monotonic()
+    config = config_for(models, DEMO, max(plan.clients))
+    (target,) = config.targets.values()
+
+    @asynccontextmanager
+    async def fresh_router(temperature: float) -> AsyncIterator[Loader]:
+        async with running_cluster(config) as address, AsyncClient(address) as client:
+            yield Loader(client, plan.prompts, plan.tokens, partial(stats_of, DEMO), temperature)
+
+    blocks = await measure_against_off(plan, fresh_router, progress("blocks", plan.blocks))
+    return {
+        **report_head("load", started, False, 0, THREADS),
+        "plan": {
+            "target": DEMO,
+            "parameters": parameter_count(target.checkpoint),
+            "dtype": target.dtype,
+            "drafter": ", ".join(config.drafters),
+            "tokens": plan.tokens,
+            "prompt_tokens": PROMPT_TOKENS,
+            "answers": plan.answers,
+            "pairs": plan.pairs,
+        },
+        "silent": {},
+        "rows": rows_of(blocks),
+        "aims": aims_against_off(blocks),
+    }
+
+
 async def run_load(plan: LoadPlan, models: Path, progress: Begin) -> dict[str, Any]:
     """Run the whole measurement; returns the report."""
     started = time.monotonic()
-    config = target_config(models, COSTLY)
+    config = config_for(models, COSTLY, max(plan.clients))
     (target,) = config.targets.values()
-    texts = max(plan.clients)
-    target = target.model_copy(update={"max_sessions": max(texts, target.max_sessions)})
-    drafters = {
-        name: each.model_copy(update={"max_sessions": max(texts, each.max_sessions)})
-        for name, each in config.drafters.items()
-    }
-    config = config.model_copy(update={"targets": {COSTLY: target}, "drafters": drafters})
     library = BaselineProcess(target.checkpoint, None, target.dtype, target.threads, engine_environment(target.threads))
-
-    async def stats() -> Mapping[str, int]:
-        verifier, router = await asyncio.gather(
-            *(asyncio.to_thread(deploy.deployment_stats, name) for name in (f"verifier-{COSTLY}", "router"))
-        )
-        return verifier | {f"router_{name}": value for name, value in router.items()}
-
     try:
         async with (
             running_cluster(config) as address,
@@ -77,7 +120,7 @@ async def run_load(plan: LoadPlan, models: Path, progress: Begin) -> dict[str, A
             library,
             message_process() as messages,
         ):
-            loader = Loader(client, plan.prompts, plan.tokens, stats)
+            loader = Loader(client, plan.prompts, plan.tokens, partial(stats_of, COSTLY))
             step = progress("loads", plan.blocks)
             blocks, silent = await measure_load(plan, loader, library, messages.message_us, step)
     finally:
@@ -85,6 +128,7 @@ async def run_load(plan: LoadPlan, models: Path, progress: Begin) -> dict[str, A
     return {
         **report_head("load", started, False, plan.seed, THREADS),
         "plan": {
+            "target": COSTLY,
             "parameters": parameter_count(target.checkpoint),
             "dtype": target.dtype,
             "drafter": ", ".join(config.drafters),
@@ -116,11 +160,22 @@ def bench_load(
     answers: Annotated[
         int | None, typer.Option(min=1, help="Answers for every client of a closed loop. (default 2; quick 1)")
     ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Requests of every open loop.")] = 16,
+    requests: Annotated[int, typer.Option(min=1, help="Requests of every open loop.")] = REQUESTS,
     repetitions: Annotated[
         int | None, typer.Option(min=1, help="Repetitions of every block. (default 5; quick 1)", show_default=False)
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the order and of the arrivals.")] = 0,
+    against_off: Annotated[
+        bool,
+        typer.Option(
+            "--against-off",
+            help="Only the policy and no speculation, on the demo target, in alternating blocks at 1, 4, 8 and 32 "
+            "clients, each from a fresh router.",
+        ),
+    ] = False,
+    temperatures: Annotated[
+        str | None, typer.Option(help="Sampling temperatures with --against-off. (default 0,0.8)", show_default=False)
+    ] = None,
     models: Models = DEMO_MODELS,
 ) -> None:
     """Load a cluster with many clients, on the costly target: closed loops of increasing numbers of clients, then
@@ -128,9 +183,26 @@ def bench_load(
 
     Takes about 25 minutes on two cores.
     """
-    prompts = held_out_prompts(PROMPTS, PROMPT_TOKENS, load_tokenizer(models), models)
+    if temperatures is not None and not against_off:
+        raise BadRequest("temperatures", "has an effect with --against-off alone; all else is greedy")
+    if against_off and (plot is not None or requests != REQUESTS or seed):
+        raise BadRequest("against-off", "has neither a plot, nor open loops of requests, nor an order drawn by a seed")
+    found = held_out_prompts(PROMPTS, PROMPT_TOKENS, load_tokenizer(models), models)
+    prompts = tuple(prompt.token_ids for prompt in found)
+    if against_off:
+        pairs = PairsPlan(
+            prompts=prompts,
+            tokens=chosen(tokens, quick, QUICK_TOKENS, TOKENS),
+            clients=parse_clients(clients) if clients is not None else QUICK_CLIENTS if quick else PAIRED_CLIENTS,
+            temperatures=parse_temperatures(temperatures or PAIRED_TEMPERATURES),
+            answers=chosen(answers, quick, QUICK_ANSWERS, ANSWERS),
+            pairs=chosen(repetitions, quick, QUICK_REPETITIONS, REPETITIONS),
+        )
+        report = with_bars(lambda begin: asyncio.run(run_against_off(pairs, models, begin)))
+        present(report, facts_of(report), tables_of(report), json, markdown, width=PLAIN_WIDTH + 30)
+        return
     plan = LoadPlan(
-        prompts=tuple(prompt.token_ids for prompt in prompts),
+        prompts=prompts,
         tokens=chosen(tokens, quick, QUICK_TOKENS, TOKENS),
         clients=parse_clients(clients) if clients is not None else QUICK_CLIENTS if quick else CLIENTS,
         answers=chosen(answers, quick, QUICK_ANSWERS, ANSWERS),

@@ -18,7 +18,6 @@ from cluster.bench.report import (
     target_fact,
     with_interval,
 )
-from cluster.bench.targets import COSTLY
 
 COLUMNS = (
     "",
@@ -42,8 +41,15 @@ def facts_of(report: Report) -> Iterator[str]:
     """Lines about the conditions of the measurement."""
     yield from machine_facts(report)
     plan = report["plan"]
+    if "pairs" in plan:
+        yield (
+            f"{target_fact(plan['target'], plan)}, drafter {plan['drafter']}; answers of {plan['tokens']} tokens after "
+            f"prompts of {plan['prompt_tokens']}; closed loops of {plan['answers']} answers for each client; "
+            f"{plan['pairs']} pairs of blocks in alternating order at each load, from a fresh router"
+        )
+        return
     yield (
-        f"{target_fact(COSTLY, plan)}, drafter {plan['drafter']}; "
+        f"{target_fact(plan['target'], plan)}, drafter {plan['drafter']}; "
         f"answers of {plan['tokens']} tokens after prompts of {plan['prompt_tokens']}, greedy; closed loops of "
         f"{plan['answers']} answers for each client, open loops of {plan['requests']} requests; "
         f"{plan['repetitions']} repetitions, interleaved; {CONTINUOUS} in {plan['continuous_repetitions']} of them"

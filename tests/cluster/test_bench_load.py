@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import asynccontextmanager
+
 import edge
 import pytest
 from dendro.errors import BadRequest
 
 from cluster.api.local import LocalClient
+from cluster.bench.against_off import PairsPlan, aims_against_off, measure_against_off
 from cluster.bench.load import LoadBlock, Loader, LoadPlan, aims_of, measure_load, percentiles, ratio, rows_of
 from cluster.bench.load_command import parse_clients
 from cluster.bench.load_report import COLUMNS, plot, tables_of
@@ -123,6 +126,32 @@ async def test_every_way_is_measured_at_every_load_and_every_block_is_counted(tm
     assert rows[0]["shapes"] == {"off": 0.75, "(1,1)": 0.25}
     plot({"rows": rows}, tmp_path / "load.png")
     assert (tmp_path / "load.png").stat().st_size > 10_000
+
+
+async def test_the_policy_is_compared_with_off_in_alternating_blocks_each_load_from_a_fresh_router():
+    routers: list[list[str]] = []
+
+    class Recorded(Instant):
+        async def closed(self, block, clients, answers):
+            routers[-1].append(block.way if block.load != "warm-up" else "warm-up")
+            block = await super().closed(block, clients, answers)
+            block.seconds = 1.25 if (block.way, block.repetition) == ("auto", 0) else 1.0
+            return block
+
+    @asynccontextmanager
+    async def fresh_router(temperature):
+        routers.append([])
+        yield Recorded()
+
+    plan = PairsPlan(((1, 2),), 8, (1, 32), (0.0, 0.8), 1, pairs=3)
+    steps = []
+    blocks = await measure_against_off(plan, fresh_router, lambda: steps.append(1))
+    assert routers == [["warm-up", "auto", "off", "off", "auto", "auto", "off"]] * 4
+    assert len(blocks) == len(steps) == plan.blocks
+    aims = {aim["aim"]: (aim["value"], aim["met"]) for aim in aims_against_off(blocks)}
+    for load in ("1 client at 0", "32 clients at 0", "1 client at 0.8", "32 clients at 0.8"):
+        assert aims[f"policy over off, {load}"] == (1.0, True)
+        assert aims[f"policy over off, {load}, first pair"] == (0.8, False)
 
 
 async def test_an_answers_tokens_are_timed_by_round():
