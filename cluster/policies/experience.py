@@ -26,10 +26,12 @@ from cluster.policies.classes import load_class, row_class, temperature_class
 from cluster.policies.costs import COST_STEP, LEAST_US, PRIOR_ROUNDS, TRIED, Costs, EmittedLength
 from cluster.policies.promises import Promises
 from cluster.policies.step_time import degree_of
-from cluster.policies.trial import SpeculationTrial
+from cluster.policies.trial import LEAST_PILOTS, SpeculationTrial, pilot_share
 
 CONCURRENCY_DECAY_US = 500_000.0
 """Decay constant of the expected concurrency: longer than a batch of clients takes to send its next requests."""
+
+GOLDEN_RATIO = 0.6180339887498949
 
 TENANTS = 512
 """Tenants of a target whose experience a router keeps; beyond that the least recently used is dropped."""
@@ -82,9 +84,8 @@ class Concurrency:
     opening: int = 0  # texts that a verifier or drafter is opening
     attends: bool = False  # whether the target has attention layers, from its replica's hello
     sizes: StepSizes = StepSizes()  # of the target's steps, from its replica's hello
-    trials: defaultdict[int, SpeculationTrial] = field(
-        default_factory=lambda: defaultdict(SpeculationTrial)
-    )  # by load class
+    trials: dict[int, SpeculationTrial] = field(default_factory=dict)  # by load class
+    _places: int = 0  # that were given
 
     @property
     def load(self) -> int:
@@ -101,8 +102,44 @@ class Concurrency:
     def trial(self) -> SpeculationTrial | None:
         """The trial at the expected load; None where each request decides separately: where only one is expected, and
         beside client-fixed shapes while this load's gain is unknown."""
-        trial = self.trials[self.expected_load]
+        trial = self.trial_at(self.expected_load)
         return trial if round(self.expected) > 1 and (not self.fixed or trial.gain is not None) else None
+
+    def trial_at(self, load: int) -> SpeculationTrial:
+        """The trial of a load class. A new one begins with the gain of the nearest load whose outcome implies its own:
+        guesses are worth less where more texts share a step."""
+        if load not in self.trials:
+            pilots = pilot_share(2**load)
+            settled = {other: trial for other, trial in self.trials.items() if trial.settled is not None}
+            known = [
+                (abs(other - load), trial.gain)
+                for other, trial in settled.items()
+                if trial.gain is not None and (other > load if trial.settled else other < load)
+            ]
+            gain = min(known)[1] if known else None
+            self.trials[load] = SpeculationTrial(pilots) if gain is None else SpeculationTrial.begun(pilots, gain)
+        return self.trials[load]
+
+    def may_guess(self, trial: SpeculationTrial, place: float) -> bool:
+        """Whether the text at this place guesses under the trial. The last few of many requests are not kept from it by
+        a pilot of the many."""
+        return trial.includes(place) or (trial.speculating and self.requests < 2 * LEAST_PILOTS)
+
+    def gains(self) -> dict[int, float]:
+        """Measured gains by load class, for another router to begin with: see `begin_trials`."""
+        return {load: trial.gain for load, trial in self.trials.items() if trial.settled is not None and trial.gain}
+
+    def begin_trials(self, gains: Mapping[int, float]) -> None:
+        """Begin the trials of loads without an outcome with a prior's gains."""
+        for load, gain in gains.items():
+            if load not in self.trials or self.trials[load].settled is None:
+                self.trials[load] = SpeculationTrial.begun(pilot_share(2**load), gain)
+
+    def next_place(self) -> float:
+        """A new text's place in [0, 1), by which pilots choose texts: multiples of the golden ratio, so that the places
+        of any texts in a row are spread evenly."""
+        self._places += 1
+        return self._places * GOLDEN_RATIO % 1
 
     @contextlib.contextmanager
     def running(self, fixed: bool = False) -> Iterator[RunningRequest]:
@@ -118,10 +155,10 @@ class Concurrency:
             self.requests -= 1
             self.fixed -= fixed
 
-    def learn(self, tokens: int, took_us: float, disturbed: bool) -> None:
-        """Record a round of any request; `took_us` includes its waits."""
+    def learn(self, tokens: int, took_us: float, disturbed: bool, guessed: bool) -> None:
+        """Record a round of any request; `took_us` includes its waits. guessed: with another arm than `off`"""
         if self.requests > 1 and not self.fixed and self.load == self.expected_load:
-            self.trials[self.load].learn(tokens, took_us, self.requests, disturbed)
+            self.trial_at(self.load).learn(tokens, took_us, self.requests, disturbed, guessed)
         self.expected += (self.requests - self.expected) * min(
             took_us / max(self.requests, 1) / CONCURRENCY_DECAY_US, 1.0
         )
@@ -173,7 +210,7 @@ class Experience:
         busy_us = tree.draft_us + verdict.verify_us + verdict.queue_us
         hops_us = max(took_us - busy_us, 0.0) / verdict.texts
         self._by_load[self.concurrency.load].hop.learn(hops_us / self._hops(arm))
-        self.concurrency.learn(verdict.length, took_us, disturbed or verdict.cold)
+        self.concurrency.learn(verdict.length, took_us, disturbed or verdict.cold, not arm.off)
 
     def round_us(self, arm: Arm, rows: float | None = None) -> float | None:
         """Predicted microseconds of a round of this arm: a text's share of the draft and of the step. None until

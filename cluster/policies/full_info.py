@@ -77,7 +77,7 @@ class FullInfo(RatioUCB):
             return arm
         self._undrafted_rounds += 1
         trial = self.experience.concurrency.trial
-        if self._undrafted_rounds <= PROBE_EVERY or not (trial is None or trial.speculating):
+        if self._undrafted_rounds <= PROBE_EVERY or not (trial is None or self._may_guess(trial)):
             return arm
         self._undrafted_rounds = 0
         return min(self.replayed, key=lambda arm: (self.round_us(arm) or math.inf, arm.rows))

@@ -1,7 +1,8 @@
 """Statistics of earlier requests of one kind, with which a new request begins. They affect speed only.
 
 A kind is a target, its drafters, a temperature class and a tenant. A prior has emitted lengths by arm; for each drafter
-counts of the ranks that it gave to the text's tokens, which predict arms never played; and the tenant's costs.
+counts of the ranks that it gave to the text's tokens, which predict arms never played; the tenant's costs; and what
+speculation gained at the target.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ DEPTHS = 16
 """Depths whose ranks are counted separately; deeper ones count as the last."""
 BACK_OFF = 1.0
 """Weight, in tokens, of the distribution one level above; a depth never reached has that distribution."""
-FORMAT = 4
+FORMAT = 5
 """Increased with every change of format; a prior of another format counts as missing."""
 MAX_PRIOR_BYTES = 1 << 16
 MAX_ARMS, MAX_LOADS = 256, 32
@@ -84,6 +85,7 @@ class Prior:
     lengths: dict[Arm, EmittedLength] = field(default_factory=dict)
     ranks: dict[str, RankCounts] = field(default_factory=dict)  # by drafter
     costs: dict[int, Costs] = field(default_factory=dict)  # by load class
+    gains: dict[int, float] = field(default_factory=dict)  # of the target's speculation trials, by load class
     _trace: RankTrace = field(default_factory=RankTrace)
 
     def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict, worth: float | None) -> None:
@@ -189,6 +191,7 @@ def pack_prior(prior: Prior) -> bytes:
             }
             for load, costs in prior.costs.items()
         },
+        "gains": prior.gains,
     }
     return json.dumps(content).encode()
 
@@ -201,12 +204,15 @@ def unpack_prior(blob: bytes) -> Prior | None:
         content = json.loads(blob)
         if content["format"] != FORMAT:
             return None
-        if max(len(content["lengths"]), len(content["ranks"])) > MAX_ARMS or len(content["costs"]) > MAX_LOADS:
+        if max(len(content["lengths"]), len(content["ranks"])) > MAX_ARMS:
+            return None
+        if max(len(content["costs"]), len(content["gains"])) > MAX_LOADS:
             return None
         return Prior(
             {Arm.parse(text): _length(*numbers) for text, numbers in content["lengths"].items()},
             {drafter: _ranks(counts) for drafter, counts in content["ranks"].items()},
             {int(load): _costs(costs) for load, costs in content["costs"].items()},
+            {_load(load): _number(gain) for load, gain in content["gains"].items()},
         )
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError):
         return None
@@ -246,6 +252,13 @@ def _step(rows: int, weight: Any, us: Any) -> tuple[int, tuple[float, float]]:
     if not 1 <= rows <= MAX_STEP_ROWS or not weight or not us:
         raise ValueError(f"step: {rows} rows, weight {weight!r}, {us!r} us; all must be greater than 0")
     return rows, (_number(weight), _number(us))
+
+
+def _load(text: str) -> int:
+    load = int(text)
+    if not 0 <= load < MAX_LOADS:
+        raise ValueError(f"gains: {load} is no load class")
+    return load
 
 
 def _costs(content: Mapping[str, Any]) -> Costs:

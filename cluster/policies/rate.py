@@ -30,6 +30,7 @@ from cluster.policies.costs import EmittedLength
 from cluster.policies.experience import Experience
 from cluster.policies.offers import Offer
 from cluster.policies.prior import NO_PRIOR, Prior
+from cluster.policies.trial import SpeculationTrial
 
 OPENING_ROUNDS = 8
 """Rounds at first that do not count where the drafter's tree is missing: a drafter may still be opening the text. One
@@ -55,6 +56,8 @@ class RatePolicy(ABC):
         self.lengths: dict[Arm, EmittedLength] = {
             arm: prior.length(arm) or experience.prior(arm, temperature) for arm in self.arms
         }
+        self._place = experience.concurrency.next_place()
+        self._guessed = False  # in any round so far
         self._opening = OPENING_ROUNDS
         self._offer: DraftTree | None = None  # proposals for the coming round
         self._resting = False  # the round is `off`, and nothing is learned of it but its rate (`SpeculationTrial`)
@@ -89,12 +92,17 @@ class RatePolicy(ABC):
     def choose(self, offer: Offer | None = None) -> Arm:
         trial = self.experience.concurrency.trial if self._may_be_off else None
         self._resting = trial is not None and trial.resting
-        if trial is not None and not (self._trees and trial.speculating):
+        if trial is not None and not (self._trees and self._may_guess(trial)):
             return OFF_ARM
         self._offer = offer() if offer and self._proposes else None
         if trial is None:
             return self._best(self.arms)
+        if not self._guessed:
+            self._guessed = True
+            self._take_lengths()
         best = self._best(self._trees)
+        if trial.pilot is not None:
+            trial.predict(self.index(best) / self.index(OFF_ARM))
         return best if trial.repays(self.tokens(best)) else OFF_ARM
 
     def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
@@ -106,6 +114,15 @@ class RatePolicy(ABC):
                 return
             self._opening = 0
         self.observe(arm, self.experience.learn(arm, tree, verdict, self.temperature))
+
+    def _may_guess(self, trial: SpeculationTrial) -> bool:
+        return self.experience.concurrency.may_guess(trial, self._place)
+
+    def _take_lengths(self) -> None:
+        """Begin arms without rounds with those of other texts, which may have guessed since this one began."""
+        for arm, length in self.lengths.items():
+            if not length.rounds:
+                self.lengths[arm] = self.experience.prior(arm, self.temperature)
 
     def observe(self, arm: Arm, tokens: float) -> None:
         """Add the worth of a round that counts to its arm's mean."""

@@ -1,4 +1,9 @@
-"""Whether speculation pays for all concurrent requests, found by taking turns with and without it."""
+"""Whether speculation pays for all concurrent requests.
+
+A *trial* begins with a pilot where many texts run: a few of them guess, so that finding out costs little where guesses
+do not pay. It fails if these texts emit too few tokens a second beside the others, or if the policies predict too
+little for all. Where the pilot succeeds, and where speculation is in use, all texts take turns with and without it.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +17,14 @@ LEARNING_ROUNDS = 16.0
 """Rounds per text under a new load that are not judged, while policies learn the arms."""
 SETTLING_ROUNDS = 4.0
 """Rounds after a switch that are not judged: drafters are still being opened, and late drafts arrive."""
+PILOT_ROUNDS = 8.0
+"""Judged rounds per text of a pilot."""
+PLAIN_ROUNDS = 4.0
+"""Rounds per text before a pilot in which no text guesses."""
+DISTURBANCE = 0.25
+"""Loss of rate of all texts in a pilot, in which few guess, that ends it. Smaller ones may be the machine's."""
+LEAST_PILOTS, PILOT_SHARE = 2, 1 / 8
+"""Texts of a pilot, and their share of all where that is more. Fewer than twice LEAST_PILOTS texts have no pilot."""
 TURN_ROUNDS = 8.0
 MANY_TEXTS = 4
 """Texts from which on a turn is half as long, because it has the rounds of all of them."""
@@ -28,12 +41,21 @@ SPECULATION_MARGIN = 1.1
 larger steps."""
 
 
+def pilot_share(texts: int) -> float:
+    """The share of so many texts that guess in a pilot; 1 where there is no pilot."""
+    return max(LEAST_PILOTS / texts, PILOT_SHARE) if texts >= 2 * LEAST_PILOTS else 1.0
+
+
 @dataclass(slots=True)
 class TrialTurn:
     """Rounds judged in one turn, all with speculation or all without."""
 
     tokens: list[int] = field(default_factory=list)  # of each round
     shares_us: list[float] = field(default_factory=list)  # of each round: its time over the running texts
+
+    def add(self, tokens: int, share_us: float) -> None:
+        self.tokens.append(tokens)
+        self.shares_us.append(share_us)
 
     @property
     def rate(self) -> float:
@@ -44,12 +66,39 @@ class TrialTurn:
 
 
 @dataclass(slots=True)
-class SpeculationTrial:
-    """Whether concurrent texts speculate under one load class: they do if that emits more tokens a second. All of them
-    take the same turn at a time. Rounds are counted per text."""
+class Pilot:
+    """The rounds of a pilot, and of a short turn without speculation before it."""
 
+    before: TrialTurn = field(default_factory=TrialTurn)
+    during: TrialTurn = field(default_factory=TrialTurn)
+    tokens: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})  # by whether the text guessed
+    us: dict[bool, float] = field(default_factory=lambda: {True: 0.0, False: 0.0})
+    predicted: list[float] = field(default_factory=list)  # rate of a text over that without speculation, if all guess
+
+    @property
+    def gain(self) -> float | None:
+        """The least of the gains that are known: the predicted one, and the rate of texts that guessed over that of the
+        others. Each leaves out some costs, such as what drafts take from the verifier; where the pilot slowed all texts
+        by more than DISTURBANCE, the ratio of their rates counts too. None where no text guessed."""
+        known = [fmean(self.predicted)] if self.predicted else []
+        if self.us[True] and self.tokens[False]:
+            known.append((self.tokens[True] / self.us[True]) / (self.tokens[False] / self.us[False]))
+        if known and self.before.tokens and self.during.tokens:
+            slower = self.during.rate / self.before.rate
+            known += [slower] if slower < 1 - DISTURBANCE else []
+        return min(known, default=None)
+
+
+@dataclass(slots=True)
+class SpeculationTrial:
+    """Whether concurrent texts speculate under one load class: they do if that emits more tokens a second. In a turn
+    all of them do the same. Rounds are counted per text."""
+
+    pilots: float = 1.0  # share of the texts that guess in a pilot; 1: trials have none
+    pilot: Pilot | None = None  # the running one
     speculating: bool = True
     gain: float | None = None  # rate with speculation over the rate without; None: not measured yet
+    estimated: bool = False  # the gain is a pilot's or was measured elsewhere; the next measured one replaces it
     usual_tokens: float = 1.0  # mean tokens of a round with speculation
     rounds: float = -LEARNING_ROUNDS  # of this turn or rest; not judged below zero
     last_round: float = TURN_ROUNDS  # after which this turn or rest ends
@@ -58,18 +107,54 @@ class SpeculationTrial:
     rest_rounds: float = FIRST_REST
     _turns: list[TrialTurn] = field(default_factory=lambda: [TrialTurn()])  # of this trial, with the current one
 
-    def learn(self, tokens: int, took_us: float, texts: int, disturbed: bool = False) -> None:
+    def __post_init__(self) -> None:
+        if self.pilots < 1 and self.gain is None:
+            self.pilot, self.last_round = Pilot(), PILOT_ROUNDS
+
+    @classmethod
+    def begun(cls, pilots: float, gain: float) -> SpeculationTrial:
+        """Begin with a gain that was measured elsewhere: with a rest, after which it is measured here."""
+        better = gain >= SPECULATION_MARGIN
+        return cls(
+            pilots,
+            gain=gain,
+            estimated=True,
+            speculating=better,
+            settled=better,
+            turns_left=0,
+            last_round=FIRST_REST,
+        )
+
+    def includes(self, place: float) -> bool:
+        """Whether a text may guess now. place: of the text among all, in [0, 1)"""
+        if self.pilot is None:
+            return self.speculating
+        return place < self.pilots and self.rounds >= -SETTLING_ROUNDS
+
+    def predict(self, gain: float) -> None:
+        """Record what the policy of a pilot's text predicts. Infinite, and ignored, while it explores."""
+        if self.pilot is not None and self.rounds >= 0 and math.isfinite(gain):
+            self.pilot.predicted.append(gain)
+
+    def learn(self, tokens: int, took_us: float, texts: int, disturbed: bool = False, guessed: bool = False) -> None:
         """Record a round of one of the running texts; `took_us` includes its waits. disturbed: beside a prefill, which
-        takes longer than any guess and is no evidence about speculation"""
+        takes longer than any guess and is no evidence about speculation; guessed: with another arm than `off`, which a
+        pilot distinguishes"""
         if texts >= MANY_TEXTS and self.rounds < -LEARNING_ROUNDS / 2:
             self.rounds = -LEARNING_ROUNDS / 2
         before, self.rounds = self.rounds, self.rounds + (DISTURBED if disturbed else 1) / texts
+        if self.pilot is not None and before < -SETTLING_ROUNDS and not disturbed:
+            self.pilot.before.add(tokens, took_us / texts)
         if before < 0:
             return
-        if self.turns_left and not disturbed:
-            self._turns[-1].tokens.append(tokens)
-            self._turns[-1].shares_us.append(took_us / texts)
-        if self.rounds >= (self.last_round / 2 if self.turns_left and texts >= MANY_TEXTS else self.last_round):
+        if self.pilot is not None and not disturbed:
+            self.pilot.during.add(tokens, took_us / texts)
+            self.pilot.tokens[guessed] += tokens
+            self.pilot.us[guessed] += took_us
+        elif self.turns_left and not disturbed:
+            self._turns[-1].add(tokens, took_us / texts)
+        halved = self.turns_left and texts >= MANY_TEXTS and self.pilot is None
+        if self.rounds >= (self.last_round / 2 if halved else self.last_round):
             self._next()
 
     @property
@@ -84,18 +169,39 @@ class SpeculationTrial:
         return bool(self.turns_left) or self.gain is None or tokens * self.gain >= self.usual_tokens
 
     def _next(self) -> None:
-        """Begin the next turn or rest."""
+        """Begin the next turn, pilot or rest."""
+        if self.pilot is not None:
+            self._end_pilot(self.pilot)
+            return
         if not self.turns_left:
             self._turns = [TrialTurn()]
             self.turns_left = TURNS
-            self._begin(not self.speculating, TURN_ROUNDS)
+            if self.pilots < 1 and not self.speculating:
+                self.pilot = Pilot()
+                self._begin(True, PILOT_ROUNDS)
+                self.rounds -= PLAIN_ROUNDS
+            else:
+                self._begin(not self.speculating, TURN_ROUNDS)
             return
         self.turns_left -= 1
         if self.turns_left:
             self._turns.append(TrialTurn())
             self._begin(not self.speculating, TURN_ROUNDS)
             return
-        better = self._compare()
+        self._settle(self._compare())
+
+    def _end_pilot(self, pilot: Pilot) -> None:
+        """Go on with turns of all texts, unless the pilot failed."""
+        self.pilot = None
+        if pilot.gain is None or pilot.gain >= SPECULATION_MARGIN:
+            self._begin(True, TURN_ROUNDS)
+            self.rounds = -2 * SETTLING_ROUNDS  # the other texts open their drafters
+            return
+        self.gain, self.estimated, self.turns_left = pilot.gain, True, 0
+        self._settle(False)
+
+    def _settle(self, better: bool) -> None:
+        """Rest until the next trial, with speculation if that is better."""
         self.rest_rounds = min(2 * self.rest_rounds, LONGEST_REST) if better is self.settled else FIRST_REST
         self.settled = better
         self._begin(better, self.rest_rounds)
@@ -108,7 +214,8 @@ class SpeculationTrial:
         measured = [(speculative, off) for speculative, off in pairs if speculative.tokens and off.tokens]
         if measured:
             gain = median(speculative.rate / off.rate for speculative, off in measured)
-            self.gain = gain if self.gain is None else math.sqrt(self.gain * gain)
+            self.gain = gain if self.gain is None or self.estimated else math.sqrt(self.gain * gain)
+            self.estimated = False
             self.usual_tokens = fmean(fmean(speculative.tokens) for speculative, _ in measured)
         if self.gain is None:
             return not any(off.tokens for _, off in pairs)

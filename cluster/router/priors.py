@@ -41,11 +41,11 @@ class Priors:
         return prior
 
     def learn(self, key: PriorKey, notes: Prior, experience: Experience) -> None:
-        """Add a request's notes to its kind's prior, replace the prior's costs by its tenant's, and write it in the
-        background."""
+        """Add a request's notes to its kind's prior, replace the prior's costs by its tenant's and its gains by the
+        target's, and write it in the background."""
         prior = self._remember(key)
         prior.add(notes)
-        prior.costs = experience.hints()
+        prior.costs, prior.gains = experience.hints(), experience.concurrency.gains()
         self._unwritten[key] = None
         self._write()
 
@@ -62,6 +62,7 @@ class Priors:
                 found.add(prior)  # requests that ended here during the read are newer
                 prior.lengths, prior.ranks = found.lengths, found.ranks
                 experience.take(found.costs)
+                experience.concurrency.begin_trials(found.gains)
                 prior.costs = experience.hints()
         finally:
             del self._reading[key]

@@ -14,6 +14,7 @@ from dendro.tree import DraftTree
 
 from cluster.arms import OFF_ARM, Arm
 from cluster.policies import Experience, PaperUCB, RatioUCB, make_policy
+from cluster.policies.experience import Concurrency
 from cluster.policies.step_time import StepTime
 from cluster.policies.trial import FIRST_REST, LONGEST_REST, SpeculationTrial
 
@@ -233,15 +234,19 @@ class ConcurrentRequests:
         self.spent_us = 0.0
         self.chosen: list[Arm] = []
 
+    def round_us(self, shapes: list[Arm]) -> float:
+        """A round of all takes as long as the slowest."""
+        return max(self.us[shape.off] for shape in shapes)
+
     def answer(self, rounds: int, texts: int = 16) -> None:
-        """Run them concurrently: a round of all takes as long as the slowest."""
+        """Run them concurrently."""
         with contextlib.ExitStack() as running:
             for _ in range(texts):
                 running.enter_context(self.experience.concurrency.running(self.fixed))
             policies = [RatioUCB([OFF, CHAIN, BUSHY], self.experience, temperature=0.0) for _ in range(texts)]
             for _ in range(rounds):
                 shapes = [policy.choose() for policy in policies]
-                took_us = max(self.us[shape.off] for shape in shapes)
+                took_us = self.round_us(shapes)
                 for policy, shape in zip(policies, shapes, strict=True):
                     guesses = tree(shape.rows, 0 if shape.off else 1_000, texts)
                     found = verdict(1 if shape.off else 2, 20_000, texts, texts * shape.rows)
@@ -393,6 +398,96 @@ def test_a_trial_ends_though_every_round_is_beside_a_prefill():
         off += not trial.speculating
         trial.learn(1, 30_000, 1, disturbed=True)
     assert 0 < off < 300
+
+
+class SharedSteps(ConcurrentRequests):
+    """A round of all takes the longer, the more of them guess: as given, where none or all do."""
+
+    def __init__(self, experience: Experience, off_us: float, tree_us: float) -> None:
+        super().__init__(experience, off_us, tree_us)
+        self.guessing: list[int] = []  # texts, of each round
+
+    def round_us(self, shapes: list[Arm]) -> float:
+        self.guessing.append(sum(not shape.off for shape in shapes))
+        return self.us[True] + (self.us[False] - self.us[True]) * self.guessing[-1] / len(shapes)
+
+
+@pytest.mark.parametrize("texts", [4, 8, 16, 32])
+def test_a_fresh_router_loses_two_percent_at_most_of_its_first_minute(texts):
+    """Two tokens a round that takes more than twice as long, which no predicted cost shows; 2000 rounds of 30 ms."""
+    requests = SharedSteps(Experience(), off_us=30_000, tree_us=70_000)
+    requests.answer(2000, texts)
+    assert requests.tokens / requests.spent_us > 0.98 * texts / 30_000
+    assert any(requests.guessing)
+
+
+@pytest.mark.parametrize("texts", [4, 8, 16, 32])
+def test_a_fresh_router_speculates_soon_where_that_emits_more(texts):
+    requests = SharedSteps(Experience(), off_us=30_000, tree_us=40_000)
+    requests.answer(2000, texts)
+    assert requests.tokens / requests.spent_us > 0.96 * 2 * texts / 40_000
+
+
+def test_a_fresh_routers_first_guesses_are_those_of_an_eighth_of_32_texts():
+    requests = SharedSteps(Experience(), off_us=30_000, tree_us=70_000)
+    requests.answer(16, texts=32)
+    assert requests.guessing[:4] == [0] * 4, "for comparison"
+    assert set(requests.guessing[4:]) <= {3, 4, 5}
+
+
+@pytest.mark.parametrize("share, texts", [(1 / 2, 4), (1 / 4, 8), (1 / 8, 16), (1 / 8, 32)])
+def test_places_of_requests_in_a_row_are_spread_over_any_share(share, texts):
+    concurrency = Concurrency()
+    places = [concurrency.next_place() for _ in range(500)]
+    for start in range(500 - texts):
+        chosen = sum(place < share for place in places[start : start + texts])
+        assert 1 <= chosen <= share * texts + 1.5
+
+
+@pytest.mark.parametrize(
+    ("known", "gain", "load", "speculates"),
+    [
+        (3, 0.7, 5, False),  # fewer texts lose by it
+        (3, 0.7, 2, None),
+        (4, 1.6, 2, True),  # more texts gain by it
+        (4, 1.6, 5, None),
+    ],
+)
+def test_a_new_loads_trial_begins_with_the_outcome_of_another_that_implies_its_own(known, gain, load, speculates):
+    concurrency = Concurrency()
+    concurrency.trials[known] = SpeculationTrial.begun(1.0, gain)
+    trial = concurrency.trial_at(load)
+    assert trial.settled is speculates
+    assert (trial.pilot is None) is (speculates is not None)
+    assert trial.resting is (speculates is False)
+
+
+def test_a_prior_begins_trials_without_an_outcome_and_their_own_measurement_replaces_its_gain():
+    experience = Experience()
+    ConcurrentRequests(experience, off_us=30_000, tree_us=70_000).answer(100)
+    gains = experience.concurrency.gains()
+    assert gains[4] < 0.9
+    other = Experience()
+    other.concurrency.begin_trials(gains)
+    changed = ConcurrentRequests(other, off_us=30_000, tree_us=40_000)
+    changed.answer(100)
+    assert set(changed.chosen) == {OFF}
+    changed.answer(int(FIRST_REST))
+    trial = other.concurrency.trials[4]
+    assert trial.speculating and trial.gain == pytest.approx(2 * 30 / 40)
+    other.concurrency.begin_trials(gains)
+    assert other.concurrency.trials[4] is trial
+
+
+def test_a_text_that_first_guesses_late_begins_with_what_others_learned_meanwhile():
+    experience = Experience()
+    late = RatioUCB([OFF, CHAIN], experience, temperature=0.0)
+    assert late.lengths[CHAIN].rounds == 0
+    with experience.concurrency.running(), experience.concurrency.running():
+        for _ in range(20):
+            experience.learn(CHAIN, tree(5, 2_000), verdict(4), 0.0)
+        late.choose()
+    assert (late.lengths[CHAIN].mean, late.lengths[CHAIN].rounds) == (4, 8)
 
 
 def test_a_request_counts_as_opening_until_its_text_is_open_or_it_ends():

@@ -235,10 +235,11 @@ def test_a_shapes_forwarded_rows_are_those_that_the_drafter_processes(text: str,
 def test_a_prior_is_unchanged_by_packing_and_unpacking():
     prior = prior_of(3, 20)
     prior.add(answer(2, 5, BUSHY)[0])
+    prior.gains = {4: 0.8, 1: 1.5}
     again = unpack_prior(pack_prior(prior))
     assert again.lengths == prior.lengths and again.ranks.keys() == prior.ranks.keys() == {"mamba"}
     assert (again.ranks["mamba"] == prior.ranks["mamba"].round(3)).all()
-    assert again.costs == prior.costs
+    assert again.costs == prior.costs and again.gains == prior.gains
     assert len(pack_prior(prior)) < 4096
 
 
@@ -291,6 +292,10 @@ def malformed() -> list[bytes]:
         (("costs", "0", "draft"), {"(1,1)": [1.0, 2]}),
         (("costs", "0", "draft"), {"off": [1.0, 2]}),
         (("costs",), {"light": {}}),
+        (("gains",), {"0": -1.0}),
+        (("gains",), {"0": float("nan")}),
+        (("gains",), {"99": 1.2}),
+        (("gains",), [1.2]),
     ):
         content = json.loads(json.dumps(good))
         inner = content
