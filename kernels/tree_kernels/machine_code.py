@@ -14,7 +14,7 @@ from llvmlite import binding
 
 TYPES: dict[str, Any] = {"i": ctypes.c_int64, "f": ctypes.c_float}
 CONTENTS = "contents.json"
-LIBRARY = ("sem_post", "sem_wait")
+LIBRARY = ("sched_yield", "sem_post", "sem_wait")
 """Functions of the C library that kernels may call."""
 
 

@@ -80,6 +80,18 @@ def fetch_add(typingctx: Any, address: Any, amount: Any) -> Any:
 
 
 @intrinsic
+def pause(typingctx: Any) -> Any:
+    """Tells the processor that this thread waits for another one's write."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        name, module = "llvm.x86.sse2.pause", builder.module
+        builder.call(module.globals.get(name) or ir.Function(module, ir.FunctionType(ir.VoidType(), []), name), [])
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
 def fused_multiply_add(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
     """a * b + c, rounded once."""
 

@@ -208,6 +208,29 @@ UNIT_ROWS = 64
 """The most rows in the check of a unit."""
 
 
+class _MadeLater:
+    """A form that is made when it is first called."""
+
+    __slots__ = ("_make", "form")
+
+    def __init__(self, make: Callable[[], Form]) -> None:
+        self._make = make
+        self.form: Form | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.form is None:
+            self.form = self._make()
+        return self.form(x)
+
+
+def packed_weight(layer: nn.Module) -> PackedWeight | None:
+    """The packed weight of a layer that has been called, where its product is this project's own and its results are
+    plain tensors."""
+    form = vars(layer).get("forward")
+    made = form.form if isinstance(form, _MadeLater) else None
+    return made if isinstance(made, PackedWeight) else None
+
+
 class RowForms:
     """The forms of a model's weights, chosen once for each kind of weight."""
 
@@ -257,18 +280,15 @@ class RowForms:
             self._why_library = self._why_library or why
             return self.of(weight, bias)
         self._counts[self._name(self._choice(weight, bias, may_pack=True))] += 1
-        form: Form | None = None
 
-        def run(x: Tensor) -> Tensor:
-            nonlocal form
-            if form is None:
-                form = self._form(layers[0].weight, bias, may_pack=True)
-                remains = nn.Parameter(layers[0].weight.to("meta"), requires_grad=False)
-                for layer in layers:
-                    layer.weight = remains
-            return form(x)
+        def make() -> Form:
+            form = self._form(layers[0].weight, bias, may_pack=True)
+            remains = nn.Parameter(layers[0].weight.to("meta"), requires_grad=False)
+            for layer in layers:
+                layer.weight = remains
+            return form
 
-        return run
+        return _MadeLater(make)
 
     def unit(self, weight: Tensor, bias: Tensor | None = None, may_pack: bool = False) -> int:
         """An expert's rows are padded to multiples of this: the first of UNITS that passes the check, else the smallest

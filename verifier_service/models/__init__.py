@@ -27,6 +27,7 @@ from tree_layers.tree_mixers import MixerLayout
 from verifier_service.collectives import Collectives
 from verifier_service.models.activations import make_activations_safe
 from verifier_service.models.attention_layers import use_attention_layers
+from verifier_service.models.decoder_layers import use_decoder_layers
 from verifier_service.models.experts import seat_experts
 from verifier_service.models.families import (
     FamilyError,
@@ -221,6 +222,7 @@ def _load(
     attention = _choose_attention(run, device, bool(mixers))
     if run.compiled and group is None:
         use_attention_layers(model, run, positions)
+        use_decoder_layers(model, run, positions)
     if not mixers:  # their library forwards are replaced, so there are no logits to compare with
         check_logits(folder, model, seated, run, vocabulary, positions)
         check_layer_types(folder, model)

@@ -6,8 +6,8 @@ rotary embedding makes of the layer's products, and what it returns must be its 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from tree_kernels.tree_attention import Layout, TreeRows
-from tree_kernels.tree_attention.compiled import RowRotation, attend_compiled, compiled_step
+from tree_kernels.tree_attention.compiled import CompiledStep, RowRotation, attend_compiled, compiled_step
 
 from verifier_service.models.families import attending_by
 from verifier_service.models.seats import ATTENTION, ForwardContext, Seat
@@ -26,6 +26,18 @@ ROWS = 8
 """Rows of the recorded forward."""
 FARTHEST = 1 << 20
 """The last recorded position of a model that names no last one is below this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attends:
+    """What the attention of a layer with our forward computes with."""
+
+    layer: int  # its number among those that attend
+    layout: Layout
+    scaling: float
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None
 
 
 @dataclass(slots=True)
@@ -81,22 +93,31 @@ def use_attention_layers(model: PreTrainedModel, run: ForwardContext, positions:
     try:
         for layer in layers:
             with_hooks.append(layer.register_forward_hook(_note, with_kwargs=True))
-        rows = torch.arange(ROWS)
-        tokens = rows * 7 % model.config.get_text_config().vocab_size
-        places = rows * (min(positions, FARTHEST) - 1) // (ROWS - 1)
-        # A family's forward may raise anything; layers that are not recorded keep theirs.
-        with suppress(Exception), attending_by(model, RECORDING), torch.inference_mode():
-            model(input_ids=tokens[None], position_ids=places[None], use_cache=False)
-        count = 0
-        for layer in layers:
-            found = _recorded.get(id(layer))
-            if found is not None and (forward := _agreeing_forward(layer, run, found)) is not None:
-                layer.forward = forward
-                count += 1
-        return count
+        with recording(model, positions):
+            count = 0
+            for layer in layers:
+                found = _recorded.get(id(layer))
+                if found is not None and (forward := _agreeing_forward(layer, run, found)) is not None:
+                    layer.forward = forward
+                    count += 1
+            return count
     finally:
         for hook in with_hooks:
             hook.remove()
+
+
+@contextmanager
+def recording(model: PreTrainedModel, positions: int) -> Iterator[None]:
+    """Context after a forward of ROWS rows, at positions up to the last, whose attention returned random rows."""
+    rows = torch.arange(ROWS)
+    tokens = rows * 7 % model.config.get_text_config().vocab_size
+    places = rows * (min(positions, FARTHEST) - 1) // (ROWS - 1)
+    try:
+        # A family's forward may raise anything; layers that are not recorded keep theirs.
+        with suppress(Exception), attending_by(model, RECORDING), torch.inference_mode():
+            model(input_ids=tokens[None], position_ids=places[None], use_cache=False)
+        yield
+    finally:
         _recorded.clear()
 
 
@@ -110,7 +131,7 @@ def _has_parts(module: Any) -> bool:
     return all(isinstance(getattr(module, name, None), nn.Linear) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
 
 
-def _rotation(given: dict[str, Any]) -> RowRotation | None:
+def rotation_of(given: dict[str, Any]) -> RowRotation | None:
     """The cosines and sines that a layer is called with; None where it has none of the expected shape."""
     match given.get("position_embeddings"):
         case (Tensor() as cos, Tensor() as sin) if cos.shape == sin.shape and cos.dim() == 3 and len(cos) == 1:
@@ -118,7 +139,7 @@ def _rotation(given: dict[str, Any]) -> RowRotation | None:
     return None
 
 
-def _projected(layer: Any, hidden: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+def projected(layer: Any, hidden: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values [heads, rows, dim] of hidden rows [1, rows, D], before their rotation."""
     query = layer.q_proj(hidden).view(hidden.shape[1], -1, layout.key_dim)
     key = layer.k_proj(hidden).view(hidden.shape[1], -1, layout.key_dim)
@@ -128,6 +149,14 @@ def _projected(layer: Any, hidden: Tensor, layout: Layout) -> tuple[Tensor, Tens
     return query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
 
 
+def recorded_step() -> CompiledStep:
+    """ROWS rows of one text, in slots from 1 on."""
+    rows = torch.arange(ROWS)
+    slots = rows + 1
+    near = torch.cat([torch.zeros(ROWS, ROWS, dtype=torch.int64), slots.expand(ROWS, -1).tril()], 1)
+    return compiled_step(TreeRows(rows, slots, near, [], ROWS))
+
+
 def _agreeing_forward(layer: Any, run: ForwardContext, found: _Recorded) -> Callable[..., Any] | None:
     """Our forward of a layer; None where its results are not the recorded."""
     if found.query is None or found.key is None or found.value is None or found.attended is None:
@@ -135,18 +164,15 @@ def _agreeing_forward(layer: Any, run: ForwardContext, found: _Recorded) -> Call
     seat: Seat = layer.dendro_seat
     layout, library = run.probed[seat.index].layout, layer.forward
     scale = layout.key_dim**-0.5 if found.scaling is None else found.scaling
-    rotation, hidden = _rotation(found.given), found.given.get("hidden_states")
+    rotation, hidden = rotation_of(found.given), found.given.get("hidden_states")
     if rotation is None or not isinstance(hidden, Tensor) or rotation.cos.dtype != hidden.dtype:
         return None
-    rows = torch.arange(ROWS)
-    slots = rows + 1
-    near = torch.cat([torch.zeros(ROWS, ROWS, dtype=torch.int64), slots.expand(ROWS, -1).tril()], 1)
-    step = compiled_step(TreeRows(rows, slots, near, [], ROWS))
+    step = recorded_step()
     pools = [layout.pool(1 + ROWS, hidden.device) for _ in range(2)]
     try:
         with torch.inference_mode():
-            projected = _projected(layer, hidden, layout)
-            ours = attend_compiled(*projected, pools[0], step, layout, scale, rotation=rotation)
+            parts = projected(layer, hidden, layout)
+            ours = attend_compiled(*parts, pools[0], step, layout, scale, rotation=rotation)
             theirs = attend_compiled(found.query[0], found.key[0], found.value[0], pools[1], step, layout, scale)
             made = layer.o_proj(found.attended.reshape(1, ROWS, -1))
     except Exception:  # a layer of these parts may use them in any way
@@ -156,16 +182,17 @@ def _agreeing_forward(layer: Any, run: ForwardContext, found: _Recorded) -> Call
     if ours.dtype != theirs.dtype or not torch.equal(made, found.made):
         return None
     window, softcap, sinks = found.window, found.softcap, found.sinks
+    layer.dendro_attends = Attends(seat.index, layout, scale, window, softcap, sinks)
     expected = found.given.keys()
 
     def forward(*args: Any, **named: Any) -> Any:
-        rotation = None if args or named.keys() != expected else _rotation(named)
+        rotation = None if args or named.keys() != expected else rotation_of(named)
         if rotation is None or run.pages is None or layer.config._attn_implementation != ATTENTION:
             return library(*args, **named)
         if not isinstance(run.step, TreeRows):  # an accelerator's kernels run, which attend by the model's interface
             return library(*args, **named)
         hidden = named["hidden_states"]
-        query, key, value = _projected(layer, hidden, layout)
+        query, key, value = projected(layer, hidden, layout)
         pool, step = run.pages.layers[seat.index], run.compiled_step
         made = attend_compiled(query, key, value, pool, step, layout, scale, window, softcap, sinks, rotation)
         return layer.o_proj(made.view(1, len(made), -1)), None

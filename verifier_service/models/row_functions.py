@@ -28,12 +28,19 @@ def use_row_functions(model: nn.Module) -> int:
     if why_not_compiled():
         return 0
     count = 0
+    module: Any
     for module in model.modules():
         width, ours = _norm(module) or _gated_mlp(module) or (0, None)
         if ours is not None and _agrees(module, ours, width):
-            module.forward = ours
+            module.forward = module.dendro_row_function = ours
             count += 1
     return count
+
+
+def has_row_function(module: Any) -> bool:
+    """Whether a module's forward is our function."""
+    function = getattr(module, "dendro_row_function", None)
+    return function is not None and module.forward is function
 
 
 def _norm(module: Any) -> tuple[int, Callable[[Tensor], Tensor]] | None:

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -99,42 +100,50 @@ class PackedWeight:
     ) -> None:
         """dtype: of the results; None: the weight's"""
         self.outputs, self.inputs = weight.shape
-        self._dtype = dtype or weight.dtype
+        self.dtype = dtype or weight.dtype  # of results
         self._threads = min(threads, 1 + MOST_HELPERS) if weight.numel() >= THREADED else 1
         self._panels = pack(weight, panel())
         self._bias = None if bias is None else bias.detach().float().contiguous()
         self._tiles = tile_table(PRECISIONS[weight.dtype])
         kernels = _kernels()
-        self._product, self._units = kernels.functions["product"], kernels.address("units")
+        self._product, self.kernel = kernels.functions["product"], kernels.address("units")
         call = self._call = np.zeros(len(Argument), np.int64)  # what all calls have in common
         call[Argument.INPUTS], call[Argument.OUTPUTS] = self.inputs, self.outputs
         call[Argument.WEIGHTS], call[Argument.TILES] = self._panels.data_ptr(), self._tiles.data_ptr()
         call[Argument.ENTRY_BYTES] = panel() * weight.dtype.itemsize
-        call[Argument.TARGET_KIND] = PRECISIONS[self._dtype]
+        call[Argument.TARGET_KIND] = PRECISIONS[self.dtype]
         if self._bias is not None:
             call[Argument.BIAS] = self._bias.data_ptr()
+
+    def call(self, x: int, rows: int, target: int, scratch: int, residual: int = 0) -> npt.NDArray[np.int64]:
+        """The arguments of `kernel`, which computes units until none is left, by `Argument`. Arrays are addresses.
+
+        x  [rows, inputs] float32   target, residual  [rows, outputs] of `dtype`   scratch  [threads, SCRATCH] float32
+        """
+        panels = WIDEST if rows <= MOST else 1
+        call = self._call.copy()
+        call[Argument.X], call[Argument.ROWS], call[Argument.TARGET] = x, rows, target
+        call[Argument.UNITS], call[Argument.UNIT_PANELS] = -(-len(self._panels) // panels), panels
+        call[Argument.SCRATCH], call[Argument.RESIDUAL] = scratch, residual
+        return call
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., inputs] of bfloat16, float16 or float32 -> [..., outputs]. Raises ValueError for other rows."""
         if x.shape[-1] != self.inputs or x.dtype not in PRECISIONS:
             raise ValueError(f"rows {list(x.shape)} of {x.dtype} do not fit {self.inputs} inputs")
-        made = torch.empty(*x.shape[:-1], self.outputs, dtype=self._dtype)
+        made = torch.empty(*x.shape[:-1], self.outputs, dtype=self.dtype)
         rows = made.numel() // self.outputs
         if not rows:
             return made
         given = x.contiguous()
         widened = given if given.dtype == torch.float32 else torch.empty(rows, self.inputs)
-        panels = WIDEST if rows <= MOST else 1
-        call = self._call.copy()
-        call[Argument.X], call[Argument.ROWS], call[Argument.TARGET] = widened.data_ptr(), rows, made.data_ptr()
-        call[Argument.UNITS], call[Argument.UNIT_PANELS] = -(-len(self._panels) // panels), panels
         shared = self._threads > 1 and _helpers.lock.acquire(blocking=False)  # the bits do not depend on the threads
         try:
             count = _helpers.at_most(self._threads - 1) if shared else 0
             scratch = torch.empty((count + 1) * SCRATCH)
-            call[Argument.SCRATCH] = scratch.data_ptr()
+            call = self.call(widened.data_ptr(), rows, made.data_ptr(), scratch.data_ptr())
             given_as = PRECISIONS[given.dtype]
-            self._product(call.ctypes.data, given.data_ptr(), given_as, self._units, _helpers.address, count)
+            self._product(call.ctypes.data, given.data_ptr(), given_as, self.kernel, _helpers.address, count)
         finally:
             if shared:
                 _helpers.lock.release()

@@ -30,9 +30,11 @@ I64 = types.int64
 _called = njit(**INLINED)
 
 BF16, F16, F32 = (int(kind) for kind in Precision)
-(X, ROWS, INPUTS, WEIGHTS, BIAS, TARGET, OUTPUTS, TARGET_KIND, SUMS_OF, UNITS, UNIT_PANELS, ENTRY, TILES_OF, NEXT) = (
-    int(place) for place in Argument
-)
+_PLACES = tuple(int(place) for place in Argument)
+(X, ROWS, INPUTS, WEIGHTS, BIAS, TARGET, OUTPUTS, TARGET_KIND, SUMS_OF, UNITS, UNIT_PANELS, ENTRY, TILES_OF) = _PLACES[
+    :13
+]
+(NEXT, RESIDUAL) = _PLACES[13:]
 START, DONE = 8 * Helper.START, 8 * Helper.DONE
 CALL, THREAD, FUNCTION = int(Helper.CALL), int(Helper.THREAD), int(Helper.FUNCTION)
 HELPER_BYTES = 8 * Helper.SIZE
@@ -88,6 +90,26 @@ def finish(sums: int, bias: int, target: int, count: int, kind: int) -> None:
         numbers = floats(target)
         for i in range(count):
             numbers[i] = given[i]
+
+
+@_called
+def add(residual: int, target: int, count: int, kind: int) -> None:
+    """Adds `count` numbers to those of the target, all of this kind, and rounds once, as torch does."""
+    if kind == BF16:
+        added, made = halves(residual), halves(target)
+        for i in range(count):
+            sum_ = float_of(types.uint32(added[i]) << types.uint32(16)) + float_of(
+                types.uint32(made[i]) << types.uint32(16)
+            )
+            made[i] = bf16_bits(sum_)
+    elif kind == F16:
+        added, made = halves(residual), halves(target)
+        for i in range(count):
+            made[i] = half_bits(half_value(added[i]) + half_value(made[i]))
+    else:
+        numbers, sums = floats(residual), floats(target)
+        for i in range(count):
+            sums[i] = numbers[i] + sums[i]
 
 
 @_called
@@ -163,6 +185,7 @@ def units(call: int, thread: int) -> None:
     bias, target, outputs, target_kind = given[BIAS], given[TARGET], given[OUTPUTS], given[TARGET_KIND]
     sums = given[SUMS_OF] + thread * SCRATCH * 4
     count, wide, entry, table = given[UNITS], given[UNIT_PANELS], given[ENTRY], given[TILES_OF]
+    residual = given[RESIDUAL]
     step, x_step = inputs * entry, inputs * 4
     part = PART_BYTES // entry
     all_panels = (outputs + PANEL - 1) // PANEL
@@ -198,8 +221,10 @@ def units(call: int, thread: int) -> None:
             wanted = min(panels * PANEL, outputs - first * PANEL)
             own = bias + first * SUMS if bias != 0 else 0
             for row in range(some):
-                place = target + ((top + row) * outputs + first * PANEL) * size
-                finish(sums + row * sums_step, own, place, wanted, target_kind)
+                place = ((top + row) * outputs + first * PANEL) * size
+                finish(sums + row * sums_step, own, target + place, wanted, target_kind)
+                if residual != 0:
+                    add(residual + place, target + place, wanted, target_kind)
             top += CHUNK
 
 

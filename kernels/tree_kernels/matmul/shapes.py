@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from enum import IntEnum
 
 from tree_kernels.processor import lanes, panel
@@ -45,6 +46,7 @@ class Argument(IntEnum):
     ENTRY_BYTES = 11  # of one input's weights in a panel
     TILES = 12  # of each number of rows: panels of its wide tile, that tile's address, the address of the tile of one
     NEXT = 13  # the next unit that no thread has taken
+    RESIDUAL = 14  # [rows, outputs] of TARGET_KIND, which the rounded results are added to; or 0
 
 
 class Helper(IntEnum):
@@ -56,6 +58,12 @@ class Helper(IntEnum):
     THREAD = 17
     FUNCTION = 18  # the address of what the thread runs with CALL and THREAD
     SIZE = 24
+
+
+def float_bits(number: float) -> int:
+    """The bits of the nearest float32, as a call's arguments hold them."""
+    bits: int = struct.unpack("<I", struct.pack("<f", number))[0]
+    return bits
 
 
 def symbol(kind: Precision, rows: int, panels: int) -> str:

@@ -5,23 +5,31 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tree_kernels.kernel_cache import NoKernelsError, load_kernels
 from tree_kernels.matmul.cpu import PRECISIONS
-from tree_kernels.row_functions.shapes import SUMS
+from tree_kernels.matmul.shapes import float_bits
+from tree_kernels.row_functions.shapes import UNIT, norm_scratch
+
+
+def _kernels() -> Any:
+    return load_kernels("tree_kernels.row_functions.loops")
 
 
 @cache
-def _functions() -> Any:
-    return load_kernels("tree_kernels.row_functions.loops").functions
+def row_kernels() -> tuple[int, int, int]:
+    """The addresses of the kernels of norms, gates and widening (`shapes.py`)."""
+    norms, gates, widened = map(_kernels().address, ("norms", "gates", "widened"))
+    return norms, gates, widened
 
 
 def why_not_compiled() -> str:
     """Why the functions cannot be compiled here; empty if they can."""
     try:
-        _functions()
+        _kernels()
     except NoKernelsError as error:
         return str(error)
     return ""
@@ -37,10 +45,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     given = x.contiguous()
     made = torch.empty_like(given)
     width = len(weight)
-    scratch = torch.empty(SUMS + width)
-    addresses = (given.data_ptr(), weight.data_ptr(), made.data_ptr())
-    rows = given.numel() // width
-    _functions()["rms_norm"](*addresses, rows, width, PRECISIONS[x.dtype], scratch.data_ptr(), eps)
+    scratch, kind = torch.empty(norm_scratch(width)), PRECISIONS[x.dtype]
+    addresses, sizes = (given.data_ptr(), weight.data_ptr(), made.data_ptr()), (given.numel() // width, width)
+    call = np.array([*addresses, *sizes, kind, kind, float_bits(eps), scratch.data_ptr(), 0], np.int64)
+    _kernels().functions["norms"](call.ctypes.data, 0)
     return made
 
 
@@ -50,6 +58,8 @@ def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
         raise ValueError(f"gates {list(gate.shape)} of {gate.dtype} do not fit {list(up.shape)} of {up.dtype}")
     gate, up = gate.contiguous(), up.contiguous()
     made = torch.empty_like(gate)
+    scratch, kind = torch.empty(UNIT), PRECISIONS[gate.dtype]
     addresses = (gate.data_ptr(), up.data_ptr(), made.data_ptr())
-    _functions()["gated_silu"](*addresses, gate.numel(), PRECISIONS[gate.dtype])
+    call = np.array([*addresses, gate.numel(), kind, kind, scratch.data_ptr(), 0], np.int64)
+    _kernels().functions["gates"](call.ctypes.data, 0)
     return made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from tree_kernels.kernel_cache import NoKernelsError, load_kernels
 from tree_kernels.matmul.cpu import MOST_HELPERS, PRECISIONS, helpers
+from tree_kernels.matmul.shapes import Precision, float_bits
 from tree_kernels.tree_attention.rows import LOG2_E, PAGE, FarRows, Layout, TreeRows
 from tree_kernels.tree_attention.shapes import (
     BLOCK_ROWS,
@@ -56,9 +56,9 @@ def _kernels() -> Kernels:
 
 
 @cache
-def _units() -> int:
-    """The address of the kernel that helpers run."""
-    return _kernels().address("units")
+def attention_kernels() -> tuple[int, int]:
+    """The addresses of the kernels that write a step's keys and values, and that attend."""
+    return _kernels().address("write_rows"), _kernels().address("units")
 
 
 @cache
@@ -80,6 +80,22 @@ class RowRotation:
 
     cos: Tensor
     sin: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRows:
+    """Queries, keys or values [heads, padded, dim] in memory: an address, and bytes from a head and a row to the
+    next."""
+
+    address: int
+    head: int
+    row: int
+
+    @classmethod
+    def of(cls, rows: Tensor) -> HeadRows:
+        """rows [heads, padded, dim], whose last stride is 1."""
+        size = rows.element_size()
+        return cls(rows.data_ptr(), rows.stride(0) * size, rows.stride(1) * size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,41 +188,22 @@ def attend_compiled(
     made = torch.empty(padded, heads, layout.value_dim, dtype=dtype if dtype in PRECISIONS else torch.float32)
     sink = None if sinks is None else (sinks.float() * LOG2_E).contiguous()
     cos, sin = (query, query) if rotation is None else (rotation.cos.contiguous(), rotation.sin.contiguous())
-    size = query.element_size()
     call = step.words.copy()
-    call[AttentionArgument.QUERY :] = (
-        query.data_ptr(),
-        query.stride(0) * size,
-        query.stride(1) * size,
-        key.data_ptr(),
-        key.stride(0) * size,
-        key.stride(1) * size,
-        value.data_ptr(),
-        value.stride(0) * size,
-        value.stride(1) * size,
+    call[AttentionArgument.QUERY :] = layer_words(
+        (HeadRows.of(query), HeadRows.of(key), HeadRows.of(value)),
         PRECISIONS[query.dtype],
         made.data_ptr(),
         PRECISIONS[made.dtype],
         pool.data_ptr(),
-        layout.kv_heads,
+        layout,
         group,
-        layout.key_dim,
-        layout.value_dim,
-        layout.width,
-        window or 0,
+        scaling,
+        window,
+        softcap,
         0 if sink is None else sink.data_ptr(),
-        _bits(scaling * LOG2_E if softcap is None else scaling / softcap),
-        0 if softcap is None else _bits(softcap * LOG2_E),
-        cos.data_ptr(),
-        sin.data_ptr(),
-        0 if rotation is None else cos.shape[1],
-        _tiles().ctypes.data,
-        0,
-        0,
-        0,
+        (cos.data_ptr(), sin.data_ptr(), 0 if rotation is None else cos.shape[1]),
     )
-    lines = step.block_rows * group
-    each = scratch_floats(lines, layout.key_dim, layout.value_dim, step.columns)
+    each = scratch_floats(step.block_rows * group, layout.key_dim, layout.value_dim, step.columns)
     threads = step.threads if step.keys * layout.token_bytes > THREADED else 1
     shared = helpers()
     held = threads > 1 and shared.lock.acquire(blocking=False)  # the bits do not depend on the threads
@@ -214,14 +211,47 @@ def attend_compiled(
         count = shared.at_most(threads - 1) if held else 0
         scratch = torch.empty((count + 1) * each)
         call[AttentionArgument.SCRATCH], call[AttentionArgument.SCRATCH_BYTES] = scratch.data_ptr(), 4 * each
-        _kernels().functions["attend"](call.ctypes.data, _units(), shared.address, count)
+        _kernels().functions["attend"](call.ctypes.data, *attention_kernels(), shared.address, count)
     finally:
         if held:
             shared.lock.release()
     return made.to(dtype)
 
 
-def _bits(number: float) -> int:
-    """The bits of the nearest float32."""
-    bits: int = struct.unpack("<I", struct.pack("<f", number))[0]
-    return bits
+def layer_words(
+    given: tuple[HeadRows, HeadRows, HeadRows],
+    kind: Precision,
+    target: int,
+    target_kind: Precision,
+    pool: int,
+    layout: Layout,
+    group: int,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: int,
+    rotation: tuple[int, int, int],
+) -> tuple[int, ...]:
+    """The arguments of a layer's call, from `AttentionArgument.QUERY` on; its scratch memory is to be added.
+
+    given: queries, keys and values   rotation: addresses of cosines and sines, and how many numbers of a row they have
+    """
+    return (
+        *(number for each in given for number in (each.address, each.head, each.row)),
+        kind,
+        target,
+        target_kind,
+        pool,
+        layout.kv_heads,
+        group,
+        layout.key_dim,
+        layout.value_dim,
+        layout.width,
+        window or 0,
+        sinks,
+        float_bits(scaling * LOG2_E if softcap is None else scaling / softcap),
+        0 if softcap is None else float_bits(softcap * LOG2_E),
+        *rotation,
+        _tiles().ctypes.data,
+        *[0] * (len(AttentionArgument) - AttentionArgument.SCRATCH),
+    )

@@ -17,7 +17,7 @@ from tree_kernels.translating import INLINED
 from tree_kernels.tree_attention.rows import PAGE
 from tree_kernels.tree_attention.shapes import LANES, TILE_LINES, AttentionArgument, Block
 from tree_kernels.tree_attention.tiles import tiles
-from tree_kernels.vectors import fetch_add, float_of, floats, half_bits, half_value, halves, longs
+from tree_kernels.vectors import call_kernel, fetch_add, float_of, floats, half_bits, half_value, halves, longs
 
 _called = njit(**INLINED)
 BF16, F16 = int(Precision.BF16), int(Precision.F16)
@@ -25,7 +25,7 @@ _PLACES = tuple(int(place) for place in AttentionArgument)
 (ROWS, PADDED, POSITIONS, SLOTS, NEAR, COLUMNS, BLOCKS, BLOCK_COUNT, PAGES) = _PLACES[:9]
 (QUERY, QUERY_HEAD, QUERY_ROW, KEY, KEY_HEAD, KEY_ROW, VALUE, VALUE_HEAD, VALUE_ROW) = _PLACES[9:18]
 (KIND, TARGET, TARGET_KIND, POOL, KV_HEADS, GROUP, KEY_DIM, VALUE_DIM, WIDTH) = _PLACES[18:27]
-(WINDOW, SINKS, SCALE, CAP, COSINES, SINES, ROTATED, TILES_OF, SCRATCH, EACH, NEXT) = _PLACES[27:]
+(WINDOW, SINKS, SCALE, CAP, COSINES, SINES, ROTATED, TILES_OF, SCRATCH, EACH, NEXT, WRITERS) = _PLACES[27:]
 START, STOP, FIRST_PAGE, PAGE_COUNT, PAGE_INDEX = (int(place) for place in Block)
 BLOCK_BYTES = 8 * len(Block)
 HIDDEN = float32(-float("inf"))
@@ -64,10 +64,10 @@ def rotate(target: int, table: int, count: int, kind: int) -> None:
 
 
 @_called
-def write(call: int) -> None:
+def write(call: int, thread: int) -> None:
     """Writes every row's keys, rotated, and values into its slot, and ones after them."""
     its = longs(call)
-    table, rotated = its[SCRATCH], its[ROTATED]
+    table, rotated = its[SCRATCH] + thread * its[EACH], its[ROTATED]
     slots, kind, width = longs(its[SLOTS]), its[KIND], its[WIDTH]
     key_dim, value_dim = its[KEY_DIM], its[VALUE_DIM]
     for row in range(its[ROWS]):
@@ -286,17 +286,24 @@ def clear_padding(call: int) -> None:
         made[place] = types.uint16(0)
 
 
-def attend(call: int, function: int, helpers: int, count: int) -> None:
+def write_rows(call: int, thread: int) -> None:
+    """Writes the rows' keys and values, in the first thread that comes."""
+    if fetch_add(call + WRITERS * 8, 1) == 0:
+        write(call, thread)
+        clear_padding(call)
+
+
+def attend(call: int, writing: int, function: int, helpers: int, count: int) -> None:
     """Writes the rows' keys and values, and computes their attention.
 
-    function: the address of `units`   helpers: of `count` helpers' memory
+    writing, function: the addresses of `write_rows` and `units`   helpers: of `count` helpers' memory
     """
-    write(call)
-    clear_padding(call)
-    longs(call)[NEXT] = 0
+    its = longs(call)
+    its[NEXT] = its[WRITERS] = 0
+    call_kernel(writing, call, 0)
     share(call, function, helpers, count)
 
 
-KERNELS = {"attend": (attend, "iiii"), "units": (units, "ii")}
+KERNELS = {"attend": (attend, "iiiii"), "write_rows": (write_rows, "ii"), "units": (units, "ii")}
 """The functions that are compiled, and their arguments: i int64, f float32."""
 TILES = tiles()

@@ -1,0 +1,24 @@
+"""The layer in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from tree_kernels.row_functions.reference import gated_silu, rms_norm
+
+Rows = Callable[[Tensor], Tensor]
+
+
+def decoder_layer(
+    x: Tensor, norms: tuple[Tensor, Tensor], eps: float, attention: Rows, mlp: tuple[Rows, ...]
+) -> Tensor:
+    """x [rows, D], norms: the two weights [D] -> [rows, D].
+
+    attention: of normed rows, with its four products   mlp: the products of gates, of what they multiply, and back to D
+    """
+    gate, up, down = mlp
+    middle = x + attention(rms_norm(x, norms[0], eps))
+    normed = rms_norm(middle, norms[1], eps)
+    return middle + down(gated_silu(gate(normed), up(normed)))

@@ -1,0 +1,146 @@
+"""A decoder layer in one call gives the bits of the single calls, for any rows and threads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tree_kernels.decoder_layer import DecoderLayer, LayerWeights, Workspace, reference, why_not_compiled
+from tree_kernels.matmul import PackedWeight
+from tree_kernels.row_functions import gated_silu, rms_norm
+from tree_kernels.tree_attention import Layout, TreeRows
+from tree_kernels.tree_attention.compiled import RowRotation, attend_compiled, compiled_step
+
+pytestmark = pytest.mark.skipif(bool(why_not_compiled()), reason=why_not_compiled())
+
+WIDTH, INNER, HEADS, LAYOUT, NEAR, EPS = 48, 2100, 4, Layout(2, 16, 24), 16, (1e-5, 1e-3)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SHAPES = {
+    "query": (HEADS * LAYOUT.key_dim, WIDTH),
+    "key": (LAYOUT.kv_heads * LAYOUT.key_dim, WIDTH),
+    "value": (LAYOUT.kv_heads * LAYOUT.value_dim, WIDTH),
+    "output": (WIDTH, HEADS * LAYOUT.value_dim),
+    "gate": (INNER, WIDTH),
+    "up": (INNER, WIDTH),
+    "down": (WIDTH, INNER),
+}
+
+
+def weights(dtype, biased=True, **changed):
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers(*shape):
+        return (torch.randn(shape, generator=generator) / shape[-1] ** 0.5).to(dtype)
+
+    packed = {
+        name: PackedWeight(numbers(*shape), numbers(shape[0]) if biased else None) for name, shape in SHAPES.items()
+    }
+    norms = 1 + numbers(WIDTH), 1 + numbers(WIDTH)
+    return LayerWeights(**{"norms": norms, "eps": EPS, **packed, "layout": LAYOUT, "scaling": 0.25, **changed})
+
+
+def step_of(rows, padded):
+    """Rows of one text, each of which sees those before it."""
+    places = torch.arange(rows)
+    near = torch.zeros(rows, 2 * NEAR, dtype=torch.int64)
+    for row in range(rows):
+        first = NEAR * (row // NEAR - 1)
+        for column in range(2 * NEAR):
+            if 0 <= first + column <= row:
+                near[row, column] = 1 + first + column
+    return TreeRows(places, places + 1, near, [], padded)
+
+
+def given(padded, dtype):
+    generator = torch.Generator().manual_seed(1)
+    x = (3 * torch.randn(padded, WIDTH, generator=generator)).to(dtype)
+    angles = torch.arange(padded)[:, None] * torch.rand(LAYOUT.key_dim // 2, generator=generator)
+    turned = torch.cat([angles, angles], 1)
+    return x, RowRotation(turned.cos().to(dtype), turned.sin().to(dtype))
+
+
+def single_calls(its, x, pool, step, rotation):
+    """The layer by `reference.py`'s steps, each of them a call of its own."""
+
+    def heads(rows, dim):
+        return rows.view(len(x), -1, dim).transpose(0, 1)
+
+    normed = rms_norm(x, its.norms[0], its.eps[0])
+    parts = heads(its.query(normed), 16), heads(its.key(normed), 16), heads(its.value(normed), 24)
+    rest = its.layout, its.scaling, its.window, its.softcap, its.sinks, rotation
+    middle = x + its.output(attend_compiled(*parts, pool, step, *rest).flatten(1))
+    normed = rms_norm(middle, its.norms[1], its.eps[1])
+    return middle + its.down(gated_silu(its.gate(normed), its.up(normed)))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(
+    "changed", [{}, {"window": 5, "softcap": 2.0, "sinks": torch.arange(4.0)}], ids=["plain", "all"]
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_layer_gives_the_bits_of_its_single_calls(dtype, changed, threads):
+    its = weights(dtype, **changed)
+    layer = DecoderLayer(its, Workspace(), threads)
+    for rows, padded in ((1, 1), (40, 48), (3, 3), (7, 8), (1, 1)):  # the workspace grows, and is used again
+        x, rotation = given(padded, dtype)
+        step = compiled_step(step_of(rows, padded), threads)
+        pools = [LAYOUT.pool(64, x.device) for _ in range(2)]
+        got = layer(x, pools[0], step, rotation)
+        assert got.dtype == dtype and torch.equal(got, single_calls(its, x, pools[1], step, rotation))
+        assert torch.equal(*pools) and bool(pools[0].any())
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_row_has_the_same_bits_alone_and_among_others(threads):
+    layer = DecoderLayer(weights(torch.bfloat16, biased=False), Workspace(), threads)
+    x, rotation = given(20, torch.bfloat16)
+    step, pool = step_of(20, 20), LAYOUT.pool(64, x.device)
+    truth = layer(x, pool, compiled_step(step, threads), rotation)
+    for row in range(20):
+        one = slice(row, row + 1)
+        alone = TreeRows(step.positions[one], step.slots[one], step.near[one], [], 1)
+        turn = RowRotation(rotation.cos[one], rotation.sin[one])
+        assert torch.equal(layer(x[one], pool, compiled_step(alone, threads), turn)[0], truth[row])
+
+
+def test_layers_that_share_a_workspace_do_not_change_each_others_results():
+    shared = Workspace()
+    its = weights(torch.bfloat16), weights(torch.bfloat16, eps=(0.5, 0.5))
+    layers = [DecoderLayer(each, shared, 2) for each in its]
+    for rows in (2, 33, 2, 5):
+        x, rotation = given(rows, torch.bfloat16)
+        step = compiled_step(step_of(rows, rows), 2)
+        for layer, each in zip(layers, its, strict=True):
+            pools = [LAYOUT.pool(64, x.device) for _ in range(2)]
+            assert torch.equal(layer(x, pools[0], step, rotation), single_calls(each, x, pools[1], step, rotation))
+
+
+def test_a_layer_is_near_its_formula():
+    its = weights(torch.float32)
+    x, rotation = given(8, torch.float32)
+    step, pools = compiled_step(step_of(8, 8)), [LAYOUT.pool(16, x.device) for _ in range(2)]
+
+    def attention(normed):
+        query, key, value = (part(normed).view(8, -1, 16) for part in (its.query, its.key, its.value))
+        heads = query.transpose(0, 1), key.transpose(0, 1), value.reshape(8, -1, 24).transpose(0, 1)
+        return its.output(attend_compiled(*heads, pools[1], step, LAYOUT, 0.25, rotation=rotation).flatten(1))
+
+    its_eps = weights(torch.float32, eps=(1e-5, 1e-5))
+    got = DecoderLayer(its_eps, Workspace())(x, pools[0], step, rotation)
+    expected = reference.decoder_layer(x, its.norms, 1e-5, attention, (its.gate, its.up, its.down))
+    assert torch.allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_weights_and_rows_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="MLP"):
+        DecoderLayer(weights(torch.float32, gate=PackedWeight(torch.ones(5, WIDTH))), Workspace())
+    with pytest.raises(ValueError, match="dtypes"):
+        DecoderLayer(weights(torch.float32, gate=PackedWeight(torch.ones(INNER, WIDTH).half())), Workspace())
+    layer = DecoderLayer(weights(torch.float32), Workspace())
+    x, rotation = given(8, torch.float32)
+    step, pool = compiled_step(step_of(8, 8)), LAYOUT.pool(16, x.device)
+    with pytest.raises(ValueError, match="rows"):
+        layer(x[:7], pool, step, rotation)
+    with pytest.raises(ValueError, match="rows"):
+        layer(x.half(), pool, step, rotation)
+    with pytest.raises(ValueError, match="rotation"):
+        layer(x, pool, step, RowRotation(rotation.cos[:7], rotation.sin[:7]))

@@ -1,0 +1,90 @@
+"""Which decoder layers get our forward: those that compute the same, and no others."""
+
+from __future__ import annotations
+
+import pytest
+import tiny_models
+import torch
+from made_once import made_once
+from transformers.models.llama import modeling_llama
+from tree_kernels.decoder_layer import why_not_compiled
+
+import verifier_service.models as models
+from verifier_service.engine import VerifierEngine
+from verifier_service.models import load_target
+from verifier_service.options import VerifierOptions
+
+pytestmark = pytest.mark.skipif(bool(why_not_compiled()), reason=why_not_compiled())
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    folders = made_once(tmp_path_factory, lambda folder, family: tiny_models.make_checkpoint(folder, family))
+    return lambda family: folders(family)[0]
+
+
+def loaded(folder, dtype=torch.float32):
+    return load_target(folder, dtype, torch.device("cpu"), (8, 16))
+
+
+def ours(target):
+    """How many decoder layers have our forward, of how many."""
+    layers = [
+        module for module in target.model.modules() if hasattr(module, "self_attn") or hasattr(module, "attention")
+    ]
+    return sum("forward" in layer.__dict__ for layer in layers), len(layers)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_layers_of_a_llamas_form_are_ours_and_give_the_bits_that_they_did(
+    family, dtype, threads, folder_of, monkeypatch
+):
+    options = VerifierOptions(
+        name="tiny", max_length=256, max_sessions=1, prefill_chunk=128, dtype=dtype, threads=threads
+    )
+    engine = VerifierEngine.load(folder_of(family), options)
+    replaced, layers = ours(engine.runner.target)
+    assert replaced == layers > 0
+    monkeypatch.setattr(models, "use_decoder_layers", lambda *_: 0)
+    single = VerifierEngine.load(folder_of(family), options)
+    assert ours(single.runner.target)[0] == 0
+    tokens, places = torch.arange(1, 101), torch.randperm(100)
+    logits = [each.runner._whole_text(tokens[places].tolist()) for each in (engine, single)]
+    assert torch.equal(*logits)
+    assert engine._hello == single._hello  # states that one saved are restored by the other
+
+
+def test_layers_of_another_form_keep_their_forward(folder_of):
+    assert ours(loaded(folder_of("neox")))[0] == 0
+
+
+def test_layers_whose_residual_is_scaled_keep_their_forward(folder_of, monkeypatch):
+    library = modeling_llama.LlamaDecoderLayer.forward
+
+    def scaled(self, hidden_states, **named):
+        return hidden_states + 0.5 * (library(self, hidden_states, **named) - hidden_states)
+
+    monkeypatch.setattr(modeling_llama.LlamaDecoderLayer, "forward", scaled)
+    assert ours(loaded(folder_of("llama")))[0] == 0
+
+
+def test_layers_whose_mlp_computes_something_else_keep_their_forward(folder_of, monkeypatch):
+    library = modeling_llama.LlamaMLP.forward
+
+    def clamped(self, x):
+        return library(self, x).clamp(-1e-3, 1e-3)
+
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", clamped)
+    assert ours(loaded(folder_of("llama")))[0] == 0
+
+
+def test_layers_whose_attention_reads_other_rows_than_the_norms_keep_their_forward(folder_of, monkeypatch):
+    library = modeling_llama.LlamaAttention.forward
+
+    def parallel(self, hidden_states, **named):
+        return library(self, hidden_states + 1, **named)
+
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", parallel)
+    assert ours(loaded(folder_of("llama")))[0] == 0
