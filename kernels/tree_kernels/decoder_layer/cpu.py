@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tree_kernels.decoder_layer.shapes import LENGTH, RECORDS, Record
+from tree_kernels.decoder_layer.shapes import LENGTH, RECORDS, Operation
 from tree_kernels.kernel_cache import NoKernelsError, load_kernels
 from tree_kernels.matmul import PackedWeight
 from tree_kernels.matmul.cpu import MOST_HELPERS, PRECISIONS, helpers
@@ -93,7 +93,7 @@ class Workspace:
 
 
 @dataclass(slots=True, eq=False)
-class _Program:
+class _LayerProgram:
     """A prepared call, and those of its arguments that a step sets."""
 
     words: Words
@@ -115,7 +115,7 @@ class DecoderLayer:
         self._threads = min(threads, 1 + MOST_HELPERS)
         self._norms = [each.detach().contiguous() for each in weights.norms]
         self._sinks = None if weights.sinks is None else (weights.sinks.detach().float() * LOG2_E).contiguous()
-        self._programs: dict[tuple[int, int], _Program] = {}
+        self._programs: dict[tuple[int, int], _LayerProgram] = {}
         self.dtype, self.width = self._norms[0].dtype, weights.query.inputs
         layout, own = weights.layout, (weights.query, weights.key, weights.value, weights.gate, weights.up)
         heads = weights.query.outputs // layout.key_dim
@@ -171,7 +171,7 @@ class DecoderLayer:
                 shared.lock.release()
         return made
 
-    def _program(self, rows: int, columns: int) -> _Program:
+    def _program(self, rows: int, columns: int) -> _LayerProgram:
         """The program for steps of so many rows, with so many near keys each."""
         found = self._programs.get((rows, columns))
         if found is None or found.workspace != self._workspace.address:
@@ -180,7 +180,7 @@ class DecoderLayer:
             found = self._programs[rows, columns] = self._made(rows, columns)
         return found
 
-    def _made(self, rows: int, columns: int) -> _Program:
+    def _made(self, rows: int, columns: int) -> _LayerProgram:
         its, layout, kind, size = self.weights, self.weights.layout, PRECISIONS[self.dtype], self.dtype.itemsize
         attended = its.output.inputs
         lines = min(rows, BLOCK_ROWS) * (self._heads // layout.kv_heads)
@@ -244,10 +244,10 @@ class DecoderLayer:
             (gates_kernel, gating, GateArgument.NEXT, 11),
             (product, down, Argument.NEXT, 12),
         )
-        words = np.zeros(RECORDS + len(listed) * Record.SIZE, np.int64)
+        words = np.zeros(RECORDS + len(listed) * Operation.SIZE, np.int64)
         words[LENGTH] = len(listed)
         for number, (kernel, call, counter, needs) in enumerate(listed):
-            place = RECORDS + number * Record.SIZE
-            words[place : place + Record.ENTERED] = kernel, call.ctypes.data, call.ctypes.data + 8 * counter, needs
+            place = RECORDS + number * Operation.SIZE
+            words[place : place + Operation.ENTERED] = kernel, call.ctypes.data, call.ctypes.data + 8 * counter, needs
         calls = tuple(call for _, call, _, _ in listed)
-        return _Program(words, words.ctypes.data, calls, workspace, before, attention, output, down)
+        return _LayerProgram(words, words.ctypes.data, calls, workspace, before, attention, output, down)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from numba import njit, types
 
-from tree_kernels.decoder_layer.shapes import LENGTH, RECORDS, SPINS, Record
+from tree_kernels.decoder_layer.shapes import LENGTH, RECORDS, SPINS, Operation
 from tree_kernels.matmul.loops import share
 from tree_kernels.translating import INLINED
 from tree_kernels.vectors import call_kernel, fetch_add, longs, pause
 
 _called = njit(**INLINED)
-KERNEL, CALL, NEXT, NEEDS = (int(place) for place in (Record.KERNEL, Record.CALL, Record.NEXT, Record.NEEDS))
-ENTERED, LEFT, RECORD_BYTES = 8 * Record.ENTERED, 8 * Record.LEFT, 8 * Record.SIZE
+KERNEL, CALL, NEXT, NEEDS = (
+    int(place) for place in (Operation.KERNEL, Operation.CALL, Operation.NEXT, Operation.NEEDS)
+)
+ENTERED, LEFT, RECORD_BYTES = 8 * Operation.ENTERED, 8 * Operation.LEFT, 8 * Operation.SIZE
 
 _sched_yield = types.ExternalFunction("sched_yield", types.int32())
 

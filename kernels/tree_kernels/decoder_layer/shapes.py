@@ -15,8 +15,8 @@ SPINS = 2000
 """Looks at another thread's progress before this one offers its processor to others: some tens of microseconds."""
 
 
-class Record(IntEnum):
-    """Places of an operation's numbers. The last two are written while the program runs."""
+class Operation(IntEnum):
+    """Places of the numbers in an operation's record. The last two are written while the program runs."""
 
     KERNEL = 0  # the kernel's address
     CALL = 1  # the address of its arguments
