@@ -151,3 +151,8 @@ class _Share:
     prefill: int  # committed rows, after those consumed
     ask: PendingCall | None  # with its tree
     tree: DraftTree | None = None  # the part of it in the step
+
+    @property
+    def is_root(self) -> bool:
+        """Whether its only row is the root."""
+        return not self.prefill and self.tree is not None and self.tree.rows == 1

@@ -119,6 +119,37 @@ def text_rows(
     return TextRows(tokens, positions, slots, homes, _near(table, positions, certain, trail, near), far, first_page)
 
 
+def root_rows(
+    texts: Sequence[tuple[Sequence[int], Sequence[int]]], near: int, window: int | None = None
+) -> list[TextRows]:
+    """The last token of each text as a tree of a root alone: what `text_rows` returns without committed rows, computed
+    for all texts at once, as a call for each takes as long as a layer.
+
+    texts: tokens and pages of each   near, window: as there
+    """
+    roots = np.array([len(ids) - 1 for ids, _ in texts], np.int64)
+    tokens = np.array([ids[-1] for ids, _ in texts], np.int64)
+    first = first_near(roots, near)
+    low = np.maximum(first, 0) // PAGE  # the index of the page with the first near key
+    table = np.zeros((len(texts), 2 * near // PAGE + 2), np.int64)
+    for row, (start, (_, pages)) in enumerate(zip(low.tolist(), texts, strict=True)):
+        held = pages[start : start + table.shape[1]]
+        table[row, : len(held)] = held
+    keys = first[:, None] + np.arange(2 * near)
+    seen = np.clip(keys, 0, roots[:, None])
+    slots = np.take_along_axis(table, seen // PAGE - low[:, None], 1) * PAGE + seen % PAGE
+    homes = np.take_along_axis(slots, (roots - first)[:, None], 1)[:, 0]
+    slots[keys != seen] = 0
+    first_pages = np.zeros_like(roots) if window is None else np.maximum(roots - window + 1, 0) // PAGE
+    ends = -(-np.maximum(first, 0) // PAGE)
+    parts = []
+    for row, ((_, pages), begin, end) in enumerate(zip(texts, first_pages.tolist(), ends.tolist(), strict=True)):
+        one = slice(row, row + 1)
+        far = tuple(pages[begin:end])
+        parts.append(TextRows(tokens[one], roots[one], homes[one], homes[one], slots[one], far, begin))
+    return parts
+
+
 def _near(table: Ints, positions: Ints, certain: Ints, trail: Ints, near: int) -> Ints:
     keys = first_near(positions, near)[:, None] + np.arange(2 * near)
     seen = np.clip(keys, 0, positions[:, None])  # clipped to valid positions; hidden columns become 0 below

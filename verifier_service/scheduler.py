@@ -33,7 +33,7 @@ from verifier_service.budget import StepCosts, path_in, worthwhile
 from verifier_service.memory import PageTable, TextMemory, salt_of
 from verifier_service.recurrent import StatePool, recurrent_rows
 from verifier_service.requests import Capacity, PendingCall, Saved, VerifierCounters, VerifierText, _Share
-from verifier_service.rows import NO_ROWS, StepOutcome, StepPlan, pack, text_rows
+from verifier_service.rows import NO_ROWS, StepOutcome, StepPlan, pack, root_rows, text_rows
 from verifier_service.walk import Draw
 
 LINGER = 0.75
@@ -451,10 +451,11 @@ class StepScheduler:
     def _pack(self, shares: Sequence[_Share]) -> StepPlan:
         parts, draws, capacity = [], [], self.capacity
         start, guesses, folds, wanted = 0, 0, 0, [NO_ROWS]
+        alone = [(share.session.text.ids, share.session.memory.pages) for share in shares if share.is_root]
+        roots = iter(root_rows(alone, capacity.near, capacity.window))
         for share in shares:
             session, tree = share.session, share.tree
-            done = len(session.memory.consumed)
-            committed = np.arange(done, done + share.prefill)
+            committed = len(session.memory.consumed) + np.arange(share.prefill)
             scratch = capacity.first_scratch + guesses
             if tree is not None:
                 first = start + share.prefill
@@ -462,9 +463,8 @@ class StepScheduler:
                 draws.append(Draw(session.number, first, place, len(session.text.ids), tree, session.warp, sampling))
                 wanted.append(np.arange(first, first + tree.rows))
                 guesses += tree.guesses
-            part = text_rows(
-                session.text.ids, committed, tree, session.memory.pages, scratch, capacity.near, capacity.window
-            )
+            given = session.text.ids, committed, tree, session.memory.pages, scratch, capacity.near, capacity.window
+            part = next(roots) if share.is_root else text_rows(*given)
             if capacity.recurrent is not None and session.memory.place is not None:
                 rows = recurrent_rows(
                     session.memory.place,

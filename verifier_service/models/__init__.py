@@ -41,6 +41,7 @@ from verifier_service.models.families import (
 )
 from verifier_service.models.head import HEAD_ROWS, Head, Product
 from verifier_service.models.heads import plan_shards
+from verifier_service.models.last_layer import LastLayer, use_last_layer
 from verifier_service.models.mamba_in_llama import MambaInLlamaConfig, library_config
 from verifier_service.models.mixers import MIXER_FAMILIES, seat_mixers
 from verifier_service.models.norms import group_norms
@@ -66,6 +67,7 @@ class LoadedTarget:
     linear: RowsReport
     attention: str  # the form of its attention; empty where no layer attends
     head: Head
+    last_layer: LastLayer | None  # None: it always runs on all rows
 
     @property
     def vocabulary(self) -> int:
@@ -101,7 +103,9 @@ class LoadedTarget:
             return self.head.logits(hidden)
 
     def _forward(self, tokens: Tensor, positions: Tensor, wanted: Tensor) -> Any:
-        with self.head.of_rows(wanted):
+        # A few rows less do not pay: the last layer then runs by its parts, not in one compiled call.
+        few = self.last_layer if 4 * len(wanted) <= 3 * len(tokens) else None
+        with (few or self.head).of_rows(wanted):
             return self.model(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
 
     def _one_thread(self) -> AbstractContextManager[None]:
@@ -226,6 +230,7 @@ def _load(
     if not mixers:  # their library forwards are replaced, so there are no logits to compare with
         check_logits(folder, model, seated, run, vocabulary, positions)
         check_layer_types(folder, model)
+    last_layer = use_last_layer(model, run) if run.probed and not mixers and group is None else None
     return LoadedTarget(
         model=model,
         run=run,
@@ -239,6 +244,7 @@ def _load(
         linear=forms.report().beside(head_forms.report(), "the head's"),
         attention=attention,
         head=seated,
+        last_layer=last_layer,
     )
 
 
