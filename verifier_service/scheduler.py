@@ -3,9 +3,8 @@
 Ask -> submit() -> next(): answer calls that need no forward, then pack one step -> StepPlan
 StepOutcome -> apply(): record what the memory now covers, and answer
 
-A call may say that its caller verifies the root alone next. That round is then begun before its call, from the verdict
-just sent, and its verdict is kept for the call: the way to the router and back costs no time. At most one round is
-ahead of its call, and it is dropped where the call has a tree.
+A call may announce a round of the root alone. It is begun before its call, from the verdict just sent, and its verdict
+kept for the call: the way to the router and back costs no time. At most one is ahead; a call with a tree drops it.
 """
 
 from __future__ import annotations
@@ -90,8 +89,7 @@ class StepScheduler:
         self._running = [] if self.linger_s else self._pick()
         if not self._running:
             return None
-        self._started = self.clock()
-        self._began = began
+        self._began, self._started = began, self.clock()
         plan = self._pack(self._running)
         self._size = self._padded(len(plan.tokens))
         self.counters.steps += 1
@@ -159,8 +157,9 @@ class StepScheduler:
         """Answer a call, and begin the text's next round if the caller expects to verify the root alone."""
         assert isinstance(ask.call, VerifyCall)
         ask.ticket.settle(verdict)
-        session.answered = self._ended if verdict.finish is None and not ask.call.ahead else None
-        if verdict.finish is not None or not ask.call.ahead:
+        ended = verdict.finish is not None
+        session.answered = None if ended or ask.call.ahead else self._ended
+        if ended or not ask.call.ahead:
             return
         text, opening = session.text.tokens, ask.call.update.opening
         text.extend(verdict.tokens)
@@ -171,7 +170,7 @@ class StepScheduler:
 
     def _claim(self, session: VerifierText, ask: PendingCall, call: VerifyCall) -> bool:
         """Answer a call with the verdict of the round that was begun ahead of it; false where there is none for it.
-        The verdict's times are then those that passed since the call's arrival."""
+        Its times are then those since the call's arrival; the step's time before that is its `ahead_us`."""
         verdict, session.early = session.early, None
         if session.ahead is not None:  # it has not run: the call itself takes its place
             session.asks.remove(session.ahead)
@@ -185,7 +184,8 @@ class StepScheduler:
         waited_us = microseconds(self.clock() - ask.ticket.arrived_s)
         verify_us = min(verdict.verify_us, waited_us)
         queue_us = min(verdict.queue_us, waited_us - verify_us)
-        self._answer(session, ask, replace(verdict, verify_us=verify_us, queue_us=queue_us))
+        left = replace(verdict, verify_us=verify_us, queue_us=queue_us, ahead_us=verdict.verify_us - verify_us)
+        self._answer(session, ask, left)
         return True
 
     def fail(self, error: Exception) -> None:

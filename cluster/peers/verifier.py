@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from dendro.calls import TARGET_FACTS, Hello, Opened, VerifierPeer, VerifyCall
-from dendro.clock import Clock
+from dendro.clock import Clock, microseconds
 from dendro.errors import BadAnswer, BadRequest, DendroError, EngineFailed, NotFound, Overloaded, PeerLost
 from dendro.tasks import end_task, first_of
 from dendro.text import Finish, Text, Verdict
@@ -58,6 +59,7 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
         self.stays_off: Callable[[], bool] | None = None  # whether the next tree, too, is likely its root alone
         self._patience_s = patience_s
         self._step_s = step_s
+        self._announced_s: float | None = None  # when the last call was made, if it announced a round without a tree
         self._faults = 0  # openings and rounds since the last verdict that failed by a verifier's own fault
         self._began_with: Hello | None = None  # of the first verifier that was leased
         self._opening_task = self._background.start(self._lease_and_open(text))
@@ -127,7 +129,10 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
                 self._faults = 0
                 if not verdict.cold:
                     self._pace.verified(self._clock() - began_s)
-                return verdict
+                # A round begun ahead cannot be older than the call that announced it.
+                longest_us = microseconds(began_s - self._announced_s) if self._announced_s is not None else 0
+                self._announced_s = began_s if ahead else None
+                return verdict if verdict.ahead_us <= longest_us else replace(verdict, ahead_us=longest_us)
 
     def _begin(self, text: Text, old: Opening[VerifierPeer], same: bool) -> None:
         self._opening_task = self._background.start(self._lease_and_open(text, old, same))

@@ -115,9 +115,11 @@ class DraftPlane:
 
 @dataclass(slots=True)
 class Costs:
-    """Costs and lengths under one load class. `hop` is the time of a call to a peer beyond the peer's own time."""
+    """Costs and lengths under one load class. `hop` is the time of a call to a peer beyond the peer's own time, `ahead`
+    the part of a step without a tree that a round begun ahead of its call does not wait for."""
 
     hop: Cost = field(default_factory=Cost)
+    ahead: Cost = field(default_factory=Cost)
     draft: dict[Arm, Cost] = field(default_factory=dict)
     step: StepTime = field(default_factory=StepTime)
     texts: float = 1.0  # of a step, smoothed
@@ -149,6 +151,7 @@ class Costs:
         most = int(PRIOR_ROUNDS)
         return Costs(
             hop=Cost(self.hop.us, min(self.hop.count, most)),
+            ahead=Cost(self.ahead.us, min(self.ahead.count, most)),
             draft={arm: Cost(cost.us, min(cost.count, most)) for arm, cost in self.draft.items()},
             step=self.step.at_most(PRIOR_ROUNDS),
             texts=self.texts,
@@ -157,6 +160,6 @@ class Costs:
 
     def begin(self, hint: Costs) -> None:
         """Replace all costs by those of `hint`. Lengths and rows stay."""
-        self.hop, self.draft, self.step = hint.hop, hint.draft, hint.step
+        self.hop, self.ahead, self.draft, self.step = hint.hop, hint.ahead, hint.draft, hint.step
         self.texts, self.tried = hint.texts, hint.tried
         self._planes.clear()

@@ -193,7 +193,7 @@ class Experience:
             costs.learn_draft(arm, tree.draft_us / tree.texts)
         if costs.tried.total() and not verdict.cold:  # the first touches cold memory
             # At least LEAST_US: of 0 us, OUTLIER times as much is 0 us, too, so every later step would count as that.
-            us = max(verdict.verify_us, LEAST_US)
+            us = max(verdict.verify_us + verdict.ahead_us, LEAST_US)
             costs.step.learn(self.concurrency.sizes.padded(verdict.step_rows), us, self.degree)
             costs.texts += COST_STEP * (verdict.texts - costs.texts)
         costs.tried[row_class(tree.rows)] += 1
@@ -209,7 +209,10 @@ class Experience:
         texts of the step. disturbed: a prompt was processed meanwhile"""
         busy_us = tree.draft_us + verdict.verify_us + verdict.queue_us
         hops_us = max(took_us - busy_us, 0.0) / verdict.texts
-        self._by_load[self.concurrency.load].hop.learn(hops_us / self._hops(arm))
+        costs = self._by_load[self.concurrency.load]
+        costs.hop.learn(hops_us / self._hops(arm))
+        if verdict.ahead_us:
+            costs.ahead.learn(verdict.ahead_us / verdict.texts)
         self.concurrency.learn(verdict.length, took_us, disturbed or verdict.cold, not arm.off)
 
     def round_us(self, arm: Arm, rows: float | None = None) -> float | None:
@@ -250,7 +253,8 @@ class Experience:
         if draft_us is None:
             return None
         verify_us = costs.verify_us(rows, self.degree, self.concurrency.sizes)
-        return max(draft_us + verify_us + self._hops(arm) * costs.hop.us, LEAST_US)
+        ahead_us = costs.ahead.us if arm.off else 0.0  # a text that stays `off` has its rounds begun ahead
+        return max(draft_us + verify_us + self._hops(arm) * costs.hop.us - ahead_us, LEAST_US)
 
     def hints(self) -> dict[int, Costs]:
         """Measured costs by load class, for another experience to begin with: see `take`."""

@@ -82,6 +82,10 @@ class FullInfo(RatioUCB):
         self._undrafted_rounds = 0
         return min(self.replayed, key=lambda arm: (self.round_us(arm) or math.inf, arm.rows))
 
+    @property
+    def stays_off(self) -> bool:
+        return super().stays_off and (self._excluded or self._undrafted_rounds < PROBE_EVERY or not self.replayed)
+
     def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
         ranked = self._trace.learn(arm.maker, tree, verdict)
         if arm.drafted:

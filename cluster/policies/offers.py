@@ -18,4 +18,9 @@ Takes some tenths of a millisecond, so policies that do not use it do not call i
 class InformedPolicy(Policy, Protocol):
     """A policy whose choice may depend on the proposals for the round."""
 
+    @property
+    def stays_off(self) -> bool:
+        """After a choice of `off`, whether the next choice is likely `off`, too."""
+        ...
+
     def choose(self, offer: Offer | None = None) -> Arm: ...

@@ -25,6 +25,8 @@ from cluster.policies.offers import Offer
 class PaperUCB:
     """UCB1 on the paper's reward. Every arm once in the order given, then by (1); ties go to the smaller tree."""
 
+    stays_off = False
+
     def __init__(self, arms: Sequence[Arm], lambda_gamma: float, lambda_ucb: float = 0.2) -> None:
         self.arms = tuple(arms)
         self.lambda_gamma = lambda_gamma

@@ -184,6 +184,7 @@ def pack_prior(prior: Prior) -> bytes:
         "costs": {
             load: {
                 "hop": astuple(costs.hop),
+                "ahead": astuple(costs.ahead),
                 "draft": {str(arm): astuple(cost) for arm, cost in costs.draft.items()},
                 "step": costs.step.sizes,
                 "texts": costs.texts,
@@ -266,6 +267,7 @@ def _costs(content: Mapping[str, Any]) -> Costs:
         raise ValueError("costs: too many arms or numbers of rows")
     return Costs(
         hop=_cost(*content["hop"]),
+        ahead=_cost(*content["ahead"]),
         draft={_drafted(text): _cost(*cost) for text, cost in content["draft"].items()},
         step=StepTime(dict(_step(int(rows), *numbers) for rows, numbers in content["step"].items())),
         texts=_number(content["texts"], 1.0),

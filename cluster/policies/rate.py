@@ -32,6 +32,9 @@ from cluster.policies.offers import Offer
 from cluster.policies.prior import NO_PRIOR, Prior
 from cluster.policies.trial import SpeculationTrial
 
+STAYING = 4
+"""Rounds of `off` after which another is expected: a tree after all waits for a round that was begun ahead."""
+
 OPENING_ROUNDS = 8
 """Rounds at first that do not count where the drafter's tree is missing: a drafter may still be opening the text. One
 that never comes must count against its arms."""
@@ -60,6 +63,8 @@ class RatePolicy(ABC):
         self._guessed = False  # in any round so far
         self._opening = OPENING_ROUNDS
         self._offer: DraftTree | None = None  # proposals for the coming round
+        self._excluded = False  # the trial keeps this text from guessing
+        self._off_rounds = 0  # in a row, before the current one
         self._resting = False  # the round is `off`, and nothing is learned of it but its rate (`SpeculationTrial`)
 
     @abstractmethod
@@ -92,7 +97,8 @@ class RatePolicy(ABC):
     def choose(self, offer: Offer | None = None) -> Arm:
         trial = self.experience.concurrency.trial if self._may_be_off else None
         self._resting = trial is not None and trial.resting
-        if trial is not None and not (self._trees and self._may_guess(trial)):
+        self._excluded = trial is not None and not (self._trees and self._may_guess(trial))
+        if self._excluded:
             return OFF_ARM
         self._offer = offer() if offer and self._proposes else None
         if trial is None:
@@ -105,7 +111,12 @@ class RatePolicy(ABC):
             trial.predict(self.index(best) / self.index(OFF_ARM))
         return best if trial.repays(self.tokens(best)) else OFF_ARM
 
+    @property
+    def stays_off(self) -> bool:
+        return self._excluded or self._off_rounds >= STAYING
+
     def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
+        self._off_rounds = self._off_rounds + 1 if arm.off else 0
         if self._resting:
             return
         if arm.drafted and self._opening:

@@ -12,6 +12,8 @@ from cluster.policies.offers import Offer
 class Static:
     """Chooses the same arm every round."""
 
+    stays_off = True  # as any arm stays
+
     def __init__(self, arm: Arm) -> None:
         self.arm = arm
 

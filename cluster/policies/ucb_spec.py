@@ -21,6 +21,8 @@ from cluster.policies.offers import Offer
 class UCBSpec:
     """UCB1 on emitted tokens. Every arm once in the order given, then by the index; ties go to the smaller tree."""
 
+    stays_off = False
+
     def __init__(self, arms: Sequence[Arm]) -> None:
         self.arms = tuple(arms)
         self.range = max(arm.depth for arm in self.arms)

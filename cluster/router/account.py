@@ -64,9 +64,9 @@ class RoundAccount:
         self._time(tree, verdict, int(took_us), now_s, first)
 
     def stays_off(self) -> bool:
-        """Whether the next round, like the current one, likely has no tree: the request's mode is off, or the running
-        requests do not speculate. The verifier may then begin it before the router has this round's verdict."""
-        return self.arm.off and not (self._chosen and self.running.speculates)
+        """Whether the next round, like the current one, likely has no tree. The verifier may then begin it before the
+        router has this round's verdict."""
+        return self.arm.off and self._policy.stays_off
 
     def learn_hello(self, hello: Hello | None) -> None:
         """Record whether the target has attention layers, which decides how its steps grow with their rows, and what
@@ -97,6 +97,7 @@ class RoundAccount:
         stats.draft_us += tree.draft_us
         stats.verify_us += verdict.verify_us
         stats.queue_us += verdict.queue_us
+        stats.ahead_us += verdict.ahead_us
         if first:
             stats.opening_us = rest_us
             self._first_s = now_s

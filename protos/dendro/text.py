@@ -75,6 +75,7 @@ class Verdict:
     length: int  # N: tokens emitted before any cut
     verify_us: int = 0  # microseconds the verifier was busy with the round
     queue_us: int = 0  # microseconds the round was queued at the verifier
+    ahead_us: int = 0  # microseconds of the step before the round's call arrived; `verify_us` has the rest
     texts: int = 1  # texts in the step, this one included
     step_rows: int = 1  # rows of the step
     trimmed: int = 0  # guesses of the tree that the step had no room for

@@ -238,6 +238,7 @@ def verdict_message(verdict: Verdict) -> verifier_pb2.Verdict:
         step_rows=verdict.step_rows,
         trimmed=verdict.trimmed,
         cold=verdict.cold,
+        ahead_us=verdict.ahead_us,
     )
 
 
@@ -261,6 +262,7 @@ def verdict_from(message: verifier_pb2.Verdict) -> Verdict:
             step_rows=_within(message.step_rows, 1, MAX_STEP_ROWS),
             trimmed=message.trimmed,
             cold=message.cold,
+            ahead_us=min(message.ahead_us, MAX_US),
         )
     except ValueError as error:
         raise _bad("verdict", error) from None

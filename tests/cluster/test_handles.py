@@ -287,6 +287,23 @@ async def test_only_a_round_without_a_tree_announces_that_the_next_has_none(stay
     assert all(ahead == (stays and not guessed) for guessed, ahead in recording.seen)
 
 
+@pytest.mark.parametrize(("announced", "bounded"), [(False, True), (True, False)])
+async def test_a_step_cannot_have_begun_before_the_call_that_announced_its_round(announced, bounded):
+    """What a verifier says of the time before a call is believed only as far as the router announced the round."""
+
+    class Boasting(FakeVerifier):
+        async def verify(self, call: VerifyCall):
+            await asyncio.sleep(0.002)
+            return replace(await super().verify(call), ahead_us=1000)
+
+    seen: list[int] = []
+    async with pair(FakeDrafter(), Boasting()) as pools:
+        text, learned = new_text(), Static(OFF_ARM)
+        learned.learn = lambda arm, tree, verdict: seen.append(verdict.ahead_us)
+        ran = await run(text, *pools, policy=learned, stays_off=lambda: announced)
+    assert is_plain(ran) and seen[0] == 0 and set(seen[1:]) == {0 if bounded else 1000}
+
+
 FACTS = Facts(
     folder=Path("toy"),
     layout="transformers",

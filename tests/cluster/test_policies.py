@@ -4,17 +4,19 @@ import math
 import random
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from dendro.errors import BadRequest
 from dendro.step_sizes import StepSizes
 from dendro.text import Verdict
-from dendro.tree import DraftTree
+from dendro.tree import RANKED, DraftTree
 
 from cluster.arms import OFF_ARM, Arm
 from cluster.policies import Experience, PaperUCB, RatioUCB, make_policy
 from cluster.policies.experience import Concurrency
+from cluster.policies.full_info import PROBE_EVERY, FullInfo
 from cluster.policies.step_time import StepTime
 from cluster.policies.trial import FIRST_REST, LONGEST_REST, SpeculationTrial
 
@@ -676,3 +678,39 @@ def test_tokens_from_proposals_beyond_an_arms_depth_count_for_it():
     for _ in range(4):
         policy.learn(CHAIN, tree(8), verdict(8))
     assert policy.hoped(CHAIN) == 8
+
+
+def test_a_text_that_chose_off_several_times_is_expected_to_choose_it_again_but_for_a_probe():
+    policy = FullInfo([OFF, CHAIN], Experience(), 0.0)
+    expected = []
+    for _ in range(2 * PROBE_EVERY):
+        arm = policy.choose()
+        expected.append((arm.off, policy.stays_off))
+        grown = replace(tree(arm.rows, draft_us=40_000 * arm.drafted), trace=np.full(1, RANKED, np.int32))
+        policy.learn(arm, grown, verdict(1))
+    assert any(off and stays for off, stays in expected)
+    for (_, stays), (off, _) in pairwise(expected):
+        assert not stays or off, "a tree never follows a round that was expected to be followed by none"
+
+
+def test_a_text_that_a_trial_keeps_from_guessing_is_expected_to_stay_off_at_once():
+    experience = Experience()
+    with experience.concurrency.running(), experience.concurrency.running():
+        trial = experience.concurrency.trial
+        assert trial is not None
+        policy = RatioUCB([OFF, CHAIN], experience, 0.0)
+        trial.speculating = False
+        assert policy.choose().off and policy.stays_off
+        trial.speculating = True
+        policy.choose()
+        assert not policy.stays_off
+
+
+def test_rounds_begun_ahead_teach_the_whole_step_and_make_off_cheaper_by_what_they_do_not_wait_for():
+    experience = Experience()
+    for _ in range(6):
+        found = replace(verdict(1, verify_us=6_000), ahead_us=4_000)
+        experience.learn(OFF, tree(1), found, 0.0)
+        experience.learn_time(OFF, tree(1), found, 9_000)
+    assert experience.costs.step.at(experience.concurrency.sizes.padded(1), 1) == pytest.approx(10_000)
+    assert experience.predicted_us(OFF) == pytest.approx(9_000)

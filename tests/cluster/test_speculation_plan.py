@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from contextlib import ExitStack
 from dataclasses import replace
 
 import fakes
@@ -286,19 +285,14 @@ def verdict(emitted: int, length: int, verify_us: int, queue_us: int, trimmed: i
     return Verdict((1,) * emitted, path, (0,) * accepted, finish, length, verify_us, queue_us, texts=2, trimmed=trimmed)
 
 
-@pytest.mark.parametrize(
-    ("adaptive", "speculates", "expected"), [(False, True, True), (True, True, False), (True, False, True)]
-)
-def test_a_round_without_a_tree_is_followed_by_another_in_mode_off_or_while_no_request_speculates(
-    adaptive, speculates, expected
-):
-    experience = Experience()
+@pytest.mark.parametrize("stays", [True, False])
+def test_only_a_round_without_a_tree_can_be_followed_by_one_that_stays_off(stays):
     policy = ScriptedPolicy([OFF_ARM, CHAIN])
-    with ExitStack() as stack:
-        running = [stack.enter_context(experience.concurrency.running()) for _ in range(2)]
-        experience.concurrency.trials[experience.concurrency.expected_load].speculating = speculates
-        account = RoundAccount(SpeculationPlan("auto", policy, adaptive=adaptive), experience, running[0], 0.0)
-        assert account.choose().off and account.stays_off() == expected
+    policy.stays_off = stays
+    experience = Experience()
+    with experience.concurrency.running() as running:
+        account = RoundAccount(SpeculationPlan("auto", policy), experience, running, 0.0)
+        assert account.choose().off and account.stays_off() == stays
         assert not account.choose().off and not account.stays_off()
 
 
@@ -348,6 +342,8 @@ def test_the_account_of_a_hand_example():
 
 class ScriptedPolicy:
     """Chooses the given arms in order."""
+
+    stays_off = False
 
     def __init__(self, arms: list[Arm]) -> None:
         self.arms = arms

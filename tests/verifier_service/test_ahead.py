@@ -102,6 +102,7 @@ async def test_the_times_of_a_round_begun_ahead_are_within_the_wait_of_its_call(
     began_s = engine.scheduler.clock()
     verdict = await router.round()
     assert verdict.verify_us + verdict.queue_us <= 1e6 * (engine.scheduler.clock() - began_s)
+    assert verdict.ahead_us > 0, "the step had ended before"
     await router.close()
 
 

@@ -221,6 +221,7 @@ class Verdict(_message.Message):
     STEP_ROWS_FIELD_NUMBER: _builtins.int
     TRIMMED_FIELD_NUMBER: _builtins.int
     COLD_FIELD_NUMBER: _builtins.int
+    AHEAD_US_FIELD_NUMBER: _builtins.int
     finish: Global___Finish.ValueType
     length: _builtins.int
     """length is the number of tokens before any cut."""
@@ -236,6 +237,8 @@ class Verdict(_message.Message):
     """trimmed is the number of the tree's guesses that the step had no room for."""
     cold: _builtins.bool
     """cold is true if the step compiled or captured kernels: its times do not predict those of later steps."""
+    ahead_us: _builtins.int
+    """ahead_us is the part of the step before the round's call arrived, in microseconds; verify_us has the rest."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """tokens are the emitted tokens; at least one."""
@@ -262,10 +265,11 @@ class Verdict(_message.Message):
         step_rows: _builtins.int = ...,
         trimmed: _builtins.int = ...,
         cold: _builtins.bool = ...,
+        ahead_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cold", b"cold", "finish", b"finish", "length", b"length", "path", b"path", "queue_us", b"queue_us", "ranks", b"ranks", "step_rows", b"step_rows", "texts", b"texts", "tokens", b"tokens", "trimmed", b"trimmed", "verify_us", b"verify_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead_us", b"ahead_us", "cold", b"cold", "finish", b"finish", "length", b"length", "path", b"path", "queue_us", b"queue_us", "ranks", b"ranks", "step_rows", b"step_rows", "texts", b"texts", "tokens", b"tokens", "trimmed", b"trimmed", "verify_us", b"verify_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
