@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 import psutil
+from dendro.errors import EngineFailed, one_line
 
 from cluster.app import build, log
 from cluster.config import Config
@@ -51,12 +52,20 @@ def start(config: Config, redis_url: str, ray_address: str = "", **loaders: Any)
         "include_dashboard": False,
         "object_store_memory": OBJECT_STORE_BYTES,
     }
-    ray.init(
-        address=ray_address or "local",
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        **({} if ray_address else own),
-    )
+    try:
+        ray.init(
+            address=ray_address or "local",
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            **({} if ray_address else own),
+        )
+    except Exception as error:  # Ray's errors share no class
+        _ray_processes[:] = [child for child in psutil.Process().children() if child not in others]
+        stop()
+        raise EngineFailed(
+            f"ray: did not start: {one_line(str(error), 300)}. On a busy machine, try again; its logs are in "
+            f"/tmp/ray/session_latest/logs."
+        ) from error
     _ray_processes[:] = [child for child in psutil.Process().children() if child not in others]
     try:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
