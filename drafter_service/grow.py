@@ -7,6 +7,7 @@ level go through the model, the *frontier*; they need not be adjacent.
 from __future__ import annotations
 
 import functools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -55,7 +56,7 @@ class Growth(ABC):
     @property
     def finished(self) -> bool:
         """All remaining rows are leaves, whose candidates are not needed."""
-        return self.level == self.depth
+        return not self.frontier
 
     def extend(
         self, candidates: Sequence[Sequence[int]], scores: Sequence[Numbers], confidences: Sequence[Numbers]
@@ -81,7 +82,7 @@ class Growth(ABC):
         self.candidates += candidates
         self.scores += scores
         self.level += 1
-        self.frontier = [] if self.finished else self._next(first)
+        self.frontier = [] if self.level == self.depth else self._next(first)
         self.above += [self.place[self.parents[row]] for row in self.frontier]
 
     @abstractmethod
@@ -140,16 +141,33 @@ class BeamGrowth(Growth):
         return counts
 
 
+@dataclass
 class DynamicGrowth(Growth):
-    """EAGLE-2: a level's k rows of greatest value get k children each; at the end the `total` best guesses remain."""
+    """EAGLE-2: a level's k rows of greatest value get k children each; at the end the `total` best guesses remain.
+
+    Once there are `total` guesses, a later one is kept only if its value is above the least of the best `total`. No
+    row's value is above its parent's. So guesses up to that bound do not become rows, rows up to it get no children,
+    and a tree with no new row above it is complete, often long before its last level.
+    """
 
     shape: DynamicShape
+    best: list[float] = field(default_factory=list)  # values of the best `total` guesses so far, descending
+
+    @property
+    def _bound(self) -> float:
+        """A later guess is kept only if its value is above this."""
+        return self.best[-1] if len(self.best) == self.shape.total else -math.inf
 
     def _counts(self, reached: Sequence[Numbers]) -> Sequence[int]:
-        return [self.shape.k] * len(reached)
+        bound = self._bound
+        counts = [sum(value > bound for value in values) for values in reached]
+        new = [value for values, count in zip(reached, counts, strict=True) for value in values[:count]]
+        self.best = sorted(self.best + new, reverse=True)[: self.shape.total]
+        return counts
 
     def _next(self, first: int) -> list[int]:
-        return sorted(first + at for at in greatest(self.values[first:], self.shape.k))
+        bound, new = self._bound, self.values[first:]
+        return sorted(first + at for at in greatest(new, self.shape.k) if new[at] > bound)
 
     def arrays(self) -> tuple[IntArray, IntArray, FloatArray]:
         tokens, parents, values = super().arrays()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from dendro.shapes import MAX_K, MAX_ROWS, BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape
@@ -84,7 +86,7 @@ def test_a_grown_tree_has_the_rows_depth_and_processed_rows_of_its_shape(shape, 
     tree, processed = grown(shape, scores)
     assert tree.rows == shape.rows
     assert tree.depths.max() <= shape.depth
-    assert processed == shape.forwarded
+    assert processed <= shape.forwarded if isinstance(shape, DynamicShape) else processed == shape.forwarded
     for row in range(tree.rows):  # each row's guesses are its first candidates, in order
         assert tree.tokens[tree.children(row)].tolist() == list(range(len(tree.children(row))))
 
@@ -106,6 +108,62 @@ def test_a_dynamic_tree_is_deep_if_its_guesses_are_sure_and_wide_if_they_are_not
     deep, wide = [grown(DynamicShape(4, 4, 6), np.append(scores, [-9.0] * 4))[0] for scores in (sure, unsure)]
     assert (deep.depths.max(), wide.depths.max()) == (4, 2)
     assert (len(deep.children(0)), len(wide.children(0))) == (2, 4)
+
+
+Path = tuple[int, ...]
+"""The ranks of a guess and its ancestors among their siblings."""
+
+
+def eagle2(shape: DynamicShape, chances: Callable[[Path], list[float]]) -> list[tuple[Path, float]]:
+    """EAGLE-2's growth in full: each level's k best rows get k children, then the best `total` guesses are kept.
+
+    Returns paths with their values, level by level. chances: log confidences of a path's candidates.
+    """
+    values, frontier, guesses = {Path(): 0.0}, [Path()], list[Path]()
+    for _ in range(shape.steps):
+        level = [(*path, rank) for path in frontier for rank in range(shape.k)]
+        values |= {path: values[path[:-1]] + max(chances(path[:-1])[path[-1]], LEAST_CHANCE) for path in level}
+        guesses += level
+        best = sorted(range(len(level)), key=lambda at: -values[level[at]])[: shape.k]
+        frontier = [level[at] for at in sorted(best)]
+    order = sorted(range(len(guesses)), key=lambda at: (-np.float32(values[guesses[at]]), at))
+    return [(guesses[at], values[guesses[at]]) for at in sorted(order[: shape.total])]
+
+
+@given(st.data())
+def test_a_dynamic_tree_that_stops_growing_early_equals_the_tree_grown_to_its_last_level(data):
+    k, steps = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 6))
+    most = min(k + (steps - 1) * k**2, MAX_ROWS - 1)
+    shape = DynamicShape(k, steps, data.draw(st.integers(min(steps, most), most)))
+    sharpness = data.draw(st.sampled_from([0.0, 0.5, 2.0, 6.0]))  # 0: all guesses are sure, so all values are equal
+    seed = data.draw(st.integers(0, 2**16))
+
+    def chances(path: Path) -> list[float]:
+        return sorted((-sharpness * np.random.default_rng((seed, *path)).integers(0, 4, k)).tolist(), reverse=True)
+
+    growth, paths = growth_of(99, shape), {0: ()}
+    while not growth.finished:
+        first, rows = len(growth.tokens), growth.frontier
+        confidences = [chances(paths[row]) for row in rows]
+        growth.extend([list(range(k))] * len(rows), confidences, confidences)
+        new = range(first, len(growth.tokens))
+        paths |= {row: (*paths[growth.parents[row]], growth.tokens[row]) for row in new}
+    tree = DraftTree(*growth.arrays())
+    found: list[Path] = [()]
+    for parent, token in zip(tree.parents[1:], tree.tokens[1:], strict=True):
+        found.append((*found[parent], int(token)))
+    expected = eagle2(shape, chances)
+    assert found[1:] == [path for path, _ in expected]
+    np.testing.assert_allclose(tree.values[1:], [value for _, value in expected], rtol=1e-6)
+
+
+def test_a_dynamic_tree_stops_growing_once_no_row_is_above_its_least_guess():
+    """The best 12 guesses are on the first two levels: the second's rows have children, all below these 12."""
+    shape = DynamicShape(4, 12, 12)
+    tree, processed = grown(shape, np.array([-2.0, -2.1, -2.2, -2.3]))
+    assert tree.depths.max() == 2
+    assert processed == 1 + 4 + 4
+    assert shape.forwarded == 1 + 11 * 4
 
 
 def test_no_shape_processes_more_rows_than_most_processed():

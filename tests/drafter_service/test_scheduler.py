@@ -133,5 +133,5 @@ def test_a_tree_whose_form_depends_on_its_guesses_grows_level_by_level():
     session = opened(scheduler, 1)
     while forward(scheduler) is not None:
         pass
-    draft(scheduler, session, DynamicShape(2, 3, 5))
+    draft(scheduler, session, DynamicShape(2, 3, 7))
     assert [plan.groups for plan in forwards(scheduler)] == [[1], [2], [2]]
