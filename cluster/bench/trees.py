@@ -30,10 +30,12 @@ NAMED = tuple(
     )
 )
 BEAMS = (BeamShape(5, 3), BeamShape(6, 4), BeamShape(8, 6))
-GROWN = ((4, 5), (8, 8))
+GROWN = ((4, 5), (8, 8), (16, 15))
 """k and depth of the dynamic trees."""
 MASTERS = tuple(DynamicShape(k, depth, 63) for k, depth in GROWN)
 """Grown once; smaller dynamic trees are trimmed from them."""
+LIKELIEST = ((8, 8), (15, 8), (15, 16))
+"""Most levels, and most children of a row, of the likeliest static trees; as deep and as wide as the dynamic trees."""
 WIDE = LevelShape((4, 2, 2, 1, 1))
 """The static tree that is reranked by value: static growth, dynamic rerank."""
 PASSES = 2
@@ -161,7 +163,7 @@ def level_shapes_up_to(rows: int, deepest: int = 8) -> list[LevelShape]:
     return found
 
 
-def acceptance(traces: Sequence[Trace], depths: int = 8, children: int = 8) -> np.ndarray:
+def acceptance(traces: Sequence[Trace], depths: int, children: int) -> np.ndarray:
     """[depths, children] the probability that the j-th child of a row of depth d has the target's token, given that the
     text's path includes that row; over all positions, along ranks below `children`."""
     counts = np.zeros((depths, children + 1))
@@ -205,8 +207,9 @@ def likeliest_tree(accept: np.ndarray, rows: int) -> NodeShape:
 
 
 def best_static(traces: Sequence[Trace], rows: int) -> TreeShape:
-    """Of the level shapes and the likeliest tree of at most `rows` rows, the one with the greatest mean N here."""
-    candidates: list[TreeShape] = [*level_shapes_up_to(rows), likeliest_tree(acceptance(traces), rows)]
+    """Of the level shapes and the likeliest trees of at most `rows` rows, the one with the greatest mean N here."""
+    likeliest = [likeliest_tree(acceptance(traces, *most), rows) for most in LIKELIEST]
+    candidates: list[TreeShape] = [*level_shapes_up_to(rows), *likeliest]
     return max(candidates, key=lambda shape: emitted_per_round(lengths(shape, traces)))
 
 

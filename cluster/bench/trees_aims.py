@@ -9,7 +9,7 @@ from cluster.bench.statistics import Estimate
 from cluster.bench.trees import ALL, CONFIGURED, FULL, best_policy
 from cluster.bench.trees_causes import three_causes
 
-DYNAMIC_BAR, BEST_ARM_BAR, OFF_BAR = 1.2, 0.97, 0.98
+DYNAMIC_BAR, BEST_ARM_BAR, OFF_BAR = 1.1, 0.97, 0.98
 
 
 def _aim(aim: str, bar: float, found: Mapping[str, float], why: str = "") -> Row:

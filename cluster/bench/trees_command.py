@@ -293,7 +293,7 @@ def bench_trees(
 
     The target generates each answer once, and a drafter's guesses are recorded at every position. As speculation
     changes no token, all ways are then replayed on the same answers, with round times from a table of measured costs of
-    a costly target. The aims: dynamic trees emit at least 1.2 times what the best static tree of as many rows
+    a costly target. The aims: dynamic trees emit at least 1.1 times what the best static tree of as many rows
     emits; the best policy reaches 97 % of the best fixed arm in hindsight on every kind of prompt, and 98 % of no
     speculation.
     """

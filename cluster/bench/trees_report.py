@@ -28,6 +28,7 @@ CHAIN_OR_TREE = (
     "(3,2,1)",
     "dynamic(4,5,15)",
     "dynamic(8,8,15)",
+    "dynamic(16,15,15)",
     "(3,2,2,1,1)",
 )
 """A chain of 5 rows, a chain and three trees of 16 rows, and the paper's tree."""
