@@ -2,13 +2,16 @@
 
 A *trial* begins with a pilot where many texts run: a few of them guess, so that finding out costs little where guesses
 do not pay. It fails if these texts emit too few tokens a second beside the others, or if the policies predict too
-little for all. Where the pilot succeeds, and where speculation is in use, all texts take turns with and without it.
+little for all. Where the pilot succeeds, and where speculation is in use, all texts take turns with and without it. A
+trial that failed is repeated after a rest so long that its loss is at most REGRET of all rounds.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import fmean, median
 
 from dendro.smoothing import OUTLIER
@@ -29,13 +32,20 @@ TURN_ROUNDS = 8.0
 MANY_TEXTS = 4
 """Texts from which on a turn is half as long, because it has the rounds of all of them."""
 TURNS = 6
-"""Turns of a trial. They alternate, so that other changes of the machine's speed affect both kinds."""
+"""Most turns of a trial. They alternate, so that other changes of the machine's speed affect both kinds."""
+CLEAR_TURNS, CLEAR_GAIN = 3, 1.3
+"""A trial ends after this many turns if speculation lost against both neighbours of each of its turns, or gained as
+much as CLEAR_GAIN. A change of the machine's speed affects one neighbour alone."""
 FIRST_REST, LONGEST_REST = 512.0, 8192.0
-"""Rounds between two trials. A trial costs as much as a dozen rounds, about a fiftieth at most. The rest doubles after
-every trial that changes nothing."""
-DISTURBED = 0.25
-"""How far a round beside a prefill advances a trial. It is not judged, but a trial must end even if every round is
-beside a prefill."""
+"""Rounds between two trials. The rest doubles after every trial that changes nothing."""
+REGRET = 0.01
+"""Most rounds that a failed trial loses, as a share of the rest after it, up to LONGEST_REST."""
+DISTURBED = 0.5
+"""How far a round beside a prefill advances a turn. It is judged only where most rounds without speculation are beside
+prefills, too, but a trial must end even if every round is. In a pilot it counts as any other: prefills slow the texts
+that guess and the others alike."""
+MOSTLY_DISTURBED = 0.75
+"""Share of rounds beside a prefill from which on they count as usual under this load."""
 SPECULATION_MARGIN = 1.1
 """Least gain in rate for speculation, which has costs besides: drafters are opened and closed, and prompts wait for
 larger steps."""
@@ -47,15 +57,11 @@ def pilot_share(texts: int) -> float:
 
 
 @dataclass(slots=True)
-class TrialTurn:
-    """Rounds judged in one turn, all with speculation or all without."""
+class JudgedRounds:
+    """Tokens and times of rounds that are judged together."""
 
     tokens: list[int] = field(default_factory=list)  # of each round
     shares_us: list[float] = field(default_factory=list)  # of each round: its time over the running texts
-
-    def add(self, tokens: int, share_us: float) -> None:
-        self.tokens.append(tokens)
-        self.shares_us.append(share_us)
 
     @property
     def rate(self) -> float:
@@ -63,6 +69,29 @@ class TrialTurn:
         late drafts and full steps, which must count."""
         longest_us = OUTLIER * median(self.shares_us)
         return sum(self.tokens) / max(sum(min(share_us, longest_us) for share_us in self.shares_us), 1e-9)
+
+
+@dataclass(slots=True)
+class TrialTurn:
+    """Rounds of one turn, all with speculation or all without."""
+
+    rounds: JudgedRounds = field(default_factory=JudgedRounds)  # all
+    undisturbed: JudgedRounds = field(default_factory=JudgedRounds)  # of them, those beside no prefill
+
+    def add(self, tokens: int, share_us: float, disturbed: bool) -> None:
+        for judged in (self.rounds,) if disturbed else (self.rounds, self.undisturbed):
+            judged.tokens.append(tokens)
+            judged.shares_us.append(share_us)
+
+    @property
+    def mostly_disturbed(self) -> bool:
+        return len(self.undisturbed.tokens) < (1 - MOSTLY_DISTURBED) * len(self.rounds.tokens)
+
+    def over(self, off: TrialTurn) -> float | None:
+        """This turn's rate over that of a turn without speculation. Rounds beside prefills count where they are usual
+        without speculation. None where a turn has no rounds that count."""
+        one, other = (self.rounds, off.rounds) if off.mostly_disturbed else (self.undisturbed, off.undisturbed)
+        return one.rate / other.rate if one.tokens and other.tokens else None
 
 
 @dataclass(slots=True)
@@ -83,9 +112,9 @@ class Pilot:
         known = [fmean(self.predicted)] if self.predicted else []
         if self.us[True] and self.tokens[False]:
             known.append((self.tokens[True] / self.us[True]) / (self.tokens[False] / self.us[False]))
-        if known and self.before.tokens and self.during.tokens:
-            slower = self.during.rate / self.before.rate
-            known += [slower] if slower < 1 - DISTURBANCE else []
+        slower = self.during.over(self.before)
+        if known and slower is not None and slower < 1 - DISTURBANCE:
+            known.append(slower)
         return min(known, default=None)
 
 
@@ -106,6 +135,7 @@ class SpeculationTrial:
     settled: bool | None = None  # whether to speculate between trials; None: no trial has ended
     rest_rounds: float = FIRST_REST
     _turns: list[TrialTurn] = field(default_factory=lambda: [TrialTurn()])  # of this trial, with the current one
+    _guessed_rounds: float = 0.0  # of this trial
 
     def __post_init__(self) -> None:
         if self.pilots < 1 and self.gain is None:
@@ -142,18 +172,20 @@ class SpeculationTrial:
         pilot distinguishes"""
         if texts >= MANY_TEXTS and self.rounds < -LEARNING_ROUNDS / 2:
             self.rounds = -LEARNING_ROUNDS / 2
-        before, self.rounds = self.rounds, self.rounds + (DISTURBED if disturbed else 1) / texts
-        if self.pilot is not None and before < -SETTLING_ROUNDS and not disturbed:
-            self.pilot.before.add(tokens, took_us / texts)
+        self._guessed_rounds += guessed / texts
+        pilot, share_us = self.pilot, took_us / texts
+        before, self.rounds = self.rounds, self.rounds + (DISTURBED if disturbed and pilot is None else 1) / texts
+        if pilot is not None and before < -SETTLING_ROUNDS:
+            pilot.before.add(tokens, share_us, disturbed)
         if before < 0:
             return
-        if self.pilot is not None and not disturbed:
-            self.pilot.during.add(tokens, took_us / texts)
-            self.pilot.tokens[guessed] += tokens
-            self.pilot.us[guessed] += took_us
-        elif self.turns_left and not disturbed:
-            self._turns[-1].add(tokens, took_us / texts)
-        halved = self.turns_left and texts >= MANY_TEXTS and self.pilot is None
+        if pilot is not None:
+            pilot.during.add(tokens, share_us, disturbed)
+            pilot.tokens[guessed] += tokens
+            pilot.us[guessed] += took_us
+        elif self.turns_left:
+            self._turns[-1].add(tokens, share_us, disturbed)
+        halved = self.turns_left and texts >= MANY_TEXTS and pilot is None
         if self.rounds >= (self.last_round / 2 if halved else self.last_round):
             self._next()
 
@@ -174,7 +206,7 @@ class SpeculationTrial:
             self._end_pilot(self.pilot)
             return
         if not self.turns_left:
-            self._turns = [TrialTurn()]
+            self._turns, self._guessed_rounds = [TrialTurn()], 0.0
             self.turns_left = TURNS
             if self.pilots < 1 and not self.speculating:
                 self.pilot = Pilot()
@@ -184,18 +216,20 @@ class SpeculationTrial:
                 self._begin(not self.speculating, TURN_ROUNDS)
             return
         self.turns_left -= 1
-        if self.turns_left:
+        gains = self._gains()
+        if self.turns_left and not self._is_clear(gains):
             self._turns.append(TrialTurn())
             self._begin(not self.speculating, TURN_ROUNDS)
             return
-        self._settle(self._compare())
+        self.turns_left = 0
+        self._settle(self._judge(gains))
 
     def _end_pilot(self, pilot: Pilot) -> None:
-        """Go on with turns of all texts, unless the pilot failed."""
+        """Go on with turns of all texts, unless the pilot failed. The first is without speculation, so that the first
+        with it can already be compared with both its neighbours."""
         self.pilot = None
         if pilot.gain is None or pilot.gain >= SPECULATION_MARGIN:
-            self._begin(True, TURN_ROUNDS)
-            self.rounds = -2 * SETTLING_ROUNDS  # the other texts open their drafters
+            self._begin(False, TURN_ROUNDS)
             return
         self.gain, self.estimated, self.turns_left = pilot.gain, True, 0
         self._settle(False)
@@ -203,22 +237,40 @@ class SpeculationTrial:
     def _settle(self, better: bool) -> None:
         """Rest until the next trial, with speculation if that is better."""
         self.rest_rounds = min(2 * self.rest_rounds, LONGEST_REST) if better is self.settled else FIRST_REST
+        if not better and self.gain is not None:
+            lost_rounds = self._guessed_rounds * max(1 / max(self.gain, REGRET) - 1, 0.0)
+            self.rest_rounds = min(max(self.rest_rounds, lost_rounds / REGRET), LONGEST_REST)
         self.settled = better
         self._begin(better, self.rest_rounds)
 
-    def _compare(self) -> bool:
-        """Whether speculation is better, by the median ratio of neighbouring turns, which the machine's speed affects
-        alike. Without a gain it is not, if rounds without it were judged: drafters were being opened all the time."""
-        last, before = self._turns[1::2], self._turns[::2]  # `last` are of the current kind
-        pairs = list(zip(*((last, before) if self.speculating else (before, last)), strict=True))
-        measured = [(speculative, off) for speculative, off in pairs if speculative.tokens and off.tokens]
-        if measured:
-            gain = median(speculative.rate / off.rate for speculative, off in measured)
+    def _gains(self) -> list[float]:
+        """The rate of each turn with speculation over that of each neighbour without, where both have rounds that
+        count. The machine's speed affects neighbours alike."""
+        gains = []
+        for place, (one, other) in enumerate(pairwise(self._turns), start=2):
+            first_speculates = self.speculating is ((len(self._turns) - place) % 2 == 1)
+            gains.append(one.over(other) if first_speculates else other.over(one))
+        return [gain for gain in gains if gain is not None]
+
+    def _is_clear(self, gains: Sequence[float]) -> bool:
+        """Whether the turns so far suffice for the outcome."""
+        if len(self._turns) < CLEAR_TURNS or len(gains) < len(self._turns) - 1:
+            return False
+        return max(gains) < 1 or min(gains) >= CLEAR_GAIN
+
+    def _judge(self, gains: Sequence[float]) -> bool:
+        """Whether speculation is better, by the median gain. Without one it is not, if rounds without it were judged:
+        drafters were being opened all the time."""
+        with_it, without = self._turns[::-2], self._turns[-2::-2]
+        if not self.speculating:
+            with_it, without = without, with_it
+        if gains:
+            gain = median(gains)
             self.gain = gain if self.gain is None or self.estimated else math.sqrt(self.gain * gain)
             self.estimated = False
-            self.usual_tokens = fmean(fmean(speculative.tokens) for speculative, _ in measured)
+            self.usual_tokens = fmean(fmean(turn.rounds.tokens) for turn in with_it if turn.rounds.tokens)
         if self.gain is None:
-            return not any(off.tokens for _, off in pairs)
+            return not any(turn.undisturbed.tokens for turn in without)
         return self.gain >= SPECULATION_MARGIN
 
     def _begin(self, speculating: bool, rounds: float) -> None:

@@ -394,12 +394,13 @@ def test_a_trial_of_16_texts_takes_at_most_two_thirds_of_the_rounds_of_one_of_2(
     assert rounds_until_settled(16) <= 2 / 3 * rounds_until_settled(2)
 
 
-def test_a_trial_ends_though_every_round_is_beside_a_prefill():
-    trial, off = SpeculationTrial(), 0
-    for _ in range(1000):
-        off += not trial.speculating
-        trial.learn(1, 30_000, 1, disturbed=True)
-    assert 0 < off < 300
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_a_trial_whose_rounds_are_all_beside_prefills_is_judged_by_them(tokens):
+    trial, rounds = SpeculationTrial(), 0
+    while trial.settled is None and rounds < 300:
+        rounds += 1
+        trial.learn(tokens if trial.speculating else 1, 30_000, 1, disturbed=True)
+    assert trial.settled is (tokens > 1)
 
 
 class SharedSteps(ConcurrentRequests):
