@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -60,3 +61,9 @@ OFF_ARM = Arm("", OFF)
 def drafters_of(arms: Sequence[Arm]) -> tuple[str, ...]:
     """The drafters of these arms, each once."""
     return tuple(dict.fromkeys(arm.maker for arm in arms if arm.drafted))
+
+
+@functools.cache
+def parsed_shapes(texts: tuple[str, ...]) -> tuple[TreeShape, ...]:
+    """The shapes of a configuration, which every request reads."""
+    return tuple(TreeShape.parse(text) for text in texts)

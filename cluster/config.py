@@ -26,7 +26,7 @@ from dendro.health import LONGEST_STEP_S
 from dendro.shapes import DEFAULT_DEPTH, MAX_ROWS, TreeShape
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from cluster.arms import OFF_ARM, Arm
+from cluster.arms import OFF_ARM, Arm, parsed_shapes
 from cluster.policies import POLICIES
 from cluster.proposers import PROPOSERS
 
@@ -276,7 +276,7 @@ class SpeculationConfig(Section):
 
     @property
     def shapes(self) -> tuple[TreeShape, ...]:
-        return tuple(TreeShape.parse(arm) for arm in self.arms)
+        return parsed_shapes(self.arms)
 
 
 class Redis(Section):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 from tree_kernels import ROW_MULTIPLE
@@ -19,6 +20,7 @@ def row_class(rows: int) -> int:
     return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
+@functools.lru_cache(maxsize=4096)  # several times a round
 def load_class(requests: int) -> int:
     """Class of concurrency with similar costs: 1 request, 2, 3 to 5, 6 to 11, 12 to 22, and so on."""
     return round(math.log2(max(requests, 1)))

@@ -13,6 +13,7 @@ as in `RatioUCB`; so are arms wider than RANKED, and all arms while there are no
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -21,6 +22,7 @@ from dendro.text import Verdict
 from dendro.tree import DraftTree
 
 from cluster.arms import OFF_ARM, Arm, drafters_of
+from cluster.policies.costs import EmittedLength
 from cluster.policies.experience import Experience
 from cluster.policies.offers import Offer
 from cluster.policies.prior import NO_PRIOR, Prior
@@ -52,16 +54,25 @@ class FullInfo(RatioUCB):
         """window: text tokens, 64 to 256, over which arms are judged"""
         super().__init__(arms, experience, temperature, prior)
         self.replayed = [arm for arm in self.arms if replayed(arm.shape)]
-        self.replays = {
-            drafter: Replay([arm.shape for arm in self.replayed if arm.maker == drafter], window)
-            for drafter in drafters_of(self.arms)
-        }
-        self._priors = {arm: self.lengths[arm].at_most(math.inf) for arm in self.replayed}
+        self._window = window
         self.means: dict[Arm, float] = {}  # tokens of a round whose tree comes, from replay and prior
         self._trace = RankTrace()
-        self._arrival = dict.fromkeys(self.replays, 1.0)  # by drafter: smoothed share of requested trees that came
+        self._arrival = dict.fromkeys(
+            drafters_of(self.arms), 1.0
+        )  # by drafter: smoothed share of requested trees that came
         self._drafted_rounds = 0
         self._undrafted_rounds = 0  # since a drafter was last asked
+
+    @functools.cached_property
+    def replays(self) -> dict[str, Replay]:
+        return {
+            drafter: Replay([arm.shape for arm in self.replayed if arm.maker == drafter], self._window)
+            for drafter in self._arrival
+        }
+
+    @functools.cached_property
+    def _priors(self) -> dict[Arm, EmittedLength]:
+        return {arm: self.lengths[arm].at_most(math.inf) for arm in self.replayed}
 
     def hoped(self, arm: Arm) -> float:
         mean = self.means.get(arm)

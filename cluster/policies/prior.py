@@ -102,6 +102,11 @@ class Prior:
         if worth is not None and tree.guesses and not tree.missed:
             self.lengths.setdefault(arm, EmittedLength()).learn(worth)
 
+    @property
+    def guessed(self) -> bool:
+        """Whether any round is recorded that a new request can begin with."""
+        return bool(self.lengths or self.ranks)
+
     def add(self, other: Prior) -> None:
         """Add another prior's rounds. Those already here weigh KEPT_ROUNDS at most."""
         for arm, new in other.lengths.items():

@@ -16,6 +16,7 @@ text whose rounds emit too little still chooses `off`.
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -44,7 +45,9 @@ class RatePolicy(ABC):
     """The policy of one request on its tenant's experience. `off` emits one token a round and needs no exploration.
 
     `lengths` has the worth of this request's rounds (`Experience.worth`) on top of a prior: that of the request's kind
-    where it has the arm, else that of the tenant's requests in the same temperature class.
+    where it has the arm, else that of the tenant's requests in the same temperature class. It is made when it is first
+    read: predicting it from ranks takes a millisecond, which a text that a trial keeps from guessing saves, and a text
+    that first guesses late begins with what others have learned meanwhile.
     """
 
     def __init__(
@@ -56,16 +59,18 @@ class RatePolicy(ABC):
         self._proposes = any(isinstance(arm.shape, ProposedShape) for arm in self.arms)
         self.experience = experience
         self.temperature = temperature
-        self.lengths: dict[Arm, EmittedLength] = {
-            arm: prior.length(arm) or experience.prior(arm, temperature) for arm in self.arms
-        }
+        self._prior = prior
         self._place = experience.concurrency.next_place()
-        self._guessed = False  # in any round so far
         self._opening = OPENING_ROUNDS
         self._offer: DraftTree | None = None  # proposals for the coming round
         self._excluded = False  # the trial keeps this text from guessing
         self._off_rounds = 0  # in a row, before the current one
         self._resting = False  # the round is `off`, and nothing is learned of it but its rate (`SpeculationTrial`)
+
+    @functools.cached_property
+    def lengths(self) -> dict[Arm, EmittedLength]:
+        experience, temperature = self.experience, self.temperature
+        return {arm: self._prior.length(arm) or experience.prior(arm, temperature) for arm in self.arms}
 
     @abstractmethod
     def hoped(self, arm: Arm) -> float:
@@ -103,9 +108,6 @@ class RatePolicy(ABC):
         self._offer = offer() if offer and self._proposes else None
         if trial is None:
             return self._best(self.arms)
-        if not self._guessed:
-            self._guessed = True
-            self._take_lengths()
         best = self._best(self._trees)
         if trial.pilot is not None:
             trial.predict(self.index(best) / self.index(OFF_ARM))
@@ -124,16 +126,14 @@ class RatePolicy(ABC):
             if tree.missed and not tree.draft_us:
                 return
             self._opening = 0
-        self.observe(arm, self.experience.learn(arm, tree, verdict, self.temperature))
+        # Read first: they begin with what is known before this round.
+        lengths = {} if self._excluded else self.lengths
+        worth = self.experience.learn(arm, tree, verdict, self.temperature)
+        if arm in lengths:
+            self.observe(arm, worth)
 
     def _may_guess(self, trial: SpeculationTrial) -> bool:
         return self.experience.concurrency.may_guess(trial, self._place)
-
-    def _take_lengths(self) -> None:
-        """Begin arms without rounds with those of other texts, which may have guessed since this one began."""
-        for arm, length in self.lengths.items():
-            if not length.rounds:
-                self.lengths[arm] = self.experience.prior(arm, self.temperature)
 
     def observe(self, arm: Arm, tokens: float) -> None:
         """Add the worth of a round that counts to its arm's mean."""

@@ -8,6 +8,7 @@ the 3.) `t` is the sum of all n_k. `RatePolicy` decides whether to speculate, an
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -33,7 +34,6 @@ class RatioUCB(RatePolicy):
     ) -> None:
         super().__init__(arms, experience, temperature, prior)
         self.beta = beta
-        self._bonus = self._new_bonus()
 
     def hoped(self, arm: Arm) -> float:
         """Upper confidence bound of a round's tokens; infinite for an arm never played."""
@@ -47,9 +47,10 @@ class RatioUCB(RatePolicy):
 
     def observe(self, arm: Arm, tokens: float) -> None:
         super().observe(arm, tokens)
-        self._bonus = self._new_bonus()
+        self.__dict__.pop("_bonus", None)
 
-    def _new_bonus(self) -> float:
+    @functools.cached_property
+    def _bonus(self) -> float:
         """The bonus of an arm that was played once: beta * sqrt(2 ln t)."""
         total = sum(length.rounds for length in self.lengths.values())
         return self.beta * math.sqrt(2 * math.log(max(total, 1.0)))

@@ -42,10 +42,13 @@ class Priors:
 
     def learn(self, key: PriorKey, notes: Prior, experience: Experience) -> None:
         """Add a request's notes to its kind's prior, replace the prior's costs by its tenant's and its gains by the
-        target's, and write it in the background."""
-        prior = self._remember(key)
+        target's, and write it in the background. A request without guesses changes no prior, unless a speculation trial
+        has ended since."""
+        prior, gains = self._remember(key), experience.concurrency.gains()
+        if not notes.guessed and gains == prior.gains:
+            return
         prior.add(notes)
-        prior.costs, prior.gains = experience.hints(), experience.concurrency.gains()
+        prior.costs, prior.gains = experience.hints(), gains
         self._unwritten[key] = None
         self._write()
 
