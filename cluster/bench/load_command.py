@@ -35,7 +35,7 @@ from cluster.bench.options import (
     present,
     with_bars,
 )
-from cluster.bench.targets import COSTLY, DEMO, THREADS, parameter_count, target_config
+from cluster.bench.targets import COSTLY, DEMO, THREADS, Which, parameter_count, target_config
 from cluster.config import DEMO_MODELS, Config
 from cluster.demo.measure import PROMPT_TOKENS
 from cluster.demo.prompts import held_out_prompts, load_tokenizer
@@ -77,22 +77,22 @@ async def stats_of(target: str) -> Mapping[str, int]:
     return verifier | {f"router_{name}": value for name, value in router.items()}
 
 
-async def run_against_off(plan: PairsPlan, models: Path, progress: Begin) -> dict[str, Any]:
-    """Run the policy's comparison with no speculation on the demo target; returns the report."""
+async def run_against_off(plan: PairsPlan, name: str, models: Path, progress: Begin) -> dict[str, Any]:
+    """Run the policy's comparison with no speculation on the target of that name; returns the report."""
     started = time.monotonic()
-    config = config_for(models, DEMO, max(plan.clients))
+    config = config_for(models, name, max(plan.clients))
     (target,) = config.targets.values()
 
     @asynccontextmanager
     async def fresh_router(temperature: float) -> AsyncIterator[Loader]:
         async with running_cluster(config) as address, AsyncClient(address) as client:
-            yield Loader(client, plan.prompts, plan.tokens, partial(stats_of, DEMO), temperature)
+            yield Loader(client, plan.prompts, plan.tokens, partial(stats_of, name), temperature)
 
     blocks = await measure_against_off(plan, fresh_router, progress("blocks", plan.blocks))
     return {
         **report_head("load", started, False, 0, THREADS),
         "plan": {
-            "target": DEMO,
+            "target": name,
             "parameters": parameter_count(target.checkpoint),
             "dtype": target.dtype,
             "drafter": ", ".join(config.drafters),
@@ -169,10 +169,14 @@ def bench_load(
         bool,
         typer.Option(
             "--against-off",
-            help="Only the policy and no speculation, on the demo target, in alternating blocks at 1, 4, 8 and 32 "
-            "clients, each from a fresh router.",
+            help="Only the policy and no speculation, in alternating blocks at 1, 4, 8 and 32 clients, each from a "
+            "fresh router.",
         ),
     ] = False,
+    target: Annotated[
+        Which | None,
+        typer.Option(help="The demo or the costly target, with --against-off. (default demo)", show_default=False),
+    ] = None,
     temperatures: Annotated[
         str | None, typer.Option(help="Sampling temperatures with --against-off. (default 0,0.8)", show_default=False)
     ] = None,
@@ -183,6 +187,10 @@ def bench_load(
 
     Takes about 25 minutes on two cores.
     """
+    if target is not None and not against_off:
+        raise BadRequest("target", "has an effect with --against-off alone; all else is on the costly target")
+    if target not in (None, Which.DEMO, Which.COSTLY):
+        raise BadRequest("target", f"is {target}, but load has the demo and the costly target")
     if temperatures is not None and not against_off:
         raise BadRequest("temperatures", "has an effect with --against-off alone; all else is greedy")
     if against_off and (plot is not None or requests != REQUESTS or seed):
@@ -198,7 +206,8 @@ def bench_load(
             answers=chosen(answers, quick, QUICK_ANSWERS, ANSWERS),
             pairs=chosen(repetitions, quick, QUICK_REPETITIONS, REPETITIONS),
         )
-        report = with_bars(lambda begin: asyncio.run(run_against_off(pairs, models, begin)))
+        name = COSTLY if target is Which.COSTLY else DEMO
+        report = with_bars(lambda begin: asyncio.run(run_against_off(pairs, name, models, begin)))
         present(report, facts_of(report), tables_of(report), json, markdown, width=PLAIN_WIDTH + 30)
         return
     plan = LoadPlan(
