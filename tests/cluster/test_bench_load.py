@@ -11,10 +11,11 @@ from dendro.errors import BadRequest
 from cluster.api.local import LocalClient
 from cluster.bench.against_off import PairsPlan, aims_against_off, measure_against_off
 from cluster.bench.load import LoadBlock, Loader, LoadPlan, aims_of, measure_load, percentiles, ratio, rows_of
-from cluster.bench.load_command import parse_clients
+from cluster.bench.load_command import bench_load, parse_clients
 from cluster.bench.load_report import COLUMNS, plot, tables_of
 from cluster.bench.measurement import BATCH, CONTINUOUS
 from cluster.bench.messages import message_process
+from cluster.bench.targets import Which
 
 
 def block(way, load, repetition, rate, **more):
@@ -171,3 +172,9 @@ def test_clients_must_be_different_numbers_from_one_up(text):
     with pytest.raises(BadRequest, match="clients"):
         parse_clients(text)
     assert parse_clients("16,1,4") == (1, 4, 16)
+
+
+@pytest.mark.parametrize(("target", "against_off"), [(Which.COSTLY, False), (Which.BOTH, True), (Which.MAMBA2, True)])
+def test_a_target_without_effect_is_refused(target, against_off):
+    with pytest.raises(BadRequest, match="target"):
+        bench_load(target=target, against_off=against_off)
