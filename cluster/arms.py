@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dendro.shapes import OFF, TreeShape
 
@@ -19,8 +19,17 @@ class Arm:
 
     maker: str  # the drafter of a drafted shape, or the names of the proposers; empty for `off`
     shape: TreeShape
+    # Kept, because a round of a policy reads them some hundred times.
+    rows: int = field(init=False, repr=False, compare=False)
+    depth: int = field(init=False, repr=False, compare=False)
+    off: bool = field(init=False, repr=False, compare=False)
+    drafted: bool = field(init=False, repr=False, compare=False)
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        for name in ("rows", "depth", "off", "drafted"):
+            object.__setattr__(self, name, getattr(self.shape, name))
+        object.__setattr__(self, "_hash", hash((self.maker, self.shape)))
         if bool(self.maker) is self.shape.off:
             raise ValueError(f"arm: {self.shape} of {self.maker!r}; every shape but off has a maker")
 
@@ -38,21 +47,12 @@ class Arm:
         maker, _, shape = text.rpartition(":")
         return cls(maker, TreeShape.parse(shape))
 
-    @property
-    def rows(self) -> int:
-        return self.shape.rows
+    def __hash__(self) -> int:
+        return self._hash
 
-    @property
-    def depth(self) -> int:
-        return self.shape.depth
-
-    @property
-    def off(self) -> bool:
-        return self.shape.off
-
-    @property
-    def drafted(self) -> bool:
-        return self.shape.drafted
+    def __reduce__(self) -> tuple[type[Arm], tuple[str, TreeShape]]:
+        """Made anew in another process, whose hashes of texts differ."""
+        return Arm, (self.maker, self.shape)
 
 
 OFF_ARM = Arm("", OFF)

@@ -72,8 +72,8 @@ class Capacity:
             raise BadRequest("tree.tokens", f"{tree.rows} rows; a tree here has at most {self.max_rows}")
         if int(tree.tokens.max()) >= self.vocabulary:
             raise BadRequest("tree.tokens", f"a token lies outside the vocabulary of {self.vocabulary}")
-        if int(tree.depths.max()) > self.max_depth:
-            raise BadRequest("tree.parents", f"depth {tree.depths.max()}; a tree here has at most {self.max_depth}")
+        if tree.depth > self.max_depth:
+            raise BadRequest("tree.parents", f"depth {tree.depth}; a tree here has at most {self.max_depth}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -162,7 +162,7 @@ class StepRunner:
         For drafters made from the target itself. Uses the runner's own pages, which keep the last text; texts of
         sessions are not affected.
         """
-        if len(ids) + int(tree.depths.max()) > len(self.own_pages) * PAGE:
+        if len(ids) + tree.depth > len(self.own_pages) * PAGE:
             raise ValueError(f"ids: {len(ids)} tokens; there is room for {len(self.own_pages) * PAGE}")
         chunk, root = self.buckets[-1], len(ids) - 1
         common = 0

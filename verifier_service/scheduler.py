@@ -371,7 +371,7 @@ class StepScheduler:
         taken: set[int] = set()
         for _, session, ask in ready:  # the roots and the missing rows before them
             assert isinstance(ask.call, VerifyCall)
-            deepest = len(session.text.ids) + int(ask.call.tree.depths.max())
+            deepest = len(session.text.ids) + ask.call.tree.depth
             if session.lacking < room and self._hold(session, deepest, taken):
                 shares.append(_Share(session, session.lacking, ask, ask.call.tree))
                 taken.add(session.number)

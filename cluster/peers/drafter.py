@@ -175,8 +175,8 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
     def _check(self, tree: DraftTree, text: Text, shape: TreeShape) -> None:
         if tree.tokens[0] != text.root:
             raise BadAnswer(f"tree.tokens: begins with {tree.tokens[0]}; the text's root is {text.root}")
-        if tree.rows > shape.rows or int(tree.depths.max()) > shape.depth:
-            raise BadAnswer(f"tree: has {tree.rows} rows and depth {tree.depths.max()}; requested was {shape}")
+        if tree.rows > shape.rows or tree.depth > shape.depth:
+            raise BadAnswer(f"tree: has {tree.rows} rows and depth {tree.depth}; requested was {shape}")
         target = self._verifier.hello
         if target is not None and (tree.tokens >= target.vocabulary).any():
             raise BadAnswer(f"tree.tokens: exceed the target's vocabulary of {target.vocabulary}")

@@ -30,6 +30,14 @@ CONNECT_S = 5.0
 Answer = TypeVar("Answer")
 
 
+def _unchanged(answer: Answer) -> Answer:
+    return answer
+
+
+_NOBODY = None, _unchanged
+"""For an answer to no call."""
+
+
 @dataclass(frozen=True, slots=True)
 class PeerKind:
     """What differs between the streams of drafters and of verifiers."""
@@ -58,7 +66,7 @@ class PeerStream:
         self.address = address
         self._kind = kind
         self._channel = grpc.aio.insecure_channel(address, options=STREAM_OPTIONS)
-        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._waiting: dict[int, tuple[asyncio.Future[Any], Callable[[Any], Any]]] = {}
         self._outbox: list[Any] = []
         self._filled = asyncio.Event()
         self._next = 1
@@ -112,24 +120,35 @@ class PeerStream:
         return bool(self._lost)
 
     async def call(self, ask: Any) -> Any:
-        """Make a call and return its answer. Raises what the peer raised, and PeerLost when the stream breaks."""
-        number, self._next = self._next, self._next + 1
+        """Make a call of any length and return its answer. Raises what the peer raised, and PeerLost when the stream
+        breaks."""
+        number = self._new_number()
         # Calls of an opening keep their order: only its first is long, and the next is made after that one's answer.
         message = await off_loop(len(ask.update.tokens), lambda: self._kind.call_message(number, ask))
-        if self._lost:
-            raise PeerLost(self._lost)
         if message.ByteSize() > MAX_MESSAGE_BYTES // 2:
             raise BadRequest("prompt", f"makes a call of {message.ByteSize()} bytes")
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = future
+        return await self._post(number, message, _unchanged)
+
+    def ask(self, ask: Any, result: Callable[[Any], Answer]) -> asyncio.Future[Answer]:
+        """Make a call of a round, which is short, at once: it needs no task to be sent. The future has the `result` of
+        its answer; it raises as `call`, and what `result` raises."""
+        number = self._new_number()
+        return self._post(number, self._kind.call_message(number, ask), result)
+
+    def _new_number(self) -> int:
+        number, self._next = self._next, self._next + 1
+        return number
+
+    def _post(self, number: int, message: Any, result: Callable[[Any], Answer]) -> asyncio.Future[Answer]:
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        if self._lost:
+            future.set_exception(PeerLost(self._lost))
+            return future
+        self._waiting[number] = future, result  # until the answer, also where the caller leaves
         self._outbox.append(message)
         self._filled.set()
         self.calls += 1
-        try:
-            answer = await future
-        finally:
-            self._waiting.pop(number, None)
-        return wire.answer_from(answer)
+        return future
 
     async def _write(self, call: Any) -> None:
         with self._losing():
@@ -147,9 +166,12 @@ class PeerStream:
                 if frame is None:  # gRPC's result for bytes that are not a message
                     raise PeerLost(f"{self.address}: sends bytes that are no frame")
                 for answer in frame.answers:
-                    future = self._waiting.get(answer.call)
+                    future, result = self._waiting.pop(answer.call, _NOBODY)
                     if future is not None and not future.done():
-                        future.set_result(answer)
+                        try:
+                            future.set_result(result(wire.answer_from(answer)))
+                        except Exception as error:  # fails one call; the stream continues
+                            future.set_exception(error)
             raise PeerLost(f"{self.address}: the stream has ended")
 
     @contextlib.contextmanager
@@ -165,9 +187,10 @@ class PeerStream:
             return
         self._lost = reason
         log.info("stream lost: %s", reason)
-        for future in self._waiting.values():
+        for future, _ in self._waiting.values():
             if not future.done():
                 future.set_exception(PeerLost(reason))
+        self._waiting.clear()
         self._ending = asyncio.create_task(self._end())
 
     async def _end(self) -> None:
@@ -212,26 +235,34 @@ class _RemotePeer:
 class RemoteDrafter(_RemotePeer):
     """A drafter in another process."""
 
-    async def draft(self, call: DraftCall) -> DraftTree:
+    def draft(self, call: DraftCall) -> asyncio.Future[DraftTree]:
         """The tree. Its `draft_us` is capped at the duration of the call."""
         began_s = self._clock()
-        tree = _expect(DraftTree, await self.stream.call(call))
-        took_us = self._us_since(began_s)
-        return replace(tree, draft_us=took_us) if tree.draft_us > took_us else tree
+
+        def capped(answer: object) -> DraftTree:
+            tree = _expect(DraftTree, answer)
+            took_us = self._us_since(began_s)
+            return replace(tree, draft_us=took_us) if tree.draft_us > took_us else tree
+
+        return self.stream.ask(call, capped)
 
 
 class RemoteVerifier(_RemotePeer):
     """A verifier in another process."""
 
-    async def verify(self, call: VerifyCall) -> Verdict:
+    def verify(self, call: VerifyCall) -> asyncio.Future[Verdict]:
         """The verdict. Its `verify_us` and `queue_us` together are capped at the duration of the call."""
         began_s = self._clock()
-        verdict = _expect(Verdict, await self.stream.call(call))
-        took_us = self._us_since(began_s)
-        if verdict.verify_us + verdict.queue_us <= took_us:
-            return verdict
-        verify_us = min(verdict.verify_us, took_us)
-        return replace(verdict, verify_us=verify_us, queue_us=min(verdict.queue_us, took_us - verify_us))
+
+        def capped(answer: object) -> Verdict:
+            verdict = _expect(Verdict, answer)
+            took_us = self._us_since(began_s)
+            if verdict.verify_us + verdict.queue_us <= took_us:
+                return verdict
+            verify_us = min(verdict.verify_us, took_us)
+            return replace(verdict, verify_us=verify_us, queue_us=min(verdict.queue_us, took_us - verify_us))
+
+        return self.stream.ask(call, capped)
 
 
 def _expect(kind: type[Answer], answer: object) -> Answer:

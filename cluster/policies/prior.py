@@ -96,7 +96,9 @@ class Prior:
         """
         ranked = self._trace.learn(arm.maker, tree, verdict)
         if ranked.ranks:
-            counts = self.ranks.setdefault(arm.maker, no_ranks())
+            if arm.maker not in self.ranks:
+                self.ranks[arm.maker] = no_ranks()
+            counts = self.ranks[arm.maker]
             for rank, depth in zip(ranked.ranks, ranked.depths, strict=True):
                 counts[min(depth, DEPTHS) - 1, rank] += 1
         if worth is not None and tree.guesses and not tree.missed:

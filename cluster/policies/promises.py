@@ -61,7 +61,7 @@ class Promises:
         nothing = Trust()  # looking up makes no entry: shapes that clients fix are judged but not kept
         together = self._trust.get((kind, arm.maker), nothing).share(1.0)
         share = self._trust.get((kind, arm), nothing).share(together)
-        return 1 + min(promised * share, float(tree.depths.max()))
+        return 1 + min(promised * share, tree.depth)
 
     def learn(self, kind: str, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
         """Compare what a round's tree promised with the tokens that came."""

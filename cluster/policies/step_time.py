@@ -54,8 +54,9 @@ class StepTime:
         longest_us = OUTLIER * self.at(rows, degree) if self.sizes else us
         outlier, us = us > longest_us, min(us, longest_us)
         before = self.sizes.keys()
-        kept = {size: each for size, each in self.sizes.items() if each[0] >= LEAST_WEIGHT}
-        self.sizes = {size: (weight * (1 - STEP), mean) for size, (weight, mean) in kept.items()}
+        self.sizes = {
+            size: (weight * (1 - STEP), mean) for size, (weight, mean) in self.sizes.items() if weight >= LEAST_WEIGHT
+        }
         weight, mean = self.sizes.get(rows, (0.0, 0.0))
         self.sizes[rows] = weight + 1, mean + (us - mean) / (weight + 1)
         if len(self.sizes) > MOST_SIZES:
@@ -85,7 +86,10 @@ class StepTime:
 
 def step_at(coefficients: Coefficients, rows: float) -> float:
     """The polynomial's value at so many rows."""
-    return sum(each * rows**power for power, each in enumerate(coefficients))
+    value = 0.0
+    for each in reversed(coefficients):
+        value = value * rows + each
+    return value
 
 
 def fit_steps(rows: Sequence[int], us: Vector, degree: int, weights: Vector | None = None) -> Coefficients:

@@ -32,7 +32,7 @@ def merge(trees: Sequence[DraftTree], max_rows: int, max_depth: int) -> DraftTre
     first = trees[0]
     if any(tree.tokens[0] != first.tokens[0] for tree in trees):
         raise ValueError(f"trees: begin with {[int(tree.tokens[0]) for tree in trees]}; they must have one root")
-    if len(trees) == 1 and first.rows <= max_rows and first.depths.max() <= max_depth:
+    if len(trees) == 1 and first.rows <= max_rows and first.depth <= max_depth:
         return first
     root = _Guess(int(first.tokens[0]), 0, 0.0)
     for number, tree in enumerate(trees):

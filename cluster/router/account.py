@@ -37,6 +37,7 @@ class RoundAccount:
         self._clock = clock  # seconds
         self._began_s = self._first_s = 0.0
         self._disturbed = False
+        self._hello: Hello | None = None
         self.arm: Arm = OFF_ARM  # of the current round
         self.offer: Offer | None = None  # makes the proposals for the next round
         self.stats = pb.SpeculationStats(policy=plan.name)
@@ -71,7 +72,8 @@ class RoundAccount:
     def learn_hello(self, hello: Hello | None) -> None:
         """Record whether the target has attention layers, which decides how its steps grow with their rows, and what
         its steps are padded to."""
-        if hello is not None:
+        if hello is not None and hello is not self._hello:
+            self._hello = hello
             self._experience.concurrency.attends = hello.attends
             self._experience.concurrency.sizes = StepSizes(hello.step_sizes)
             self.stats.step_sizes[:] = hello.step_sizes

@@ -16,14 +16,16 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 from dendro.clock import Clock
 from dendro.errors import Conflict, DendroError, NotFound, Overloaded, PeerLost, one_line
 from dendro.long_work import off_loop
+from dendro.shapes import TreeShape
 from dendro.tasks import BackgroundTasks
-from dendro.text import Finish, Limits, Text
+from dendro.text import Finish, Limits, Text, Verdict
 from dendro.v1 import generation_pb2 as pb
 
 from cluster.checkpoints import check_pairs, read_cluster
@@ -151,10 +153,10 @@ class Ingress:
                 with experience.concurrency.running(fixed=not job.plan.free) as running:
                     account = RoundAccount(job.plan, experience, running, job.sampling.temperature, self._clock)
                     try:
-                        run = self._run(job, text, account, stream, complete)
-                        async with aclosing(_ahead(run, self._left_s(job))) as events:
-                            async for event in events:
-                                yield event
+                        run = self._run(job, text, account, complete)
+                        async with aclosing(_ahead(run, self._left_s(job))) as done:
+                            async for each in done:
+                                yield each if isinstance(each, pb.GenerateResponse) else each.message(stream)
                     finally:
                         self._priors.learn(job.kind, account.notes, experience)
                 finish = text.finish
@@ -186,9 +188,9 @@ class Ingress:
             )
 
     async def _run(
-        self, job: Job, text: Text, account: RoundAccount, stream: TextStream, complete: pb.GenerateComplete
-    ) -> AsyncGenerator[pb.GenerateResponse, None]:
-        """Yield `started` once a verifier is leased, then a chunk per round; release the leases at the end. Sets the
+        self, job: Job, text: Text, account: RoundAccount, complete: pb.GenerateComplete
+    ) -> AsyncGenerator[pb.GenerateResponse | _FinishedRound, None]:
+        """Yield `started` once a verifier is leased, then each round; release the leases at the end. Sets the
         statistics of `complete`."""
         before = len(job.prompt)
         verifier = self._peers.verifier(job.served.name, text)
@@ -210,14 +212,7 @@ class Ingress:
             async with aclosing(rounds(text, drafter, verifier, account)) as verdicts:
                 async for verdict in verdicts:
                     account.learn_hello(verifier.hello)
-                    added = stream.push(verdict.tokens)
-                    chunk = pb.GenerateChunk(
-                        offset=len(text) - len(verdict.tokens) - before,
-                        token_ids=verdict.tokens,
-                        text=added + stream.flush() if verdict.finished else added,
-                        shape=str(account.arm.shape),
-                    )
-                    yield pb.GenerateResponse(chunk=chunk)
+                    yield _FinishedRound(len(text) - len(verdict.tokens) - before, verdict, account.arm.shape)
         finally:
             await self._close(text, drafter, verifier)
         complete.speculation.CopyFrom(account.stats)
@@ -311,6 +306,22 @@ class Ingress:
                 raise
             return await self._write(job, record, again=False)
         return job.session
+
+
+@dataclass(frozen=True, slots=True)
+class _FinishedRound:
+    """A round whose chunk is not made yet: its text is decoded after the next round's call was sent."""
+
+    offset: int  # tokens of the answer before it
+    verdict: Verdict
+    shape: TreeShape
+
+    def message(self, stream: TextStream) -> pb.GenerateResponse:
+        tokens = self.verdict.tokens
+        added = stream.push(tokens)
+        text = added + stream.flush() if self.verdict.finished else added
+        chunk = pb.GenerateChunk(offset=self.offset, token_ids=tokens, text=text, shape=str(self.shape))
+        return pb.GenerateResponse(chunk=chunk)
 
 
 async def _ahead(chunks: AsyncGenerator[T, None], limit_s: float = math.inf) -> AsyncGenerator[T, None]:

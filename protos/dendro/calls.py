@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -159,13 +159,13 @@ class Peer(Protocol):
 class DrafterPeer(Peer, Protocol):
     """A drafter."""
 
-    async def draft(self, call: DraftCall) -> DraftTree: ...
+    def draft(self, call: DraftCall) -> Awaitable[DraftTree]: ...
 
 
 class VerifierPeer(Peer, Protocol):
     """A verifier."""
 
-    async def verify(self, call: VerifyCall) -> Verdict: ...
+    def verify(self, call: VerifyCall) -> Awaitable[Verdict]: ...
 
 
 class PeerText:

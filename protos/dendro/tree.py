@@ -120,6 +120,11 @@ class DraftTree:
         return np.array(depths, np.int64)
 
     @cached_property
+    def depth(self) -> int:
+        """The greatest of `depths`."""
+        return int(max(self.depths.tolist()))
+
+    @cached_property
     def ancestors(self) -> IntArray:
         """[rows] int64 bit masks: bit j is set if row j is the row itself or an ancestor."""
         words = [1]

@@ -77,11 +77,12 @@ def tree_from(message: tree_pb2.DraftTree) -> DraftTree:
             raise BadRequest(f"tree.{name}", f"{count} rows; a tree has 1 to {MAX_ROWS}")
     try:
         return DraftTree(
-            tokens=np.array(message.tokens, np.int64),
-            parents=np.array(message.parents, np.int64),
-            values=np.array(message.values, np.float32),
+            # Slices are lists, of which NumPy makes arrays in a tenth of the time that a message's field takes.
+            tokens=np.array(message.tokens[:], np.int64),
+            parents=np.array(message.parents[:], np.int64),
+            values=np.array(message.values[:], np.float32),
             proposer=message.proposer[:MAX_NAME],
-            trace=np.minimum(np.array(message.trace[-MAX_TRACE:], np.int64), _MAX_COUNT).astype(np.int32),
+            trace=np.array([min(rank, _MAX_COUNT) for rank in message.trace[-MAX_TRACE:]], np.int32),
             draft_us=min(message.draft_us, MAX_US),
             texts=_within(message.texts, 1, MAX_TEXTS),
         )

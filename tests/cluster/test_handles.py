@@ -16,7 +16,16 @@ import grpc.aio
 import numpy as np
 import pytest
 from dendro import wire
-from dendro.calls import IDLE_ROUNDS, PROTOCOL_VERSION, TARGET_FACTS, OpenCall, VerifyCall, new_opening
+from dendro.calls import (
+    IDLE_ROUNDS,
+    PROTOCOL_VERSION,
+    TARGET_FACTS,
+    DraftCall,
+    OpenCall,
+    TextUpdate,
+    VerifyCall,
+    new_opening,
+)
 from dendro.errors import BadRequest, EngineFailed, NotFound, PeerLost
 from dendro.internal.v1 import calls_pb2, verifier_pb2
 from dendro.shapes import TreeShape
@@ -139,6 +148,31 @@ async def test_a_frame_contains_the_calls_of_several_requests():
         assert all(map(is_plain, ran))
         assert len({id(await verifiers.streams.to(verifiers.addresses[0]))}) == 1
         assert stream.calls > 2 * stream.frames
+
+
+async def test_a_rounds_call_is_queued_before_anything_else_runs():
+    async with pair(FakeDrafter(), FakeVerifier()) as pools:
+        for pool in pools:
+            remote = (await pool.lease()).peer
+            opening, text, before = new_opening(), new_text(), remote.stream.calls
+            update = TextUpdate.of(opening, text, 0)
+            answer = (
+                remote.draft(DraftCall(update, CHAIN.shape))
+                if pool is pools[0]
+                else remote.verify(VerifyCall(update, DraftTree.root_only(text.root)))
+            )
+            assert remote.stream.calls == before + 1
+            with pytest.raises(NotFound):
+                await answer
+
+
+async def test_a_call_on_a_lost_stream_raises_peer_lost_where_it_is_awaited():
+    async with pair(FakeDrafter(), FakeVerifier()) as (drafters, _):
+        remote = (await drafters.lease()).peer
+        await remote.stream.close()
+        answer = remote.draft(DraftCall(TextUpdate.of(new_opening(), new_text(), 0), CHAIN.shape))
+        with pytest.raises(PeerLost):
+            await answer
 
 
 async def test_no_drafter_is_opened_while_the_gate_is_closed_when_the_verifier_is_leased():

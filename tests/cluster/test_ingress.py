@@ -249,6 +249,24 @@ async def test_rounds_run_while_chunks_are_sent_but_at_most_a_few_ahead():
     assert rest[-1].WhichOneof("event") == "complete"
 
 
+async def test_the_next_rounds_call_is_made_before_a_rounds_text_is_decoded(monkeypatch):
+    peers, calls = EdgePeers(), []
+    peers.pause_s = 0.001
+    tokenizer = SERVED["demo"].tokenizer
+    plain_decode = tokenizer.decode
+
+    def decode(ids: Sequence[int]) -> str:
+        calls.append(peers.rounds)
+        return plain_decode(ids)
+
+    monkeypatch.setattr(tokenizer, "decode", decode)
+    request = pb.GenerateRequest(text=PROMPT, max_new_tokens=8, speculation=OFF)
+    async for _ in ingress(peers).generate(request):
+        pass
+    assert calls[0] == 0  # of the tokens that a resumed client has, of which there are none
+    assert all(made >= decoded + 1 for decoded, made in enumerate(calls[1:8], start=1))
+
+
 async def test_a_request_ends_at_its_time_limit():
     peers = EdgePeers()
     peers.pause_s = 0.01
