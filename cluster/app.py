@@ -8,6 +8,7 @@ client -> Router -> (lease) -> drafter and verifier replicas; each of the three 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 from collections.abc import AsyncIterator, Callable
@@ -70,6 +71,7 @@ class _Shell:
         await self._engine.start()
         leases = Leases(cap_s=longest_s)
         self._replica = await serve_engine(self._kind, self._engine, leases, node_address(), fault=self._engine.fault)
+        _freeze_loaded()
 
     async def lease(self) -> AsyncIterator[dict[str, str]]:
         """Yields address and lease token once, then waits until the lease ends on the replica's own stream."""
@@ -159,6 +161,7 @@ class RouterShell:
         )
         self._host = node_address() if grpc.host in EVERY_ADDRESS else grpc.host
         self._starting = asyncio.create_task(self._become_healthy(peers))
+        _freeze_loaded()
 
     async def _become_healthy(self, peers: ServePeers) -> None:
         """Report SERVING once every target has a replica, so that no probe sends clients here before."""
@@ -297,6 +300,13 @@ def _group_of(target: TargetConfig) -> dict[str, Any]:
         return {}
     bundles = [target.resources.bundle] * target.tensor_parallel
     return {"placement_group_bundles": bundles, "placement_group_strategy": "PACK"}
+
+
+def _freeze_loaded() -> None:
+    """Leave all objects that exist now out of later garbage collections: modules and models stay until the process
+    ends, and a full collection that walks them stops every round of the process meanwhile."""
+    gc.collect()
+    gc.freeze()
 
 
 def _log_to_serve_file() -> None:

@@ -15,6 +15,7 @@ from dendro.text import Finish, Text, Verdict
 from dendro.tree import DraftTree
 from tree_layers.checkpoint import Facts
 
+from cluster.peers.limit import CallLimit
 from cluster.peers.opening import (
     FIRST_BACKOFF_S,
     LONGEST_BACKOFF_S,
@@ -58,11 +59,15 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
         self.on_refused_tree: Callable[[], None] | None = None
         self.stays_off: Callable[[], bool] | None = None  # whether the next tree, too, is likely its root alone
         self._patience_s = patience_s
-        self._step_s = step_s
+        self._limit = CallLimit(step_s)
         self._announced_s: float | None = None  # when the last call was made, if it announced a round without a tree
         self._faults = 0  # openings and rounds since the last verdict that failed by a verifier's own fault
         self._began_with: Hello | None = None  # of the first verifier that was leased
         self._opening_task = self._background.start(self._lease_and_open(text))
+
+    async def close(self, text: Text) -> None:
+        self._limit.close()
+        await super().close(text)
 
     async def ready(self) -> None:
         """Wait until the text is open for the first time, or opening it has failed; never raises."""
@@ -93,8 +98,7 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
             ahead = not tree.guesses and self.stays_off is not None and self.stays_off()
             call = VerifyCall(opening.update(text), tree, ahead)
             try:
-                async with asyncio.timeout(self._step_s):
-                    verdict = await opening.peer.verify(call)
+                verdict = await self._limit.wait(opening.peer.verify(call))
                 _check_verdict(verdict, tree, text, opening.hello)
             except NotFound as error:
                 log.info("verifier: %s; the text is opened again", error)

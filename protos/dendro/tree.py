@@ -20,6 +20,9 @@ LONGEST_TRACE = 64
 """Tokens since its last tree that a drafter ranks. Of more tokens it reports the unranked first ones as past all
 candidates, so a longer trace is ignored as a whole."""
 
+_NO_PARENT: IntArray = np.array([-1], np.int64)
+_NO_VALUE: FloatArray = np.zeros(1, np.float32)
+_NO_PARENT.flags.writeable = _NO_VALUE.flags.writeable = False  # all trees without guesses share them
 EMPTY_TRACE: npt.NDArray[np.int32] = np.zeros(0, np.int32)
 
 
@@ -74,7 +77,7 @@ class DraftTree:
     @classmethod
     def root_only(cls, root: int, proposer: str = "") -> DraftTree:
         """The empty tree: a round with it is a plain decode step."""
-        return cls.unchecked(np.array([root], np.int64), np.array([-1], np.int64), np.zeros(1, np.float32), proposer)
+        return cls.unchecked(np.array([root], np.int64), _NO_PARENT, _NO_VALUE, proposer)
 
     @classmethod
     def unchecked(

@@ -1,0 +1,60 @@
+"""The limit on the duration of a request's calls, which has one timer for all of them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from virtual_time import virtual_time
+
+from cluster.peers.limit import CallLimit
+
+LIMIT_S = 10.0
+
+
+@virtual_time
+async def test_a_call_that_takes_longer_than_the_limit_is_cancelled_and_raises_timeout_error():
+    limit, call = CallLimit(LIMIT_S), asyncio.get_running_loop().create_future()
+    began_s = asyncio.get_running_loop().time()
+    with pytest.raises(TimeoutError):
+        await limit.wait(call)
+    assert asyncio.get_running_loop().time() - began_s == pytest.approx(LIMIT_S)
+    assert call.cancelled()
+
+
+@virtual_time
+async def test_every_call_has_the_whole_limit():
+    limit, loop = CallLimit(LIMIT_S), asyncio.get_running_loop()
+    for _ in range(5):
+        assert await limit.wait(asyncio.sleep(0.9 * LIMIT_S, "answer")) == "answer"
+    began_s = loop.time()
+    with pytest.raises(TimeoutError):
+        await limit.wait(loop.create_future())
+    assert loop.time() - began_s == pytest.approx(LIMIT_S)
+
+
+@virtual_time
+async def test_a_call_may_follow_one_that_timed_out():
+    limit = CallLimit(LIMIT_S)
+    with pytest.raises(TimeoutError):
+        await limit.wait(asyncio.get_running_loop().create_future())
+    assert await limit.wait(asyncio.sleep(0.5 * LIMIT_S, "answer")) == "answer"
+
+
+@virtual_time
+async def test_a_cancelled_caller_is_cancelled_and_so_is_its_call():
+    limit, call = CallLimit(LIMIT_S), asyncio.get_running_loop().create_future()
+    caller = asyncio.create_task(limit.wait(call))
+    await asyncio.sleep(1.0)
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert call.cancelled()
+
+
+@virtual_time
+async def test_the_timer_of_a_closed_limit_holds_nothing():
+    limit = CallLimit(LIMIT_S)
+    await limit.wait(asyncio.sleep(1.0))
+    limit.close()
+    assert all(timer.cancelled() for timer in asyncio.get_running_loop()._scheduled)
