@@ -19,7 +19,7 @@ class Arm:
 
     maker: str  # the drafter of a drafted shape, or the names of the proposers; empty for `off`
     shape: TreeShape
-    # Kept, because a round of a policy reads them some hundred times.
+    # Kept, because a round of a policy reads each some twenty times.
     rows: int = field(init=False, repr=False, compare=False)
     depth: int = field(init=False, repr=False, compare=False)
     off: bool = field(init=False, repr=False, compare=False)

@@ -57,4 +57,4 @@ async def test_the_timer_of_a_closed_limit_holds_nothing():
     limit = CallLimit(LIMIT_S)
     await limit.wait(asyncio.sleep(1.0))
     limit.close()
-    assert all(timer.cancelled() for timer in asyncio.get_running_loop()._scheduled)
+    assert all(timer.cancelled() for timer in asyncio.get_running_loop()._scheduled)  # type: ignore[attr-defined]

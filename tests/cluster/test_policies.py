@@ -1,7 +1,11 @@
 import contextlib
 import copy
 import math
+import os
+import pickle
 import random
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -714,3 +718,15 @@ def test_rounds_begun_ahead_teach_the_whole_step_and_make_off_cheaper_by_what_th
         experience.learn_time(OFF, tree(1), found, 9_000)
     assert experience.costs.step.at(experience.concurrency.sizes.padded(1), 1) == pytest.approx(10_000)
     assert experience.predicted_us(OFF) == pytest.approx(9_000)
+
+
+def test_an_arm_from_another_process_equals_the_same_arm_of_this_one():
+    code = "import pickle, sys; from cluster.arms import Arm; print(pickle.dumps(Arm.parse(sys.argv[1])).hex())"
+    sent = subprocess.run(
+        [sys.executable, "-c", code, "mamba:(2,1)"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "1"},
+        capture_output=True,
+        check=True,
+        text=True,
+    )
+    assert pickle.loads(bytes.fromhex(sent.stdout)) in {Arm.parse("mamba:(2,1)")}
