@@ -112,9 +112,10 @@ class Pilot:
         known = [fmean(self.predicted)] if self.predicted else []
         if self.us[True] and self.tokens[False]:
             known.append((self.tokens[True] / self.us[True]) / (self.tokens[False] / self.us[False]))
-        slower = self.during.over(self.before)
-        if known and slower is not None and slower < 1 - DISTURBANCE:
-            known.append(slower)
+        during, before = self.during.undisturbed, self.before.undisturbed  # a router's first texts open one by one
+        if known and during.tokens and before.tokens:
+            slower = during.rate / before.rate
+            known += [slower] if slower < 1 - DISTURBANCE else []
         return min(known, default=None)
 
 

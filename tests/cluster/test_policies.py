@@ -407,6 +407,17 @@ def test_a_trial_whose_rounds_are_all_beside_prefills_is_judged_by_them(tokens):
     assert trial.settled is (tokens > 1)
 
 
+def test_prefills_that_slow_all_texts_as_a_pilot_begins_do_not_fail_it():
+    """A router's first texts open one after the other, so its steps become longer with every text that is open."""
+    trial = SpeculationTrial(pilots=0.25)
+    while trial.pilot is not None:
+        us = 30_000 if trial.rounds < 0 else 90_000
+        for place in range(8):
+            guesses = trial.includes(place / 8)
+            trial.learn(2 if guesses else 1, us, 8, disturbed=True, guessed=guesses)
+    assert trial.turns_left and trial.settled is None
+
+
 class SharedSteps(ConcurrentRequests):
     """A round of all takes the longer, the more of them guess: as given, where none or all do."""
 
