@@ -21,6 +21,7 @@ from cluster.api.local import LocalClient
 from cluster.checkpoints import check_checkpoints
 from cluster.config import Config
 from cluster.hub import fetched, pinned
+from cluster.precompiling import precompiled
 from cluster.redis_server import RedisServer
 from cluster.router.ingress import Ingress
 from cluster.sessions import MemorySessions
@@ -64,6 +65,8 @@ async def running_cluster(config: Config, ray_address: str = "") -> AsyncIterato
         logging.getLogger(name).addFilter(_is_error)
 
     with ExitStack() as stack:
+        if not ray_address:  # the replicas will run on this machine
+            stack.enter_context(precompiled(config))
         url = config.redis.address(os.environ) or stack.enter_context(RedisServer(config.redis.memory_mb)).url
         starting = asyncio.ensure_future(asyncio.to_thread(deploy.start, config, url, ray_address))
         try:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from llvmlite import binding
@@ -24,7 +26,7 @@ def machine_code(module: str) -> Code:
     """
     logging.getLogger("numba").setLevel(logging.WARNING)  # it logs its passes at DEBUG
     code = Code()
-    with translating():
+    with _no_collections(), translating():
         found = importlib.import_module(module)
         if hasattr(found, "TILES"):
             parsed = binding.parse_assembly(str(found.TILES))
@@ -40,6 +42,19 @@ def machine_code(module: str) -> Code:
             code.objects.append(machine.emit_object(translated))
             code.kernels[name] = (made.native_name, arguments)
     return code
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Without the garbage collector, which takes a quarter of the time: numba makes many objects, and each of its full
+    collections looks at all of torch's and transformers', too."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _optimise(module: Any, machine: Any, kernel: str) -> None:

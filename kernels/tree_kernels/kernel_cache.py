@@ -92,9 +92,24 @@ def _key(module: str) -> str:
     if reason := why_not_vectors():
         raise NoKernelsError(reason)
     digest = hashlib.sha256(json.dumps([*versions, *processor(), lanes()]).encode())
-    for source in sorted(sources_of(__name__, "tree_kernels.compiling", module)):
+    for source in sorted(_sources(module)):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:32]
+
+
+def kept(module: str) -> bool:
+    """Whether the cache's folder has a file of the module that is not older than its sources: mostly the one that
+    `load_kernels` would load. Imports neither torch nor numba."""
+    folder = _folder()
+    if folder is None:
+        return False
+    newest = max(path.stat().st_mtime for path in _sources(module))
+    return any(file.stat().st_mtime >= newest for file in folder.glob(f"{module}-*.zip"))
+
+
+def _sources(module: str) -> set[Path]:
+    """The files that a module's machine code depends on."""
+    return sources_of(__name__, "tree_kernels.compiling", module)
 
 
 def sources_of(*modules: str) -> set[Path]:

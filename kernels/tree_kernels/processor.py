@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from functools import cache
 
-import torch
-
 NEEDED = ("avx2", "f16c", "fma")
 
 
@@ -26,6 +24,8 @@ def why_not_vectors() -> str:
 @cache
 def lanes() -> int:
     """float32 numbers in a vector register, of those that torch uses: ATEN_CPU_CAPABILITY=avx2 sets the smaller."""
+    import torch  # here: `kernel_cache.kept` is for processes without it
+
     return 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
 
 

@@ -67,6 +67,40 @@ def test_a_second_process_loads_the_kernels_without_numba(tmp_path, module):
     assert run(tmp_path) == f"{DOUBLED} False"
 
 
+def test_kernels_that_were_precompiled_are_loaded_without_numba_and_failures_are_not_errors(tmp_path, module):
+    (tmp_path / "failing.py").write_text("raise ValueError")
+    main = "import sys; from tree_kernels.precompile import main; sys.argv[1:] = ['failing', 'doubling']; main()"
+    assert run(tmp_path, main) == ""
+    assert run(tmp_path) == f"{DOUBLED} False"
+
+
+def test_a_module_is_kept_from_its_compilation_until_its_source_changes(tmp_path, module):
+    kept = """
+    import sys
+    from tree_kernels.kernel_cache import kept
+    print(kept("doubling"), {"torch", "numba"} & {*sys.modules})
+    """
+    assert run(tmp_path, kept) == "False set()"
+    run(tmp_path)
+    assert run(tmp_path, kept) == "True set()"
+    later = module.stat().st_mtime + 3600
+    os.utime(module, (later, later))
+    assert run(tmp_path, kept) == "False set()"
+
+
+def test_the_garbage_collector_runs_again_after_a_compilation(tmp_path, module):
+    assert run(tmp_path, f"{USE}\nimport gc; print(gc.isenabled())").endswith("True\nTrue")
+    failing = """
+    import gc
+    from tree_kernels.compiling import machine_code
+    try:
+        machine_code("nowhere")
+    except ImportError:
+        print(gc.isenabled())
+    """
+    assert run(tmp_path, failing) == "True"
+
+
 def test_kernels_whose_source_changed_are_compiled_again(tmp_path, module):
     run(tmp_path)
     module.write_text(DOUBLING.replace("float32(2)", "float32(3)"))
