@@ -144,3 +144,5 @@ def test_weights_and_rows_that_do_not_fit_are_refused():
         layer(x.half(), pool, step, rotation)
     with pytest.raises(ValueError, match="rotation"):
         layer(x, pool, step, RowRotation(rotation.cos[:7], rotation.sin[:7]))
+    with pytest.raises(ValueError, match="rotation"):
+        layer(x, pool, step, RowRotation(rotation.cos.half(), rotation.sin.half()))

@@ -15,6 +15,7 @@ from dendro.text import Sampling
 from dendro.tree import DraftTree
 from exactness import bitwise_or_skip
 from routers import LAWS, RoundByRound, alone, guessing
+from tree_kernels.tree_attention import PAGE
 
 from verifier_service.engine import VerifierEngine
 from verifier_service.options import VerifierOptions
@@ -92,6 +93,73 @@ async def test_a_tree_after_an_announced_root_is_verified_as_if_nothing_had_been
     assert verdict.tokens[:2] == tuple(truth[1:3]), "its guesses were accepted"
     assert engine.stats()["unclaimed"] == 1
     assert await router.go_on(trees, always) == truth
+
+
+@pytest.mark.parametrize("kept", [1, 0], ids=["another token", "a token fewer"])
+async def test_a_call_with_another_text_than_the_announced_is_verified_with_its_own(engine, kept):
+    router = RoundByRound(engine, PROMPT)
+    await router.open()
+    await router.round(ahead=always)
+    await idle(engine)
+    other = (router.text.ids[-1] + 1) % engine.runner.target.vocabulary
+    router.back_to(len(PROMPT))
+    router.text.extend([other] * kept)
+    (truth,) = await alone(engine, [router.text.ids], [Sampling()], 1)
+    assert (await router.round()).tokens == tuple(truth)
+    assert engine.stats()["unclaimed"] == 1
+    await router.close()
+
+
+async def test_a_verdict_that_no_call_asked_for_answers_no_later_call(engine):
+    (truth,) = await alone(engine, [PROMPT], [LAWS[1]], 24)
+    router = RoundByRound(engine, PROMPT, LAWS[1])
+    await router.open()
+    await router.round(ahead=always)
+    await idle(engine)
+    await router.round(DraftTree.of([router.text.ids[-1], truth[1]], [-1, 0]))
+    length = len(router.text)
+    await router.round()
+    router.back_to(length)  # the last verdict was lost on its way: its call is repeated
+    await router.round()
+    assert router.answer == truth[: len(router.answer)]
+    await router.close()
+
+
+async def test_a_text_whose_next_round_is_begun_delays_no_step_of_others(engine):
+    router = RoundByRound(engine, PROMPT)
+    await router.open()
+    await router.round(ahead=always)
+    (session,) = engine.scheduler.sessions.values()
+    assert session.answered is None, "steps wait for texts that were answered"
+    await router.close()
+
+
+async def test_a_client_that_leaves_while_its_next_round_runs_leaves_nothing(engine):
+    (truth,) = await alone(engine, [PROMPT], [LAWS[1]], 8)
+    for rounds in range(1, 4):
+        router = RoundByRound(engine, PROMPT, LAWS[1])
+        await router.open()
+        for _ in range(rounds):
+            await router.round(ahead=always)
+        await router.close()  # at once: the round begun ahead waits, runs or has just ended
+    await idle(engine)
+    assert engine.stats()["pages_held"] == engine.sessions == 0
+    assert await RoundByRound(engine, PROMPT, LAWS[1], 8).finish(ahead=always) == truth
+
+
+async def test_texts_that_lose_their_pages_with_a_round_ahead_have_the_same_tokens(folder):
+    engine = engine_of(folder, pool_tokens=3 * PAGE, share_prefixes=False)
+    await engine.start()
+    try:
+        prompts = [[5 + place, 6, 7, 8] * 10 for place in range(3)]
+        count = 2 * PAGE - len(prompts[0]) - engine.scheduler.capacity.max_depth - 1
+        truths = await alone(engine, prompts, LAWS, count)
+        routers = [RoundByRound(engine, *each, count) for each in zip(prompts, LAWS, strict=True)]
+        assert await asyncio.gather(*(router.finish(ahead=always) for router in routers)) == truths
+        assert engine.stats()["preempted"] > 0
+        assert engine.stats()["pages_held"] == engine.sessions == 0
+    finally:
+        await engine.stop()
 
 
 async def test_the_times_of_a_round_begun_ahead_are_within_the_wait_of_its_call(engine):
