@@ -323,6 +323,13 @@ def train_demo(context: typer.Context) -> None:
     _run_from("cluster.demo.train", "main", context)
 
 
+@train.command("drafter", context_settings=ELSEWHERE, add_help_option=False)
+def train_drafter(context: typer.Context) -> None:
+    """Train a drafter for a target of a configuration on your own texts: a Mamba, a Mamba-2 or a Llama, distilled from
+    the target."""
+    _run_from("cluster.training.command", "drafter", context)
+
+
 @app.command("certify", context_settings=ELSEWHERE, add_help_option=False)
 def certify(context: typer.Context) -> None:
     """Check that answers have the target's own tokens whatever the speculation. Exit status 1 where a check fails."""

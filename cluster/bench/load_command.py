@@ -37,10 +37,10 @@ from cluster.bench.options import (
 )
 from cluster.bench.targets import COSTLY, DEMO, THREADS, Which, parameter_count, target_config
 from cluster.config import DEMO_MODELS, Config
-from cluster.demo.measure import PROMPT_TOKENS
 from cluster.demo.prompts import held_out_prompts, load_tokenizer
 from cluster.engines import engine_environment
 from cluster.running import running_cluster
+from cluster.training.acceptance import PROMPT_TOKENS
 
 CLIENTS, QUICK_CLIENTS = (1, 2, 4, 8, 16, 32), (1, 4)
 PAIRED_CLIENTS, PAIRED_TEMPERATURES = (1, 4, 8, 32), "0,0.8"

@@ -47,10 +47,10 @@ from cluster.bench.speed_report import different, facts_of, tables_of
 from cluster.bench.speed_report import plot as draw
 from cluster.bench.targets import COSTLY, MAMBA2, THREADS, Which, parameter_count, target_config
 from cluster.config import DEMO_MODELS, Config
-from cluster.demo.measure import ANSWER_TOKENS, PROMPT_TOKENS
 from cluster.demo.prompts import held_out_prompts, load_tokenizer
 from cluster.engines import engine_environment
 from cluster.running import running
+from cluster.training.acceptance import ANSWER_TOKENS, PROMPT_TOKENS
 
 TIME_LIMIT_S = 1140.0  # of a whole run, startup and warm-up included: 19 minutes
 COSTLY_SHARE = 0.7  # of the time limit, for the first of two targets

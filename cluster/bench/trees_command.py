@@ -65,9 +65,9 @@ from cluster.bench.trees_report import facts_of, tables_of
 from cluster.bench.trees_report import plot as draw
 from cluster.config import DEMO_MODELS
 from cluster.demo.kinds import KINDS, kind_prompts
-from cluster.demo.measure import ANSWER_TOKENS, PROMPT_TOKENS
 from cluster.demo.prompts import load_tokenizer
 from cluster.policies import POLICIES
+from cluster.training.acceptance import ANSWER_TOKENS, PROMPT_TOKENS
 from verifier_service.engine import VerifierEngine
 
 DRAFTERS = ("mamba2", "mamba", "llama")

@@ -7,23 +7,14 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
-import torch
-from torch import nn
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Mamba2Config,
-    Mamba2ForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import LlamaConfig, Mamba2Config, PreTrainedConfig
 
 from cluster.demo.corpus import END_OF_TEXT_ID, VOCABULARY
+from drafter_service.training.sizes import SIZES, STUDENT_KINDS, StudentKind, student_config
 
-DrafterName = Literal["mamba", "mamba2", "llama"]
-DRAFTERS: tuple[DrafterName, ...] = get_args(DrafterName)
+DrafterName = StudentKind
+"""A drafter of the pair is named after its kind."""
+DRAFTERS = STUDENT_KINDS
 
 TargetName = Literal["target", "target_mamba2"]
 TARGETS: tuple[TargetName, ...] = get_args(TargetName)
@@ -66,40 +57,4 @@ def target_config(name: TargetName) -> PreTrainedConfig:
 
 
 def drafter_config(name: DrafterName) -> PreTrainedConfig:
-    if name == "mamba":
-        return MambaConfig(hidden_size=176, state_size=16, num_hidden_layers=2, **_TOKENS)
-    if name == "mamba2":
-        return Mamba2Config(
-            hidden_size=176,
-            head_dim=32,
-            num_heads=11,
-            state_size=64,
-            n_groups=1,
-            num_hidden_layers=2,
-            chunk_size=64,
-            **_TOKENS,
-        )
-    return LlamaConfig(
-        hidden_size=160,
-        intermediate_size=352,
-        num_hidden_layers=2,
-        num_attention_heads=5,
-        num_key_value_heads=5,
-        head_dim=32,
-        max_position_embeddings=2048,
-        **_TOKENS,
-    )
-
-
-def new_model(config: PreTrainedConfig, seed: int, device: torch.device) -> PreTrainedModel:
-    """A model with random weights that the seed determines."""
-    torch.manual_seed(seed)
-    model: PreTrainedModel
-    if isinstance(config, MambaConfig):
-        model = MambaForCausalLM(config)
-    elif isinstance(config, Mamba2Config):
-        model = Mamba2ForCausalLM(config)
-    else:
-        assert isinstance(config, LlamaConfig)
-        model = LlamaForCausalLM(config)
-    return nn.Module.to(model, device)
+    return student_config(name, SIZES[name]["tiny"], _TOKENS)

@@ -7,33 +7,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from cluster.demo.corpus import HELD_OUT, VOCABULARY
-from cluster.demo.measure import (
-    ANSWER_TOKENS,
-    LONG_ANSWER_TOKENS,
-    PROMPT_TOKENS,
-    PROMPTS,
-    REPEATED_LIMIT,
-    Acceptance,
-    DrafterFacts,
-    TargetFacts,
-)
+from cluster.demo.measure import LONG_ANSWER_TOKENS, REPEATED_LIMIT, DrafterFacts, TargetFacts
+from cluster.training.acceptance import ANSWER_TOKENS, PROMPT_TOKENS, PROMPTS, Acceptance
+from cluster.training.card import markdown_table, millions
 from drafter_service.training.teacher import KEPT
-
-
-def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    lines = ["| " + " | ".join(header) + " |"]
-    lines.append("|" + "---|" * (lines[0].count("|") - 1))
-    lines += ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join(lines)
 
 
 def _listed(title: str, names: Iterable[str]) -> str:
     text = f"{title}: {', '.join(f'`{name}`' for name in names)}."
     return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
-
-
-def _millions(count: int) -> str:
-    return f"{count / 1e6:.2f} M"
 
 
 def model_card(
@@ -47,15 +29,15 @@ def model_card(
 ) -> str:
     """The card, as Markdown."""
     corpus, teacher = stages["corpus"], stages["teacher"]
-    distilled, own_share = _millions(teacher["tokens"]), f"{teacher['own_share']:.0%}"
+    distilled, own_share = millions(teacher["tokens"]), f"{teacher['own_share']:.0%}"
     trained: dict[str, TargetFacts | DrafterFacts] = {**targets, **drafters}
-    models = _table(
+    models = markdown_table(
         ("model", "parameters", "tokens seen", "minutes", "held-out loss, nats/token"),
         (
             (
                 name,
-                _millions(facts.parameters),
-                _millions(stages[name]["tokens"]),
+                millions(facts.parameters),
+                millions(stages[name]["tokens"]),
                 f"{stages[name]['seconds'] / 60:.0f}",
                 f"{facts.loss:.3f}",
             )
@@ -64,7 +46,7 @@ def model_card(
     )
     agreement = " and ".join(f"{facts.agreement_with_text:.1%} (`{name}`)" for name, facts in targets.items())
     shapes = list(next(iter(acceptance["target"]["mamba2"].emitted.values())))
-    emitted = _table(
+    emitted = markdown_table(
         ("target", "drafter", "temperature", "ranked first", *(f"`{shape}`" for shape in shapes)),
         (
             (
@@ -80,7 +62,7 @@ def model_card(
         ),
     )
     candidates = targets["target"].repetition.candidates
-    repetition = _table(
+    repetition = markdown_table(
         ("target", "prompts", "answers of", "repeated 4-grams"),
         (
             (name, prompts, f"{length} tokens", f"{share:.1%}")
@@ -104,7 +86,7 @@ text.
 ## Data
 
 The standard library of Python {corpus["python"]}, its `test` package included where installed:
-{corpus["files"]:,} files, {corpus["bytes"] / 1e6:.1f} MB, {_millions(corpus["tokens"])} tokens of a byte-level BPE of
+{corpus["files"]:,} files, {corpus["bytes"] / 1e6:.1f} MB, {millions(corpus["tokens"])} tokens of a byte-level BPE of
 {VOCABULARY:,} tokens made from the same files.
 Digest (sha256 over the sorted lines `name sha256-of-file`):
 `{corpus["digest"]}`.

@@ -1,51 +1,22 @@
-"""The model card's measurements of the trained models, computed offline in plain PyTorch and fp32.
-
-Emitted per round is measured by replay, under the shared-noise rule (ALGORITHMS 3.5): the target's own text is fixed by
-its noise, so a drafter's ranks of that text's tokens, among its own scores with the same noise, determine which guesses
-of a tree of static shape are accepted.
-"""
+"""The model card's measurements of the trained models, computed offline in plain PyTorch and fp32."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
-from typing import Any
 
 import torch
-from dendro.shapes import LevelShape
-from torch import Tensor
-from transformers import DynamicCache, Mamba2ForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from cluster.demo.corpus import END_OF_TEXT_ID, VOCABULARY
 from cluster.demo.prompts import MEASURING_FILE, Prompt, held_out_prompts, load_passages, load_tokenizer
-from cluster.policies.replay import round_lengths
+from cluster.training.acceptance import ANSWER_TOKENS, PROMPT_TOKENS, PROMPTS, Answers, write_answers
 from drafter_service.training.students import StudentForward
 
-PROMPTS = 32
-PROMPT_TOKENS = 128
-ANSWER_TOKENS = 64  # longer greedy answers of a target this small loop
 LONG_ANSWER_TOKENS = 128
-TEMPERATURES = (0.0, 0.7, 1.0)
-SHAPES = ((1, 1, 1, 1), (3, 2, 2, 1, 1), (4, 2, 1, 1))
 REPEATED_LIMIT = 0.3
 LOSS_TOKENS = 384  # of each passage
-NOISE_SEED = 2024
-
-
-@dataclass(frozen=True, slots=True)
-class Answers:
-    """The target's answers to the measuring prompts at one temperature."""
-
-    temperature: float
-    texts: Tensor  # [prompts, PROMPT_TOKENS + answer tokens] int64
-    lengths: tuple[int, ...]  # answer tokens up to and with the first end of text
-
-    def tokens(self) -> list[list[int]]:
-        """The answers, each up to its end."""
-        answers: list[list[int]] = self.texts[:, PROMPT_TOKENS:].tolist()
-        return [answer[:length] for answer, length in zip(answers, self.lengths, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,52 +44,10 @@ class DrafterFacts:
     loss: float  # nats per token, held-out passages
 
 
-@dataclass(frozen=True, slots=True)
-class Acceptance:
-    """How well a drafter guesses a target's answers."""
-
-    first_rank: dict[str, float]  # temperature -> share of answer tokens that the drafter ranks first
-    emitted: dict[str, dict[str, float]]  # temperature -> shape -> tokens per round
-
-
-def _shape_name(shape: tuple[int, ...]) -> str:
-    return "(" + ",".join(map(str, shape)) + ")"
-
-
-def noise_rows(temperature: float, rows: int, positions: int) -> Tensor:
-    """Gumbel noise for every answer position, the same for target and drafter: [rows, positions, vocabulary].
-
-    Zero at temperature 0. This noise is for measurements; it is not that of the public contract (DESIGN.md).
-    """
-    shape = (rows, positions, VOCABULARY)
-    if temperature == 0:
-        return torch.zeros(shape)
-    generator = torch.Generator().manual_seed(NOISE_SEED)
-    return -torch.empty(shape).exponential_(generator=generator).log_()
-
-
-def perturbed(logits: Tensor, temperature: float, noise: Tensor) -> Tensor:
-    """logits / temperature + noise, or the plain logits at temperature 0."""
-    return logits if temperature == 0 else logits / temperature + noise
-
-
-@torch.inference_mode()
-def write_answers(target: PreTrainedModel, prompts: list[Prompt], temperature: float, length: int) -> Answers:
-    """Answers of `length` tokens; tokens after an end of text are generated and not counted."""
-    noise = noise_rows(temperature, len(prompts), length)
+def answers_to(target: PreTrainedModel, prompts: list[Prompt], temperature: float, length: int) -> Answers:
+    """The target's answers of `length` tokens."""
     texts = torch.tensor([prompt.token_ids for prompt in prompts])
-    cache_name = "cache_params" if isinstance(target, Mamba2ForCausalLM) else "past_key_values"
-    past: Any = {cache_name: DynamicCache(config=target.config)}
-    fed = 0
-    for position in range(length):
-        logits = target(texts[:, fed:], **past, use_cache=True, logits_to_keep=1).logits[:, -1]
-        fed = texts.shape[1]
-        token = perturbed(logits, temperature, noise[:, position]).argmax(-1, keepdim=True)
-        texts = torch.cat([texts, token], 1)
-    lengths = []
-    for answer in texts[:, PROMPT_TOKENS:].tolist():
-        lengths.append(answer.index(END_OF_TEXT_ID) + 1 if END_OF_TEXT_ID in answer else length)
-    return Answers(temperature, texts, tuple(lengths))
+    return write_answers(target, texts, temperature, length, VOCABULARY, frozenset({END_OF_TEXT_ID}))
 
 
 def repeated_4grams(tokens: list[int]) -> float:
@@ -129,7 +58,7 @@ def repeated_4grams(tokens: list[int]) -> float:
 
 def greedy_repetition(target: PreTrainedModel, prompts: list[Prompt], length: int = ANSWER_TOKENS) -> dict[str, float]:
     """Prompt name -> share of repeated 4-grams in the greedy answer of `length` tokens."""
-    answers = write_answers(target, prompts, temperature=0.0, length=length)
+    answers = answers_to(target, prompts, temperature=0.0, length=length)
     return {prompt.name: repeated_4grams(answer) for prompt, answer in zip(prompts, answers.tokens(), strict=True)}
 
 
@@ -193,42 +122,3 @@ def measure_drafter(drafter: PreTrainedModel, out: Path) -> DrafterFacts:
 
 def _parameters(model: PreTrainedModel) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-@torch.inference_mode()
-def answer_ranks(drafter: PreTrainedModel, answers: Answers) -> Tensor:
-    """The drafter's rank of every answer token among its own perturbed scores, given the true text before it.
-
-    returns [prompts, answer tokens] int64, 0 for the drafter's first choice
-    """
-    hidden = StudentForward(drafter)(answers.texts[:, :-1])
-    noise = noise_rows(answers.temperature, len(answers.texts), answers.texts.shape[1] - PROMPT_TOKENS)
-    ranks = []
-    for row, text in enumerate(answers.texts):
-        scores = perturbed(drafter.lm_head(hidden[row, PROMPT_TOKENS - 1 :]), answers.temperature, noise[row])
-        chosen = scores.gather(1, text[PROMPT_TOKENS:, None])
-        ranks.append((scores > chosen).sum(-1))
-    return torch.stack(ranks)
-
-
-def emitted_per_round(ranks: list[list[int]], shape: tuple[int, ...]) -> float:
-    """Tokens per round if every round drafts `shape`: the accepted guesses and one token of the target's own.
-
-    `ranks` has one list per answer. Rounds that the answer's end would cut short are not counted.
-    """
-    return fmean(length for answer in ranks for length in round_lengths(LevelShape(shape), answer))
-
-
-def measure_acceptance(drafter: PreTrainedModel, all_answers: list[Answers]) -> Acceptance:
-    """The drafter's acceptance on one target's answers, by temperature."""
-    first_rank: dict[str, float] = {}
-    emitted: dict[str, dict[str, float]] = {}
-    for answers in all_answers:
-        ranks = [
-            row[:length] for row, length in zip(answer_ranks(drafter, answers).tolist(), answers.lengths, strict=True)
-        ]
-        flat = [rank for row in ranks for rank in row]
-        temperature = f"{answers.temperature:g}"
-        first_rank[temperature] = flat.count(0) / len(flat)
-        emitted[temperature] = {_shape_name(shape): emitted_per_round(ranks, shape) for shape in SHAPES}
-    return Acceptance(first_rank, emitted)

@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 
 from cluster.config import DEMO_MODELS
-from cluster.demo.checkpoints import load_fp32
 from cluster.demo.corpus import HELD_OUT, source_files
 from cluster.demo.measure import greedy_repetition
 from cluster.demo.prompts import PASSAGES_FILE, Passage, as_prompts, load_tokenizer
+from cluster.training.checkpoints import load_fp32
 
 PASSAGE_CHARS = 1900  # 256 tokens of prompt and at least 128 of continuation, at 3 to 4 characters a token
 APART_CHARS = 400  # between the beginnings of two passages of a module

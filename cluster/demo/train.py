@@ -19,9 +19,8 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import json
-import shutil
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -29,43 +28,38 @@ import numpy as np
 import torch
 import typer
 from tokenizers import Tokenizer
-from torch import Tensor
 from transformers import Mamba2ForCausalLM
 
-from cluster.demo.architectures import (
-    DRAFTERS,
-    TARGETS,
-    DrafterName,
-    TargetName,
-    drafter_config,
-    new_model,
-    target_config,
-)
-from cluster.demo.bars import stage_bar
+from cluster.demo.architectures import DRAFTERS, TARGETS, DrafterName, TargetName, drafter_config, target_config
 from cluster.demo.card import model_card
-from cluster.demo.checkpoints import export, load_fp32
-from cluster.demo.corpus import corpus_facts, encode_corpus, train_tokenizer, training_files
+from cluster.demo.corpus import (
+    END_OF_TEXT,
+    END_OF_TEXT_ID,
+    VOCABULARY,
+    corpus_facts,
+    encode_corpus,
+    train_tokenizer,
+    training_files,
+)
 from cluster.demo.growth import grow
-from cluster.demo.measure import (
+from cluster.demo.measure import DrafterFacts, TargetFacts, answers_to, choose_prompts, measure_drafter, measure_target
+from cluster.demo.prompts import held_out_prompts
+from cluster.training.acceptance import (
     ANSWER_TOKENS,
     PROMPT_TOKENS,
     PROMPTS,
     TEMPERATURES,
     Acceptance,
-    DrafterFacts,
-    TargetFacts,
-    choose_prompts,
     measure_acceptance,
-    measure_drafter,
-    measure_target,
-    write_answers,
 )
-from cluster.demo.prompts import held_out_prompts
-from drafter_service.training.loop import Budget, Progress, Recipe, Trainer, autocast, compiled
-from drafter_service.training.losses import projected_loss
+from cluster.training.bars import shown, stage_bar
+from cluster.training.checkpoints import export, load_fp32
+from cluster.training.stages import StageFolder
+from drafter_service.training.batches import DRAFTER_ROWS, HARD_SHARE, distillation_loss, text_loss
+from drafter_service.training.loop import Budget, Recipe, Trainer
 from drafter_service.training.rows import TokenRows
-from drafter_service.training.students import StudentForward
-from drafter_service.training.teacher import ROW_TOKENS, TeacherFolder, write_teacher_outputs
+from drafter_service.training.sizes import new_model
+from drafter_service.training.teacher import ROW_TOKENS, TeacherFolder, TeacherText, write_teacher_outputs
 
 Stage = Literal["corpus", "target", "teacher", "mamba", "mamba2", "llama", "target_mamba2", "measure"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
@@ -83,9 +77,6 @@ SHARE: dict[Stage, float] = {
 # Rows of a target's training step. The second target has less time, in which it takes more and smaller steps.
 TARGET_ROWS: dict[TargetName, int] = {"target": 12, "target_mamba2": 4}
 TARGET_LENGTH = 512
-DRAFTER_ROWS = 8  # of a drafter's training step, ROW_TOKENS long
-# Share of the text's next token in a drafter's loss: it teaches the tail that the kept log-probabilities omit.
-HARD_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,20 +102,8 @@ class TrainingPlan:
         tokens: np.ndarray = np.load(self.work / "tokens.npy", mmap_mode="r")
         return tokens
 
-    def facts(self, stage: Stage) -> dict[str, Any]:
-        """The facts of a finished stage, for the model card."""
-        facts: dict[str, Any] = json.loads(self.done_file(stage).read_text())
-        return facts
-
-    def done_file(self, stage: Stage) -> Path:
-        return self.work / f"{stage}.done.json"
-
-
-def _show(report: Callable[[float, str], None]) -> Callable[[Progress], None]:
-    def on_step(progress: Progress) -> None:
-        report(progress.spent, f"loss {progress.loss:.3f}, {progress.tokens_per_s:,.0f} tokens/s")
-
-    return on_step
+    def tokenizer_files(self) -> tuple[Path, Path]:
+        return self.work / "tokenizer.json", self.work / "tokenizer_config.json"
 
 
 def _corpus(plan: TrainingPlan) -> dict[str, Any]:
@@ -136,7 +115,10 @@ def _corpus(plan: TrainingPlan) -> dict[str, Any]:
         existing = plan.out / "target" / "tokenizer.json"
         joins = plan.only is not None and existing.exists()
         tokenizer = Tokenizer.from_file(str(existing)) if joins else train_tokenizer(files)
-        tokenizer.save(str(plan.work / "tokenizer.json"))
+        file, config_file = plan.tokenizer_files()
+        tokenizer.save(str(file))
+        describe = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT, "bos_token": END_OF_TEXT}
+        config_file.write_text(json.dumps(describe, indent=2) + "\n")
         report(0.4, "encoding")
         tokens = encode_corpus(files, tokenizer, plan.seed)
         np.save(plan.work / "tokens.npy", tokens)
@@ -151,21 +133,14 @@ def _target(plan: TrainingPlan, name: TargetName) -> dict[str, Any]:
         assert isinstance(drafter, Mamba2ForCausalLM)
         grow(drafter, model)
     row_count = TARGET_ROWS[name]
-    rows = TokenRows(plan.tokens(), row_count, TARGET_LENGTH, plan.seed)
-    forward = compiled(StudentForward(model))
-
-    def batch_loss(step: int) -> Tensor:
-        inputs, labels = (tensor.to(plan.device) for tensor in rows.batch(step))
-        with autocast(plan.device):
-            return projected_loss(forward(inputs), model.lm_head.weight, labels)
-
+    batch_loss = text_loss(model, TokenRows(plan.tokens(), row_count, TARGET_LENGTH, plan.seed), plan.device)
     recipe = Recipe(plan.budget(name))
     if name == "target_mamba2":  # the rates for random weights would destroy the copied ones
         recipe = Recipe(plan.budget(name), matrix_rate=2e-3, other_rate=1e-3)
     trainer = Trainer(model, batch_loss, row_count * TARGET_LENGTH, recipe, plan.work / f"{name}.state")
     with stage_bar(name) as report:
-        trained = trainer.run(_show(report))
-    export(model, plan.out / name, plan.work / "tokenizer.json")
+        trained = trainer.run(shown(report))
+    export(model, plan.out / name, plan.tokenizer_files())
     return asdict(trained)
 
 
@@ -175,37 +150,28 @@ def _teacher(plan: TrainingPlan) -> dict[str, Any]:
     with stage_bar("teacher") as report:
         write_teacher_outputs(
             model,
-            plan.tokens(),
+            TeacherText(plan.tokens(), VOCABULARY, frozenset({END_OF_TEXT_ID})),
             folder,
             plan.budget("teacher"),
             plan.seed,
             on_chunk=lambda spent, chunks: report(spent, f"{chunks} chunks"),
         )
-    return {"tokens": folder.read().tokens[:, 1:].size, "own_share": folder.own_share()}
+    return {"tokens": folder.read().tokens, "own_share": folder.own_share()}
 
 
 def _drafter(plan: TrainingPlan, name: DrafterName) -> dict[str, Any]:
     model = new_model(drafter_config(name), plan.seed, plan.device)
-    text = TeacherFolder(plan.work / "teacher").read()
-    forward = compiled(StudentForward(model))
-
-    def batch_loss(step: int) -> Tensor:
-        inputs, labels, teacher = text.batch(step, DRAFTER_ROWS, plan.seed)
-        with autocast(plan.device):
-            hidden = forward(inputs.to(plan.device))
-            return projected_loss(
-                hidden, model.lm_head.weight, labels.to(plan.device), teacher.to(plan.device), HARD_SHARE
-            )
-
+    rows = TeacherFolder(plan.work / "teacher").read()
+    batch_loss = distillation_loss(model, rows, plan.seed, plan.device)
     recipe = Recipe(plan.budget(name), other_rate=3e-3)
     trainer = Trainer(model, batch_loss, DRAFTER_ROWS * ROW_TOKENS, recipe, plan.work / f"{name}.state")
     with stage_bar(name) as report:
-        trained = trainer.run(_show(report))
-    export(model, plan.out / name, plan.work / "tokenizer.json")
+        trained = trainer.run(shown(report))
+    export(model, plan.out / name, plan.tokenizer_files())
     return asdict(trained)
 
 
-def _measure(plan: TrainingPlan) -> dict[str, Any]:
+def _measure(plan: TrainingPlan, done: StageFolder) -> dict[str, Any]:
     """Measure the exported models in fp32; write the card and the list of measuring prompts."""
     with stage_bar("measure") as report:
         cpu = torch.device("cpu")
@@ -220,13 +186,13 @@ def _measure(plan: TrainingPlan) -> dict[str, Any]:
             target = load_fp32(plan.out / target_name, cpu)
             target_facts[target_name] = measure_target(target, plan.out)
             report(0.3 + 0.4 * place, f"{target_name}'s answers")
-            answers = [write_answers(target, prompts, temperature, ANSWER_TOKENS) for temperature in TEMPERATURES]
+            answers = [answers_to(target, prompts, temperature, ANSWER_TOKENS) for temperature in TEMPERATURES]
             acceptance[target_name] = {name: measure_acceptance(model, answers) for name, model in drafters.items()}
         report(0.9, "drafters")
         drafter_facts: dict[str, DrafterFacts] = {
             name: measure_drafter(model, plan.out) for name, model in drafters.items()
         }
-        stages = {stage: plan.facts(stage) for stage in STAGES if stage != "measure"}
+        stages = {stage: done.facts(stage) for stage in STAGES if stage != "measure"}
         names = [prompt.name for prompt in prompts]
         card = model_card(stages, names, target_facts, drafter_facts, acceptance, plan.seed, HARD_SHARE)
         (plan.out / "README.md").write_text(card)
@@ -241,7 +207,7 @@ def _measure(plan: TrainingPlan) -> dict[str, Any]:
     }
 
 
-def _run_stage(plan: TrainingPlan, stage: Stage) -> dict[str, Any]:
+def _run_stage(plan: TrainingPlan, done: StageFolder, stage: Stage) -> dict[str, Any]:
     match stage:
         case "corpus":
             return _corpus(plan)
@@ -250,7 +216,7 @@ def _run_stage(plan: TrainingPlan, stage: Stage) -> dict[str, Any]:
         case "teacher":
             return _teacher(plan)
         case "measure":
-            return _measure(plan)
+            return _measure(plan, done)
         case "mamba" | "mamba2" | "llama":
             return _drafter(plan, stage)
 
@@ -269,23 +235,15 @@ def train_demo(
     Uses a GPU if there is one. Takes about `minutes` on any machine, as schedules are by time: a faster machine sees
     more tokens. May be repeated: finished stages are skipped and a killed one is resumed, unless `resume` is false,
     which begins anew. `stop_after` ends the run after that stage; `only` runs `corpus` and that stage, for all the
-    minutes, from the contents of `out`. The trainer's files are in `out/.train`.
+    minutes, from the contents of `out`. The trainer's files are in `out/.train`. Raises BadRequest for a folder that
+    was begun with another seed.
     """
     torch.set_num_threads(threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     plan = TrainingPlan(minutes, seed, out, device, only)
-    if not resume:
-        shutil.rmtree(plan.work, ignore_errors=True)
-    plan.work.mkdir(parents=True, exist_ok=True)
-    (plan.work / ".gitignore").write_text("*\n")
-    seed_file = plan.work / "seed"
-    if seed_file.exists() and int(seed_file.read_text()) != seed:
-        raise ValueError(f"{plan.work} was begun with seed {seed_file.read_text()}; begin anew with resume=False")
-    seed_file.write_text(str(seed))
+    done = StageFolder(plan.work, {"seed": seed}, resume)
     for stage in STAGES if only is None else ("corpus", only):
-        if not plan.done_file(stage).exists():
-            facts = _run_stage(plan, stage)
-            plan.done_file(stage).write_text(json.dumps(facts, indent=1) + "\n")
+        done.run(stage, partial(_run_stage, plan, done, stage))
         if stage == stop_after:
             return
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
@@ -72,6 +72,19 @@ class CheckpointTokenizer:
 
     def encode(self, text: str, begins: bool) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=begins))
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], opens_answer: bool) -> str:
+        """The text of a conversation by the checkpoint's chat template; `opens_answer` adds what an answer begins with.
+        Its special tokens are in it. Raises BadRequest where there is no template, or it refuses the messages."""
+        if not self._tokenizer.chat_template:
+            raise BadRequest("checkpoint", "its tokenizer has no chat template")
+        try:
+            text = self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=opens_answer
+            )
+        except Exception as error:  # templates raise errors of jinja, and any others for what they index
+            raise BadRequest("messages", f"the chat template refuses them: {error}") from error
+        return str(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, special tokens left out.

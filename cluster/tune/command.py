@@ -22,11 +22,11 @@ from cluster.bench.options import JsonFile, MarkdownFile, parse_temperatures, pr
 from cluster.bench.report import Cells, Report, interval, machine_facts, number
 from cluster.bench.targets import parameter_count
 from cluster.config import Config, TargetConfig, demo_config
-from cluster.demo.measure import ANSWER_TOKENS, PROMPT_TOKENS
 from cluster.demo.prompts import held_out_prompts
 from cluster.hub import fetched, pinned
 from cluster.router.tokenizer import CheckpointTokenizer
 from cluster.running import running
+from cluster.training.acceptance import ANSWER_TOKENS, PROMPT_TOKENS
 from cluster.tune.measuring import Ranker
 from cluster.tune.tuning import (
     PROBES,

@@ -33,17 +33,17 @@ def _flow(arms: Sequence[str]) -> str:
 
 
 def _edited(text: str, root: MappingNode, arms: Sequence[str]) -> str:
-    section = _value(root, "speculation")
+    section = value_of(root, "speculation")
     if section is None:
         if root.flow_style:
-            return _inserted(text, root, f"speculation: {{arms: {_flow(arms)}}}")
+            return inserted(text, root, f"speculation: {{arms: {_flow(arms)}}}")
         return f"{text.rstrip()}\n\nspeculation:\n  arms: {_flow(arms)}\n"
     if not isinstance(section, MappingNode):
         start, stop = section.start_mark.index, section.end_mark.index
         return f"{text[:start]}{'' if stop > start else ' '}{{arms: {_flow(arms)}}}{text[stop:]}"
-    value = _value(section, "arms")
+    value = value_of(section, "arms")
     if value is None:
-        return _inserted(text, section, f"arms: {_flow(arms)}")
+        return inserted(text, section, f"arms: {_flow(arms)}")
     start, stop = value.start_mark.index, value.end_mark.index
     if isinstance(value, SequenceNode) and value.value and not value.flow_style:
         stop = value.value[-1].end_mark.index  # a block's end mark is at the next token, past comments
@@ -52,15 +52,16 @@ def _edited(text: str, root: MappingNode, arms: Sequence[str]) -> str:
     return text[:start] + _flow(arms) + text[stop:]
 
 
-def _inserted(text: str, mapping: MappingNode, entry: str) -> str:
-    """An entry before a mapping's others."""
+def inserted(text: str, mapping: MappingNode, entry: str) -> str:
+    """The text with an entry before a mapping's others."""
     start = mapping.start_mark.index
     if mapping.flow_style:
         return text[: start + 1] + entry + (", " if mapping.value else "") + text[start + 1 :]
     return text[:start] + entry + "\n" + " " * mapping.start_mark.column + text[start:]
 
 
-def _value(mapping: MappingNode, key: str) -> Node | None:
+def value_of(mapping: MappingNode, key: str) -> Node | None:
+    """The value under a key; None where the mapping lacks it."""
     return next((value for name, value in mapping.value if name.value == key), None)
 
 

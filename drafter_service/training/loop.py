@@ -8,7 +8,6 @@ depends on is saved every `save_every_s` seconds; a run that was killed resumes 
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -19,6 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from drafter_service.training.saving import replacing
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class Recipe:
     warm_up: float = 0.02  # of the budget
     final_rate: float = 0.02  # of the peak rate, reached on a cosine
     clip: float = 1.0
-    save_every_s: float = 120.0
+    save_every_s: float = 45.0
 
     def rate(self, spent: float) -> float:
         """The factor on both learning rates when a fraction `spent` of the budget is used up."""
@@ -187,7 +188,7 @@ class Trainer:
         return loss.item()
 
     def _save(self) -> None:
-        """Write to a temporary file and rename it: a kill in between leaves the previous state."""
+        """A kill in between, or a full disk, which raises NotSaved, leaves the previous state."""
         state = {
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
@@ -195,9 +196,8 @@ class Trainer:
             "seconds": self.seconds,
             "mean_loss": self.mean_loss,
         }
-        partial = self.state_path.with_suffix(".partial")
-        torch.save(state, partial)
-        os.replace(partial, self.state_path)
+        with replacing(self.state_path) as partial:
+            torch.save(state, partial)
 
     def _load(self) -> None:
         state = torch.load(self.state_path, map_location="cpu", weights_only=True)

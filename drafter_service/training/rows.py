@@ -7,6 +7,11 @@ import torch
 from torch import Tensor
 
 
+def token_dtype(vocabulary: int) -> type[np.unsignedinteger]:
+    """The dtype in which ids of a vocabulary are stored."""
+    return np.uint16 if vocabulary <= 1 << 16 else np.uint32
+
+
 class TokenRows:
     """Fixed-length windows of one long token stream.
 
@@ -15,7 +20,7 @@ class TokenRows:
     """
 
     def __init__(self, tokens: np.ndarray, rows: int, length: int, seed: int) -> None:
-        self.tokens = tokens  # [tokens] uint16
+        self.tokens = tokens  # [tokens] of token_dtype
         self.rows = rows
         self.length = length
         self.seed = seed

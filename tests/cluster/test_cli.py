@@ -52,10 +52,22 @@ def test_help_of_generate_names_every_option():
         assert f"--{option} " in output
 
 
-def test_help_of_training_names_every_option():
-    output = CliRunner().invoke(cli.app, ["train", "demo", "--help"], env={"COLUMNS": "200"}).stdout
-    for option in ("out", "minutes", "seed", "resume", "threads", "stop-after", "only"):
-        assert f"--{option} " in output
+DRAFTER_OPTIONS = (
+    *("data", "target", "pattern", "field", "kind", "size", "layers", "width", "from", "minutes", "steps", "pretrain"),
+    *("row-tokens", "seed", "out", "write", "threads", "resume", "compile"),
+)
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("demo", ("out", "minutes", "seed", "resume", "threads", "stop-after", "only")),
+        ("drafter", DRAFTER_OPTIONS),
+    ],
+)
+def test_help_of_training_names_every_option(command: str, options: tuple[str, ...]):
+    output = CliRunner().invoke(cli.app, ["train", command, "--help"], env={"COLUMNS": "200"}).stdout
+    assert not [option for option in options if f"--{option} " not in output]
 
 
 def test_the_command_does_not_import_torch_and_sets_the_numeric_environment():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from dendro.errors import BadRequest
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, Mamba2ForCausalLM, PreTrainedModel
 
@@ -20,17 +21,19 @@ from cluster.demo.architectures import (
     DrafterName,
     TargetName,
     drafter_config,
-    new_model,
     target_config,
 )
-from cluster.demo.checkpoints import export, load_fp32
 from cluster.demo.corpus import END_OF_TEXT, END_OF_TEXT_ID, HELD_OUT, VOCABULARY, source_files, train_tokenizer
 from cluster.demo.growth import grow
-from cluster.demo.measure import emitted_per_round, noise_rows, perturbed, repeated_4grams, write_answers
+from cluster.demo.measure import answers_to, repeated_4grams
 from cluster.demo.passages import candidate_passages
 from cluster.demo.prompts import held_out_prompts, load_passages, load_tokenizer
 from cluster.demo.train import TrainingPlan, train_demo
+from cluster.training.acceptance import emitted_per_round, noise_rows, perturbed
+from cluster.training.checkpoints import export, load_fp32
+from cluster.training.stages import StageFolder
 from drafter_service.training.rows import TokenRows
+from drafter_service.training.sizes import new_model
 from drafter_service.training.students import StudentForward
 
 CPU = torch.device("cpu")
@@ -157,7 +160,7 @@ def test_an_exported_model_has_the_probabilities_of_the_trained_one(
     name: TargetName | DrafterName, tmp_path: Path
 ) -> None:
     model = untrained(name, seed=1)
-    export(model, tmp_path / name, MODELS / "target" / "tokenizer.json")
+    export(model, tmp_path / name, [MODELS / "target" / "tokenizer.json"])
     token_ids = torch.randint(VOCABULARY, (1, 40), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         before, after = (each(token_ids).logits.log_softmax(-1) for each in (model, load_fp32(tmp_path / name, CPU)))
@@ -191,21 +194,21 @@ def test_a_grown_model_begins_as_the_drafter_it_grew_from_and_all_of_it_learns()
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_answers_written_with_a_cache_are_those_of_the_whole_text(name: TargetName, temperature: float) -> None:
     model = load_fp32(MODELS / name, CPU)
-    answers = write_answers(model, held_out_prompts(2, 128), temperature, length=12)
+    answers = answers_to(model, held_out_prompts(2, 128), temperature, length=12)
     with torch.inference_mode():
         logits = StudentForward(model)(answers.texts[:, :-1]) @ model.lm_head.weight.T
-    guesses = perturbed(logits[:, 127:], temperature, noise_rows(temperature, 2, 12)).argmax(-1)
+    noise = torch.stack([noise_rows(temperature, 2, position, VOCABULARY) for position in range(12)], 1)
+    guesses = perturbed(logits[:, 127:], temperature, noise).argmax(-1)
     assert torch.equal(answers.texts[:, 128:], guesses)
 
 
 def test_a_finished_stage_is_skipped_and_another_seed_is_refused(tmp_path: Path) -> None:
     plan = TrainingPlan(minutes=1, seed=7, out=tmp_path, device=CPU)
-    plan.work.mkdir()
-    plan.done_file("corpus").write_text("{}")
+    StageFolder(plan.work, {"seed": 7}, resume=True).run("corpus", dict)
     threads = torch.get_num_threads()
     train_demo(tmp_path, minutes=1, seed=7, threads=threads, stop_after="corpus")
     assert not (plan.work / "tokens.npy").exists()
-    with pytest.raises(ValueError, match="begun with seed 7"):
+    with pytest.raises(BadRequest, match="^--seed: .*begun with seed 7, not 8"):
         train_demo(tmp_path, minutes=1, seed=8, threads=threads, stop_after="corpus")
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,11 +23,14 @@ from transformers import (
     PreTrainedModel,
 )
 
-from drafter_service.training import teacher
+from drafter_service.training import stepping, teacher
 from drafter_service.training.loop import Budget, Recipe, Trainer
 from drafter_service.training.losses import TeacherRows, projected_loss
+from drafter_service.training.saving import NotSaved
 from drafter_service.training.scans import mamba1_scan, mamba1_scan_by_steps, mamba2_scan, mamba2_scan_by_steps
+from drafter_service.training.sizes import SIZES, StudentSize, new_model, student_config
 from drafter_service.training.students import StudentForward
+from drafter_service.training.teacher import LabelledRows, TeacherFolder, TeacherText, write_teacher_outputs
 
 Scan = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -107,44 +113,108 @@ def test_projected_loss_and_its_gradients_equal_the_plain_formula() -> None:
 
 @pytest.fixture
 def tiny_teacher(monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
-    """A teacher with chunks of six rows of 140 tokens, not compiled, as that would take longer than the test."""
-    monkeypatch.setattr(teacher, "CHUNK_ROWS", 6)
-    monkeypatch.setattr(teacher, "ROW_TOKENS", 140)
-    monkeypatch.setattr(teacher, "compiled", lambda module: module)
+    """A teacher of float32 arithmetic."""
     monkeypatch.setattr(teacher, "autocast", lambda device: nullcontext())
     return tiny_model("llama").eval()
 
 
-def test_teacher_outputs_are_the_models_largest_log_probs(tiny_teacher: PreTrainedModel, tmp_path: Path) -> None:
-    corpus = np.random.default_rng(0).integers(61, size=4000).astype(np.uint16)
-    folder = teacher.TeacherFolder(tmp_path)
-    teacher.write_teacher_outputs(tiny_teacher, corpus, folder, Budget(steps=2), 0, lambda spent, chunks: None)
-    text = folder.read()
-    assert len(folder) == 2 and folder.own_share() == 0.5
-    inputs, labels, rows = text.batch(step=1, rows=4, seed=5)
-    assert torch.equal(inputs[:, 1:], labels[:, :-1])
-    with torch.no_grad():
-        expected = tiny_teacher(inputs).logits.log_softmax(-1).gather(-1, rows.ids)
-    torch.testing.assert_close(rows.log_probs.float(), expected, rtol=2e-3, atol=2e-3)
-
-    # A resumed folder gets the same chunks.
-    begun = teacher.TeacherFolder(tmp_path / "begun")
-    for chunks in (1, 2):
-        teacher.write_teacher_outputs(tiny_teacher, corpus, begun, Budget(steps=chunks), 0, lambda *_: None)
-    assert np.array_equal(begun.read().tokens, text.tokens)
+def teacher_text(**changes: Any) -> TeacherText:
+    """Chunks of six rows of 140 tokens, of ids that are all in the model's vocabulary."""
+    corpus = np.random.default_rng(0).integers(50, size=4000).astype(np.uint16)
+    return TeacherText(**{"corpus": corpus, "vocabulary": 61, "chunk_rows": 6, "row_tokens": 140, **changes})
 
 
-def test_generated_text_begins_with_real_tokens_and_is_greedy_at_temperature_zero(
-    tiny_teacher: PreTrainedModel,
+def label(model: PreTrainedModel, text: TeacherText, folder: TeacherFolder, chunks: int) -> LabelledRows:
+    """Labels of so many chunks; not compiled, as that would take longer than the test."""
+    write_teacher_outputs(model, text, folder, Budget(steps=chunks), 0, lambda *_: None, compile_forward=False)
+    return folder.read()
+
+
+def test_teacher_outputs_are_the_models_largest_log_probs_of_the_tokens_that_it_has(
+    tiny_teacher: PreTrainedModel, tmp_path: Path
 ) -> None:
-    starts = torch.randint(61, (6, 128))
-    text = teacher.write_own_text(tiny_teacher, starts, length=140, seed=1)
-    shortest, longest = teacher.OWN_TEXT_STARTS
-    assert torch.equal(text[:, :shortest], starts[:, :shortest])
+    """The padding of the model's head, here from id 50 on, has no part in them."""
+    folder = TeacherFolder(tmp_path / "whole")
+    rows = label(tiny_teacher, teacher_text(vocabulary=50), folder, 2)
+    assert len(folder) == 2 and folder.own_share() == 0.5 and rows.tokens == 2 * 6 * 140
+    inputs, labels, outputs = rows.batch(step=1, rows=4, seed=5)
+    assert torch.equal(inputs[:, 1:], labels[:, :-1])
+    assert labels.max() < 50
+    with torch.no_grad():
+        expected = tiny_teacher(inputs).logits[..., :50].log_softmax(-1).gather(-1, outputs.ids)
+    torch.testing.assert_close(outputs.log_probs.float(), expected, rtol=2e-3, atol=2e-3)
+
+
+def test_a_resumed_teacher_writes_the_chunks_of_an_uninterrupted_one(
+    tiny_teacher: PreTrainedModel, tmp_path: Path
+) -> None:
+    whole = label(tiny_teacher, teacher_text(), TeacherFolder(tmp_path / "whole"), 3)
+    begun = TeacherFolder(tmp_path / "begun")
+    label(tiny_teacher, teacher_text(), begun, 2)
+    (tmp_path / "begun" / "00002.partial").mkdir()  # a kill left it
+    resumed = label(tiny_teacher, teacher_text(), begun, 3)
+    for one, other in zip(whole.batch(0, 18, seed=1), resumed.batch(0, 18, seed=1), strict=True):
+        assert str(one) == str(other)
+
+
+def test_ids_above_65535_are_stored_whole(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=70_000, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    )
+    corpus = (69_000 + np.arange(300)).astype(np.uint32)
+    text = teacher_text(corpus=corpus, vocabulary=70_000, chunk_rows=2, row_tokens=16)
+    rows = label(LlamaForCausalLM(config).eval(), text, TeacherFolder(tmp_path), 2)
+    inputs, _, outputs = rows.batch(0, 4, seed=0)
+    assert inputs.min() >= 69_000 or inputs.max() >= 1 << 16
+    assert outputs.ids.max() >= 1 << 16
+
+
+def own_text(model: PreTrainedModel, starts: Tensor, given: Tensor, text: TeacherText) -> Tensor:
+    return teacher.write_own_text(model, starts, given, text, seed=1)
+
+
+@pytest.mark.parametrize("kind", ["mamba", "mamba2", "llama"])
+def test_generated_text_begins_with_real_tokens_and_is_greedy_at_temperature_zero(
+    tiny_teacher: PreTrainedModel, kind: str
+) -> None:
+    """For each kind of cache."""
+    model = tiny_model(kind).eval()
+    starts, given = torch.randint(61, (6, 60)), torch.tensor([35, 40, 45, 50, 35, 59])
+    text = own_text(model, starts, given, teacher_text(row_tokens=59))
     greedy = teacher.OWN_TEXT_TEMPERATURES.index(0.0)
     with torch.no_grad():
-        guesses = tiny_teacher(text).logits.argmax(-1)
-    assert torch.equal(text[greedy, longest:], guesses[greedy, longest - 1 : -1])
+        guesses = model(text).logits.argmax(-1)
+    for row, count in enumerate(given.tolist()):
+        assert torch.equal(text[row, :count], starts[row, :count])
+    assert torch.equal(text[greedy, 35:], guesses[greedy, 34:-1])
+
+
+def test_a_model_without_a_cache_generates_the_same_text(
+    tiny_teacher: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts, given = torch.randint(61, (3, 40)), torch.tensor([10, 12, 14])
+    expected = own_text(tiny_teacher, starts, given, teacher_text(row_tokens=39))
+    monkeypatch.setattr(stepping, "CACHES", ())
+    assert torch.equal(own_text(tiny_teacher, starts, given, teacher_text(row_tokens=39)), expected)
+
+
+def test_where_the_teacher_ends_its_text_the_row_goes_on_with_real_text(tiny_teacher: PreTrainedModel) -> None:
+    starts, given = torch.randint(61, (3, 40)), torch.tensor([10, 10, 10])
+    free = own_text(tiny_teacher, starts, given, teacher_text(row_tokens=39))
+    end = int(free[0, 15])
+    first = 10 + free[0, 10:].tolist().index(end)
+    ended = own_text(tiny_teacher, starts, given, teacher_text(row_tokens=39, end_ids=frozenset({end})))
+    assert torch.equal(ended[0, : first + 1], free[0, : first + 1])
+    assert torch.equal(ended[0, first + 1 :], starts[0, first + 1 :])
+
+
+def test_own_text_begins_where_answers_begin(tiny_teacher: PreTrainedModel, tmp_path: Path) -> None:
+    """Of three answers, the first and the last have too little text on one side. 16 to 70 tokens are given."""
+    text = teacher_text(answers=np.array([5, 610, 3990]))
+    label(tiny_teacher, text, TeacherFolder(tmp_path), 2)
+    heads = [text.corpus[610 - given :][:16].tolist() for given in range(16, 71)]
+    own = np.load(tmp_path / "00001" / "tokens.npy")
+    assert all(row[:16].tolist() in heads for row in own)
 
 
 def tiny_trainer(state_path: Path) -> Trainer:
@@ -169,6 +239,26 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path: P
         torch.testing.assert_close(resumed.model.state_dict()[name], weight, rtol=0, atol=0)
 
 
+def test_a_full_disk_ends_in_one_sentence_and_keeps_the_previous_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.state"
+    tiny_trainer(path).run(lambda progress: None, stop_at_step=2)
+    before = path.read_bytes()
+
+    def full(state: object, to: Path) -> None:
+        to.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", full)
+        with pytest.raises(NotSaved, match=r"run.state cannot be written: No space left on device; the previous one"):
+            tiny_trainer(path).run(lambda progress: None)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["run.state"]
+    assert tiny_trainer(path).run(lambda progress: None).steps == 8
+
+
 def test_a_finished_run_is_not_trained_further(tmp_path: Path) -> None:
     tiny_trainer(tmp_path / "run.state").run(lambda progress: None)
     steps: list[int] = []
@@ -179,3 +269,29 @@ def test_a_finished_run_is_not_trained_further(tmp_path: Path) -> None:
 def test_a_budget_is_seconds_or_steps() -> None:
     with pytest.raises(ValueError, match="either seconds or steps"):
         Budget(seconds=1.0, steps=1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "published"),
+    [
+        ("mamba", "130m", {"hidden_size": 768, "num_hidden_layers": 24, "state_size": 16, "intermediate_size": 1536}),
+        ("mamba", "370m", {"hidden_size": 1024, "num_hidden_layers": 48, "state_size": 16}),
+        ("mamba2", "130m", {"hidden_size": 768, "num_heads": 24, "head_dim": 64, "state_size": 128, "n_groups": 1}),
+        ("mamba2", "370m", {"hidden_size": 1024, "num_heads": 32, "head_dim": 64, "num_hidden_layers": 48}),
+    ],
+)
+def test_published_sizes_have_their_published_shapes(kind: Any, name: str, published: dict[str, int]) -> None:
+    config = student_config(kind, SIZES[kind][name], {"vocab_size": 50280})
+    assert {key: getattr(config, key) for key in published} == published
+
+
+@pytest.mark.parametrize("kind", ["mamba", "mamba2", "llama"])
+@pytest.mark.parametrize("width", [16, 96, 384])
+def test_a_size_by_numbers_makes_a_model_that_runs(kind: Any, width: int) -> None:
+    model = new_model(student_config(kind, StudentSize(width, 1), {"vocab_size": 61}), 0, torch.device("cpu"))
+    assert StudentForward(model)(torch.randint(61, (1, 9))).shape == (1, 9, width)
+
+
+def test_a_width_that_heads_do_not_divide_is_refused() -> None:
+    with pytest.raises(ValueError, match="the width a multiple of 16; got width 100, layers 2"):
+        StudentSize(100, 2)

@@ -9,12 +9,17 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from drafter_service.training.loop import Progress as TrainingProgress
+
 LINE_EVERY_S = 30.0  # where the output is no terminal
+
+Report = Callable[[float, str], None]
+"""`report(fraction done, words)`."""
 
 
 @contextmanager
-def stage_bar(name: str) -> Iterator[Callable[[float, str], None]]:
-    """Yields `report(fraction done, words)`: a bar on a terminal, a line every LINE_EVERY_S elsewhere."""
+def stage_bar(name: str) -> Iterator[Report]:
+    """Yields a report: a bar on a terminal, a line every LINE_EVERY_S elsewhere."""
     console = Console()
     if not console.is_terminal:
         yield _line_printer(name)
@@ -31,14 +36,24 @@ def stage_bar(name: str) -> Iterator[Callable[[float, str], None]]:
         yield lambda fraction, words: bar.update(task, completed=fraction, words=words)
 
 
-def _line_printer(name: str) -> Callable[[float, str], None]:
+def shown(report: Report) -> Callable[[TrainingProgress], None]:
+    """What a trainer calls after each step."""
+    return lambda progress: report(progress.spent, f"loss {progress.loss:.3f}, {progress.tokens_per_s:,.0f} tokens/s")
+
+
+def _line_printer(name: str) -> Report:
     started = printed = time.monotonic()
+    first: float | None = None  # the fraction that an earlier run had done, and the first part of this one
 
     def report(fraction: float, words: str) -> None:
-        nonlocal printed
+        nonlocal printed, started, first
         now = time.monotonic()
+        if first is None:
+            first, started = fraction, now
         if now - printed >= LINE_EVERY_S or fraction >= 1:
             printed = now
-            print(f"{name:8} {fraction:6.1%}  {words}  ({now - started:.0f} s)", flush=True)
+            left = (now - started) * (1 - fraction) / (fraction - first) if fraction > first else None
+            remaining = "" if left is None or fraction >= 1 else f", {max(left, 0):.0f} s left"
+            print(f"{name:8} {fraction:6.1%}  {words}  ({now - started:.0f} s{remaining})", flush=True)
 
     return report

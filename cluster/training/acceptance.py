@@ -1,0 +1,148 @@
+"""How much of a target's answers a drafter guesses, computed offline in plain PyTorch and fp32.
+
+Emitted per round is measured by replay, under the shared-noise rule (ALGORITHMS 3.5): the target's own text is fixed by
+its noise, so a drafter's ranks of that text's tokens, among its own scores with the same noise, determine which guesses
+of a tree of static shape are accepted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+import torch
+from dendro.shapes import LevelShape
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from cluster.policies.replay import round_lengths
+from drafter_service.training.stepping import SteppedText
+from drafter_service.training.students import StudentForward
+
+PROMPTS = 32
+PROMPT_TOKENS = 128
+ANSWER_TOKENS = 64  # longer greedy answers of a target as small as the demo's loop
+TEMPERATURES = (0.0, 0.7, 1.0)
+SHAPES = ((1, 1, 1, 1), (3, 2, 2, 1, 1), (4, 2, 1, 1))
+NOISE_SEED = 2024
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """A target's answers to prompts of equal length, at one temperature."""
+
+    temperature: float
+    vocabulary: int  # ids of the target's tokenizer, from 0 on
+    prompt_tokens: int
+    texts: Tensor  # [prompts, prompt and answer tokens] int64
+    lengths: tuple[int, ...]  # answer tokens up to and with the first end of text
+
+    @classmethod
+    def of(
+        cls, temperature: float, vocabulary: int, prompt_tokens: int, texts: Tensor, end_ids: frozenset[int]
+    ) -> Answers:
+        lengths = []
+        for answer in texts[:, prompt_tokens:].tolist():
+            end = next((place for place, token in enumerate(answer) if token in end_ids), len(answer) - 1)
+            lengths.append(end + 1)
+        return cls(temperature, vocabulary, prompt_tokens, texts, tuple(lengths))
+
+    def tokens(self) -> list[list[int]]:
+        """The answers, each up to its end."""
+        answers: list[list[int]] = self.texts[:, self.prompt_tokens :].tolist()
+        return [answer[:length] for answer, length in zip(answers, self.lengths, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """How well a drafter guesses a target's answers."""
+
+    first_rank: dict[str, float]  # temperature -> share of answer tokens that the drafter ranks first
+    emitted: dict[str, dict[str, float]]  # temperature -> shape -> tokens per round; NaN where answers are too short
+
+
+def shape_name(shape: tuple[int, ...]) -> str:
+    return "(" + ",".join(map(str, shape)) + ")"
+
+
+def noise_rows(temperature: float, rows: int, position: int, vocabulary: int) -> Tensor:
+    """Gumbel noise of an answer position, the same for target and drafter: [rows, vocabulary].
+
+    Zero at temperature 0. This noise is for measurements; it is not that of the public contract (DESIGN.md).
+    """
+    if temperature == 0:
+        return torch.zeros(rows, vocabulary)
+    generator = torch.Generator().manual_seed(NOISE_SEED * 1_000_003 + position)
+    return -torch.empty(rows, vocabulary).exponential_(generator=generator).log_()
+
+
+def perturbed(logits: Tensor, temperature: float, noise: Tensor) -> Tensor:
+    """logits / temperature + noise, or the plain logits at temperature 0."""
+    return logits if temperature == 0 else logits / temperature + noise.to(logits.device)
+
+
+@torch.inference_mode()
+def write_answers(
+    target: PreTrainedModel,
+    prompts: Tensor,
+    temperature: float,
+    length: int,
+    vocabulary: int,
+    end_ids: frozenset[int],
+) -> Answers:
+    """Answers of `length` tokens to prompts [prompts, tokens] int64; tokens after an end of text are generated and not
+    counted."""
+    device = next(target.parameters()).device
+    stepped, new = SteppedText(target), prompts.to(device)
+    written = [prompts]
+    for position in range(length):
+        logits = stepped.feed(new)[:, :vocabulary]
+        noise = noise_rows(temperature, len(prompts), position, vocabulary)
+        new = perturbed(logits, temperature, noise).argmax(-1, keepdim=True)
+        written.append(new.cpu())
+    return Answers.of(temperature, vocabulary, prompts.shape[1], torch.cat(written, 1), end_ids)
+
+
+@torch.inference_mode()
+def answer_ranks(drafter: PreTrainedModel, answers: Answers) -> Tensor:
+    """The drafter's rank of every answer token among its own perturbed scores, given the true text before it.
+
+    returns [prompts, answer tokens] int64, 0 for the drafter's first choice
+    """
+    device = next(drafter.parameters()).device
+    texts, first = answers.texts.to(device), answers.prompt_tokens
+    hidden = StudentForward(drafter)(texts[:, :-1])
+    ranks = []
+    for position in range(texts.shape[1] - first):
+        logits = drafter.lm_head(hidden[:, first - 1 + position])[:, : answers.vocabulary]
+        noise = noise_rows(answers.temperature, len(texts), position, answers.vocabulary)
+        scores = perturbed(logits, answers.temperature, noise[:, : logits.shape[1]])
+        chosen = scores.gather(1, texts[:, first + position, None])
+        ranks.append((scores > chosen).sum(-1))
+    return torch.stack(ranks, 1)
+
+
+def emitted_per_round(ranks: list[list[int]], shape: tuple[int, ...]) -> float:
+    """Tokens per round if every round drafts `shape`: the accepted guesses and one token of the target's own.
+
+    `ranks` has one list per answer. Rounds that the answer's end would cut short are not counted; NaN where all are.
+    """
+    lengths = [length for answer in ranks for length in round_lengths(LevelShape(shape), answer)]
+    return fmean(lengths) if lengths else math.nan
+
+
+def measure_acceptance(drafter: PreTrainedModel, all_answers: Sequence[Answers]) -> Acceptance:
+    """The drafter's acceptance on one target's answers, by temperature."""
+    first_rank: dict[str, float] = {}
+    emitted: dict[str, dict[str, float]] = {}
+    for answers in all_answers:
+        ranks = [
+            row[:length] for row, length in zip(answer_ranks(drafter, answers).tolist(), answers.lengths, strict=True)
+        ]
+        flat = [rank for row in ranks for rank in row]
+        temperature = f"{answers.temperature:g}"
+        first_rank[temperature] = flat.count(0) / len(flat)
+        emitted[temperature] = {shape_name(shape): emitted_per_round(ranks, shape) for shape in SHAPES}
+    return Acceptance(first_rank, emitted)

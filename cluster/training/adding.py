@@ -1,0 +1,58 @@
+"""A drafter's entry in a configuration: as a line, and written into the file; the rest of it is unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from dendro.errors import BadRequest
+from yaml.nodes import MappingNode
+
+from cluster.tune.writing import inserted, value_of
+
+
+def entry_line(entry: Mapping[str, Any]) -> str:
+    """An entry as YAML on one line."""
+    return yaml.safe_dump(dict(entry), default_flow_style=True, sort_keys=False, width=1 << 20).strip()
+
+
+def with_drafter(text: str, name: str, entry: Mapping[str, Any]) -> str:
+    """The same YAML with one more drafter, before the others: a target's first drafter makes its trees. Unchanged where
+    the entry is there.
+
+    Raises BadRequest for a name that is taken, and if the edit would change anything else.
+    """
+    old, root = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
+    assert isinstance(root, MappingNode), "the configuration was loaded"
+    drafters = old.get("drafters") or {}
+    if drafters.get(name) == dict(entry):
+        return text
+    if name in drafters:
+        raise BadRequest("--write", f"the configuration has another drafter {name!r}; name another --out")
+    new = _edited(text, root, f"{name}: {entry_line(entry)}")
+    try:
+        edited = yaml.safe_load(new)
+    except yaml.YAMLError:
+        edited = None
+    if edited != old | {"drafters": {name: dict(entry), **drafters}}:
+        raise BadRequest("--write", "the configuration's YAML is too unusual to edit; add the lines that are printed")
+    return new
+
+
+def _edited(text: str, root: MappingNode, entry: str) -> str:
+    section = value_of(root, "drafters")
+    if section is None:
+        if root.flow_style:
+            return inserted(text, root, f"drafters: {{{entry}}}")
+        return f"{text.rstrip()}\n\ndrafters:\n  {entry}\n"
+    if isinstance(section, MappingNode):
+        return inserted(text, section, entry)
+    start, stop = section.start_mark.index, section.end_mark.index
+    return f"{text[:start]}{'' if stop > start else ' '}{{{entry}}}{text[stop:]}"
+
+
+def write_drafter(config: Path, name: str, entry: Mapping[str, Any]) -> None:
+    """Write an entry into a configuration's file. Raises BadRequest."""
+    config.write_text(with_drafter(config.read_text(), name, entry))

@@ -1,0 +1,102 @@
+"""The model card that a training run writes beside its checkpoint."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from cluster.training.acceptance import ANSWER_TOKENS, PROMPT_TOKENS
+from drafter_service.training.batches import HARD_SHARE
+from drafter_service.training.teacher import KEPT, OWN_TEXT_TEMPERATURES
+
+
+def markdown_table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = ["| " + " | ".join(header) + " |"]
+    lines.append("|" + "---|" * (lines[0].count("|") - 1))
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def millions(count: int) -> str:
+    return f"{count / 1e6:.2f} M"
+
+
+def _cell(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.2f}"
+
+
+def drafter_card(
+    title: str,
+    target: str,
+    model: str,  # kind, size and origin
+    source: str,  # of the data
+    command: str,
+    seed: int,
+    facts: Mapping[str, Mapping[str, Any]],  # stage -> its facts
+    after: Mapping[str, Any],  # held-out loss and acceptance of the exported checkpoint
+) -> str:
+    """The card of a drafter, as Markdown."""
+    data, before, teacher = (facts[stage] for stage in ("data", "answers", "teacher"))
+    temperatures = ", ".join(f"{each:g}" for each in OWN_TEXT_TEMPERATURES)
+    measured = (("before", before), ("after", after))
+    shapes = list(next(iter(after["acceptance"]["emitted"].values())))
+    emitted = markdown_table(
+        ("", "temperature", "ranked first", *(f"`{shape}`" for shape in shapes)),
+        (
+            (
+                name,
+                temperature,
+                f"{each['acceptance']['first_rank'][temperature]:.1%}",
+                *(_cell(each["acceptance"]["emitted"][temperature][shape]) for shape in shapes),
+            )
+            for temperature in after["acceptance"]["emitted"]
+            for name, each in measured
+        ),
+    )
+    stages = markdown_table(
+        ("stage", "steps", "tokens seen", "minutes", "loss at the end, nats/token"),
+        (
+            (
+                stage,
+                str(facts[stage]["steps"]),
+                millions(facts[stage]["tokens"]),
+                f"{facts[stage]['seconds'] / 60:.1f}",
+                f"{facts[stage]['loss']:.3f}",
+            )
+            for stage in ("pretrain", "distil")
+            if facts[stage]
+        ),
+    )
+    return f"""# {title}
+
+A drafter for the target `{target}`, distilled from it by `dendro train drafter`; it has the target's tokenizer.
+{model}.
+
+- Command: `{command}`
+- Seed: {seed}
+
+## Data
+
+{source}: {data["files"]} files, {data["bytes"] / 1e6:.1f} MB, {millions(data["train"])} tokens to train on and
+{data["held_out"]:,} held out.
+The target labelled {millions(teacher["tokens"])} tokens with its {KEPT} largest log-probabilities;
+{teacher["own_share"]:.0%} of them are its own text, at temperatures {temperatures}.
+{HARD_SHARE:.0%} of the distillation's loss is the text's next token.
+
+## Training
+
+{stages}
+
+The loss on held-out text is {before["held_out_loss"]:.3f} nats per token before and {after["held_out_loss"]:.3f} after.
+Tokens seen include repetitions.
+
+## Emitted per round
+
+Tokens per round, the target's own one included, on {before["prompts"]} held-out prompts of {PROMPT_TOKENS} tokens with
+answers of {ANSWER_TOKENS} that the target wrote, under the shared-noise rule, by replaying the drafter's ranks of the
+target's text through static shapes; "ranked first" is the share of the target's tokens that were the drafter's first
+choice. Answers that repeat themselves are predicted easily: compare drafters on one target, not targets.
+
+{emitted}
+"""

@@ -1,0 +1,43 @@
+"""Trained models as ordinary Hugging Face checkpoints: configuration, bf16 weights and the tokenizer's files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from drafter_service.training.saving import replacing
+
+# Small parameters of the state-space recurrence, for which the three digits of bf16 are too few.
+KEPT_IN_FP32 = ("A_log", ".D", "dt_bias", "dt_proj.bias")
+
+
+def export(model: PreTrainedModel, folder: Path, tokenizer_files: Iterable[Path]) -> None:
+    """Write the checkpoint beside `folder`, then move it there; replaces an existing folder. Raises NotSaved on a full
+    disk."""
+    tied = ("lm_head.weight",) if model.config.tie_word_embeddings else ()
+    weights = {
+        name: weight.detach().cpu().to(torch.float32 if name.endswith(KEPT_IN_FP32) else torch.bfloat16).contiguous()
+        for name, weight in model.state_dict().items()
+        if name not in tied
+    }
+    with replacing(folder) as partial:
+        model.save_pretrained(partial, state_dict=weights)
+        # The dtype of the file, not of training.
+        config = json.loads((partial / "config.json").read_text()) | {"dtype": "bfloat16"}
+        (partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        for weight_file in partial.glob("*.safetensors"):
+            weight_file.chmod(0o644)
+        for file in tokenizer_files:
+            shutil.copy(file, partial / file.name)
+
+
+def load_fp32(folder: Path, device: torch.device) -> PreTrainedModel:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert isinstance(model, PreTrainedModel)
+    return nn.Module.to(model.eval(), device)

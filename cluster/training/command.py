@@ -1,0 +1,189 @@
+"""`dendro train drafter`: the options, and the lines for the configuration."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported: idle OpenMP threads must not spin on cores that others need.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from dendro.errors import BadRequest
+from rich.console import Console
+from transformers.utils import logging
+
+from cluster.config import Config, TargetConfig, demo_config
+from cluster.hub import fetched_model
+from cluster.training.adding import entry_line, with_drafter, write_drafter
+from cluster.training.data import DataSource
+from cluster.training.drafter import DrafterPlan, Length, train_drafter
+from cluster.training.models import checked_target, start_facts
+from drafter_service.training.sizes import SIZES, STUDENT_KINDS, StudentKind, StudentSize
+
+DEFAULT_MINUTES = 30.0
+
+
+def size_of(kind: StudentKind, name: str | None, layers: int | None, width: int | None) -> StudentSize:
+    """The size of a new drafter, by name (default: tiny) or by numbers. Raises BadRequest, naming the option."""
+    if layers is None and width is None:
+        if (name or "tiny") not in SIZES[kind]:
+            raise BadRequest("--size", f"must be one of {', '.join(SIZES[kind])}, got {name!r}")
+        return SIZES[kind][name or "tiny"]
+    if layers is None or width is None:
+        raise BadRequest("--layers", "and --width belong together")
+    if name is not None:
+        raise BadRequest("--size", "cannot be given together with --layers and --width")
+    try:
+        return StudentSize(width, layers)
+    except ValueError as error:
+        raise BadRequest("--width", str(error)) from error
+
+
+def drafter_entry(plan: DrafterPlan, folder: Path) -> dict[str, Any]:
+    """The drafter's entry in a configuration of this folder."""
+    out, target = plan.out.resolve(), plan.target
+    inside = out.is_relative_to(folder)
+    entry: dict[str, Any] = {"checkpoint": str(out.relative_to(folder) if inside else out)}
+    entry |= {"targets": [plan.target_name], "dtype": target.dtype, "threads": target.threads}
+    resources: dict[str, float] = {"cpu": target.resources.cpu}
+    if target.resources.gpu:
+        resources["gpu"] = target.resources.gpu
+    return entry | {"resources": resources}
+
+
+def drafter(
+    config: Annotated[Path | None, typer.Argument(help="A configuration; default: the bundled demo.")] = None,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(help="A text, a .jsonl file, or a folder of them. May be given several times."),
+    ] = None,
+    target: Annotated[str, typer.Option(help="The target's name. Default: the first.")] = "",
+    pattern: Annotated[str, typer.Option(help="Names of a folder's files.")] = "*",
+    field: Annotated[str, typer.Option(help="The field of a JSON line that has its text.")] = "text",
+    kind: Annotated[
+        str | None, typer.Option(help="mamba, mamba2 or llama. (default mamba2)", show_default=False)
+    ] = None,
+    size: Annotated[
+        str | None, typer.Option(help="tiny, 30m, 130m or 370m. (default tiny)", show_default=False)
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers, beside --width, in place of --size.")] = None,
+    width: Annotated[int | None, typer.Option(min=1, help="Width, beside --layers.")] = None,
+    start: Annotated[
+        Path | None, typer.Option("--from", help="Continue a checkpoint that has the target's tokenizer.")
+    ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Time for labels and training. (default 30)", show_default=False)
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of the distillation, in place of --minutes.")] = None,
+    pretrain: Annotated[float, typer.Option(help="Share of the training on text alone, before the labels.")] = 0.0,
+    row_tokens: Annotated[int, typer.Option(min=32, help="Tokens of a row of training.")] = 256,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights, order of text and sampled text.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the checkpoint. Default: TARGET-KIND beside CONFIG.")
+    ] = None,
+    write: Annotated[
+        bool, typer.Option("--write", help="Write the drafter's entry into CONFIG; the rest is unchanged.")
+    ] = False,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: those of the target.")] = None,
+    resume: Annotated[bool, typer.Option(help="Resume a stopped run with the same --out.")] = True,
+    fuse: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="Compile forwards, where a C++ compiler is installed.")
+    ] = True,
+) -> None:
+    """Train a drafter for a target on your texts, and print its entry for the configuration.
+
+    The target labels the texts, and text that it writes itself; the drafter, a new one or one to continue, is distilled
+    from these labels. Run the same command again to resume a run that was stopped or killed. OUT gets an ordinary
+    checkpoint with a card; OUT.training has the rest and may be deleted afterwards. Uses a GPU if there is one.
+    """
+    checked = Config.load(config) if config is not None else demo_config()
+    name = checked.target_named(target)
+    plan = _plan(
+        name,
+        fetched_model(f"targets.{name}", checked.targets[name]),
+        DataSource(tuple(data or ()), pattern, field),
+        kind,
+        (size, layers, width),
+        start,
+        Length(DEFAULT_MINUTES if minutes is None and steps is None else minutes, steps, pretrain),
+        row_tokens,
+        seed,
+        fuse,
+    )
+    folder = Path.cwd() if config is None else config.resolve().parent
+    plan = replace(plan, out=out if out is not None else folder / f"{name}-{plan.kind}")
+    if not plan.out.name.replace("-", "").replace("_", "").replace(".", "").isalnum():
+        raise BadRequest("--out", f"the name {plan.out.name!r} may have letters, digits, '-', '_' and '.'")
+    entry = drafter_entry(plan, folder)
+    if write:
+        if config is None:
+            raise BadRequest("--write", "needs a configuration to write to: name one")
+        with_drafter(config.read_text(), plan.out.name, entry)  # refused before anything is trained
+    torch.set_num_threads(threads if threads is not None else plan.target.threads)
+    logging.set_verbosity_error()  # the tokenizer warns of long texts, and our texts are long
+    logging.disable_progress_bar()
+    train_drafter(plan, resume)
+    if write and config is not None:
+        write_drafter(config, plan.out.name, entry)
+    _show_result(plan, config, entry, write)
+
+
+def _plan(
+    name: str,
+    target: TargetConfig,
+    source: DataSource,
+    kind: str | None,
+    size: tuple[str | None, int | None, int | None],
+    start: Path | None,
+    length: Length,
+    row_tokens: int,
+    seed: int,
+    fuse: bool,
+) -> DrafterPlan:
+    facts = checked_target(name, target)
+    source.files()  # what is missing is reported before anything is loaded
+    if start is not None:
+        if kind is not None or size != (None, None, None):
+            raise BadRequest("--from", "has the kind and the size: leave out --kind, --size, --layers and --width")
+        wanted: str = start_facts(start, facts).model_type
+    else:
+        wanted = kind or "mamba2"
+    found = next((each for each in STUDENT_KINDS if each == wanted), None)
+    if found is None:
+        raise BadRequest("--kind", f"must be one of {', '.join(STUDENT_KINDS)}, got {wanted!r}")
+    return DrafterPlan(
+        target_name=name,
+        target=target,
+        facts=facts,
+        source=source,
+        kind=found,
+        size=size_of(found, *size) if start is None else None,
+        start=start,
+        length=length,
+        row_tokens=row_tokens,
+        seed=seed,
+        out=Path(),
+        device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+        compile_forward=fuse,
+        command=shlex.join(["dendro", *sys.argv[1:]]),
+    )
+
+
+def _show_result(plan: DrafterPlan, config: Path | None, entry: dict[str, Any], written: bool) -> None:
+    named = "CONFIG" if config is None else str(config)
+    lines = [
+        f"The drafter is in {plan.out}, with its card. {'Written into' if written else 'Add to'} {named}:",
+        f"\ndrafters:\n  {plan.out.name}: {entry_line(entry)}\n",
+        f"Then `dendro tune {named} --target {plan.target_name} --write` finds its trees, and `dendro serve {named}` "
+        f"serves it. {plan.work} may be deleted.",
+    ]
+    console = Console(highlight=False)
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)

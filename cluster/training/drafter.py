@@ -1,0 +1,347 @@
+"""A drafter for one target: tokenize the data, let the target answer and label it, distil, measure, export.
+
+`train_drafter` runs the stages in order. A finished one is skipped and a killed one resumed when it is called again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from dendro.errors import BadRequest
+from transformers import PreTrainedModel
+from tree_layers.checkpoint import Facts, read_facts
+
+from cluster.config import TargetConfig
+from cluster.hub import READ_FOR_TOKENIZER
+from cluster.pairing import fit_of
+from cluster.router.tokenizer import CheckpointTokenizer
+from cluster.training.acceptance import (
+    ANSWER_TOKENS,
+    PROMPT_TOKENS,
+    PROMPTS,
+    TEMPERATURES,
+    Answers,
+    measure_acceptance,
+    write_answers,
+)
+from cluster.training.bars import shown, stage_bar
+from cluster.training.card import drafter_card, millions
+from cluster.training.checkpoints import export, load_fp32
+from cluster.training.data import DataFolder, DataSource, held_out_prompts
+from cluster.training.models import load_teacher, new_student, start_facts, student_from
+from cluster.training.stages import StageFolder
+from drafter_service.training.batches import DRAFTER_ROWS, distillation_loss, text_loss
+from drafter_service.training.loop import Budget, Recipe, Trained, Trainer
+from drafter_service.training.rows import TokenRows
+from drafter_service.training.saving import replacing
+from drafter_service.training.sizes import StudentKind, StudentSize
+from drafter_service.training.students import StudentForward
+from drafter_service.training.teacher import TeacherFolder, TeacherText, write_teacher_outputs
+
+TRAINED = ("data", "answers", "teacher", "pretrain", "distil")
+"""The stages before the last, `export`."""
+CHUNK_ROWS = 64  # of a chunk of the teacher: what a kill loses
+HELD_OUT_TOKENS = 8 * PROMPT_TOKENS  # at least
+LOSS_ROWS = 16  # of held-out text
+TEACHER_SHARE, STUDENT_SHARE = 0.35, 0.6  # of the time; the rest is for measurements
+LABELLINGS = 2  # how often each label is seen, where the training is counted in steps
+CONTINUED = 0.25
+"""Learning rates of a model that was trained before, as a share of a new one's, which would destroy what it knows."""
+TUNED_WIDTH = 176
+"""The width at which the learning rates were tuned; they fall with the square root of the width."""
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """How long a run is: minutes in all, or steps of the distillation. `pretrain` is the share of the drafter's
+    training that is on text alone, before the target's labels."""
+
+    minutes: float | None = None
+    steps: int | None = None
+    pretrain: float = 0.0
+
+    def __post_init__(self) -> None:
+        if (self.minutes is None) == (self.steps is None):
+            raise BadRequest("--minutes", "or --steps: give one of them")
+        if not 0 <= self.pretrain < 1:
+            raise BadRequest("--pretrain", f"must be at least 0 and less than 1, got {self.pretrain}")
+
+    def teacher(self, chunk_rows: int) -> Budget:
+        if self.steps is not None:
+            return Budget(steps=max(2, math.ceil(self.steps * DRAFTER_ROWS / (LABELLINGS * chunk_rows))))
+        assert self.minutes is not None
+        return Budget(seconds=60 * self.minutes * TEACHER_SHARE)
+
+    def student(self, stage: str) -> Budget:
+        """Of `pretrain` or `distil`."""
+        share = self.pretrain if stage == "pretrain" else 1 - self.pretrain
+        if self.steps is not None:
+            return Budget(steps=max(1, round(self.steps * share / (1 - self.pretrain))))
+        assert self.minutes is not None
+        return Budget(seconds=60 * self.minutes * STUDENT_SHARE * share)
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterPlan:
+    """One training run, as requested."""
+
+    target_name: str
+    target: TargetConfig  # with folders of this machine
+    facts: Facts  # of the target
+    source: DataSource
+    kind: StudentKind
+    size: StudentSize | None  # of a new drafter
+    start: Path | None  # the checkpoint to continue from
+    length: Length
+    row_tokens: int
+    seed: int
+    out: Path
+    device: torch.device
+    compile_forward: bool
+    command: str  # for the card
+
+    @property
+    def work(self) -> Path:
+        """Everything that is not the finished checkpoint; may be deleted afterwards."""
+        return self.out.with_name(f"{self.out.name}.training")
+
+    def settings(self) -> dict[str, Any]:
+        """What the outcome depends on, under the names of options."""
+        return {
+            "target": [self.target_name, self.facts.digest],
+            "data": [[str(file.resolve()), file.stat().st_size] for file in self.source.files()],
+            "field": self.source.field,
+            "kind": self.kind,
+            "size": None if self.size is None else str(self.size),
+            "from": None if self.start is None else str(self.start.resolve()),
+            "minutes": self.length.minutes,
+            "steps": self.length.steps,
+            "pretrain": self.length.pretrain,
+            "row-tokens": self.row_tokens,
+            "seed": self.seed,
+        }
+
+
+class DrafterRun:
+    """The stages of a plan. Models are loaded when a stage needs them."""
+
+    def __init__(self, plan: DrafterPlan, done: StageFolder) -> None:
+        self.plan = plan
+        self.done = done
+        self.data_folder = DataFolder(plan.work / "data", plan.facts.vocabulary)
+        self.teacher_folder = TeacherFolder(plan.work / "teacher")
+
+    @cached_property
+    def target(self) -> PreTrainedModel:
+        return load_teacher(self.plan.target_name, self.plan.target, self.plan.facts, self.plan.device)
+
+    def student(self) -> PreTrainedModel:
+        """The drafter before its training."""
+        plan = self.plan
+        if plan.start is not None:
+            return student_from(start_facts(plan.start, plan.facts), plan.facts, plan.seed, plan.device)
+        assert plan.size is not None
+        return new_student(plan.kind, plan.size, plan.facts, plan.seed, plan.device)
+
+    def data(self) -> dict[str, Any]:
+        plan = self.plan
+        tokenizer = CheckpointTokenizer(plan.target.tokenizer_folder, plan.facts.tokenizer)
+        files = plan.source.files()
+        size = sum(file.stat().st_size for file in files)
+        with stage_bar("data") as report:
+            written = self.data_folder.write(
+                plan.source,
+                tokenizer,
+                min(plan.facts.end_ids, default=None),
+                HELD_OUT_TOKENS,
+                lambda so_far: report(min(so_far.characters / max(size, 1), 0.99), f"{so_far.train:,} tokens"),
+            )
+            report(1.0, f"{written.train:,} tokens, {written.held_out:,} held out")
+        least = (DRAFTER_ROWS + 2) * plan.row_tokens
+        if written.train <= least or written.held_out < PROMPT_TOKENS:
+            named = ", ".join(map(str, plan.source.paths))
+            raise BadRequest(
+                "--data",
+                f"{named} has {written.train:,} tokens, and {written.held_out:,} held out; more than {least:,} and "
+                f"{PROMPT_TOKENS} are needed: give more text, or a smaller --row-tokens",
+            )
+        return {"files": len(files), "bytes": size, **asdict(written)}
+
+    def answers(self) -> dict[str, Any]:
+        """The target's answers to held-out prompts, and what the untrained drafter guesses of them."""
+        plan = self.plan
+        prompts = held_out_prompts(self.data_folder.read("held_out"), PROMPTS, PROMPT_TOKENS)
+        texts, vocabulary = torch.from_numpy(prompts), plan.facts.vocabulary
+        found = []
+        with stage_bar("answers") as report:
+            for place, temperature in enumerate(TEMPERATURES):
+                report(place / (len(TEMPERATURES) + 1), f"temperature {temperature:g}")
+                found.append(
+                    write_answers(self.target, texts, temperature, ANSWER_TOKENS, vocabulary, plan.facts.end_ids)
+                )
+            with replacing(self._answers_file) as partial_file, partial_file.open("wb") as stream:
+                np.save(stream, torch.stack([each.texts for each in found]).numpy())
+            report(len(TEMPERATURES) / (len(TEMPERATURES) + 1), "the drafter before")
+            before = self._measured(self.student())
+            report(1.0, f"{len(prompts)} prompts")
+        return {"prompts": len(prompts), **before}
+
+    def teacher(self) -> dict[str, Any]:
+        plan, data = self.plan, self.data_folder.read("train")
+        rows = TokenRows(data.tokens, 1, plan.row_tokens, plan.seed).windows
+        chunk_rows = min(CHUNK_ROWS, rows)
+        text = TeacherText(
+            data.tokens,
+            plan.facts.vocabulary,
+            plan.facts.end_ids,
+            data.answers if len(data.answers) else None,
+            chunk_rows,
+            plan.row_tokens,
+        )
+        with stage_bar("teacher") as report:
+            write_teacher_outputs(
+                self.target,
+                text,
+                self.teacher_folder,
+                plan.length.teacher(chunk_rows),
+                plan.seed,
+                lambda spent, chunks: report(spent, f"{chunks * chunk_rows * plan.row_tokens:,} labelled tokens"),
+                plan.compile_forward,
+            )
+        return {"tokens": self.teacher_folder.read().tokens, "own_share": self.teacher_folder.own_share()}
+
+    def pretrain(self) -> dict[str, Any]:
+        if not self.plan.length.pretrain:
+            return {}
+        return self._train("pretrain", self.student())
+
+    def distil(self) -> dict[str, Any]:
+        model = self.student()
+        if self.plan.length.pretrain:
+            state = torch.load(self._state("pretrain"), map_location=self.plan.device, weights_only=True)
+            model.load_state_dict(state["model"])
+        return self._train("distil", model)
+
+    def export(self) -> dict[str, Any]:
+        """Write the checkpoint, measure it as it is on disk, and add its card."""
+        plan = self.plan
+        with stage_bar("export") as report:
+            report(0.0, "writing the checkpoint")
+            model = self.student()
+            state = torch.load(self._state("distil"), map_location=plan.device, weights_only=True)
+            model.load_state_dict(state["model"])
+            tokenizer = plan.target.tokenizer_folder
+            files = [tokenizer / name for name in READ_FOR_TOKENIZER if (tokenizer / name).is_file()]
+            made = plan.work / plan.out.name
+            export(model, made, files)
+            fit = fit_of(plan.facts, read_facts(made))
+            assert fit.fits, fit.refusal
+            report(0.3, "measuring it")
+            after = self._measured(load_fp32(made, plan.device))
+            facts = {stage: self.done.facts(stage) for stage in TRAINED}
+            with replacing(plan.out) as partial_folder:
+                (made / "README.md").write_text(self._card(model.num_parameters(), facts, after))
+                made.rename(partial_folder)
+            report(1.0, f"written to {plan.out}")
+        return {"parameters": model.num_parameters(), **after}
+
+    def _card(self, parameters: int, facts: dict[str, dict[str, Any]], after: dict[str, Any]) -> str:
+        plan = self.plan
+        made = f"from random weights, {plan.size}" if plan.start is None else f"continued from {plan.start}"
+        return drafter_card(
+            title=plan.out.name,
+            target=plan.target_name,
+            model=f"A {plan.kind} of {millions(parameters)} parameters, {made}",
+            source=", ".join(f"`{path}`" for path in plan.source.paths),
+            command=plan.command,
+            seed=plan.seed,
+            facts=facts,
+            after=after,
+        )
+
+    def _train(self, stage: str, model: PreTrainedModel) -> dict[str, Any]:
+        plan = self.plan
+        if stage == "pretrain":
+            rows = TokenRows(self.data_folder.read("train").tokens, DRAFTER_ROWS, plan.row_tokens, plan.seed)
+            batch_loss = text_loss(model, rows, plan.device, plan.compile_forward)
+        else:
+            labelled = self.teacher_folder.read()
+            batch_loss = distillation_loss(model, labelled, plan.seed, plan.device, plan.compile_forward)
+        rates = _rates(model.config.hidden_size, plan.start is not None)
+        recipe = Recipe(plan.length.student(stage), **rates)
+        trainer = Trainer(model, batch_loss, DRAFTER_ROWS * plan.row_tokens, recipe, self._state(stage))
+        with stage_bar(stage) as report:
+            trained: Trained = trainer.run(shown(report))
+        return asdict(trained)
+
+    def _measured(self, model: PreTrainedModel) -> dict[str, Any]:
+        """Held-out loss, and the acceptance of the target's answers."""
+        loss = held_out_loss(model.eval(), self.data_folder.read("held_out").tokens, self.plan.row_tokens)
+        return {"held_out_loss": loss, "acceptance": asdict(measure_acceptance(model, self._read_answers()))}
+
+    def _read_answers(self) -> list[Answers]:
+        texts = torch.from_numpy(np.load(self._answers_file))
+        ends = self.plan.facts.end_ids
+        return [
+            Answers.of(temperature, self.plan.facts.vocabulary, PROMPT_TOKENS, each, ends)
+            for temperature, each in zip(TEMPERATURES, texts, strict=True)
+        ]
+
+    @property
+    def _answers_file(self) -> Path:
+        return self.plan.work / "answers.npy"
+
+    def _state(self, stage: str) -> Path:
+        return self.plan.work / f"{stage}.state"
+
+
+def _rates(width: int, continued: bool) -> dict[str, float]:
+    scale = min(1.0, (TUNED_WIDTH / width) ** 0.5) * (CONTINUED if continued else 1.0)
+    return {"matrix_rate": 4e-3 * scale, "other_rate": 3e-3 * scale}
+
+
+@torch.inference_mode()
+def held_out_loss(model: PreTrainedModel, tokens: np.ndarray, row_tokens: int) -> float:
+    """Nats per token on the first LOSS_ROWS rows of held-out text."""
+    rows = min(LOSS_ROWS, max(1, (len(tokens) - 1) // row_tokens))
+    device = next(model.parameters()).device
+    forward, total, count = StudentForward(model), 0.0, 0
+    for row in range(rows):
+        ids = torch.from_numpy(tokens[row * row_tokens : (row + 1) * row_tokens + 1].astype(np.int64)).to(device)
+        scores = model.lm_head(forward(ids[None, :-1]))[0].float()
+        total += torch.nn.functional.cross_entropy(scores, ids[1:], reduction="sum").item()
+        count += len(ids) - 1
+    return total / count
+
+
+def train_drafter(plan: DrafterPlan, resume: bool = True, stop_after: str | None = None) -> DrafterRun:
+    """Train a drafter and write it to `plan.out`, as a checkpoint folder with a card.
+
+    May be repeated: finished stages are skipped and a killed one is resumed, unless `resume` is false, which begins
+    anew. `stop_after` ends the run after that stage. Raises BadRequest, naming the option or field; NotSaved on a full
+    disk.
+    """
+    settings = plan.settings()
+    if plan.out.exists() and not (resume and StageFolder.begun(plan.work)):
+        raise BadRequest("--out", f"{plan.out} is there already; name another folder")
+    run = DrafterRun(plan, StageFolder(plan.work, settings, resume))
+    works: dict[str, Callable[[], dict[str, Any]]] = {
+        "data": run.data,
+        "answers": run.answers,
+        "teacher": run.teacher,
+        "pretrain": run.pretrain,
+        "distil": run.distil,
+        "export": run.export,
+    }
+    for stage, work in works.items():
+        run.done.run(stage, work)
+        if stage == stop_after:
+            break
+    return run

@@ -1,0 +1,143 @@
+"""The models of a training run: the target as a teacher, and the drafter, new or from a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from dendro.errors import BadRequest
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    Mamba2Config,
+    MambaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from tree_layers.checkpoint import Facts, read_facts
+from tree_layers.errors import CheckpointError
+from tree_layers.weights import read_checkpoint
+
+from cluster.checkpoints import check_library_has, check_weights, target_facts
+from cluster.config import TargetConfig
+from cluster.pairing import fit_of
+from drafter_service.training.sizes import STUDENT_KINDS, StudentKind, StudentSize, new_model, student_config
+from drafter_service.training.students import StudentForward
+
+CONFIGS: dict[StudentKind, type[PreTrainedConfig]] = {
+    "mamba": MambaConfig,
+    "mamba2": Mamba2Config,
+    "llama": LlamaConfig,
+}
+ROOM = 0.8
+"""The share of the free memory that a target's weights may take."""
+
+
+def checked_target(name: str, target: TargetConfig) -> Facts:
+    """The facts of a target that transformers can load. Raises BadRequest, naming the field."""
+    where = f"targets.{name}.checkpoint"
+    check_library_has(target.checkpoint, where)
+    facts = target_facts(name, target)
+    check_weights(target, where)
+    if facts.layout != "transformers":
+        raise BadRequest(where, f"{target.checkpoint} has the layout of {facts.layout}, which transformers cannot load")
+    return facts
+
+
+def free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
+
+
+def load_teacher(name: str, target: TargetConfig, facts: Facts, device: torch.device) -> PreTrainedModel:
+    """The target: in float32 on a CPU with room for it, else in its configured dtype. Raises BadRequest, naming the
+    field, for one that does not fit in memory."""
+    where = f"targets.{name}.checkpoint"
+    dtype: torch.dtype = getattr(torch, target.dtype)
+    numbers, free = facts.numbers or 0, free_bytes(device)
+    if device.type == "cpu" and numbers * torch.float32.itemsize <= ROOM * free:
+        dtype = torch.float32
+    if numbers * dtype.itemsize > ROOM * free:
+        needed = numbers * dtype.itemsize / ROOM
+        raise BadRequest(
+            where,
+            f"its {numbers / 1e9:.2f} billion parameters need {needed / 1e9:.1f} GB of memory in {target.dtype}; "
+            f"{free / 1e9:.1f} GB are free on {device}",
+        )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            target.checkpoint, dtype=dtype, local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise BadRequest(where, f"transformers cannot load it: {str(error).splitlines()[0]}") from error
+    assert isinstance(model, PreTrainedModel)
+    return nn.Module.to(model.eval().requires_grad_(False), device)
+
+
+def new_student(
+    kind: StudentKind, size: StudentSize, target: Facts, seed: int, device: torch.device
+) -> PreTrainedModel:
+    """A drafter with random weights and the target's tokens."""
+    return new_model(student_config(kind, size, _tokens(target)), seed, device)
+
+
+def _tokens(target: Facts) -> dict[str, Any]:
+    end = min(target.end_ids, default=None)
+    return {"vocab_size": target.vocabulary, "bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
+
+
+def start_facts(folder: Path, target: Facts) -> Facts:
+    """The facts of a checkpoint to continue from. Raises BadRequest, naming the option, for one that cannot be trained
+    further or that has another tokenizer than the target."""
+    try:
+        facts = read_facts(folder)
+    except CheckpointError as error:
+        raise BadRequest("--from", str(error)) from error
+    if facts.model_type not in STUDENT_KINDS:
+        kinds = ", ".join(STUDENT_KINDS)
+        raise BadRequest("--from", f"{folder} is a {facts.model_type}; {kinds} can be trained")
+    if facts.quantised:
+        raise BadRequest("--from", f"{folder}: its weights are quantised ({facts.quantised})")
+    if facts.tokens is None and facts.unpadded is None:
+        raise BadRequest("--from", f"{folder} has no tokenizer, so whether its tokens are the target's is not known")
+    fit = fit_of(target, facts)
+    if not fit.fits:
+        raise BadRequest(
+            "--from",
+            f"{folder} has another tokenizer than the target: {fit.refusal}. Vocabularies are not transplanted: name a "
+            "checkpoint of the target's tokenizer, or train from nothing with --kind and --size",
+        )
+    return facts
+
+
+def student_from(facts: Facts, target: Facts, seed: int, device: torch.device) -> PreTrainedModel:
+    """A checkpoint's model with the target's number of tokens: rows of its embedding past them are left out, and rows
+    that it lacks are random. Raises BadRequest, naming the option, for weights that do not fit its configuration."""
+    try:
+        checkpoint = read_checkpoint(facts)
+        kind = next(each for each in STUDENT_KINDS if each == facts.model_type)
+        config = CONFIGS[kind].from_dict({**facts.config, **_tokens(target)})
+        model = new_model(config, seed, device)
+        StudentForward(model)  # raises ValueError for what has no training forward
+        tied = model.config.tie_word_embeddings
+        with torch.no_grad():
+            for name, weight in model.state_dict().items():
+                if name == "lm_head.weight" and tied:
+                    continue
+                by_token = name in ("lm_head.weight", "backbone.embeddings.weight", "model.embed_tokens.weight")
+                if by_token and name in checkpoint.tensors:
+                    _copy_rows(weight, checkpoint.tensor(name, facts.config["vocab_size"], weight.shape[1]))
+                else:
+                    weight.copy_(checkpoint.tensor(name, *weight.shape))
+    except (CheckpointError, ValueError) as error:
+        raise BadRequest("--from", str(error)) from error
+    return model
+
+
+def _copy_rows(weight: Tensor, source: Tensor) -> None:
+    rows = min(len(weight), len(source))
+    weight[:rows] = source[:rows]

@@ -1,0 +1,43 @@
+"""Files that are whole or absent, also after a kill and on a full disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dendro.errors import DendroError
+
+
+class NotSaved(DendroError):
+    """A file or folder of a training run cannot be written; what it was to replace is unchanged."""
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yields a path beside `path` to write a file or a folder to; it becomes `path` where the block ends normally.
+
+    Raises NotSaved where writing fails, as on a full disk. A kill leaves the old `path`; the rest is removed by the
+    next call.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    _remove(partial)
+    try:
+        yield partial
+        if partial.is_dir():
+            _remove(path)  # a folder replaces no other one
+        os.replace(partial, path)
+    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
+        _remove(partial)
+        kept = "the previous one is kept" if path.exists() else "nothing of it is kept"
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise NotSaved(f"{path} cannot be written: {reason}; {kept}. Run the same command again to resume") from error
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
