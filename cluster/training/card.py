@@ -78,9 +78,10 @@ A drafter for the target `{target}`, distilled from it by `dendro train drafter`
 
 ## Data
 
-{source}: {data["files"]} files, {data["bytes"] / 1e6:.1f} MB, {millions(data["train"])} tokens to train on and
-{data["held_out"]:,} held out.
-The target labelled {millions(teacher["tokens"])} tokens with its {KEPT} largest log-probabilities;
+{source}: files: {data["files"]:,}, bytes: {data["bytes"]:,}, tokens to train on: {data["train"]:,}, held out:
+{data["held_out"]:,}.
+
+The target labelled {teacher["tokens"]:,} tokens with its {KEPT} largest log-probabilities;
 {teacher["own_share"]:.0%} of them are its own text, at temperatures {temperatures}.
 {HARD_SHARE:.0%} of the distillation's loss is the text's next token.
 

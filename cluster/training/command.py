@@ -24,7 +24,7 @@ from cluster.hub import fetched_model
 from cluster.training.adding import entry_line, with_drafter, write_drafter
 from cluster.training.data import DataSource
 from cluster.training.drafter import DrafterPlan, Length, train_drafter
-from cluster.training.models import checked_target, start_facts
+from cluster.training.models import checked_target, start_facts, start_folder
 from drafter_service.training.sizes import SIZES, STUDENT_KINDS, StudentKind, StudentSize
 
 DEFAULT_MINUTES = 30.0
@@ -76,7 +76,8 @@ def drafter(
     layers: Annotated[int | None, typer.Option(min=1, help="Layers, beside --width, in place of --size.")] = None,
     width: Annotated[int | None, typer.Option(min=1, help="Width, beside --layers.")] = None,
     start: Annotated[
-        Path | None, typer.Option("--from", help="Continue a checkpoint that has the target's tokenizer.")
+        Path | None,
+        typer.Option("--from", help="Continue a checkpoint of the target's tokenizer: a folder, or a name on the hub."),
     ] = None,
     minutes: Annotated[
         float | None, typer.Option(help="Time for labels and training. (default 30)", show_default=False)
@@ -152,6 +153,7 @@ def _plan(
     if start is not None:
         if kind is not None or size != (None, None, None):
             raise BadRequest("--from", "has the kind and the size: leave out --kind, --size, --layers and --width")
+        start = start_folder(start)
         wanted: str = start_facts(start, facts).model_type
     else:
         wanted = kind or "mamba2"

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -43,11 +44,12 @@ from drafter_service.training.rows import TokenRows
 from drafter_service.training.saving import replacing
 from drafter_service.training.sizes import StudentKind, StudentSize
 from drafter_service.training.students import StudentForward
-from drafter_service.training.teacher import TeacherFolder, TeacherText, write_teacher_outputs
+from drafter_service.training.teacher import TeacherFolder, TeacherText, rows_within, write_teacher_outputs
 
 TRAINED = ("data", "answers", "teacher", "pretrain", "distil")
 """The stages before the last, `export`."""
-CHUNK_ROWS = 64  # of a chunk of the teacher: what a kill loses
+CHUNK_ROWS = 64  # of a chunk of the teacher, at most: what a kill loses
+CHUNK_S = 40.0  # that such a chunk may take
 HELD_OUT_TOKENS = 8 * PROMPT_TOKENS  # at least
 LOSS_ROWS = 16  # of held-out text
 TEACHER_SHARE, STUDENT_SHARE = 0.35, 0.6  # of the time; the rest is for measurements
@@ -195,16 +197,16 @@ class DrafterRun:
 
     def teacher(self) -> dict[str, Any]:
         plan, data = self.plan, self.data_folder.read("train")
-        rows = TokenRows(data.tokens, 1, plan.row_tokens, plan.seed).windows
-        chunk_rows = min(CHUNK_ROWS, rows)
         text = TeacherText(
             data.tokens,
             plan.facts.vocabulary,
             plan.facts.end_ids,
             data.answers if len(data.answers) else None,
-            chunk_rows,
+            min(CHUNK_ROWS, TokenRows(data.tokens, 1, plan.row_tokens, plan.seed).windows),
             plan.row_tokens,
         )
+        chunk_rows = self._chunk_rows(text)
+        text = replace(text, chunk_rows=chunk_rows)
         with stage_bar("teacher") as report:
             write_teacher_outputs(
                 self.target,
@@ -251,6 +253,15 @@ class DrafterRun:
                 made.rename(partial_folder)
             report(1.0, f"written to {plan.out}")
         return {"parameters": model.num_parameters(), **after}
+
+    def _chunk_rows(self, text: TeacherText) -> int:
+        """Rows of a chunk, fewer where the target is slow; chosen once for a run."""
+        file = self.plan.work / "chunk_rows.json"
+        if not file.exists():
+            rows = rows_within(self.target, text, CHUNK_S)
+            with replacing(file) as partial:
+                partial.write_text(json.dumps(rows))
+        return int(json.loads(file.read_text()))
 
     def _card(self, parameters: int, facts: dict[str, dict[str, Any]], after: dict[str, Any]) -> str:
         plan = self.plan

@@ -22,7 +22,8 @@ from tree_layers.errors import CheckpointError
 from tree_layers.weights import read_checkpoint
 
 from cluster.checkpoints import check_library_has, check_weights, target_facts
-from cluster.config import TargetConfig
+from cluster.config import DrafterConfig, TargetConfig, resolved_path
+from cluster.hub import fetched_model
 from cluster.pairing import fit_of
 from drafter_service.training.sizes import STUDENT_KINDS, StudentKind, StudentSize, new_model, student_config
 from drafter_service.training.students import StudentForward
@@ -88,6 +89,11 @@ def new_student(
 def _tokens(target: Facts) -> dict[str, Any]:
     end = min(target.end_ids, default=None)
     return {"vocab_size": target.vocabulary, "bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
+
+
+def start_folder(given: Path) -> Path:
+    """The folder of a checkpoint to continue from: the given one, or that of a name on the hub, which is fetched."""
+    return fetched_model("--from", DrafterConfig(checkpoint=resolved_path(given, Path.cwd()))).checkpoint
 
 
 def start_facts(folder: Path, target: Facts) -> Facts:

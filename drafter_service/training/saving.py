@@ -9,6 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dendro.errors import DendroError
+from safetensors import SafetensorError
+
+FULL_BYTES = 1 << 20
+"""A disk with less free space, where a write has just failed, is called full. Not every writer names the reason."""
 
 
 class NotSaved(DendroError):
@@ -29,10 +33,11 @@ def replacing(path: Path) -> Iterator[Path]:
         if partial.is_dir():
             _remove(path)  # a folder replaces no other one
         os.replace(partial, path)
-    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
+    except (OSError, RuntimeError, SafetensorError) as error:  # the last two where torch and safetensors write
+        full = shutil.disk_usage(path.parent).free < FULL_BYTES
         _remove(partial)
         kept = "the previous one is kept" if path.exists() else "nothing of it is kept"
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        reason = "the disk is full" if full else getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise NotSaved(f"{path} cannot be written: {reason}; {kept}. Run the same command again to resume") from error
 
 

@@ -211,6 +211,24 @@ def write_teacher_outputs(
 
 
 @torch.inference_mode()
+def rows_within(model: PreTrainedModel, text: TeacherText, seconds: float) -> int:
+    """How many rows of own text the model writes in about so many seconds, by the time of one step of each number:
+    `text.chunk_rows`, or its half, quarter and so on."""
+    device = next(model.parameters()).device
+    rows, prompt = text.chunk_rows, torch.from_numpy(text.corpus[: text.given[0]].astype(np.int64)).to(device)
+    while rows > 1:
+        stepped = SteppedText(model)
+        with autocast(device):
+            stepped.feed(prompt.expand(rows, -1))
+            started = time.monotonic()
+            stepped.feed(prompt[-1:].expand(rows, -1)).sum().item()  # waits for a GPU
+        if (time.monotonic() - started) * text.row_tokens <= seconds:
+            break
+        rows //= 2
+    return rows
+
+
+@torch.inference_mode()
 def _largest(forward: Callable[..., Any], tokens: Tensor, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
     """Ids and log-probabilities of the most likely next tokens at every position: [rows, positions, K] each."""
     rows = max(1, min(FORWARD_ROWS, FORWARD_LOGITS // (tokens.shape[1] * vocabulary)))

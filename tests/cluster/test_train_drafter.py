@@ -16,6 +16,7 @@ import tiny_models
 import torch
 import yaml
 from dendro.errors import BadRequest
+from small_hub import small_hub, use
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -31,7 +32,7 @@ from cluster.training import models
 from cluster.training.adding import with_drafter
 from cluster.training.data import DataFolder, DataSource, held_out_prompts
 from cluster.training.drafter import DrafterPlan, Length, train_drafter
-from cluster.training.models import checked_target, load_teacher, start_facts, student_from
+from cluster.training.models import checked_target, load_teacher, start_facts, start_folder, student_from
 from drafter_service.models import load_model
 from drafter_service.training import loop
 from drafter_service.training.saving import NotSaved
@@ -147,6 +148,16 @@ def test_texts_json_lines_and_folders_become_one_stream_in_which_each_text_ends(
     data = tokenize(tmp_path / "data", source, tmp_path)
     assert data.read("train").tokens.tolist() == [4, 5, 1, 6, 7, 1, 8, 1, 9, 10, 1]
     assert len(data.read("held_out").tokens) == 0
+
+
+def test_a_long_text_is_tokenized_in_pieces_and_ends_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_words(tmp_path)
+    (tmp_path / "long.txt").write_text("".join(f"w{4 + line}\n" for line in range(15)))
+    monkeypatch.setattr("cluster.training.data.PIECE_CHARACTERS", 10)
+    documents = list(DataSource((tmp_path / "long.txt",)).documents())
+    assert len(documents) > 3 and [each.begins for each in documents] == [True] + [False] * (len(documents) - 1)
+    data = tokenize(tmp_path / "data", DataSource((tmp_path / "long.txt",)), tmp_path)
+    assert data.read("train").tokens.tolist() == [*range(4, 19), 1]
 
 
 def test_conversations_go_through_the_chat_template_and_the_last_answers_place_is_known(tmp_path: Path) -> None:
@@ -274,6 +285,17 @@ def test_training_continues_from_a_checkpoint_of_either_layout(
     ids = torch.randint(WORDS, (1, 20))
     with torch.no_grad():
         torch.testing.assert_close(made(ids).logits, model(ids).logits[..., :WORDS], rtol=1e-4, atol=1e-4)
+
+
+def test_training_continues_from_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "start").mkdir()
+    tiny_mamba.make_checkpoint(tmp_path / "start", "mamba")
+    with small_hub() as hub:
+        use(monkeypatch, hub.url, tmp_path / "cache")
+        hub.commit("people/mamba", tmp_path / "start")
+        folder = start_folder(Path("people/mamba"))
+    assert read_facts(folder).digest == read_facts(tmp_path / "start").digest
+    assert start_folder(tmp_path / "start") == tmp_path / "start"
 
 
 def test_a_checkpoint_of_another_tokenizer_or_kind_is_not_continued(cluster_file: Path, tmp_path: Path) -> None:

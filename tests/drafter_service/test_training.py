@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
     LlamaConfig,
@@ -217,6 +220,22 @@ def test_own_text_begins_where_answers_begin(tiny_teacher: PreTrainedModel, tmp_
     assert all(row[:16].tolist() in heads for row in own)
 
 
+def test_chunks_of_a_slow_teacher_have_fewer_rows(
+    tiny_teacher: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of r rows takes r milliseconds, and a row has 140."""
+    clock, fed = [0.0], stepping.SteppedText.feed
+
+    def slow(stepped: stepping.SteppedText, tokens: Tensor) -> Tensor:
+        clock[0] += 0.001 * len(tokens) * tokens.shape[1]
+        return fed(stepped, tokens)
+
+    monkeypatch.setattr(stepping.SteppedText, "feed", slow)
+    monkeypatch.setattr(teacher, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    found = [teacher.rows_within(tiny_teacher, teacher_text(chunk_rows=64), seconds) for seconds in (100, 9, 3, 0.01)]
+    assert found == [64, 64, 16, 1]
+
+
 def tiny_trainer(state_path: Path) -> Trainer:
     model = tiny_model("mamba2")
     forward = StudentForward(model)
@@ -239,8 +258,16 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path: P
         torch.testing.assert_close(resumed.model.state_dict()[name], weight, rtol=0, atol=0)
 
 
+FULL = [
+    OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+    RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"),
+    SafetensorError("Error while serializing: I/O error"),
+]
+
+
+@pytest.mark.parametrize("error", FULL, ids=["python", "torch", "safetensors"])
 def test_a_full_disk_ends_in_one_sentence_and_keeps_the_previous_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     path = tmp_path / "run.state"
     tiny_trainer(path).run(lambda progress: None, stop_at_step=2)
@@ -248,11 +275,12 @@ def test_a_full_disk_ends_in_one_sentence_and_keeps_the_previous_state(
 
     def full(state: object, to: Path) -> None:
         to.write_bytes(b"half")
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise error
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", full)
-        with pytest.raises(NotSaved, match=r"run.state cannot be written: No space left on device; the previous one"):
+        patch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
+        with pytest.raises(NotSaved, match="run.state cannot be written: the disk is full; the previous one is kept"):
             tiny_trainer(path).run(lambda progress: None)
     assert path.read_bytes() == before
     assert [file.name for file in tmp_path.iterdir()] == ["run.state"]
