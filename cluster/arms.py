@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dendro.shapes import OFF, TreeShape
+from dendro.shapes import OFF, ProposedShape, TreeShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +24,13 @@ class Arm:
     depth: int = field(init=False, repr=False, compare=False)
     off: bool = field(init=False, repr=False, compare=False)
     drafted: bool = field(init=False, repr=False, compare=False)
+    proposed: bool = field(init=False, repr=False, compare=False)
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("rows", "depth", "off", "drafted"):
             object.__setattr__(self, name, getattr(self.shape, name))
+        object.__setattr__(self, "proposed", isinstance(self.shape, ProposedShape))
         object.__setattr__(self, "_hash", hash((self.maker, self.shape)))
         if bool(self.maker) is self.shape.off:
             raise ValueError(f"arm: {self.shape} of {self.maker!r}; every shape but off has a maker")

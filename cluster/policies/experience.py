@@ -23,7 +23,8 @@ from dendro.tree import DraftTree
 
 from cluster.arms import Arm
 from cluster.policies.classes import load_class, row_class, temperature_class
-from cluster.policies.costs import COST_STEP, LEAST_US, PRIOR_ROUNDS, TRIED, Costs, EmittedLength
+from cluster.policies.costs import COST_STEP, LEAST_US, PRIOR_ROUNDS, Costs, EmittedLength
+from cluster.policies.prices import Prices, hops
 from cluster.policies.promises import Promises
 from cluster.policies.step_time import degree_of
 from cluster.policies.trial import LEAST_PILOTS, SpeculationTrial, pilot_share
@@ -210,7 +211,7 @@ class Experience:
         busy_us = tree.draft_us + verdict.verify_us + verdict.queue_us
         hops_us = max(took_us - busy_us, 0.0) / verdict.texts
         costs = self._by_load[self.concurrency.load]
-        costs.hop.learn(hops_us / self._hops(arm))
+        costs.hop.learn(hops_us / hops(arm))
         if verdict.ahead_us:
             costs.ahead.learn(verdict.ahead_us / verdict.texts)
         self.concurrency.learn(verdict.length, took_us, disturbed or verdict.cold, not arm.off)
@@ -222,39 +223,21 @@ class Experience:
         rows: of the tree, where already known. The prediction assumes that all texts of a step choose this arm: if
         each relied on the others' trees being small, none would be.
         """
-        costs = self.costs
-        rows = self._rows(arm) if rows is None else rows
-        draft = costs.draft.get(arm)
-        if costs.tried[row_class(round(rows))] < TRIED or (arm.drafted and (draft is None or not draft.known)):
-            return None
-        return self.predicted_us(arm, rows)
+        return self.prices().round_us(arm, rows)
 
     @property
     def degree(self) -> int:
         """Degree of the polynomial fitted to the target's step times."""
         return degree_of(self.concurrency.attends)
 
-    def _rows(self, arm: Arm) -> float:
-        """Expected rows of a round; proposals alone seldom fill a shape."""
-        return arm.rows if arm.drafted else self.costs.rows.get(arm, arm.rows)
-
-    def _hops(self, arm: Arm) -> int:
-        """Calls to peers that a round waits for."""
-        return 2 if arm.drafted else 1
-
     def predicted_us(self, arm: Arm, rows: float | None = None) -> float | None:
         """As `round_us`, also for arms never played: the step time is read off the fit of steps, the draft time off
         the plane. None until a step was measured, and for a drafted arm until some draft of its drafter was."""
-        costs = self.costs
-        if not costs.step.sizes:
-            return None
-        rows = self._rows(arm) if rows is None else rows
-        draft_us = costs.draft_us(arm) if arm.drafted else 0.0
-        if draft_us is None:
-            return None
-        verify_us = costs.verify_us(rows, self.degree, self.concurrency.sizes)
-        ahead_us = costs.ahead.us if arm.off else 0.0  # a text that stays `off` has its rounds begun ahead
-        return max(draft_us + verify_us + self._hops(arm) * costs.hop.us - ahead_us, LEAST_US)
+        return self.prices().predicted_us(arm, rows)
+
+    def prices(self) -> Prices:
+        """Predicts `round_us` and `predicted_us` of several arms, until a round is learned."""
+        return Prices(self.costs, self.degree, self.concurrency.sizes)
 
     def hints(self) -> dict[int, Costs]:
         """Measured costs by load class, for another experience to begin with: see `take`."""

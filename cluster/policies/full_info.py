@@ -25,6 +25,7 @@ from cluster.arms import OFF_ARM, Arm, drafters_of
 from cluster.policies.costs import EmittedLength
 from cluster.policies.experience import Experience
 from cluster.policies.offers import Offer
+from cluster.policies.prices import Prices
 from cluster.policies.prior import NO_PRIOR, Prior
 from cluster.policies.rate import OPENING_ROUNDS
 from cluster.policies.ratio_ucb import RatioUCB
@@ -78,8 +79,8 @@ class FullInfo(RatioUCB):
         mean = self.means.get(arm)
         return super().hoped(arm) if mean is None else 1 + self._arrival[arm.maker] * (mean - 1)
 
-    def round_us(self, arm: Arm) -> float | None:
-        return self.experience.predicted_us(arm, self.rows(arm))
+    def _price(self, arm: Arm, prices: Prices) -> float | None:
+        return prices.predicted_us(arm, self.rows(arm))
 
     def choose(self, offer: Offer | None = None) -> Arm:
         arm = super().choose(offer)

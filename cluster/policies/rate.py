@@ -22,7 +22,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
-from dendro.shapes import ProposedShape
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 
@@ -30,6 +29,7 @@ from cluster.arms import OFF_ARM, Arm
 from cluster.policies.costs import EmittedLength
 from cluster.policies.experience import Experience
 from cluster.policies.offers import Offer
+from cluster.policies.prices import Prices
 from cluster.policies.prior import NO_PRIOR, Prior
 from cluster.policies.trial import SpeculationTrial
 
@@ -56,13 +56,14 @@ class RatePolicy(ABC):
         self.arms = tuple(arms)
         self._trees = tuple(arm for arm in self.arms if not arm.off)
         self._may_be_off = OFF_ARM in self.arms
-        self._proposes = any(isinstance(arm.shape, ProposedShape) for arm in self.arms)
+        self._proposes = any(arm.proposed for arm in self.arms)
         self.experience = experience
         self.temperature = temperature
         self._prior = prior
         self._place = experience.concurrency.next_place()
         self._opening = OPENING_ROUNDS
         self._offer: DraftTree | None = None  # proposals for the coming round
+        self._offered: dict[Arm, float] = {}  # their expected tokens
         self._excluded = False  # the trial keeps this text from guessing
         self._off_rounds = 0  # in a row, before the current one
         self._resting = False  # the round is `off`, and nothing is learned of it but its rate (`SpeculationTrial`)
@@ -80,24 +81,25 @@ class RatePolicy(ABC):
     def tokens(self, arm: Arm) -> float:
         """As `hoped`; for an arm of proposals that were offered, the sum of the chances that its likeliest rows are
         reached."""
-        if self._offer is None or not isinstance(arm.shape, ProposedShape):
+        if self._offer is None or not arm.proposed:
             return self.hoped(arm)
-        return float(np.exp(np.sort(self._offer.values)[-arm.rows :]).sum())
+        if arm not in self._offered:
+            self._offered[arm] = float(np.exp(np.sort(self._offer.values)[-arm.rows :]).sum())
+        return self._offered[arm]
 
     def rows(self, arm: Arm) -> float | None:
         """Rows of this round's tree, for an arm of proposals that were offered; else None."""
-        if self._offer is None or not isinstance(arm.shape, ProposedShape):
+        if self._offer is None or not arm.proposed:
             return None
         return min(arm.rows, self._offer.rows)
 
     def round_us(self, arm: Arm) -> float | None:
         """Predicted microseconds of a round; None where it cannot be predicted yet."""
-        return self.experience.round_us(arm, self.rows(arm))
+        return self._price(arm, self.experience.prices())
 
     def index(self, arm: Arm) -> float:
         """Tokens per microsecond; infinite for an arm whose time is not known."""
-        round_us = self.round_us(arm)
-        return math.inf if round_us is None else self.tokens(arm) / round_us
+        return self._index(arm, self.experience.prices())
 
     def choose(self, offer: Offer | None = None) -> Arm:
         trial = self.experience.concurrency.trial if self._may_be_off else None
@@ -105,7 +107,7 @@ class RatePolicy(ABC):
         self._excluded = trial is not None and not (self._trees and self._may_guess(trial))
         if self._excluded:
             return OFF_ARM
-        self._offer = offer() if offer and self._proposes else None
+        self._offer, self._offered = offer() if offer and self._proposes else None, {}
         if trial is None:
             return self._best(self.arms)
         best = self._best(self._trees)
@@ -141,4 +143,12 @@ class RatePolicy(ABC):
 
     def _best(self, arms: Sequence[Arm]) -> Arm:
         """The arm of greatest index; ties go to the smaller tree."""
-        return max(arms, key=lambda arm: (self.index(arm), -arm.rows))
+        prices = self.experience.prices()
+        return max(arms, key=lambda arm: (self._index(arm, prices), -arm.rows))
+
+    def _index(self, arm: Arm, prices: Prices) -> float:
+        round_us = self._price(arm, prices)
+        return math.inf if round_us is None else self.tokens(arm) / round_us
+
+    def _price(self, arm: Arm, prices: Prices) -> float | None:
+        return prices.round_us(arm, self.rows(arm))

@@ -53,6 +53,7 @@ class Chances:
         """The proposal as a tree with values. Rows with a chance below LEAST, and those below them, are left out."""
         place, depths = {0: 0}, [0]
         tokens, parents, values = [proposal.root], [-1], [0.0]
+        least = math.log(LEAST)
         for row in range(1, proposal.guesses + 1):
             parent = proposal.parents[row]
             depths.append(depths[parent] + 1)
@@ -60,7 +61,7 @@ class Chances:
                 continue
             chance = self.of(_kind(name, proposal, row, depths[row]), proposal.hopes[row])
             value = values[place[parent]] + math.log(chance)
-            if value >= math.log(LEAST):
+            if value >= least:
                 place[row] = len(tokens)
                 tokens.append(proposal.tokens[row])
                 parents.append(place[parent])

@@ -22,6 +22,8 @@ these the newest."""
 BRANCHES = 4
 """Continuations proposed at most."""
 
+_NOWHERE: npt.NDArray[np.int64] = np.empty(0, np.int64)
+
 
 class Lookup:
     """The lookup of one text."""
@@ -33,7 +35,7 @@ class Lookup:
         self._ids: npt.NDArray[np.int64] = np.full(256, -1, np.int64)
         self._length = 0
         # Positions by token: those of the first text sorted, which is fast for a long prompt, and later ones in lists.
-        self._tokens = self._positions = np.empty(0, np.int64)
+        self._tokens = self._positions = _NOWHERE
         self._later: dict[int, list[int]] = {}
 
     def grow(self, text: Text) -> None:
@@ -71,9 +73,10 @@ class Lookup:
         A place is before the text's end, so the end does not match itself, though a match may overlap it.
         """
         ids = self._ids[: LONGEST + self._length]
-        places = LONGEST + 1 + self._earlier(int(ids[-1]))
-        if not len(places):
+        earlier = self._earlier(int(ids[-1]))
+        if not len(earlier):
             return []
+        places = LONGEST + 1 + earlier
         for back in range(2, LONGEST + 1):
             if len(places) <= MOST:
                 break
@@ -93,9 +96,11 @@ class Lookup:
     def _earlier(self, token: int) -> npt.NDArray[np.int64]:
         """The newest positions of the text's last token, but for the last, in order."""
         first, last = np.searchsorted(self._tokens, (token, token + 1))
+        later = self._later.get(token, [])
+        if last - first + len(later) == 1:
+            return _NOWHERE
         initial = self._positions[max(first, last - SCANNED - 1) : last]
-        later = np.array(self._later.get(token, [])[-SCANNED - 1 :], np.int64)
-        return np.concatenate([initial, later])[:-1][-SCANNED:]
+        return np.concatenate([initial, np.array(later[-SCANNED - 1 :], np.int64)])[:-1][-SCANNED:]
 
 
 def _follow(proposal: Proposal, ids: list[int], end: int, matched: int, depth: int, rank: int) -> None:

@@ -7,11 +7,10 @@ tokens that followed its substrings, with counts, by which SuffixDecoding weighs
 
 from __future__ import annotations
 
-import heapq
 from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from heapq import heappop, heappush, nlargest
 
 from dendro.text import Text
 
@@ -21,6 +20,8 @@ END = -1
 """Separator between texts, or parts of one. It is no token, so no match crosses it."""
 LONGEST = 32
 """Tokens of the text's end that are matched."""
+SHORT = 8
+"""Tokens of the text's end that are matched first. Most matches are shorter, and then no more tokens are read."""
 COUNTED = 16
 """States whose count a token increases, longest suffixes first. Where one token is repeated many times, the counts of
 shorter suffixes are too low."""
@@ -28,6 +29,10 @@ WIDTH = 4
 """Most children of a row."""
 SLICE = 512
 """Most tokens processed per round, so that a long prompt does not block the router."""
+
+_Path = tuple[float, int, int, int, int, int, float, int]
+"""A guess not yet proposed: minus its chance, its number, its parent's row, its depth, token, matched tokens, hope and
+state."""
 
 
 class Automaton:
@@ -85,14 +90,21 @@ class Automaton:
 
     def longest(self, tail: Sequence[int]) -> tuple[int, int]:
         """State and length of the longest suffix of `tail` that is in the string, followed by a token."""
+        state, length = self._match(tail[-SHORT:])
+        if length == SHORT:  # else no longer suffix is in the string
+            state, length = self._match(tail)
+        return self._followed(state, length)
+
+    def _match(self, tail: Sequence[int]) -> tuple[int, int]:
+        """State and length of the longest suffix of `tail` that is in the string."""
         state = length = 0
         for token in tail:
-            while state and token not in self._next[state]:
+            while (following := self._next[state].get(token)) is None and state:
                 state = self._link[state]
                 length = self._length[state]
-            if token in self._next[state]:
-                state, length = self._next[state][token], length + 1
-        return self._followed(state, length)
+            if following is not None:
+                state, length = following, length + 1
+        return state, length
 
     def following(self, state: int, length: int) -> tuple[list[tuple[float, int, int]], int]:
         """The tokens that followed a substring of this state and length, as (share, token, state), the most frequent
@@ -105,7 +117,7 @@ class Automaton:
             return [(1.0, *next(iter(next_states.items())))], length
         seen = [(self._count[to], token, to) for token, to in next_states.items() if token != END]
         total = sum(count for count, _, _ in seen)
-        return [(count / total, token, to) for count, token, to in heapq.nlargest(WIDTH, seen)], length
+        return [(count / total, token, to) for count, token, to in nlargest(WIDTH, seen)], length
 
     def _followed(self, state: int, length: int) -> tuple[int, int]:
         while state and (not (following := self._next[state]) or (len(following) == 1 and END in following)):
@@ -178,21 +190,22 @@ class Suffix:
     def propose(self, text: Text, max_rows: int, max_depth: int) -> Proposal:
         proposal = Proposal(text.root)
         automaton, state, matched = self._longest(text)
-        paths: list[tuple[float, int, _Path]] = []  # a heap: the likeliest first; of equals, the first found
+        paths: list[_Path] = []  # a heap: the likeliest first; of equals, the first found
         found, row, depth, chance = 0, 0, 0, 1.0
         while True:
             if depth < max_depth:
                 following, matched = automaton.following(state, matched)
+                trusted = trust(matched)
                 for share, token, to in following:
-                    hope = share * trust(matched)
+                    hope = share * trusted
                     if chance * hope >= LEAST:
-                        heapq.heappush(paths, (-chance * hope, found, _Path(row, depth + 1, token, matched, hope, to)))
+                        heappush(paths, (-chance * hope, found, row, depth + 1, token, matched, hope, to))
                         found += 1
-            if not paths or proposal.guesses >= max_rows - 1:
+            if not paths or row >= max_rows - 1:
                 return proposal
-            less, _, path = heapq.heappop(paths)
-            row = proposal.add(path.parent, path.token, path.matched, path.hope)
-            chance, depth, state, matched = -less, path.depth, path.state, path.matched + 1
+            less, _, parent, depth, token, matched, hope, state = heappop(paths)
+            row = proposal.add(parent, token, matched, hope)
+            chance, matched = -less, matched + 1
 
     def end(self, text: Text) -> None:
         self._outputs.add(text.answer)
@@ -206,14 +219,3 @@ class Suffix:
             *((other, *other.longest(tail)) for other in (own.older, recent.newer, recent.older) if other.tokens),
         ]
         return max(found, key=lambda match: match[2])
-
-
-class _Path(NamedTuple):
-    """A guess not yet proposed."""
-
-    parent: int  # its row
-    depth: int
-    token: int
-    matched: int
-    hope: float
-    state: int

@@ -1,0 +1,53 @@
+"""Predicted time of a round of each arm, from measured costs."""
+
+from __future__ import annotations
+
+from dendro.step_sizes import StepSizes
+
+from cluster.arms import Arm
+from cluster.policies.classes import row_class
+from cluster.policies.costs import LEAST_US, TRIED, Costs
+
+
+def hops(arm: Arm) -> int:
+    """Calls to peers that a round waits for."""
+    return 2 if arm.drafted else 1
+
+
+class Prices:
+    """Predicts from the costs of one load class as they are now: made anew for each choice, which weighs all arms."""
+
+    __slots__ = ("_costs", "_degree", "_sizes")
+
+    def __init__(self, costs: Costs, degree: int, sizes: StepSizes) -> None:
+        """degree: of the step-time polynomial   sizes: of the target's steps"""
+        self._costs, self._degree, self._sizes = costs, degree, sizes
+
+    def round_us(self, arm: Arm, rows: float | None = None) -> float | None:
+        """As `Experience.round_us`."""
+        costs = self._costs
+        if rows is None:
+            rows = self._rows(arm)
+        if costs.tried[row_class(round(rows))] < TRIED:
+            return None
+        if arm.drafted and ((draft := costs.draft.get(arm)) is None or not draft.known):
+            return None
+        return self.predicted_us(arm, rows)
+
+    def predicted_us(self, arm: Arm, rows: float | None = None) -> float | None:
+        """As `Experience.predicted_us`."""
+        costs = self._costs
+        if not costs.step.sizes:
+            return None
+        draft_us = costs.draft_us(arm) if arm.drafted else 0.0
+        if draft_us is None:
+            return None
+        if rows is None:
+            rows = self._rows(arm)
+        verify_us = costs.verify_us(rows, self._degree, self._sizes)
+        ahead_us = costs.ahead.us if arm.off else 0.0  # a text that stays `off` has its rounds begun ahead
+        return max(draft_us + verify_us + hops(arm) * costs.hop.us - ahead_us, LEAST_US)
+
+    def _rows(self, arm: Arm) -> float:
+        """Expected rows of a round; proposals alone seldom fill a shape."""
+        return arm.rows if arm.drafted else self._costs.rows.get(arm, arm.rows)
