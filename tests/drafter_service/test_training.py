@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_hybrids
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
@@ -199,6 +200,17 @@ def test_a_model_without_a_cache_generates_the_same_text(
     expected = own_text(tiny_teacher, starts, given, teacher_text(row_tokens=39))
     monkeypatch.setattr(stepping, "CACHES", ())
     assert torch.equal(own_text(tiny_teacher, starts, given, teacher_text(row_tokens=39)), expected)
+
+
+@pytest.mark.parametrize("family", tiny_hybrids.SETTINGS)
+def test_a_hybrid_has_the_logits_of_its_whole_text_at_every_step(tmp_path: Path, family: str) -> None:
+    model = tiny_hybrids.make_checkpoint(tmp_path, family)
+    ids = torch.randint(tiny_hybrids.VOCABULARY, (3, 24), generator=torch.Generator().manual_seed(0))
+    stepped = stepping.SteppedText(model)
+    with torch.no_grad():
+        got = [stepped.feed(ids[:, :16]), *(stepped.feed(ids[:, place : place + 1]) for place in range(16, 24))]
+        expected = model(ids, use_cache=False).logits[:, 15:]
+    torch.testing.assert_close(torch.stack(got, 1), expected, rtol=1e-2, atol=1e-2)
 
 
 def test_where_the_teacher_ends_its_text_the_row_goes_on_with_real_text(tiny_teacher: PreTrainedModel) -> None:
