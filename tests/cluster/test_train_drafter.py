@@ -96,12 +96,13 @@ def text_file(tmp_path: Path) -> Path:
     return file
 
 
-def plan_of(cluster_file: Path, text_file: Path, target: str = "llama", **changes: Any) -> DrafterPlan:
-    settings: dict[str, Any] = changes
-    if "target" not in changes:
-        served = Config.load(cluster_file).targets[target]
-        settings = {"target_name": target, "target": served, "facts": checked_target(target, served), **changes}
-    standard: dict[str, Any] = {
+def plan_of(cluster_file: Path, text_file: Path, name: str = "llama", **changes: Any) -> DrafterPlan:
+    """A short run for the target of that name, or for a `target` among the changes."""
+    target = changes.get("target") or Config.load(cluster_file).targets[name]
+    settings: dict[str, Any] = {
+        "target_name": name,
+        "target": target,
+        "facts": checked_target(name, target),
         "source": DataSource((text_file,)),
         "kind": "mamba2",
         "size": StudentSize(32, 1),
@@ -114,7 +115,7 @@ def plan_of(cluster_file: Path, text_file: Path, target: str = "llama", **change
         "compile_forward": False,
         "command": "dendro train drafter",
     }
-    return DrafterPlan(**standard | settings)
+    return DrafterPlan(**settings | changes)
 
 
 def tokenize(folder: Path, source: DataSource, tokenizer_folder: Path, vocabulary: int = WORDS) -> DataFolder:
@@ -463,18 +464,15 @@ def test_options_that_contradict_each_other_are_refused_by_name(
     assert str(caught.value).startswith(sentence)
 
 
-@pytest.mark.long  # about two minutes
+@pytest.mark.long  # four minutes on a busy core
 @pytest.mark.timeout(600)
 def test_distillation_raises_emitted_per_round_on_the_demo_target(tmp_path: Path) -> None:
     """Of random weights few guesses are right; after 120 steps on part of the standard library many are."""
-    config = demo_config()
-    target = config.targets["target"]
     plan = plan_of(
         tmp_path,
         tmp_path,
-        target_name="target",
-        target=target,
-        facts=checked_target("target", target),
+        name="target",
+        target=demo_config().targets["target"],
         source=DataSource((Path(sysconfig.get_path("stdlib")) / "asyncio",), "*.py"),
         size=SIZES["mamba2"]["tiny"],
         length=Length(steps=120),
