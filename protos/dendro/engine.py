@@ -13,7 +13,9 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 from dendro.calls import DrafterPeer, Peer, VerifierPeer
 from dendro.clock import Clock
@@ -85,31 +87,59 @@ async def started(engine: E) -> AsyncIterator[E]:
 
 
 class Ticket:
-    """A call that waits for its answer. The caller awaits `answer`; `settle` may come from any thread."""
+    """A call that waits for its answer. `settle` may come from any thread."""
 
-    def __init__(self, arrived_s: float) -> None:
+    __slots__ = ("_deliver", "arrived_s", "cancelled", "settled", "taken", "value")
+
+    def __init__(self, arrived_s: float, deliver: Callable[[object], None] | None = None) -> None:
+        """deliver: called with the answer; None where nobody waits"""
         self.arrived_s = arrived_s  # by the engine's clock
         self.taken = False  # its work has run
-        self.outcome: Future[Any] = Future()
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether the caller no longer waits."""
-        return self.outcome.cancelled()
+        self.cancelled = False  # the caller left before the answer
+        self.settled = False
+        self.value: Any = None  # the answer, once settled
+        self._deliver = deliver
 
     def settle(self, value: object) -> None:
         """Answer with a value, or raise an exception there. Ignored if it was answered or cancelled before."""
-        with contextlib.suppress(InvalidStateError):
-            if isinstance(value, BaseException):
-                self.outcome.set_exception(value)
-            else:
-                self.outcome.set_result(value)
+        if self.settled or self.cancelled:
+            return
+        self.value, self.settled = value, True
+        if self._deliver is not None:
+            self._deliver(value)
 
-    async def answer(self) -> Any:
-        try:
-            return await asyncio.wrap_future(self.outcome)
-        finally:
-            self.outcome.cancel()  # no effect on an answer
+
+class _Outbox:
+    """Answers from other threads to one event loop, which is woken once for all that are ready together."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._wake = loop.call_soon_threadsafe
+        self._lock = threading.Lock()
+        self._ready: list[tuple[asyncio.Future[Any], object]] = []
+
+    def put(self, future: asyncio.Future[Any], value: object) -> None:
+        with self._lock:
+            self._ready.append((future, value))
+            first = len(self._ready) == 1
+        if first:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
+                self._wake(self._deliver)
+
+    def _deliver(self) -> None:
+        with self._lock:
+            ready, self._ready = self._ready, []
+        for future, value in ready:
+            _resolve(future, value)
+
+
+def _resolve(future: asyncio.Future[Any] | Future[Any], value: object) -> None:
+    """Set a future's result, or its exception. Ignored where it is done: it was cancelled, or another value came
+    first."""
+    with contextlib.suppress(InvalidStateError, asyncio.InvalidStateError):
+        if isinstance(value, BaseException):
+            future.set_exception(value)
+        else:
+            future.set_result(value)
 
 
 class EngineThread:
@@ -138,6 +168,7 @@ class EngineThread:
         self._watch = StepWatch(longest_step_s, clock)
         self._inbox: queue.SimpleQueue[tuple[Ticket, Callable[[Ticket], None]]] = queue.SimpleQueue()
         self._waiting: set[Ticket] = set()
+        self._outboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, _Outbox] = WeakKeyDictionary()
         self._thread: threading.Thread | None = None
         self._alone = threading.Lock()  # held by `run` before `start`
         self._over: Future[str] = Future()  # why no more calls are answered
@@ -177,17 +208,25 @@ class EngineThread:
 
     async def ask(self, work: Callable[[Ticket], None], abandon: Callable[[Ticket], None] | None = None) -> Any:
         """Run `work` in the thread and wait until its ticket is settled. `abandon` runs there if the caller leaves."""
-        ticket = Ticket(self.clock())
+        loop = asyncio.get_running_loop()
+        answer = loop.create_future()
+        ticket = Ticket(self.clock(), partial(self._outbox(loop).put, answer))
         self._waiting.add(ticket)
         try:
             self._put(ticket, work)
-            return await ticket.answer()
+            return await answer
         except asyncio.CancelledError:
+            ticket.cancelled = not ticket.settled
             if abandon is not None:
                 self.post(abandon)
             raise
         finally:
             self._waiting.discard(ticket)
+
+    def _outbox(self, loop: asyncio.AbstractEventLoop) -> _Outbox:
+        if loop not in self._outboxes:
+            self._outboxes[loop] = _Outbox(loop)
+        return self._outboxes[loop]
 
     def post(self, work: Callable[[Ticket], None]) -> None:
         """Run `work` in the thread; nobody waits for it."""
@@ -198,12 +237,12 @@ class EngineThread:
         if self._thread is None:
             with self._alone, ThreadPoolExecutor(1, self.name, self._setup) as once:
                 return once.submit(work).result()
-        ticket = Ticket(self.clock())
+        answer: Future[Result] = Future()
+        ticket = Ticket(self.clock(), partial(_resolve, answer))
         self._waiting.add(ticket)
         try:
             self._put(ticket, lambda ticket: ticket.settle(work()))
-            result: Result = ticket.outcome.result()
-            return result
+            return answer.result()
         finally:
             self._waiting.discard(ticket)
 

@@ -62,6 +62,30 @@ async def test_calls_are_answered_in_order_those_made_before_the_start_too():
     assert answers == [0, 1, 2, 3, 4]
 
 
+async def test_answers_of_one_step_wake_the_event_loop_once(monkeypatch):
+    tickets: list[Ticket] = []
+    answered, wakes = threading.Event(), []
+
+    def step() -> float | None:
+        if len(tickets) == 3:
+            for ticket in tickets:
+                ticket.settle("together")
+            answered.set()
+        return None
+
+    loop = asyncio.get_running_loop()
+    wake = loop.call_soon_threadsafe
+    monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *args: (wakes.append(args), wake(*args)))
+    thread = EngineThread("toy", step, lambda reason: None, setup=lambda: None)
+    calls = [asyncio.create_task(thread.ask(tickets.append)) for _ in range(3)]
+    await asyncio.sleep(0)
+    thread.start()
+    assert answered.wait(10), "the event loop waits, too, and takes no answer before the others are ready"
+    assert await asyncio.gather(*calls) == ["together"] * 3
+    assert len(wakes) == 1
+    await thread.stop()
+
+
 async def test_a_call_that_raises_fails_alone_and_a_step_that_raises_ends_all_texts():
     steps = ScriptedSteps()
     steps.thread.start()

@@ -327,7 +327,7 @@ def test_a_verdict_reports_how_many_of_its_own_trees_guesses_were_left_out():
         scheduler.submit(PendingCall(VerifyCall(router.update(), tree), tickets[place]))
     plan = scheduler.next()
     scheduler.apply(StepOutcome(tuple(Walk((0,), (99,), ()) for _ in plan.draws), 1000, 1000))
-    assert [ticket.outcome.result().trimmed for ticket in tickets] == [0, 2]
+    assert [ticket.value.trimmed for ticket in tickets] == [0, 2]
 
 
 @pytest.mark.parametrize("cold", [True, False])
@@ -339,7 +339,7 @@ def test_the_time_of_a_step_that_compiled_is_not_learned_as_a_cost(cold):
     scheduler.submit(PendingCall(VerifyCall(router.update(), DraftTree.root_only(1)), ticket))
     scheduler.next()
     scheduler.apply(StepOutcome((Walk((0,), (99,), ()),), 9_000_000, 9_000_000, cold))
-    assert ticket.outcome.result().cold is cold
+    assert ticket.value.cold is cold
     assert bool(scheduler.costs._us) is not cold
 
 
@@ -391,8 +391,8 @@ class TakingTurns:
                 continue
             steps += 1
             self.run(plan)
-            for place in [place for place, ticket in tickets.items() if ticket.outcome.done()]:
-                verdict = tickets.pop(place).outcome.result()
+            for place in [place for place, ticket in tickets.items() if ticket.settled]:
+                verdict = tickets.pop(place).value
                 self.sharers = verdict.texts
                 self.routers[place].text.extend(verdict.tokens)
                 left[place] -= 1
@@ -462,17 +462,17 @@ def test_no_step_has_more_rows_than_step_rows_though_a_text_was_preempted():
     for router in routers:
         submit(OpenCall(router.update(), router.parameters))
         router.known = len(router.text)
-    while not all(ticket.outcome.done() for ticket in tickets):
+    while not all(ticket.settled for ticket in tickets):
         step()
     scheduler.memory.release(scheduler.sessions[routers[2].opening].memory)
     for router in routers:
         root = router.text.ids[-1]
         submit(VerifyCall(router.update(), DraftTree.of([root, *range(50, 65)], [-1, *[0] * 15])))
     for _ in range(12):
-        if all(ticket.outcome.done() for ticket in tickets):
+        if all(ticket.settled for ticket in tickets):
             break
         step()
-    assert all(ticket.outcome.done() for ticket in tickets)
+    assert all(ticket.settled for ticket in tickets)
 
 
 # Sliding windows
