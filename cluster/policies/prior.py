@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any, Protocol
 
@@ -117,19 +117,24 @@ class Prior:
             kept = self.ranks.get(drafter, no_ranks())
             self.ranks[drafter] = kept * min(1.0, KEPT_ROUNDS / max(kept[0].sum(), 1e-9)) + counts
 
-    def length(self, arm: Arm) -> EmittedLength | None:
-        """A new request's prior of an arm, weighing PRIOR_ROUNDS at most: from rounds that played it; where they are
-        fewer than PRIOR_ROUNDS, from its drafter's ranks if these determine what it emits and have more rounds. None
-        without either."""
-        played = self.lengths.get(arm)
-        if played is not None and played.rounds >= PRIOR_ROUNDS:
-            return played.at_most(PRIOR_ROUNDS)
-        ranks = self.ranks.get(arm.maker, no_ranks())
-        rounds = float(ranks[0].sum())
-        if replayed(arm.shape) and rounds and (played is None or rounds > played.rounds):
-            mean, variance = _expected(arm.shape, ranks)
-            return EmittedLength(mean, min(rounds, PRIOR_ROUNDS), variance)
-        return None if played is None else played.at_most(PRIOR_ROUNDS)
+    def lengths_of(self, arms: Sequence[Arm]) -> dict[Arm, EmittedLength]:
+        """A new request's priors of these arms, weighing PRIOR_ROUNDS at most: from rounds that played the arm; where
+        they are fewer than PRIOR_ROUNDS, from its drafter's ranks if these determine what it emits and have more
+        rounds. Arms without either are left out."""
+        found = dict[Arm, EmittedLength]()
+        chances = dict[str, RankCounts]()  # by drafter
+        for arm in arms:
+            played, ranks = self.lengths.get(arm), self.ranks.get(arm.maker)
+            known = played.rounds if played is not None else 0.0
+            rounds = float(ranks[0].sum()) if ranks is not None and replayed(arm.shape) else 0.0
+            if ranks is not None and known < min(rounds, PRIOR_ROUNDS):
+                if arm.maker not in chances:
+                    chances[arm.maker] = _chances(ranks)
+                mean, variance = _expected(arm.shape, chances[arm.maker])
+                found[arm] = EmittedLength(mean, min(rounds, PRIOR_ROUNDS), variance)
+            elif played is not None:
+                found[arm] = played.at_most(PRIOR_ROUNDS)
+        return found
 
 
 NO_PRIOR = Prior()
@@ -163,18 +168,23 @@ def _pooled(one: EmittedLength, other: EmittedLength) -> EmittedLength:
     return EmittedLength(one.mean + share * apart, rounds, variance)
 
 
-def _expected(shape: TreeShape, ranks: RankCounts) -> tuple[float, float]:
-    """E[N] = 1 + sum over rows of the chance to reach them, and the variance, with
+def _chances(ranks: RankCounts) -> RankCounts:
+    """[DEPTHS, RANKED + 1] the chance a_d(r) that the d-th token of a round has rank r, if those before it were guessed
+    right:
 
         a_d(r) = (c[d][r] + BACK_OFF * a_{d-1}(r)) / (sum_r c[d][r] + BACK_OFF)
-
-    (ALGORITHMS 2.4 and A.5; for levels, 1 + sum_d prod_{i<=d} a_i(N_i)).
     """
     chances = np.zeros_like(ranks)
     chances[0] = ranks[0] / ranks[0].sum()
     for depth in range(1, DEPTHS):
         counts = ranks[depth]
         chances[depth] = (counts + BACK_OFF * chances[depth - 1]) / (counts.sum() + BACK_OFF)
+    return chances
+
+
+def _expected(shape: TreeShape, chances: RankCounts) -> tuple[float, float]:
+    """E[N] = 1 + sum over rows of the chance to reach them, and the variance (ALGORITHMS 2.4 and A.5; for levels,
+    1 + sum_d prod_{i<=d} a_i(N_i))."""
     rows = reached(shape, chances)
     mean = sum(chance for chance, _ in rows)
     # N > d with the chance that a row of depth d is reached; E[N^2] = sum of (2 d + 1) of these.

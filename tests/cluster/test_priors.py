@@ -73,6 +73,11 @@ def prior_of(emit: int, rounds: int, arm: Arm = CHAIN) -> Prior:
     return replace(notes, costs=experience.hints())
 
 
+def length(prior: Prior, arm: Arm) -> EmittedLength | None:
+    """A new request's prior of this arm alone."""
+    return prior.lengths_of([arm]).get(arm)
+
+
 # -- the weight of a prior --------------------------------------------------------------------------------------------
 
 
@@ -129,16 +134,27 @@ def test_ranks_predict_arms_never_played(arm: Arm):
     }
     below = 0.7 + 0.5 * 0.7 + 0.5 * 0.5 * 0.5  # two children; the first has two; the first of these one
     expected[Arm.parse("mamba:nodes(2,2,0,1)")] = 1 + below
-    length = notes.length(arm)
-    assert length.mean == pytest.approx(expected[arm], rel=0.03) and length.rounds == 8
+    found = length(notes, arm)
+    assert found.mean == pytest.approx(expected[arm], rel=0.03) and found.rounds == 8
 
 
 def test_a_depth_never_reached_has_the_ranks_of_the_one_above():
     notes = Prior()
     ranks = notes.ranks["mamba"] = no_ranks()
     ranks[0, 0], ranks[0, RANKED] = 3, 1
-    assert notes.length(PAIR).mean == pytest.approx(1 + 0.75 + 0.75**2)
-    assert notes.length(PAIR).rounds == 4
+    assert length(notes, PAIR).mean == pytest.approx(1 + 0.75 + 0.75**2)
+    assert length(notes, PAIR).rounds == 4
+
+
+def test_arms_asked_for_together_have_the_priors_that_each_has_alone():
+    """Two drafters, one without ranks; arms played often, seldom and never; one whose tokens depend on values."""
+    notes = prior_of(2, 20, PAIR)
+    notes.ranks["mamba"] = no_ranks() + np.arange(RANKED + 1)[::-1]
+    notes.lengths[CHAIN] = EmittedLength(3.0, 2.0, 0.5)
+    other, free = Arm("llama", PAIR.shape), Arm.parse("mamba:dynamic(4,5,15)")
+    found = notes.lengths_of([PAIR, CHAIN, BUSHY, other, free, OFF])
+    assert found == {arm: length(notes, arm) for arm in (PAIR, CHAIN, BUSHY)}
+    assert found[PAIR].mean == 2 and found[CHAIN].mean != 3
 
 
 def test_the_variance_from_ranks_is_that_of_the_emitted_tokens():
@@ -147,19 +163,19 @@ def test_the_variance_from_ranks_is_that_of_the_emitted_tokens():
     ranks = notes.ranks["mamba"] = no_ranks()
     ranks[:, 0], ranks[:, RANKED] = 3, 1
     mean = (4 * 1 + 3 * 2 + 9 * 3) / 16
-    assert notes.length(PAIR).variance == pytest.approx((4 * 1 + 3 * 4 + 9 * 9) / 16 - mean**2)
+    assert length(notes, PAIR).variance == pytest.approx((4 * 1 + 3 * 4 + 9 * 9) / 16 - mean**2)
 
 
 def test_an_unknown_kind_begins_with_the_routers_experience():
     _, experience = answer(3, 20)
-    assert Prior().length(CHAIN) is None
+    assert length(Prior(), CHAIN) is None
     assert RatioUCB([OFF, CHAIN], experience, 0.0).lengths[CHAIN].mean == 3
 
 
 def test_a_round_whose_tree_did_not_come_does_not_count_for_its_arm():
     notes = Prior()
     notes.learn(CHAIN, DraftTree.root_only(1), verdict(1), 1)
-    assert notes.length(CHAIN) is None
+    assert length(notes, CHAIN) is None
 
 
 # -- draft times of shapes never played -------------------------------------------------------------------------------
@@ -325,7 +341,7 @@ async def test_a_malformed_prior_counts_as_missing(store: RedisPriors, server: R
     await raw.set(PRIOR_PREFIX + KEY.name, blob)
     await raw.aclose()
     assert await store.load(KEY) is None
-    assert (await Priors(store).of(KEY, Experience())).length(CHAIN) is None
+    assert length(await Priors(store).of(KEY, Experience()), CHAIN) is None
 
 
 async def test_a_prior_is_found_by_its_key_alone_and_expires(store: RedisPriors, server: RedisServer):
@@ -358,7 +374,7 @@ async def test_a_new_router_begins_where_another_ended(store: RedisPriors):
     await second.of(key, experience)
     await second.settled()
     prior = await second.of(key, experience)
-    assert prior.length(CHAIN) == EmittedLength(4.0, 8.0, 0.0)
+    assert length(prior, CHAIN) == EmittedLength(4.0, 8.0, 0.0)
     policy = make_policy("fullinfo", [OFF, CHAIN, BUSHY], experience, 0.0, prior=prior)
     assert policy.choose() == CHAIN, "in its first round"
 
@@ -389,7 +405,7 @@ async def test_rounds_recorded_before_the_prior_was_loaded_are_kept():
 
     store = Slow()
     priors = Priors(store)
-    assert (await priors.of(KEY, Experience())).length(CHAIN) is None
+    assert length(await priors.of(KEY, Experience()), CHAIN) is None
     priors.learn(KEY, *answer(2, 64))
     assert not store.saved, "saving now would overwrite the stored prior"
     store.ready.set()
@@ -417,7 +433,7 @@ async def test_a_dead_or_frozen_redis_costs_a_kinds_first_request_ten_millisecon
         monkeypatch.setattr(asyncio, "wait", counted)
         for number in range(6):
             key = replace(KEY, target=str(number))
-            assert (await priors.of(key, Experience())).length(CHAIN) is None
+            assert length(await priors.of(key, Experience()), CHAIN) is None
             priors.learn(key, *answer(2, 3))
         monkeypatch.undo()
         await priors.settled()
@@ -426,7 +442,7 @@ async def test_a_dead_or_frozen_redis_costs_a_kinds_first_request_ten_millisecon
             await priors.of(replace(KEY, target=str(number)), Experience())
             await priors.settled()
         assert store.blobs.counters.skipped > 0, "the circuit breaker skips calls"
-        assert (await priors.of(replace(KEY, target="0"), Experience())).length(CHAIN).mean == 2
+        assert length(await priors.of(replace(KEY, target="0"), Experience()), CHAIN).mean == 2
         await store.close()
         os.kill(server.pid, signal.SIGCONT)
 
@@ -534,9 +550,9 @@ def test_two_drafters_share_no_prior():
         notes.learn(arm, tree(arm, (ranked[arm],) * 2 * bool(place)), verdict(1), 1)
     assert notes.ranks["mamba"].sum() == 39 and notes.ranks["mamba"][0, 0] == 39
     assert notes.ranks["llama"].sum() == 38 and notes.ranks["llama"][0, RANKED] == 38
-    assert notes.length(PAIR).mean == pytest.approx(3)
-    assert notes.length(Arm("llama", PAIR.shape)).mean == pytest.approx(1)
-    assert notes.length(Arm("third", PAIR.shape)) is None
+    assert length(notes, PAIR).mean == pytest.approx(3)
+    assert length(notes, Arm("llama", PAIR.shape)).mean == pytest.approx(1)
+    assert length(notes, Arm("third", PAIR.shape)) is None
     again = unpack_prior(pack_prior(notes))
     assert again.lengths == notes.lengths and again.ranks.keys() == notes.ranks.keys()
 
