@@ -17,13 +17,24 @@ from typing import Any
 
 from dendro.errors import BadRequest, EngineFailed
 
-from cluster.bench.measurement import ASSISTED, BATCH, CONTINUOUS, GENERATE, LOOKUP, TimedAnswer
+from cluster.bench.measurement import (
+    ASSISTED,
+    BATCH,
+    BEST_ASSISTED,
+    BEST_LOOKUP,
+    CONTINUOUS,
+    GENERATE,
+    GRIDS,
+    LOOKUP,
+    TimedAnswer,
+)
 from cluster.bench.processes import Call, ContenderProcess, Reply, serve_calls
 from cluster.checkpoints import check_library_has
 
-LOOKUP_TOKENS = 5
-LOOKUP_NGRAM = 3
-ASSISTANT_TOKENS = 5
+LOOKUPS = {LOOKUP: (10, 2)} | {name: (guesses, 3) for name, guesses in GRIDS[BEST_LOOKUP].items()}
+"""Guesses of a round and the longest n-gram that is looked up; `LOOKUP` has the defaults of the library's generator."""
+ASSISTANTS = {ASSISTED: (20, 0.4)} | {name: (guesses, 0.0) for name, guesses in GRIDS[BEST_ASSISTED].items()}
+"""Guesses of a round and the probability below which the assistant stops; `ASSISTED` has the library's defaults."""
 
 
 class TokenClock:
@@ -66,11 +77,6 @@ class Baselines:
         self.device = device
         self.target = load(target)
         self.assistant = load(assistant) if assistant else None
-        if self.assistant is not None:
-            config = self.assistant.generation_config
-            config.num_assistant_tokens = ASSISTANT_TOKENS
-            config.num_assistant_tokens_schedule = "constant"
-            config.assistant_confidence_threshold = 0.0
 
     def answer(self, row: str, prompt: Sequence[int], temperature: float, seed: int, tokens: int) -> TimedAnswer:
         """`tokens` new tokens after a prompt, timed from the call to the last one. No top-k or top-p."""
@@ -78,14 +84,19 @@ class Baselines:
         options: dict[str, object] = {"do_sample": False}
         if temperature > 0:
             options = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-        if row == LOOKUP:
-            options |= {"prompt_lookup_num_tokens": LOOKUP_TOKENS, "max_matching_ngram_size": LOOKUP_NGRAM}
-        elif row == ASSISTED:
+        if row in LOOKUPS:
+            guesses, ngram = LOOKUPS[row]
+            options |= {"prompt_lookup_num_tokens": guesses, "max_matching_ngram_size": ngram}
+        elif row in ASSISTANTS:
             if self.assistant is None:
                 raise BadRequest("row", f"{row} needs an assistant")
+            # The library changes the threshold while it answers: every answer begins with the setting's.
+            config = self.assistant.generation_config
+            config.num_assistant_tokens, config.assistant_confidence_threshold = ASSISTANTS[row]
+            config.num_assistant_tokens_schedule = "constant"
             options |= {"assistant_model": self.assistant}
         elif row != GENERATE:
-            raise BadRequest("row", f"{row!r} is none of {GENERATE}, {LOOKUP}, {ASSISTED}")
+            raise BadRequest("row", f"{row!r} is none of {', '.join((GENERATE, *LOOKUPS, *ASSISTANTS))}")
         ids = torch.tensor([list(prompt)], device=self.device)
         mask = torch.ones_like(ids)
         torch.manual_seed(seed)

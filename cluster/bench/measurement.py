@@ -9,13 +9,21 @@ from typing import Any, Protocol
 GENERATE = "transformers generate"
 LOOKUP = "transformers prompt lookup"
 ASSISTED = "transformers assisted"
+BEST_LOOKUP = "transformers prompt lookup, best"
+BEST_ASSISTED = "transformers assisted, best"
 BATCH = "transformers batch"
 CONTINUOUS = "transformers generate_batch"
 LLAMA_CPP = "llama.cpp"
 LLAMA_CPP_LOOKUP = "llama.cpp lookup"
 OFF = "off"
 AUTO = "auto"
-BASELINES = (GENERATE, LOOKUP, ASSISTED)
+BASELINES = (GENERATE, LOOKUP, BEST_LOOKUP, ASSISTED, BEST_ASSISTED)
+"""Rows of the library: `LOOKUP` and `ASSISTED` with its defaults, the other two with the best of `GRIDS`."""
+GRIDS = {
+    BEST_LOOKUP: {f"{LOOKUP} of {guesses}": guesses for guesses in (5, 10, 15)},
+    BEST_ASSISTED: {f"{ASSISTED} by {guesses}": guesses for guesses in (2, 4, 6)},
+}
+"""Guesses of a round, by the name of the setting, for the rows whose setting is chosen on other prompts."""
 LLAMA_CPP_ROWS = (LLAMA_CPP, LLAMA_CPP_LOOKUP)
 """They answer at temperature 0 alone."""
 

@@ -1,7 +1,8 @@
-"""`dendro bench speed`: the plan, the measurement, the rows computed from it and the aims computed from the rows."""
+"""`dendro bench speed`: the plan, the measurement, and the rows computed from it."""
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections import Counter
@@ -18,6 +19,7 @@ from cluster.bench.measurement import (
     AUTO,
     BASELINES,
     GENERATE,
+    GRIDS,
     LLAMA_CPP,
     LLAMA_CPP_ROWS,
     OFF,
@@ -26,20 +28,14 @@ from cluster.bench.measurement import (
     Step,
     TimedAnswer,
 )
-from cluster.bench.report import Row, aim_row
-from cluster.bench.statistics import Estimate, Key, median_estimate, paired_ratio, repeat_difference
-from cluster.bench.targets import COSTLY, MAMBA2
+from cluster.bench.report import Row
+from cluster.bench.statistics import Key, median_estimate, paired_ratio, repeat_difference
+from cluster.bench.targets import MAMBA2
 from cluster.policies.step_time import degree_of, fit_steps, step_at
 
-AIM_THREADS = 2
 COMPARED = (*BASELINES, LLAMA_CPP, OFF)
 """The rows to which the ratios of all others are reported."""
 
-POLICY_BARS = {0.0: 2.0, 1.0: 1.3}  # policy over ours-off, by temperature
-OFF_BAR = 0.97  # ours-off over generate
-ABOVE_BAR = 1.0  # policy over the best transformers row: the lower end of its interval
-HOP_BAR = 0.1  # hops as a share of a round
-LLAMA_BARS = {"policy": (AUTO, 1.25), "off": (OFF, 0.6)}  # over llama.cpp's plain decoding, at temperature 0
 FORMS = {1: "c + k n", 2: "c + k n + k2 n^2"}
 """A step's time by its rows n, by degree; 1 is for targets without attention."""
 
@@ -56,6 +52,7 @@ class SpeedPlan:
     shapes: tuple[str, ...]  # the configured shapes; neither `off` nor `auto`
     baselines: tuple[str, ...]
     seed: int
+    choosing: tuple[tuple[int, ...], ...] = ()  # other prompts, on which the library's settings are chosen
 
     @property
     def ours(self) -> tuple[str, ...]:
@@ -76,6 +73,17 @@ class SpeedPlan:
     @property
     def answers(self) -> int:
         return self.answers_of_prompt * len(self.prompts) * self.repetitions
+
+    @property
+    def chosen_rows(self) -> tuple[str, ...]:
+        """The rows whose setting is chosen before anything is measured."""
+        return tuple(row for row in self.baselines if row in GRIDS)
+
+    @property
+    def choosing_answers(self) -> int:
+        """Of all settings at all temperatures, after one for warm-up."""
+        settings = sum(len(GRIDS[row]) for row in self.chosen_rows)
+        return settings * len(self.choosing) * len(self.temperatures) + bool(settings)
 
     def answer_seed(self, prompt: int, repetition: int) -> int:
         """One seed for all rows of a pair: all rows of ours must sample the same tokens."""
@@ -144,6 +152,28 @@ class Contenders:
     llama_cpp: Contender | None = None
     llama_facts: Mapping[str, Any] = field(default_factory=dict)  # version and instructions of its build
     left_out: dict[str, str] = field(default_factory=dict)  # rows of llama.cpp that do not answer -> the reason
+    best: dict[tuple[str, float], str] = field(default_factory=dict)  # row of GRIDS and temperature -> its setting
+
+    async def choose(self, plan: SpeedPlan, step: Step) -> None:
+        """Let every setting of the plan's rows in `GRIDS` answer the choosing prompts; `best` gets the one whose rate
+        has the highest geometric mean. A plain answer comes first, as warm-up. `step` is called after each of
+        `plan.choosing_answers` answers."""
+        if plan.chosen_rows:
+            await self.library.answer(GENERATE, plan.choosing[0], 0.0, 0, plan.tokens)
+            step()
+        for temperature in plan.temperatures:
+            for row in plan.chosen_rows:
+                rates: dict[str, float] = {}
+                for setting in GRIDS[row]:
+                    logs = []
+                    for at, prompt in enumerate(plan.choosing):
+                        found = await self.library.answer(
+                            setting, prompt, temperature, plan.answer_seed(-1 - at, 0), plan.tokens
+                        )
+                        logs.append(math.log(found.tokens_per_second))
+                        step()
+                    rates[setting] = fmean(logs)
+                self.best[row, temperature] = max(rates, key=lambda setting: rates[setting])
 
     async def answer(
         self, plan: SpeedPlan, row: str, prompt: int, temperature: float, repetition: int
@@ -152,8 +182,10 @@ class Contenders:
         if row in self.left_out:
             return None
         request = (row, plan.prompts[prompt], temperature, plan.answer_seed(prompt, repetition), plan.tokens)
+        if row in BASELINES:
+            return await self.library.answer(self.best.get((row, temperature), row), *request[1:])
         if row not in LLAMA_CPP_ROWS:
-            return await (self.library if row in BASELINES else self.ours).answer(*request)
+            return await self.ours.answer(*request)
         try:
             if self.llama_cpp is None:
                 raise EngineFailed("llama.cpp was not started")
@@ -238,6 +270,35 @@ def _by_prompt(values: Mapping[Key, float]) -> list[float]:
     return [fmean(group) for group in groups.values()]
 
 
+def over_best_arm(measured: SpeedResult, temperature: float) -> Row:
+    """The policy's rates over those of the best fixed arm, each half of the prompts with the arm that was best on the
+    other half: an arm chosen on the prompts that it is compared on has their luck. `arms`: the two arms."""
+    rates = {row: measured.rates(row, temperature) for row in measured.plan.ours}
+    fixed: dict[Key, float] = {}
+    arms: list[str] = []
+    for half in (0, 1):
+        compared = [key for key in rates[AUTO] if key[0] % 2 == half]
+        others = rates[AUTO].keys() - set(compared)
+        if not compared or not others:
+            return {}
+        means = {row: fmean(math.log(found[key]) for key in others) for row, found in rates.items() if row != AUTO}
+        arms.append(max(means, key=lambda row: means[row]))
+        fixed |= {key: rates[arms[-1]][key] for key in compared}
+    return {"over_best_arm": paired_ratio(rates[AUTO], fixed).as_json() | {"arms": arms}}
+
+
+def _computed_share(answers: Mapping[Key, TimedAnswer]) -> Row:
+    """A row's rate after the first chunk over the tokens of a round / (draft + verify): what no hop or wait takes.
+
+    Of answers with two rounds or more; `kept` is left out if there are none."""
+    kept: dict[Key, float] = {}
+    for key, answer in answers.items():
+        if answer.rounds is not None and (rate := answer.decode_tokens_per_second) is not None:
+            emitted = (len(answer.tokens) - answer.first_tokens) / (answer.round_count - 1)
+            kept[key] = rate * (answer.rounds.draft_ms + answer.rounds.verify_ms) / 1000 / emitted
+    return {"kept": median_estimate(_by_prompt(kept)).as_json()} if kept else {}
+
+
 def _round_split(rounds: Mapping[Key, RoundTimes]) -> Row:
     """Medians over prompts of the mean round's parts and of the hops' share, and each shape's share of the rounds."""
     parts = {
@@ -294,7 +355,9 @@ def rows_of(measured: SpeedResult) -> Iterator[Row]:
                 row["equal_to_generate"] = equal_answers(measured, name, temperature)
             rounds = {key: answer.rounds for key, answer in answers.items() if answer.rounds is not None}
             if rounds:
-                row |= _round_split(rounds)
+                row |= _round_split(rounds) | _computed_share(answers)
+            if name == AUTO:
+                row |= over_best_arm(measured, temperature)
             yield row
 
 
@@ -359,69 +422,3 @@ def cost_model_of(rows: Sequence[Row]) -> Iterator[Row]:
                 "predicted_tokens_per_second": round(1000 * row["emitted_per_round"] / predicted, 2),
                 "picked_share": picked.get(row["name"], 0.0),
             }
-
-
-def _aim(aim: str, bar: float, unmeasured: str, found: Estimate | None = None, judged: str = "median") -> Row:
-    """One aim. `judged`: `median` or `low` must be at least the bar; `ceiling`: the median must be at most the bar."""
-    if unmeasured or found is None:
-        return aim_row(aim, bar, None, None, unmeasured)
-    met = found.median <= bar if judged == "ceiling" else getattr(found, judged) >= bar
-    return aim_row(aim, bar, met, found, judged="low" if judged == "low" else "median")
-
-
-def aims_of(
-    rows: Sequence[Row], threads: int, accelerator: object, dropped: str = "", without_llama: str = ""
-) -> list[Row]:
-    """The aims of the bench, computed from its rows. None is judged if `dropped` has a reason. `without_llama`: the
-    reason for which llama.cpp was not measured."""
-    unmeasured = dropped
-    if accelerator is not None:
-        unmeasured = unmeasured or f"the bars are for a processor; this ran on {accelerator}"
-    if threads != AIM_THREADS:
-        unmeasured = unmeasured or f"the bars are for {AIM_THREADS} threads; this ran with {threads}"
-    found = {(row["name"], row["temperature"]): row for row in rows if row["target"] == COSTLY}
-    aims = []
-    for temperature, bar in POLICY_BARS.items():
-        at = f"costly target, temperature {temperature:g}"
-        auto, off = found.get((AUTO, temperature)), found.get((OFF, temperature))
-        missing = unmeasured or ("" if auto and off else f"the costly target was not measured at {temperature:g}")
-        auto_over = auto["ratio_over"] if auto else {}
-        library = {name: Estimate.of(auto_over[name]) for name in BASELINES if name in auto_over}
-        aims.append(
-            _aim(f"policy over off, {at}", bar, missing, Estimate.of(auto_over[OFF]) if OFF in auto_over else None)
-        )
-        if library and not missing:
-            strongest = min(library, key=lambda name: library[name].low)
-            above = _aim(f"policy over every transformers row, {at}", ABOVE_BAR, "", library[strongest], "low")
-            above["why"] = "; ".join(filter(None, (f"the closest is {strongest}", above.get("why", ""))))
-            aims.append(above)
-        else:
-            aims.append(
-                _aim(f"policy over every transformers row, {at}", ABOVE_BAR, missing or "no such row was measured")
-            )
-        over_generate = off["ratio_over"].get(GENERATE) if off else None
-        aims.append(
-            _aim(
-                f"off over generate, {at}",
-                OFF_BAR,
-                missing or ("" if over_generate else "generate was not measured"),
-                Estimate.of(over_generate) if over_generate else None,
-            )
-        )
-        share = auto.get("hop_share") if auto else None
-        aims.append(
-            _aim(
-                f"hops as a share of the policy's rounds, {at}",
-                HOP_BAR,
-                missing or ("" if share else "the policy's rounds were not reported"),
-                Estimate.of(share) if share else None,
-                "ceiling",
-            )
-        )
-    for name, (row, bar) in LLAMA_BARS.items():
-        ours, plain = found.get((row, 0.0)), found.get((LLAMA_CPP, 0.0))
-        missing = unmeasured or ("" if ours else "the costly target was not measured at 0")
-        missing = missing or ("" if plain else without_llama or "llama.cpp was not measured")
-        over = Estimate.of(ours["ratio_over"][LLAMA_CPP]) if ours and plain else None
-        aims.append(_aim(f"{name} over llama.cpp, by the median, costly target, temperature 0", bar, missing, over))
-    return aims

@@ -36,13 +36,13 @@ from cluster.bench.ours import ClusterClient
 from cluster.bench.speed import (
     Contenders,
     SpeedPlan,
-    aims_of,
     check_and_warm,
     cost_model_of,
     measure,
     rows_of,
     step_fits_of,
 )
+from cluster.bench.speed_aims import aims_of
 from cluster.bench.speed_report import different, facts_of, tables_of
 from cluster.bench.speed_report import plot as draw
 from cluster.bench.targets import COSTLY, MAMBA2, THREADS, Which, parameter_count, target_config
@@ -56,6 +56,7 @@ TIME_LIMIT_S = 1140.0  # of a whole run, startup and warm-up included: 19 minute
 COSTLY_SHARE = 0.7  # of the time limit, for the first of two targets
 CHECKED_PROMPTS = 2  # answered in every way before timing starts; 1 if there are fewer than 4
 PROMPTS, REPETITIONS = 16, 2
+CHOOSING_PROMPTS = 3  # beyond the measured ones, for the library's settings
 QUICK_PROMPTS, QUICK_TOKENS, QUICK_REPETITIONS = 2, 16, 1
 
 
@@ -112,8 +113,10 @@ async def run_speed(settings: SpeedSettings, progress: Begin) -> dict[str, Any]:
     started = time.monotonic()
     load_average = round(os.getloadavg()[0], 2)
     tokenizer = load_tokenizer(settings.models)
-    texts = held_out_prompts(settings.prompts, PROMPT_TOKENS, tokenizer, settings.models)
-    prompts = tuple(prompt.token_ids for prompt in texts)
+    texts = held_out_prompts(settings.prompts + CHOOSING_PROMPTS, PROMPT_TOKENS, tokenizer, settings.models)
+    prompts, choosing = (
+        tuple(prompt.token_ids for prompt in part) for part in (texts[:-CHOOSING_PROMPTS], texts[-CHOOSING_PROMPTS:])
+    )
     rows: list[dict[str, Any]] = []
     targets: dict[str, dict[str, Any]] = {}
     for index, name in enumerate(settings.targets):
@@ -130,14 +133,19 @@ async def run_speed(settings: SpeedSettings, progress: Begin) -> dict[str, Any]:
             # The library's others need a cache that can be cropped.
             (*(BASELINES if name != MAMBA2 else (GENERATE,)), *LLAMA_CPP_ROWS),
             settings.seed,
+            choosing,
         )
         share = 1.0 if index == len(settings.targets) - 1 else COSTLY_SHARE
         async with contenders_for(config, settings) as contenders:
             checked = min(CHECKED_PROMPTS, max(len(prompts) // 2, 1))
+            await contenders.choose(
+                plan, progress(f"{name} target: the library's best settings", plan.choosing_answers)
+            )
             step = progress(f"{name} target: check and warm-up", checked * plan.answers_of_prompt)
             identity = await check_and_warm(plan, contenders, checked, step)
             remaining_s = TIME_LIMIT_S * share - (time.monotonic() - started)
             measured = await measure(plan, contenders, remaining_s, progress(f"{name} target: measuring", plan.answers))
+            best = [{"row": row, "temperature": at, "setting": each} for (row, at), each in contenders.best.items()]
             llama_cpp = {"facts": contenders.llama_facts, "left_out": contenders.left_out}
         measured.identity.add(identity)
         rows += rows_of(measured)
@@ -150,6 +158,7 @@ async def run_speed(settings: SpeedSettings, progress: Begin) -> dict[str, Any]:
             "repetitions": plan.repetitions,
             "note": measured.note,
             "identity": measured.identity.as_json(),
+            "best_settings": best,
             "llama_cpp": llama_cpp,
         }
     head = report_head("speed", started, settings.local, settings.seed, THREADS)
@@ -190,10 +199,11 @@ def bench_speed(
     seed: Annotated[int, typer.Option(help="Seed of the order and of sampling.")] = 0,
     models: Models = DEMO_MODELS,
 ) -> None:
-    """Compare speeds: transformers' generate, its prompt lookup and its assisted generation; llama.cpp, plain and with
-    prompt lookup, at temperature 0, where the extra `llama` is installed; ours without speculation, with each
-    configured shape and with the policy. All in one run, interleaved, on the demo target and on a costly one of the
-    same function. Exits with status 1 if ours answered differently with speculation than without.
+    """Compare speeds: transformers' generate, its prompt lookup and its assisted generation, with the library's
+    defaults and with the best of three settings, chosen on other prompts; llama.cpp, plain and with prompt lookup, at
+    temperature 0, where the extra `llama` is installed; ours without speculation, with each configured shape and with
+    the policy. All in one run, interleaved, on the demo target and on a costly one of the same function. Exits with
+    status 1 if ours answered differently with speculation than without.
     """
     settings = SpeedSettings(
         targets=chosen(target, quick, Which.COSTLY, Which.BOTH).names,

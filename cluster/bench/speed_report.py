@@ -24,7 +24,7 @@ PARTS = {"draft": "draft", "verify": "verification", "queue": "queue", "hop": "h
 """Parts of a round, and their names in the plot."""
 RATIO_COLUMNS = {GENERATE: "over generate", LLAMA_CPP: "over llama.cpp", OFF: "over off"}
 """The rows whose ratios are shown, where they were measured."""
-SPLIT_COLUMNS = ("", *(f"{part} ms" for part in PARTS), "round ms", "hops", "shapes picked")
+SPLIT_COLUMNS = ("", *(f"{part} ms" for part in PARTS), "round ms", "hops", "kept of draft + verify", "shapes picked")
 MODEL_COLUMNS = (
     "",
     "rows",
@@ -51,6 +51,9 @@ def facts_of(report: Report) -> Iterator[str]:
             f"ours with speculation compared with ours without: {check['answers_compared']} answers, "
             f"{check['tokens_compared']:,} tokens, {agreed}" + (f"; {target['note']}" if target["note"] else "")
         )
+        if target["best_settings"]:
+            settings = (f"{each['setting']} at {each['temperature']:g}" for each in target["best_settings"])
+            yield f"The library's best settings on the {name} target, chosen on other prompts: {', '.join(settings)}"
         yield from _llama_facts(name, target, [row for row in report["rows"] if row["target"] == name])
 
 
@@ -126,6 +129,7 @@ def _split_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         row["name"],
         *(f"{split[part]:.2f}" for part in (*PARTS, "total")),
         f"{row['hop_share']['median']:.1%}",
+        with_interval(row["kept"]) if "kept" in row else "",
         picked,
     )
 

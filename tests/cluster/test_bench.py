@@ -33,7 +33,9 @@ from cluster.bench.machine import describe_machine
 from cluster.bench.measurement import (
     ASSISTED,
     AUTO,
+    BEST_LOOKUP,
     GENERATE,
+    GRIDS,
     LLAMA_CPP,
     LLAMA_CPP_LOOKUP,
     LLAMA_CPP_ROWS,
@@ -49,13 +51,13 @@ from cluster.bench.speed import (
     Contenders,
     SpeedPlan,
     SpeedResult,
-    aims_of,
     check_and_warm,
     cost_model_of,
     measure,
     rows_of,
     step_fits_of,
 )
+from cluster.bench.speed_aims import aims_of
 from cluster.bench.speed_command import SpeedSettings
 from cluster.bench.statistics import median_estimate, paired_ratio, repeat_difference
 from cluster.bench.targets import COSTLY, DEMO, MAMBA2, parameter_count, target_config
@@ -212,8 +214,11 @@ def test_repeats_are_compared_within_a_prompt():
 # Baselines
 
 
+SETTINGS = (LOOKUP, ASSISTED, *(setting for grid in GRIDS.values() for setting in grid))
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("row", [GENERATE, LOOKUP, ASSISTED])
+@pytest.mark.parametrize("row", [GENERATE, *SETTINGS])
 def test_a_baseline_answers_with_as_many_tokens_as_requested_and_no_end_id_stops_it(
     small, tmp_path_factory, row, temperature
 ):
@@ -223,16 +228,18 @@ def test_a_baseline_answers_with_as_many_tokens_as_requested_and_no_end_id_stops
     answer = baselines.answer(row, prompt, temperature, seed=4, tokens=40)
     assert len(answer.tokens) == 40
     assert 0 < answer.first_seconds < answer.seconds
-    assert 1 <= answer.first_tokens <= 6
+    assert 1 <= answer.first_tokens <= 21
     assert answer.round_count == 40 if row == GENERATE else 1 <= answer.round_count <= 40
     assert answer.tokens == baselines.answer(row, prompt, temperature, seed=4, tokens=40).tokens
 
 
 def test_the_librarys_greedy_speculation_equals_its_plain_decoding(small):
     baselines = library.Baselines(small, small, "float32", threads=1)
-    answers = [baselines.answer(row, [3, 5, 7, 3, 5], 0.0, seed=0, tokens=24) for row in (GENERATE, LOOKUP, ASSISTED)]
-    assert answers[0].tokens == answers[1].tokens == answers[2].tokens
-    assert answers[2].round_count <= 5  # an assistant that is the target itself: 6 tokens a round
+    answers = {row: baselines.answer(row, [3, 5, 7, 3, 5], 0.0, seed=0, tokens=24) for row in (GENERATE, *SETTINGS)}
+    assert len({answer.tokens for answer in answers.values()}) == 1
+    # An assistant that is the target itself: as many tokens a round as it guesses, and one.
+    rounds = {guesses: answers[f"{ASSISTED} by {guesses}"].round_count for guesses in (2, 4, 6)}
+    assert rounds == {2: 8, 4: 5, 6: 4}
 
 
 def test_sampling_is_from_the_full_distribution_not_from_its_50_likeliest_tokens(small):
@@ -258,7 +265,7 @@ SHAPES = ("(1,1,1,1)", "(3,2,1)")
 PLAN = SpeedPlan(
     "costly", tuple((prompt,) for prompt in range(6)), 12, (0.0, 1.0), 2, SHAPES, (GENERATE, LOOKUP), seed=3
 )
-SPEED = {GENERATE: 10.0, LOOKUP: 12.0, OFF: 10.0, "(1,1,1,1)": 15.0, "(3,2,1)": 18.0, AUTO: 22.0}
+SPEED = {GENERATE: 10.0, LOOKUP: 12.0, OFF: 10.0, "(1,1,1,1)": 15.0, "(3,2,1)": 18.0, AUTO: 31.0}
 WITH_LLAMA = replace(PLAN, baselines=(*PLAN.baselines, *LLAMA_CPP_ROWS))
 LLAMA_SPEED = {**SPEED, LLAMA_CPP: 16.0, LLAMA_CPP_LOOKUP: 17.0}
 
@@ -278,7 +285,9 @@ class ScriptedSpeeds:
         if row in (GENERATE, LOOKUP, *LLAMA_CPP_ROWS):
             return TimedAnswer(answer, seconds, seconds / 10, 1, tokens)
         shape = row if row != AUTO else "(3,2,1)"
-        rounds = RoundTimes(10.0, 2.0, 6.0, 1.5, {"off": 1, shape: 3} if shape != OFF else {"off": 4})
+        total = 1000 * seconds * 0.9 / 3  # of the three rounds after the first
+        shapes = {"off": 1, shape: 3} if shape != OFF else {"off": 4}
+        rounds = RoundTimes(total, 0.2 * total, 0.72 * total, 0.04 * total, shapes)
         return TimedAnswer(answer, seconds, seconds / 10, 2, 4, rounds)
 
 
@@ -324,20 +333,54 @@ async def test_rows_have_rates_and_ratios():
     rows = {(row["name"], row["temperature"]): row for row in rows_of(await measured_with())}
     assert len(rows) == len(PLAN.rows) * 2
     auto = rows[AUTO, 1.0]
-    assert auto["tokens_per_second"]["median"] == pytest.approx(22 * 3.5)
-    assert (auto["tokens_per_second_min"], auto["tokens_per_second_max"]) == (22.0, 132.0)
-    assert auto["ratio_over"][OFF] == {"median": 2.2, "low": 2.2, "high": 2.2, "coverage": pytest.approx(0.969)}
+    assert auto["tokens_per_second"]["median"] == pytest.approx(31 * 3.5)
+    assert (auto["tokens_per_second_min"], auto["tokens_per_second_max"]) == (31.0, 186.0)
+    assert auto["ratio_over"][OFF] == {"median": 3.1, "low": 3.1, "high": 3.1, "coverage": pytest.approx(0.969)}
     assert auto["ratio_over"].keys() == {GENERATE, LOOKUP, OFF}
     assert OFF not in rows[OFF, 1.0]["ratio_over"]
     assert auto["emitted_per_round"] == 3.0 and rows[GENERATE, 0.0]["emitted_per_round"] == 1.0
     assert auto["repeat_difference_share"] == 0.0
-    assert auto["decode_tokens_per_second"] == pytest.approx(10 / (12 / 77 * 0.9), rel=1e-3)
+    assert auto["decode_tokens_per_second"] == pytest.approx(10 / (12 / (31 * 3.5) * 0.9), rel=1e-3)
+
+
+async def test_the_librarys_settings_are_chosen_on_other_prompts_and_answer_in_the_rows_name():
+    plan = replace(PLAN, baselines=(GENERATE, BEST_LOOKUP), choosing=((7,), (8,)))
+    few, some, many = GRIDS[BEST_LOOKUP]
+    scripted = ScriptedSpeeds({**SPEED, few: 9.0, some: 14.0, many: 13.0})
+    contenders, steps = Contenders(scripted, scripted), []
+    await contenders.choose(plan, lambda: steps.append(1))
+    assert len(steps) == len(scripted.requests) == plan.choosing_answers == 1 + 3 * 2 * 2
+    assert {prompt for _, prompt, _ in scripted.requests} == {7, 8}
+    assert contenders.best == {(BEST_LOOKUP, 0.0): some, (BEST_LOOKUP, 1.0): some}
+    rows = list(rows_of(await measure(plan, contenders, 1000.0, lambda: None)))
+    (found,) = [row for row in rows if (row["name"], row["temperature"]) == (BEST_LOOKUP, 0.0)]
+    assert found["tokens_per_second"]["median"] == pytest.approx(14 * 3.5)
+
+
+class LuckyArm(ScriptedSpeeds):
+    """(1,1,1,1) answers the even prompts four times as fast."""
+
+    async def answer(self, row, prompt, temperature, seed, tokens):
+        found = await super().answer(row, prompt, temperature, seed, tokens)
+        return replace(found, seconds=found.seconds / 4) if row == "(1,1,1,1)" and prompt[0] % 2 == 0 else found
+
+
+async def test_the_policy_is_compared_with_the_arm_that_was_best_on_the_other_half_of_the_prompts():
+    scripted = LuckyArm(SPEED)
+    measured = await measure(PLAN, Contenders(scripted, scripted), 1000.0, lambda: None)
+    auto = next(row for row in rows_of(measured) if row["name"] == AUTO)
+    found = auto["over_best_arm"]
+    assert found["arms"] == ["(3,2,1)", "(1,1,1,1)"]  # the even prompts' by the odd ones, then the other way round
+    assert (found["low"], found["high"]) == pytest.approx((31 / 18, 31 / 15), abs=1e-4)
 
 
 async def test_a_round_is_split_into_the_peers_times_and_the_rest():
     rows = {(row["name"], row["temperature"]): row for row in rows_of(await measured_with())}
-    assert rows[AUTO, 0.0]["round_ms"] == {"draft": 2.0, "verify": 6.0, "queue": 1.5, "hop": 0.5, "total": 10.0}
-    assert rows[AUTO, 0.0]["hop_share"]["median"] == 0.05
+    split = rows[AUTO, 0.0]["round_ms"]
+    shares = {part: ms / split["total"] for part, ms in split.items()}
+    assert shares == pytest.approx({"draft": 0.2, "verify": 0.72, "queue": 0.04, "hop": 0.04, "total": 1.0}, abs=1e-4)
+    assert rows[AUTO, 0.0]["hop_share"]["median"] == 0.04
+    assert rows[AUTO, 0.0]["kept"]["median"] == 0.92
     assert rows[AUTO, 0.0]["arms"] == {"(3,2,1)": 0.75, "off": 0.25}
     assert "round_ms" not in rows[GENERATE, 0.0]
 
@@ -361,7 +404,7 @@ async def test_llama_cpp_answers_at_temperature_0_alone_and_ratios_over_it_are_p
     rows = {(row["name"], row["temperature"]): row for row in rows_of(measured)}
     assert {key for key in rows if key[0] in LLAMA_CPP_ROWS} == {(row, 0.0) for row in LLAMA_CPP_ROWS}
     assert WITH_LLAMA.answers == len(PLAN.prompts) * 2 * (8 + 6)
-    assert rows[AUTO, 0.0]["ratio_over"][LLAMA_CPP]["median"] == pytest.approx(22 / 16)
+    assert rows[AUTO, 0.0]["ratio_over"][LLAMA_CPP]["median"] == pytest.approx(31 / 16, abs=1e-4)
     assert rows[LLAMA_CPP_LOOKUP, 0.0]["ratio_over"][LLAMA_CPP]["median"] == pytest.approx(17 / 16, abs=1e-4)
     assert LLAMA_CPP not in rows[AUTO, 1.0]["ratio_over"] and LLAMA_CPP not in rows[LLAMA_CPP, 0.0]["ratio_over"]
 
@@ -407,9 +450,9 @@ async def test_llama_cpp_that_fails_loses_its_rows_and_no_others(answers):
 async def test_without_llama_cpp_its_aims_are_not_judged_and_say_why():
     rows = list(rows_of(await measured_with()))
     aims = aims_of(rows, 2, None, without_llama="llama_cpp is not installed")
-    assert [aim["met"] for aim in aims] == [True] * 8 + [None] * 2
-    assert [aim["why"] for aim in aims[8:]] == ["llama_cpp is not installed"] * 2
-    assert {aim["why"] for aim in aims_of(rows, 2, None)[8:]} == {"llama.cpp was not measured"}
+    assert [aim["met"] for aim in aims] == [True] * 12 + [None] * 2
+    assert [aim["why"] for aim in aims[12:]] == ["llama_cpp is not installed"] * 2
+    assert {aim["why"] for aim in aims_of(rows, 2, None)[12:]} == {"llama.cpp was not measured"}
 
 
 @pytest.mark.parametrize(
@@ -420,7 +463,7 @@ async def test_aims_over_llama_cpp_are_judged_at_the_median(slower, expected):
     for row in rows:
         if over := row["ratio_over"].get(LLAMA_CPP):
             row["ratio_over"][LLAMA_CPP] = over | {"low": 0.1, "high": 9.0}
-    aims = aims_of(rows, 2, None)[8:]
+    aims = aims_of(rows, 2, None)[12:]
     assert [aim["met"] for aim in aims] == expected
     assert all("over llama.cpp, by the median" in aim["aim"] for aim in aims)
 
@@ -431,18 +474,21 @@ def met(aims: list[dict], start: str) -> dict[float, bool | None]:
 
 async def test_aims_that_are_reached_are_met():
     aims = aims_of(list(rows_of(await measured_with_llama())), threads=2, accelerator=None)
-    assert [aim["met"] for aim in aims] == [True] * 10
-    assert [aim["bar"] for aim in aims] == [2.0, 1.0, 0.97, 0.1, 1.3, 1.0, 0.97, 0.1, 1.25, 0.6]
-    assert aims[0]["value"] == 2.2 and aims[0]["interval"] == [2.2, 2.2]
+    assert [aim["met"] for aim in aims] == [True] * 14
+    bars = [[over_off, 1.0, 0.95, best_arm, 0.9, 0.05] for over_off, best_arm in ((3.0, 1.0), (2.2, 0.97))]
+    assert [aim["bar"] for aim in aims] == [*bars[0], *bars[1], 1.25, 0.6]
+    assert aims[0]["value"] == 3.1 and aims[0]["interval"] == [3.1, 3.1]
 
 
 @pytest.mark.parametrize(
     "slower, start, expected",
     [
-        ({AUTO: 19.0}, "policy over off", {0.0: False, 1.0: True}),
-        ({AUTO: 12.5}, "policy over off", {0.0: False, 1.0: False}),
+        ({AUTO: 29.0}, "policy over off", {0.0: False, 1.0: True}),
+        ({AUTO: 21.5}, "policy over off", {0.0: False, 1.0: False}),
+        ({AUTO: 17.8}, "policy over the best fixed arm", {0.0: False, 1.0: True}),
+        ({AUTO: 17.0}, "policy over the best fixed arm", {0.0: False, 1.0: False}),
         ({AUTO: 11.9}, "policy over every transformers row", {0.0: False, 1.0: False}),
-        ({OFF: 9.6}, "off over generate", {0.0: False, 1.0: False}),
+        ({OFF: 9.4}, "off over generate", {0.0: False, 1.0: False}),
     ],
 )
 async def test_aims_that_are_not_reached_are_not_met(slower, start, expected):
@@ -459,11 +505,11 @@ async def test_the_policy_is_compared_with_the_strongest_row_by_the_lower_end_of
     assert LOOKUP in aim["why"]
 
 
-async def test_hops_above_a_tenth_of_a_round_miss_their_bar():
+async def test_hops_above_a_twentieth_of_a_round_miss_their_bar():
     rows = list(rows_of(await measured_with()))
     for row in rows:
         if row["name"] == AUTO:
-            row["hop_share"] = {"median": 0.11, "low": 0.1, "high": 0.12, "coverage": 0.92}
+            row["hop_share"] = {"median": 0.06, "low": 0.05, "high": 0.07, "coverage": 0.92}
     assert met(aims_of(rows, 2, None), "hops") == {0.0: False, 1.0: False}
 
 
@@ -480,7 +526,7 @@ async def test_aims_whose_hardware_or_target_is_missing_are_not_judged_with_a_re
 ):
     rows = list(rows_of(await measured_with_llama(plan=replace(WITH_LLAMA, target=target))))
     aims = aims_of(rows, threads, accelerator)
-    assert len(aims) == 10 and {aim["met"] for aim in aims} == {None}
+    assert len(aims) == 14 and {aim["met"] for aim in aims} == {None}
     assert all(reason in aim["why"] for aim in aims)
 
 
@@ -513,6 +559,7 @@ async def a_report() -> dict:
         "repetitions": 2,
         "note": measured.note,
         "identity": measured.identity.as_json(),
+        "best_settings": [{"row": BEST_LOOKUP, "temperature": 0.0, "setting": f"{LOOKUP} of 10"}],
         "llama_cpp": {"facts": {"version": "0.3.99", "instructions": ["AVX2", "F16C"]}, "left_out": {}},
     }
     machine = describe_machine(2)
@@ -590,7 +637,7 @@ async def test_markdown_and_console_show_every_row_every_aim_and_the_parts_of_a_
         assert all(text.count(name) >= 2 for name in WITH_LLAMA.rows)
         assert all(aim["aim"] in text for aim in report["aims"])
         assert "parts of a round" in text and "dendro bench speed" in text and "commit abc" in text
-        assert "2.20 (2.20-2.20)" in text and "met" in text
+        assert "3.10 (3.10-3.10)" in text and "met" in text
 
 
 async def test_a_report_says_what_llama_cpp_ran_with_or_why_it_did_not_run():
@@ -598,6 +645,7 @@ async def test_a_report_says_what_llama_cpp_ran_with_or_why_it_did_not_run():
     facts = " ".join(reports.facts_of(report))
     assert "llama-cpp-python 0.3.99" in facts and "AVX2, F16C" in facts and "llama.cpp 12 of 12" in facts
     assert "Load average at the start: 1.50" in facts
+    assert "chosen on other prompts: transformers prompt lookup of 10 at 0" in facts
     (columns,) = {columns for title, columns, _ in reports.tables_of(report) if title.endswith("temperature 0")}
     assert "over llama.cpp" in columns
     report["targets"]["costly"]["llama_cpp"] = {"facts": {}, "left_out": dict.fromkeys(LLAMA_CPP_ROWS, "gone")}
@@ -652,13 +700,13 @@ def test_a_run_exits_with_status_1_if_speculation_changed_a_token(tmp_path, monk
     def run_with(wrong: str) -> tuple[int, dict]:
         @asynccontextmanager
         async def scripted(config, settings):
-            speeds = dict.fromkeys((*SPEED, ASSISTED, *config.speculation.arms), 20.0)
+            speeds = dict.fromkeys((*SPEED, *SETTINGS, *config.speculation.arms), 20.0)
             fake = ScriptedSpeeds(speeds, wrong)
             yield Contenders(fake, fake)
 
         monkeypatch.setattr(command, "contenders_for", scripted)
         monkeypatch.setattr(command, "load_tokenizer", lambda models: None)
-        prompts = [Prompt("made up", "", (prompt,), ()) for prompt in range(2)]
+        prompts = [Prompt("made up", "", (prompt,), ()) for prompt in range(2 + command.CHOOSING_PROMPTS)]
         monkeypatch.setattr(command, "held_out_prompts", lambda count, *rest: prompts[:count])
         found = tmp_path / f"{len(wrong)}.json"
         options = ["--quick", "--target", "demo", "--json", str(found), "--models", str(tmp_path)]
@@ -669,7 +717,7 @@ def test_a_run_exits_with_status_1_if_speculation_changed_a_token(tmp_path, monk
 
     status, report = run_with("")
     assert status == 0
-    assert [aim["met"] for aim in report["aims"]] == [None] * 10
+    assert [aim["met"] for aim in report["aims"]] == [None] * 14
     assert set(report["targets"]["demo"]["llama_cpp"]["left_out"].values()) == {"llama.cpp was not started"}
     identity = report["targets"]["demo"]["identity"]
     # Seven shapes and the policy against off at 2 temperatures: 1 prompt to check, 2 measured.
