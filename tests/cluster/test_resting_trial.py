@@ -30,7 +30,7 @@ from cluster.sessions import MemorySessions
 CLIENTS, TOKENS = 4, 24
 SPECULATIVE = (
     (Experience, "learn"),
-    (Prior, "length"),
+    (Prior, "lengths_of"),
     (Prior, "add"),
     (Priors, "_write"),
     (Promises, "learn"),
