@@ -90,7 +90,7 @@ def refuse(processes: Accelerator, words: str) -> None:
 
 
 @pytest.mark.long  # each process imports torch and transformers anew
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_two_processes_have_the_losses_of_one_also_when_they_were_stopped_in_between(tmp_path: Path) -> None:
     alone, together = tmp_path / "alone", tmp_path / "together"
     for folder in (alone, together):
@@ -107,7 +107,7 @@ def test_two_processes_have_the_losses_of_one_also_when_they_were_stopped_in_bet
 
 
 @pytest.mark.long  # as above
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_the_words_of_the_process_that_failed_are_the_error_and_the_others_end() -> None:
     with pytest.raises(TrainingFailed, match="^--data: text.jsonl:3 is not JSON$"):
         train_together(2, refuse, "text.jsonl:3 is not JSON")
