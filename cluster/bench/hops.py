@@ -74,8 +74,8 @@ async def hop_process() -> AsyncIterator[HopProcess]:
 
 
 async def _serve() -> None:
-    async def stream(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
-        while await context.read() is not grpc.aio.EOF:
+    async def stream(messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+        async for _ in messages:
             await context.write(MESSAGE)
 
     async def used(_: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
