@@ -115,8 +115,8 @@ async def lengths_of(verifier: VerifierEngine, drafter: DrafterEngine, text: Tex
         return TextUpdate.of(opening, text, held)
 
     class Near:
-        async def draft(self, text, shape):
-            return await drafter.draft(DraftCall(update(), shape))
+        async def draft(self, text, arm):
+            return await drafter.draft(DraftCall(update(), arm.shape))
 
         async def verify(self, text, tree):
             nonlocal held
