@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import cycle, pairwise
 
 import pytest
-from dendro.calls import IDLE_ROUNDS
+from dendro.calls import IDLE_ROUNDS, Hello
 from dendro.errors import PeerLost
 from dendro.text import Text, Verdict
 from dendro.tree import DraftTree
 from edge import config
-from fakes import FakeDrafter, FakePool, FakeVerifier, new_text, plain
+from fakes import VOCABULARY, FakeDrafter, FakePool, FakeVerifier, RemotePool, new_text, plain
+from sockets import end, process
 from virtual_time import virtual_time
 
 from cluster.arms import OFF_ARM, Arm
@@ -170,3 +171,54 @@ async def test_a_tree_that_the_verifier_refuses_counts_against_the_drafter_that_
     pair.other.spoil = DraftTree.of([7, 101], [-1, 0])  # outside the vocabulary; the text ends with 7
     _, drafters, _ = await pair.run([ONE, OTHER], count=100)
     assert drafters.handles["small"]._given_up == "struck" and not drafters.handles["mamba"]._given_up
+
+
+async def test_a_killed_drafter_of_two_changes_no_token_and_the_others_arms_go_on():
+    """Both are processes; one is killed in the twentieth round."""
+    children = [await process("drafter") for _ in range(2)]
+    pair = Pair()
+    pair.pools = {
+        name: RemotePool("drafter", [address]) for name, (_, address) in zip(("mamba", "small"), children, strict=True)
+    }
+    pair.peers = Peers(CONFIG, {"demo": FakePool(pair.verifier)}, pair.pools)
+    pair.verifier.pause_s = 0.005
+    try:
+        _, _, policy = await pair.run(
+            [ONE, OTHER], count=200, each=lambda number: children[1][0].kill() if number == 20 else None
+        )
+    finally:
+        for pool in pair.pools.values():
+            await pool.streams.close()
+        await end(*(child for child, _ in children))
+    after = policy.played[22:]
+    assert any(came for arm, _, came in policy.played[:20] if arm == OTHER)
+    assert not any(came for arm, _, came in after if arm == OTHER)
+    assert sum(came for arm, _, came in after if arm == ONE) > 10
+
+
+class OtherVerifier(FakeVerifier):
+    """The verifier of a target of a larger vocabulary."""
+
+    async def hello(self) -> Hello:
+        return replace(await super().hello(), vocabulary=VOCABULARY + 9)
+
+
+@virtual_time
+async def test_one_pool_drafts_for_texts_of_two_targets_at_once_each_with_its_vocabulary():
+    drafter, clock = FakeDrafter(pause_s=0.001), asyncio.get_running_loop().time
+    two = config(targets={"demo": {"checkpoint": "target"}, "other": {"checkpoint": "other"}})
+    pools = {"demo": FakePool(FakeVerifier(pause_s=0.002)), "other": FakePool(OtherVerifier(pause_s=0.002))}
+    peers = Peers(two, pools, {"mamba": FakePool(drafter)}, clock=clock)
+    texts = {target: new_text(count=60) for target in pools}
+
+    async def run(target: str, text: Text) -> None:
+        verifier = peers.verifier(target, text)
+        drafters = peers.drafters(target, text, RunningRequest(Concurrency(), fixed=True))
+        async for _ in rounds(text, drafters, verifier, Script([ONE])):
+            pass
+        await asyncio.gather(drafters.close(text), verifier.close(text))
+
+    await asyncio.gather(*(run(target, text) for target, text in texts.items()))
+    assert drafter.vocabularies == {VOCABULARY, VOCABULARY + 9} and drafter.largest_batch == 2
+    for text in texts.values():
+        assert text.answer == plain(text.ids[: text.prompt_length], 60, text.sampling)
