@@ -338,7 +338,7 @@ def certify(context: typer.Context) -> None:
 
 @app.command("tune", context_settings=ELSEWHERE, add_help_option=False)
 def tune(context: typer.Context) -> None:
-    """Find the fastest trees for a target, its drafter and this machine, and compare them with the configured arms."""
+    """Find the fastest trees for a target, its drafters and this machine, and compare them with the configured arms."""
     _run_from("cluster.tune.command", "tune", context)
 
 
@@ -382,6 +382,12 @@ def bench_kernels(context: typer.Context) -> None:
 def bench_drafter(context: typer.Context) -> None:
     """Measure drafters: levels, drafts, sessions, and long texts."""
     _run_from("cluster.bench.drafter_command", "bench_drafter", context)
+
+
+@bench.command("targets", context_settings=ELSEWHERE, add_help_option=False)
+def bench_targets(context: typer.Context) -> None:
+    """Measure one drafter that serves two targets at once."""
+    _run_from("cluster.bench.many_targets_command", "bench_targets", context)
 
 
 def main() -> None:

@@ -39,6 +39,7 @@ class RoundAccount:
         self._disturbed = False
         self._hello: Hello | None = None
         self.arm: Arm = OFF_ARM  # of the current round
+        self._names_drafters = plan.names_drafters
         self.offer: Offer | None = None  # makes the proposals for the next round
         self.stats = pb.SpeculationStats(policy=plan.name)
 
@@ -64,6 +65,11 @@ class RoundAccount:
         self._count(arm, tree, verdict)
         self._time(tree, verdict, int(took_us), now_s, first)
 
+    @property
+    def arm_name(self) -> str:
+        """The current round's arm, as in the statistics: with its drafter where the target has several."""
+        return self.arm.name(self._names_drafters)
+
     def stays_off(self) -> bool:
         """Whether the next round, like the current one, likely has no tree. The verifier may then begin it before the
         router has this round's verdict."""
@@ -81,7 +87,7 @@ class RoundAccount:
     def _count(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
         stats, tokens, accepted = self.stats, len(verdict.tokens), len(verdict.ranks)
         stats.rounds += 1
-        stats.rounds_by_shape[str(arm.shape)] += 1
+        stats.rounds_by_shape[arm.name(self._names_drafters)] += 1
         stats.rounds_by_tokens[tokens] += 1
         stats.emitted_tokens += tokens
         stats.cut_tokens += verdict.length - tokens

@@ -69,6 +69,23 @@ def test_every_kind_of_shape_can_be_fixed(shape: str):
     assert isinstance(plan.policy, Static) and plan.policy.arm.shape == TreeShape.parse(shape) and plan.name == "fixed"
 
 
+TWO_DRAFTERS = {"drafters": {"mamba": {"checkpoint": "mamba"}, "small": {"checkpoint": "small"}}}
+
+
+@pytest.mark.parametrize(
+    "shape, arm", [("small:(3,2,1)", "small:(3,2,1)"), ("mamba: 1,1", "mamba:(1,1)"), ("(2,1)", "mamba:(2,1)")]
+)
+def test_a_fixed_shape_may_name_its_drafter_and_has_the_first_otherwise(shape: str, arm: str):
+    plan = planned(Speculation(Mode.FIXED, shape), **TWO_DRAFTERS)
+    assert isinstance(plan.policy, Static) and str(plan.policy.arm) == arm
+
+
+def test_auto_chooses_among_the_shapes_of_all_drafters():
+    policy = planned("auto", **TWO_DRAFTERS).policy
+    assert isinstance(policy, RatioUCB)
+    assert [str(arm) for arm in policy.arms] == ["off", "mamba:(1,1,1)", "small:(1,1,1)", "mamba:(2,1)", "small:(2,1)"]
+
+
 def test_proposals_may_have_more_guesses_than_the_targets_greatest_depth():
     """It is 8 here; deeper proposals are cut."""
     assert planned(Speculation(Mode.FIXED, "proposed(15)")).proposed_rows == 16
@@ -147,6 +164,12 @@ NO_DRAFTERS = {"drafters": {}}
         ("shape", Speculation(Mode.FIXED, "(9,9)"), {}),
         ("shape", Speculation(Mode.FIXED, "(1,1,1,1,1,1,1,1,1)"), {}),  # the target takes a depth of 8
         ("shape", Speculation(Mode.FIXED, "(1,)"), NO_DRAFTERS),
+        ("shape", Speculation(Mode.FIXED, "small:(1,)"), {}),  # the drafter is mamba
+        ("shape", Speculation(Mode.FIXED, "mamba:(1,)"), NO_DRAFTERS),
+        ("shape", Speculation(Mode.FIXED, "mamba:off"), {}),
+        ("shape", Speculation(Mode.FIXED, "mamba:proposed(3)"), {}),
+        ("shape", Speculation(Mode.FIXED, ":(1,)"), {}),
+        ("shape", Speculation(Mode.FIXED, "m" * 500 + ":(1,1,1,1,1)"), {}),
         ("shape", Speculation(Mode.FIXED, "proposed(3)"), {"speculation": {"proposers": []}}),
         ("deadline_ms", Speculation(Mode.FIXED, "proposed(3)", deadline_ms=5), {}),
         ("policy", Speculation(policy="best"), {}),
