@@ -79,8 +79,11 @@ def test_logits_in_chunks_equal_those_of_transformers_under_published_granite_co
 @pytest.mark.parametrize("variant", [False, True], ids=["plain", "variant"])
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_logits_in_chunks_equal_those_of_transformers_for_each_hybrid_family(tmp_path, family, variant):
-    changes = VARIANTS[family] if variant else {}
-    has_the_librarys_logits(tmp_path, tiny_hybrids.make_checkpoint(tmp_path, family, **changes))
+    library: Any = tiny_hybrids.make_checkpoint(tmp_path, family, **VARIANTS[family] if variant else {})
+    with torch.no_grad():
+        library.get_output_embeddings().weight *= 0.4  # logits then have the spread of those in `test_llama.py`
+    library.save_pretrained(tmp_path)
+    has_the_librarys_logits(tmp_path, library)
 
 
 def make_transformer(folder: Path, name: str, **changes: Any) -> PreTrainedModel:
@@ -112,7 +115,7 @@ def test_a_sliding_window_is_refused(tmp_path):
             "type dynamic depend",
         ),
         ({"mamba_n_heads": 5}, "mamba_n_heads must divide"),
-        ({"mamba_d_state": 16}, r"has shape \[96, 1, 4\], not \[128, 1, 4\]"),
+        ({"mamba_d_state": 16}, r"conv1d.bias has shape \[80\], not \[96\]"),
         ({"layer_types": ["mamba"] * 5}, "there is no tensor"),
     ],
     ids=["activation", "rope", "heads", "state", "layers"],
