@@ -152,7 +152,7 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
             self._release(opening, text)
             self._back_off()
             return self._root_alone(text, "failed", wall_s)
-        self._pace.drafted(wall_s, shape.depth)
+        self._pace.drafted(wall_s, _levels(tree, shape))
         self._pause_s = FIRST_BACKOFF_S
         return tree
 
@@ -204,7 +204,7 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
         released."""
         await asyncio.wait({work}, timeout=FROZEN_S)
         if work.done() and not work.cancelled() and work.exception() is None:
-            self._pace.drafted(self._clock() - began_s, shape.depth)
+            self._pace.drafted(self._clock() - began_s, _levels(work.result(), shape))
             return
         work.cancel()
         if not self._closed:
@@ -265,6 +265,11 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
         finally:
             if old is not None:  # not before: a lease ends with the last of its openings
                 self._background.start(old.close(text))
+
+
+def _levels(tree: DraftTree, shape: TreeShape) -> int:
+    """The levels that were drafted."""
+    return tree.depth if shape.stops else shape.depth
 
 
 class NoDrafter:

@@ -91,7 +91,8 @@ class DraftPlane:
     def at(self, arm: Arm, draft: Mapping[Arm, Cost]) -> float | None:
         """Microseconds of a draft, predicted from the drafter's costs in `draft`; None where none is known."""
         if self._since_fit >= REFIT:
-            own = {other: cost for other, cost in draft.items() if other.maker == arm.maker}
+            # The levels of a draft that stops in time vary: its mean time is not that of its shape's depth.
+            own = {other: cost for other, cost in draft.items() if other.maker == arm.maker and not other.stops}
             self._fit({other.shape: cost for other, cost in own.items() if cost.known and cost.us})
             self._since_fit = 0
         if self.coefficients is None:
