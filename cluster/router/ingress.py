@@ -45,6 +45,7 @@ from cluster.router.admission import (
 from cluster.router.ports import HandlePort, PeersPort
 from cluster.router.priors import Priors
 from cluster.router.rounds import rounds
+from cluster.router.stopping import StoppingDrafter
 from cluster.router.tokenizer import TextStream
 from cluster.sessions import KEPT_TURNS, Record, Sessions, Turn
 
@@ -196,6 +197,8 @@ class Ingress:
         verifier = self._peers.verifier(job.served.name, text)
         verifier.stays_off = account.stays_off
         drafter = self._peers.drafter(job.served.name, text, account.running, job.plan.deadline_s, job.plan.adaptive)
+        if job.plan.stops:
+            drafter = StoppingDrafter(drafter, account.stopping)
         shared = job.experience.concurrency
         proposals = self._libraries[job.served.name].around(
             drafter, job.tenant, job.plan.proposed_rows, job.sampling.temperature, lambda: shared.sizes
