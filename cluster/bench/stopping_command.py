@@ -167,7 +167,8 @@ def bench_stopping(
         bool | None,
         typer.Option(
             "--live/--no-live",
-            help="Also run some arms in real time, with drafter and verifier in this process. (default --live; quick not)",
+            help="Also run some arms in real time, with drafter and verifier in this process. (default --live; "
+            "quick --no-live)",
             show_default=False,
         ),
     ] = None,
