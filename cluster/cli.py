@@ -366,6 +366,12 @@ def bench_trees(context: typer.Context) -> None:
     _run_from("cluster.bench.trees_command", "bench_trees", context)
 
 
+@bench.command("stopping", context_settings=ELSEWHERE, add_help_option=False)
+def bench_stopping(context: typer.Context) -> None:
+    """Compare when drafts stop: fixed lengths, fixed h, and the marginal rule."""
+    _run_from("cluster.bench.stopping_command", "bench_stopping", context)
+
+
 @bench.command("tree-scan", context_settings=ELSEWHERE, add_help_option=False)
 def bench_tree_scan(context: typer.Context) -> None:
     """Measure what a tree costs a state-space layer."""
