@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from dendro.shapes import DynamicShape, LevelShape, MarginalShape, TreeShape, UntilShape
+from dendro.shapes import DynamicShape, LevelShape, MarginalShape, UntilShape
 from dendro.step_sizes import StepSizes
 from dendro.text import Limits, Sampling, Text, Verdict
 from dendro.tree import DraftTree
@@ -100,16 +100,14 @@ def measured(level_us: int = 2000, rounds: int = 12) -> Experience:
 
 def test_nothing_is_computed_before_a_round_was_measured():
     rule = StopRule(Experience())
-    rule.begin(ARM)
-    assert rule.resolved(CHAIN) == UntilShape(CHAIN.tree, FIRST_H)
+    assert rule.resolved(ARM) == Arm(ARM.maker, UntilShape(CHAIN.tree, FIRST_H))
 
 
 def test_h_and_least_follow_from_measured_rounds():
     """Level and row costs are read off the fits of other arms' drafts and of steps; the rate is that of the rounds."""
     experience = measured()
     rule = StopRule(experience)
-    rule.begin(ARM)
-    shape = rule.resolved(CHAIN)
+    shape = rule.resolved(ARM).shape
     assert isinstance(shape, UntilShape)
     rate = experience.costs.rate.tokens / experience.costs.rate.us
     assert shape.least == pytest.approx(rate * 400, abs=1e-4)
@@ -119,16 +117,15 @@ def test_h_and_least_follow_from_measured_rounds():
 def test_shapes_with_numbers_are_passed_on():
     rule = StopRule(measured())
     for shape in (LevelShape((1, 1)), UntilShape(CHAIN.tree, 0.3)):
-        rule.begin(Arm("mamba", shape))
-        assert rule.resolved(shape) == shape
+        arm = Arm("mamba", shape)
+        assert rule.resolved(arm) == arm
 
 
 def test_a_slower_drafter_stops_sooner():
     found = []
     for level_us in (500, 2000, 8000):
         rule = StopRule(measured(level_us))
-        rule.begin(ARM)
-        found.append(rule.resolved(CHAIN).h)
+        found.append(rule.resolved(ARM).shape.h)
     assert found[0] > found[1] > found[2]
 
 
