@@ -219,7 +219,8 @@ def generate(
         str,
         typer.Option(
             help="auto: a policy picks the shape of every round. off: no trees. Or a shape for every round: 3,2,1, "
-            "nodes(2,1), beam(4,3), dynamic(6,5,24) or, without a drafter, proposed(7). Changes no token."
+            "nodes(2,1), beam(4,3), dynamic(6,5,24), until(0.6,8), until(auto,8) or, without a drafter, proposed(7). "
+            "Changes no token."
         ),
     ] = "auto",
     policy: Annotated[str, typer.Option(help="The policy of auto. Default: the server's.")] = "",
