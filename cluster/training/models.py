@@ -23,8 +23,9 @@ from tree_layers.errors import CheckpointError
 from tree_layers.weights import read_checkpoint
 
 from cluster.checkpoints import check_library_has, check_weights, target_facts
-from cluster.config import DrafterConfig, TargetConfig, resolved_path
+from cluster.config import DrafterConfig, TargetConfig
 from cluster.hub import fetched_model
+from cluster.model_paths import resolved_path
 from cluster.pairing import fit_of
 from cluster.router.tokenizer import CheckpointTokenizer
 from cluster.training.transplant import Transplant, transplant
