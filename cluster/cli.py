@@ -331,6 +331,13 @@ def train_drafter(context: typer.Context) -> None:
     _run_from("cluster.training.command", "drafter", context)
 
 
+@train.command("head", context_settings=ELSEWHERE, add_help_option=False)
+def train_head(context: typer.Context) -> None:
+    """Train an acceptance head for a drafter of a configuration: the chances that its guesses come true, learned from
+    the target's answers to your texts."""
+    _run_from("cluster.training.head_command", "head", context)
+
+
 @app.command("certify", context_settings=ELSEWHERE, add_help_option=False)
 def certify(context: typer.Context) -> None:
     """Check that answers have the target's own tokens whatever the speculation. Exit status 1 where a check fails."""

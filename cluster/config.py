@@ -204,6 +204,9 @@ class DrafterConfig(ModelConfig):
     form: Literal["auto", "eager", "fused"] = "auto"
     """How the model computes: one compiled call per forward (fused: Mambas, on a CPU), or one torch operation after the
     other (eager). auto: fused where it can be had."""
+    head: Path | None = None
+    """The file of an acceptance head of this drafter, which `dendro train head` makes: the chances of its guesses are
+    then learned. Default: none, and chances are calibrated while it drafts."""
 
 
 class Router(Section):
@@ -439,7 +442,10 @@ def _resolved(where: str, model: ModelConfig, folder: Path) -> ModelConfig:
     """The model with absolute folders; a path that is not a folder and may be a name on the hub is unchanged. Raises
     BadRequest for a revision of a folder."""
     paths = {"checkpoint": model.checkpoint, **({} if model.tokenizer is None else {"tokenizer": model.tokenizer})}
-    resolved = model.model_copy(update={field: resolved_path(path, folder) for field, path in paths.items()})
+    found = {field: resolved_path(path, folder) for field, path in paths.items()}
+    if isinstance(model, DrafterConfig) and model.head is not None:
+        found["head"] = (folder / model.head.expanduser()).resolve()
+    resolved = model.model_copy(update=found)
     for field, name, of in (
         ("revision", resolved.checkpoint_name, "checkpoint"),
         ("tokenizer_revision", resolved.tokenizer_name, "tokenizer"),

@@ -55,6 +55,7 @@ def drafter_options(name: str, drafter: DrafterConfig) -> DrafterOptions:
         max_sessions=drafter.max_sessions,
         longest_step_s=drafter.longest_step_s,
         form=drafter.form,
+        head=drafter.head,
     )
 
 
