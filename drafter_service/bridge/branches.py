@@ -115,9 +115,8 @@ def tail_of(ids: Sequence[int], target: ByteCodec) -> tuple[list[int], bytes]:
 
 
 def _add(top: _Node, branch: Branch, ids: Sequence[int], target: ByteCodec, depth: int) -> None:
-    """Add a branch's tokens below the root, down to a depth. The last may go on in the text that follows, so it is left
-    out unless a control token follows."""
-    kept = ids if branch.control is not None else ids[:-1]
+    """Add a branch's tokens below the root, down to a depth; the last one where it is settled."""
+    kept = ids if _last_is_settled(branch, ids, target) else ids[:-1]
     node, end = top, 0
     for token in kept[:depth]:
         end += len(target.bytes_of.get(token, b""))
@@ -126,6 +125,16 @@ def _add(top: _Node, branch: Branch, ids: Sequence[int], target: ByteCodec, dept
     if branch.control is not None and len(kept) < depth:
         token, row = branch.control
         node.below.setdefault(token, _Node()).rows.add(row)
+
+
+def _last_is_settled(branch: Branch, ids: Sequence[int], target: ByteCodec) -> bool:
+    """Whether the last token of a branch is likely to stay as it is when the text goes on: where a control token
+    follows, or it is one drafted token, which the drafter chose instead of longer ones."""
+    if branch.control is not None or not ids:
+        return True
+    starts = [0, *(end for end, _ in branch.ends)]
+    size = len(target.bytes_of.get(ids[-1], b""))
+    return starts[-1] == len(branch.text) and starts[-2] == len(branch.text) - size
 
 
 def _numbered(top: _Node, root: int, drafted: DraftTree, shape: TreeShape) -> DraftTree:

@@ -12,6 +12,7 @@ import numpy as np
 import other_tokenizers
 import pytest
 import tiny_models
+import yaml
 from dendro.answer import Speculation
 from dendro.calls import CloseCall, DraftCall, OpenCall, RequestParameters, TextUpdate, new_opening
 from dendro.engine import started
@@ -21,10 +22,12 @@ from dendro.state import MemoryStates
 from dendro.text import Limits, Sampling, Tokens
 from dendro.wire import drafter_call_from, drafter_call_message
 from tree_layers.checkpoint import read_facts
+from typer.testing import CliRunner
 
+from cluster import cli
 from cluster.checking import examine
 from cluster.checkpoints import check_pairs, read_cluster
-from cluster.config import Config
+from cluster.config import DEMO_MODELS, Config
 from cluster.engines import load_bridge, load_drafter
 from cluster.running import local_client
 from drafter_service.bridge.drafter import BridgedDrafter
@@ -299,3 +302,22 @@ def test_check_and_the_log_say_which_bridge_runs_and_how_many_tokens_are_common(
     assert isinstance(engine, BridgedDrafter) and isinstance(engine.engine, DrafterEngine)
     assert "bridge intersection, as the tokenizers differ" in caplog.text
     assert "drafter d for target t: bridge intersection; 257 of the drafter's 299 tokens" in caplog.text
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("bridge", ["string", "intersection"])
+def test_certify_keeps_every_promise_with_a_bridge(tmp_path, bridge):
+    other_tokenizers.write_permuted(DEMO_MODELS / "mamba2", tmp_path / "other")
+    sections = {
+        "targets": {"demo": {"checkpoint": str(DEMO_MODELS / "target")}},
+        "drafters": {"other": {"checkpoint": str(tmp_path / "other"), "bridge": bridge}},
+        "speculation": {"proposers": ["lookup"]},
+    }
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(sections))
+    done = CliRunner().invoke(
+        cli.app, ["certify", str(tmp_path / "cluster.yaml"), "--quick", "--local", "--json", str(tmp_path / "r.json")]
+    )
+    assert done.exit_code == 0, done.output
+    promises = json.loads((tmp_path / "r.json").read_text())["promises"]
+    assert promises and all(promise["kept"] for promise in promises)

@@ -72,7 +72,7 @@ def test_bytes_round_trip_and_no_character_is_replaced(coded, name: str, sample:
 ANY_TEXT = st.one_of(st.binary(max_size=8), st.sampled_from([*SAMPLES.values()]).map(str.encode))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(st.sampled_from(NAMES), st.lists(ANY_TEXT, max_size=4), st.integers(0, 40), st.integers(0, 40))
 def test_any_bytes_round_trip_also_where_a_character_is_split(coded, name, parts, start, stop):
     """SentencePiece's sign for a space is text that its tokenizers cannot tell from a space."""
@@ -146,7 +146,7 @@ def test_a_translated_text_has_the_same_bytes(coded, pair, sample: str):
     assert found == (b" " if drafter.prefixes else b"") + data.removeprefix(b" " if target.prefixes else b"")
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=25)
 @given(pair=st.sampled_from(PAIRS), data=st.data())
 def test_however_a_text_grows_and_is_cut_its_translation_is_that_of_the_whole(coded, pair, data):
     """Any ids, so also bytes that are no UTF-8, in any steps, with any cuts."""
@@ -312,10 +312,10 @@ def test_a_drafted_chain_is_encoded_together_with_the_texts_end(coded):
     made = through("string", target, drafter, chain(drafted), text, "(" + "1," * 30 + ")")
     whole = target.encode(text + b"(s, **kw)\n")
     assert whole[: len(target.encode(text))] == target.encode(text)
-    assert made.tokens.tolist() == [target.encode(text)[-1], *whole[len(target.encode(text)) : -1]]
+    assert made.tokens.tolist() == [target.encode(text)[-1], *whole[len(target.encode(text)) :]]  # both have `\n`
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=25)
 @given(pair=st.sampled_from(PAIRS), kind=st.sampled_from(["string", "intersection"]), data=st.data())
 def test_a_tree_keeps_the_shapes_limits_and_every_path_is_a_drafted_text(coded, pair, kind, data):
     target, drafter = (coded[name] for name in pair)
@@ -357,30 +357,28 @@ def test_branches_with_one_beginning_share_its_rows_and_their_chances_add_up(cod
     made = target_tree(
         drafted, target.encode(b"x"), TreeShape.parse("(3,3,3)"), target, drafter, VocabularyMap.of(target, drafter)
     )
-    assert texts_of(made, target) == [b"", b"a", b"ab"]  # `c` may go on
-    assert np.exp(made.values).tolist() == pytest.approx([1, 1 / 2 + 1 / 4, 1 / 2 + 1 / 8])
+    assert texts_of(made, target) == [b"", b"a", b"ab", b"abc"]
+    assert np.exp(made.values).tolist() == pytest.approx([1, 1 / 2 + 1 / 4, 1 / 2 + 1 / 8, 1 / 3 + 1 / 16])
 
 
-def test_the_last_token_of_a_branch_is_left_out_unless_a_control_token_follows(coded):
-    target, drafter = coded["code"], coded["half"]
-    end = 0  # of both
-    ids = drafter.encode(b"(self):")
-    made = through("string", target, drafter, chain(ids), b"def f", "(1,1,1,1,1,1,1,1)")
-    assert texts_of(made, target)[-1] != b"(self):"
-    made = through("string", target, drafter, chain([*ids, end]), b"def f", "(1,1,1,1,1,1,1,1)")
-    assert texts_of(made, target)[-2] == b"(self):" and made.tokens[-1] == 0
+def test_the_last_token_of_a_branch_is_kept_where_it_is_one_drafted_token_or_a_control_token_follows(coded):
+    """The drafter chose `a` though it has longer tokens. Of `ab` the target's last token `b` may go on, as in `bc`."""
+    target, drafter = coded["bytes"], of(other_tokenizers.byte_level(["ab ab ab"], 260))
+    a, b, ab = (drafter.id_of[data] for data in (b"a", b"b", b"ab"))
+    for tokens, wanted in (([a], b"a"), ([a, b], b"ab"), ([ab], b"a"), ([a, ab], b"aa"), ([ab, 0], b"a")):
+        made = through("string", target, drafter, chain(tokens), b"x", "(1,1,1,1,1)")
+        assert texts_of(made, target)[-1] == wanted
+    mapped = of(other_tokenizers.byte_level(["x"], 257))  # it has the end of text too
+    made = through("string", mapped, drafter, chain([ab, 0]), b"x", "(1,1,1,1,1)")
+    assert [mapped.decode([token]) for token in made.tokens[1:].tolist()] == [b"a", b"b", b""]
 
 
 def test_a_control_token_that_the_target_lacks_ends_a_branch(coded):
     target, drafter = coded["bytes"], coded["half"]
-    made = through(
-        "string", target, drafter, chain([*drafter.encode(b"ab"), 0, *drafter.encode(b"cd")]), b"x", "(1,1,1,1)"
-    )
-    assert texts_of(made, target)[-1] == b"a"
-    made = through(
-        "intersection", target, drafter, chain([drafter.id_of[b"a"], 0, drafter.id_of[b"b"]]), b"x", "(1,1,1)"
-    )
-    assert texts_of(made, target)[-1] == b"a" and made.rows == 2
+    a, b = drafter.id_of[b"a"], drafter.id_of[b"b"]
+    for kind in KINDS:
+        made = through(kind, target, drafter, chain([a, 0, b]), b"x", "(1,1,1)")
+        assert texts_of(made, target)[-1] == b"a" and made.rows == 2
 
 
 def test_the_intersection_keeps_the_trees_form_and_values(coded):
