@@ -33,7 +33,7 @@ from cluster.proposers import PROPOSERS
 DEMO_MODELS = Path(__file__).parent / "demo" / "models"
 
 Dtype = Literal["bfloat16", "float16", "float32"]
-Bridge = Literal["auto", "none", "string", "intersection"]
+BridgeChoice = Literal["auto", "none", "string", "intersection"]
 
 
 def _shape_text(text: str) -> str:
@@ -209,7 +209,7 @@ class DrafterConfig(ModelConfig):
     """A drafter deployment, of a `mamba`, `mamba2`, `llama`, `qwen2` or `qwen3` checkpoint."""
 
     targets: tuple[str, ...] = ()  # empty: all
-    bridge: Bridge = "auto"
+    bridge: BridgeChoice = "auto"
     """What translates between its tokenizer and a target's (docs/bridge.md). none: nothing; another one is refused."""
     form: Literal["auto", "eager", "fused"] = "auto"
     """fused: one compiled call per forward (Mambas, on a CPU); eager: torch's operations; auto: fused where it can."""

@@ -70,7 +70,7 @@ def load_bridge(name: str, drafter: DrafterConfig, of: str, target: TargetConfig
     sides = [_tokens_of(f"targets.{of}", target), _tokens_of(f"drafters.{name}", drafter)]
     (_, _, target_facts), (_, _, drafter_facts) = sides
     pairing = pairing_of(target_facts, drafter_facts, drafter.bridge)
-    if not pairing.bridge:
+    if pairing.bridge is None:
         return None
     tokenizers = []
     for field, folder, facts in sides:

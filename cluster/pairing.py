@@ -14,13 +14,14 @@ from tree_layers.checkpoint import Facts
 from tree_layers.token_bytes import NO_FORM
 from tree_layers.tokens import TokenTable
 
-from cluster.config import Bridge
+from cluster.config import BridgeChoice
 
 ONE_IN = 100
 """A drafter is refused where more than one text in ONE_IN differs. Tokenizers of one family differ in no token or one,
 those of two families in thousands."""
 SHOWN = 3
-DEFAULT_BRIDGE: Literal["string", "intersection"] = "intersection"
+BridgeName = Literal["string", "intersection"]
+DEFAULT_BRIDGE: BridgeName = "intersection"
 """What runs where the tokenizers differ and the configuration names no bridge."""
 
 
@@ -81,21 +82,21 @@ class Pairing:
     """How a drafter serves a target: as they are, through a bridge, or not at all."""
 
     fit: TokenFit
-    bridge: Literal["", "string", "intersection"]  # empty: none
+    bridge: BridgeName | None
     refusal: str  # why it cannot draft for the target; empty: it can
     why: str  # why there is a bridge; empty without one
 
 
-def pairing_of(target: Facts, drafter: Facts, bridge: Bridge) -> Pairing:
+def pairing_of(target: Facts, drafter: Facts, bridge: BridgeChoice) -> Pairing:
     """How a drafter whose configuration has this `bridge` serves a target."""
     fit = fit_of(target, drafter)
     if bridge == "none" or (bridge == "auto" and fit.fits):
-        return Pairing(fit, "", fit.refusal, "")
+        return Pairing(fit, None, fit.refusal, "")
     for side, facts in (("drafter", drafter), ("target", target)):
         if facts.tokens is None or not facts.tokens.form:
             missing = "it has no tokenizer" if facts.tokens is None else NO_FORM
             reason = f"no bridge can be made for the {side}: {missing}"
-            return Pairing(fit, "", f"{fit.refusal}; {reason}" if fit.refusal else reason, "")
+            return Pairing(fit, None, f"{fit.refusal}; {reason}" if fit.refusal else reason, "")
     kind = DEFAULT_BRIDGE if bridge == "auto" else bridge
     why = f"the configuration names {kind}"
     if fit.refusal:

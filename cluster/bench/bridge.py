@@ -11,7 +11,7 @@ from dendro.answer import Speculation
 
 from cluster.bench.measurement import Begin, Step
 from cluster.bench.report import Cells, Report, Row, machine_facts, number, target_fact
-from cluster.config import Bridge, Config
+from cluster.config import BridgeChoice, Config
 from cluster.running import local_client
 
 OFF = "off"
@@ -25,7 +25,7 @@ class BridgeCase:
 
     drafter: str
     checkpoint: Path
-    bridge: Bridge
+    bridge: BridgeChoice
 
     def config(self, target: Path) -> Config:
         """The drafter is in float32: its guesses then depend on the text alone."""

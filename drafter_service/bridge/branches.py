@@ -60,11 +60,10 @@ def target_tree(
     """
     branches = branches_of(drafted, drafter, vocabulary)
     tail, data = tail_of(ids, target)
-    together = target.encode_all([data + branch.text for branch in branches])
-    alone = target.encode_all([branch.text for branch in branches])
     top = _Node()
-    for branch, whole, part in zip(branches, together, alone, strict=True):
-        _add(top, branch, whole[len(tail) :] if whole[: len(tail)] == tail else part, target, shape.depth)
+    for branch, whole in zip(branches, target.encode_all([data + branch.text for branch in branches]), strict=True):
+        goes_on = whole[: len(tail)] == tail
+        _add(top, branch, whole[len(tail) :] if goes_on else target.encode(branch.text), target, shape.depth)
     return _numbered(top, ids[-1], drafted, shape)
 
 

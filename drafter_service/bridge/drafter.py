@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from dendro.calls import CloseCall, Closed, DraftCall, Hello, OpenCall, Opened, PeerText, TextUpdate
+from dendro.clock import Clock, microseconds
 from dendro.errors import BadRequest, NotFound
 from dendro.long_work import off_loop
 from dendro.tree import DraftTree
@@ -65,9 +67,10 @@ class BridgedDrafter:
     `Opened` and `Closed` count tokens of the drafter. A tree of a bridged text has no trace of ranks.
     """
 
-    def __init__(self, engine: DrafterEngine, bridges: Mapping[str, Bridge]) -> None:
+    def __init__(self, engine: DrafterEngine, bridges: Mapping[str, Bridge], clock: Clock = time.monotonic) -> None:
         """bridges: by the fingerprint of the target's tokenizer"""
         self.engine = engine
+        self._clock = clock
         self._bridges = dict(bridges)
         self._texts: dict[bytes, _BridgedText] = {}
 
@@ -124,14 +127,18 @@ class BridgedDrafter:
         text = self._texts.get(call.update.opening)
         if text is None:
             return await self.engine.draft(call)
+        began_s = self._clock()
         update = text.follow(call.update)
         newest = text.text.ids[-LONGEST_TAIL:]
+        took_s = self._clock() - began_s
         try:
             drafted = await self.engine.draft(replace(call, update=update), call.update.base - update.base)
         except BaseException:
             text.translation.unchanged = min(text.translation.unchanged, update.start)  # the engine may lack them
             raise
-        return text.bridge.tree(drafted, newest, call.shape)
+        began_s = self._clock()
+        tree = text.bridge.tree(drafted, newest, call.shape)
+        return replace(tree, draft_us=drafted.draft_us + microseconds(took_s + self._clock() - began_s))
 
     async def close(self, call: CloseCall) -> Closed:
         """As of the engine."""
