@@ -404,6 +404,12 @@ def bench_targets(context: typer.Context) -> None:
     _run_from("cluster.bench.many_targets_command", "bench_targets", context)
 
 
+@bench.command("bridge", context_settings=ELSEWHERE, add_help_option=False)
+def bench_bridge(context: typer.Context) -> None:
+    """Measure a drafter of another tokenizer through each bridge."""
+    _run_from("cluster.bench.bridge_command", "bench_bridge", context)
+
+
 def main() -> None:
     """The entry point. A DendroError is printed as one line; exit status 2 for bad input, else 1."""
     try:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from dendro.text import Sampling
+from dendro.tree import IntArray
 from torch import Tensor
 from tree_kernels.acceptance_head.cpu import HeadCalls
 from tree_kernels.noise import NoiseRows
@@ -15,6 +16,7 @@ from tree_kernels.ranking import Orders
 from tree_kernels.warp import Warp, drafter_ranking
 
 from drafter_service.acceptance_head import AcceptanceHead
+from drafter_service.mapped_noise import MappedNoise
 from drafter_service.models import DrafterModel
 from drafter_service.models.memory import FusedMemory
 from drafter_service.plan import Chains, DraftOutcome, DraftPlan, Level, Levels, TextFold
@@ -28,10 +30,10 @@ class DraftLaw:
 
     warp: Warp
     vocabulary: int  # guesses are below it: the smaller of the drafter's and the target's
-    noise: NoiseRows | None  # None at temperature 0
+    noise: NoiseRows | MappedNoise | None  # None at temperature 0 of the target's own ids
 
     def noise_of(self, position: int) -> Tensor | None:
-        """[vocabulary] noise of the token at a position; None at temperature 0."""
+        """[vocabulary] noise of the token at a position of the target's text; None where there is none."""
         return None if self.noise is None else self.noise.row(position)
 
 
@@ -60,12 +62,21 @@ class DraftRunner:
         """Whether a plan of this session may have `Levels`."""
         return self._fused is not None and not self._laws[session].warp.masks
 
-    def admit(self, session: int, sampling: Sampling, vocabulary: int) -> None:
-        """Set how a session's guesses are ordered. vocabulary: the target's."""
+    def admit(self, session: int, sampling: Sampling, vocabulary: int, noise_ids: IntArray | None = None) -> None:
+        """Set how a session's guesses are ordered. vocabulary: the target's   noise_ids: as of `DrafterEngine.open`"""
         warp = Warp(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+        if noise_ids is not None:
+            self._laws[session] = self._mapped_law(warp, sampling, noise_ids)
+            return
         guessed = min(vocabulary, self.model.vocabulary)
         rows = NoiseRows(sampling.seed, guessed, sampling.sample_index)
         self._laws[session] = DraftLaw(warp, guessed, None if warp.greedy else rows)
+
+    def _mapped_law(self, warp: Warp, sampling: Sampling, noise_ids: IntArray) -> DraftLaw:
+        if warp.greedy:  # logits / 1 plus a mask: the order of the logits, of ids that may be guessed
+            return DraftLaw(Warp(1.0), len(noise_ids), MappedNoise(None, noise_ids))
+        rows = NoiseRows(sampling.seed, int(noise_ids.max()) + 1, sampling.sample_index)
+        return DraftLaw(warp, len(noise_ids), MappedNoise(rows, noise_ids))
 
     def forget(self, session: int) -> None:
         """Drop a session's law, if there is one."""
