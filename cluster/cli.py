@@ -218,8 +218,8 @@ def generate(
     stop: Annotated[
         list[str] | None,
         typer.Option(
-            help="End the answer at this string; its text ends before it. May be given several times. In bash, $'\\n' is "
-            "a line break.",
+            help="End the answer at this string; its text ends before it. May be given several times. In bash, "
+            "$'\\n' is a line break.",
             show_default=False,
         ),
     ] = None,
