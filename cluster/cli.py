@@ -215,6 +215,15 @@ def generate(
     min_p: Annotated[float, typer.Option("--min-p", help="0 keeps all.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Default: the session's, or drawn and reported.")] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens")] = 128,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="End the answer at this string; its text ends before it. May be given several times. In bash, "
+            "$'\\n' is a line break.",
+            show_default=False,
+        ),
+    ] = None,
+    include_stop: Annotated[bool, typer.Option("--include-stop", help="End the text after the stop string.")] = False,
     speculation: Annotated[
         str,
         typer.Option(
@@ -253,6 +262,8 @@ def generate(
         "min_p": min_p,
         "seed": seed,
         "max_new_tokens": max_new_tokens,
+        "stop": stop or (),
+        "include_stop": include_stop,
         "speculation": Speculation.parse(speculation, policy, max_nodes, draft_deadline_ms),
     }
 
