@@ -24,11 +24,12 @@ class Arm:
     depth: int = field(init=False, repr=False, compare=False)
     off: bool = field(init=False, repr=False, compare=False)
     drafted: bool = field(init=False, repr=False, compare=False)
+    stops: bool = field(init=False, repr=False, compare=False)
     proposed: bool = field(init=False, repr=False, compare=False)
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("rows", "depth", "off", "drafted"):
+        for name in ("rows", "depth", "off", "drafted", "stops"):
             object.__setattr__(self, name, getattr(self.shape, name))
         object.__setattr__(self, "proposed", isinstance(self.shape, ProposedShape))
         object.__setattr__(self, "_hash", hash((self.maker, self.shape)))

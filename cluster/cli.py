@@ -219,7 +219,8 @@ def generate(
         str,
         typer.Option(
             help="auto: a policy picks the shape of every round. off: no trees. Or a shape for every round: 3,2,1, "
-            "nodes(2,1), beam(4,3), dynamic(6,5,24) or, without a drafter, proposed(7). Changes no token."
+            "nodes(2,1), beam(4,3), dynamic(6,5,24), until(0.6,8), until(auto,8) or, without a drafter, proposed(7). "
+            "Changes no token."
         ),
     ] = "auto",
     policy: Annotated[str, typer.Option(help="The policy of auto. Default: the server's.")] = "",
@@ -364,6 +365,12 @@ def bench_context(context: typer.Context) -> None:
 def bench_trees(context: typer.Context) -> None:
     """Compare arms, and the policies that choose among them, on recorded answers."""
     _run_from("cluster.bench.trees_command", "bench_trees", context)
+
+
+@bench.command("stopping", context_settings=ELSEWHERE, add_help_option=False)
+def bench_stopping(context: typer.Context) -> None:
+    """Compare when drafts stop: fixed lengths, fixed h, and the marginal rule."""
+    _run_from("cluster.bench.stopping_command", "bench_stopping", context)
 
 
 @bench.command("tree-scan", context_settings=ELSEWHERE, add_help_option=False)

@@ -197,8 +197,8 @@ class TargetConfig(ModelConfig):
 
 
 class DrafterConfig(ModelConfig):
-    """A drafter deployment, of a `mamba`, `mamba2`, `llama`, `qwen2` or `qwen3` checkpoint. It serves every target
-    that shares its tokenizer, or only those named in `targets`."""
+    """A drafter deployment, of a checkpoint of any kind in `drafter_service.models.MODELS`. It serves every target that
+    shares its tokenizer, or only those named in `targets`."""
 
     targets: tuple[str, ...] = ()
     form: Literal["auto", "eager", "fused"] = "auto"

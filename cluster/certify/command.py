@@ -15,7 +15,7 @@ import typer
 from dendro.client import Asking, AsyncClient
 from dendro.engine import started
 from dendro.errors import BadRequest
-from dendro.shapes import BeamShape, DynamicShape, NodeShape
+from dendro.shapes import BeamShape, DynamicShape, MarginalShape, NodeShape, UntilShape
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -35,7 +35,13 @@ from drafter_service.options import DTYPES
 from verifier_service.engine import VerifierEngine
 
 PROMPT_TOKENS = 128
-OF_EACH_KIND = (NodeShape((2, 1, 1)), BeamShape(3, 2), DynamicShape(2, 3, 5))
+OF_EACH_KIND = (
+    NodeShape((2, 1, 1)),
+    BeamShape(3, 2),
+    DynamicShape(2, 3, 5),
+    UntilShape(DynamicShape(1, 6, 6), 0.5),
+    MarginalShape(DynamicShape(2, 3, 5)),
+)
 """Shapes of the kinds that no default arm has."""
 
 

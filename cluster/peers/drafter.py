@@ -159,7 +159,7 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
             self._release(opening, text)
             self._back_off()
             return self._root_alone(text, "failed", wall_s)
-        self._pace.drafted(self.name, wall_s, shape.depth)
+        self._pace.drafted(self.name, wall_s, _levels(tree, shape))
         self._pause_s = FIRST_BACKOFF_S
         return tree
 
@@ -211,7 +211,7 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
         released."""
         await asyncio.wait({work}, timeout=FROZEN_S)
         if work.done() and not work.cancelled() and work.exception() is None:
-            self._pace.drafted(self.name, self._clock() - began_s, shape.depth)
+            self._pace.drafted(self.name, self._clock() - began_s, _levels(work.result(), shape))
             return
         work.cancel()
         if not self._closed:
@@ -300,6 +300,11 @@ class DrafterHandles:
     async def close(self, text: Text) -> None:
         """Close the opening at each drafter, all at once."""
         await asyncio.gather(*(handle.close(text) for handle in self.handles.values()))
+
+
+def _levels(tree: DraftTree, shape: TreeShape) -> int:
+    """The levels that were drafted."""
+    return tree.depth if shape.stops else shape.depth
 
 
 class NoDrafter:

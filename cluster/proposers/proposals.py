@@ -79,7 +79,9 @@ class Proposals:
             return await self._drafter.draft(text, arm)
         self._propose(text)
         tree = await self._drafter.draft(text, arm)
-        return merge([tree, *self._trees], self._rows(arm), self._max_depth)
+        # What a draft that stopped in time left out is not worth its verification: proposals do not fill these rows.
+        rows = tree.rows if arm.shape.stops and not tree.missed else arm.rows
+        return merge([tree, *self._trees], self._rows(rows, arm.drafted), self._max_depth)
 
     async def close(self, text: Text) -> None:
         """As the drafter's: never raises, and may be called again."""
@@ -106,8 +108,9 @@ class Proposals:
                 self._proposed.append((proposer.name, proposal))
         self._trees = [self._chances.tree(name, proposal) for name, proposal in self._proposed]
 
-    def _rows(self, arm: Arm) -> int:
-        return min(self._sizes().padded(arm.rows) if arm.drafted else arm.rows, self._max_rows)
+    def _rows(self, rows: int, drafted: bool) -> int:
+        """The most rows of a merged tree; `rows` without the proposals that only fill a padded step."""
+        return min(self._sizes().padded(rows) if drafted else rows, self._max_rows)
 
 
 @dataclass(slots=True)

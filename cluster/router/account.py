@@ -14,6 +14,7 @@ from dendro.v1 import generation_pb2 as pb
 from cluster.arms import OFF_ARM, Arm
 from cluster.policies import Experience, Offer, RunningRequest
 from cluster.policies.prior import Prior
+from cluster.policies.stopping import StopRule
 from cluster.router.speculation import SpeculationPlan
 
 
@@ -33,6 +34,7 @@ class RoundAccount:
         self._policy = plan.policy
         self._chosen = plan.adaptive  # a policy chooses among the configured arms
         self._experience = experience
+        self.stopping = StopRule(experience) if plan.stops else None
         self.running = running
         self._clock = clock  # seconds
         self._began_s = self._first_s = 0.0
@@ -62,6 +64,8 @@ class RoundAccount:
         if not first:  # the first also waits for the text to be opened
             disturbed = self._disturbed or self._experience.concurrency.opening > 0
             self._experience.learn_time(arm, tree, verdict, took_us, disturbed)
+        if self.stopping is not None:
+            self.stopping.learn(verdict, None if first else self._experience.share_us(tree, verdict, took_us))
         self._count(arm, tree, verdict)
         self._time(tree, verdict, int(took_us), now_s, first)
 

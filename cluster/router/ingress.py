@@ -44,6 +44,7 @@ from cluster.router.admission import (
 from cluster.router.ports import DrafterPort, HandlePort, PeersPort
 from cluster.router.priors import Priors
 from cluster.router.rounds import rounds
+from cluster.router.stopping import StoppingDrafter
 from cluster.router.tokenizer import TextStream
 from cluster.sessions import KEPT_TURNS, Record, Sessions, Turn
 
@@ -196,6 +197,8 @@ class Ingress:
         verifier = self._peers.verifier(name, text)
         verifier.stays_off = account.stays_off
         drafter: DrafterPort = self._peers.drafters(name, text, account.running, plan.deadline_s, plan.adaptive)
+        if account.stopping is not None:
+            drafter = StoppingDrafter(drafter, account.stopping)
         shared = job.experience.concurrency
         proposals = self._libraries[name].around(
             drafter, job.tenant, plan.proposed_rows, job.sampling.temperature, lambda: shared.sizes

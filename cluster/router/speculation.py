@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dendro.errors import BadRequest
-from dendro.shapes import MAX_ROWS, ProposedShape, TreeShape
+from dendro.shapes import MAX_ROWS, MarginalShape, ProposedShape, TreeShape
 from dendro.text import Sampling
 from dendro.v1 import generation_pb2 as pb
 
@@ -36,6 +36,7 @@ class SpeculationPlan:
     free: bool = False  # the configured policy without bounds of its own: speculation trials may include the request
     proposed_rows: int = 1  # most rows of a tree with proposals; 1: none are added to a fixed shape that is drafted
     deadline_s: float = math.inf  # the request's limit on a round's wait for its draft
+    stops: bool = False  # whether an arm is `until(auto,...)`, whose numbers are computed before each round
     adaptive: bool = True  # whether a round may stop waiting for a slow draft sooner; False in modes off and fixed
     names_drafters: bool = False  # whether statistics name the drafter beside the shape: the target has several
 
@@ -68,6 +69,7 @@ def plan_speculation(
         Static(arm),
         proposed_rows=1 if arm.drafted else arm.rows,
         deadline_s=_deadline_s(speculation),
+        stops=isinstance(arm.shape, MarginalShape),
         adaptive=False,
         names_drafters=config.names_drafters(target),
     )
@@ -89,6 +91,7 @@ def _auto(
         name == config.speculation.policy and not bounded,
         rows,
         _deadline_s(speculation),
+        stops=any(isinstance(arm.shape, MarginalShape) for arm in arms),
         names_drafters=config.names_drafters(target),
     )
 

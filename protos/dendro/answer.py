@@ -93,9 +93,7 @@ class Speculation:
     """
 
     mode: Mode = Mode.AUTO
-    shape: str = (
-        ""  # with FIXED: "(3,2,1)", "small:(3,2,1)", "nodes(2,1)", "beam(4,3)", "dynamic(6,5,24)", "proposed(7)"
-    )
+    shape: str = ""  # with FIXED: "(3,2,1)", "small:(3,2,1)", "dynamic(6,5,24)", "until(0.6,8)", "proposed(7)", ...
     policy: str = ""  # with AUTO, the policy that picks the shapes; empty: the server's
     max_nodes: int | None = None  # the most guesses in a round; None: the target's limit
     deadline_ms: int | None = None  # the longest that a round waits for its draft; None: the server's limit

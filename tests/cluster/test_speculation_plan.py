@@ -62,7 +62,9 @@ def test_every_field_is_in_the_message_and_fields_left_out_stay_absent():
 
 
 @pytest.mark.parametrize(
-    "shape", ["(3,2,1)", "3,2,1", "nodes(2,1)", "beam(4,3)", "dynamic(3,2,6)", "proposed(7)", "off"]
+    "shape",
+    ["(3,2,1)", "3,2,1", "nodes(2,1)", "beam(4,3)", "dynamic(3,2,6)", "until(0.6,8)", "until(auto,8)", "proposed(7)"]
+    + ["off"],
 )
 def test_every_kind_of_shape_can_be_fixed(shape: str):
     plan = planned(Speculation(Mode.FIXED, shape))
@@ -95,6 +97,19 @@ def test_auto_chooses_among_the_shapes_of_all_drafters():
     policy = planned("auto", **TWO_DRAFTERS).policy
     assert isinstance(policy, RatioUCB)
     assert [str(arm) for arm in policy.arms] == ["off", "mamba:(1,1,1)", "small:(1,1,1)", "mamba:(2,1)", "small:(2,1)"]
+
+
+@pytest.mark.parametrize("text", ["until(0,8)", "until(1,8)", "until(0.6,0)", "until(0.12345,8)", "until(0.6,9)"])
+def test_a_stop_rule_with_a_bad_number_is_refused_by_the_name_of_the_field(text: str):
+    """The target's greatest depth is 8."""
+    with pytest.raises(BadRequest, match="^speculation.shape"):
+        planned(Speculation(Mode.FIXED, text))
+
+
+def test_a_plan_knows_whether_an_arms_numbers_are_computed_before_each_round():
+    assert planned(Speculation(Mode.FIXED, "until(auto,8)")).stops
+    assert not planned(Speculation(Mode.FIXED, "until(0.6,8)")).stops
+    assert not planned(Speculation()).stops
 
 
 def test_proposals_may_have_more_guesses_than_the_targets_greatest_depth():

@@ -242,8 +242,9 @@ class Speculation(_message.Message):
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     mode: Global___Speculation.Mode.ValueType
     shape: _builtins.str
-    """shape is the shape of FIXED, such as "(3,2,1)", "nodes(2,1)", "beam(4,3)", "dynamic(6,5,24)" or "proposed(7)". It
-    may name its drafter, "small:(3,2,1)"; without a name the target's first drafter makes the trees. Empty otherwise.
+    """shape is the shape of FIXED, such as "(3,2,1)", "nodes(2,1)", "beam(4,3)", "dynamic(6,5,24)", "until(0.6,8)",
+    "until(auto,8)" or "proposed(7)". It may name its drafter, "small:(3,2,1)"; without a name the target's first drafter
+    makes the trees. Empty otherwise.
     """
     policy: _builtins.str
     """policy is the policy of AUTO. Empty: the server's."""
