@@ -357,10 +357,10 @@ class Config(Section):
             for target in drafter.targets:
                 if target not in self.targets:
                     raise ValueError(f"drafters.{name}.targets: there is no target {target!r}")
-        for drafter, shape in self.speculation.parsed:
-            if drafter and drafter not in self.drafters:
-                arm = Arm(drafter, shape)
-                raise ValueError(f"speculation.arms: {arm} names a drafter that is not among drafters, {drafter!r}")
+        for maker, shape in self.speculation.parsed:
+            if maker and maker not in self.drafters:
+                arm = Arm(maker, shape)
+                raise ValueError(f"speculation.arms: {arm} names a drafter that is not among drafters, {maker!r}")
         return self
 
     @classmethod

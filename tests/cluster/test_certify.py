@@ -180,8 +180,7 @@ def test_the_arms_of_each_drafter_are_fixed_and_named_where_there_are_several():
     arms = ["off", "(1,1)", "e:(2,1)", "proposed(7)", "(3,2,1)"]  # the last has 16 rows
     config = Config.model_validate(sections | {"speculation": {"arms": arms}})
     one = command.fixed_arms(config, "t", ("e",))
-    kinds = ["nodes(2,1,1)", "beam(3,2)", "dynamic(2,3,5)", "until(0.5,6)", "until(auto,2,3,5)"]
-    assert one == ["(1,1)", "(2,1)", "proposed(7)", *kinds]
+    assert one == ["(1,1)", "(2,1)", "proposed(7)", *map(str, command.OF_EACH_KIND)]
     both = command.fixed_arms(config, "t", ("d", "e"))
     assert both[:4] == ["d:(1,1)", "e:(1,1)", "e:(2,1)", "proposed(7)"]
     assert both[4:] == [f"{name}:{shape}" for shape in command.OF_EACH_KIND for name in ("d", "e")]

@@ -56,6 +56,7 @@ class Pair:
     one: FakeDrafter = field(default_factory=FakeDrafter)
     other: FakeDrafter = field(default_factory=FakeDrafter)
     verifier: FakeVerifier = field(default_factory=FakeVerifier)
+    patient: bool = False  # whether rounds wait for their trees on a busy machine, too
     ended_s: list[float] = field(default_factory=list)  # of each round
 
     def __post_init__(self) -> None:
@@ -70,7 +71,8 @@ class Pair:
         self.peers = self.peers or Peers(CONFIG, {"demo": FakePool(self.verifier)}, self.pools, clock=clock)
         text, policy = new_text(count=count), Script(arms)
         verifier = self.peers.verifier("demo", text)
-        drafters = self.peers.drafters("demo", text, RunningRequest(Concurrency(), fixed=True))
+        gate = RunningRequest(Concurrency(), fixed=True)
+        drafters = self.peers.drafters("demo", text, gate, adaptive=not self.patient)
         assert isinstance(drafters, DrafterHandles)
         try:
             async for _ in rounds(text, drafters, verifier, policy):
@@ -176,18 +178,18 @@ async def test_a_tree_that_the_verifier_refuses_counts_against_the_drafter_that_
 async def test_a_killed_drafter_of_two_changes_no_token_and_the_others_arms_go_on():
     """Both are processes; one is killed in the twentieth round."""
     children = [await process("drafter") for _ in range(2)]
-    pair = Pair()
-    pair.pools = {
+    pair = Pair(patient=True)
+    pools = {
         name: RemotePool("drafter", [address]) for name, (_, address) in zip(("mamba", "small"), children, strict=True)
     }
-    pair.peers = Peers(CONFIG, {"demo": FakePool(pair.verifier)}, pair.pools)
+    pair.peers = Peers(CONFIG, {"demo": FakePool(pair.verifier)}, pools)
     pair.verifier.pause_s = 0.005
     try:
         _, _, policy = await pair.run(
             [ONE, OTHER], count=200, each=lambda number: children[1][0].kill() if number == 20 else None
         )
     finally:
-        for pool in pair.pools.values():
+        for pool in pools.values():
             await pool.streams.close()
         await end(*(child for child, _ in children))
     after = policy.played[22:]
