@@ -268,7 +268,7 @@ def _seat(checkpoint: Checkpoint, model: PreTrainedModel, forward: Forward) -> t
     """Let the model's attention and mixers read `forward`; returns the mixers in order."""
     mixers: list[Mixer] = []
     for module in model.modules():
-        module.dendro_seat = Seat(forward)  # type: ignore[assignment]
+        module.dendro_seat = Seat(forward)
         if is_mixer(module):
             check_activation(checkpoint.path, module)
             mixers.append(LibraryMamba1.of(module) if is_mamba1(module) else LibraryMamba2.of(module))
