@@ -33,6 +33,7 @@ from cluster.proposers import PROPOSERS
 DEMO_MODELS = Path(__file__).parent / "demo" / "models"
 
 Dtype = Literal["bfloat16", "float16", "float32"]
+BridgeChoice = Literal["auto", "none", "string", "intersection"]
 
 
 ArmText = Annotated[str, AfterValidator(canonical_arm)]
@@ -197,13 +198,16 @@ class TargetConfig(ModelConfig):
 
 
 class DrafterConfig(ModelConfig):
-    """A drafter deployment, of a checkpoint of any kind in `drafter_service.models.MODELS`. It serves every target that
-    shares its tokenizer, or only those named in `targets`."""
+    """A drafter deployment, of a checkpoint of any kind in `drafter_service.models.MODELS`."""
 
-    targets: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ()  # empty: all
+    bridge: BridgeChoice = "auto"
+    """What translates between its tokenizer and a target's (docs/bridge.md). none: nothing; another one is refused."""
     form: Literal["auto", "eager", "fused"] = "auto"
-    """How the model computes: one compiled call per forward (fused: Mambas, on a CPU), or one torch operation after the
-    other (eager). auto: fused where it can be had."""
+    """fused: one compiled call per forward (Mambas, on a CPU); eager: torch's operations; auto: fused where it can."""
+    head: Path | None = None
+    """The file of an acceptance head of this drafter, which `dendro train head` makes: the chances of its guesses are
+    then learned. Default: none, and chances are calibrated while it drafts."""
 
 
 class Router(Section):
@@ -320,8 +324,7 @@ class Grpc(Section):
     """Whether routers on one machine listen on the same port, and the kernel divides connections among them. Else each
     takes the first free port from `port` on, one for each of `router.replicas`."""
     status_port: int = Field(default=0, ge=0, le=65535)
-    """A router's own port, for its metrics and health over HTTP; the first that is free from this one on. Zero: a free
-    port."""
+    """A router's own port, for its metrics and health over HTTP: the first free one from here on. Zero: any free."""
 
     def _ports(self, first: int, routers: int) -> range:
         return range(first, min(first + routers, 65536)) if first else range(1)
@@ -439,7 +442,10 @@ def _resolved(where: str, model: ModelConfig, folder: Path) -> ModelConfig:
     """The model with absolute folders; a path that is not a folder and may be a name on the hub is unchanged. Raises
     BadRequest for a revision of a folder."""
     paths = {"checkpoint": model.checkpoint, **({} if model.tokenizer is None else {"tokenizer": model.tokenizer})}
-    resolved = model.model_copy(update={field: resolved_path(path, folder) for field, path in paths.items()})
+    found = {field: resolved_path(path, folder) for field, path in paths.items()}
+    if isinstance(model, DrafterConfig) and model.head is not None:
+        found["head"] = (folder / model.head.expanduser()).resolve()
+    resolved = model.model_copy(update=found)
     for field, name, of in (
         ("revision", resolved.checkpoint_name, "checkpoint"),
         ("tokenizer_revision", resolved.tokenizer_name, "tokenizer"),

@@ -323,10 +323,11 @@ def write_tokenizer(published: Published, folder: Path) -> None:
 HEAD = """# Published pairs
 
 Which published drafters fit which published targets, by the rule of `cluster/pairing.py`: the meaning of token ids
-decides, never the size of a vocabulary or the bytes of a file. `dendro serve` refuses a pair that does not fit, with
-the reason. The sizes below are those of the published checkpoints, kept in `tests/published.py`; the texts of their
-tokens are made up there. `tests/cluster/test_pairs.py` serves each pair that fits, with width and depth shrunk. This
-page is made by `python tests/published.py`.
+decides, never the size of a vocabulary or the bytes of a file. A pair that does not fit is served through a bridge,
+where one can be made ([bridge.md](bridge.md)), else `dendro serve` refuses it with the reason. The sizes below are
+those of the published checkpoints, kept in `tests/published.py`; the texts of their tokens are made up there.
+`tests/cluster/test_pairs.py` serves each pair that fits, with width and depth shrunk. This page is made by
+`python tests/published.py`.
 
 A drafter guesses ids below the smaller vocabulary. state-spaces publishes no tokenizer: as a drafter such a
 checkpoint fits where its count of tokens is the target's; as a target it needs `tokenizer`.

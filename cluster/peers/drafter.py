@@ -70,15 +70,17 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
         adaptive: bool = True,
         facts: Facts | None = None,
         vocabulary: int = 0,
+        tokenizer: str = "",
         clock: Clock = time.monotonic,
     ) -> None:
         """`name`: the maker of its arms. `longest_s` bounds every wait for a draft; a round that is not `adaptive`
         waits up to it. Trees must keep the verifier's limits. `facts`: of the drafter's checkpoint; replicas of another
-        one are not used. `vocabulary`: the target's by the router's facts, used until a verifier is leased."""
+        one are not used. `vocabulary`, `tokenizer`: the target's by the router's facts, used until a verifier is
+        leased."""
         super().__init__(pool, pace, clock)
         self.name = name
         self._facts = facts
-        self._vocabulary = vocabulary
+        self._target_tokens = vocabulary, tokenizer
         self.fallbacks: Counter[str] = Counter()  # rounds without the requested tree, by reason
         self.leases = 0
         self._verifier = verifier
@@ -258,9 +260,8 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
                 self._given_up = "mismatch"
                 return
             target = self._verifier.hello
-            opening = self._pending = Opening(
-                leased, text, target.vocabulary if target is not None else self._vocabulary
-            )
+            tokens = (target.vocabulary, target.tokenizer) if target is not None else self._target_tokens
+            opening = self._pending = Opening(leased, text, *tokens)
             opened = await opening.open(text)
         except (DendroError, TimeoutError) as error:
             log.info("drafter %s: %s; trying again later", self.name, error or "does not answer")

@@ -81,14 +81,14 @@ class Pace:
 class Opening(Generic[P]):
     """One opening of one text at one leased peer."""
 
-    def __init__(self, leased: Leased[P], text: Text, vocabulary: int = 0) -> None:
-        """`vocabulary` is the target's, where the peer is no verifier."""
+    def __init__(self, leased: Leased[P], text: Text, vocabulary: int = 0, tokenizer: str = "") -> None:
+        """`vocabulary` and `tokenizer` are the target's, where the peer is no verifier."""
         self.peer = leased.peer
         self.hello = leased.hello
         self.leased = leased
         self._id = new_opening()
         self._sent = 0  # tokens that the peer was sent
-        self._parameters = RequestParameters(text.sampling, text.limits, text.tenant, text.marks, vocabulary)
+        self._parameters = RequestParameters(text.sampling, text.limits, text.tenant, text.marks, vocabulary, tokenizer)
 
     async def open(self, text: Text) -> Opened:
         call = OpenCall(self.update(text), self._parameters, self.leased.token)

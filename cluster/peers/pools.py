@@ -121,12 +121,14 @@ class Peers:
         self._targets = targets
         self._drafters = drafters
         self._facts: ClusterFacts | None = None
+        self._tokenizers: dict[str, str] = {}  # fingerprints of the targets' tokenizers, whose hash takes a while
         self._paces = {target: Pace() for target in config.targets}
         self._verifiers: WeakKeyDictionary[Text, VerifierHandle] = WeakKeyDictionary()
 
     def expect(self, facts: ClusterFacts) -> None:
         """From now on, use only replicas of these checkpoints."""
         self._facts = facts
+        self._tokenizers = {name: target.tokenizer for name, target in facts.targets.items()}
 
     def verifier(self, target: str, text: Text) -> VerifierHandle:
         """A verifier for a text. Its lease and its opening run in the background."""
@@ -158,6 +160,7 @@ class Peers:
                 adaptive=adaptive,
                 facts=facts.drafters[name] if facts is not None else None,
                 vocabulary=facts.targets[target].vocabulary if facts is not None else 0,
+                tokenizer=self._tokenizers.get(target, ""),
                 clock=self._clock,
             )
 

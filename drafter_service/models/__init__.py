@@ -37,6 +37,11 @@ class DrafterModel(Protocol):
     def vocabulary(self) -> int: ...
 
     @property
+    def hidden_size(self) -> int:
+        """d, numbers of a hidden row."""
+        ...
+
+    @property
     def max_length(self) -> int:
         """Most tokens of a text."""
         ...
@@ -47,6 +52,14 @@ class DrafterModel(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [rows, d] -> [rows, V] float32."""
+        ...
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """hidden [rows, d] -> [rows, d] float32: what the model's head multiplies."""
+        ...
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Rows of the embedding for any ids >= 0 [...]."""
         ...
 
 

@@ -188,8 +188,10 @@ class LibraryMemory:
     def __init__(self, model: LibraryModel, texts: int, nodes: int) -> None:
         self._forward = model.forward
         self._keys = KeyMemory(model, texts, nodes)
-        kind = InputSlots if isinstance(model.mixers[0], LibraryMamba2) else MixedStates
-        self._states: InputSlots | MixedStates = kind(model.mixers, texts, nodes, model.dtype, model.device)  # type: ignore[arg-type]
+        slots = texts, nodes, model.dtype, model.device
+        two = [mixer for mixer in model.mixers if isinstance(mixer, LibraryMamba2)]
+        one = [mixer for mixer in model.mixers if isinstance(mixer, LibraryMamba1)]
+        self._states: InputSlots | MixedStates = InputSlots(two, *slots) if two else MixedStates(one, *slots)
 
     @property
     def layout(self) -> str:
@@ -295,6 +297,8 @@ def _probe(checkpoint: Checkpoint, model: PreTrainedModel, forward: Forward) -> 
         model.base_model(input_ids=token, position_ids=token, use_cache=False)
     except CheckpointError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from error
+    except Exception as error:  # a family's forward may raise anything
+        raise CheckpointError(f"{checkpoint.path}: its model cannot be run: {error}") from error
     shapes = set(forward.probed)
     if len(shapes) != 1:
         raise CheckpointError(
