@@ -89,7 +89,7 @@ def examine(config: Config, load: bool, show_line: Callable[[str], None]) -> Rep
         if positions is not None and target.max_length > positions:
             report.add_problem(f"targets.{name}.max_length: {target.max_length}; the model has {positions} positions")
         entry = _describe(report, "targets", name, target, facts.targets[name])
-        entry.arms = [str(arm.shape) for arm in config.arms_of(name)]
+        entry.arms = [arm.name(config.names_drafters(name)) for arm in config.arms_of(name)]
         entry.left_out = _left_out(config, name, target)
         report.targets.append(entry)
     for name, drafter in config.drafters.items():
@@ -133,12 +133,15 @@ def _describe(report: Report, section: str, name: str, model: ModelConfig, facts
 def _left_out(config: Config, name: str, target: TargetConfig) -> dict[str, str]:
     """Configured arms that a target cannot use, each with the reason."""
     reasons = {}
-    for shape in config.speculation.shapes:
+    for arm, (drafter, shape) in zip(config.speculation.arms, config.speculation.parsed, strict=True):
+        makers = config.makers_of(name, shape)
         if not target.holds(shape):
             limits = f"max_rows is {target.max_rows}, max_depth {target.max_depth}"
-            reasons[str(shape)] = f"{shape.rows} rows and depth {shape.depth}; {limits}"
-        elif not config.makes(name, shape):
-            reasons[str(shape)] = "no drafter makes it" if shape.drafted else "no proposer makes it"
+            reasons[arm] = f"{shape.rows} rows and depth {shape.depth}; {limits}"
+        elif drafter and drafter not in makers:
+            reasons[arm] = f"{drafter} does not draft for it"
+        elif not makers:
+            reasons[arm] = "no drafter makes it" if shape.drafted else "no proposer makes it"
     return reasons
 
 

@@ -19,8 +19,8 @@ def entry_line(entry: Mapping[str, Any]) -> str:
 
 
 def with_drafter(text: str, name: str, entry: Mapping[str, Any]) -> str:
-    """The same YAML with one more drafter, before the others: a target's first drafter makes its trees. Unchanged where
-    the entry is there.
+    """The same YAML with one more drafter, before the others: a fixed shape that names no drafter is the first one's.
+    Unchanged where the entry is there.
 
     Raises BadRequest for a name that is taken, and if the edit would change anything else.
     """

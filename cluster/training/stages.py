@@ -58,7 +58,11 @@ class StageFolder:
     def run(self, stage: str, work: Callable[[], Mapping[str, Any]]) -> None:
         """Do the work of a stage and write down the facts that it returns, unless that was done before."""
         if not self.done(stage):
-            _write(self._file(stage), work())
+            self.finish(stage, work())
+
+    def finish(self, stage: str, facts: Mapping[str, Any]) -> None:
+        """Write down that a stage is finished, with its facts."""
+        _write(self._file(stage), facts)
 
     def _file(self, stage: str) -> Path:
         return self.folder / f"{stage}.done.json"

@@ -50,12 +50,21 @@ class DrafterModel(Protocol):
         ...
 
 
+def _of_the_library(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> DrafterModel:
+    from drafter_service.models.library import LibraryModel  # transformers takes seconds to import
+
+    return LibraryModel.of(checkpoint, dtype, device)
+
+
+HYBRIDS = ("bamba", "falcon_h1", "granitemoehybrid", "jamba", "nemotron_h", "zamba2")
+"""Kinds with layers that attend and layers with mixers."""
 MODELS: dict[str, Callable[[Checkpoint, torch.dtype, torch.device], DrafterModel]] = {
     "llama": LlamaModel.of,
     "mamba": Mamba1Model.of,
     "mamba2": Mamba2Model.of,
     "qwen2": LlamaModel.of,
     "qwen3": LlamaModel.of,
+    **dict.fromkeys((*HYBRIDS, "granite", "mistral", "olmo2"), _of_the_library),
 }
 
 

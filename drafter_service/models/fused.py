@@ -119,13 +119,13 @@ class FusedMamba2Model(FusedEnds):
         first = model.layers[0][1]
         self.shape = first.shape
         self.set_number(shapes.GATE_EPS, first.eps)
-        self.set_number(shapes.LEAST_DT, first.dt_limit[0])
-        self.set_number(shapes.MOST_DT, first.dt_limit[1])
+        self.set_number(shapes.LEAST_DT, first.scan.dt_limit[0])
+        self.set_number(shapes.MOST_DT, first.scan.dt_limit[1])
         heads, width, size = self.shape.state.recurrent
         words = self.table.words[0]
         words[shapes.LAYERS] = len(model.layers)
         words[shapes.CHANNELS], words[shapes.HEADS], words[shapes.SIZE] = heads * width, heads, size
-        words[shapes.GROUPS], words[shapes.TAPS] = first.groups, first.conv_weight.shape[0]
+        words[shapes.GROUPS], words[shapes.TAPS] = first.scan.groups, first.scan.conv_weight.shape[0]
         words[shapes.ROUNDED_KIND], words[shapes.STORED_KIND] = kind_number(model.dtype), kind_number(torch.float32)
         self.layers = Table(len(model.layers), shapes.LAYER_WORDS)
         for number, (norm, mixer) in enumerate(model.layers):
@@ -134,15 +134,15 @@ class FusedMamba2Model(FusedEnds):
             self.layers.put_product(number, shapes.OUT_PROJ, outer)
             for word, tensor in (
                 (shapes.NORM, norm.float()),
-                (shapes.CONV_WEIGHT, mixer.conv_weight),
-                (shapes.CONV_BIAS, mixer.conv_bias),
-                (shapes.DT_BIAS, mixer.dt_bias),
-                (shapes.A, mixer.A),
-                (shapes.D, mixer.D.repeat_interleave(width)),
+                (shapes.CONV_WEIGHT, mixer.scan.conv_weight),
+                (shapes.CONV_BIAS, mixer.scan.conv_bias),
+                (shapes.DT_BIAS, mixer.scan.dt_bias),
+                (shapes.A, mixer.scan.A),
+                (shapes.D, mixer.scan.D.repeat_interleave(width)),
                 (shapes.GATE_NORM, mixer.norm.float()),
             ):
                 self.layers.put(number, word, tensor)
-        mixed = 4 * first.conv_weight.shape[1]
+        mixed = 4 * first.scan.conv_weight.shape[1]
         steps = {shapes.INNER: inner.step, shapes.MIXED: mixed, shapes.STEPS: 4 * heads, shapes.PICKED: 0}
         self.set_steps(outer.step, steps)
 
@@ -297,7 +297,7 @@ class FusedMamba1Model(FusedEnds):
         words = self.table.words[0]
         words[shapes.LAYERS] = len(model.layers)
         words[shapes.CHANNELS], words[shapes.SIZE], words[shapes.RANK] = channels, size, first.dt_proj.shape[0]
-        words[shapes.TAPS] = first.conv_weight.shape[0]
+        words[shapes.TAPS] = first.scan.conv_weight.shape[0]
         words[shapes.ROUNDED_KIND] = words[shapes.STORED_KIND] = kind_number(model.dtype)
         self.layers = Table(len(model.layers), shapes.LAYER_WORDS)
         for number, (norm, mixer) in enumerate(model.layers):
@@ -308,10 +308,10 @@ class FusedMamba1Model(FusedEnds):
             self.layers.put_product(number, shapes.PICK, picked)
             self.layers.put_product(number, shapes.DT_PROJ, steps)
             self.layers.put(number, shapes.NORM, norm.float())
-            self.layers.put(number, shapes.CONV_WEIGHT, mixer.conv_weight.float())
-            self.layers.put(number, shapes.CONV_BIAS, mixer.conv_bias.float())
-            self.layers.put(number, shapes.A, mixer.A.t().contiguous())
-            self.layers.put(number, shapes.D, mixer.D)
+            self.layers.put(number, shapes.CONV_WEIGHT, mixer.scan.conv_weight.float())
+            self.layers.put(number, shapes.CONV_BIAS, mixer.scan.conv_bias.float())
+            self.layers.put(number, shapes.A, mixer.scan.A.t().contiguous())
+            self.layers.put(number, shapes.D, mixer.scan.D)
         self.set_steps(
             outer.step,
             {

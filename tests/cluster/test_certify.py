@@ -166,9 +166,23 @@ def test_one_broken_finding_breaks_the_promise_whatever_follows():
     assert found["broken"] == ["line"]
 
 
+DRAFTER = {"checkpoint": "target", "dtype": "float32"}
+
+
+def test_the_arms_of_each_drafter_are_fixed_and_named_where_there_are_several():
+    sections = {"targets": {"t": {"checkpoint": "x", "max_rows": 8}}, "drafters": {"d": DRAFTER, "e": DRAFTER}}
+    arms = ["off", "(1,1)", "e:(2,1)", "proposed(7)", "(3,2,1)"]  # the last has 16 rows
+    config = Config.model_validate(sections | {"speculation": {"arms": arms}})
+    one = command.fixed_arms(config, "t", ("e",))
+    assert one == ["(1,1)", "(2,1)", "proposed(7)", "nodes(2,1,1)", "beam(3,2)", "dynamic(2,3,5)"]
+    both = command.fixed_arms(config, "t", ("d", "e"))
+    assert both[:4] == ["d:(1,1)", "e:(1,1)", "e:(2,1)", "proposed(7)"]
+    assert both[4:] == [f"{name}:{shape}" for shape in command.OF_EACH_KIND for name in ("d", "e")]
+
+
 @pytest.mark.long
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("drafters", [{}, {"d": {"checkpoint": "target", "dtype": "float32"}}], ids=["none", "one"])
+@pytest.mark.parametrize("drafters", [{}, {"d": DRAFTER}, {"d": DRAFTER, "e": DRAFTER}], ids=["none", "one", "two"])
 async def test_a_running_cluster_of_other_models_than_the_demo_is_certified(monkeypatch, tmp_path, drafters):
     """Its tokenizer is not the demo's, so no drafter of the demo fits it."""
     tiny_models.make_checkpoint(tmp_path / "target")
