@@ -202,12 +202,12 @@ class DrafterConfig(ModelConfig):
 
     targets: tuple[str, ...] = ()  # empty: all
     bridge: BridgeChoice = "auto"
-    """What translates between its tokenizer and a target's (docs/bridge.md). none: nothing; another one is refused."""
+    """What translates between its tokenizer and a target's (docs/bridge.md). auto: nothing where they agree, else a
+    bridge; none: nothing, and a target of another tokenizer is refused."""
     form: Literal["auto", "eager", "fused"] = "auto"
     """fused: one compiled call per forward (Mambas, on a CPU); eager: torch's operations; auto: fused where it can."""
     head: Path | None = None
-    """The file of an acceptance head of this drafter, which `dendro train head` makes: the chances of its guesses are
-    then learned. Default: none, and chances are calibrated while it drafts."""
+    """The file of its acceptance head (`dendro train head`). Default: none; chances are calibrated while it drafts."""
 
 
 class Router(Section):
@@ -324,7 +324,8 @@ class Grpc(Section):
     """Whether routers on one machine listen on the same port, and the kernel divides connections among them. Else each
     takes the first free port from `port` on, one for each of `router.replicas`."""
     status_port: int = Field(default=0, ge=0, le=65535)
-    """A router's own port, for its metrics and health over HTTP: the first free one from here on. Zero: any free."""
+    """A router's own port, for its metrics and health over HTTP; the first that is free from this one on. Zero: a free
+    port."""
 
     def _ports(self, first: int, routers: int) -> range:
         return range(first, min(first + routers, 65536)) if first else range(1)
