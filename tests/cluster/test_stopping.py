@@ -156,6 +156,9 @@ def test_an_until_arm_learns_its_levels_and_their_acceptance_from_its_drafts():
     assert drafts.tried == pytest.approx(kept * before[0] + KEPT**2 * 3 + KEPT * 1)
     assert drafts.accepted == pytest.approx(kept * before[1] + KEPT**2 * 3)
     assert drafts.guesses_per_level == 1.0
+    before = drafts.accept
+    drafts.learn(chain(4, 8000), replace(verdict(2, 3, 1), trimmed=2))
+    assert drafts.accept == before, "it is not known whether the levels that were left out had the text's tokens"
 
 
 def test_a_share_of_a_step_with_other_texts_counts_as_the_cost_of_a_row():
