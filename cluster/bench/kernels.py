@@ -1,11 +1,11 @@
-"""The products of a decode step: ours and the library's beside the time to read the weights."""
+"""The products of a decode step: ours and the library's beside the times to read the weights and to multiply."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,9 @@ from cluster.bench.statistics import Estimate, median_estimate
 SHAPES = ((384, 21760), (21760, 384), (2048, 8192))
 """Inputs and outputs: the costly target's MLP, and a square-ish layer of a model of 1 to 2 billion parameters."""
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
-OURS, PLAIN, PACKED, READ = "ours", "torch", "torch packed", "reading"
+OURS, PLAIN, PACKED, READ, MULTIPLY = "ours", "torch", "torch packed", "reading", "multiplying"
+SQUARE = 384
+"""Rows, inputs and outputs of the product whose rate is the processor's: 1.8 MB, which caches hold."""
 COLD_BYTES = 128 << 20
 """Products go through so many bytes of weights before one is used again, so that it is read from memory."""
 LEAST_SECONDS = 2e-3
@@ -31,6 +33,15 @@ BARS = (
     ("library's best, from 32 rows", "over_library", 1.1, range(32, 1 << 20)),
 )
 """Ours is at most so many times another time, for these numbers of rows."""
+
+
+class TimedProduct(Protocol):
+    """What is measured of one product."""
+
+    @property
+    def name(self) -> str: ...
+
+    def seconds(self, x: Tensor) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +60,23 @@ class Products:
         return elapsed / done
 
 
-def products_of(inputs: int, outputs: int, dtype: torch.dtype, threads: int) -> list[Products]:
-    """Every way that can be had here, and the reading of the weights. All have weights of their own."""
+class Multiplying:
+    """The time that a product's multiply-adds take at the rate of the library's float32 product of two square matrices
+    in a cache. Ours adds in float32, whatever the weights' type is."""
+
+    name = MULTIPLY
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        self._weights = inputs * outputs
+        square = torch.full((SQUARE, SQUARE), 0.5)
+        self._square = Products(MULTIPLY, (lambda _: F.linear(square, square),))
+
+    def seconds(self, x: Tensor) -> float:
+        return self._square.seconds(x) * (len(x) * self._weights / SQUARE**3)
+
+
+def products_of(inputs: int, outputs: int, dtype: torch.dtype, threads: int) -> list[TimedProduct]:
+    """Every way that can be had here, the reading of the weights and the multiplying. All have weights of their own."""
     copies = max(1, -(-COLD_BYTES // (inputs * outputs * dtype.itemsize)))
     generator = torch.Generator().manual_seed(0)
     weights = [(torch.randn(outputs, inputs, generator=generator) / inputs**0.5).to(dtype) for _ in range(copies)]
@@ -62,7 +88,11 @@ def products_of(inputs: int, outputs: int, dtype: torch.dtype, threads: int) -> 
     def plain(weight: Tensor) -> Callable[[Tensor], Tensor]:
         return lambda x: F.linear(x, weight)
 
-    found = [Products(READ, tuple(map(reading, weights))), Products(PLAIN, tuple(map(plain, weights)))]
+    found: list[TimedProduct] = [
+        Products(READ, tuple(map(reading, weights))),
+        Multiplying(inputs, outputs),
+        Products(PLAIN, tuple(map(plain, weights))),
+    ]
     if can_be_packed(weights[0]):
         found.append(Products(PACKED, tuple(packed_product(weight, None) for weight in weights)))
     if not why_not_packed():
@@ -71,7 +101,7 @@ def products_of(inputs: int, outputs: int, dtype: torch.dtype, threads: int) -> 
 
 
 def measure_products(
-    products: Sequence[Products], rows: Sequence[int], repetitions: int, x: Tensor, step: Step
+    products: Sequence[TimedProduct], rows: Sequence[int], repetitions: int, x: Tensor, step: Step
 ) -> Iterator[dict[str, Any]]:
     """One row of the report for each number of rows. All ways are measured in turn in each repetition."""
     for count in rows:
@@ -92,17 +122,19 @@ def measure_products(
 
 
 def ratios_of(times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Ours over the reading and over the library's best, paired by repetition; None without ours.
+    """Ours over the reading, over the larger of reading and multiplying, and over the library's best, paired by
+    repetition; None without ours.
 
     The library's best is the way with the smallest median.
     """
     if OURS not in times:
-        return {"over_reading": None, "over_library": None}
+        return {"over_reading": None, "over_bound": None, "over_library": None}
     library = min(
         (own for name, own in times.items() if name in (PLAIN, PACKED)), key=lambda own: sorted(own)[len(own) // 2]
     )
     return {
         "over_reading": _ratio(times[OURS], times[READ]).as_json(),
+        "over_bound": _ratio(times[OURS], list(map(max, times[READ], times[MULTIPLY]))).as_json(),
         "over_library": _ratio(times[OURS], library).as_json(),
     }
 
@@ -111,10 +143,10 @@ def _ratio(over: Sequence[float], under: Sequence[float]) -> Estimate:
     return median_estimate([mine / its for mine, its in zip(over, under, strict=True)])
 
 
-def rows_agree(products: Sequence[Products], rows: Sequence[int], x: Tensor) -> bool | None:
+def rows_agree(products: Sequence[TimedProduct], rows: Sequence[int], x: Tensor) -> bool | None:
     """Whether each row of ours has the same bits for all these numbers of rows; None without ours."""
     ours = next((each for each in products if each.name == OURS), None)
-    if ours is None:
+    if not isinstance(ours, Products):
         return None
     form = ours.forms[0]
     truth = form(x)

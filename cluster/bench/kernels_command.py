@@ -62,8 +62,9 @@ def bench_kernels(
     dtype: Annotated[str, typer.Option(help="Of weights and rows: bfloat16, float16 or float32.")] = "bfloat16",
     threads: Annotated[int, typer.Option(min=1, max=64, help="Threads of a product.")] = 2,
 ) -> None:
-    """Measure products of few rows on this processor: ours, torch's plain and packed ones, and the time to read the
-    weights. Weights come from memory, not from a cache. Reports whether a row's bits depend on the number of rows.
+    """Measure products of few rows on this processor: ours, torch's plain and packed ones, and the times to read the
+    weights and to multiply. Weights come from memory, not from a cache. Reports whether a row's bits depend on the
+    number of rows.
     """
     if dtype not in DTYPES:
         raise BadRequest("dtype", f"must be one of {', '.join(DTYPES)}; got {dtype!r}")

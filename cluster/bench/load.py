@@ -31,15 +31,15 @@ PERCENTILES = (50, 95, 99)
 CONTINUOUS_REPETITIONS = 1
 """Repetitions of the library's `generate_batch`: a tenth as fast as the others, more would take most of the time."""
 ROUTER_BARS = {OFF: 1.5, AUTO: 3.0}
-"""The most that a round may cost a router, in units of a bare message."""
+"""The most that a round may cost a router, in units of a hop."""
 FIRST_SAMPLE_S, SAMPLE_S = 0.5, 1.0
 """First time and interval of sampling the pages in use; rare, as each sample is a call that loads the machine."""
 
 Prompt = Sequence[int]
 Stats = Callable[[], Awaitable[Mapping[str, int]]]
 """Counters of the verifier; and of the router, with names that begin with `router_`."""
-MessageTime = Callable[[int], Awaitable[float]]
-"""Processor time in microseconds of a message on one of so many grpc.aio streams."""
+HopTime = Callable[[int], Awaitable[float]]
+"""Processor time in microseconds of a hop on one of so many grpc.aio streams (`hops.py`)."""
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class LoadBlock:
     forwards_us: int = 0  # of these, the model's forwards
     router_us: int = 0  # processor time of the router's process
     rounds: int = 0  # of all requests
-    message_us: float = 0.0  # processor time of a message of as many bare streams; 0 in open loops
+    hop_us: float = 0.0  # processor time of a hop on one of as many streams; 0 in open loops
 
     @property
     def rate(self) -> float:
@@ -182,7 +182,7 @@ class LoadPlan:
 
 
 async def measure_load(
-    plan: LoadPlan, loader: Loader, library: BaselineProcess, message_time: MessageTime, step: Step
+    plan: LoadPlan, loader: Loader, library: BaselineProcess, hop_time: HopTime, step: Step
 ) -> tuple[list[LoadBlock], dict[str, str]]:
     """All blocks, and the errors of baselines that failed."""
     order = random.Random(plan.seed)
@@ -195,9 +195,9 @@ async def measure_load(
     for repetition in range(plan.repetitions):
         for clients in order.sample(plan.clients, len(plan.clients)):
             ways = (*WAYS, BATCH, CONTINUOUS) if repetition < CONTINUOUS_REPETITIONS else (*WAYS, BATCH)
-            message_us = await message_time(clients)
+            hop_us = await hop_time(clients)
             for way in order.sample(ways, len(ways)):
-                block = LoadBlock(way, closed_load(clients), repetition, message_us=message_us)
+                block = LoadBlock(way, closed_load(clients), repetition, hop_us=hop_us)
                 if way in WAYS:
                     blocks.append(await loader.closed(block, clients, plan.answers))
                 elif way not in silent:
@@ -258,7 +258,7 @@ def rows_of(blocks: Sequence[LoadBlock]) -> list[dict[str, Any]]:
                 forwards_us = sum(block.forwards_us for block in mine)
                 row["step_overhead"] = round(1 - forwards_us / steps_us, 4) if steps_us else None
                 row["router_ms"] = median_estimate([block.router_ms for block in mine]).as_json()
-                row["message_us"] = round(median(block.message_us for block in mine), 1)
+                row["hop_us"] = round(median(block.hop_us for block in mine), 1)
                 row["pages_in_use"] = max(block.pages for block in mine)
                 shapes = sum((block.shapes for block in mine), Counter[str]())
                 row["shapes"] = {name: round(rounds / shapes.total(), 3) for name, rounds in shapes.most_common()}
@@ -297,9 +297,9 @@ def aims_of(blocks: Sequence[LoadBlock], clients: Sequence[int]) -> list[dict[st
         found = median_estimate([1 - block.forwards_us / block.steps_us for block in sixteen])
         aims.append(aim_row("a step's own overhead, off, 16 clients", 0.1, found.median < 0.1, found))
     for way, bar in ROUTER_BARS.items():
-        mine = [b for b in blocks if (b.load, b.way) == (closed_load(32), way) and b.message_us]
+        mine = [b for b in blocks if (b.load, b.way) == (closed_load(32), way) and b.hop_us]
         if mine:
-            found = median_estimate([1e3 * block.router_ms / block.message_us for block in mine])
-            aim = f"router's processor time a round over a bare gRPC message's, {way}, 32 clients"
+            found = median_estimate([1e3 * block.router_ms / block.hop_us for block in mine])
+            aim = f"router's processor time a round over a bare gRPC hop's, {way}, 32 clients"
             aims.append(aim_row(aim, bar, found.median <= bar, found))
     return aims

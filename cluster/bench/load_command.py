@@ -17,12 +17,12 @@ from dendro.errors import BadRequest
 from cluster import deploy
 from cluster.bench.against_off import PairsPlan, aims_against_off, measure_against_off
 from cluster.bench.baselines import BaselineProcess
+from cluster.bench.hops import hop_process
 from cluster.bench.load import CONTINUOUS_REPETITIONS, Loader, LoadPlan, aims_of, measure_load, rows_of
 from cluster.bench.load_report import facts_of, tables_of
 from cluster.bench.load_report import plot as draw
 from cluster.bench.machine import report_head
 from cluster.bench.measurement import Begin
-from cluster.bench.messages import message_process
 from cluster.bench.options import (
     PLAIN_WIDTH,
     JsonFile,
@@ -118,11 +118,11 @@ async def run_load(plan: LoadPlan, models: Path, progress: Begin) -> dict[str, A
             running_cluster(config) as address,
             AsyncClient(address) as client,
             library,
-            message_process() as messages,
+            hop_process() as hops,
         ):
             loader = Loader(client, plan.prompts, plan.tokens, partial(stats_of, COSTLY))
             step = progress("loads", plan.blocks)
-            blocks, silent = await measure_load(plan, loader, library, messages.message_us, step)
+            blocks, silent = await measure_load(plan, loader, library, hops.hop_us, step)
     finally:
         library.stop()
     return {

@@ -31,7 +31,7 @@ COLUMNS = (
     "pages in use",
     "step overhead",
     "router ms a round",
-    "bare message ms",
+    "hop ms",
     "rounds by shape",
 )
 COLOURS = {"off": "#b8b8b8", WAYS[1]: "#d98e04", "auto": "#2a7f62"}
@@ -78,7 +78,7 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         *(str(row.get(key, "")) for key in ("guesses_per_token", "trimmed_per_token", "pages_in_use")),
         f"{row['step_overhead']:.1%}" if row.get("step_overhead") is not None else "",
         f"{row['router_ms']['median']:.2f} ({interval(row['router_ms'], 2)})" if "router_ms" in row else "",
-        f"{row['message_us'] / 1e3:.3f}" if row.get("message_us") else "",
+        f"{row['hop_us'] / 1e3:.3f}" if row.get("hop_us") else "",
         ", ".join(f"{share:.0%} {name}" for name, share in row.get("shapes", {}).items()),
     )
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from dendro.shapes import MarginalShape, TreeShape
+from dendro.shapes import MarginalShape
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 
@@ -59,16 +59,13 @@ class StopRule:
     _arm: Arm = OFF_ARM  # of the current round
     _drafted: DraftTree | None = None  # its tree, as the drafter sent it
 
-    def begin(self, arm: Arm) -> None:
-        """Begin a round of this arm."""
+    def resolved(self, arm: Arm) -> Arm:
+        """Begin a round of this arm. Returns the arm that the drafter is asked for, with numbers in its shape."""
         self._arm, self._drafted = arm, None
-
-    def resolved(self, shape: TreeShape) -> TreeShape:
-        """The shape that the drafter is asked for, where the round's arm has this one."""
-        if not isinstance(shape, MarginalShape):
-            return shape
-        found = self.experience.marginal(self._arm, self.rate)
-        return shape.at(FIRST_H, 0.0) if found is None else shape.at(found.h, found.least)
+        if not isinstance(arm.shape, MarginalShape):
+            return arm
+        found = self.experience.marginal(arm, self.rate)
+        return Arm(arm.maker, arm.shape.at(FIRST_H, 0.0) if found is None else arm.shape.at(found.h, found.least))
 
     def drafted(self, tree: DraftTree) -> None:
         """Note the drafter's tree, before proposals are merged into it."""

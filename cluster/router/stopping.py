@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dendro.calls import Opened
-from dendro.shapes import TreeShape
 from dendro.text import Text
 from dendro.tree import DraftTree
 
+from cluster.arms import Arm
 from cluster.policies.stopping import StopRule
 from cluster.router.ports import DrafterPort
 
@@ -22,8 +22,8 @@ class StoppingDrafter:
     def opened(self) -> Opened | None:
         return self._drafter.opened
 
-    async def draft(self, text: Text, shape: TreeShape) -> DraftTree:
-        tree = await self._drafter.draft(text, self._rule.resolved(shape))
+    async def draft(self, text: Text, arm: Arm) -> DraftTree:
+        tree = await self._drafter.draft(text, self._rule.resolved(arm))
         self._rule.drafted(tree)
         return tree
 

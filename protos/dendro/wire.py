@@ -167,6 +167,7 @@ def _open_message(call: OpenCall) -> calls_pb2.OpenCall:
         tenant=parameters.tenant,
         marks=parameters.marks,
         vocabulary=parameters.vocabulary,
+        tokenizer=parameters.tokenizer,
     )
 
 
@@ -182,7 +183,9 @@ def _open_from(update: TextUpdate, message: calls_pb2.OpenCall) -> OpenCall:
         raise BadRequest("vocabulary", f"is {message.vocabulary}; at most {_MAX_COUNT}")
     sampling = Sampling(raw.temperature, raw.top_k, raw.top_p, raw.min_p, raw.seed, raw.sample_index)
     limits = Limits(message.max_length, message.ignore_end)
-    parameters = RequestParameters(sampling, limits, message.tenant, tuple(message.marks), message.vocabulary)
+    parameters = RequestParameters(
+        sampling, limits, message.tenant, tuple(message.marks), message.vocabulary, message.tokenizer
+    )
     return OpenCall(update, parameters, message.lease)
 
 

@@ -8,7 +8,18 @@ from dendro.errors import BadRequest
 from tree_kernels.matmul import why_not_packed
 
 from cluster.bench import kernels
-from cluster.bench.kernels import OURS, PLAIN, READ, Products, aims_of, measure_products, ratios_of
+from cluster.bench.kernels import (
+    MULTIPLY,
+    OURS,
+    PLAIN,
+    READ,
+    SQUARE,
+    Multiplying,
+    Products,
+    aims_of,
+    measure_products,
+    ratios_of,
+)
 from cluster.bench.kernels_command import bench_kernels, run_kernels
 from cluster.bench.kernels_report import facts_of, plot, tables_of
 
@@ -48,11 +59,24 @@ def test_without_our_products_no_aim_is_judged_and_the_reason_is_given(monkeypat
 
 
 def test_ratios_pair_the_repetitions_and_take_the_librarys_faster_way():
-    times = {OURS: [2.0, 4.0, 6.0], READ: [1.0, 2.0, 3.0], PLAIN: [8.0, 16.0, 24.0], kernels.PACKED: [4.0, 8.0, 12.0]}
+    times = {
+        OURS: [2.0, 4.0, 6.0],
+        READ: [1.0, 2.0, 3.0],
+        MULTIPLY: [2.0, 1.0, 6.0],
+        PLAIN: [8.0, 16.0, 24.0],
+        kernels.PACKED: [4.0, 8.0, 12.0],
+    }
     found = ratios_of(times)
     assert found["over_reading"]["median"] == 2.0 and found["over_library"]["median"] == 0.5
+    assert found["over_bound"]["median"] == 1.0, "of 2/2, 4/2 and 6/6"
     del times[OURS]
-    assert ratios_of(times) == {"over_reading": None, "over_library": None}
+    assert ratios_of(times) == {"over_reading": None, "over_bound": None, "over_library": None}
+
+
+def test_multiplying_takes_the_rate_of_a_product_in_a_cache_for_each_multiply_add(monkeypatch):
+    monkeypatch.setattr(kernels.Products, "seconds", lambda self, x: 0.5)
+    assert Multiplying(SQUARE, 2 * SQUARE).seconds(torch.zeros(SQUARE, 1)) == 1.0
+    assert Multiplying(SQUARE, SQUARE).seconds(torch.zeros(3, 1)) == pytest.approx(0.5 * 3 / SQUARE)
 
 
 def test_every_way_is_measured_in_each_repetition_and_copies_take_turns(monkeypatch):

@@ -10,11 +10,11 @@ from dendro.errors import BadRequest
 
 from cluster.api.local import LocalClient
 from cluster.bench.against_off import PairsPlan, aims_against_off, measure_against_off
+from cluster.bench.hops import hop_process
 from cluster.bench.load import LoadBlock, Loader, LoadPlan, aims_of, measure_load, percentiles, ratio, rows_of
 from cluster.bench.load_command import bench_load, parse_clients
 from cluster.bench.load_report import COLUMNS, plot, tables_of
 from cluster.bench.measurement import BATCH, CONTINUOUS
-from cluster.bench.messages import message_process
 from cluster.bench.targets import Which
 
 
@@ -68,23 +68,23 @@ def test_the_policy_is_compared_with_the_better_way_at_each_load():
     assert aims["a step's own overhead, off, 16 clients"]["met"]
 
 
-def test_a_routers_time_is_of_the_processes_clock_by_round_and_compared_with_a_bare_message():
+def test_a_routers_time_is_of_the_processes_clock_by_round_and_compared_with_a_bare_hop():
     mine = [
-        block(way, "32 clients", repetition, 100, router_us=us, rounds=100, message_us=200.0)
+        block(way, "32 clients", repetition, 100, router_us=us, rounds=100, hop_us=200.0)
         for repetition in range(3)
         for way, us in (("off", 26_000), ("(3,2,1)", 50_000), ("auto", 80_000))
     ]
     assert [row["router_ms"]["median"] for row in rows_of(mine)] == pytest.approx([0.26, 0.5, 0.8])
     aims = {aim["aim"]: aim for aim in aims_of(mine, (32,))}
-    named = "router's processor time a round over a bare gRPC message's, {}, 32 clients"
+    named = "router's processor time a round over a bare gRPC hop's, {}, 32 clients"
     off, auto = (aims[named.format(way)] for way in ("off", "auto"))
     assert (off["value"], off["bar"], off["met"]) == (pytest.approx(1.3), 1.5, True)
     assert (auto["value"], auto["bar"], auto["met"]) == (pytest.approx(4.0), 3.0, False)
 
 
-async def test_a_bare_message_is_measured_in_a_process_of_its_own():
-    async with message_process() as messages:
-        assert await messages.message_us(4) > 0
+async def test_a_bare_hop_is_measured_in_a_process_of_its_own():
+    async with hop_process() as hops:
+        assert await hops.hop_us(4) > 0
 
 
 class Instant:
@@ -107,10 +107,10 @@ async def test_every_way_is_measured_at_every_load_and_every_block_is_counted(tm
     plan = LoadPlan(((1, 2),), 8, (1, 16), 1, (0.5, 1.0), 4, repetitions=5, seed=0)
     steps = []
 
-    async def message_us(streams):
+    async def hop_us(streams):
         return 10.0 * streams
 
-    blocks, silent = await measure_load(plan, Instant(), Instant(), message_us, lambda: steps.append(1))
+    blocks, silent = await measure_load(plan, Instant(), Instant(), hop_us, lambda: steps.append(1))
     assert not silent
     assert len(blocks) == len(steps) == plan.blocks
     counts = {(each.way, each.load): 0 for each in blocks}

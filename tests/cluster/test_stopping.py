@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from dendro.shapes import DynamicShape, LevelShape, MarginalShape, TreeShape, UntilShape
+from dendro.shapes import DynamicShape, LevelShape, MarginalShape, UntilShape
 from dendro.step_sizes import StepSizes
 from dendro.text import Limits, Sampling, Text, Verdict
 from dendro.tree import DraftTree
@@ -100,16 +100,14 @@ def measured(level_us: int = 2000, rounds: int = 12) -> Experience:
 
 def test_nothing_is_computed_before_a_round_was_measured():
     rule = StopRule(Experience())
-    rule.begin(ARM)
-    assert rule.resolved(CHAIN) == UntilShape(CHAIN.tree, FIRST_H)
+    assert rule.resolved(ARM) == Arm(ARM.maker, UntilShape(CHAIN.tree, FIRST_H))
 
 
 def test_h_and_least_follow_from_measured_rounds():
     """Level and row costs are read off the fits of other arms' drafts and of steps; the rate is that of the rounds."""
     experience = measured()
     rule = StopRule(experience)
-    rule.begin(ARM)
-    shape = rule.resolved(CHAIN)
+    shape = rule.resolved(ARM).shape
     assert isinstance(shape, UntilShape)
     rate = experience.costs.rate.tokens / experience.costs.rate.us
     assert shape.least == pytest.approx(rate * 400, abs=1e-4)
@@ -119,16 +117,15 @@ def test_h_and_least_follow_from_measured_rounds():
 def test_shapes_with_numbers_are_passed_on():
     rule = StopRule(measured())
     for shape in (LevelShape((1, 1)), UntilShape(CHAIN.tree, 0.3)):
-        rule.begin(Arm("mamba", shape))
-        assert rule.resolved(shape) == shape
+        arm = Arm("mamba", shape)
+        assert rule.resolved(arm) == arm
 
 
 def test_a_slower_drafter_stops_sooner():
     found = []
     for level_us in (500, 2000, 8000):
         rule = StopRule(measured(level_us))
-        rule.begin(ARM)
-        found.append(rule.resolved(CHAIN).h)
+        found.append(rule.resolved(ARM).shape.h)
     assert found[0] > found[1] > found[2]
 
 
@@ -174,10 +171,10 @@ class ScriptedDrafter:
     opened = None
 
     def __init__(self, tree: DraftTree) -> None:
-        self.tree, self.asked, self.closed = tree, list[TreeShape](), 0
+        self.tree, self.asked, self.closed = tree, list[Arm](), 0
 
-    async def draft(self, text: Text, shape: TreeShape) -> DraftTree:
-        self.asked.append(shape)
+    async def draft(self, text: Text, arm: Arm) -> DraftTree:
+        self.asked.append(arm)
         return self.tree
 
     async def close(self, text: Text) -> None:
@@ -189,11 +186,10 @@ async def test_the_drafter_is_asked_for_a_shape_with_numbers_and_its_tree_is_lea
     rule, inner = StopRule(experience), ScriptedDrafter(chain(3, 6000))
     drafter = StoppingDrafter(inner, rule)
     for _ in range(3):
-        rule.begin(ARM)
-        assert (await drafter.draft(text, CHAIN)).guesses == 3
+        assert (await drafter.draft(text, ARM)).guesses == 3
         rule.learn(verdict(2, 4, 21_600), 27_600.0)
     await drafter.close(text)
-    assert all(isinstance(shape, UntilShape) for shape in inner.asked) and inner.closed == 1
+    assert all(isinstance(arm.shape, UntilShape) for arm in inner.asked) and inner.closed == 1
     assert experience.costs.stopped[ARM].level.us == 2000
     assert rule.rate == Rate(3.0, 6.0, 82_800.0)
 
@@ -201,8 +197,7 @@ async def test_the_drafter_is_asked_for_a_shape_with_numbers_and_its_tree_is_lea
 async def test_a_late_draft_teaches_no_cost():
     experience, text = measured(), Text((1, 2, 3), Sampling(), Limits(64))
     rule, late = StopRule(experience), replace(DraftTree.root_only(3), draft_us=60_000, missed=True)
-    rule.begin(ARM)
-    await StoppingDrafter(ScriptedDrafter(late), rule).draft(text, CHAIN)
+    await StoppingDrafter(ScriptedDrafter(late), rule).draft(text, ARM)
     rule.learn(verdict(1, 1, 20_000), None)
     assert ARM not in experience.costs.stopped and rule.rate == Rate()
 

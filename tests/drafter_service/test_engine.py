@@ -23,7 +23,7 @@ from dendro.shapes import OFF, BeamShape, DynamicShape, LevelShape, NodeShape, T
 from dendro.state import MemoryStates, NoStates, StateStore
 from dendro.text import Limits, Sampling, Tokens
 from dendro.tree import DraftTree
-from tiny_drafters import FAMILIES, PADDED, VOCABULARY, Family, make_drafter
+from tiny_drafters import FAMILIES, PADDED, VOCABULARY, WITH_HYBRID, Family, make_drafter
 from tree_kernels.noise import gumbel_noise
 from tree_kernels.warp import Warp, drafter_order
 
@@ -58,13 +58,13 @@ def learning() -> None:
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[Family, Path]:
-    folders = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
+    folders = {family: tmp_path_factory.mktemp(family) for family in WITH_HYBRID}
     for family, folder in folders.items():
         make_drafter(folder, family)
     return folders
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[*FAMILIES, pytest.param("granitemoehybrid", marks=pytest.mark.long)])
 def path(request: pytest.FixtureRequest, paths: dict[Family, Path]) -> Path:
     return paths[request.param]
 

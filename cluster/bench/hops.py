@@ -1,6 +1,7 @@
-"""What a message on a grpc.aio stream costs a process that does nothing else: the unit of a router's time a round.
+"""What a hop costs a process that does nothing else: the unit of a router's processor time a round.
 
-The process answers n streams with a message each at every tick, as a verifier's step gives each request a chunk.
+A hop is a message received and one sent back on a grpc.aio stream. At every tick each of n streams has one, as each
+request has a round in a verifier's step.
 """
 
 from __future__ import annotations
@@ -17,36 +18,43 @@ import grpc
 import grpc.aio
 from dendro.errors import EngineFailed
 
-SERVICE = "dendro.bench.Messages"
+SERVICE = "dendro.bench.Hops"
 MESSAGE = bytes(64)
 """About a chunk of one token."""
 TICK_S = 0.05
-MESSAGES = 40
-"""Messages of each stream."""
+HOPS = 40
+"""Of each stream."""
 START_S = 60.0
 
 
-class MessageProcess:
+class HopProcess:
     """A started process of this module."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
-        self._stream: Any = channel.unary_stream(f"/{SERVICE}/Stream", None, None)
+        self._stream: Any = channel.stream_stream(f"/{SERVICE}/Stream", None, None)
         self._used: Any = channel.unary_unary(f"/{SERVICE}/Used", None, None)
 
-    async def message_us(self, streams: int) -> float:
-        """The processor time of a message, where `streams` of them are sent at once."""
+    async def hop_us(self, streams: int) -> float:
+        """The processor time of a hop, in microseconds, where `streams` of them come at once."""
+        calls = [self._stream() for _ in range(streams)]
+        try:
+            await self._hop(calls)  # the streams exist
+            before_us = int(await self._used(b""))
+            for _ in range(HOPS):
+                await asyncio.sleep(TICK_S)
+                await self._hop(calls)
+            return (int(await self._used(b"")) - before_us) / (streams * HOPS)
+        finally:
+            for call in calls:
+                call.cancel()
 
-        async def read() -> None:
-            async for _ in self._stream(b""):
-                pass
-
-        before_us = int(await self._used(b""))
-        await asyncio.gather(*(read() for _ in range(streams)))
-        return (int(await self._used(b"")) - before_us) / (streams * MESSAGES)
+    async def _hop(self, calls: list[Any]) -> None:
+        await asyncio.gather(*(call.write(MESSAGE) for call in calls))
+        await asyncio.gather(*(call.read() for call in calls))
 
 
 @asynccontextmanager
-async def message_process() -> AsyncIterator[MessageProcess]:
+async def hop_process() -> AsyncIterator[HopProcess]:
     """Start the process; it ends with the context. Raises EngineFailed where it does not start."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", __name__, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=os.environ
@@ -58,7 +66,7 @@ async def message_process() -> AsyncIterator[MessageProcess]:
         if not address:
             raise EngineFailed(f"{__name__}: the process ended with status {await process.wait()}")
         async with grpc.aio.insecure_channel(address) as channel:
-            yield MessageProcess(channel)
+            yield HopProcess(channel)
     finally:
         if process.returncode is None:
             process.kill()
@@ -66,11 +74,8 @@ async def message_process() -> AsyncIterator[MessageProcess]:
 
 
 async def _serve() -> None:
-    tick = asyncio.Event()
-
-    async def stream(_: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
-        for _message in range(MESSAGES):
-            await tick.wait()
+    async def stream(messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+        async for _ in messages:
             await context.write(MESSAGE)
 
     async def used(_: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
@@ -78,17 +83,14 @@ async def _serve() -> None:
 
     server = grpc.aio.server()
     handlers: dict[str, Any] = {
-        "Stream": grpc.unary_stream_rpc_method_handler(stream),
+        "Stream": grpc.stream_stream_rpc_method_handler(stream),
         "Used": grpc.unary_unary_rpc_method_handler(used),
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     print(f"127.0.0.1:{port}", flush=True)
-    while True:
-        await asyncio.sleep(TICK_S)
-        tick.set()
-        tick.clear()
+    await server.wait_for_termination()
 
 
 if __name__ == "__main__":
