@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,26 +15,34 @@ import typer
 from dendro.client import Asking, AsyncClient
 from dendro.engine import started
 from dendro.errors import BadRequest
-from dendro.shapes import BeamShape, DynamicShape, NodeShape
+from dendro.shapes import BeamShape, DynamicShape, MarginalShape, NodeShape, UntilShape
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from cluster.arms import Arm
 from cluster.bench.machine import describe_machine
 from cluster.bench.measurement import Step
 from cluster.certify import checks
 from cluster.certify.promises import Promise, report, show
 from cluster.certify.stop_strings import STOP_LAWS, stop_strings_end_answers
-from cluster.config import Config, TargetConfig, demo_config, resolved_path
+from cluster.config import Config, TargetConfig, demo_config
 from cluster.demo.prompts import held_out_prompts
 from cluster.engines import verifier_options
 from cluster.hub import fetched, pinned
+from cluster.model_paths import resolved_path
 from cluster.router.tokenizer import CheckpointTokenizer
 from cluster.running import local_client, running_cluster
 from drafter_service.options import DTYPES
 from verifier_service.engine import VerifierEngine
 
 PROMPT_TOKENS = 128
-OF_EACH_KIND = (NodeShape((2, 1, 1)), BeamShape(3, 2), DynamicShape(2, 3, 5))
+OF_EACH_KIND = (
+    NodeShape((2, 1, 1)),
+    BeamShape(3, 2),
+    DynamicShape(2, 3, 5),
+    UntilShape(DynamicShape(1, 6, 6), 0.5),
+    MarginalShape(DynamicShape(2, 3, 5)),
+)
 """Shapes of the kinds that no default arm has."""
 
 
@@ -78,6 +86,19 @@ def _prompts(count: int, folder: Path) -> list[checks.Prompt]:
     return [prompt.token_ids for prompt in held_out_prompts(count, PROMPT_TOKENS, tokenizer)]
 
 
+def fixed_arms(config: Config, target: str, drafters: Sequence[str]) -> list[str]:
+    """The arms that requests fix: those of the configuration, and a shape of each kind, of each drafter of the target.
+    They name their drafter where there are several."""
+    arms = (
+        Arm(maker, shape).name(len(drafters) > 1)
+        for drafter, shape in (*config.speculation.parsed, *(("", shape) for shape in OF_EACH_KIND))
+        if not shape.off and config.targets[target].holds(shape)
+        for maker in (drafters if shape.drafted else config.makers_of(target, shape))
+        if drafter in ("", maker)
+    )
+    return list(dict.fromkeys(arms))
+
+
 async def run_certify(
     config: Config, address: str, local: bool, size: CertifySize, progress: Progress
 ) -> list[Promise]:
@@ -86,18 +107,15 @@ async def run_certify(
     With `address`, the first target of that cluster is checked, with the dtype and drafters that the cluster reports;
     engines that are started beside it have no drafter.
     """
-    drafts = bool(config.drafters_of(next(iter(config.targets))))
+    name, target = next(iter(config.targets.items()))
+    drafters = config.drafters_of(name)
     if address:
         async with AsyncClient(address) as far:
             there = (await far.models())[0]
         config = _with_dtype(config, there.dtype).model_copy(update={"drafters": {}})
-        drafts = bool(there.drafters)
-    name, target = next(iter(config.targets.items()))
-    shapes = [
-        str(shape)
-        for shape in (*config.speculation.shapes, *OF_EACH_KIND)
-        if not shape.off and target.holds(shape) and (drafts if shape.drafted else config.makes(name, shape))
-    ]
+        name, target = next(iter(config.targets.items()))
+        drafters = there.drafters
+    shapes = fixed_arms(config, name, drafters)
     prompts = _prompts(max(size.greedy_prompts, size.prompts), target.tokenizer_folder)
     found: list[Promise] = []
 

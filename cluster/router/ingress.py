@@ -23,7 +23,6 @@ from typing import TypeVar
 from dendro.clock import Clock
 from dendro.errors import BadRequest, Conflict, DendroError, NotFound, Overloaded, PeerLost, one_line
 from dendro.long_work import off_loop
-from dendro.shapes import TreeShape
 from dendro.tasks import BackgroundTasks
 from dendro.text import Finish, Limits, Text, Verdict
 from dendro.v1 import generation_pb2 as pb
@@ -42,10 +41,11 @@ from cluster.router.admission import (
     check_target_of_resume,
     check_text_of_resume,
 )
-from cluster.router.ports import HandlePort, PeersPort
+from cluster.router.ports import DrafterPort, HandlePort, PeersPort
 from cluster.router.priors import Priors
 from cluster.router.rounds import rounds
-from cluster.router.stopping import AnswerText
+from cluster.router.stop_strings import AnswerText
+from cluster.router.stopping import StoppingDrafter
 from cluster.sessions import KEPT_TURNS, Record, Sessions, Turn
 
 log = logging.getLogger("dendro.router")
@@ -199,12 +199,15 @@ class Ingress:
         """Yield `started` once a verifier is leased, then each round; release the leases at the end. Sets the
         statistics of `complete`."""
         before = len(job.prompt)
-        verifier = self._peers.verifier(job.served.name, text)
+        name, plan = job.served.name, job.plan
+        verifier = self._peers.verifier(name, text)
         verifier.stays_off = account.stays_off
-        drafter = self._peers.drafter(job.served.name, text, account.running, job.plan.deadline_s, job.plan.adaptive)
+        drafter: DrafterPort = self._peers.drafters(name, text, account.running, plan.deadline_s, plan.adaptive)
+        if account.stopping is not None:
+            drafter = StoppingDrafter(drafter, account.stopping)
         shared = job.experience.concurrency
-        proposals = self._libraries[job.served.name].around(
-            drafter, job.tenant, job.plan.proposed_rows, job.sampling.temperature, lambda: shared.sizes
+        proposals = self._libraries[name].around(
+            drafter, job.tenant, plan.proposed_rows, job.sampling.temperature, lambda: shared.sizes
         )
         if proposals is not None:
             drafter, account.offer = proposals, partial(proposals.offer, text)
@@ -218,7 +221,7 @@ class Ingress:
             async with aclosing(rounds(text, drafter, verifier, account)) as verdicts:
                 async for verdict in verdicts:
                     account.learn_hello(verifier.hello)
-                    yield _FinishedRound(len(text) - len(verdict.tokens) - before, verdict, account.arm.shape)
+                    yield _FinishedRound(len(text) - len(verdict.tokens) - before, verdict, account.arm_name)
         finally:
             await self._close(text, drafter, verifier)
         complete.speculation.CopyFrom(account.stats)
@@ -330,11 +333,11 @@ class _FinishedRound:
 
     offset: int  # tokens of the answer before it
     verdict: Verdict
-    shape: TreeShape
+    arm: str  # its name
 
     def message(self, answer: AnswerText) -> pb.GenerateResponse:
         tokens, text = self.verdict.tokens, answer.text_of(self.verdict)
-        chunk = pb.GenerateChunk(offset=self.offset, token_ids=tokens, text=text, shape=str(self.shape))
+        chunk = pb.GenerateChunk(offset=self.offset, token_ids=tokens, text=text, shape=self.arm)
         return pb.GenerateResponse(chunk=chunk)
 
 

@@ -71,7 +71,7 @@ class Round:
     offset: int  # tokens of the answer before this round
     token_ids: tuple[int, ...]
     text: str  # with stop strings, less what could begin one; a later round has that
-    shape: str  # "off", "(3,2,1)"; empty: the answer was sent from its record
+    shape: str  # "off", "(3,2,1)", "small:(3,2,1)" of one of several drafters; empty: sent from the answer's record
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Speculation:
     """
 
     mode: Mode = Mode.AUTO
-    shape: str = ""  # with FIXED: "(3,2,1)", "nodes(2,1)", "beam(4,3)", "dynamic(6,5,24)", "proposed(7)"
+    shape: str = ""  # with FIXED: "(3,2,1)", "small:(3,2,1)", "dynamic(6,5,24)", "until(0.6,8)", "proposed(7)", ...
     policy: str = ""  # with AUTO, the policy that picks the shapes; empty: the server's
     max_nodes: int | None = None  # the most guesses in a round; None: the target's limit
     deadline_ms: int | None = None  # the longest that a round waits for its draft; None: the server's limit
@@ -116,7 +116,7 @@ class SpeculationStats:
 
     policy: str = ""  # the policy that picked the shapes; "off" or "fixed": the request set them
     rounds: int = 0
-    rounds_by_shape: dict[str, int] = field(default_factory=dict)  # the shape is the requested one
+    rounds_by_shape: dict[str, int] = field(default_factory=dict)  # the requested one, as in Round
     rounds_by_tokens: dict[int, int] = field(default_factory=dict)  # after any cut
     emitted_tokens: int = 0
     cut_tokens: int = 0  # tokens of the last round past the answer's end

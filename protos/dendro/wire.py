@@ -30,7 +30,7 @@ from dendro.calls import (
 from dendro.errors import BadAnswer, BadRequest, DendroError, error_for, one_line
 from dendro.internal.v1 import calls_pb2, drafter_pb2, tree_pb2, verifier_pb2
 from dendro.long_work import PART
-from dendro.shapes import MAX_ROWS, BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape
+from dendro.shapes import MAX_ROWS, BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape, UntilShape
 from dendro.text import Finish, Limits, Sampling, Verdict
 from dendro.tree import LONGEST_TRACE, DraftTree
 
@@ -98,15 +98,17 @@ def shape_message(shape: TreeShape) -> tree_pb2.TreeShape:
             return tree_pb2.TreeShape(children=children)
         case BeamShape(steps, beams):
             return tree_pb2.TreeShape(beam=tree_pb2.BeamShape(steps=steps, beams=beams))
-        case DynamicShape(k, steps, total):
-            return tree_pb2.TreeShape(dynamic=tree_pb2.DynamicShape(k=k, steps=steps, total=total))
+        case DynamicShape():
+            return tree_pb2.TreeShape(dynamic=_dynamic_message(shape))
+        case UntilShape(tree, h, least):
+            return tree_pb2.TreeShape(until=tree_pb2.UntilShape(h=h, tree=_dynamic_message(tree), least=least))
     raise TypeError(f"{shape!r} has no message")
 
 
 def shape_from(message: tree_pb2.TreeShape) -> TreeShape:
     """The shape. Raises BadRequest where its constructor raises ValueError."""
-    beam, dynamic = message.HasField("beam"), message.HasField("dynamic")
-    if bool(message.widths) + bool(message.children) + beam + dynamic > 1:
+    beam, dynamic, until = (message.HasField(name) for name in ("beam", "dynamic", "until"))
+    if bool(message.widths) + bool(message.children) + beam + dynamic + until > 1:
         raise BadRequest("shape", "has several kinds")
     if max(len(message.widths), len(message.children)) >= MAX_ROWS:  # checked before they are copied to tuples
         raise BadRequest("shape", f"a tree holds at most {MAX_ROWS - 1} guesses")
@@ -114,10 +116,20 @@ def shape_from(message: tree_pb2.TreeShape) -> TreeShape:
         if beam:
             return BeamShape(message.beam.steps, message.beam.beams)
         if dynamic:
-            return DynamicShape(message.dynamic.k, message.dynamic.steps, message.dynamic.total)
+            return _dynamic_from(message.dynamic)
+        if until:
+            return UntilShape(_dynamic_from(message.until.tree), message.until.h, message.until.least)
         return NodeShape(tuple(message.children)) if message.children else LevelShape(tuple(message.widths))
     except ValueError as error:
         raise _bad("shape", error) from None
+
+
+def _dynamic_message(shape: DynamicShape) -> tree_pb2.DynamicShape:
+    return tree_pb2.DynamicShape(k=shape.k, steps=shape.steps, total=shape.total)
+
+
+def _dynamic_from(message: tree_pb2.DynamicShape) -> DynamicShape:
+    return DynamicShape(message.k, message.steps, message.total)
 
 
 def _fill_update(message: calls_pb2.TextUpdate, update: TextUpdate) -> None:
@@ -155,6 +167,7 @@ def _open_message(call: OpenCall) -> calls_pb2.OpenCall:
         tenant=parameters.tenant,
         marks=parameters.marks,
         vocabulary=parameters.vocabulary,
+        tokenizer=parameters.tokenizer,
     )
 
 
@@ -170,7 +183,9 @@ def _open_from(update: TextUpdate, message: calls_pb2.OpenCall) -> OpenCall:
         raise BadRequest("vocabulary", f"is {message.vocabulary}; at most {_MAX_COUNT}")
     sampling = Sampling(raw.temperature, raw.top_k, raw.top_p, raw.min_p, raw.seed, raw.sample_index)
     limits = Limits(message.max_length, message.ignore_end)
-    parameters = RequestParameters(sampling, limits, message.tenant, tuple(message.marks), message.vocabulary)
+    parameters = RequestParameters(
+        sampling, limits, message.tenant, tuple(message.marks), message.vocabulary, message.tokenizer
+    )
     return OpenCall(update, parameters, message.lease)
 
 

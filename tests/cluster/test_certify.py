@@ -26,7 +26,7 @@ from cluster.certify.twin import (
     top_k_as_if_sampled,
 )
 from cluster.config import Config
-from cluster.router.stopping import AnswerText, StopSearch
+from cluster.router.stop_strings import AnswerText, StopSearch
 from cluster.running import running
 
 SMALL = command.CertifySize(
@@ -172,6 +172,21 @@ def test_one_broken_finding_breaks_the_promise_whatever_follows():
     assert found["broken"] == ["line"]
 
 
+DRAFTER = {"checkpoint": "target", "dtype": "float32"}
+
+
+def test_the_arms_of_each_drafter_are_fixed_and_named_where_there_are_several():
+    sections = {"targets": {"t": {"checkpoint": "x", "max_rows": 8}}, "drafters": {"d": DRAFTER, "e": DRAFTER}}
+    arms = ["off", "(1,1)", "e:(2,1)", "proposed(7)", "(3,2,1)"]  # the last has 16 rows
+    config = Config.model_validate(sections | {"speculation": {"arms": arms}})
+    one = command.fixed_arms(config, "t", ("e",))
+    kinds = ["nodes(2,1,1)", "beam(3,2)", "dynamic(2,3,5)", "until(0.5,6)", "until(auto,2,3,5)"]
+    assert one == ["(1,1)", "(2,1)", "proposed(7)", *kinds]
+    both = command.fixed_arms(config, "t", ("d", "e"))
+    assert both[:4] == ["d:(1,1)", "e:(1,1)", "e:(2,1)", "proposed(7)"]
+    assert both[4:] == [f"{name}:{shape}" for shape in command.OF_EACH_KIND for name in ("d", "e")]
+
+
 def one_token_more(self, verdict):
     """The text ends at the stop string, but the tokens of its round are kept."""
     done = plain_cut(self, verdict)
@@ -201,7 +216,7 @@ async def test_a_router_that_cuts_at_another_place_breaks_the_promise_of_stop_st
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("drafters", [{}, {"d": {"checkpoint": "target", "dtype": "float32"}}], ids=["none", "one"])
+@pytest.mark.parametrize("drafters", [{}, {"d": DRAFTER}, {"d": DRAFTER, "e": DRAFTER}], ids=["none", "one", "two"])
 async def test_a_running_cluster_of_other_models_than_the_demo_is_certified(monkeypatch, tmp_path, drafters):
     """Its tokenizer is not the demo's, so no drafter of the demo fits it."""
     tiny_models.make_checkpoint(tmp_path / "target")

@@ -268,8 +268,9 @@ class Speculation(_message.Message):
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     mode: Global___Speculation.Mode.ValueType
     shape: _builtins.str
-    """shape is the shape of FIXED, such as "(3,2,1)", "nodes(2,1)", "beam(4,3)", "dynamic(6,5,24)" or "proposed(7)".
-    Empty otherwise.
+    """shape is the shape of FIXED, such as "(3,2,1)", "nodes(2,1)", "beam(4,3)", "dynamic(6,5,24)", "until(0.6,8)",
+    "until(auto,8)" or "proposed(7)". It may name its drafter, "small:(3,2,1)"; without a name the target's first drafter
+    makes the trees. Empty otherwise.
     """
     policy: _builtins.str
     """policy is the policy of AUTO. Empty: the server's."""
@@ -442,7 +443,9 @@ class GenerateChunk(_message.Message):
     character is held until its last byte, and text that could begin a stop string until it no longer can.
     """
     shape: _builtins.str
-    """shape is the shape requested in this round: "off" or "(3,2,1)". Empty: the answer is sent from its record."""
+    """shape is the shape requested in this round: "off" or "(3,2,1)"; "small:(3,2,1)" where the target has several
+    drafters. Empty: the answer is sent from its record.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """token_ids are the tokens of one round; never empty."""
@@ -491,7 +494,7 @@ class GenerateComplete(_message.Message):
 
     @_builtins.property
     def drafter(self) -> Global___OpeningStats:
-        """drafter is the cost of opening the text at the drafter. Absent: there was no drafter."""
+        """drafter is the cost of opening the text at the first drafter that was chosen. Absent: there was none."""
 
     @_builtins.property
     def target(self) -> Global___OpeningStats:
@@ -658,7 +661,7 @@ class SpeculationStats(_message.Message):
     """
     @_builtins.property
     def rounds_by_shape(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """rounds_by_shape is the number of rounds by requested shape."""
+        """rounds_by_shape is the number of rounds by requested shape, named as in `chunk`."""
 
     @_builtins.property
     def rounds_by_tokens(self) -> _containers.ScalarMap[_builtins.int, _builtins.int]:

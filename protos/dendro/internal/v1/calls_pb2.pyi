@@ -177,6 +177,7 @@ class OpenCall(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     MARKS_FIELD_NUMBER: _builtins.int
     VOCABULARY_FIELD_NUMBER: _builtins.int
+    TOKENIZER_FIELD_NUMBER: _builtins.int
     lease: _builtins.str
     """lease is the lease that the opening belongs to. Empty only at a replica without leases."""
     max_length: _builtins.int
@@ -188,6 +189,10 @@ class OpenCall(_message.Message):
     vocabulary: _builtins.int
     """vocabulary is the target's: the text's token ids are below it, and a drafter's guesses must be. Zero: the peer's
     own.
+    """
+    tokenizer: _builtins.str
+    """tokenizer is the hash of the target's token table, as of its Hello; a drafter of another tokenizer translates the
+    text if it has a bridge for it. Empty: the peer's own.
     """
     @_builtins.property
     def sampling(self) -> Global___Sampling:
@@ -207,10 +212,11 @@ class OpenCall(_message.Message):
         tenant: _builtins.str = ...,
         marks: _abc.Iterable[_builtins.int] | None = ...,
         vocabulary: _builtins.int = ...,
+        tokenizer: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ignore_end", b"ignore_end", "lease", b"lease", "marks", b"marks", "max_length", b"max_length", "sampling", b"sampling", "tenant", b"tenant", "vocabulary", b"vocabulary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ignore_end", b"ignore_end", "lease", b"lease", "marks", b"marks", "max_length", b"max_length", "sampling", b"sampling", "tenant", b"tenant", "tokenizer", b"tokenizer", "vocabulary", b"vocabulary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,126 @@
+"""The rows of one vocabulary made from those of another, so that a checkpoint continues under another tokenizer.
+
+A token of the target that the checkpoint's tokenizer has too, with the same bytes, gets that token's row. Any other
+gets the mean of the rows of its pieces: the checkpoint's tokens into which its bytes are cut, the longest first from
+the left. A token of which some bytes are in no token of the checkpoint gets the mean of all rows. The end of a text
+corresponds to the end of a text.
+
+The rule is that of Fast Vocabulary Transfer (Gee et al. 2022), where the pieces are the old tokenizer's own
+segmentation. The longest match needs no valid text: a token may be half a character.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from dendro.errors import BadRequest
+from torch import Tensor
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+from tree_layers.checkpoint import Facts
+from tree_layers.tokens import TokenTable
+
+from cluster.router.tokenizer import BYTE_TOKEN, CheckpointTokenizer
+
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+"""How SentencePiece writes a space."""
+LETTERS = {letter: byte for byte, letter in bytes_to_unicode().items()}
+"""The byte of each letter in which byte-level tokenizers write their tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transplant:
+    """For every token of a target, the checkpoint's tokens of whose rows its own row is the mean."""
+
+    pieces: tuple[tuple[int, ...], ...]  # by the target's token; empty: the mean of all rows
+
+    @property
+    def words(self) -> str:
+        """How many tokens have which kind of row, for the card."""
+        equal = sum(len(each) == 1 for each in self.pieces)
+        absent = sum(not each for each in self.pieces)
+        return (
+            f"of {len(self.pieces):,} tokens {equal:,} have the row of a token, "
+            f"{len(self.pieces) - equal - absent:,} the mean row of their pieces, and {absent:,} the mean of all rows"
+        )
+
+    def rows(self, weight: Tensor) -> Tensor:
+        """The target's rows [tokens, width] from the checkpoint's [its tokens, width]."""
+        flat = torch.tensor([token for each in self.pieces for token in each], dtype=torch.int64)
+        starts = [0, *accumulate(len(each) for each in self.pieces)][:-1]
+        rows = F.embedding_bag(flat, weight, torch.tensor(starts), mode="mean")
+        rows[torch.tensor([not each for each in self.pieces])] = weight.mean(0)
+        return rows
+
+
+def transplant(target: Facts, checkpoint: Facts, ours: CheckpointTokenizer, theirs: CheckpointTokenizer) -> Transplant:
+    """The rule above for a target and a checkpoint, both with the tokenizers of their tables.
+
+    Raises BadRequest where a tokenizer is none of the tokenizers library, and where no token is equal.
+    """
+    assert target.tokens is not None and checkpoint.tokens is not None
+    end = min(checkpoint.end_ids, default=None)
+    by_bytes: dict[bytes, int] = {}
+    for token, spelt in sorted(token_bytes(theirs, checkpoint.tokens).items()):
+        if spelt and token < checkpoint.vocabulary and token not in checkpoint.end_ids:
+            by_bytes.setdefault(spelt, token)
+    longest = max(map(len, by_bytes), default=0)
+    ours_bytes = token_bytes(ours, target.tokens)
+    found: list[tuple[int, ...]] = []
+    for token in range(target.vocabulary):
+        if token in target.end_ids and end is not None:
+            found.append((end,))
+        else:
+            found.append(tuple(_pieces(ours_bytes.get(token, b""), by_bytes, longest)))
+    if not any(each and each != (end,) for each in found):
+        raise BadRequest("--from", f"no token of {checkpoint.folder} has bytes of the target's tokens")
+    return Transplant(tuple(found))
+
+
+def _pieces(spelt: bytes, by_bytes: Mapping[bytes, int], longest: int) -> Sequence[int]:
+    """The longest tokens from the left; empty where some bytes are in none."""
+    pieces, at = [], 0
+    while at < len(spelt):
+        length = next((n for n in range(min(longest, len(spelt) - at), 0, -1) if spelt[at : at + n] in by_bytes), 0)
+        if not length:
+            return []
+        pieces.append(by_bytes[spelt[at : at + length]])
+        at += length
+    return pieces
+
+
+def token_bytes(tokenizer: CheckpointTokenizer, table: TokenTable) -> dict[int, bytes]:
+    """The bytes that each token stands for in a text. Raises BadRequest for a tokenizer that is written in Python."""
+    described = json.loads(tokenizer.backend.to_str())
+    steps = json.dumps([described["normalizer"], described["pre_tokenizer"], described["decoder"]], ensure_ascii=False)
+    spell = _of_plain
+    if '"ByteLevel"' in steps:
+        spell = _of_byte_level
+    elif SPACE in steps or '"ByteFallback"' in steps:
+        spell = _of_sentencepiece
+    return {
+        token: _of_plain(text) if token in table.added else spell(text)  # added ones are in the text as they are
+        for token, text in table.texts.items()
+    }
+
+
+def _of_plain(text: str) -> bytes:
+    return text.encode(errors="surrogatepass")
+
+
+def _of_byte_level(text: str) -> bytes:
+    """A letter a byte, by GPT-2's table."""
+    try:
+        return bytes(map(LETTERS.__getitem__, text))
+    except KeyError:
+        return _of_plain(text)
+
+
+def _of_sentencepiece(text: str) -> bytes:
+    if byte := BYTE_TOKEN.fullmatch(text):
+        return bytes([int(byte[1], 16)])
+    return _of_plain(text.replace(SPACE, " "))
