@@ -662,6 +662,7 @@ async def test_a_verdict_whose_numbers_do_not_fit_the_tree_is_the_verifiers_faul
         "a token past the vocabulary",
         "end of text without its token",
         "a limit that is not reached",
+        "a stop string, which it cannot see",
         "no end at the limit",
     ],
 )

@@ -65,6 +65,17 @@ def substrings(ids: Sequence[int], count: int, seed: int) -> list[str]:
     return found
 
 
+@pytest.fixture
+def letters(monkeypatch: pytest.MonkeyPatch):
+    """The fake target emits letters, none of them a part of a longer character."""
+
+    def next_letter(ids: Sequence[int], sampling: Sampling) -> int:
+        return 97 + edge_token(ids, sampling) % 26
+
+    edge_token = edge.next_token
+    monkeypatch.setattr(edge, "next_token", next_letter)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 async def test_answers_end_at_the_same_token_and_character_with_every_speculation(temperature: float):
     """At substrings of the known answer, alone and two at once: where the whole answer has the first of them."""
@@ -89,6 +100,7 @@ async def test_answers_end_at_the_same_token_and_character_with_every_speculatio
             assert (again.token_ids, again.text) == (done.token_ids, text + stop)
 
 
+@pytest.mark.usefixtures("letters")
 async def test_a_stop_string_in_the_middle_of_a_round_drops_the_rest_of_the_verdict():
     whole = plain_answer(IDS, Sampling(), 8)
     stop = bytes(whole[3:6]).decode()  # begins in the first round of four tokens, ends in the middle of the second
@@ -107,13 +119,14 @@ async def test_a_stop_string_in_the_middle_of_a_round_drops_the_rest_of_the_verd
     )
 
 
+@pytest.mark.usefixtures("letters")
 async def test_text_that_could_begin_a_stop_string_is_sent_when_it_no_longer_can():
     """With the last token too, where the answer ends before the stop string does."""
     whole = plain_answer(IDS, Sampling(), 6)
     text = bytes(whole).decode()
-    stop = text[1:3] + "!"
+    stop = text[2:4] + "!"
     done = await LocalClient(ingress(EdgePeers())).generate_text(PROMPT, speculation="off", max_new_tokens=6, stop=stop)
-    assert [part.text for part in done.rounds][:4] == [text[0], "", "", text[1:4]] and done.text == text
+    assert [part.text for part in done.rounds][:5] == [*text[:2], "", "", text[2:5]] and done.text == text
     last = await LocalClient(ingress(EdgePeers())).generate_text(
         PROMPT, speculation="off", max_new_tokens=6, stop=text[4:] + "!"
     )
@@ -121,6 +134,7 @@ async def test_text_that_could_begin_a_stop_string_is_sent_when_it_no_longer_can
     assert last.complete.finish is Finish.LENGTH
 
 
+@pytest.mark.usefixtures("letters")
 async def test_the_text_of_the_prompt_is_not_searched():
     """Nor a string that begins in the prompt and ends in the answer."""
     whole = plain_answer(IDS, Sampling(), 8)
@@ -129,6 +143,7 @@ async def test_the_text_of_the_prompt_is_not_searched():
     assert list(done.token_ids) == whole and done.complete.finish is Finish.LENGTH
 
 
+@pytest.mark.usefixtures("letters")
 @pytest.mark.parametrize("speculation", ["off", "(1,1,1)"])
 async def test_a_stop_string_that_ends_at_the_limit_or_before_the_end_of_text_ends_the_answer(
     monkeypatch, speculation: str
@@ -185,6 +200,7 @@ async def test_a_resumed_stream_continues_after_every_token_with_the_same_tokens
             assert held < count or peers.rounds == 0
 
 
+@pytest.mark.usefixtures("letters")
 async def test_a_resume_with_tokens_after_the_stop_string_is_refused():
     whole = plain_answer(IDS, Sampling(), 10)
     request = pb.GenerateRequest(text=PROMPT, stop=[bytes(whole[2:4]).decode()], resume=resume_of(IDS, whole[:5]))
@@ -193,9 +209,9 @@ async def test_a_resume_with_tokens_after_the_stop_string_is_refused():
     assert refused.value.field == "resume.token_ids"
 
 
+@pytest.mark.usefixtures("letters")
 async def test_a_written_answer_is_read_from_its_record_with_the_same_text():
-    router, whole = ingress(EdgePeers(), MemorySessions()), plain_answer(IDS, Sampling(), 12)
-    client, stop = LocalClient(router), bytes(whole[6:8]).decode()
+    client = LocalClient(ingress(EdgePeers(), MemorySessions()))
     first = await client.generate_text(PROMPT, max_new_tokens=1, keep_session=True)
     begun = {"session": first.complete.session, "max_new_tokens": 30, "request_id": "second"}
     text = [*IDS, *first.token_ids, *b"on"]
@@ -214,12 +230,13 @@ async def test_a_written_answer_is_read_from_its_record_with_the_same_text():
         assert refused.value.field == "stop"
 
 
+@pytest.mark.usefixtures("letters")
 @pytest.mark.parametrize("speculation", WAYS)
 async def test_a_session_continues_from_the_tokens_up_to_the_stop_string(speculation: str):
     sampling, client = Sampling(temperature=1.0, seed=5), LocalClient(ingress(EdgePeers(), MemorySessions()))
     options = {"temperature": 1.0, "seed": 5, "max_new_tokens": 20, "speculation": speculation}
     whole = plain_answer(IDS, sampling, 20)
-    stop = bytes(whole[4:7]).decode(errors="ignore")
+    stop = bytes(whole[4:7]).decode()
     count = cut(whole, [stop])[0]
     first = await client.generate_text(PROMPT, stop=stop, keep_session=True, **options)
     assert list(first.token_ids) == whole[:count]
@@ -295,19 +312,23 @@ def tiny_config(folder: Path, target: str) -> Config:
     )
 
 
-@pytest.mark.parametrize("family", ["mamba2", pytest.param("bamba", marks=pytest.mark.long)])
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "family", ["mamba2", *(pytest.param(each, marks=pytest.mark.long) for each in ("mamba", "bamba"))]
+)
 async def test_turns_after_a_cut_have_the_tokens_of_a_new_request_and_restore_the_state_of_the_cut_text(
     tmp_path: Path, family: str
 ):
-    """For stop strings that end at each token of a round, with chains and trees, greedy and sampled."""
+    """For stop strings that end at several places of a round, greedy and sampled, without and with trees."""
     async with local_client(tiny_config(tmp_path, family)) as client:
         for temperature in (0.0, 1.0):
             prompt = [(7 * place) % tiny_mamba.VOCABULARY for place in range(9)]
             whole = (await ask(client, prompt, "off", temperature)).token_ids
-            for count in (1, 2, 3, 4, 7):
+            for count in (2, 3, 5):
                 stop = text_of(whole[:count])[-6:]
                 kept = next(n for n in range(1, 17) if stop in text_of(whole[:n]))
-                for way in ("off", "(1,1,1)", "(2,2,1)"):
+                for way in ("off", "(2,2,1)"):
                     first = await ask(client, prompt, way, temperature, stop=stop, keep_session=True)
                     assert first.token_ids == whole[:kept], (count, way)
                     assert first.text + stop == text_of(whole[:kept]), (count, way)
@@ -316,7 +337,7 @@ async def test_turns_after_a_cut_have_the_tokens_of_a_new_request_and_restore_th
                     second = await ask(client, [3, 4], way, temperature, session=first.complete.session)
                     plain = await ask(client, [*text, 3, 4], "off", temperature)
                     assert second.token_ids == plain.token_ids, (count, way)
-                    if family == "mamba2":
+                    if family != "bamba":  # a state-space target without attention
                         assert second.complete.target.restored_tokens == len(text) - 1, (count, way)
                     if way != "off":
                         assert second.complete.drafter.restored_tokens == len(text) - 1, (count, way)
