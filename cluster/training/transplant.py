@@ -20,16 +20,11 @@ import torch
 import torch.nn.functional as F
 from dendro.errors import BadRequest
 from torch import Tensor
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 from tree_layers.checkpoint import Facts
+from tree_layers.token_bytes import SPACE, TokenForm, bytes_of_text, falls_back_to_bytes
 from tree_layers.tokens import TokenTable
 
-from cluster.router.tokenizer import BYTE_TOKEN, CheckpointTokenizer
-
-SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-"""How SentencePiece writes a space."""
-LETTERS = {letter: byte for byte, letter in bytes_to_unicode().items()}
-"""The byte of each letter in which byte-level tokenizers write their tokens."""
+from cluster.router.tokenizer import CheckpointTokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,30 +92,11 @@ def token_bytes(tokenizer: CheckpointTokenizer, table: TokenTable) -> dict[int, 
     """The bytes that each token stands for in a text. Raises BadRequest for a tokenizer that is written in Python."""
     described = json.loads(tokenizer.backend.to_str())
     steps = json.dumps([described["normalizer"], described["pre_tokenizer"], described["decoder"]], ensure_ascii=False)
-    spell = _of_plain
+    form: TokenForm = ""
     if '"ByteLevel"' in steps:
-        spell = _of_byte_level
-    elif SPACE in steps or '"ByteFallback"' in steps:
-        spell = _of_sentencepiece
-    return {
-        token: _of_plain(text) if token in table.added else spell(text)  # added ones are in the text as they are
-        for token, text in table.texts.items()
+        form = "byte-level"
+    elif SPACE in steps or falls_back_to_bytes(described["decoder"]):
+        form = "metaspace"
+    return {  # added tokens are in the text as they are
+        token: bytes_of_text(text, "" if token in table.added else form) for token, text in table.texts.items()
     }
-
-
-def _of_plain(text: str) -> bytes:
-    return text.encode(errors="surrogatepass")
-
-
-def _of_byte_level(text: str) -> bytes:
-    """A letter a byte, by GPT-2's table."""
-    try:
-        return bytes(map(LETTERS.__getitem__, text))
-    except KeyError:
-        return _of_plain(text)
-
-
-def _of_sentencepiece(text: str) -> bytes:
-    if byte := BYTE_TOKEN.fullmatch(text):
-        return bytes([int(byte[1], 16)])
-    return _of_plain(text.replace(SPACE, " "))
