@@ -22,7 +22,7 @@ from tree_layers.token_bytes import token_bytes
 
 from drafter_service.bridge.branches import complete, target_tree
 from drafter_service.bridge.byte_codec import ByteCodec
-from drafter_service.bridge.kinds import KINDS, IntersectionBridge, StringBridge
+from drafter_service.bridge.kinds import KINDS, BridgeKind, IntersectionBridge, StringBridge
 from drafter_service.bridge.translation import LONGEST_SEGMENT, Translation, closed_segments
 from drafter_service.bridge.vocabularies import NO_TOKEN, VocabularyMap
 from drafter_service.mapped_noise import MappedNoise
@@ -295,7 +295,9 @@ def chain(tokens: list[int], values: list[float] | None = None) -> DraftTree:
     return DraftTree.of([0, *tokens], range(-1, len(tokens)), None if values is None else [0.0, *values])
 
 
-def through(kind: str, target: ByteCodec, drafter: ByteCodec, tree: DraftTree, text: bytes, shape: str) -> DraftTree:
+def through(
+    kind: BridgeKind, target: ByteCodec, drafter: ByteCodec, tree: DraftTree, text: bytes, shape: str
+) -> DraftTree:
     return KINDS[kind](target, drafter, "").tree(tree, target.encode(text), TreeShape.parse(shape))
 
 
