@@ -215,6 +215,15 @@ def generate(
     min_p: Annotated[float, typer.Option("--min-p", help="0 keeps all.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Default: the session's, or drawn and reported.")] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens")] = 128,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="End the answer at this string; its text ends before it. May be given several times. In bash, "
+            "$'\\n' is a line break.",
+            show_default=False,
+        ),
+    ] = None,
+    include_stop: Annotated[bool, typer.Option("--include-stop", help="End the text after the stop string.")] = False,
     speculation: Annotated[
         str,
         typer.Option(
@@ -253,6 +262,8 @@ def generate(
         "min_p": min_p,
         "seed": seed,
         "max_new_tokens": max_new_tokens,
+        "stop": stop or (),
+        "include_stop": include_stop,
         "speculation": Speculation.parse(speculation, policy, max_nodes, draft_deadline_ms),
     }
 
@@ -331,6 +342,13 @@ def train_drafter(context: typer.Context) -> None:
     _run_from("cluster.training.command", "drafter", context)
 
 
+@train.command("head", context_settings=ELSEWHERE, add_help_option=False)
+def train_head(context: typer.Context) -> None:
+    """Train an acceptance head for a drafter of a configuration: the chances that its guesses come true, learned from
+    the target's answers to your texts."""
+    _run_from("cluster.training.head_command", "head", context)
+
+
 @app.command("certify", context_settings=ELSEWHERE, add_help_option=False)
 def certify(context: typer.Context) -> None:
     """Check that answers have the target's own tokens whatever the speculation. Exit status 1 where a check fails."""
@@ -391,16 +409,16 @@ def bench_drafter(context: typer.Context) -> None:
     _run_from("cluster.bench.drafter_command", "bench_drafter", context)
 
 
-@bench.command("bridge", context_settings=ELSEWHERE, add_help_option=False)
-def bench_bridge(context: typer.Context) -> None:
-    """Measure a drafter of another tokenizer through each bridge."""
-    _run_from("cluster.bench.bridge_command", "bench_bridge", context)
-
-
 @bench.command("targets", context_settings=ELSEWHERE, add_help_option=False)
 def bench_targets(context: typer.Context) -> None:
     """Measure one drafter that serves two targets at once."""
     _run_from("cluster.bench.many_targets_command", "bench_targets", context)
+
+
+@bench.command("bridge", context_settings=ELSEWHERE, add_help_option=False)
+def bench_bridge(context: typer.Context) -> None:
+    """Measure a drafter of another tokenizer through each bridge."""
+    _run_from("cluster.bench.bridge_command", "bench_bridge", context)
 
 
 def main() -> None:

@@ -198,16 +198,15 @@ class TargetConfig(ModelConfig):
 
 
 class DrafterConfig(ModelConfig):
-    """A drafter deployment, of a checkpoint of any kind in `drafter_service.models.MODELS`. It serves every target, or
-    only those named in `targets`."""
+    """A drafter deployment, of a checkpoint of any kind in `drafter_service.models.MODELS`."""
 
-    targets: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ()  # empty: all
     bridge: BridgeChoice = "auto"
-    """What translates between its tokenizer and a target's (docs/bridge.md). auto: nothing where they agree, else a
-    bridge; none: nothing, and a target of another tokenizer is refused."""
+    """What translates between its tokenizer and a target's (docs/bridge.md). none: nothing; another one is refused."""
     form: Literal["auto", "eager", "fused"] = "auto"
-    """How the model computes: one compiled call per forward (fused: Mambas, on a CPU), or one torch operation after the
-    other (eager). auto: fused where it can be had."""
+    """fused: one compiled call per forward (Mambas, on a CPU); eager: torch's operations; auto: fused where it can."""
+    head: Path | None = None
+    """The file of its acceptance head (`dendro train head`). Default: none; chances are calibrated while it drafts."""
 
 
 class Router(Section):
@@ -354,14 +353,14 @@ class Config(Section):
         for name in (*self.targets, *self.drafters):
             if not name or not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
                 raise ValueError(f"name {name!r}: only letters, digits, '-', '_' and '.' are allowed")
-        for name, drafter in self.drafters.items():
-            for target in drafter.targets:
+        for name, model in self.drafters.items():
+            for target in model.targets:
                 if target not in self.targets:
                     raise ValueError(f"drafters.{name}.targets: there is no target {target!r}")
-        for drafter, shape in self.speculation.parsed:
-            if drafter and drafter not in self.drafters:
-                arm = Arm(drafter, shape)
-                raise ValueError(f"speculation.arms: {arm} names a drafter that is not among drafters, {drafter!r}")
+        for maker, shape in self.speculation.parsed:
+            if maker and maker not in self.drafters:
+                arm = Arm(maker, shape)
+                raise ValueError(f"speculation.arms: {arm} names a drafter that is not among drafters, {maker!r}")
         return self
 
     @classmethod
@@ -443,7 +442,10 @@ def _resolved(where: str, model: ModelConfig, folder: Path) -> ModelConfig:
     """The model with absolute folders; a path that is not a folder and may be a name on the hub is unchanged. Raises
     BadRequest for a revision of a folder."""
     paths = {"checkpoint": model.checkpoint, **({} if model.tokenizer is None else {"tokenizer": model.tokenizer})}
-    resolved = model.model_copy(update={field: resolved_path(path, folder) for field, path in paths.items()})
+    found = {field: resolved_path(path, folder) for field, path in paths.items()}
+    if isinstance(model, DrafterConfig) and model.head is not None:
+        found["head"] = (folder / model.head.expanduser()).resolve()
+    resolved = model.model_copy(update=found)
     for field, name, of in (
         ("revision", resolved.checkpoint_name, "checkpoint"),
         ("tokenizer_revision", resolved.tokenizer_name, "tokenizer"),

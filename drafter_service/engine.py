@@ -23,6 +23,7 @@ from dendro.state import StateStore
 from dendro.tree import DraftTree, IntArray
 from tree_layers.states import SlotPool
 
+from drafter_service.acceptance_head import check_head, read_head
 from drafter_service.grow import most_processed
 from drafter_service.models import described_form, load_model
 from drafter_service.options import DrafterOptions
@@ -108,9 +109,13 @@ class DrafterEngine:
             pid=os.getpid(),
             facts=checkpoint.facts.digest,
         )
+        head = None
+        if options.head is not None:
+            head = read_head(options.head, device)
+            check_head(head.facts, model, checkpoint.fingerprint)
         slots = text_slots(options.max_sessions), node_slots(options.max_rows, options.max_depth)
         form = described_form(model, checkpoint.facts.model_type, device, options.form)
-        return cls(hello, DraftRunner(model, *slots, device), states, options, clock, form)
+        return cls(hello, DraftRunner(model, *slots, device, head), states, options, clock, form)
 
     async def start(self) -> None:
         self._thread.start()

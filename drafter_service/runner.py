@@ -10,10 +10,12 @@ import torch
 from dendro.text import Sampling
 from dendro.tree import IntArray
 from torch import Tensor
+from tree_kernels.acceptance_head.cpu import HeadCalls
 from tree_kernels.noise import NoiseRows
-from tree_kernels.ranking import Orders, ranked
+from tree_kernels.ranking import Orders
 from tree_kernels.warp import Warp, drafter_ranking
 
+from drafter_service.acceptance_head import AcceptanceHead
 from drafter_service.mapped_noise import MappedNoise
 from drafter_service.models import DrafterModel
 from drafter_service.models.memory import FusedMemory
@@ -38,12 +40,22 @@ class DraftLaw:
 class DraftRunner:
     """A model, its memory, and the `DraftLaw` of each session. Used by one thread, in inference mode."""
 
-    def __init__(self, model: DrafterModel, texts: int, nodes: int, device: torch.device) -> None:
-        """texts, nodes: number of slots of either kind, slot 0 included."""
+    def __init__(
+        self,
+        model: DrafterModel,
+        texts: int,
+        nodes: int,
+        device: torch.device,
+        head: AcceptanceHead | None = None,
+    ) -> None:
+        """texts, nodes: number of slots of either kind, slot 0 included   head: of this model, computes chances"""
         self.model = model
+        self.head = head
         self.device = device
         self.memory = model.memory(texts, nodes)
         self._fused = self.memory if isinstance(self.memory, FusedMemory) else None
+        if self._fused is not None and head is not None:
+            self._fused.use_head(HeadCalls(head.weights, head.facts.candidates))
         self._laws: dict[int, DraftLaw] = {}
 
     def runs_levels(self, session: int) -> bool:
@@ -96,34 +108,42 @@ class DraftRunner:
         compiled = self._fused if not any(law.warp.masks for law in laws) else None
         if isinstance(rows, Levels):
             assert compiled is not None
-            return DraftOutcome(*compiled.guesses_of_levels(rows, _orders(laws, plan), _width(laws, plan)))
+            orders, width = _orders(laws, plan), _width(laws, plan)
+            return DraftOutcome(*compiled.guesses_of_levels(rows, plan.depths, orders, width))
         if compiled is not None and isinstance(rows, Level):
-            return DraftOutcome(*compiled.guesses(rows, plan.groups, _orders(laws, plan), _width(laws, plan)))
+            orders, width = _orders(laws, plan), _width(laws, plan)
+            return DraftOutcome(*compiled.guesses(rows, plan.groups, plan.depths, orders, width))
         hidden = self.memory.chain(rows).flatten(0, 1) if isinstance(rows, Chains) else self.memory.level(rows)
         if not plan.groups:
             return NOTHING
         if plan.scored is not None and len(plan.scored) < len(hidden):
             hidden = hidden.index_select(0, torch.from_numpy(plan.scored).to(self.device))
-        logits = self.model.logits(hidden)
         if compiled is not None:
-            return DraftOutcome(*ranked(logits, plan.groups, _orders(laws, plan), _width(laws, plan)))
-        return self._order(logits, laws, plan)
+            orders, width = _orders(laws, plan), _width(laws, plan)
+            return DraftOutcome(*compiled.guesses_of_hidden(hidden, plan.groups, plan.depths, orders, width))
+        return self._order(hidden, laws, plan)
 
-    def _order(self, logits: Tensor, laws: list[DraftLaw], plan: DraftPlan) -> DraftOutcome:
-        """The candidates of each scored row, ordered by the law of its group. logits [scored, V]"""
-        width = _width(laws, plan)
+    def _order(self, hidden: Tensor, laws: list[DraftLaw], plan: DraftPlan) -> DraftOutcome:
+        """The candidates of each scored row, ordered by the law of its group. hidden [scored, d]"""
+        logits, width = self.model.logits(hidden), _width(laws, plan)
         alike: dict[tuple[Warp, int], list[int]] = {}  # rows by their warp and vocabulary
         group_of = np.repeat(np.arange(len(laws)), plan.groups).tolist()
         for row, group in enumerate(group_of):
             alike.setdefault((laws[group].warp, laws[group].vocabulary), []).append(row)
         candidates = np.empty((len(group_of), width), np.int64)
         found = np.empty((len(group_of), width), np.float32)
+        chances = None if self.head is None else np.empty((len(group_of), width), np.float32)
+        depths = torch.from_numpy(np.repeat(np.array(plan.depths, np.int64), plan.groups)).to(self.device)
         for (warp, vocabulary), rows in alike.items():
-            part = logits if len(alike) == 1 else logits[torch.tensor(rows, device=self.device)]
+            chosen = slice(None) if len(alike) == 1 else torch.tensor(rows, device=self.device)
+            part = logits[chosen, :vocabulary]
             noise = self._noise([group_of[row] for row in rows], laws, plan.positions)
-            ids, scores = _candidates(part[:, :vocabulary], warp, noise, width)
+            ids, scores = candidates_of(part, warp, noise, width)
             candidates[rows], found[rows] = ids.cpu().numpy(), scores.cpu().numpy()
-        return DraftOutcome(candidates, found)
+            if self.head is not None and chances is not None:
+                of = hidden[chosen], part, ids, scores, warp.temperature, depths[chosen]
+                chances[rows] = self.head.chances(self.model, *of).cpu().numpy()
+        return DraftOutcome(candidates, found, chances)
 
     def _noise(self, groups: list[int], laws: list[DraftLaw], positions: Sequence[int]) -> Tensor | None:
         """[rows, V] noise of the token that each row guesses; None at temperature 0. groups: of each row"""
@@ -147,7 +167,7 @@ def _orders(laws: Sequence[DraftLaw], plan: DraftPlan) -> Orders:
     return Orders([law.warp.temperature for law in laws], noise, [law.vocabulary for law in laws])
 
 
-def _candidates(logits: Tensor, warp: Warp, noise: Tensor | None, width: int) -> tuple[Tensor, Tensor]:
+def candidates_of(logits: Tensor, warp: Warp, noise: Tensor | None, width: int) -> tuple[Tensor, Tensor]:
     """The best `width` ids of each row in order, and their scores.
 
     The warp's masks may put a guess first whose score is not the greatest; its score is then set to the greatest.

@@ -202,13 +202,16 @@ class DraftScheduler:
             assert draft_round is not None
             candidates = outcome.candidates[at : at + len(rows)].tolist()
             scores = outcome.scores[at : at + len(rows)].tolist()
+            chances = None if outcome.chances is None else outcome.chances[at : at + len(rows)].tolist()
             at += len(rows)
             if self._kind == "chain":  # text from `rows.start` to the root; all but the root rank the token after them
                 session.covers = rows.stop - 1
                 for covered in range(rows.start + 1, rows.stop):
                     self._record_rank(session, covered, candidates.pop(0), scores.pop(0))
             growth = draft_round.growth
-            confidences, first = draft_round.calibration.confidences(scores), 0
+            if chances is None:
+                chances = draft_round.calibration.confidences(scores)
+            confidences, first = chances[-len(scores) :], 0
             while first < len(scores):
                 level = slice(first, first + len(growth.frontier))
                 growth.extend(candidates[level], scores[level], confidences[level])

@@ -39,7 +39,7 @@ def tables_of(report: Report) -> Iterator[Cells]:
                 row for row in report["rows"] if (row["temperature"], row["both_at_once"]) == (temperature, at_once)
             ]
             load = "a request at each target at once" if at_once else "one request at a time"
-            cells = [
+            cells: list[tuple[str, ...]] = [
                 (
                     row["target"],
                     row["drafter"],

@@ -9,11 +9,10 @@ on the recorded values. SpecDec++ (section 5) judges a rule by two rates that no
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from dendro.shapes import DynamicShape, LevelShape, MarginalShape, TreeShape, UntilShape
+from dendro.shapes import CHANCE_DIGITS, DynamicShape, LevelShape, MarginalShape, TreeShape, UntilShape
 from dendro.step_sizes import StepSizes
 from dendro.text import Verdict
 from dendro.tree import DraftTree
@@ -53,7 +52,9 @@ class Form:
     grown: tuple[DynamicShape, ...]  # drafted as `until` is, level by level, with so many levels, from 1 on
 
     def until(self, h: float) -> UntilShape:
-        return UntilShape(self.largest, h)
+        """The sweep's shape. In trees it leaves out guesses that are reached with a chance of at most 1 - h: else the
+        largest tree's number of guesses, not h, would decide how many are discarded."""
+        return UntilShape(self.largest, h, 0.0 if self.largest.k == 1 else round(1 - h, CHANCE_DIGITS))
 
     @property
     def marginal(self) -> MarginalShape:
@@ -176,8 +177,7 @@ class MarginalRounds:
 
     def begin(self) -> TreeShape:
         """The shape of the next round."""
-        self._rule.begin(self._arm)
-        return self._rule.resolved(self._arm.shape)
+        return self._rule.resolved(self._arm).shape
 
     def learn(self, tree: DraftTree, verdict: Verdict, took_us: float) -> None:
         """Record a round; the tree has the time of its draft."""
@@ -257,25 +257,24 @@ def rates_of(runs: Replayed) -> dict[tuple[int, int], float]:
 
 
 def front_at(front: Sequence[Point], discard: float) -> float | None:
-    """The least verification rate at a discard rate of at most `discard`, on the front of these points: a round may
-    follow either of two rules, so what lies between two points is reached too. None where all discard more."""
-    best: float | None = None
-    for point in front:
-        if point.discard <= discard:
-            best = min(point.verification, best if best is not None else point.verification)
-    for one in front:
-        for other in front:
-            if one.discard <= discard < other.discard:
-                share = (discard - one.discard) / (other.discard - one.discard)
-                between = one.verification + share * (other.verification - one.verification)
-                best = min(between, best if best is not None else between)
-    return best
+    """The least verification rate at this discard rate between any two of these points: rounds may follow two rules by
+    turns. None where all points discard more, or all less."""
+    left = [point for point in front if point.discard <= discard]
+    right = [point for point in front if point.discard >= discard]
+    between = (
+        one.verification
+        + (discard - one.discard) / ((other.discard - one.discard) or 1.0) * (other.verification - one.verification)
+        for one in left
+        for other in right
+    )
+    return min(between, default=None)
 
 
 def outside(fixed: Sequence[Point], sweep: Sequence[Point]) -> Iterator[tuple[Point, float]]:
     """Of each fixed length, its verification rate over that of the sweep's front at the same discard rate. Above 1: the
-    sweep verifies less often. Lengths that discard less than every h are left out."""
-    for point in fixed:
+    sweep verifies less often. Lengths that discard less or more than every h are left out, and so are the first and the
+    last: drafts of h = 0 and h = 1 have them, too."""
+    for point in fixed[1:-1]:
         at = front_at(sweep, point.discard)
         if at is not None:
             yield point, point.verification / at
@@ -288,7 +287,7 @@ class StoppingRecord:
     drafts: Mapping[float, Sequence[RecordedDrafts]]  # by temperature
     costs: Mapping[float, ReplayCosts]
 
-    @functools.cached_property
+    @property
     def kinds(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(each.answer.kind for those in self.drafts.values() for each in those))
 

@@ -53,7 +53,7 @@ DRAFTER = "mamba2"
 PROMPTS, QUICK_PROMPTS = 9, 1
 QUICK_TOKENS = 24
 REPETITIONS, QUICK_REPETITIONS = 15, 3
-LIVE_PROMPTS = 2
+LIVE_PROMPTS = 1
 """Prompts of each kind whose answers are generated in real time."""
 SIDE_BY_SIDE = 9
 """Texts that are drafted together."""

@@ -52,7 +52,7 @@ def tables_of(report: Report) -> Iterator[Cells]:
         yield _rates(form, temperature, mine)
     if report["live"]:
         yield _live(report)
-    yield _costs(report)
+    yield from _costs(report)
     yield aims_table(report)
 
 
@@ -116,15 +116,18 @@ def _live(report: Report) -> Cells:
     return "In real time: drafter and verifier in this process, without a router; the arms take turns", columns, cells
 
 
-def _costs(report: Report) -> Cells:
-    lines: dict[str, dict[int, float]] = {}
-    for row in report["costs"]:
-        lines.setdefault(f"{row['what']}, temperature {row['temperature']:g}", {})[row["count"]] = row["ms"]
-    counts = sorted({count for found in lines.values() for count in found})
-    cells: list[tuple[str, ...]] = [
-        (name, *(number(found.get(count)) for count in counts)) for name, found in lines.items()
-    ]
-    return "Costs in ms, by levels of a draft and rows of a step", ("", *map(str, counts)), cells
+def _costs(report: Report) -> Iterator[Cells]:
+    """Drafts by their levels, then steps by their rows: a line for each temperature."""
+    for title, steps in (("Drafts in ms by levels", False), ("Steps in ms by rows", True)):
+        lines: dict[str, dict[int, float]] = {}
+        for row in report["costs"]:
+            if (row["what"] == "verifier step") is steps:
+                lines.setdefault(f"{row['what']}, {row['temperature']:g}", {})[row["count"]] = row["ms"]
+        counts = sorted({count for found in lines.values() for count in found})
+        cells: list[tuple[str, ...]] = [
+            (name, *(number(found.get(count), 1 if steps else 2) for count in counts)) for name, found in lines.items()
+        ]
+        yield title, ("", *map(str, counts)), cells
 
 
 def plot(report: Report, path: Path) -> None:

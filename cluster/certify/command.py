@@ -24,6 +24,7 @@ from cluster.bench.machine import describe_machine
 from cluster.bench.measurement import Step
 from cluster.certify import checks
 from cluster.certify.promises import Promise, report, show
+from cluster.certify.stop_strings import STOP_LAWS, stop_strings_end_answers
 from cluster.config import Config, TargetConfig, demo_config
 from cluster.demo.prompts import held_out_prompts
 from cluster.engines import verifier_options
@@ -57,10 +58,11 @@ class CertifySize:
     far_draws: int
     own_prompts: int
     own_tokens: int
+    stop_draws: int  # for each answer
 
 
-FULL = CertifySize(32, 128, 8, 64, 20_000, 2_000, 2, 48)
-QUICK = CertifySize(3, 32, 2, 24, 4_000, 200, 1, 24)
+FULL = CertifySize(32, 128, 8, 64, 20_000, 2_000, 2, 48, 6)
+QUICK = CertifySize(3, 32, 2, 24, 4_000, 200, 1, 24, 3)
 
 
 @asynccontextmanager
@@ -157,6 +159,14 @@ async def run_certify(
             step = bar("(c) the law", size.far_draws)
             found.append(
                 await checks.law_of_the_sampler(service, engine.logits_of, prompts[0], size.draws, size.far_draws, step)
+            )
+            stop_ways = ["off", "auto", *shapes]
+            steps = len(STOP_LAWS) * len(chosen) * (1 + size.stop_draws * len(stop_ways))
+            step, below = bar("(g) stop strings", steps), checks.MARGINS[target.dtype]
+            found.append(
+                await stop_strings_end_answers(
+                    service, chosen, size.tokens, size.stop_draws, stop_ways, margin_of, below, step
+                )
             )
 
         if address:

@@ -107,13 +107,15 @@ class StoppedDrafts:
     accepted: float = FIRST_ACCEPT * FIRST_LEVELS  # those of them that had the text's token
 
     def learn(self, tree: DraftTree, verdict: Verdict) -> None:
-        """Record a draft as it came from its drafter, and what was accepted of its round's tree."""
+        """Record a draft as it came from its drafter, and what was accepted of its round's tree, where the verifier
+        left out none of it."""
         levels, came = max(tree.depth, 1), min(verdict.length - 1, tree.depth)
         self.level.learn(tree.draft_us / tree.texts / levels)
         self.levels = KEPT * self.levels + levels
         self.guesses = KEPT * self.guesses + tree.guesses
-        self.tried = KEPT * self.tried + max(min(came + 1, tree.depth) - 1, 0)
-        self.accepted = KEPT * self.accepted + max(came - 1, 0)
+        if not verdict.trimmed:
+            self.tried = KEPT * self.tried + max(min(came + 1, tree.depth) - 1, 0)
+            self.accepted = KEPT * self.accepted + max(came - 1, 0)
 
     @property
     def accept(self) -> float:

@@ -12,7 +12,7 @@ from dendro.calls import TARGET_BYTES
 from dendro.clock import Clock
 from dendro.errors import BadRequest, Conflict, PeerLost
 from dendro.long_work import PART, off_loop
-from dendro.text import SEED_BITS, Limits, Sampling, Text
+from dendro.text import SEED_BITS, Limits, Sampling, StopStrings, Text
 from dendro.v1 import generation_pb2 as pb
 from tree_layers.checkpoint import Facts
 
@@ -73,6 +73,7 @@ class Job:
     prompt: list[int]  # the text before the answer, a session's earlier turns included
     held: list[int]  # the answer's tokens that the client has
     limits: Limits
+    stops: StopStrings
     plan: SpeculationPlan
     kind: PriorKey
     experience: Experience  # its tenant's
@@ -146,6 +147,7 @@ class Admission:
         if resume is not None and not _TARGET.fullmatch(resume.target):
             raise BadRequest("resume.target", f"must be what `started` reported, {2 * TARGET_BYTES} hexadecimal digits")
         sampling = _sampling(request, record)
+        stops = StopStrings.of(request.stop, request.include_stop)
         experience = self._experience[served.name].of(tenant)
         kind = PriorKey.of(served.name, self._config.drafters_of(served.name), sampling.temperature, tenant)
         prior = await self._priors.of(kind, experience)
@@ -173,6 +175,7 @@ class Admission:
             prompt=prompt,
             held=held,
             limits=Limits(end, request.ignore_end),
+            stops=stops,
             plan=plan,
             kind=kind,
             experience=experience,

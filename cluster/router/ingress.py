@@ -21,7 +21,7 @@ from functools import partial
 from typing import TypeVar
 
 from dendro.clock import Clock
-from dendro.errors import Conflict, DendroError, NotFound, Overloaded, PeerLost, one_line
+from dendro.errors import BadRequest, Conflict, DendroError, NotFound, Overloaded, PeerLost, one_line
 from dendro.long_work import off_loop
 from dendro.tasks import BackgroundTasks
 from dendro.text import Finish, Limits, Text, Verdict
@@ -44,8 +44,8 @@ from cluster.router.admission import (
 from cluster.router.ports import DrafterPort, HandlePort, PeersPort
 from cluster.router.priors import Priors
 from cluster.router.rounds import rounds
+from cluster.router.stop_strings import AnswerText
 from cluster.router.stopping import StoppingDrafter
-from cluster.router.tokenizer import TextStream
 from cluster.sessions import KEPT_TURNS, Record, Sessions, Turn
 
 log = logging.getLogger("dendro.router")
@@ -56,9 +56,14 @@ AHEAD = 4
 """Finished rounds that may wait to be sent: sending does not delay the next round, and decoding stops for a client that
 does not read."""
 
+SEARCH_WORK = 64
+"""Tokens of other work that cost about as much as searching a token's text for stop strings, or as preparing the search
+for a character of one."""
+
 FINISH_REASONS = {
     Finish.END_OF_TEXT: pb.FINISH_REASON_END_OF_TEXT,
     Finish.LENGTH: pb.FINISH_REASON_LENGTH,
+    Finish.STOP_STRING: pb.FINISH_REASON_STOP_STRING,
 }
 
 T = TypeVar("T")
@@ -126,6 +131,7 @@ class Ingress:
         began_s = self._clock()
         try:
             job = await self._admission.admit(request, request_id, tenant)
+            answer = await off_loop(_work_of_held(job), lambda: _held_answer(job))
             text = Text(
                 job.prompt + job.held,
                 job.sampling,
@@ -133,20 +139,20 @@ class Ingress:
                 Limits(max(job.limits.max_length, len(job.prompt) + len(job.held) + 1), job.limits.ignore_end),
                 job.tenant,
                 job.record.marks if job.record else (),
+                answer if job.stops.strings else None,
             )
             await off_loop(len(text), lambda: text.digest(len(text)))  # later digests begin from this one
             if job.resume is not None:
                 check_text_of_resume(job.resume, job, text)
             outcome = "left"
-            stream = TextStream(job.served.tokenizer)
-            stream.push(job.held)
             if job.written is not None:
+                rest = self._rest_of_written(job, job.written, answer)
                 yield _started(job, text, job.written.target)
-                for event in self._rest_of_written(job, job.written, stream):
+                for event in rest:
                     yield event
                 outcome = "written"
                 return
-            finish = self._finish_of_held(job) if job.held else None
+            finish = self._finish_of_held(job, answer) if job.held else None
             complete = pb.GenerateComplete()
             if finish is None:
                 experience = job.experience
@@ -156,7 +162,7 @@ class Ingress:
                         run = self._run(job, text, account, complete)
                         async with aclosing(_ahead(run, self._left_s(job))) as done:
                             async for each in done:
-                                yield each if isinstance(each, pb.GenerateResponse) else each.message(stream)
+                                yield each if isinstance(each, pb.GenerateResponse) else each.message(answer)
                     finally:
                         self._priors.learn(job.kind, account.notes, experience)
                 finish = text.finish
@@ -165,7 +171,7 @@ class Ingress:
                 assert job.resume is not None
                 job.target = job.resume.target
                 yield _started(job, text, job.target)
-            complete.finish_reason = FINISH_REASONS[finish]
+            complete.finish_reason, complete.stop_string = FINISH_REASONS[finish], answer.found
             complete.usage.prompt_tokens = len(job.prompt)
             complete.usage.completion_tokens = len(text) - len(job.prompt)
             if job.session:
@@ -237,24 +243,33 @@ class Ingress:
         tasks = [self._closing.start(handle.close(text)) for handle in handles]
         await asyncio.wait(tasks, timeout=CLOSE_BUDGET_S)
 
-    def _finish_of_held(self, job: Job) -> Finish | None:
+    def _finish_of_held(self, job: Job, answer: AnswerText) -> Finish | None:
         """Why the answer in `held`, which is not empty, ended; None where it is incomplete."""
-        if job.held[-1] in job.served.end_ids and not job.limits.ignore_end:
-            return Finish.END_OF_TEXT
-        return Finish.LENGTH if len(job.held) >= job.answer_length else None
+        ended = job.held[-1] in job.served.end_ids and not job.limits.ignore_end
+        if not (answer.found or ended or len(job.held) >= job.answer_length):
+            return None
+        answer.finish()  # a stop string may end in it
+        if answer.found:
+            return Finish.STOP_STRING
+        return Finish.END_OF_TEXT if ended else Finish.LENGTH
 
-    def _rest_of_written(self, job: Job, turn: Turn, stream: TextStream) -> list[pb.GenerateResponse]:
-        """The rest of an answer that is already in the record: its `complete` was lost, or its client disconnected."""
+    def _rest_of_written(self, job: Job, turn: Turn, answer: AnswerText) -> list[pb.GenerateResponse]:
+        """The rest of an answer that is already in the record: its `complete` was lost, or its client disconnected.
+        Raises BadRequest where the request's stop strings would have ended it elsewhere."""
         assert job.record is not None
-        answer, events = job.record.tokens[turn.prompt : turn.end], []
-        rest = answer[len(job.held) :]
+        tokens, finish, events = job.record.tokens[turn.prompt : turn.end], Finish(turn.finish), []
+        rest = tokens[len(job.held) :]
+        text = answer.append(rest) + answer.finish()
+        if answer.length != len(tokens) or bool(answer.found) != (finish is Finish.STOP_STRING):
+            raise BadRequest("stop", "would have ended the written turn of this request_id elsewhere; use a new id")
         if rest:
-            chunk = pb.GenerateChunk(offset=len(job.held), token_ids=rest, text=stream.push(rest) + stream.flush())
+            chunk = pb.GenerateChunk(offset=len(job.held), token_ids=rest, text=text)
             events.append(pb.GenerateResponse(chunk=chunk))
         complete = pb.GenerateComplete(
-            finish_reason=FINISH_REASONS[Finish(turn.finish)],
-            usage=pb.Usage(prompt_tokens=turn.prompt, completion_tokens=len(answer)),
+            finish_reason=FINISH_REASONS[finish],
+            usage=pb.Usage(prompt_tokens=turn.prompt, completion_tokens=len(tokens)),
             session=job.session,
+            stop_string=answer.found,
         )
         return [*events, pb.GenerateResponse(complete=complete)]
 
@@ -313,16 +328,15 @@ class Ingress:
 
 @dataclass(frozen=True, slots=True)
 class _FinishedRound:
-    """A round whose chunk is not made yet: its text is decoded after the next round's call was sent."""
+    """A round whose chunk is not made yet: without stop strings, its text is decoded after the next round's call was
+    sent."""
 
     offset: int  # tokens of the answer before it
     verdict: Verdict
     arm: str  # its name
 
-    def message(self, stream: TextStream) -> pb.GenerateResponse:
-        tokens = self.verdict.tokens
-        added = stream.push(tokens)
-        text = added + stream.flush() if self.verdict.finished else added
+    def message(self, answer: AnswerText) -> pb.GenerateResponse:
+        tokens, text = self.verdict.tokens, answer.text_of(self.verdict)
         chunk = pb.GenerateChunk(offset=self.offset, token_ids=tokens, text=text, shape=self.arm)
         return pb.GenerateResponse(chunk=chunk)
 
@@ -363,6 +377,20 @@ async def _ahead(chunks: AsyncGenerator[T, None], limit_s: float = math.inf) -> 
     finally:
         driver.cancel()
         await asyncio.wait({driver})
+
+
+def _work_of_held(job: Job) -> int:
+    """What `_held_answer` costs, in tokens of other work (`off_loop`)."""
+    return SEARCH_WORK * (len(job.held) + job.stops.characters) if job.stops.strings else len(job.held)
+
+
+def _held_answer(job: Job) -> AnswerText:
+    """The text of the tokens that the client has. Raises BadRequest where they go on after a stop string."""
+    answer = AnswerText(job.served.tokenizer, job.stops)
+    answer.append(job.held)
+    if answer.length < len(job.held):
+        raise BadRequest("resume.token_ids", f"go on after the stop string that their token {answer.length} completes")
+    return answer
 
 
 def _started(job: Job, text: Text, target: str) -> pb.GenerateResponse:

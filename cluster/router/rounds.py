@@ -37,8 +37,8 @@ async def rounds(text: Text, drafter: Drafter, verifier: Verifier, policy: Polic
         arm = policy.choose()
         tree = await drafter.draft(text, arm)  # the root alone when off, late or lost
         verdict = await verifier.verify(text, tree)
+        verdict = text.commit(verdict)  # before the client sees it; cut at a stop string
         policy.learn(arm, tree, verdict)  # tree and verdict carry their costs
-        verdict = text.commit(verdict)  # before the client sees it
         yield verdict
         if verdict.finished:
             return

@@ -118,6 +118,12 @@ class TextStream:
         self._window: list[int] = []  # the last tokens, special ones left out: decoding needs none before
         self._given = 0  # characters of the window's text that were returned
 
+    def copy(self) -> TextStream:
+        """A stream that continues from the same tokens, by itself."""
+        other = TextStream(self._tokenizer)
+        other._window, other._given = self._window.copy(), self._given
+        return other
+
     def push(self, ids: Sequence[int]) -> str:
         """The text that these tokens add."""
         self._window += self._tokenizer.visible(ids)

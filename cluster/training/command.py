@@ -140,8 +140,11 @@ def drafter(
         seed,
         fuse,
     )
+    gpus = torch.cuda.device_count()
     if processes is None:
-        processes = max(1, torch.cuda.device_count())
+        processes = max(1, gpus)
+    elif gpus and processes > gpus:
+        raise BadRequest("--processes", f"must be at most the {gpus} GPUs of the machine, got {processes}")
     if rows % processes:
         raise BadRequest("--rows", f"must be a multiple of the {processes} processes, got {rows}")
     folder = Path.cwd() if config is None else config.resolve().parent

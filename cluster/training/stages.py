@@ -27,8 +27,12 @@ class StageFolder:
         self.folder = folder
         if not resume:
             shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / ".gitignore").write_text("*\n")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BadRequest("--out", f"{folder} cannot be made: {error.strerror}") from error
+        with replacing(folder / ".gitignore") as partial:
+            partial.write_text("*\n")
         file, wanted = folder / SETTINGS, json.loads(json.dumps(settings))
         if file.exists():
             begun = json.loads(file.read_text())

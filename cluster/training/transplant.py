@@ -3,7 +3,7 @@
 A token of the target that the checkpoint's tokenizer has too, with the same bytes, gets that token's row. Any other
 gets the mean of the rows of its pieces: the checkpoint's tokens into which its bytes are cut, the longest first from
 the left. A token of which some bytes are in no token of the checkpoint gets the mean of all rows. The end of a text
-corresponds to the end of a text.
+corresponds to the end of a text, and another control token to that of the same text, or else gets the mean of all rows.
 
 The rule is that of Fast Vocabulary Transfer (Gee et al. 2022), where the pieces are the old tokenizer's own
 segmentation. The longest match needs no valid text: a token may be half a character.
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from dendro.errors import BadRequest
 from torch import Tensor
 from tree_layers.checkpoint import Facts
-from tree_layers.token_bytes import SPACE, TokenForm, bytes_of_text, falls_back_to_bytes
+from tree_layers.token_bytes import control_tokens, token_bytes
 from tree_layers.tokens import TokenTable
 
 from cluster.router.tokenizer import CheckpointTokenizer
@@ -58,19 +58,24 @@ def transplant(target: Facts, checkpoint: Facts, ours: CheckpointTokenizer, thei
     Raises BadRequest where a tokenizer is none of the tokenizers library, and where no token is equal.
     """
     assert target.tokens is not None and checkpoint.tokens is not None
+    our_bytes, our_controls = _spelt(ours, target.tokens)
+    their_bytes, their_controls = _spelt(theirs, checkpoint.tokens)
+    named = {text: token for token, text in their_controls.items() if token < checkpoint.vocabulary}
     end = min(checkpoint.end_ids, default=None)
     by_bytes: dict[bytes, int] = {}
-    for token, spelt in sorted(token_bytes(theirs, checkpoint.tokens).items()):
+    for token, spelt in sorted(their_bytes.items()):
         if spelt and token < checkpoint.vocabulary and token not in checkpoint.end_ids:
             by_bytes.setdefault(spelt, token)
     longest = max(map(len, by_bytes), default=0)
-    ours_bytes = token_bytes(ours, target.tokens)
     found: list[tuple[int, ...]] = []
     for token in range(target.vocabulary):
         if token in target.end_ids and end is not None:
             found.append((end,))
+        elif token in our_controls:
+            same = named.get(our_controls[token])
+            found.append(() if same is None else (same,))
         else:
-            found.append(tuple(_pieces(ours_bytes.get(token, b""), by_bytes, longest)))
+            found.append(tuple(_pieces(our_bytes.get(token, b""), by_bytes, longest)))
     if not any(each and each != (end,) for each in found):
         raise BadRequest("--from", f"no token of {checkpoint.folder} has bytes of the target's tokens")
     return Transplant(tuple(found))
@@ -88,15 +93,13 @@ def _pieces(spelt: bytes, by_bytes: Mapping[bytes, int], longest: int) -> Sequen
     return pieces
 
 
-def token_bytes(tokenizer: CheckpointTokenizer, table: TokenTable) -> dict[int, bytes]:
-    """The bytes that each token stands for in a text. Raises BadRequest for a tokenizer that is written in Python."""
+def _spelt(tokenizer: CheckpointTokenizer, table: TokenTable) -> tuple[dict[int, bytes], dict[int, str]]:
+    """The bytes that each token stands for, where a tokenizer of words has their texts; and the control tokens' texts.
+
+    Raises BadRequest for a tokenizer that is written in Python.
+    """
     described = json.loads(tokenizer.backend.to_str())
-    steps = json.dumps([described["normalizer"], described["pre_tokenizer"], described["decoder"]], ensure_ascii=False)
-    form: TokenForm = ""
-    if '"ByteLevel"' in steps:
-        form = "byte-level"
-    elif SPACE in steps or falls_back_to_bytes(described["decoder"]):
-        form = "metaspace"
-    return {  # added tokens are in the text as they are
-        token: bytes_of_text(text, "" if token in table.added else form) for token, text in table.texts.items()
-    }
+    controls = control_tokens(described)
+    if table.form:
+        return token_bytes(described), controls
+    return {token: text.encode() for token, text in table.texts.items() if token not in controls}, controls

@@ -248,7 +248,9 @@ def tune(
     config: Annotated[Path | None, typer.Argument(help="A configuration; default: the bundled demo.")] = None,
     target: Annotated[str, typer.Option(help="The target's name. Default: the first.")] = "",
     temperatures: Annotated[str, typer.Option(help="Separated by commas; each gets trees of its own.")] = "0,1",
-    quick: Annotated[bool, typer.Option("--quick", help="Under a minute: few prompts, short answers.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Under a minute for each drafter: few prompts, short answers.")
+    ] = False,
     write: Annotated[
         bool,
         typer.Option("--write", help="Write the trees found into CONFIG's speculation.arms; the rest is unchanged."),

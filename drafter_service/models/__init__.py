@@ -37,6 +37,11 @@ class DrafterModel(Protocol):
     def vocabulary(self) -> int: ...
 
     @property
+    def hidden_size(self) -> int:
+        """d, numbers of a hidden row."""
+        ...
+
+    @property
     def max_length(self) -> int:
         """Most tokens of a text."""
         ...
@@ -49,11 +54,19 @@ class DrafterModel(Protocol):
         """hidden [rows, d] -> [rows, V] float32."""
         ...
 
+    def normed(self, hidden: Tensor) -> Tensor:
+        """hidden [rows, d] -> [rows, d] float32: what the model's head multiplies."""
+        ...
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Rows of the embedding for any ids >= 0 [...]."""
+        ...
+
 
 def _of_the_library(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> DrafterModel:
-    from drafter_service.models.library import LibraryModel  # transformers takes seconds to import
+    from drafter_service.models.library import LibraryDrafter  # transformers takes seconds to import
 
-    return LibraryModel.of(checkpoint, dtype, device)
+    return LibraryDrafter.of(checkpoint, dtype, device)
 
 
 HYBRIDS = ("bamba", "falcon_h1", "granitemoehybrid", "jamba", "nemotron_h", "zamba2")

@@ -53,7 +53,9 @@ def train_together(processes: int, work: Callable[..., None], *arguments: Any) -
 
 def _joined(work: Callable[..., None], *arguments: Any) -> None:
     waiting = InitProcessGroupKwargs(timeout=LONGEST_WAIT)
-    work(Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[waiting]), *arguments)
+    processes = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[waiting])
+    work(processes, *arguments)
+    processes.end_training()
 
 
 def _words(message: Any) -> str:

@@ -13,7 +13,7 @@ from typing import Any, TypedDict, cast
 import grpc.aio
 
 from dendro.errors import BadRequest, Conflict, DendroError, EngineFailed, PeerLost, error_for
-from dendro.text import Finish
+from dendro.text import Finish, StopStrings
 from dendro.v1 import generation_pb2 as pb
 
 REASON_KEY = "dendro-reason"
@@ -48,6 +48,7 @@ MODES = {
 FINISHES = {
     pb.FINISH_REASON_END_OF_TEXT: Finish.END_OF_TEXT,
     pb.FINISH_REASON_LENGTH: Finish.LENGTH,
+    pb.FINISH_REASON_STOP_STRING: Finish.STOP_STRING,
 }
 
 
@@ -69,7 +70,7 @@ class Round:
 
     offset: int  # tokens of the answer before this round
     token_ids: tuple[int, ...]
-    text: str
+    text: str  # with stop strings, less what could begin one; a later round has that
     shape: str  # "off", "(3,2,1)", "small:(3,2,1)" of one of several drafters; empty: sent from the answer's record
 
 
@@ -174,6 +175,7 @@ class Complete:
     speculation: SpeculationStats
     drafter: OpeningStats | None
     target: OpeningStats | None
+    stop_string: str = ""  # the one that ended the answer; empty: none did
 
 
 Event = Started | Round | Complete
@@ -213,6 +215,8 @@ class Options(TypedDict, total=False):
     sample_index: int | None
     max_new_tokens: int | None
     ignore_end: bool  # continue past the end-of-text token
+    stop: str | Sequence[str]  # the answer ends with the token that completes one of these in its text
+    include_stop: bool  # the text ends after the stop string, not before it
     session: str  # continue this session
     keep_session: bool  # start a session
     speculation: Speculation | str  # a text for `Speculation.parse`; default "auto"
@@ -231,18 +235,24 @@ def build_request(
     sample_index: int | None = None,
     max_new_tokens: int | None = None,
     ignore_end: bool = False,
+    stop: str | Sequence[str] = (),
+    include_stop: bool = False,
     session: str = "",
     keep_session: bool = False,
     speculation: Speculation | str = "auto",
     request_id: str = "",
 ) -> pb.GenerateRequest:
-    """The request's message. Raises BadRequest for a number that its field cannot hold; the server checks the rest."""
+    """The request's message. Raises BadRequest for a number that its field cannot hold, and for stop strings that no
+    server accepts, which may be longer than a message; the server checks the rest."""
+    stops = StopStrings.of((stop,) if isinstance(stop, str) else stop, include_stop)
     request = pb.GenerateRequest(
         request_id=request_id or secrets.token_hex(16),
         model=model,
         ignore_end=ignore_end,
         session=session,
         keep_session=keep_session,
+        stop=stops.strings,
+        include_stop=stops.included,
     )
     if isinstance(prompt, str):
         request.text = prompt
@@ -395,6 +405,7 @@ def _complete(message: pb.GenerateComplete) -> Complete:
         speculation=SpeculationStats(**_fields(SpeculationStats, stats) | counts),
         drafter=OpeningStats(**_fields(OpeningStats, message.drafter)) if message.HasField("drafter") else None,
         target=OpeningStats(**_fields(OpeningStats, message.target)) if message.HasField("target") else None,
+        stop_string=message.stop_string,
     )
 
 

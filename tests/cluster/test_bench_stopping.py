@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import tiny_mamba
 import torch
+from cases import few_of
 from dendro.shapes import DynamicShape, LevelShape, TreeShape, UntilShape
 from dendro.state import NoStates
 from dendro.tree import DraftTree
 
+from cluster.arms import Arm
 from cluster.bench.costs import STEP_ROWS, ReplayCosts
 from cluster.bench.in_process import EngineText
 from cluster.bench.report import as_json, as_markdown
@@ -43,7 +45,7 @@ from cluster.bench.stopping_aims import aims_of
 from cluster.bench.stopping_live import live_arms, live_rows
 from cluster.bench.stopping_report import facts_of, plot, tables_of
 from cluster.bench.traces import SPARE, TracedAnswer, grown_trees
-from cluster.config import DEFAULT_ARMS
+from drafter_service.confidence import Calibration
 from drafter_service.engine import DrafterEngine
 from drafter_service.options import DrafterOptions
 
@@ -72,18 +74,17 @@ def _sampling(temperature: float):
     return TracedAnswer("", "", temperature, 11, (), 0, 0).sampling
 
 
-@pytest.mark.parametrize("model", ["mamba", "mamba2"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_a_replayed_draft_equals_the_drafters_own(tmp_path, model, temperature):
+@pytest.mark.parametrize("case", few_of([("mamba", 0.0), ("mamba2", 1.0), ("mamba2", 0.0)], ("mamba2", 1.0)))
+async def test_a_replayed_draft_equals_the_drafters_own(tmp_path, monkeypatch, case):
     """The drafts are recorded by an engine of its own, in the eager form: at every position, of the whole chain and the
-    whole tree. Other engines, in both forms, draft round after round by each rule."""
+    whole tree. Other engines, in both forms, draft round after round by each rule. Calibrations are fixed: what they
+    have learned at a position depends on where the rounds before it began."""
+    model, temperature = case
+    monkeypatch.setattr(Calibration, "learn", lambda self, scores, rank: self)
     tiny_mamba.make_checkpoint(tmp_path, model)
     recorder = drafter_at(tmp_path, "eager")
     await recorder.start()
     answer = await text_of(recorder, temperature)
-    await recorder.stop()
-    recorder = drafter_at(tmp_path, "eager")  # whose calibration has not learned from the text yet
-    await recorder.start()
     (trees,) = await grown_trees(recorder, [answer], [form.recorded for form in FORMS], lambda: None)
     await recorder.stop()
     drafts, levels_seen = RecordedDrafts(answer, trees), set[int]()
@@ -152,45 +153,43 @@ def flat_costs() -> ReplayCosts:
     return ReplayCosts({rows: 20_000.0 + 400 * rows for rows in STEP_ROWS}, {s: 2000.0 * s.depth for s in shapes})
 
 
+SIBLINGS = (0.6, 0.3)
+"""Shares of the second and the third guess in what the first one leaves."""
+
+
 def recorded_texts(easy: float, count: int = 3, tokens: int = 64, seed: int = 0) -> list[RecordedDrafts]:
     """Texts whose positions are easy or hard to guess, by turns; the drafter knows which, but not what comes.
 
-    A guess of an easy position is right with 0.95, of a hard one with 0.4. Trees are as large as recorded ones, and
-    all but their first chain is wrong.
+    The first guess of an easy position is right with 0.95, of a hard one with 0.4; the others share the rest.
     """
     found, rng = list[RecordedDrafts](), np.random.default_rng(seed)
     for number in range(count):
         length = tokens + SPARE + 20
         hard = (rng.random(length) < np.where(np.arange(length) // 8 % 2, 1 - easy, easy)).cumsum() % 2 == 1
         chances = np.where(hard, 0.4, 0.95)
-        right = rng.random(length) < chances
+        of_ranks = np.stack([chances, *(share * (1 - chances) for share in SIBLINGS)], 1)
+        right = (rng.random(length)[:, None] >= of_ranks.cumsum(1)).sum(1)  # the rank of what comes; 3: none of them
         ids = tuple(range(1, length + 1))
         answer = TracedAnswer(("code", "prose")[number % 2], f"p{number}", 0.0, 1, ids, 1, tokens)
         trees: dict[TreeShape, list[DraftTree]] = {form.recorded: [] for form in FORMS}
         for base in range(answer.begin, answer.end):
-            own, came = chances[base:], right[base:]
-            guesses = [ids[base + at] if came[at] else 0 for at in range(12)]
-            trees[CHAINS.recorded].append(
-                DraftTree.of([ids[base - 1], *guesses], range(-1, 12), np.log(np.cumprod([1.0, *own[:12]])))
-            )
-            trees[TREES.recorded].append(_whole_tree(ids[base - 1], guesses, own))
+            for form in FORMS:
+                trees[form.recorded].append(_whole_tree(form, ids, base, of_ranks, right))
         found.append(RecordedDrafts(answer, trees))
     return found
 
 
-def _whole_tree(root: int, guesses: Sequence[int], chances: Sequence[float]) -> DraftTree:
-    """A level's three rows of greatest value get three children each: the first guess, and two that are wrong."""
-    tokens, parents, values, frontier = [root], [-1], [0.0], [0]
-    for depth in range(TREES.largest.depth):
+def _whole_tree(form: Form, ids: Sequence[int], base: int, of_ranks: np.ndarray, right: np.ndarray) -> DraftTree:
+    """On every level the k rows of greatest value get k children each."""
+    tokens, parents, values, frontier, k = [ids[base - 1]], [-1], [0.0], [0], form.largest.k
+    for position in range(base, base + form.largest.depth):
         first = len(tokens)
         for row in frontier:
-            chance = chances[depth]
-            for rank, share in enumerate((chance, 0.6 * (1 - chance), 0.3 * (1 - chance))):
-                tokens.append(guesses[depth] if rank == 0 else 1000 + rank)
+            for rank in range(k):
+                tokens.append(ids[position] if rank == right[position] else 1000 + rank)
                 parents.append(row)
-                values.append(values[row] + math.log(share))
-        best = sorted(range(first, len(tokens)), key=lambda row: -values[row])[: len(frontier) and 3]
-        frontier = sorted(best)
+                values.append(values[row] + math.log(of_ranks[position, rank]))
+        frontier = sorted(sorted(range(first, len(tokens)), key=lambda row: -values[row])[:k])
     return DraftTree.of(tokens, parents, values)
 
 
@@ -207,15 +206,16 @@ def test_rates_of_a_hand_example():
     assert rate_of(runs) == pytest.approx(5e6 / (2 * (6000 + 20_000 + 400 * 4)))
 
 
-def test_a_front_lies_between_its_points_and_right_of_them():
+def test_a_front_lies_between_its_points():
     front = [Point("a", 0.2, 0.6), Point("b", 0.6, 0.4), Point("c", 0.5, 0.7)]
     assert front_at(front, 0.1) is None
     assert front_at(front, 0.2) == 0.6
     assert front_at(front, 0.4) == pytest.approx(0.5)
     assert front_at(front, 0.5) == pytest.approx(0.45)  # c is above the line from a to b
-    assert front_at(front, 5.0) == 0.4
-    fixed = [Point("1", 0.1, 0.9), Point("2", 0.4, 0.6), Point("3", 0.9, 0.38)]
-    assert [(point.rule, round(ratio, 3)) for point, ratio in outside(fixed, front)] == [("2", 1.2), ("3", 0.95)]
+    assert front_at(front, 0.6) == pytest.approx(0.4)
+    assert front_at(front, 5.0) is None
+    fixed = [Point("1", 0.1, 0.9), Point("2", 0.4, 0.6), Point("3", 0.55, 0.4), Point("4", 0.9, 0.38)]
+    assert [(point.rule, round(ratio, 3)) for point, ratio in outside(fixed, front)] == [("2", 1.2), ("3", 0.941)]
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +232,7 @@ def test_where_the_drafter_knows_what_is_hard_the_sweeps_front_lies_outside_that
     for sweep in sweeps:
         for row in comparison_rows(sweep):
             assert row["front_over_closest"] > 1.0, row
-            assert row["lengths_compared"] >= 4
+            assert row["lengths_compared"] >= 2
 
 
 def test_the_marginal_rule_is_within_a_percent_of_the_best_h_of_a_simulated_drafter(sweeps):
@@ -281,8 +281,6 @@ def test_a_report_has_every_rule_of_every_form_and_kind_and_an_aim_for_each(reco
 
 
 def test_real_time_has_the_configured_arms_of_a_drafter_and_both_rules():
-    from cluster.arms import Arm
-
     arms = [str(arm) for arm in live_arms([Arm.parse("m:(1,1)"), Arm.parse("off"), Arm.parse("lookup:proposed(7)")])]
-    assert arms == ["off", "(1,1)", "until(0.5,12)", "until(auto,12)", "until(0.5,3,7,31)", "until(auto,3,7,31)"]
-    assert "until" not in "".join(DEFAULT_ARMS)
+    rules = ["until(0.9,12)", "until(auto,12)", "until(0.9,3,7,31,least=0.1)", "until(auto,3,7,31)"]
+    assert arms == ["off", "(1,1)", *rules]

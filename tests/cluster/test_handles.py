@@ -655,12 +655,14 @@ async def test_a_verdict_whose_numbers_do_not_fit_the_tree_is_the_verifiers_faul
         (lambda verdict: {"tokens": (*verdict.tokens[:-1], VOCABULARY)}, f"emits {VOCABULARY}"),
         (lambda verdict: {"finish": Finish.END_OF_TEXT}, "finish end_of_text"),
         (lambda verdict: {"finish": Finish.LENGTH}, "finish length"),
+        (lambda verdict: {"finish": Finish.STOP_STRING}, "finish stop_string"),
         (lambda verdict: {"finish": None}, "finish None"),
     ],
     ids=[
         "a token past the vocabulary",
         "end of text without its token",
         "a limit that is not reached",
+        "a stop string, which it cannot see",
         "no end at the limit",
     ],
 )

@@ -168,6 +168,8 @@ HUGE_FIELDS = {
     "speculation.policy": lambda: _with(speculation=pb.Speculation(policy="p" * HUGE)),
     "model": lambda: _with(model="m" * HUGE),
     "request_id": lambda: _with(request_id="r" * HUGE),
+    "stop": lambda: _with(stop=["s"] * HUGE),
+    "stop[0]": lambda: _with(stop=["s" * 50 * HUGE]),
     "session": lambda: _with(session="." * HUGE),
     "session of letters": lambda: _with(session="s" * HUGE + "." + "t" * HUGE),
 }
@@ -217,6 +219,8 @@ requests = st.tuples(
         ignore_end=st.booleans(),
         session=texts,
         keep_session=st.booleans(),
+        stop=st.lists(texts, max_size=20),
+        include_stop=st.booleans(),
         resume=st.builds(pb.Resume, token_ids=ids, seed=wide, prompt_tokens=wide, prompt_digest=wide, target=texts),
         sampling=_maybe(
             temperature=doubles, top_k=numbers, top_p=doubles, min_p=doubles, seed=wide, sample_index=numbers

@@ -98,6 +98,13 @@ def test_a_step_that_does_not_fit_in_memory_ends_in_one_sentence(
         train_drafter(plan_of(write_cluster(tmp_path), write_text(tmp_path)))
 
 
+def test_a_folder_that_cannot_be_made_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    plan = plan_of(write_cluster(tmp_path), write_text(tmp_path), out=tmp_path / "file" / "drafter")
+    with pytest.raises(BadRequest, match="^--out: .*drafter.training cannot be made: Not a directory$"):
+        train_drafter(plan)
+
+
 @pytest.mark.parametrize("changes", [{"rows": 16}, {"labels": "fly"}])
 def test_a_run_is_not_resumed_with_other_rows_or_labels(tmp_path: Path, changes: dict[str, Any]) -> None:
     cluster, text = write_cluster(tmp_path), write_text(tmp_path)

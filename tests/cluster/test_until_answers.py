@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import tiny_models
 import torch
-from dendro.answer import Options
+from dendro.answer import Options, Speculation
 
 from cluster.config import Config
 from cluster.running import local_client
@@ -43,6 +43,7 @@ async def test_drafts_that_stop_in_time_change_no_token(tmp_path: Path, temperat
     options: Options = {"temperature": temperature, "seed": 7, "max_new_tokens": TOKENS, "ignore_end": True}
     discarded: dict[str, int] = dict.fromkeys(["(1,1,1,1,1,1,1,1)", *shapes], 0)
     accepted = dict.fromkeys(discarded, 0)
+    every = Speculation(policy="ucbspec")  # plays each arm
     async with local_client(configured(tmp_path, ["until(auto,8)", "until(auto,2,4,9)"])) as client:
         for prompt in PROMPTS:
             plain = await client.generate_text(prompt, **options, speculation="off")
@@ -54,7 +55,7 @@ async def test_drafts_that_stop_in_time_change_no_token(tmp_path: Path, temperat
                 assert stats.rounds_by_shape == {shape: stats.rounds}, "the arm that was asked for, not its numbers"
                 accepted[shape] += stats.accepted_tokens
                 discarded[shape] += stats.discarded_tokens
-            chosen = await client.generate_text(prompt, **options, speculation="auto", policy="ucbspec")
+            chosen = await client.generate_text(prompt, **options, speculation=every)
             assert chosen.token_ids == plain.token_ids
             assert {"until(auto,8)", "until(auto,2,4,9)"} <= chosen.complete.speculation.rounds_by_shape.keys()
     assert min(accepted.values()) > 0

@@ -270,7 +270,7 @@ def test_a_bridge_without_a_common_token_is_refused(coded):
 
 
 def test_mapped_noise_is_the_rows_own_and_masks_what_is_not_guessed():
-    class Rows:
+    class PositionNoise:
         def row(self, position: int) -> Any:
             import torch
 
@@ -278,7 +278,7 @@ def test_mapped_noise_is_the_rows_own_and_masks_what_is_not_guessed():
 
         def forget_before(self, position: int) -> None: ...
 
-    made = MappedNoise(Rows(), np.array([4, -1, 0, 4]))
+    made = MappedNoise(PositionNoise(), np.array([4, -1, 0, 4]))
     assert made.row(3).tolist() == [34.0, -np.inf, 30.0, 34.0]
     assert MappedNoise(None, np.array([4, -1, 0])).row(3).tolist() == [0.0, -np.inf, 0.0]
     made.prepare([4, 5])

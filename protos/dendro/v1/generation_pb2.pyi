@@ -30,6 +30,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """END_OF_TEXT: the target picked an end-of-text token."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """LENGTH: max_new_tokens was reached."""
+    FINISH_REASON_STOP_STRING: _FinishReason.ValueType  # 3
+    """STOP_STRING: a string of `stop` is in the answer's text."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper): ...
 
@@ -38,6 +40,8 @@ FINISH_REASON_END_OF_TEXT: FinishReason.ValueType  # 1
 """END_OF_TEXT: the target picked an end-of-text token."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """LENGTH: max_new_tokens was reached."""
+FINISH_REASON_STOP_STRING: FinishReason.ValueType  # 3
+"""STOP_STRING: a string of `stop` is in the answer's text."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
@@ -77,11 +81,13 @@ class GenerateRequest(_message.Message):
     KEEP_SESSION_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    INCLUDE_STOP_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """request_id is the request's id, the same over all its resumes: at most 128 printable ASCII characters other than
     the space, chosen by the client. Empty: the server makes one. A request with the id of one of the session's last 8
     turns is answered from that turn's record, so that a repeated turn is not written twice; it is refused if its
-    prompt differs from that turn's.
+    prompt differs from that turn's, or its `stop` would have ended the answer elsewhere.
     """
     model: _builtins.str
     """model is the target's name. Empty: the first target of the configuration."""
@@ -95,6 +101,8 @@ class GenerateRequest(_message.Message):
     """session is the token of a session to continue. Empty: the request continues none."""
     keep_session: _builtins.bool
     """keep_session asks for a new session if `session` is empty; `complete` has its token."""
+    include_stop: _builtins.bool
+    """include_stop ends the text after the stop string. Refused without `stop`."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """token_ids are used unchanged."""
@@ -111,6 +119,22 @@ class GenerateRequest(_message.Message):
     def resume(self) -> Global___Resume:
         """resume continues an answer whose stream broke."""
 
+    @_builtins.property
+    def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """stop are strings that end the answer: it ends with the token that completes the first of them in its text. At most
+        16, each of 1 to 1024 bytes. Empty: none.
+
+        The text that clients get ends before the stop string, or with `include_stop` after it. The token ids, and with
+        them the session, Usage and a resume's token_ids, have the completing token whole, even where its text goes on
+        after the stop string: a session continues from these tokens.
+
+        Only the answer's text counts, from its first character: not the prompt's, and no string that begins in the prompt.
+        Characters are compared by code point, without normalisation. The string that ends first counts; of several that
+        end with the same character, the longest. An answer that also reaches its end of text or max_new_tokens with the
+        completing token ends with STOP_STRING. Text that could begin a stop string is held back until it no longer can, or
+        the answer ends: it is then part of a later chunk's text. Speculation changes neither tokens nor text.
+        """
+
     def __init__(
         self,
         *,
@@ -125,10 +149,12 @@ class GenerateRequest(_message.Message):
         keep_session: _builtins.bool = ...,
         speculation: Global___Speculation | None = ...,
         resume: Global___Resume | None = ...,
+        stop: _abc.Iterable[_builtins.str] | None = ...,
+        include_stop: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_new_tokens", b"_max_new_tokens", "max_new_tokens", b"max_new_tokens", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_new_tokens", b"_max_new_tokens", "ignore_end", b"ignore_end", "keep_session", b"keep_session", "max_new_tokens", b"max_new_tokens", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "session", b"session", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_new_tokens", b"_max_new_tokens", "ignore_end", b"ignore_end", "include_stop", b"include_stop", "keep_session", b"keep_session", "max_new_tokens", b"max_new_tokens", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "session", b"session", "speculation", b"speculation", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_new_tokens: _TypeAlias = _typing.Literal["max_new_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_new_tokens: _TypeAlias = _typing.Literal["_max_new_tokens", b"_max_new_tokens"]  # noqa: Y015
@@ -305,7 +331,9 @@ class Resume(_message.Message):
     """target is the one reported by `started`. Required: empty is refused with INVALID_ARGUMENT."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """token_ids are the answer's tokens that the client has; the stream continues after them. May be empty."""
+        """token_ids are the answer's tokens that the client has; the stream continues after them, with the text that was held
+        back from the chunks of these. May be empty. Refused if they go on after a stop string.
+        """
 
     def __init__(
         self,
@@ -411,7 +439,9 @@ class GenerateChunk(_message.Message):
     offset: _builtins.int
     """offset is the number of the answer's tokens before this chunk."""
     text: _builtins.str
-    """text is the text that they append to the answer. May be empty: an incomplete character is held until its last byte."""
+    """text is the text that they append to the answer, with what earlier chunks held back. May be empty: an incomplete
+    character is held until its last byte, and text that could begin a stop string until it no longer can.
+    """
     shape: _builtins.str
     """shape is the shape requested in this round: "off" or "(3,2,1)"; "small:(3,2,1)" where the target has several
     drafters. Empty: the answer is sent from its record.
@@ -446,11 +476,14 @@ class GenerateComplete(_message.Message):
     SESSION_FIELD_NUMBER: _builtins.int
     DRAFTER_FIELD_NUMBER: _builtins.int
     TARGET_FIELD_NUMBER: _builtins.int
+    STOP_STRING_FIELD_NUMBER: _builtins.int
     finish_reason: Global___FinishReason.ValueType
     session: _builtins.str
     """session is the session's token, for the next turn. Empty: no session was requested, or the store could not keep it.
     It differs from the request's if the store lost that session during the answer.
     """
+    stop_string: _builtins.str
+    """stop_string is the string of the request's `stop` that was found. Empty: the answer has another finish reason."""
     @_builtins.property
     def usage(self) -> Global___Usage: ...
     @_builtins.property
@@ -476,10 +509,11 @@ class GenerateComplete(_message.Message):
         session: _builtins.str = ...,
         drafter: Global___OpeningStats | None = ...,
         target: Global___OpeningStats | None = ...,
+        stop_string: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["drafter", b"drafter", "speculation", b"speculation", "target", b"target", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter", b"drafter", "finish_reason", b"finish_reason", "session", b"session", "speculation", b"speculation", "target", b"target", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter", b"drafter", "finish_reason", b"finish_reason", "session", b"session", "speculation", b"speculation", "stop_string", b"stop_string", "target", b"target", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
