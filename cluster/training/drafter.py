@@ -177,9 +177,7 @@ class DrafterRun:
     def transplant(self) -> Transplant | None:
         """Of the vocabulary of the checkpoint to continue from; None where none is needed."""
         plan = self.plan
-        if plan.start is None:
-            return None
-        return plan.start.transplant(plan.facts, plan.target.tokenizer_folder)
+        return None if plan.start is None else plan.start.transplant(plan.facts, plan.target.tokenizer_folder)
 
     def student(self) -> PreTrainedModel:
         """The drafter before its training."""

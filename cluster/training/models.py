@@ -122,9 +122,9 @@ def start_from(given: Path, tokenizer: Path | None, target: Facts) -> Start:
 
     Raises BadRequest, naming the option, for one that cannot be trained further.
     """
-    named = {"checkpoint": given} | ({} if tokenizer is None else {"tokenizer": tokenizer})
-    paths = {field: resolved_path(path, Path.cwd()) for field, path in named.items()}
-    fetched = fetched_model("--from", DrafterConfig.model_validate(paths))
+    named = None if tokenizer is None else resolved_path(tokenizer, Path.cwd())
+    model = DrafterConfig(checkpoint=resolved_path(given, Path.cwd()), tokenizer=named)
+    fetched = fetched_model("--from", model)
     folder = fetched.checkpoint
     try:
         facts = read_facts(folder, fetched.tokenizer)
