@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from cluster.bench.machine import describe_machine
 from cluster.bench.measurement import Step
 from cluster.certify import checks
+from cluster.certify.parameters import identity_under_parameters
 from cluster.certify.promises import Promise, report, show
 from cluster.config import Config, TargetConfig, demo_config, resolved_path
 from cluster.demo.prompts import held_out_prompts
@@ -49,10 +50,11 @@ class CertifySize:
     far_draws: int
     own_prompts: int
     own_tokens: int
+    combinations: int  # of parameters
 
 
-FULL = CertifySize(32, 128, 8, 64, 20_000, 2_000, 2, 48)
-QUICK = CertifySize(3, 32, 2, 24, 4_000, 200, 1, 24)
+FULL = CertifySize(32, 128, 8, 64, 20_000, 2_000, 2, 48, 200)
+QUICK = CertifySize(3, 32, 2, 24, 4_000, 200, 1, 24, 8)
 
 
 @asynccontextmanager
@@ -116,7 +118,8 @@ async def run_certify(
 
     dtype = DTYPES[target.dtype]
     async with started(await asyncio.to_thread(_own_engine, name, target)) as engine:
-        bitwise = (await engine.hello()).exactness == "bitwise"
+        hello = await engine.hello()
+        bitwise = hello.exactness == "bitwise"
         margin_of = None if bitwise else checks.margin_in(target.checkpoint, dtype)
         step = bar("(d) planted faults", 4)
         found.append(await checks.planted_faults_are_noticed(engine.logits_of, prompts[0], size.own_tokens, step))
@@ -139,6 +142,20 @@ async def run_certify(
             step = bar("(c) the law", size.far_draws)
             found.append(
                 await checks.law_of_the_sampler(service, engine.logits_of, prompts[0], size.draws, size.far_draws, step)
+            )
+            step = bar("(f) parameters", size.combinations)
+            found.append(
+                await identity_under_parameters(
+                    service,
+                    chosen,
+                    size.tokens,
+                    size.combinations,
+                    shapes,
+                    hello.vocabulary,
+                    margin_of,
+                    checks.MARGINS[target.dtype],
+                    step,
+                )
             )
 
         if address:

@@ -12,8 +12,9 @@ from dendro.calls import TARGET_BYTES
 from dendro.clock import Clock
 from dendro.errors import BadRequest, Conflict, PeerLost
 from dendro.long_work import PART, off_loop
-from dendro.text import SEED_BITS, Limits, Sampling, Text
+from dendro.text import SEED_BITS, Limits, Sampling, Text, check_choice
 from dendro.v1 import generation_pb2 as pb
+from dendro.wire import edits_from, stop_ids_from
 from tree_layers.checkpoint import Facts
 
 from cluster.config import Config, TargetConfig
@@ -159,6 +160,8 @@ class Admission:
             sampling, end = replace(sampling, seed=written.seed), written.end
         else:
             end = len(prompt) + self._new_tokens(request, served, prompt, held)
+        limits = _limits(request, len(prompt), end)
+        check_choice(sampling, limits, served.vocabulary, served.end_ids)
         session = request.session
         if request.keep_session and not session:
             try:
@@ -172,7 +175,7 @@ class Admission:
             sampling=sampling,
             prompt=prompt,
             held=held,
-            limits=Limits(end, request.ignore_end),
+            limits=limits,
             plan=plan,
             kind=kind,
             experience=experience,
@@ -271,4 +274,16 @@ def _sampling(request: pb.GenerateRequest, record: Record | None) -> Sampling:
         min_p=fields.min_p,
         seed=seed,
         sample_index=index,
+        repetition_penalty=fields.repetition_penalty if fields.HasField("repetition_penalty") else 1.0,
+        presence_penalty=fields.presence_penalty,
+        frequency_penalty=fields.frequency_penalty,
+        **edits_from(fields),
     )
+
+
+def _limits(request: pb.GenerateRequest, prompt: int, end: int) -> Limits:
+    """The request's limits. prompt, end: lengths of the text before the answer, and at its longest"""
+    least = request.min_new_tokens
+    if prompt + least > end:
+        raise BadRequest("min_new_tokens", f"is {least}, but the answer has at most {end - prompt} tokens")
+    return Limits(end, request.ignore_end, prompt + least if least else 0, stop_ids_from(request))

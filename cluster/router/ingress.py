@@ -16,7 +16,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -25,7 +25,7 @@ from dendro.errors import Conflict, DendroError, NotFound, Overloaded, PeerLost,
 from dendro.long_work import off_loop
 from dendro.shapes import TreeShape
 from dendro.tasks import BackgroundTasks
-from dendro.text import Finish, Limits, Text, Verdict
+from dendro.text import Finish, Text, Verdict, finish_at
 from dendro.v1 import generation_pb2 as pb
 
 from cluster.checkpoints import check_pairs, read_cluster
@@ -59,6 +59,7 @@ does not read."""
 FINISH_REASONS = {
     Finish.END_OF_TEXT: pb.FINISH_REASON_END_OF_TEXT,
     Finish.LENGTH: pb.FINISH_REASON_LENGTH,
+    Finish.STOP_TOKEN: pb.FINISH_REASON_STOP_TOKEN,
 }
 
 T = TypeVar("T")
@@ -130,9 +131,10 @@ class Ingress:
                 job.prompt + job.held,
                 job.sampling,
                 # Text needs room for a token, which a complete answer in `held` does not leave; it is ended below.
-                Limits(max(job.limits.max_length, len(job.prompt) + len(job.held) + 1), job.limits.ignore_end),
+                replace(job.limits, max_length=max(job.limits.max_length, len(job.prompt) + len(job.held) + 1)),
                 job.tenant,
                 job.record.marks if job.record else (),
+                held=len(job.held),
             )
             await off_loop(len(text), lambda: text.digest(len(text)))  # later digests begin from this one
             if job.resume is not None:
@@ -236,9 +238,8 @@ class Ingress:
 
     def _finish_of_held(self, job: Job) -> Finish | None:
         """Why the answer in `held`, which is not empty, ended; None where it is incomplete."""
-        if job.held[-1] in job.served.end_ids and not job.limits.ignore_end:
-            return Finish.END_OF_TEXT
-        return Finish.LENGTH if len(job.held) >= job.answer_length else None
+        finish = finish_at(job.held[-1], job.served.end_ids, job.limits)
+        return finish or (Finish.LENGTH if len(job.held) >= job.answer_length else None)
 
     def _rest_of_written(self, job: Job, turn: Turn, stream: TextStream) -> list[pb.GenerateResponse]:
         """The rest of an answer that is already in the record: its `complete` was lost, or its client disconnected."""

@@ -31,13 +31,26 @@ from dendro.errors import BadAnswer, BadRequest, DendroError, error_for, one_lin
 from dendro.internal.v1 import calls_pb2, drafter_pb2, tree_pb2, verifier_pb2
 from dendro.long_work import PART
 from dendro.shapes import MAX_ROWS, BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape
-from dendro.text import Finish, Limits, Sampling, Verdict
+from dendro.text import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_BIASED_IDS,
+    MAX_LISTED_IDS,
+    MAX_STOP_IDS,
+    Finish,
+    Limits,
+    Sampling,
+    Verdict,
+    check_count,
+)
 from dendro.tree import LONGEST_TRACE, DraftTree
+from dendro.v1 import generation_pb2
 
 _FINISH_MESSAGE = {
     None: verifier_pb2.FINISH_UNSPECIFIED,
     Finish.END_OF_TEXT: verifier_pb2.FINISH_END_OF_TEXT,
     Finish.LENGTH: verifier_pb2.FINISH_LENGTH,
+    Finish.STOP_TOKEN: verifier_pb2.FINISH_STOP_TOKEN,
 }
 _FINISH_FROM = {number: finish for finish, number in _FINISH_MESSAGE.items()}
 _CODE = {code.value[0]: code for code in grpc.StatusCode}
@@ -149,13 +162,46 @@ def _open_message(call: OpenCall) -> calls_pb2.OpenCall:
             min_p=sampling.min_p,
             seed=sampling.seed,
             sample_index=sampling.sample_index,
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            logit_bias=dict(sampling.logit_bias),
+            banned_ids=sampling.banned_ids,
+            allowed_ids=sampling.allowed_ids,
+            bad_words=[calls_pb2.TokenIds(ids=word) for word in sampling.bad_words],
         ),
         max_length=parameters.limits.max_length,
         ignore_end=parameters.limits.ignore_end,
         tenant=parameters.tenant,
         marks=parameters.marks,
         vocabulary=parameters.vocabulary,
+        prompt_tokens=parameters.prompt_length,
+        min_length=parameters.limits.min_length,
+        stop_ids=parameters.limits.stop_ids,
     )
+
+
+def edits_from(message: calls_pb2.Sampling | generation_pb2.Sampling) -> dict[str, Any]:
+    """The fields of a Sampling that are lists of tokens, of a peer's message or a client's. Their lengths are checked
+    before they are copied."""
+    check_count("logit_bias", message.logit_bias, MAX_BIASED_IDS)
+    check_count("banned_ids", message.banned_ids, MAX_LISTED_IDS)
+    check_count("allowed_ids", message.allowed_ids, MAX_LISTED_IDS)
+    check_count("bad_words", message.bad_words, MAX_BAD_WORDS)
+    for index, word in enumerate(message.bad_words):
+        check_count(f"bad_words[{index}]", word.ids, MAX_BAD_WORD_TOKENS)
+    return {
+        "logit_bias": tuple(sorted(message.logit_bias.items())),
+        "banned_ids": tuple(message.banned_ids),
+        "allowed_ids": tuple(message.allowed_ids),
+        "bad_words": tuple(tuple(word.ids) for word in message.bad_words),
+    }
+
+
+def stop_ids_from(message: calls_pb2.OpenCall | generation_pb2.GenerateRequest) -> tuple[int, ...]:
+    """The stop tokens of a peer's message or a client's. Their number is checked before they are copied."""
+    check_count("stop_ids", message.stop_ids, MAX_STOP_IDS)
+    return tuple(message.stop_ids)
 
 
 def _open_from(update: TextUpdate, message: calls_pb2.OpenCall) -> OpenCall:
@@ -168,9 +214,24 @@ def _open_from(update: TextUpdate, message: calls_pb2.OpenCall) -> OpenCall:
         raise BadRequest("marks", f"must lie in 1 to {update.base}")
     if message.vocabulary > _MAX_COUNT:
         raise BadRequest("vocabulary", f"is {message.vocabulary}; at most {_MAX_COUNT}")
-    sampling = Sampling(raw.temperature, raw.top_k, raw.top_p, raw.min_p, raw.seed, raw.sample_index)
-    limits = Limits(message.max_length, message.ignore_end)
-    parameters = RequestParameters(sampling, limits, message.tenant, tuple(message.marks), message.vocabulary)
+    if message.prompt_tokens > update.base:
+        raise BadRequest("prompt_tokens", f"is {message.prompt_tokens} for a text of {update.base} tokens")
+    sampling = Sampling(
+        temperature=raw.temperature,
+        top_k=raw.top_k,
+        top_p=raw.top_p,
+        min_p=raw.min_p,
+        seed=raw.seed,
+        sample_index=raw.sample_index,
+        repetition_penalty=raw.repetition_penalty,
+        presence_penalty=raw.presence_penalty,
+        frequency_penalty=raw.frequency_penalty,
+        **edits_from(raw),
+    )
+    limits = Limits(message.max_length, message.ignore_end, message.min_length, stop_ids_from(message))
+    parameters = RequestParameters(
+        sampling, limits, message.tenant, tuple(message.marks), message.vocabulary, message.prompt_tokens
+    )
     return OpenCall(update, parameters, message.lease)
 
 

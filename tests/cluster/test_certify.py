@@ -25,7 +25,15 @@ from cluster.config import Config
 from cluster.running import running
 
 SMALL = command.CertifySize(
-    greedy_prompts=1, greedy_tokens=16, prompts=1, tokens=12, draws=2_000, far_draws=60, own_prompts=1, own_tokens=12
+    greedy_prompts=1,
+    greedy_tokens=16,
+    prompts=1,
+    tokens=12,
+    draws=2_000,
+    far_draws=60,
+    own_prompts=1,
+    own_tokens=12,
+    combinations=3,
 )
 VOCABULARY = 16
 TABLE = torch.from_numpy(np.random.default_rng(5).normal(size=(VOCABULARY, VOCABULARY)).astype(np.float32)) * 1.5
@@ -179,7 +187,7 @@ async def test_a_running_cluster_of_other_models_than_the_demo_is_certified(monk
     async with running(config, local=True) as address:
         await asyncio.to_thread(command.certify, None, address, tmp_path / "target", False, True, report_file)
     found = json.loads(report_file.read_text())["promises"]
-    assert all(promise["kept"] for promise in found) and len(found) == 5
+    assert all(promise["kept"] for promise in found) and len(found) == 6
     assert any("in float32" in line for promise in found for line in promise["found"])
 
 

@@ -10,7 +10,15 @@ from cluster.certify.command import CertifySize, run_certify
 from cluster.config import DEMO_MODELS, pair_config
 
 SMALL = CertifySize(
-    greedy_prompts=1, greedy_tokens=24, prompts=1, tokens=16, draws=4_000, far_draws=100, own_prompts=1, own_tokens=16
+    greedy_prompts=1,
+    greedy_tokens=24,
+    prompts=1,
+    tokens=16,
+    draws=4_000,
+    far_draws=100,
+    own_prompts=1,
+    own_tokens=16,
+    combinations=3,
 )
 
 
