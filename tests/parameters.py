@@ -46,7 +46,7 @@ EACH: dict[str, Options] = {
     "logit_bias": {"logit_bias": BIASED},
     "banned_ids": {"banned_ids": EVEN},
     "allowed_ids": {"allowed_ids": EVEN},
-    "bad_words": {"bad_words": [(token, other) for token in range(256) for other in (32, 97, 101, 200)]},
+    "bad_words": {"bad_words": [(token, other) for token in range(256) for other in (41, 132, 190, 213)]},
     "min_new_tokens": {"min_new_tokens": 16, "stop_ids": EVEN},
     "stop_ids": {"stop_ids": tuple(range(64))},
 }

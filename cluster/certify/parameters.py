@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import cast
 
 import numpy as np
 from dendro.answer import Options, Speculation
@@ -30,8 +30,9 @@ def random_options(rng: np.random.Generator, tokens: int, vocabulary: int) -> Op
     """Random parameters of a request for so many tokens; each is set with probability CHANCE."""
 
     def ids(most: int) -> list[int]:
-        count = int(rng.integers(1, min(most, MOST_LISTED)))
-        return rng.choice(np.arange(FIRST_IDS, vocabulary), count, replace=False).tolist()
+        count = int(rng.integers(1, min(most, MOST_LISTED, 1 + vocabulary - FIRST_IDS)))
+        chosen: list[int] = rng.choice(np.arange(FIRST_IDS, vocabulary), count, replace=False).tolist()
+        return chosen
 
     def word() -> list[int]:
         return [*ids(3), *ids(2)][-int(rng.integers(1, 4)) :]
@@ -52,9 +53,7 @@ def random_options(rng: np.random.Generator, tokens: int, vocabulary: int) -> Op
         "stop_ids": ids(vocabulary // 6),
         "sample_index": int(rng.integers(0, 1 << 32)),
     }
-    chosen: Any = {name: value for name, value in made.items() if rng.random() < CHANCE}
-    options: Options = chosen
-    return options
+    return cast(Options, {name: value for name, value in made.items() if rng.random() < CHANCE})
 
 
 def processors_of(options: Options, prompt: int) -> Processors:
@@ -129,9 +128,14 @@ async def _answer(
     service: Asking, prompt: Sequence[int], options: Options, way: str, tokens: int, seed: int
 ) -> list[int]:
     """The ids of an answer. Raises EngineFailed if its statistics contradict each other."""
-    done = await service.generate_text(
-        prompt, **options, max_new_tokens=tokens, ignore_end=True, seed=seed, speculation=Speculation.parse(way)
-    )
+    fixed: Options = {
+        "max_new_tokens": tokens,
+        "ignore_end": True,
+        "seed": seed,
+        "speculation": Speculation.parse(way),
+    }
+    given: Options = {**options, **fixed}
+    done = await service.generate_text(prompt, **given)
     if wrong := done.complete.speculation.contradictions:
         raise EngineFailed(f"{way}: an answer's statistics contradict each other: {'; '.join(wrong)}")
     return list(done.token_ids)

@@ -7,7 +7,7 @@ repeated field is checked before it is copied to a list.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -187,14 +187,15 @@ def edits_from(message: calls_pb2.Sampling | generation_pb2.Sampling) -> dict[st
     check_count("logit_bias", message.logit_bias, MAX_BIASED_IDS)
     check_count("banned_ids", message.banned_ids, MAX_LISTED_IDS)
     check_count("allowed_ids", message.allowed_ids, MAX_LISTED_IDS)
-    check_count("bad_words", message.bad_words, MAX_BAD_WORDS)
-    for index, word in enumerate(message.bad_words):
+    words: Sequence[calls_pb2.TokenIds | generation_pb2.TokenIds] = message.bad_words
+    check_count("bad_words", words, MAX_BAD_WORDS)
+    for index, word in enumerate(words):
         check_count(f"bad_words[{index}]", word.ids, MAX_BAD_WORD_TOKENS)
     return {
         "logit_bias": tuple(sorted(message.logit_bias.items())),
         "banned_ids": tuple(message.banned_ids),
         "allowed_ids": tuple(message.allowed_ids),
-        "bad_words": tuple(tuple(word.ids) for word in message.bad_words),
+        "bad_words": tuple(tuple(word.ids) for word in words),
     }
 
 

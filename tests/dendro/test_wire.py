@@ -72,7 +72,8 @@ def opens(draw: st.DrawFn) -> OpenCall:
         draw(st.floats(-100, 100)),
         draw(st.floats(-100, 100)),
         tuple(sorted(draw(st.dictionaries(TOKENS, st.floats(-100, 100), max_size=4)).items())),
-        *(tuple(draw(st.lists(TOKENS, max_size=4))) for _ in range(2)),
+        tuple(draw(st.lists(TOKENS, max_size=4))),
+        tuple(draw(st.lists(TOKENS, max_size=4))),
         tuple(map(tuple, draw(st.lists(st.lists(TOKENS, min_size=1, max_size=3), max_size=3)))),
     )
     marks = tuple(draw(st.lists(st.integers(1, update.base), max_size=3, unique=True)))

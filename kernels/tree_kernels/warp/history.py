@@ -54,8 +54,9 @@ class History:
     def _count(self, tokens: Sequence[int], start: int, by: int) -> None:
         """Count tokens at positions from `start` on, or, with -1, no longer."""
         if self.processors.counts and tokens:
-            np.add.at(self._in_text, tokens, by)
-            np.add.at(self._in_answer, tokens[max(self._prompt_length - start, 0) :], by)
+            ids = np.array(tokens, np.int64)
+            np.add.at(self._in_text, ids, by)
+            np.add.at(self._in_answer, ids[max(self._prompt_length - start, 0) :], by)
 
     def scores(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         """logits [rows, V] -> scores [rows, V] float32, as `processed` has them for the text and each row's path.
