@@ -13,6 +13,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -203,13 +204,14 @@ def build(
     config: Config,
     redis_url: str,
     *,
-    drafter: Callable[[str, DrafterConfig, StateStore], LocalDrafter] = load_drafter,
+    drafter: Callable[[str, DrafterConfig, StateStore], LocalDrafter] | None = None,
     verifier: Callable[[str, TargetConfig, StateStore], LocalVerifier] = load_replica,
     ingress: LoadIngress = Ingress,
 ) -> Application:
     """The application of a configuration. The loaders are parameters, so that tests can deploy their own engines."""
     longest_s = config.router.request_timeout_s + DRAIN_MARGIN_S
     states = _RedisStatesAt(redis_url, config.redis.state_ttl_s)
+    draft = partial(load_drafter, targets=config.targets) if drafter is None else drafter
     common: dict[str, Any] = {
         "health_check_period_s": HEALTH_PERIOD_S,
         "health_check_timeout_s": HEALTH_TIMEOUT_S,
@@ -234,7 +236,7 @@ def build(
     }
     drafters = {
         name: _deployment(DrafterShell, **replicas(f"drafter-{name}", model)).bind(
-            name, model, longest_s, states, drafter
+            name, model, longest_s, states, draft
         )
         for name, model in config.drafters.items()
     }

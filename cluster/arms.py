@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dendro.shapes import OFF, ProposedShape, TreeShape
+from dendro.shapes import MAX_CHARACTERS, OFF, ProposedShape, TreeShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +24,12 @@ class Arm:
     depth: int = field(init=False, repr=False, compare=False)
     off: bool = field(init=False, repr=False, compare=False)
     drafted: bool = field(init=False, repr=False, compare=False)
+    stops: bool = field(init=False, repr=False, compare=False)
     proposed: bool = field(init=False, repr=False, compare=False)
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("rows", "depth", "off", "drafted"):
+        for name in ("rows", "depth", "off", "drafted", "stops"):
             object.__setattr__(self, name, getattr(self.shape, name))
         object.__setattr__(self, "proposed", isinstance(self.shape, ProposedShape))
         object.__setattr__(self, "_hash", hash((self.maker, self.shape)))
@@ -38,6 +39,14 @@ class Arm:
     def __str__(self) -> str:
         return f"{self.maker}:{self.shape}" if self.maker else str(self.shape)
 
+    def name(self, names_drafter: bool) -> str:
+        """The arm in statistics, requests and configurations: its shape, with its drafter where that is wanted.
+
+        >>> [Arm.parse(text).name(True) for text in ("small:(2,1)", "lookup:proposed(7)", "off")]
+        ['small:(2,1)', 'proposed(7)', 'off']
+        """
+        return str(self) if names_drafter and self.drafted else str(self.shape)
+
     @classmethod
     def of(cls, maker: str, shape: TreeShape) -> Arm:
         """The arm of a shape that may be `off`, which has no maker."""
@@ -46,8 +55,7 @@ class Arm:
     @classmethod
     def parse(cls, text: str) -> Arm:
         """Read what `str` writes. Raises ValueError for other text."""
-        maker, _, shape = text.rpartition(":")
-        return cls(maker, TreeShape.parse(shape))
+        return cls(*maker_and_shape(text))
 
     def __hash__(self) -> int:
         return self._hash
@@ -60,12 +68,41 @@ class Arm:
 OFF_ARM = Arm("", OFF)
 
 
+def maker_and_shape(text: str) -> tuple[str, TreeShape]:
+    """Read an arm whose maker may be left out: the maker, empty where there is none, and the shape.
+
+    Raises ValueError, beginning with `shape: `, for other text.
+
+    >>> [(maker, str(shape)) for maker, shape in map(maker_and_shape, ("small:(2,1)", "2,1", "off"))]
+    [('small', '(2,1)'), ('', '(2,1)'), ('', 'off')]
+    """
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(f"shape: has {len(text)} characters; at most {MAX_CHARACTERS}")
+    maker, colon, shape = text.rpartition(":")
+    maker = maker.strip()
+    if colon and not maker:
+        raise ValueError(f"shape: {text!r} names no drafter before its colon")
+    return maker, TreeShape.parse(shape)
+
+
+def canonical_arm(text: str) -> str:
+    """An arm of a configuration in one form: `small:(3,2,1)`, or `(3,2,1)` without a drafter. Raises ValueError for
+    other text, and for a drafter of a shape that no drafter makes."""
+    try:
+        drafter, shape = maker_and_shape(text)
+    except ValueError as error:
+        raise ValueError(str(error).removeprefix("shape: ")) from None
+    if drafter and not shape.drafted:
+        raise ValueError(f"{text!r} names a drafter, but no drafter makes {shape}")
+    return f"{drafter}:{shape}" if drafter else str(shape)
+
+
 def drafters_of(arms: Sequence[Arm]) -> tuple[str, ...]:
     """The drafters of these arms, each once."""
     return tuple(dict.fromkeys(arm.maker for arm in arms if arm.drafted))
 
 
 @functools.cache
-def parsed_shapes(texts: tuple[str, ...]) -> tuple[TreeShape, ...]:
-    """The shapes of a configuration, which every request reads."""
-    return tuple(TreeShape.parse(text) for text in texts)
+def parsed_arms(texts: tuple[str, ...]) -> tuple[tuple[str, TreeShape], ...]:
+    """The arms of a configuration, which every request reads: the drafter, empty where none is named, and the shape."""
+    return tuple(maker_and_shape(text) for text in texts)

@@ -19,6 +19,7 @@ from tree_layers.errors import CheckpointError
 from cluster.checkpoints import check_weights, misfit, pairs_of, read_cluster
 from cluster.config import Config, ModelConfig, TargetConfig
 from cluster.hub import fetched_model, pinned
+from cluster.pairing import Pairing
 
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 NOT_LOADED = "-"
@@ -55,6 +56,7 @@ class Pair:
     drafter: str
     target: str
     fits: bool
+    bridge: str  # what translates between the tokenizers: none, string or intersection
     why: str
 
 
@@ -87,19 +89,29 @@ def examine(config: Config, load: bool, show_line: Callable[[str], None]) -> Rep
         if positions is not None and target.max_length > positions:
             report.add_problem(f"targets.{name}.max_length: {target.max_length}; the model has {positions} positions")
         entry = _describe(report, "targets", name, target, facts.targets[name])
-        entry.arms = [str(arm.shape) for arm in config.arms_of(name)]
+        entry.arms = [arm.name(config.names_drafters(name)) for arm in config.arms_of(name)]
         entry.left_out = _left_out(config, name, target)
         report.targets.append(entry)
     for name, drafter in config.drafters.items():
         report.drafters.append(_describe(report, "drafters", name, drafter, facts.drafters[name]))
-    for name, of, fit in pairs_of(config, facts):
-        why = fit.refusal or "; ".join(part for part in (fit.warning, fit.note) if part) or "the same tokens"
-        report.pairs.append(Pair(name, of, fit.fits, why))
-        if not fit.fits:
-            report.add_problem(misfit(name, of, fit))
+    for name, of, pairing in pairs_of(config, facts):
+        why = _why(config, name, of, pairing)
+        report.pairs.append(Pair(name, of, not pairing.refusal, pairing.bridge or "none", why))
+        if pairing.refusal:
+            report.add_problem(misfit(name, of, pairing))
     if load:
         _load_all(config, report, show_line)
     return report
+
+
+def _why(config: Config, drafter: str, target: str, pairing: Pairing) -> str:
+    """How the tokens of a pair compare. Raises BadRequest for a bridge that cannot be made."""
+    from cluster.engines import load_bridge
+
+    fit = pairing.fit
+    if pairing.bridge:
+        return f"{pairing.why}; {load_bridge(drafter, config.drafters[drafter], target, config.targets[target])}"
+    return pairing.refusal or "; ".join(part for part in (fit.warning, fit.note) if part) or "the same tokens"
 
 
 def _describe(report: Report, section: str, name: str, model: ModelConfig, facts: Facts) -> ModelReport:
@@ -121,12 +133,15 @@ def _describe(report: Report, section: str, name: str, model: ModelConfig, facts
 def _left_out(config: Config, name: str, target: TargetConfig) -> dict[str, str]:
     """Configured arms that a target cannot use, each with the reason."""
     reasons = {}
-    for shape in config.speculation.shapes:
+    for arm, (drafter, shape) in zip(config.speculation.arms, config.speculation.parsed, strict=True):
+        makers = config.makers_of(name, shape)
         if not target.holds(shape):
             limits = f"max_rows is {target.max_rows}, max_depth {target.max_depth}"
-            reasons[str(shape)] = f"{shape.rows} rows and depth {shape.depth}; {limits}"
-        elif not config.makes(name, shape):
-            reasons[str(shape)] = "no drafter makes it" if shape.drafted else "no proposer makes it"
+            reasons[arm] = f"{shape.rows} rows and depth {shape.depth}; {limits}"
+        elif drafter and drafter not in makers:
+            reasons[arm] = f"{drafter} does not draft for it"
+        elif not makers:
+            reasons[arm] = "no drafter makes it" if shape.drafted else "no proposer makes it"
     return reasons
 
 
@@ -156,7 +171,7 @@ def _load_model(config: Config, section: str, entry: ModelReport, longest: int) 
         engine, workers = load_verifier(entry.name, target, MemoryStates()), target.tensor_parallel
     else:
         model = drafter = fetched_model(f"drafters.{entry.name}", config.drafters[entry.name])
-        engine, workers = load_drafter(entry.name, drafter, MemoryStates()), 1
+        engine, workers = load_drafter(entry.name, drafter, MemoryStates(), config.targets), 1
     try:
         own = engine.memory_bytes(longest)  # of this process; each other worker needs as much
         entry.memory = {part: count * workers for part, count in own.items()}
@@ -194,10 +209,10 @@ def show(console: Console, report: Report) -> None:
     console.print(models)
     if report.pairs:
         pairs = Table(title="drafters", title_justify="left")
-        for column in ("drafter", "target", "fits", "why"):
+        for column in ("drafter", "target", "fits", "bridge", "why"):
             pairs.add_column(column)
         for pair in report.pairs:
-            pairs.add_row(pair.drafter, pair.target, "yes" if pair.fits else "no", pair.why)
+            pairs.add_row(pair.drafter, pair.target, "yes" if pair.fits else "no", pair.bridge, pair.why)
         console.print(pairs)
     for entry in (*report.targets, *report.drafters):
         if entry.kernels:

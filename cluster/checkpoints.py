@@ -13,7 +13,7 @@ from tree_layers.errors import CheckpointError
 
 from cluster.config import Config, DrafterConfig, ModelConfig, TargetConfig
 from cluster.hub import fetched_model
-from cluster.pairing import TokenFit, fit_of
+from cluster.pairing import Pairing, pairing_of
 
 log = logging.getLogger("dendro.checkpoints")
 
@@ -47,27 +47,31 @@ def read_cluster(config: Config) -> ClusterFacts:
     )
 
 
-def pairs_of(config: Config, facts: ClusterFacts) -> Iterator[tuple[str, str, TokenFit]]:
-    """Every drafter, each target that it is configured for, and how their tokens compare."""
+def pairs_of(config: Config, facts: ClusterFacts) -> Iterator[tuple[str, str, Pairing]]:
+    """Every drafter, each target that it is configured for, and how it serves that target."""
     for name, drafter in config.drafters.items():
         for target in drafter.targets or config.targets:
-            yield name, target, fit_of(facts.targets[target], facts.drafters[name])
+            yield name, target, pairing_of(facts.targets[target], facts.drafters[name], drafter.bridge)
 
 
 def check_pairs(config: Config, facts: ClusterFacts) -> None:
     """Raises BadRequest, naming the field, for a drafter that does not fit one of its targets."""
-    for drafter, target, fit in pairs_of(config, facts):
-        if not fit.fits:
-            raise misfit(drafter, target, fit)
+    for drafter, target, pairing in pairs_of(config, facts):
+        fit = pairing.fit
+        if pairing.refusal:
+            raise misfit(drafter, target, pairing)
+        if pairing.bridge:
+            log.info("drafter %s for target %s: bridge %s, as %s", drafter, target, pairing.bridge, pairing.why)
+            continue
         if fit.warning:
             log.warning("drafter %s for target %s: %s", drafter, target, fit.warning)
         if fit.note:
             log.info("drafter %s for target %s: %s", drafter, target, fit.note)
 
 
-def misfit(drafter: str, target: str, fit: TokenFit) -> BadRequest:
+def misfit(drafter: str, target: str, pairing: Pairing) -> BadRequest:
     """The error for a pair that does not fit."""
-    return BadRequest(f"drafters.{drafter}.checkpoint", f"does not fit target {target}: {fit.refusal}")
+    return BadRequest(f"drafters.{drafter}.checkpoint", f"does not fit target {target}: {pairing.refusal}")
 
 
 def target_facts(name: str, target: TargetConfig) -> Facts:

@@ -251,11 +251,21 @@ def generate(
     stop_ids: Annotated[
         list[int] | None, typer.Option("--stop-id", metavar="ID", help="A token that ends the answer; repeatable.")
     ] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="End the answer at this string; its text ends before it. May be given several times. In bash, "
+            "$'\\n' is a line break.",
+            show_default=False,
+        ),
+    ] = None,
+    include_stop: Annotated[bool, typer.Option("--include-stop", help="End the text after the stop string.")] = False,
     speculation: Annotated[
         str,
         typer.Option(
             help="auto: a policy picks the shape of every round. off: no trees. Or a shape for every round: 3,2,1, "
-            "nodes(2,1), beam(4,3), dynamic(6,5,24) or, without a drafter, proposed(7). Changes no token."
+            "nodes(2,1), beam(4,3), dynamic(6,5,24), until(0.6,8), until(auto,8) or, without a drafter, proposed(7). "
+            "Changes no token."
         ),
     ] = "auto",
     policy: Annotated[str, typer.Option(help="The policy of auto. Default: the server's.")] = "",
@@ -297,6 +307,8 @@ def generate(
         "max_new_tokens": max_new_tokens,
         "min_new_tokens": min_new_tokens,
         "stop_ids": stop_ids or (),
+        "stop": stop or (),
+        "include_stop": include_stop,
         "speculation": Speculation.parse(speculation, policy, max_nodes, draft_deadline_ms),
     }
 
@@ -375,6 +387,13 @@ def train_drafter(context: typer.Context) -> None:
     _run_from("cluster.training.command", "drafter", context)
 
 
+@train.command("head", context_settings=ELSEWHERE, add_help_option=False)
+def train_head(context: typer.Context) -> None:
+    """Train an acceptance head for a drafter of a configuration: the chances that its guesses come true, learned from
+    the target's answers to your texts."""
+    _run_from("cluster.training.head_command", "head", context)
+
+
 @app.command("certify", context_settings=ELSEWHERE, add_help_option=False)
 def certify(context: typer.Context) -> None:
     """Check that answers have the target's own tokens whatever the speculation. Exit status 1 where a check fails."""
@@ -383,7 +402,7 @@ def certify(context: typer.Context) -> None:
 
 @app.command("tune", context_settings=ELSEWHERE, add_help_option=False)
 def tune(context: typer.Context) -> None:
-    """Find the fastest trees for a target, its drafter and this machine, and compare them with the configured arms."""
+    """Find the fastest trees for a target, its drafters and this machine, and compare them with the configured arms."""
     _run_from("cluster.tune.command", "tune", context)
 
 
@@ -411,6 +430,12 @@ def bench_trees(context: typer.Context) -> None:
     _run_from("cluster.bench.trees_command", "bench_trees", context)
 
 
+@bench.command("stopping", context_settings=ELSEWHERE, add_help_option=False)
+def bench_stopping(context: typer.Context) -> None:
+    """Compare when drafts stop: fixed lengths, fixed h, and the marginal rule."""
+    _run_from("cluster.bench.stopping_command", "bench_stopping", context)
+
+
 @bench.command("tree-scan", context_settings=ELSEWHERE, add_help_option=False)
 def bench_tree_scan(context: typer.Context) -> None:
     """Measure what a tree costs a state-space layer."""
@@ -427,6 +452,18 @@ def bench_kernels(context: typer.Context) -> None:
 def bench_drafter(context: typer.Context) -> None:
     """Measure drafters: levels, drafts, sessions, and long texts."""
     _run_from("cluster.bench.drafter_command", "bench_drafter", context)
+
+
+@bench.command("targets", context_settings=ELSEWHERE, add_help_option=False)
+def bench_targets(context: typer.Context) -> None:
+    """Measure one drafter that serves two targets at once."""
+    _run_from("cluster.bench.many_targets_command", "bench_targets", context)
+
+
+@bench.command("bridge", context_settings=ELSEWHERE, add_help_option=False)
+def bench_bridge(context: typer.Context) -> None:
+    """Measure a drafter of another tokenizer through each bridge."""
+    _run_from("cluster.bench.bridge_command", "bench_bridge", context)
 
 
 def main() -> None:

@@ -14,7 +14,6 @@ invalid value by the name of its field.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -26,25 +25,19 @@ from dendro.health import LONGEST_STEP_S
 from dendro.shapes import DEFAULT_DEPTH, MAX_ROWS, TreeShape
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from cluster.arms import OFF_ARM, Arm, parsed_shapes
+from cluster.arms import OFF_ARM, Arm, canonical_arm, parsed_arms
+from cluster.model_paths import hub_name, resolved_path
 from cluster.policies import POLICIES
 from cluster.proposers import PROPOSERS
 
 DEMO_MODELS = Path(__file__).parent / "demo" / "models"
 
 Dtype = Literal["bfloat16", "float16", "float32"]
+BridgeChoice = Literal["auto", "none", "string", "intersection"]
 
 
-def _shape_text(text: str) -> str:
-    """The canonical form of a shape. Raises ValueError for text that is no shape."""
-    try:
-        return str(TreeShape.parse(text))
-    except ValueError as error:
-        raise ValueError(str(error).removeprefix("shape: ")) from None
-
-
-ShapeText = Annotated[str, AfterValidator(_shape_text)]
-"""A shape as text, in its canonical form: `off`, `(1,1,1,1)`."""
+ArmText = Annotated[str, AfterValidator(canonical_arm)]
+"""A shape as text, in its canonical form, with or without its drafter: `off`, `(1,1,1,1)`, `small:(3,2,1)`."""
 
 DEFAULT_ARMS: tuple[str, ...] = (
     "off",
@@ -137,12 +130,12 @@ class ModelConfig(Section):
     @property
     def checkpoint_name(self) -> str:
         """The checkpoint's name on the hub; empty where it is a folder."""
-        return _hub_name(self.checkpoint)
+        return hub_name(self.checkpoint)
 
     @property
     def tokenizer_name(self) -> str:
         """The tokenizer's name on the hub; empty where it is a folder, or the checkpoint's own."""
-        return "" if self.tokenizer is None else _hub_name(self.tokenizer)
+        return "" if self.tokenizer is None else hub_name(self.tokenizer)
 
     @property
     def on_hub(self) -> bool:
@@ -205,13 +198,16 @@ class TargetConfig(ModelConfig):
 
 
 class DrafterConfig(ModelConfig):
-    """A drafter deployment, of a `mamba`, `mamba2`, `llama`, `qwen2` or `qwen3` checkpoint. It serves every target
-    that shares its tokenizer, or only those named in `targets`."""
+    """A drafter deployment, of a checkpoint of any kind in `drafter_service.models.MODELS`."""
 
-    targets: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ()  # empty: all
+    bridge: BridgeChoice = "auto"
+    """What translates between its tokenizer and a target's (docs/bridge.md). auto: nothing where they agree, else a
+    bridge; none: nothing, and a target of another tokenizer is refused."""
     form: Literal["auto", "eager", "fused"] = "auto"
-    """How the model computes: one compiled call per forward (fused: Mambas, on a CPU), or one torch operation after the
-    other (eager). auto: fused where it can be had."""
+    """fused: one compiled call per forward (Mambas, on a CPU); eager: torch's operations; auto: fused where it can."""
+    head: Path | None = None
+    """The file of its acceptance head (`dendro train head`). Default: none; chances are calibrated while it drafts."""
 
 
 class Router(Section):
@@ -253,9 +249,10 @@ class SpeculationConfig(Section):
 
     policy: str = "ratio_ucb"
     """One of ratio_ucb, discounted_ucb, thompson, fullinfo, ucbspec and paper_ucb."""
-    arms: tuple[ShapeText, ...] = DEFAULT_ARMS
-    """The shapes to choose among. A target uses those that it has a drafter for, or proposers, for `proposed(7)`. `off`
-    is always added, and where a drafter makes trees a chain of depth 4 at most: policies fall back to these."""
+    arms: tuple[ArmText, ...] = DEFAULT_ARMS
+    """The shapes to choose among. `(3,2,1)` is an arm of each drafter of a target, `small:(3,2,1)` of the drafter
+    `small` alone. A target uses those that it has a drafter for, or proposers, for `proposed(7)`. `off` is always
+    added, and for each drafter with arms a chain of depth 4 at most: policies fall back to these."""
     proposers: tuple[str, ...] = PROPOSERS
     """Proposers that guess without a model, beside a drafter or without one. Empty: none."""
 
@@ -267,6 +264,9 @@ class SpeculationConfig(Section):
             raise ValueError("arms: is empty; name at least one shape")
         if len(set(self.arms)) != len(self.arms):
             raise ValueError("arms: names a shape twice")
+        for drafter, shape in self.parsed:
+            if drafter and str(shape) in self.arms:
+                raise ValueError(f"arms: names {Arm(drafter, shape)} beside {shape}, an arm of every drafter")
         for name in self.proposers:
             if name not in PROPOSERS:
                 raise ValueError(f"proposers: {name!r} is not one of {', '.join(PROPOSERS)}")
@@ -275,8 +275,9 @@ class SpeculationConfig(Section):
         return self
 
     @property
-    def shapes(self) -> tuple[TreeShape, ...]:
-        return parsed_shapes(self.arms)
+    def parsed(self) -> tuple[tuple[str, TreeShape], ...]:
+        """Each of `arms` as its drafter, empty where none is named, and its shape."""
+        return parsed_arms(self.arms)
 
 
 class Redis(Section):
@@ -357,6 +358,10 @@ class Config(Section):
             for target in drafter.targets:
                 if target not in self.targets:
                     raise ValueError(f"drafters.{name}.targets: there is no target {target!r}")
+        for maker, shape in self.speculation.parsed:
+            if maker and maker not in self.drafters:
+                arm = Arm(maker, shape)
+                raise ValueError(f"speculation.arms: {arm} names a drafter that is not among drafters, {maker!r}")
         return self
 
     @classmethod
@@ -409,36 +414,39 @@ class Config(Section):
         )
 
     def arms_of(self, target: str) -> tuple[Arm, ...]:
-        """The arms that are within a target's limits and can be made for it; `off` alone where there are none."""
-        shapes = filter(self.targets[target].holds, self.speculation.shapes)
-        arms = (Arm(self.maker_of(target, shape), shape) for shape in shapes if self.makes(target, shape))
+        """The arms that are within a target's limits and can be made for it; `off` alone where there are none. A shape
+        without a drafter's name is an arm of each drafter of the target."""
+        limits = self.targets[target]
+        arms = (
+            Arm(maker, shape)
+            for drafter, shape in self.speculation.parsed
+            if limits.holds(shape)
+            for maker in self.makers_of(target, shape)
+            if drafter in ("", maker)
+        )
         return tuple(arms) or (OFF_ARM,)
 
-    def maker_of(self, target: str, shape: TreeShape) -> str:
-        """Who makes trees of this shape for a target: its first drafter, or the proposers. Empty for `off`, and where
-        there is none."""
+    def makers_of(self, target: str, shape: TreeShape) -> tuple[str, ...]:
+        """Who can make trees of this shape for a target: each of its drafters, or the proposers together. Empty where
+        nobody can; the maker of `off` is the empty name."""
         if shape.drafted:
-            return next(iter(self.drafters_of(target)), "")
-        return "" if shape.off else "+".join(self.speculation.proposers)
+            return self.drafters_of(target)
+        proposers = "+".join(self.speculation.proposers)
+        return ("",) if shape.off else (proposers,) if proposers else ()
 
-    def makes(self, target: str, shape: TreeShape) -> bool:
-        """Whether a target has a drafter, or proposers, for trees of this shape."""
-        return shape.off or bool(self.maker_of(target, shape))
-
-
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-
-
-def _hub_name(path: Path) -> str:
-    """The name on the hub that a resolved path is; empty for a folder, whose resolved path is absolute."""
-    return "" if path.is_absolute() else path.as_posix()
+    def names_drafters(self, target: str) -> bool:
+        """Whether the name of a target's arm has its drafter, `small:(3,2,1)`: it has several."""
+        return len(self.drafters_of(target)) > 1
 
 
 def _resolved(where: str, model: ModelConfig, folder: Path) -> ModelConfig:
     """The model with absolute folders; a path that is not a folder and may be a name on the hub is unchanged. Raises
     BadRequest for a revision of a folder."""
     paths = {"checkpoint": model.checkpoint, **({} if model.tokenizer is None else {"tokenizer": model.tokenizer})}
-    resolved = model.model_copy(update={field: resolved_path(path, folder) for field, path in paths.items()})
+    found = {field: resolved_path(path, folder) for field, path in paths.items()}
+    if isinstance(model, DrafterConfig) and model.head is not None:
+        found["head"] = (folder / model.head.expanduser()).resolve()
+    resolved = model.model_copy(update=found)
     for field, name, of in (
         ("revision", resolved.checkpoint_name, "checkpoint"),
         ("tokenizer_revision", resolved.tokenizer_name, "tokenizer"),
@@ -446,12 +454,6 @@ def _resolved(where: str, model: ModelConfig, folder: Path) -> ModelConfig:
         if getattr(resolved, field) and not name:
             raise BadRequest(f"{where}.{field}", f"belongs to a name on the hub, and {of} is not one")
     return resolved
-
-
-def resolved_path(path: Path, folder: Path) -> Path:
-    """An absolute folder, where a relative path starts at `folder`; or a name on the hub, unchanged."""
-    here = (folder / path.expanduser()).resolve()
-    return path if HUB_NAME.fullmatch(path.as_posix()) and not here.is_dir() else here
 
 
 def _first_fault(error: ValidationError) -> tuple[str, str]:

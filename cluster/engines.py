@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,14 +11,21 @@ from typing import TYPE_CHECKING, Any
 from dendro.engine import LocalDrafter, LocalVerifier
 from dendro.errors import BadRequest
 from dendro.state import StateStore
+from tree_layers.checkpoint import Facts, read_facts
+from tree_layers.errors import CheckpointError
 
+from cluster.checkpoint_tokenizer import backend_of, load_tokenizer
 from cluster.config import DrafterConfig, ModelConfig, Resources, TargetConfig
 from cluster.hub import fetched_model
+from cluster.pairing import pairing_of
 
 if TYPE_CHECKING:
+    from drafter_service.bridge.kinds import Bridge
     from drafter_service.options import DrafterOptions
     from verifier_service.options import VerifierOptions
     from verifier_service.shards import Invitation
+
+log = logging.getLogger("dendro.engines")
 
 
 def engine_environment(threads: int) -> dict[str, str]:
@@ -32,12 +40,57 @@ def engine_environment(threads: int) -> dict[str, str]:
     }
 
 
-def load_drafter(name: str, drafter: DrafterConfig, states: StateStore) -> LocalDrafter:
-    """A drafter's engine, not started yet. Raises BadRequest for a checkpoint that cannot be used."""
+def load_drafter(
+    name: str, drafter: DrafterConfig, states: StateStore, targets: Mapping[str, TargetConfig]
+) -> LocalDrafter:
+    """A drafter's engine, not started yet, with bridges to those of the targets that need one. Raises BadRequest for a
+    checkpoint that cannot be used.
+
+    targets: of the cluster, by name; those that the drafter is not configured for do not count
+    """
+    from drafter_service.bridge.drafter import BridgedDrafter
     from drafter_service.engine import DrafterEngine
 
     drafter = fetched_model(f"drafters.{name}", drafter)
-    return DrafterEngine.load(drafter.checkpoint, drafter_options(name, drafter), states=states)
+    engine = DrafterEngine.load(drafter.checkpoint, drafter_options(name, drafter), states=states)
+    bridges = {}
+    for of in drafter.targets or targets:
+        if (bridge := load_bridge(name, drafter, of, targets[of])) is not None:
+            log.info("drafter %s for target %s: bridge %s", name, of, bridge)
+            bridges[bridge.tokenizer] = bridge
+    return BridgedDrafter(engine, bridges) if bridges else engine
+
+
+def load_bridge(name: str, drafter: DrafterConfig, of: str, target: TargetConfig) -> Bridge | None:
+    """The bridge between a drafter and a target; None where they need none. Raises BadRequest, naming the field, for
+    files that cannot be read."""
+    from drafter_service.bridge.byte_codec import ByteCodec
+    from drafter_service.bridge.kinds import KINDS
+
+    sides = [_tokens_of(f"targets.{of}", target), _tokens_of(f"drafters.{name}", drafter)]
+    (_, _, target_facts), (_, _, drafter_facts) = sides
+    pairing = pairing_of(target_facts, drafter_facts, drafter.bridge)
+    if pairing.bridge is None:
+        return None
+    tokenizers = []
+    for field, folder, facts in sides:
+        try:
+            tokenizers.append(ByteCodec(backend_of(load_tokenizer(folder)), facts.vocabulary))
+        except (BadRequest, CheckpointError) as error:
+            raise BadRequest(field, error.reason if isinstance(error, BadRequest) else str(error)) from error
+    try:
+        return KINDS[pairing.bridge](*tokenizers, tokenizer=target_facts.tokenizer)
+    except CheckpointError as error:
+        raise BadRequest(f"drafters.{name}.bridge", str(error)) from error
+
+
+def _tokens_of(where: str, model: ModelConfig) -> tuple[str, Path, Facts]:
+    """The field that names a model's tokenizer, the tokenizer's folder on this machine, and the model's facts."""
+    field, here = f"{where}.{model.tokenizer_field}", fetched_model(where, model, weights=False)
+    try:
+        return field, here.tokenizer_folder, read_facts(here.checkpoint, here.tokenizer)
+    except CheckpointError as error:
+        raise BadRequest(field, str(error)) from error
 
 
 def drafter_options(name: str, drafter: DrafterConfig) -> DrafterOptions:
@@ -55,6 +108,7 @@ def drafter_options(name: str, drafter: DrafterConfig) -> DrafterOptions:
         max_sessions=drafter.max_sessions,
         longest_step_s=drafter.longest_step_s,
         form=drafter.form,
+        head=drafter.head,
     )
 
 

@@ -8,14 +8,21 @@ the drafter costs acceptance and changes no token.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from tree_layers.checkpoint import Facts
+from tree_layers.token_bytes import NO_FORM
 from tree_layers.tokens import TokenTable
+
+from cluster.config import BridgeChoice
 
 ONE_IN = 100
 """A drafter is refused where more than one text in ONE_IN differs. Tokenizers of one family differ in no token or one,
 those of two families in thousands."""
 SHOWN = 3
+BridgeName = Literal["string", "intersection"]
+DEFAULT_BRIDGE: BridgeName = "intersection"
+"""What runs where the tokenizers differ and the configuration names no bridge."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +69,39 @@ def fit_of(target: Facts, drafter: Facts) -> TokenFit:
     if not ordinary:
         refusal = "the two tokenizers have no ordinary token id in common"
     elif ONE_IN * len(unlike) > len(ordinary):
-        refusal = f"{counted}. It can draft only for targets with its own tokenizer; name them in `targets`"
+        refusal = (
+            f"{counted}. Without a bridge it can draft only for targets with its own tokenizer; name them in `targets`"
+        )
     elif unlike:
         warning = f"{counted}; drafts with them are not accepted"
     return TokenFit(refusal, warning, _note(ours, theirs), len(ordinary), len(unlike), first)
+
+
+@dataclass(frozen=True, slots=True)
+class Pairing:
+    """How a drafter serves a target: as they are, through a bridge, or not at all."""
+
+    fit: TokenFit
+    bridge: BridgeName | None
+    refusal: str  # why it cannot draft for the target; empty: it can
+    why: str  # why there is a bridge; empty without one
+
+
+def pairing_of(target: Facts, drafter: Facts, bridge: BridgeChoice) -> Pairing:
+    """How a drafter whose configuration has this `bridge` serves a target."""
+    fit = fit_of(target, drafter)
+    if bridge == "none" or (bridge == "auto" and fit.fits):
+        return Pairing(fit, None, fit.refusal, "")
+    for side, facts in (("drafter", drafter), ("target", target)):
+        if facts.tokens is None or not facts.tokens.form:
+            missing = "it has no tokenizer" if facts.tokens is None else NO_FORM
+            reason = f"no bridge can be made for the {side}: {missing}"
+            return Pairing(fit, None, f"{fit.refusal}; {reason}" if fit.refusal else reason, "")
+    kind = DEFAULT_BRIDGE if bridge == "auto" else bridge
+    why = f"the configuration names {kind}"
+    if fit.refusal:
+        why = f"the tokenizers differ: {fit.different} of {fit.shared} ordinary ids have another text"
+    return Pairing(fit, kind, "", why)
 
 
 def _without_tokenizer(target: Facts, drafter: Facts) -> TokenFit:

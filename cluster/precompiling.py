@@ -36,7 +36,8 @@ def _of_drafter(drafter: DrafterConfig) -> list[str]:
         return []
     with suppress(CheckpointError):
         if level := LEVELS.get(read_config(drafter.checkpoint).get("model_type", "")):
-            return ["matmul.bf16", f"mamba_level.{level}", "tree_levels.loops", "ranking.loops"]
+            head = [] if drafter.head is None else ["acceptance_head.loops"]
+            return ["matmul.bf16", f"mamba_level.{level}", "tree_levels.loops", "ranking.loops", *head]
     return []
 
 

@@ -52,6 +52,7 @@ def as_json(done: Completion) -> str:
         "seed": done.started.seed,
         "session": complete.session,
         "finish": complete.finish.value,
+        "stop_string": complete.stop_string,
         "prompt_tokens": complete.prompt_tokens,
         "completion_tokens": complete.completion_tokens,
         "rounds": [{"offset": part.offset, "token_ids": part.token_ids, "shape": part.shape} for part in done.rounds],

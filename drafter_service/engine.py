@@ -20,9 +20,10 @@ from dendro.errors import BadRequest, DendroError
 from dendro.shapes import MAX_ROWS
 from dendro.shelf import Arrays, Shelf
 from dendro.state import StateStore
-from dendro.tree import DraftTree
+from dendro.tree import DraftTree, IntArray
 from tree_layers.states import SlotPool
 
+from drafter_service.acceptance_head import check_head, read_head
 from drafter_service.grow import most_processed
 from drafter_service.models import described_form, load_model
 from drafter_service.options import DrafterOptions
@@ -108,9 +109,13 @@ class DrafterEngine:
             pid=os.getpid(),
             facts=checkpoint.facts.digest,
         )
+        head = None
+        if options.head is not None:
+            head = read_head(options.head, device)
+            check_head(head.facts, model, checkpoint.fingerprint)
         slots = text_slots(options.max_sessions), node_slots(options.max_rows, options.max_depth)
         form = described_form(model, checkpoint.facts.model_type, device, options.form)
-        return cls(hello, DraftRunner(model, *slots, device), states, options, clock, form)
+        return cls(hello, DraftRunner(model, *slots, device, head), states, options, clock, form)
 
     async def start(self) -> None:
         self._thread.start()
@@ -168,9 +173,11 @@ class DrafterEngine:
     async def hello(self) -> Hello:
         return self._hello
 
-    async def open(self, call: OpenCall) -> Opened:
+    async def open(self, call: OpenCall, noise_ids: IntArray | None = None) -> Opened:
         """Open a text and prefill all of it but the root, from the longest saved state that is found.
 
+        noise_ids: where the text's ids are not the target's: [vocabulary] the target's id whose noise each id has, -1
+        for one that is not guessed.
         Raises BadRequest, with the field's name, and Overloaded. Cancelling it closes the opening.
         """
         arrived_s = self._clock()
@@ -184,7 +191,7 @@ class DrafterEngine:
         @torch.inference_mode()
         def work(ticket: Ticket) -> None:
             session = self._scheduler.open(ticket, call, restored, vocabulary)
-            self._runner.admit(session.number, call.parameters.sampling, vocabulary)
+            self._runner.admit(session.number, call.parameters.sampling, vocabulary, noise_ids)
             if arrays is not None:
                 try:
                     self._runner.memory.load(session.slot, arrays)
@@ -196,9 +203,10 @@ class DrafterEngine:
         assert isinstance(ready, Prefilled)
         return Opened(ready.restored, ready.processed, microseconds(self._clock() - arrived_s))
 
-    async def draft(self, call: DraftCall) -> DraftTree:
+    async def draft(self, call: DraftCall, ahead: int = 0) -> DraftTree:
         """A full tree of the call's shape. An unfinished earlier call of the opening is answered with its root alone.
 
+        ahead: how many tokens more, or fewer where negative, the text has in the target's ids.
         Raises NotFound for an opening or text that is not open here, and BadRequest, with the field's name.
         """
         self._check(call.update)
@@ -211,7 +219,7 @@ class DrafterEngine:
             raise BadRequest("shape", f"{shape} has {shape.rows} rows; this drafter allows {limits.max_rows}")
         if shape.width > limits.vocabulary:
             raise BadRequest("shape", f"{shape} is wider than the vocabulary of {limits.vocabulary} tokens")
-        tree = await self._thread.ask(lambda ticket: self._scheduler.draft(ticket, call))
+        tree = await self._thread.ask(lambda ticket: self._scheduler.draft(ticket, call, ahead))
         assert isinstance(tree, DraftTree)
         return tree
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-from dendro.shapes import MAX_K, BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape
+from dendro.shapes import MAX_K, BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape, UntilShape
 from dendro.tree import FloatArray, IntArray
 
 LEAST_CHANCE = -80.0
@@ -150,30 +150,56 @@ class DynamicGrowth(Growth):
     and a tree with no new row above it is complete, often long before its last level.
     """
 
-    shape: DynamicShape
+    shape: DynamicShape | UntilShape
     best: list[float] = field(default_factory=list)  # values of the best `total` guesses so far, descending
+
+    @property
+    def largest(self) -> DynamicShape:
+        """The shape of the largest tree."""
+        assert isinstance(self.shape, DynamicShape)
+        return self.shape
 
     @property
     def _bound(self) -> float:
         """A later guess is kept only if its value is above this."""
-        return self.best[-1] if len(self.best) == self.shape.total else -math.inf
+        return self.best[-1] if len(self.best) == self.largest.total else -math.inf
 
     def _counts(self, reached: Sequence[Numbers]) -> Sequence[int]:
         bound = self._bound
         counts = [sum(value > bound for value in values) for values in reached]
         new = [value for values, count in zip(reached, counts, strict=True) for value in values[:count]]
-        self.best = sorted(self.best + new, reverse=True)[: self.shape.total]
+        self.best = sorted(self.best + new, reverse=True)[: self.largest.total]
         return counts
 
     def _next(self, first: int) -> list[int]:
         bound, new = self._bound, self.values[first:]
-        return sorted(first + at for at in greatest(new, self.shape.k) if new[at] > bound)
+        return sorted(first + at for at in greatest(new, self.largest.k) if new[at] > bound)
 
     def arrays(self) -> tuple[IntArray, IntArray, FloatArray]:
         tokens, parents, values = super().arrays()
-        kept = rerank(values, parents, self.shape.total)
+        kept = rerank(values, parents, self.largest.total)
         # Kept rows are ascending and include all parents: a parent's new row is its position in `kept`.
         return tokens[kept], np.append(-1, np.searchsorted(kept, parents[kept[1:]])), values[kept]
+
+
+class UntilGrowth(DynamicGrowth):
+    """A dynamic tree that gets another level only while the text likely goes through the rows that would get children;
+    guesses of too small a value do not become rows (`UntilShape`). The tree of such a guess alone is the root."""
+
+    shape: UntilShape
+
+    @property
+    def largest(self) -> DynamicShape:
+        return self.shape.tree
+
+    @property
+    def _bound(self) -> float:
+        return max(super()._bound, math.log(self.shape.least) if self.shape.least else -math.inf)
+
+    def _next(self, first: int) -> list[int]:
+        frontier = super()._next(first)
+        reached = sum(math.exp(self.values[row]) for row in frontier)
+        return frontier if 1 - reached < self.shape.h else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +235,8 @@ def growth_of(root: int, shape: TreeShape) -> Growth:
             return BeamGrowth(root, shape)
         case DynamicShape():
             return DynamicGrowth(root, shape)
+        case UntilShape():
+            return UntilGrowth(root, shape)
     raise TypeError(f"a drafter cannot grow a tree of shape {shape}")
 
 

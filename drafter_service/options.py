@@ -27,6 +27,7 @@ class DrafterOptions:
     dtype: torch.dtype = torch.float32  # of weights and activations
     device: torch.device | str = "cpu"
     form: str = "auto"  # one of FORMS
+    head: Path | None = None  # the file of an acceptance head; None: chances are calibrated scores
     threads: int = 1  # of the model, on a CPU
     max_sessions: int = 64  # open texts
     max_rows: int = MAX_ROWS  # of a tree, the root included

@@ -142,6 +142,17 @@ class DraftPlan:
     positions: Sequence[int]  # [groups] position of the token to be guessed
     width: int  # candidates per scored token
 
+    @property
+    def depths(self) -> Sequence[int]:
+        """[groups] levels above the scored tokens in their trees; 0 for those of texts."""
+        match self.rows:
+            case Level():
+                return self.rows.depths
+            case Levels():
+                first = self.rows.first.depths[0]
+                return range(first, first + len(self.rows.counts))
+        return [0] * len(self.groups)
+
 
 @dataclass(frozen=True, slots=True)
 class TextFold:
@@ -167,3 +178,4 @@ class DraftOutcome:
 
     candidates: IntArray  # [scored, width] best first
     scores: FloatArray  # [scored, width] by which they are ordered: logits / T plus noise, never increasing along a row
+    chances: FloatArray | None = None  # [scored, width] log chances by the acceptance head; None without one

@@ -8,11 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from dendro.text import Sampling
+from dendro.tree import IntArray
 from torch import Tensor
+from tree_kernels.acceptance_head.cpu import HeadCalls
 from tree_kernels.noise import NoiseRows
-from tree_kernels.ranking import Orders, ranked
+from tree_kernels.ranking import Orders
 from tree_kernels.warp import Warp, drafter_ranking
 
+from drafter_service.acceptance_head import AcceptanceHead
+from drafter_service.mapped_noise import MappedNoise
 from drafter_service.models import DrafterModel
 from drafter_service.models.memory import FusedMemory
 from drafter_service.plan import Chains, DraftOutcome, DraftPlan, Level, Levels, TextFold
@@ -34,7 +38,7 @@ class DraftLaw:
 
     warp: Warp
     vocabulary: int  # guesses are below it: the smaller of the drafter's and the target's
-    noise: NoiseRows | None  # None at temperature 0
+    noise: NoiseRows | MappedNoise | None  # None at temperature 0 of the target's own ids
     shift: Tensor | None = None  # [vocabulary] float32; None: no bias, and no token is removed
 
     @classmethod
@@ -44,8 +48,22 @@ class DraftLaw:
         shift = shift_of(sampling, vocabulary)
         return cls(Warp(1.0) if warp.greedy and shift is not None else warp, vocabulary, noise, shift)
 
+    @classmethod
+    def mapped(cls, sampling: Sampling, noise_ids: IntArray) -> DraftLaw:
+        """Of a drafter with other ids; noise_ids: as of `DrafterEngine.open`"""
+        warp = Warp(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+        vocabulary = int(noise_ids.max()) + 1
+        shift = shift_of(sampling, vocabulary)
+        if shift is not None:
+            shift = shift[torch.from_numpy(noise_ids.clip(0))]
+        if warp.greedy:  # logits / 1 plus a mask: the order of the logits, of ids that may be guessed
+            return cls(Warp(1.0), len(noise_ids), MappedNoise(None, noise_ids), shift)
+        rows = NoiseRows(sampling.seed, vocabulary, sampling.sample_index)
+        return cls(warp, len(noise_ids), MappedNoise(rows, noise_ids), shift)
+
     def added_to(self, position: int) -> Tensor | None:
-        """[vocabulary] float32: what is added to the scores of the token at a position; None: nothing."""
+        """[vocabulary] float32: what is added to the scores of the token at a position of the target's text; None:
+        nothing."""
         noise = None if self.noise is None else self.noise.row(position)
         if self.shift is None or noise is None:
             return noise if self.shift is None else self.shift
@@ -73,21 +91,34 @@ def shift_of(sampling: Sampling, vocabulary: int) -> Tensor | None:
 class DraftRunner:
     """A model, its memory, and the `DraftLaw` of each session. Used by one thread, in inference mode."""
 
-    def __init__(self, model: DrafterModel, texts: int, nodes: int, device: torch.device) -> None:
-        """texts, nodes: number of slots of either kind, slot 0 included."""
+    def __init__(
+        self,
+        model: DrafterModel,
+        texts: int,
+        nodes: int,
+        device: torch.device,
+        head: AcceptanceHead | None = None,
+    ) -> None:
+        """texts, nodes: number of slots of either kind, slot 0 included   head: of this model, computes chances"""
         self.model = model
+        self.head = head
         self.device = device
         self.memory = model.memory(texts, nodes)
         self._fused = self.memory if isinstance(self.memory, FusedMemory) else None
+        if self._fused is not None and head is not None:
+            self._fused.use_head(HeadCalls(head.weights, head.facts.candidates))
         self._laws: dict[int, DraftLaw] = {}
 
     def runs_levels(self, session: int) -> bool:
         """Whether a plan of this session may have `Levels`."""
         return self._fused is not None and not self._laws[session].warp.masks
 
-    def admit(self, session: int, sampling: Sampling, vocabulary: int) -> None:
-        """Set how a session's guesses are ordered. vocabulary: the target's."""
-        self._laws[session] = DraftLaw.of(sampling, min(vocabulary, self.model.vocabulary))
+    def admit(self, session: int, sampling: Sampling, vocabulary: int, noise_ids: IntArray | None = None) -> None:
+        """Set how a session's guesses are ordered. vocabulary: the target's   noise_ids: as of `DrafterEngine.open`"""
+        if noise_ids is None:
+            self._laws[session] = DraftLaw.of(sampling, min(vocabulary, self.model.vocabulary))
+        else:
+            self._laws[session] = DraftLaw.mapped(sampling, noise_ids)
 
     def forget(self, session: int) -> None:
         """Drop a session's law, if there is one."""
@@ -119,34 +150,42 @@ class DraftRunner:
         compiled = self._fused if not any(law.warp.masks for law in laws) else None
         if isinstance(rows, Levels):
             assert compiled is not None
-            return DraftOutcome(*compiled.guesses_of_levels(rows, _orders(laws, plan), _width(laws, plan)))
+            orders, width = _orders(laws, plan), _width(laws, plan)
+            return DraftOutcome(*compiled.guesses_of_levels(rows, plan.depths, orders, width))
         if compiled is not None and isinstance(rows, Level):
-            return DraftOutcome(*compiled.guesses(rows, plan.groups, _orders(laws, plan), _width(laws, plan)))
+            orders, width = _orders(laws, plan), _width(laws, plan)
+            return DraftOutcome(*compiled.guesses(rows, plan.groups, plan.depths, orders, width))
         hidden = self.memory.chain(rows).flatten(0, 1) if isinstance(rows, Chains) else self.memory.level(rows)
         if not plan.groups:
             return NOTHING
         if plan.scored is not None and len(plan.scored) < len(hidden):
             hidden = hidden.index_select(0, torch.from_numpy(plan.scored).to(self.device))
-        logits = self.model.logits(hidden)
         if compiled is not None:
-            return DraftOutcome(*ranked(logits, plan.groups, _orders(laws, plan), _width(laws, plan)))
-        return self._order(logits, laws, plan)
+            orders, width = _orders(laws, plan), _width(laws, plan)
+            return DraftOutcome(*compiled.guesses_of_hidden(hidden, plan.groups, plan.depths, orders, width))
+        return self._order(hidden, laws, plan)
 
-    def _order(self, logits: Tensor, laws: list[DraftLaw], plan: DraftPlan) -> DraftOutcome:
-        """The candidates of each scored row, ordered by the law of its group. logits [scored, V]"""
-        width = _width(laws, plan)
+    def _order(self, hidden: Tensor, laws: list[DraftLaw], plan: DraftPlan) -> DraftOutcome:
+        """The candidates of each scored row, ordered by the law of its group. hidden [scored, d]"""
+        logits, width = self.model.logits(hidden), _width(laws, plan)
         alike: dict[tuple[Warp, int], list[int]] = {}  # rows by their warp and vocabulary
         group_of = np.repeat(np.arange(len(laws)), plan.groups).tolist()
         for row, group in enumerate(group_of):
             alike.setdefault((laws[group].warp, laws[group].vocabulary), []).append(row)
         candidates = np.empty((len(group_of), width), np.int64)
         found = np.empty((len(group_of), width), np.float32)
+        chances = None if self.head is None else np.empty((len(group_of), width), np.float32)
+        depths = torch.from_numpy(np.repeat(np.array(plan.depths, np.int64), plan.groups)).to(self.device)
         for (warp, vocabulary), rows in alike.items():
-            part = logits if len(alike) == 1 else logits[torch.tensor(rows, device=self.device)]
+            chosen = slice(None) if len(alike) == 1 else torch.tensor(rows, device=self.device)
+            part = logits[chosen, :vocabulary]
             noise = self._noise([group_of[row] for row in rows], laws, plan.positions)
-            ids, scores = _candidates(part[:, :vocabulary], warp, noise, width)
+            ids, scores = candidates_of(part, warp, noise, width)
             candidates[rows], found[rows] = ids.cpu().numpy(), scores.cpu().numpy()
-        return DraftOutcome(candidates, found)
+            if self.head is not None and chances is not None:
+                of = hidden[chosen], part, ids, scores, warp.temperature, depths[chosen]
+                chances[rows] = self.head.chances(self.model, *of).cpu().numpy()
+        return DraftOutcome(candidates, found, chances)
 
     def _noise(self, groups: list[int], laws: list[DraftLaw], positions: Sequence[int]) -> Tensor | None:
         """[rows, V] what is added to the scores of each row; None: nothing. groups: of each row"""
@@ -170,7 +209,7 @@ def _orders(laws: Sequence[DraftLaw], plan: DraftPlan) -> Orders:
     return Orders([law.warp.temperature for law in laws], noise, [law.vocabulary for law in laws])
 
 
-def _candidates(logits: Tensor, warp: Warp, noise: Tensor | None, width: int) -> tuple[Tensor, Tensor]:
+def candidates_of(logits: Tensor, warp: Warp, noise: Tensor | None, width: int) -> tuple[Tensor, Tensor]:
     """The best `width` ids of each row in order, and their scores.
 
     The warp's masks may put a guess first whose score is not the greatest; its score is then set to the greatest.

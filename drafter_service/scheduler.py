@@ -110,9 +110,13 @@ class DraftScheduler:
         session.slot, session.covers = EMPTY_TEXT, 0
         session.opened = (session.opened[0], 0)
 
-    def draft(self, ticket: Ticket, call: DraftCall) -> None:
-        """Start a round. An unfinished round of this text is stopped and answered with its root alone."""
+    def draft(self, ticket: Ticket, call: DraftCall, ahead: int = 0) -> None:
+        """Start a round. An unfinished round of this text is stopped and answered with its root alone.
+
+        ahead: as of `DrafterEngine.draft`
+        """
         session = self._follow(call.update)
+        session.ahead = ahead
         self._stop_round(session)
         root = session.text.ids[-1]
         if call.shape.off:
@@ -198,13 +202,16 @@ class DraftScheduler:
             assert draft_round is not None
             candidates = outcome.candidates[at : at + len(rows)].tolist()
             scores = outcome.scores[at : at + len(rows)].tolist()
+            chances = None if outcome.chances is None else outcome.chances[at : at + len(rows)].tolist()
             at += len(rows)
             if self._kind == "chain":  # text from `rows.start` to the root; all but the root rank the token after them
                 session.covers = rows.stop - 1
                 for covered in range(rows.start + 1, rows.stop):
                     self._record_rank(session, covered, candidates.pop(0), scores.pop(0))
             growth = draft_round.growth
-            confidences, first = draft_round.calibration.confidences(scores), 0
+            if chances is None:
+                chances = draft_round.calibration.confidences(scores)
+            confidences, first = chances[-len(scores) :], 0
             while first < len(scores):
                 level = slice(first, first + len(growth.frontier))
                 growth.extend(candidates[level], scores[level], confidences[level])
@@ -236,7 +243,7 @@ class DraftScheduler:
             if roots:
                 places += [row * tokens.shape[1] + time for time in range(len(span))]
                 numbers += [session.number] * len(span)
-                positions += [covered + 1 for covered in span]
+                positions += [covered + 1 + session.ahead for covered in span]
         rows = Chains(
             tokens=tokens,
             lengths=lengths,
@@ -267,7 +274,8 @@ class DraftScheduler:
             depths=[session.round.growth.level for session in sessions if session.round is not None],
             trees=trees,
         )
-        guessed = [start + depth + 1 for start, depth in zip(level.starts, level.depths, strict=True)]
+        ahead = [session.ahead for session in sessions]
+        guessed = [sum(place) + 1 for place in zip(level.starts, level.depths, ahead, strict=True)]
         return DraftPlan(level, None, level.counts, [session.number for session in sessions], guessed, self._width())
 
     def _plan_levels(self, sessions: list[DrafterText]) -> DraftPlan:
@@ -419,7 +427,8 @@ class DraftScheduler:
         session.ranks = {}
         draft_round.ticket, session.round, session.kept = None, None, draft_round
         # The next root is at most one token past this tree's leaves; its tree is assumed to be as deep.
-        self._request_noise(session, range(draft_round.base, draft_round.base + 2 * draft_round.shape.depth + 1))
+        first = draft_round.base + session.ahead
+        self._request_noise(session, range(first, first + 2 * draft_round.shape.depth + 1))
 
     def _answer_complete(self) -> None:
         """Answer openings and closes whose memory is complete."""

@@ -67,6 +67,7 @@ class DrafterText:
     traced: int | None = None  # length of the text at the last tree answered; None: no tree yet
     ranks: dict[int, int] = field(default_factory=dict)  # text position -> rank of its token
     opened: tuple[Ticket, int] | None = None  # the caller of `open`, and the number of restored tokens
+    ahead: int = 0  # tokens that the text has more, or fewer where negative, in the target's ids
     closing: Ticket | None = None
     ended: bool = False  # its memory is being saved
 

@@ -10,11 +10,12 @@ from dataclasses import replace
 
 from dendro.calls import Hello, Opened
 from dendro.errors import PeerLost
-from dendro.shapes import LevelShape, TreeShape
+from dendro.shapes import LevelShape
 from dendro.text import Sampling, Text, Tokens, Verdict, cut_verdict
 from dendro.tree import DraftTree, full_tree
 from dendro.v1 import generation_pb2 as pb
 
+from cluster.arms import Arm
 from cluster.config import Config
 from cluster.policies import RunningRequest
 from cluster.policies.prior import PriorStore
@@ -115,9 +116,10 @@ class EdgeDrafter:
         self.peers = peers
         self.opened: Opened | None = None
 
-    async def draft(self, text: Text, shape: TreeShape) -> DraftTree:
-        if shape.off or self.peers.drafter_lost:
-            return replace(DraftTree.root_only(text.root), missed=not shape.off)
+    async def draft(self, text: Text, arm: Arm) -> DraftTree:
+        if arm.off or self.peers.drafter_lost:
+            return replace(DraftTree.root_only(text.root), missed=not arm.off)
+        shape = arm.shape
         self.opened = self.opened or Opened(0, len(text) - 1, 10)
         if not isinstance(shape, LevelShape):  # other shapes: a chain of first guesses
             shape = LevelShape((1,) * shape.depth)
@@ -152,7 +154,7 @@ class EdgePeers:
         if len(self.closed) % 2 == 0:
             self.all_closed.set()
 
-    def drafter(
+    def drafters(
         self, target: str, text: Text, gate: RunningRequest, deadline_s: float = math.inf, adaptive: bool = True
     ) -> EdgeDrafter:
         self.deadlines_s.append(deadline_s)

@@ -62,7 +62,7 @@ def parameters_of(options: Options, prompt: int, tokens: int) -> RequestParamete
     fields["bad_words"] = tuple(tuple(word) for word in fields.get("bad_words", ()))
     least, stop_ids = fields.pop("min_new_tokens", 0), tuple(fields.pop("stop_ids", ()))
     limits = Limits(prompt + tokens, True, prompt + least if least else 0, stop_ids)
-    return RequestParameters(Sampling(**fields), limits, "", (), 0, prompt)
+    return RequestParameters(Sampling(**fields), limits, "", (), prompt_length=prompt)
 
 
 def decoded(

@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+import tiny_hybrids
 import torch
 import yaml
 from layouts import copy_as, sentencepiece
@@ -63,7 +64,28 @@ def _table(words: Words) -> TokenTable:
 NEOX = Words("neox", 50000, 277)
 LLAMA2 = Words("llama2", 32000, 0, control=3)
 LLAMA3 = Words("llama3", 128000, 256)
+GRANITE4 = Words("granite4", 100256, 96)
+ZAMBA2 = Words("zamba2", 32000, 0, control=3)
+FALCON_H1, FALCON_H1_SMALL = Words("falcon-h1", 65536, 0), Words("falcon-h1-0.5b", 32768, 0)
 QWEN25, QWEN3 = Words("qwen", 151643, 22), Words("qwen", 151643, 26)
+
+
+Kind = Literal[
+    "mamba",
+    "mamba2",
+    "mamba-hf",
+    "neox",
+    "llama",
+    "qwen2",
+    "qwen3",
+    "bamba",
+    "falcon_h1",
+    "zamba2",
+    "granite-4.0-350m",
+    "granite-4.0-h-350m",
+    "granite-4.0-h-tiny",
+]
+"""A model type, or for Granite 4.0 the configuration in `tiny_hybrids.PUBLISHED`."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +93,7 @@ class Published:
     """Facts of a published checkpoint."""
 
     name: str
-    kind: Literal["mamba", "mamba2", "mamba-hf", "neox", "llama", "qwen2", "qwen3", "bamba"]
+    kind: Kind
     rows: int  # of the embedding
     words: Words
     form: Form = "safetensors"
@@ -128,6 +150,20 @@ LLAMA2_7B = Published("meta-llama/Llama-2-7b-chat-hf", "llama", 32000, LLAMA2, "
 LLAMA31 = Published("meta-llama/Llama-3.1-8B-Instruct", "llama", 128256, LLAMA3, "sharded safetensors")
 LLAMA32 = Published("meta-llama/Llama-3.2-1B-Instruct", "llama", 128256, LLAMA3, tied=True)
 BAMBA = Published("ibm-ai-platform/Bamba-9B-v1", "bamba", 128256, LLAMA3, "sharded safetensors")
+GRANITE_350M = Published("ibm-granite/granite-4.0-350m", "granite-4.0-350m", 100352, GRANITE4, tied=True)
+GRANITE_H_350M = Published("ibm-granite/granite-4.0-h-350m", "granite-4.0-h-350m", 100352, GRANITE4, tied=True)
+GRANITE_H_1B = Published("ibm-granite/granite-4.0-h-1b", "granite-4.0-h-350m", 100352, GRANITE4, tied=True)
+GRANITE_H_TINY = Published(
+    "ibm-granite/granite-4.0-h-tiny", "granite-4.0-h-tiny", 100352, GRANITE4, "sharded safetensors", tied=True
+)
+GRANITE_H_SMALL = Published(
+    "ibm-granite/granite-4.0-h-small", "granite-4.0-h-tiny", 100352, GRANITE4, "sharded safetensors", tied=True
+)
+ZAMBA2_12B = Published("Zyphra/Zamba2-1.2B-instruct", "zamba2", 32000, ZAMBA2, tied=True)
+ZAMBA2_7B = Published("Zyphra/Zamba2-7B-Instruct", "zamba2", 32000, ZAMBA2, "sharded safetensors", tied=True)
+FALCON_H1_05B = Published("tiiuae/Falcon-H1-0.5B-Instruct", "falcon_h1", 32784, FALCON_H1_SMALL)
+FALCON_H1_15B = Published("tiiuae/Falcon-H1-1.5B-Deep-Instruct", "falcon_h1", 65536, FALCON_H1)
+FALCON_H1_3B = Published("tiiuae/Falcon-H1-3B-Instruct", "falcon_h1", 65536, FALCON_H1, "sharded safetensors")
 QWEN25_05B = Published("Qwen/Qwen2.5-0.5B-Instruct", "qwen2", 151936, QWEN25, tied=True)
 QWEN25_7B = Published("Qwen/Qwen2.5-7B-Instruct", "qwen2", 152064, QWEN25, "sharded safetensors")
 QWEN3_06B = Published("Qwen/Qwen3-0.6B", "qwen3", 151936, QWEN3, tied=True)
@@ -170,11 +206,19 @@ PAIRS = [
     PublishedPair(QWEN25_05B, QWEN25_7B),
     PublishedPair(QWEN3_06B, QWEN3_8B),
     PublishedPair(QWEN25_05B, QWEN3_8B),
+    PublishedPair(GRANITE_H_350M, GRANITE_H_TINY),
+    PublishedPair(GRANITE_H_350M, GRANITE_H_SMALL),
+    PublishedPair(GRANITE_H_1B, GRANITE_H_TINY),
+    PublishedPair(GRANITE_H_1B, GRANITE_H_SMALL),
+    PublishedPair(GRANITE_350M, GRANITE_H_SMALL),
+    PublishedPair(ZAMBA2_12B, ZAMBA2_7B),
+    PublishedPair(FALCON_H1_15B, FALCON_H1_3B),
 ]
 UNRELATED = [
     PublishedPair(state_spaces("130m"), LLAMA31),
     PublishedPair(LLAMA_68M, LLAMA31),
     PublishedPair(LLAMA32, QWEN3_8B),
+    PublishedPair(FALCON_H1_05B, FALCON_H1_3B),
 ]
 
 
@@ -221,6 +265,14 @@ def _model(published: Published) -> Any:
             mixers = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
             mixers |= {"mamba_expand": 2, "mamba_chunk_size": 16, "attn_layer_indices": [1], "num_key_value_heads": 1}
             return library.BambaForCausalLM(library.BambaConfig(**common | attention | mixers))
+        case "falcon_h1" | "zamba2":
+            mixed = tiny_hybrids.SETTINGS[published.kind][1]
+            return library.AutoModelForCausalLM.from_config(
+                library.AutoConfig.for_model(published.kind, **common | {"max_position_embeddings": 512} | mixed)
+            )
+        case "granite-4.0-350m" | "granite-4.0-h-350m" | "granite-4.0-h-tiny":
+            plain = tiny_hybrids.PUBLISHED[published.kind] | {"vocab_size": published.rows, "torch_dtype": "float32"}
+            return library.AutoModelForCausalLM.from_config(library.AutoConfig.for_model(**plain))
         case "qwen2":
             return library.Qwen2ForCausalLM(library.Qwen2Config(**common | attention | {"num_key_value_heads": 1}))
         case "qwen3":
@@ -271,10 +323,11 @@ def write_tokenizer(published: Published, folder: Path) -> None:
 HEAD = """# Published pairs
 
 Which published drafters fit which published targets, by the rule of `cluster/pairing.py`: the meaning of token ids
-decides, never the size of a vocabulary or the bytes of a file. `dendro serve` refuses a pair that does not fit, with
-the reason. The sizes below are those of the published checkpoints, kept in `tests/published.py`; the texts of their
-tokens are made up there. `tests/cluster/test_pairs.py` serves each pair that fits, with width and depth shrunk. This
-page is made by `python tests/published.py`.
+decides, never the size of a vocabulary or the bytes of a file. A pair that does not fit is served through a bridge,
+where one can be made ([bridge.md](bridge.md)), else `dendro serve` refuses it with the reason. The sizes below are
+those of the published checkpoints, kept in `tests/published.py`; the texts of their tokens are made up there.
+`tests/cluster/test_pairs.py` serves each pair that fits, with width and depth shrunk. This page is made by
+`python tests/published.py`.
 
 A drafter guesses ids below the smaller vocabulary. state-spaces publishes no tokenizer: as a drafter such a
 checkpoint fits where its count of tokens is the target's; as a target it needs `tokenizer`.

@@ -5,20 +5,30 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
+import tiny_hybrids
 import tiny_mamba
 import tiny_models
 from tiny_mamba import PADDED, VOCABULARY, write_tokenizer
 from transformers import PreTrainedModel
 
-Family = Literal["mamba", "mamba2", "llama"]
+Family = Literal["mamba", "mamba2", "llama", "granitemoehybrid"]
 FAMILIES: tuple[Family, ...] = ("mamba", "mamba2", "llama")
+WITH_HYBRID: tuple[Family, ...] = (*FAMILIES, "granitemoehybrid")
 POSITIONS = 2048
 
-__all__ = ["FAMILIES", "PADDED", "VOCABULARY", "Family", "make_drafter"]
+__all__ = ["FAMILIES", "PADDED", "VOCABULARY", "WITH_HYBRID", "Family", "make_drafter"]
 
 
 def make_drafter(folder: Path, family: Family, **settings: Any) -> PreTrainedModel:
-    """Write a checkpoint into `folder` and return the library's model of it, in float32; settings are a Llama's."""
+    """Write a checkpoint into `folder` and return the library's model of it, in float32.
+
+    settings: of a Llama's or a hybrid's configuration
+    """
+    if family == "granitemoehybrid":
+        # With the embedding as its head, or a large multiplier, the likeliest token is nearly always the last one.
+        made = {"tie_word_embeddings": False, "embedding_multiplier": 1.5, "logits_scaling": 0.7}
+        made |= {"max_position_embeddings": POSITIONS}
+        return tiny_hybrids.make_published(folder, "granite-4.0-h-350m", **made | settings)
     if family != "llama":
         return tiny_mamba.make_checkpoint(folder, family)
     plain: dict[str, Any] = {

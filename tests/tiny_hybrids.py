@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import transformers
 from dendro.tree import DraftTree
 from tiny_mamba import FAMILIES as DRAFTING
 from tiny_mamba import PADDED, VOCABULARY, randomise, tiny_config, write_tokenizer
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from tree_layers.checkpoint import CONFIG
 
 COMMON: dict[str, Any] = {"vocab_size": PADDED, "hidden_size": 32, "max_position_embeddings": 4096}
 ATTENTION: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
@@ -104,6 +106,71 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+# Published configurations with smaller widths and depths.
+GRANITE_H_350M: dict[str, Any] = {
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attention_multiplier": 0.015625,
+    "bos_token_id": 0,
+    "embedding_multiplier": 12,
+    "eos_token_id": 0,
+    "hidden_act": "silu",
+    "hidden_size": 32,
+    "initializer_range": 0.1,
+    "intermediate_size": 48,
+    "layer_types": ["mamba", "mamba", "attention", "mamba", "attention"],
+    "logits_scaling": 3,
+    "mamba_chunk_size": 16,
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 4,
+    "mamba_proj_bias": False,
+    "max_position_embeddings": 32768,
+    "model_type": "granitemoehybrid",
+    "normalization_function": "rmsnorm",
+    "num_attention_heads": 4,
+    "num_experts_per_tok": 0,
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 2,
+    "num_local_experts": 0,
+    "output_router_logits": False,
+    "pad_token_id": 0,
+    "position_embedding_type": "nope",
+    "residual_multiplier": 0.246,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000,
+    "router_aux_loss_coef": 0.01,
+    "shared_intermediate_size": 48,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": PADDED,
+}
+GRANITE_H_TINY: dict[str, Any] = GRANITE_H_350M | {
+    "attention_multiplier": 0.0078125,
+    "intermediate_size": 16,
+    "logits_scaling": 6,
+    "max_position_embeddings": 131072,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 4,
+    "residual_multiplier": 0.22,
+}
+GRANITE_350M: dict[str, Any] = GRANITE_H_350M | {
+    "layer_types": ["attention"] * 5,
+    "position_embedding_type": "rope",
+    "rope_theta": 10000000,
+}
+PUBLISHED = {
+    "granite-4.0-h-350m": GRANITE_H_350M,
+    "granite-4.0-h-tiny": GRANITE_H_TINY,
+    "granite-4.0-350m": GRANITE_350M,
+}
 FAMILIES = (*DRAFTING, *SETTINGS, "mamba_in_llama")
 
 
@@ -120,6 +187,18 @@ def make_checkpoint(folder: Path, family: str, seed: int = 0, **changes: Any) ->
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     randomise(model, seed)
     model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return type(model).from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def make_published(folder: Path, name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """Write a checkpoint of one of PUBLISHED with exactly this `config.json` and float32 weights, and return the
+    library's model of it."""
+    (folder / CONFIG).write_text(json.dumps(PUBLISHED[name] | changes))
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    randomise(model, seed)
+    model.save_pretrained(folder)
+    (folder / CONFIG).write_text(json.dumps(PUBLISHED[name] | changes))
     write_tokenizer(folder)
     return type(model).from_pretrained(folder, dtype=torch.float32).eval()
 

@@ -120,11 +120,12 @@ async def endless_rounds(tokens: int, period: int) -> AsyncGenerator[Verdict, No
     pace = Pace()
     verifier = VerifierHandle(text, ModelFreePool(ModelFreePeer(period)), pace)
     gate = RunningRequest(Concurrency(), fixed=True)
-    handle = DrafterHandle(ModelFreePool(ModelFreePeer(period)), pace, verifier, gate, adaptive=False)
+    arm = Arm("drafter", SHAPE)
+    handle = DrafterHandle(arm.maker, ModelFreePool(ModelFreePeer(period)), pace, verifier, gate, adaptive=False)
     drafter = ProposalLibrary(("lookup", "suffix"), 64, 16).around(handle, "", 8, 0.0)
     assert drafter is not None
     try:
-        async for verdict in rounds(text, drafter, verifier, Static(Arm("drafter", SHAPE))):
+        async for verdict in rounds(text, drafter, verifier, Static(arm)):
             yield verdict
     finally:
         await drafter.close(text)

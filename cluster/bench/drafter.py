@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -217,7 +217,13 @@ class DraftCase:
         self._rounds += 1
 
 
-def measure_in_turns(cases: Sequence[LevelCase | DraftCase], repetitions: int, step: Step) -> None:
+class Case(Protocol):
+    """What is measured in turns with others."""
+
+    def measure(self, order: random.Random) -> Iterator[Measured]: ...
+
+
+def measure_in_turns(cases: Sequence[Case], repetitions: int, step: Step) -> None:
     """Measure all cases in turns, after a warm-up of each."""
     order = random.Random(0)
     with torch.inference_mode():

@@ -31,6 +31,7 @@ from cluster.bench.drafter import (
     memory_rows,
 )
 from cluster.bench.drafter_forms import FUSED, DrafterForms, load_forms
+from cluster.bench.drafter_heads import HeadCase, head_aims, head_rows
 from cluster.bench.drafter_report import facts_of, tables_of
 from cluster.bench.drafter_report import plot as draw
 from cluster.bench.in_process import DRAFTER_DTYPE
@@ -90,17 +91,19 @@ def measure_drafters(
     lengths = [ready(LevelCase(forms, ids[:context], [STEP_ROWS])) for context in contexts for forms in drafters]
     drafts = [ready(DraftCase(forms, shape, prompts[:1])) for shape in SHAPES for forms in drafters]
     batches = [ready(DraftCase(forms, TREE, prompts[:count])) for count in sessions for forms in drafters]
-    for title, cases in (("levels", [*levels, *lengths]), ("drafts", [*drafts, *batches])):
+    heads = [HeadCase(forms, prompts[0].token_ids) for forms in drafters if FUSED in forms.models]
+    for title, cases in (("levels", [*levels, *lengths]), ("heads", heads), ("drafts", [*drafts, *batches])):
         measure_in_turns(cases, repetitions, begin(title, repetitions + 1))
-    level_results, draft_results = level_rows(levels), draft_rows(drafts)
+    level_results, draft_results, head_results = level_rows(levels), draft_rows(drafts), head_rows(heads)
     missing = {forms.name: forms.missing[FUSED] for forms in drafters if FUSED in forms.missing}
     return {
         "rows": level_results,
+        "heads": head_results,
         "drafts": draft_results,
         "sessions": draft_rows(batches),
         "lengths": level_rows(lengths),
         "memory": memory_rows(lengths, weights),
-        "aims": drafter_aims(level_results, draft_results, missing),
+        "aims": [*drafter_aims(level_results, draft_results, missing), *head_aims(head_results, missing)],
     }
 
 

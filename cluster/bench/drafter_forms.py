@@ -18,6 +18,7 @@ from dendro.tree import LONGEST_TRACE, DraftTree
 from tree_layers.states import SlotPool
 
 from cluster.bench.in_process import DRAFTER_DTYPE, EngineText
+from drafter_service.acceptance_head import AcceptanceHead
 from drafter_service.engine import node_slots, text_slots
 from drafter_service.models import DrafterModel, load_model
 from drafter_service.plan import DraftPlan, Level, Levels
@@ -76,11 +77,13 @@ class TimedDraft:
 class InlineDrafter:
     """A scheduler and a runner, used as the engine uses them, in the caller's thread."""
 
-    def __init__(self, model: DrafterModel, texts: int, *, by_level: bool = False) -> None:
+    def __init__(
+        self, model: DrafterModel, texts: int, *, by_level: bool = False, head: AcceptanceHead | None = None
+    ) -> None:
         """texts: the most that are open   by_level: every level is a forward of its own"""
         self.model = model
         slots, nodes = text_slots(texts), node_slots(MAX_ROWS, DEFAULT_DEPTH)
-        self.runner = DraftRunner(model, slots, nodes, CPU)
+        self.runner = DraftRunner(model, slots, nodes, CPU, head)
         pools = SlotPool(slots), SlotPool(nodes)
         at_once = (lambda session: False) if by_level else self.runner.runs_levels
         self._scheduler = DraftScheduler("bench", *pools, texts, LONGEST_TRACE, runs_levels=at_once)

@@ -22,6 +22,7 @@ from cluster.bench.drafter import (
     TREE,
 )
 from cluster.bench.drafter_forms import DRAFT_PARTS, EAGER, FORMS, FUSED
+from cluster.bench.drafter_heads import BLOCKS, WITHOUT
 from cluster.bench.report import (
     Cells,
     Report,
@@ -69,6 +70,11 @@ def facts_of(report: Report) -> Iterator[str]:
         "nodes, forwards with ranking (run), growth of trees (apply). Equal: trees with the tokens and parents of "
         f"{EAGER}'s, the warm-up's included"
     )
+    yield (
+        "Acceptance heads: random ones of the drafter's width, their blocks in bfloat16; the time does not depend on "
+        "the weights. The same levels, each with the chances of its candidates: by the head, or calibrated from the "
+        "scores without one"
+    )
     judged = ", ".join(DRAFT_BARS)
     yield f"The aims for whole drafts are for {judged}. Sessions: each has a text, and all draft a tree {TREE} at once"
     yield (
@@ -114,6 +120,19 @@ def tables_of(report: Report) -> Iterator[Cells]:
         "Parts of a level, median ms",
         ("drafter", "rows", "form", *LEVEL_PARTS),
         _parts(report["rows"], ("drafter", "rows"), LEVEL_PARTS),
+    )
+    yield (
+        f"A level in form {FUSED} with an acceptance head of so many blocks, median and 90 %",
+        ("drafter", "rows", f"{WITHOUT} ms", *(f"{blocks} blocks over {WITHOUT}" for blocks in BLOCKS)),
+        [
+            (
+                row["drafter"],
+                f"{row['rows']}",
+                with_interval(row["ms"][WITHOUT], 3),
+                *(with_interval(row["over_without"][str(blocks)], 3) for blocks in BLOCKS),
+            )
+            for row in report["heads"]
+        ],
     )
     equal = tuple(f"equal, {form}" for form in OTHERS)
     yield (

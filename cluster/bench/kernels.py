@@ -35,7 +35,7 @@ BARS = (
 """Ours is at most so many times another time, for these numbers of rows."""
 
 
-class Timed(Protocol):
+class TimedProduct(Protocol):
     """What is measured of one product."""
 
     @property
@@ -75,7 +75,7 @@ class Multiplying:
         return self._square.seconds(x) * (len(x) * self._weights / SQUARE**3)
 
 
-def products_of(inputs: int, outputs: int, dtype: torch.dtype, threads: int) -> list[Timed]:
+def products_of(inputs: int, outputs: int, dtype: torch.dtype, threads: int) -> list[TimedProduct]:
     """Every way that can be had here, the reading of the weights and the multiplying. All have weights of their own."""
     copies = max(1, -(-COLD_BYTES // (inputs * outputs * dtype.itemsize)))
     generator = torch.Generator().manual_seed(0)
@@ -88,7 +88,7 @@ def products_of(inputs: int, outputs: int, dtype: torch.dtype, threads: int) -> 
     def plain(weight: Tensor) -> Callable[[Tensor], Tensor]:
         return lambda x: F.linear(x, weight)
 
-    found: list[Timed] = [
+    found: list[TimedProduct] = [
         Products(READ, tuple(map(reading, weights))),
         Multiplying(inputs, outputs),
         Products(PLAIN, tuple(map(plain, weights))),
@@ -101,7 +101,7 @@ def products_of(inputs: int, outputs: int, dtype: torch.dtype, threads: int) -> 
 
 
 def measure_products(
-    products: Sequence[Timed], rows: Sequence[int], repetitions: int, x: Tensor, step: Step
+    products: Sequence[TimedProduct], rows: Sequence[int], repetitions: int, x: Tensor, step: Step
 ) -> Iterator[dict[str, Any]]:
     """One row of the report for each number of rows. All ways are measured in turn in each repetition."""
     for count in rows:
@@ -143,7 +143,7 @@ def _ratio(over: Sequence[float], under: Sequence[float]) -> Estimate:
     return median_estimate([mine / its for mine, its in zip(over, under, strict=True)])
 
 
-def rows_agree(products: Sequence[Timed], rows: Sequence[int], x: Tensor) -> bool | None:
+def rows_agree(products: Sequence[TimedProduct], rows: Sequence[int], x: Tensor) -> bool | None:
     """Whether each row of ours has the same bits for all these numbers of rows; None without ours."""
     ours = next((each for each in products if each.name == OURS), None)
     if not isinstance(ours, Products):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Protocol
 
 from dendro.calls import DrafterPeer, VerifierPeer
 from dendro.shapes import OFF, DynamicShape, LevelShape, TreeShape
+from dendro.text import Verdict
 from dendro.tree import DraftTree
 
 from cluster.bench.costs import ReplayCosts
@@ -22,16 +23,25 @@ def live_shapes() -> tuple[TreeShape, ...]:
     return (OFF, LevelShape((1, 1, 1, 1)), LevelShape((3, 2, 1)), DynamicShape(4, 5, 15))
 
 
+class LiveRule(Protocol):
+    """What decides the shape of each round, where it is not always the same."""
+
+    def begin(self) -> TreeShape: ...
+    def learn(self, tree: DraftTree, verdict: Verdict, took_us: float) -> None: ...
+
+
 async def live_rounds(
     drafter: DrafterPeer,
     verifier: VerifierPeer,
     shape: TreeShape,
     answer: TracedAnswer,
     after_round: Callable[[], None] = lambda: None,
+    rule: LiveRule | None = None,
 ) -> tuple[list[int], float]:
     """N of every round of one answer with drafter and verifier, one round after the other; and the seconds of all.
 
     Drafter and verifier get the prompt, the sampling parameters and a length limit, not the recorded tokens.
+    rule: computes the shape of each round from that one, and learns from its verdict
     """
     peer = EngineText(answer.ids[: answer.begin], answer.sampling)
     await peer.open(verifier, answer.tokens + 2 * SPARE)
@@ -40,12 +50,15 @@ async def live_rounds(
     emitted: list[int] = []
     started = time.perf_counter()
     while len(peer.text) < answer.end:
-        tree = DraftTree.root_only(peer.text.ids[-1])
+        tree, began = DraftTree.root_only(peer.text.ids[-1]), time.perf_counter()
         if not shape.off:
-            tree, drafter_length = await peer.draft(drafter, shape, drafter_length), len(peer.text)
+            wanted = shape if rule is None else rule.begin()
+            tree, drafter_length = await peer.draft(drafter, wanted, drafter_length), len(peer.text)
         verdict = await peer.verify(verifier, tree, verifier_length)
         verifier_length = len(peer.text)
         peer.text.extend(verdict.tokens)
+        if rule is not None:
+            rule.learn(tree, verdict, 1e6 * (time.perf_counter() - began))
         emitted.append(verdict.length)
         after_round()
     seconds = time.perf_counter() - started

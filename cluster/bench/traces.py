@@ -218,20 +218,29 @@ def guesses_of(forward: Forward, answer: TracedAnswer) -> Guesses:
 
 async def grow_trees(drafter: DrafterPeer, traces: Sequence[Trace], shapes: Sequence[TreeShape], step: Step) -> None:
     """Record a tree of each shape at every position of these answers, drafted together; they must be equally long."""
-    peers = [EngineText(trace.answer.ids[: trace.answer.begin], trace.answer.sampling) for trace in traces]
-    await asyncio.gather(*(peer.open(drafter, trace.answer.tokens) for peer, trace in zip(peers, traces, strict=True)))
-    for trace in traces:
-        trace.trees |= {shape: [] for shape in shapes}
-    for offset in range(traces[0].answer.tokens):
+    grown = await grown_trees(drafter, [trace.answer for trace in traces], shapes, step)
+    for trace, trees in zip(traces, grown, strict=True):
+        trace.trees |= trees
+
+
+async def grown_trees(
+    drafter: DrafterPeer, answers: Sequence[TracedAnswer], shapes: Sequence[TreeShape], step: Step
+) -> list[dict[TreeShape, list[DraftTree]]]:
+    """As `grow_trees`: of each answer, by shape, the trees at its positions."""
+    peers = [EngineText(answer.ids[: answer.begin], answer.sampling) for answer in answers]
+    await asyncio.gather(*(peer.open(drafter, answer.tokens) for peer, answer in zip(peers, answers, strict=True)))
+    trees: list[dict[TreeShape, list[DraftTree]]] = [{shape: [] for shape in shapes} for _ in answers]
+    for offset in range(answers[0].tokens):
         for shape in shapes:
             start = len(peers[0].text) - (shape == shapes[0] and offset > 0)
             grown = await asyncio.gather(*(peer.draft(drafter, shape, start) for peer in peers))
-            for trace, tree in zip(traces, grown, strict=True):
-                trace.trees[shape].append(tree)
-        for peer, trace in zip(peers, traces, strict=True):
-            peer.text.extend([trace.answer.ids[len(peer.text)]])
+            for own, tree in zip(trees, grown, strict=True):
+                own[shape].append(tree)
+        for peer, answer in zip(peers, answers, strict=True):
+            peer.text.extend([answer.ids[len(peer.text)]])
         step()
     await asyncio.gather(*(peer.close(drafter, len(peer.text) - 1) for peer in peers))
+    return trees
 
 
 def record_proposals(trace: Trace, shapes: Sequence[ProposedShape]) -> None:

@@ -18,7 +18,7 @@ from cluster.bench.costs import LEVEL_ROWS, ReplayCosts, measure_drafts, measure
 from cluster.bench.in_process import DRAFTER_DTYPE, drafter_of, verifier_of
 from cluster.bench.live import live_row, live_shapes
 from cluster.bench.machine import report_head
-from cluster.bench.measurement import Begin, Step
+from cluster.bench.measurement import Begin
 from cluster.bench.options import (
     JsonFile,
     MarkdownFile,
@@ -32,18 +32,17 @@ from cluster.bench.options import (
     present,
     with_bars,
 )
+from cluster.bench.prompted import write_answers
 from cluster.bench.targets import COSTLY, THREADS, parameter_count, target_config
 from cluster.bench.traces import (
     SPARE,
     Forward,
     Trace,
-    TracedAnswer,
     disagreements,
     grow_trees,
     guesses_of,
     is_static,
     record_proposals,
-    write_answer,
 )
 from cluster.bench.trees import (
     PAPER,
@@ -64,11 +63,9 @@ from cluster.bench.trees_context import measure_contexts
 from cluster.bench.trees_report import facts_of, tables_of
 from cluster.bench.trees_report import plot as draw
 from cluster.config import DEMO_MODELS
-from cluster.demo.kinds import KINDS, kind_prompts
-from cluster.demo.prompts import load_tokenizer
+from cluster.demo.kinds import KINDS
 from cluster.policies import POLICIES
 from cluster.training.acceptance import ANSWER_TOKENS, PROMPT_TOKENS
-from verifier_service.engine import VerifierEngine
 
 DRAFTERS = ("mamba2", "mamba", "llama")
 """The first is the main one: its trees are grown, and policies are replayed with it."""
@@ -112,25 +109,6 @@ def parse_drafters(text: str) -> tuple[str, ...]:
     return found
 
 
-async def write_answers(
-    verifier: VerifierEngine, settings: TreesSettings, temperature: float, step: Step
-) -> list[TracedAnswer]:
-    """The target's answers to all prompts; kinds alternate, also in the order of the policies' replay."""
-    tokenizer = load_tokenizer(settings.models)
-    prompts = {kind: kind_prompts(kind, settings.prompts, PROMPT_TOKENS, tokenizer, settings.models) for kind in KINDS}
-    answers = []
-    for index in range(settings.prompts):
-        for number, kind in enumerate(KINDS):
-            prompt = prompts[kind][index]
-            seed = settings.seed * 1_000_003 + index * len(KINDS) + number
-            answers.append(
-                write_answer(verifier, kind, prompt.name, prompt.token_ids, temperature, seed, settings.tokens)
-            )
-    written = await asyncio.gather(*answers)
-    step()
-    return written
-
-
 async def record(settings: TreesSettings, begin: Begin) -> tuple[TreesRecord, dict[str, Any]]:
     """Measure everything. Also returns the report's `plan` and `live`: facts, and rounds in real time."""
     config = target_config(settings.models, COSTLY)
@@ -146,7 +124,12 @@ async def record(settings: TreesSettings, begin: Begin) -> tuple[TreesRecord, di
     length = PROMPT_TOKENS + settings.tokens + SPARE + MAX_ROWS + MARGIN
     async with verifier_of(COSTLY, target, length, settings.prompts * len(KINDS)) as verifier:
         step = begin("answers", len(settings.temperatures))
-        answers = {each: await write_answers(verifier, settings, each, step) for each in settings.temperatures}
+        answers = {
+            each: await write_answers(
+                verifier, settings.models, settings.prompts, settings.tokens, each, settings.seed, step
+            )
+            for each in settings.temperatures
+        }
         ids = answers[settings.temperatures[0]][0].ids[:PROMPT_TOKENS]
         step = begin("costs of steps", len(settings.temperatures) * (settings.repetitions + 1))
         steps = {

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dendro.answer import Speculation
+from dendro.answer import Completion, Speculation
 from dendro.client import Asking
 from dendro.errors import EngineFailed
 
@@ -28,7 +28,7 @@ class SamplingLaw:
         return ", ".join(words)
 
 
-async def answer(
+async def completion(
     service: Asking,
     prompt: Sequence[int],
     law: SamplingLaw,
@@ -36,8 +36,10 @@ async def answer(
     speculation: Speculation | str,
     tokens: int,
     model: str = "",
-) -> list[int]:
-    """The ids of one answer of exactly `tokens` tokens. Raises EngineFailed if its statistics contradict each other."""
+    stop: Sequence[str] = (),
+) -> Completion:
+    """One answer, of exactly `tokens` tokens if no stop string ends it. Raises EngineFailed if its statistics
+    contradict each other."""
     done = await service.generate_text(
         prompt,
         model=model,
@@ -48,10 +50,24 @@ async def answer(
         speculation=speculation,
         max_new_tokens=tokens,
         ignore_end=True,
+        stop=stop,
     )
     if wrong := done.complete.speculation.contradictions:
         raise EngineFailed(f"{speculation}: an answer's statistics contradict each other: {'; '.join(wrong)}")
-    return list(done.token_ids)
+    return done
+
+
+async def answer(
+    service: Asking,
+    prompt: Sequence[int],
+    law: SamplingLaw,
+    seed: int,
+    speculation: Speculation | str,
+    tokens: int,
+    model: str = "",
+) -> list[int]:
+    """The ids of one answer of exactly `tokens` tokens. Raises EngineFailed if its statistics contradict each other."""
+    return list((await completion(service, prompt, law, seed, speculation, tokens, model)).token_ids)
 
 
 async def answers(

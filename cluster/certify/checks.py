@@ -20,6 +20,7 @@ from dendro.text import Limits, Sampling, Text
 from dendro.tree import DraftTree
 from tree_kernels.noise import gumbel_noise
 from tree_kernels.warp import Warp, tokens_of
+from tree_layers.library_mixers import group_norms
 
 from cluster.bench.measurement import Step
 from cluster.certify.asking import SamplingLaw, answers
@@ -39,7 +40,6 @@ from cluster.checkpoints import check_library_has
 from cluster.policies import POLICIES
 from drafter_service.engine import DrafterEngine
 from verifier_service.engine import VerifierEngine
-from verifier_service.models.norms import group_norms
 from verifier_service.models.reading import load_library_model
 
 Prompt = tuple[int, ...]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,26 +15,35 @@ import typer
 from dendro.client import Asking, AsyncClient
 from dendro.engine import started
 from dendro.errors import BadRequest
-from dendro.shapes import BeamShape, DynamicShape, NodeShape
+from dendro.shapes import BeamShape, DynamicShape, MarginalShape, NodeShape, UntilShape
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from cluster.arms import Arm
 from cluster.bench.machine import describe_machine
 from cluster.bench.measurement import Step
 from cluster.certify import checks
 from cluster.certify.parameters import identity_under_parameters
 from cluster.certify.promises import Promise, report, show
-from cluster.config import Config, TargetConfig, demo_config, resolved_path
+from cluster.certify.stop_strings import STOP_LAWS, stop_strings_end_answers
+from cluster.config import Config, TargetConfig, demo_config
 from cluster.demo.prompts import held_out_prompts
 from cluster.engines import verifier_options
 from cluster.hub import fetched, pinned
+from cluster.model_paths import resolved_path
 from cluster.router.tokenizer import CheckpointTokenizer
 from cluster.running import local_client, running_cluster
 from drafter_service.options import DTYPES
 from verifier_service.engine import VerifierEngine
 
 PROMPT_TOKENS = 128
-OF_EACH_KIND = (NodeShape((2, 1, 1)), BeamShape(3, 2), DynamicShape(2, 3, 5))
+OF_EACH_KIND = (
+    NodeShape((2, 1, 1)),
+    BeamShape(3, 2),
+    DynamicShape(2, 3, 5),
+    UntilShape(DynamicShape(1, 6, 6), 0.5),
+    MarginalShape(DynamicShape(2, 3, 5)),
+)
 """Shapes of the kinds that no default arm has."""
 
 
@@ -50,11 +59,12 @@ class CertifySize:
     far_draws: int
     own_prompts: int
     own_tokens: int
+    stop_draws: int  # for each answer
     combinations: int  # of parameters
 
 
-FULL = CertifySize(32, 128, 8, 64, 20_000, 2_000, 2, 48, 200)
-QUICK = CertifySize(3, 32, 2, 24, 4_000, 200, 1, 24, 8)
+FULL = CertifySize(32, 128, 8, 64, 20_000, 2_000, 2, 48, 6, 200)
+QUICK = CertifySize(3, 32, 2, 24, 4_000, 200, 1, 24, 3, 8)
 
 
 @asynccontextmanager
@@ -78,6 +88,19 @@ def _prompts(count: int, folder: Path) -> list[checks.Prompt]:
     return [prompt.token_ids for prompt in held_out_prompts(count, PROMPT_TOKENS, tokenizer)]
 
 
+def fixed_arms(config: Config, target: str, drafters: Sequence[str]) -> list[str]:
+    """The arms that requests fix: those of the configuration, and a shape of each kind, of each drafter of the target.
+    They name their drafter where there are several."""
+    arms = (
+        Arm(maker, shape).name(len(drafters) > 1)
+        for drafter, shape in (*config.speculation.parsed, *(("", shape) for shape in OF_EACH_KIND))
+        if not shape.off and config.targets[target].holds(shape)
+        for maker in (drafters if shape.drafted else config.makers_of(target, shape))
+        if drafter in ("", maker)
+    )
+    return list(dict.fromkeys(arms))
+
+
 async def run_certify(
     config: Config, address: str, local: bool, size: CertifySize, progress: Progress
 ) -> list[Promise]:
@@ -86,18 +109,15 @@ async def run_certify(
     With `address`, the first target of that cluster is checked, with the dtype and drafters that the cluster reports;
     engines that are started beside it have no drafter.
     """
-    drafts = bool(config.drafters_of(next(iter(config.targets))))
+    name, target = next(iter(config.targets.items()))
+    drafters = config.drafters_of(name)
     if address:
         async with AsyncClient(address) as far:
             there = (await far.models())[0]
         config = _with_dtype(config, there.dtype).model_copy(update={"drafters": {}})
-        drafts = bool(there.drafters)
-    name, target = next(iter(config.targets.items()))
-    shapes = [
-        str(shape)
-        for shape in (*config.speculation.shapes, *OF_EACH_KIND)
-        if not shape.off and target.holds(shape) and (drafts if shape.drafted else config.makes(name, shape))
-    ]
+        name, target = next(iter(config.targets.items()))
+        drafters = there.drafters
+    shapes = fixed_arms(config, name, drafters)
     prompts = _prompts(max(size.greedy_prompts, size.prompts), target.tokenizer_folder)
     found: list[Promise] = []
 
@@ -143,18 +163,15 @@ async def run_certify(
             found.append(
                 await checks.law_of_the_sampler(service, engine.logits_of, prompts[0], size.draws, size.far_draws, step)
             )
-            step = bar("(f) parameters", size.combinations)
+            step, below = bar("(f) parameters", size.combinations), checks.MARGINS[target.dtype]
+            given = size.tokens, size.combinations, shapes, hello.vocabulary
+            found.append(await identity_under_parameters(service, chosen, *given, margin_of, below, step))
+            stop_ways = ["off", "auto", *shapes]
+            steps = len(STOP_LAWS) * len(chosen) * (1 + size.stop_draws * len(stop_ways))
+            step = bar("(g) stop strings", steps)
             found.append(
-                await identity_under_parameters(
-                    service,
-                    chosen,
-                    size.tokens,
-                    size.combinations,
-                    shapes,
-                    hello.vocabulary,
-                    margin_of,
-                    checks.MARGINS[target.dtype],
-                    step,
+                await stop_strings_end_answers(
+                    service, chosen, size.tokens, size.stop_draws, stop_ways, margin_of, below, step
                 )
             )
 

@@ -43,9 +43,9 @@ class SelfDrafter:
         self.warp = warp_of(sampling)
         self.sampling = sampling
 
-    async def draft(self, text: Text, shape: TreeShape) -> DraftTree:
+    async def draft(self, text: Text, arm: Arm) -> DraftTree:
         levels: list[list[int]] = []
-        tree = DraftTree.root_only(text.root)
+        tree, shape = DraftTree.root_only(text.root), arm.shape
         assert isinstance(shape, LevelShape)
         for depth, width in enumerate(shape.widths):
             logits = self.logits_of(text.ids, tree)

@@ -111,13 +111,13 @@ def training_files(root: Path | None = None) -> list[SourceFile]:
     return [source for source in source_files(root) if source.name not in HELD_OUT]
 
 
-def train_tokenizer(files: list[SourceFile]) -> Tokenizer:
-    """A byte-level BPE of `VOCABULARY` tokens: any text encodes, and decodes to the same bytes."""
+def train_tokenizer(files: list[SourceFile], vocabulary: int = VOCABULARY) -> Tokenizer:
+    """A byte-level BPE of so many tokens: any text encodes, and decodes to the same bytes."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         special_tokens=[END_OF_TEXT],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

@@ -59,7 +59,7 @@ from drafter_service.training.batches import DRAFTER_ROWS, HARD_SHARE, distillat
 from drafter_service.training.loop import Budget, Recipe, Trainer
 from drafter_service.training.rows import TokenRows
 from drafter_service.training.sizes import new_model
-from drafter_service.training.teacher import ROW_TOKENS, TeacherFolder, TeacherText, write_teacher_outputs
+from drafter_service.training.teacher import ROW_TOKENS, Labeller, TeacherFolder, TeacherText, write_teacher_outputs
 
 Stage = Literal["corpus", "target", "teacher", "mamba", "mamba2", "llama", "target_mamba2", "measure"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
@@ -149,11 +149,9 @@ def _teacher(plan: TrainingPlan) -> dict[str, Any]:
     folder = TeacherFolder(plan.work / "teacher")
     with stage_bar("teacher") as report:
         write_teacher_outputs(
-            model,
-            TeacherText(plan.tokens(), VOCABULARY, frozenset({END_OF_TEXT_ID})),
+            Labeller(model, TeacherText(plan.tokens(), VOCABULARY, frozenset({END_OF_TEXT_ID})), plan.seed),
             folder,
             plan.budget("teacher"),
-            plan.seed,
             on_chunk=lambda spent, chunks: report(spent, f"{chunks} chunks"),
         )
     return {"tokens": folder.read().tokens, "own_share": folder.own_share()}

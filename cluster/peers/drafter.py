@@ -1,10 +1,11 @@
-"""A request's drafter. A late, wrong or lost one costs the round its speculation and nothing else."""
+"""A request's drafters, a handle each. A late, wrong or lost draft costs its round its speculation and nothing else."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Protocol
@@ -18,6 +19,7 @@ from dendro.text import Text
 from dendro.tree import DraftTree
 from tree_layers.checkpoint import Facts
 
+from cluster.arms import Arm
 from cluster.peers.opening import (
     FIRST_BACKOFF_S,
     LONGEST_BACKOFF_S,
@@ -54,10 +56,12 @@ class SpeculationGate(Protocol):
 
 
 class DrafterHandle(PeerHandle[DrafterPeer]):
-    """A request's drafter. `draft` returns a tree in time, or the root alone; it never raises for a drafter's fault."""
+    """One of a request's drafters. `draft` returns a tree in time, or the root alone; it never raises for a drafter's
+    fault."""
 
     def __init__(
         self,
+        name: str,
         pool: Pool[DrafterPeer],
         pace: Pace,
         verifier: VerifierHandle,
@@ -66,14 +70,17 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
         adaptive: bool = True,
         facts: Facts | None = None,
         vocabulary: int = 0,
+        tokenizer: str = "",
         clock: Clock = time.monotonic,
     ) -> None:
-        """`longest_s` bounds every wait for a draft; a round that is not `adaptive` waits up to it. Trees must keep the
-        verifier's limits. `facts`: of the drafter's checkpoint; replicas of another one are not used. `vocabulary`: the
-        target's by the router's facts, used until a verifier is leased."""
+        """`name`: the maker of its arms. `longest_s` bounds every wait for a draft; a round that is not `adaptive`
+        waits up to it. Trees must keep the verifier's limits. `facts`: of the drafter's checkpoint; replicas of another
+        one are not used. `vocabulary`, `tokenizer`: the target's by the router's facts, used until a verifier is
+        leased."""
         super().__init__(pool, pace, clock)
+        self.name = name
         self._facts = facts
-        self._vocabulary = vocabulary
+        self._target_tokens = vocabulary, tokenizer
         self.fallbacks: Counter[str] = Counter()  # rounds without the requested tree, by reason
         self.leases = 0
         self._verifier = verifier
@@ -86,17 +93,19 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
         self._late_draft: asyncio.Task[None] | None = None
         self._pause_s = FIRST_BACKOFF_S
         self._not_before_s = 0.0
-        verifier.on_refused_tree = self.strike
 
     def strike(self) -> None:
         """Count a malformed tree; after STRIKES of them no more are requested."""
         self._strikes += 1
 
-    async def draft(self, text: Text, shape: TreeShape) -> DraftTree:
-        if not shape.drafted:
+    async def draft(self, text: Text, arm: Arm) -> DraftTree:
+        """A tree of the arm's shape; the root alone for an arm of another maker."""
+        if arm.maker != self.name:
             self._skip(text)
             return DraftTree.root_only(text.root)
+        shape = arm.shape
         self._idle = 0
+        self._verifier.on_refused_tree = self.strike  # until another drafter makes a tree
         if self._opening_task is None:
             # Until a verifier is leased or its opening has failed: requests that arrive with this one are counted then.
             await first_of(self._verifier.ready(), self._verifier.greeted.wait())
@@ -118,7 +127,7 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
         call = DraftCall(opening.update(text), shape)
         work = asyncio.ensure_future(opening.peer.draft(call))
         longest_s = self._longest_s
-        deadline_s = self._pace.deadline_s(shape.depth, longest_s) if self._adaptive else longest_s
+        deadline_s = self._pace.deadline_s(self.name, shape.depth, longest_s) if self._adaptive else longest_s
         try:
             await asyncio.wait({work}, timeout=deadline_s)
         except asyncio.CancelledError:
@@ -133,26 +142,26 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
             tree = work.result()
             self._check(tree, text, shape)
         except (BadAnswer, BadRequest) as error:
-            log.warning("drafter: sends no valid tree: %s", error)
+            log.warning("drafter %s: sends no valid tree: %s", self.name, error)
             opening.unsent(call.update)
             self.strike()
             return self._root_alone(text, "malformed", wall_s)
         except NotFound as error:
-            log.info("drafter: %s; the text is opened again", error)
+            log.info("drafter %s: %s; the text is opened again", self.name, error)
             self._opening = None
             self._begin(text, opening)
             return self._root_alone(text, "stale", wall_s)
         except DendroError as error:
-            log.info("drafter: %s", error)
+            log.info("drafter %s: %s", self.name, error)
             self._release(opening, text)
             self._back_off()
             return self._root_alone(text, "lost" if isinstance(error, PeerLost) else "failed", wall_s)
         except Exception:  # an in-process engine's own fault; a remote one's is a DendroError
-            log.exception("drafter: failed")
+            log.exception("drafter %s: failed", self.name)
             self._release(opening, text)
             self._back_off()
             return self._root_alone(text, "failed", wall_s)
-        self._pace.drafted(wall_s, shape.depth)
+        self._pace.drafted(self.name, wall_s, _levels(tree, shape))
         self._pause_s = FIRST_BACKOFF_S
         return tree
 
@@ -204,7 +213,7 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
         released."""
         await asyncio.wait({work}, timeout=FROZEN_S)
         if work.done() and not work.cancelled() and work.exception() is None:
-            self._pace.drafted(self._clock() - began_s, shape.depth)
+            self._pace.drafted(self.name, self._clock() - began_s, _levels(work.result(), shape))
             return
         work.cancel()
         if not self._closed:
@@ -247,16 +256,15 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
                 leased = await self._pool.lease()
                 self.leases += 1
             if fault := checkpoint_mismatch(leased.hello, self._facts):
-                log.warning("drafter: is not used: %s", fault)
+                log.warning("drafter %s: is not used: %s", self.name, fault)
                 self._given_up = "mismatch"
                 return
             target = self._verifier.hello
-            opening = self._pending = Opening(
-                leased, text, target.vocabulary if target is not None else self._vocabulary
-            )
+            tokens = (target.vocabulary, target.tokenizer) if target is not None else self._target_tokens
+            opening = self._pending = Opening(leased, text, *tokens)
             opened = await opening.open(text)
         except (DendroError, TimeoutError) as error:
-            log.info("drafter: %s; trying again later", error or "does not answer")
+            log.info("drafter %s: %s; trying again later", self.name, error or "does not answer")
             self._back_off()
             self._close_pending(text)
         else:
@@ -267,12 +275,45 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
                 self._background.start(old.close(text))
 
 
+class DrafterHandles:
+    """A request's drafters. Each arm's trees are made by the drafter that it names, whose handle is made when the first
+    is requested: a drafter that the policy does not choose is not leased. A late or lost one misses its own trees."""
+
+    def __init__(self, make: Callable[[str], DrafterHandle]) -> None:
+        """make: the handle of a drafter, by its name"""
+        self.handles: dict[str, DrafterHandle] = {}  # by drafter, in the order of their first trees
+        self._make = make
+
+    @property
+    def opened(self) -> Opened | None:
+        """Of the first drafter that has opened the text."""
+        return next((handle.opened for handle in self.handles.values() if handle.opened is not None), None)
+
+    async def draft(self, text: Text, arm: Arm) -> DraftTree:
+        if arm.drafted and arm.maker not in self.handles:
+            self.handles[arm.maker] = self._make(arm.maker)
+        tree = DraftTree.root_only(text.root)
+        for name, handle in self.handles.items():  # those that are not asked count the round as idle
+            made = await handle.draft(text, arm)
+            tree = made if name == arm.maker else tree
+        return tree
+
+    async def close(self, text: Text) -> None:
+        """Close the opening at each drafter, all at once."""
+        await asyncio.gather(*(handle.close(text) for handle in self.handles.values()))
+
+
+def _levels(tree: DraftTree, shape: TreeShape) -> int:
+    """The levels that were drafted."""
+    return tree.depth if shape.stops else shape.depth
+
+
 class NoDrafter:
     """The handle of a target that has no drafter."""
 
     opened: Opened | None = None
 
-    async def draft(self, text: Text, shape: TreeShape) -> DraftTree:
+    async def draft(self, text: Text, arm: Arm) -> DraftTree:
         return DraftTree.root_only(text.root)
 
     async def close(self, text: Text) -> None:

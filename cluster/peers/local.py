@@ -51,7 +51,7 @@ class LocalPeers(Peers):
         return cls(
             config,
             {name: load_verifier(name, target, states) for name, target in config.targets.items()},
-            {name: load_drafter(name, drafter, states) for name, drafter in config.drafters.items()},
+            {name: load_drafter(name, drafter, states, config.targets) for name, drafter in config.drafters.items()},
         )
 
     async def close(self) -> None:

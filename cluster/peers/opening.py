@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from dendro.calls import CloseCall, Hello, OpenCall, Opened, Peer, RequestParameters, TextUpdate, new_opening
@@ -57,36 +57,39 @@ class Pool(Protocol[P_co]):
 
 @dataclass(slots=True)
 class Pace:
-    """Usual times of drafts and rounds, over all requests of a pool. Seconds; zero: not measured yet."""
+    """Usual times at one target, over all requests of a router: of its rounds, and of each drafter's drafts. Seconds;
+    zero or missing: not measured yet."""
 
-    draft_level_s: float = 0.0  # of one level of a tree: a drafter works by level
     verify_s: float = 0.0
+    draft_level_s: dict[str, float] = field(default_factory=dict)
+    """By drafter, of one level of a tree: a drafter works by level."""
 
-    def drafted(self, seconds: float, depth: int) -> None:
-        self.draft_level_s = smoothed(self.draft_level_s, seconds / max(depth, 1))
+    def drafted(self, drafter: str, seconds: float, depth: int) -> None:
+        self.draft_level_s[drafter] = smoothed(self.draft_level_s.get(drafter, 0.0), seconds / max(depth, 1))
 
     def verified(self, seconds: float) -> None:
         self.verify_s = smoothed(self.verify_s, seconds)
 
-    def deadline_s(self, depth: int, longest_s: float) -> float:
-        """How long a round waits for a tree of `depth` levels."""
+    def deadline_s(self, drafter: str, depth: int, longest_s: float) -> float:
+        """How long a round waits for a drafter's tree of `depth` levels."""
+        level_s = self.draft_level_s.get(drafter, 0.0)
         patience = max(VERIFY_FACTOR * self.verify_s, VERIFY_FLOOR_S) if self.verify_s else longest_s
-        usual = max(DRAFT_FACTOR * self.draft_level_s * depth, DRAFT_FLOOR_S) if self.draft_level_s else longest_s
+        usual = max(DRAFT_FACTOR * level_s * depth, DRAFT_FLOOR_S) if level_s else longest_s
         return min(usual, patience, longest_s)
 
 
 class Opening(Generic[P]):
     """One opening of one text at one leased peer."""
 
-    def __init__(self, leased: Leased[P], text: Text, vocabulary: int = 0) -> None:
-        """`vocabulary` is the target's, where the peer is no verifier."""
+    def __init__(self, leased: Leased[P], text: Text, vocabulary: int = 0, tokenizer: str = "") -> None:
+        """`vocabulary` and `tokenizer` are the target's, where the peer is no verifier."""
         self.peer = leased.peer
         self.hello = leased.hello
         self.leased = leased
         self._id = new_opening()
         self._sent = 0  # tokens that the peer was sent
         self._parameters = RequestParameters(
-            text.sampling, text.limits, text.tenant, text.marks, vocabulary, text.prompt_length
+            text.sampling, text.limits, text.tenant, text.marks, vocabulary, tokenizer, text.prompt_length
         )
 
     async def open(self, text: Text) -> Opened:

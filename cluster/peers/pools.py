@@ -22,7 +22,7 @@ from dendro.text import Text
 
 from cluster.checkpoints import ClusterFacts
 from cluster.config import Config
-from cluster.peers.drafter import DrafterHandle, NoDrafter, SpeculationGate
+from cluster.peers.drafter import DrafterHandle, DrafterHandles, NoDrafter, SpeculationGate
 from cluster.peers.opening import Leased, Pace, Pool
 from cluster.peers.stream import DRAFTER, VERIFIER, PeerStream, RemoteDrafter, RemoteVerifier, Streams
 from cluster.peers.verifier import PATIENCE_S, VerifierHandle
@@ -121,46 +121,50 @@ class Peers:
         self._targets = targets
         self._drafters = drafters
         self._facts: ClusterFacts | None = None
-        self._paces: dict[tuple[str, str], Pace] = {}
+        self._tokenizers: dict[str, str] = {}  # fingerprints of the targets' tokenizers, whose hash takes a while
+        self._paces = {target: Pace() for target in config.targets}
         self._verifiers: WeakKeyDictionary[Text, VerifierHandle] = WeakKeyDictionary()
 
     def expect(self, facts: ClusterFacts) -> None:
         """From now on, use only replicas of these checkpoints."""
         self._facts = facts
+        self._tokenizers = {name: target.tokenizer for name, target in facts.targets.items()}
 
     def verifier(self, target: str, text: Text) -> VerifierHandle:
         """A verifier for a text. Its lease and its opening run in the background."""
         facts = self._facts.targets[target] if self._facts is not None else None
         handle = VerifierHandle(
-            text, self._targets[target], self._pace(target), self._patience_s, facts=facts, clock=self._clock
+            text, self._targets[target], self._paces[target], self._patience_s, facts=facts, clock=self._clock
         )
         self._verifiers[text] = handle
         return handle
 
-    def drafter(
+    def drafters(
         self, target: str, text: Text, gate: SpeculationGate, deadline_s: float = math.inf, adaptive: bool = True
-    ) -> DrafterHandle | NoDrafter:
-        """A drafter for a text, leased when a tree is requested and `gate.speculates`. `verifier` must have been called
-        with the text before: trees keep that handle's limits. Arguments: as of `PeersPort.drafter`."""
-        names = self._config.drafters_of(target)
-        if not names:
+    ) -> DrafterHandles | NoDrafter:
+        """The drafters for a text, each leased when its first tree is requested and `gate.speculates`. `verifier` must
+        have been called with the text before: trees keep that handle's limits. Arguments: as of
+        `PeersPort.drafters`."""
+        if not self._config.drafters_of(target):
             return NoDrafter()
-        facts = self._facts
-        return DrafterHandle(
-            self._drafters[names[0]],
-            self._pace(target),
-            self._verifiers[text],
-            gate,
-            longest_s=min(self._config.router.draft_timeout_ms / 1e3, deadline_s),
-            adaptive=adaptive,
-            facts=facts.drafters[names[0]] if facts is not None else None,
-            vocabulary=facts.targets[target].vocabulary if facts is not None else 0,
-            clock=self._clock,
-        )
+        verifier, facts = self._verifiers[text], self._facts
 
-    def _pace(self, target: str) -> Pace:
-        drafter = next(iter(self._config.drafters_of(target)), "")
-        return self._paces.setdefault((target, drafter), Pace())
+        def make(name: str) -> DrafterHandle:
+            return DrafterHandle(
+                name,
+                self._drafters[name],
+                self._paces[target],
+                verifier,
+                gate,
+                longest_s=min(self._config.router.draft_timeout_ms / 1e3, deadline_s),
+                adaptive=adaptive,
+                facts=facts.drafters[name] if facts is not None else None,
+                vocabulary=facts.targets[target].vocabulary if facts is not None else 0,
+                tokenizer=self._tokenizers.get(target, ""),
+                clock=self._clock,
+            )
+
+        return DrafterHandles(make)
 
 
 class ServePeers(Peers):

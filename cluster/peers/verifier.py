@@ -272,6 +272,7 @@ def _check_verdict(verdict: Verdict, tree: DraftTree, text: Text, hello: Hello) 
     room, ended = text.limits.max_length - len(text) - len(verdict.tokens), verdict.finish
     if (
         room < 0
+        or ended is Finish.STOP_STRING  # a verifier sees no text
         or (ended is None and (room == 0 or verdict.length != len(verdict.tokens)))
         or (ended is Finish.LENGTH and room > 0)
         or (ended not in (None, Finish.LENGTH, finish_at(verdict.tokens[-1], hello.end_ids, text.limits)))

@@ -10,6 +10,8 @@ import numpy as np
 from dendro.shapes import TreeShape
 from dendro.smoothing import OUTLIER
 from dendro.step_sizes import StepSizes
+from dendro.text import Verdict
+from dendro.tree import DraftTree
 
 from cluster.arms import Arm
 from cluster.policies.least_squares import nonnegative_fit
@@ -23,6 +25,13 @@ LEAST_US = 1.0
 TRIED = 2
 """Measurements before a cost is used. The first of a kind includes the cost of cold memory and code; an arm judged by
 it would never be tried again."""
+
+FIRST_ACCEPT = 0.85
+"""The chance that a level has the text's token, if the level above had it, before any round is counted."""
+FIRST_LEVELS = 8.0
+"""Weight of FIRST_ACCEPT, in levels."""
+KEPT = 1 - 1 / 256
+"""Decay of measured sums per round: loads and texts change."""
 
 
 @dataclass(slots=True)
@@ -67,6 +76,57 @@ class EmittedLength:
         return EmittedLength(self.mean, min(self.rounds, rounds), self.variance)
 
 
+@dataclass(slots=True)
+class Rate:
+    """Emitted tokens and their time, over rounds that may have fractional weights."""
+
+    rounds: float = 0.0
+    tokens: float = 0.0
+    us: float = 0.0
+
+    def learn(self, tokens: float, us: float, kept: float = 1.0) -> None:
+        """Add a round. kept: by which the weight of all earlier ones is multiplied"""
+        self.rounds, self.tokens, self.us = kept * self.rounds + 1, kept * self.tokens + tokens, kept * self.us + us
+
+    def begun_with(self, other: Rate, rounds: float) -> float:
+        """Tokens per microsecond of these rounds and of `other`'s, which weigh at most so many rounds; 0 if there are
+        none."""
+        scale = min(1.0, rounds / other.rounds) if other.rounds else 0.0
+        us = self.us + scale * other.us
+        return (self.tokens + scale * other.tokens) / us if us else 0.0
+
+
+@dataclass(slots=True)
+class StoppedDrafts:
+    """What is measured of the drafts of one `until` arm. Sums decay by KEPT per draft."""
+
+    level: Cost = field(default_factory=Cost)  # of drafting one level
+    levels: float = 0.0  # sum of those of the trees; at least one for each draft
+    guesses: float = 0.0
+    tried: float = FIRST_LEVELS  # levels below an accepted guess
+    accepted: float = FIRST_ACCEPT * FIRST_LEVELS  # those of them that had the text's token
+
+    def learn(self, tree: DraftTree, verdict: Verdict) -> None:
+        """Record a draft as it came from its drafter, and what was accepted of its round's tree, where the verifier
+        left out none of it."""
+        levels, came = max(tree.depth, 1), min(verdict.length - 1, tree.depth)
+        self.level.learn(tree.draft_us / tree.texts / levels)
+        self.levels = KEPT * self.levels + levels
+        self.guesses = KEPT * self.guesses + tree.guesses
+        if not verdict.trimmed:
+            self.tried = KEPT * self.tried + max(min(came + 1, tree.depth) - 1, 0)
+            self.accepted = KEPT * self.accepted + max(came - 1, 0)
+
+    @property
+    def accept(self) -> float:
+        return max(self.accepted, 1.0) / max(self.tried, 1.0)
+
+    @property
+    def guesses_per_level(self) -> float:
+        """1 before any draft."""
+        return self.guesses / self.levels if self.levels else 1.0
+
+
 REFIT = 16
 """Measured drafts between two fits of the plane. A shape's second measurement causes a fit at once."""
 FEATURES = (1, 2, 0)
@@ -90,14 +150,21 @@ class DraftPlane:
 
     def at(self, arm: Arm, draft: Mapping[Arm, Cost]) -> float | None:
         """Microseconds of a draft, predicted from the drafter's costs in `draft`; None where none is known."""
+        fit = self._current(arm, draft)
+        return None if fit is None else fit[0] + fit[1] * arm.depth + fit[2] * arm.shape.forwarded
+
+    def level_us(self, arm: Arm, draft: Mapping[Arm, Cost]) -> float | None:
+        """As `at`, of one more level, whose rows are as many as a row of this arm has children at most."""
+        fit = self._current(arm, draft)
+        return None if fit is None else fit[1] + fit[2] * arm.shape.width
+
+    def _current(self, arm: Arm, draft: Mapping[Arm, Cost]) -> tuple[float, float, float] | None:
         if self._since_fit >= REFIT:
-            own = {other: cost for other, cost in draft.items() if other.maker == arm.maker}
+            # The levels of a draft that stops in time vary: its mean time is not that of its shape's depth.
+            own = {other: cost for other, cost in draft.items() if other.maker == arm.maker and not other.stops}
             self._fit({other.shape: cost for other, cost in own.items() if cost.known and cost.us})
             self._since_fit = 0
-        if self.coefficients is None:
-            return None
-        once, level, row = self.coefficients
-        return once + level * arm.depth + row * arm.shape.forwarded
+        return self.coefficients
 
     def _fit(self, known: Mapping[TreeShape, Cost]) -> None:
         if not known:
@@ -126,6 +193,8 @@ class Costs:
     tried: Counter[int] = field(default_factory=Counter)  # rounds by row class
     rows: dict[Arm, float] = field(default_factory=dict)  # of a tree, smoothed
     lengths: dict[tuple[str, Arm], EmittedLength] = field(default_factory=dict)
+    rate: Rate = field(default_factory=Rate)  # of all rounds, decayed
+    stopped: dict[Arm, StoppedDrafts] = field(default_factory=dict)
     _planes: defaultdict[str, DraftPlane] = field(default_factory=lambda: defaultdict(DraftPlane))  # by drafter
 
     def learn_draft(self, arm: Arm, us: float) -> None:
@@ -146,8 +215,20 @@ class Costs:
             return own.us
         return self._planes[arm.maker].at(arm, self.draft)
 
+    def row_us(self, arm: Arm, degree: int) -> float:
+        """A text's share of what one more row of every text adds to a step of this arm's usual trees, by the fit."""
+        return self.step.slope(self.texts * self.rows.get(arm, arm.rows), degree)
+
+    def level_us(self, arm: Arm) -> float | None:
+        """One level of the arm's drafts as measured, else as predicted from its drafter's other arms; None where no
+        draft was measured."""
+        stopped = self.stopped.get(arm)
+        if stopped is not None and stopped.level.known and stopped.level.us:
+            return stopped.level.us
+        return self._planes[arm.maker].level_us(arm, self.draft)
+
     def hint(self) -> Costs:
-        """A copy of the costs, without lengths and rows; each weighs PRIOR_ROUNDS at most."""
+        """A copy of the costs, without lengths, rows, rate and stopped drafts; each weighs PRIOR_ROUNDS at most."""
         most = int(PRIOR_ROUNDS)
         return Costs(
             hop=Cost(self.hop.us, min(self.hop.count, most)),
@@ -159,7 +240,7 @@ class Costs:
         )
 
     def begin(self, hint: Costs) -> None:
-        """Replace all costs by those of `hint`. Lengths and rows stay."""
+        """Replace all costs by those of `hint`. What `hint` leaves out stays."""
         self.hop, self.ahead, self.draft, self.step = hint.hop, hint.ahead, hint.draft, hint.step
         self.texts, self.tried = hint.texts, hint.tried
         self._planes.clear()

@@ -23,10 +23,20 @@ from dendro.tree import DraftTree
 
 from cluster.arms import Arm
 from cluster.policies.classes import load_class, row_class, temperature_class
-from cluster.policies.costs import COST_STEP, LEAST_US, PRIOR_ROUNDS, Costs, EmittedLength
+from cluster.policies.costs import (
+    COST_STEP,
+    KEPT,
+    LEAST_US,
+    PRIOR_ROUNDS,
+    Costs,
+    EmittedLength,
+    Rate,
+    StoppedDrafts,
+)
 from cluster.policies.prices import Prices, hops
 from cluster.policies.promises import Promises
 from cluster.policies.step_time import degree_of
+from cluster.policies.stopping import Marginal
 from cluster.policies.trial import LEAST_PILOTS, SpeculationTrial, pilot_share
 
 CONCURRENCY_DECAY_US = 500_000.0
@@ -208,13 +218,31 @@ class Experience:
     def learn_time(self, arm: Arm, tree: DraftTree, verdict: Verdict, took_us: float, disturbed: bool = False) -> None:
         """Record a round's whole time. What remains after draft, queue and step is the time of its hops, shared by the
         texts of the step. disturbed: a prompt was processed meanwhile"""
-        busy_us = tree.draft_us + verdict.verify_us + verdict.queue_us
-        hops_us = max(took_us - busy_us, 0.0) / verdict.texts
         costs = self._by_load[self.concurrency.load]
-        costs.hop.learn(hops_us / hops(arm))
+        costs.hop.learn(_hops_us(tree, verdict, took_us) / hops(arm))
+        costs.rate.learn(verdict.length, self.share_us(tree, verdict, took_us), KEPT)
         if verdict.ahead_us:
             costs.ahead.learn(verdict.ahead_us / verdict.texts)
         self.concurrency.learn(verdict.length, took_us, disturbed or verdict.cold, not arm.off)
+
+    def share_us(self, tree: DraftTree, verdict: Verdict, took_us: float) -> float:
+        """A round's measured cost, as `round_us` predicts it: the text's share of the draft, the step and the hops."""
+        step_us = (verdict.verify_us + verdict.ahead_us) / verdict.texts
+        return max(tree.draft_us / tree.texts + step_us + _hops_us(tree, verdict, took_us), LEAST_US)
+
+    def learn_stop(self, arm: Arm, drafted: DraftTree, verdict: Verdict) -> None:
+        """Record a draft of an `until` arm, as the drafter sent it, and the verdict on its round's tree."""
+        self._by_load[self.concurrency.load].stopped.setdefault(arm, StoppedDrafts()).learn(drafted, verdict)
+
+    def marginal(self, arm: Arm, rate: Rate) -> Marginal | None:
+        """What decides when a draft of an `until(auto,...)` arm stops; None until a round, a step and a level of its
+        drafter were measured. rate: of the request's own rounds, on top of which others' weigh PRIOR_ROUNDS at most"""
+        costs = self.costs
+        now, level_us = rate.begun_with(costs.rate, PRIOR_ROUNDS), costs.level_us(arm)
+        if not now or level_us is None or not costs.step.sizes:
+            return None
+        stopped = costs.stopped.get(arm, StoppedDrafts())
+        return Marginal(now, level_us, costs.row_us(arm, self.degree), stopped.guesses_per_level, stopped.accept)
 
     def round_us(self, arm: Arm, rows: float | None = None) -> float | None:
         """Predicted microseconds of a round of this arm: a text's share of the draft and of the step. None until
@@ -262,6 +290,12 @@ class Experience:
         if not plain_us or not levels:
             return 0.1
         return min(levels) / plain_us
+
+
+def _hops_us(tree: DraftTree, verdict: Verdict, took_us: float) -> float:
+    """A text's share of the time of a round's hops: what remains after draft, queue and step."""
+    busy_us = tree.draft_us + verdict.verify_us + verdict.queue_us
+    return max(took_us - busy_us, 0.0) / verdict.texts
 
 
 @dataclass(slots=True)

@@ -104,7 +104,7 @@ class FullInfo(RatioUCB):
             if ranked.ranks:
                 self._replay(arm.maker, ranked)
             self._drafted_rounds += 1
-            if not self._opening or not tree.missed:
+            if not self._openings.get(arm.maker) or not tree.missed:
                 self._arrival[arm.maker] += LATE_STEP * ((not tree.missed) - self._arrival[arm.maker])
         super().learn(arm, tree, verdict)
 

@@ -49,5 +49,5 @@ class Prices:
         return max(draft_us + verify_us + hops(arm) * costs.hop.us - ahead_us, LEAST_US)
 
     def _rows(self, arm: Arm) -> float:
-        """Expected rows of a round; proposals alone seldom fill a shape."""
-        return arm.rows if arm.drafted else self._costs.rows.get(arm, arm.rows)
+        """Expected rows of a round; proposals alone, and drafts that stop in time, seldom fill a shape."""
+        return arm.rows if arm.drafted and not arm.stops else self._costs.rows.get(arm, arm.rows)

@@ -25,20 +25,24 @@ import numpy as np
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 
-from cluster.arms import OFF_ARM, Arm
+from cluster.arms import OFF_ARM, Arm, drafters_of
 from cluster.policies.costs import EmittedLength
 from cluster.policies.experience import Experience
 from cluster.policies.offers import Offer
 from cluster.policies.prices import Prices
 from cluster.policies.prior import NO_PRIOR, Prior
 from cluster.policies.trial import SpeculationTrial
+from cluster.policies.untried import UntriedArms
 
 STAYING = 4
 """Rounds of `off` after which another is expected: a tree after all waits for a round that was begun ahead."""
 
 OPENING_ROUNDS = 8
-"""Rounds at first that do not count where the drafter's tree is missing: a drafter may still be opening the text. One
-that never comes must count against its arms."""
+"""Rounds of a drafter at first that do not count where its tree is missing: it may still be opening the text. One that
+never comes must count against its arms."""
+PAUSE_GROWTH = 4
+"""A drafter whose tree did not come is not asked again for 1, 4, 16, ... rounds, where another drafter may be: until a
+drafter has opened the text, and once it is gone, every round that asks it is plain decoding."""
 
 
 class RatePolicy(ABC):
@@ -61,7 +65,11 @@ class RatePolicy(ABC):
         self.temperature = temperature
         self._prior = prior
         self._place = experience.concurrency.next_place()
-        self._opening = OPENING_ROUNDS
+        drafters = drafters_of(self.arms)
+        self._openings = dict.fromkeys(drafters, OPENING_ROUNDS)  # rounds left that may not count
+        self._untried = UntriedArms(self.arms) if len(drafters) > 1 else None
+        self._paused: dict[str, int] = {}  # rounds for which a drafter is not asked, ...
+        self._pauses: dict[str, int] = {}  # ... and how many its next missing tree will cause
         self._offer: DraftTree | None = None  # proposals for the coming round
         self._offered: dict[Arm, float] = {}  # their expected tokens
         self._excluded = False  # the trial keeps this text from guessing
@@ -107,6 +115,7 @@ class RatePolicy(ABC):
         self._excluded = trial is not None and not (self._trees and self._may_guess(trial))
         if self._excluded:
             return OFF_ARM
+        self._paused = {drafter: left - 1 for drafter, left in self._paused.items() if left > 1}
         self._offer, self._offered = offer() if offer and self._proposes else None, {}
         if trial is None:
             return self._best(self.arms)
@@ -123,16 +132,28 @@ class RatePolicy(ABC):
         self._off_rounds = self._off_rounds + 1 if arm.off else 0
         if self._resting:
             return
-        if arm.drafted and self._opening:
-            self._opening -= 1
+        if arm.drafted and self._untried is not None:
+            self._pause(arm.maker, tree.missed)
+        if self._openings.get(arm.maker):
+            self._openings[arm.maker] -= 1
             if tree.missed and not tree.draft_us:
                 return
-            self._opening = 0
+            self._openings[arm.maker] = 0
         # Read first: they begin with what is known before this round.
         lengths = {} if self._excluded else self.lengths
         worth = self.experience.learn(arm, tree, verdict, self.temperature)
+        if self._untried is not None and lengths:
+            self._untried.learn(arm, tree, verdict, lengths)
         if arm in lengths:
             self.observe(arm, worth)
+
+    def _pause(self, drafter: str, missed: bool) -> None:
+        """Ask a drafter whose tree is missing again later, PAUSE_GROWTH times as late as after the one before."""
+        if not missed:
+            self._pauses.pop(drafter, None)
+            return
+        rounds = self._pauses.get(drafter, 1)
+        self._paused[drafter], self._pauses[drafter] = 1 + rounds, PAUSE_GROWTH * rounds
 
     def _may_guess(self, trial: SpeculationTrial) -> bool:
         return self.experience.concurrency.may_guess(trial, self._place)
@@ -143,6 +164,7 @@ class RatePolicy(ABC):
 
     def _best(self, arms: Sequence[Arm]) -> Arm:
         """The arm of greatest index; ties go to the smaller tree."""
+        arms = [arm for arm in arms if arm.maker not in self._paused] or arms
         prices = self.experience.prices()
         return max(arms, key=lambda arm: (self._index(arm, prices), -arm.rows))
 
@@ -151,4 +173,6 @@ class RatePolicy(ABC):
         return math.inf if round_us is None else self.tokens(arm) / round_us
 
     def _price(self, arm: Arm, prices: Prices) -> float | None:
+        if self._untried is not None:
+            return prices.predicted_us(arm, self.rows(arm))
         return prices.round_us(arm, self.rows(arm))

@@ -83,6 +83,10 @@ class StepTime:
         """Predicted microseconds of a step of so many rows; 0 where none was measured."""
         return step_at(self.coefficients(degree), rows)
 
+    def slope(self, rows: float, degree: int) -> float:
+        """Predicted microseconds that one more row adds to a step of so many rows, without padding."""
+        return sum(power * each * rows ** (power - 1) for power, each in enumerate(self.coefficients(degree)) if power)
+
 
 def step_at(coefficients: Coefficients, rows: float) -> float:
     """The polynomial's value at so many rows."""

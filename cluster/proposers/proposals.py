@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dendro.calls import Opened
-from dendro.shapes import TreeShape
 from dendro.step_sizes import StepSizes
 from dendro.text import Text
 from dendro.tree import DraftTree
 
+from cluster.arms import Arm
 from cluster.policies.classes import temperature_class
 from cluster.proposers.chances import Chances
 from cluster.proposers.lookup import Lookup
@@ -74,12 +74,14 @@ class Proposals:
             return self._trees[0]
         return merge([DraftTree.root_only(text.root), *self._trees], self._max_rows, self._max_depth)
 
-    async def draft(self, text: Text, shape: TreeShape) -> DraftTree:
-        if shape.off:
-            return await self._drafter.draft(text, shape)
+    async def draft(self, text: Text, arm: Arm) -> DraftTree:
+        if arm.off:
+            return await self._drafter.draft(text, arm)
         self._propose(text)
-        tree = await self._drafter.draft(text, shape)
-        return merge([tree, *self._trees], self._rows(shape), self._max_depth)
+        tree = await self._drafter.draft(text, arm)
+        # What a draft that stopped in time left out is not worth its verification: proposals do not fill these rows.
+        rows = tree.rows if arm.shape.stops and not tree.missed else arm.rows
+        return merge([tree, *self._trees], self._rows(rows, arm.drafted), self._max_depth)
 
     async def close(self, text: Text) -> None:
         """As the drafter's: never raises, and may be called again."""
@@ -106,8 +108,9 @@ class Proposals:
                 self._proposed.append((proposer.name, proposal))
         self._trees = [self._chances.tree(name, proposal) for name, proposal in self._proposed]
 
-    def _rows(self, shape: TreeShape) -> int:
-        return min(self._sizes().padded(shape.rows) if shape.drafted else shape.rows, self._max_rows)
+    def _rows(self, rows: int, drafted: bool) -> int:
+        """The most rows of a merged tree; `rows` without the proposals that only fill a padded step."""
+        return min(self._sizes().padded(rows) if drafted else rows, self._max_rows)
 
 
 @dataclass(slots=True)

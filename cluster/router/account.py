@@ -14,6 +14,7 @@ from dendro.v1 import generation_pb2 as pb
 from cluster.arms import OFF_ARM, Arm
 from cluster.policies import Experience, Offer, RunningRequest
 from cluster.policies.prior import Prior
+from cluster.policies.stopping import StopRule
 from cluster.router.speculation import SpeculationPlan
 
 
@@ -33,12 +34,14 @@ class RoundAccount:
         self._policy = plan.policy
         self._chosen = plan.adaptive  # a policy chooses among the configured arms
         self._experience = experience
+        self.stopping = StopRule(experience) if plan.stops else None
         self.running = running
         self._clock = clock  # seconds
         self._began_s = self._first_s = 0.0
         self._disturbed = False
         self._hello: Hello | None = None
         self.arm: Arm = OFF_ARM  # of the current round
+        self._names_drafters = plan.names_drafters
         self.offer: Offer | None = None  # makes the proposals for the next round
         self.stats = pb.SpeculationStats(policy=plan.name)
 
@@ -61,8 +64,15 @@ class RoundAccount:
         if not first:  # the first also waits for the text to be opened
             disturbed = self._disturbed or self._experience.concurrency.opening > 0
             self._experience.learn_time(arm, tree, verdict, took_us, disturbed)
+        if self.stopping is not None:
+            self.stopping.learn(verdict, None if first else self._experience.share_us(tree, verdict, took_us))
         self._count(arm, tree, verdict)
         self._time(tree, verdict, int(took_us), now_s, first)
+
+    @property
+    def arm_name(self) -> str:
+        """The current round's arm, as in the statistics: with its drafter where the target has several."""
+        return self.arm.name(self._names_drafters)
 
     def stays_off(self) -> bool:
         """Whether the next round, like the current one, likely has no tree. The verifier may then begin it before the
@@ -81,7 +91,7 @@ class RoundAccount:
     def _count(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
         stats, tokens, accepted = self.stats, len(verdict.tokens), len(verdict.ranks)
         stats.rounds += 1
-        stats.rounds_by_shape[str(arm.shape)] += 1
+        stats.rounds_by_shape[arm.name(self._names_drafters)] += 1
         stats.rounds_by_tokens[tokens] += 1
         stats.emitted_tokens += tokens
         stats.cut_tokens += verdict.length - tokens

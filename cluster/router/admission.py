@@ -12,9 +12,9 @@ from dendro.calls import TARGET_BYTES
 from dendro.clock import Clock
 from dendro.errors import BadRequest, Conflict, PeerLost
 from dendro.long_work import PART, off_loop
-from dendro.text import SEED_BITS, Limits, Sampling, Text, check_choice
+from dendro.text import SEED_BITS, Limits, Sampling, StopStrings, Text, check_choice
+from dendro.token_lists import edits_from, stop_ids_from
 from dendro.v1 import generation_pb2 as pb
-from dendro.wire import edits_from, stop_ids_from
 from tree_layers.checkpoint import Facts
 
 from cluster.config import Config, TargetConfig
@@ -74,6 +74,7 @@ class Job:
     prompt: list[int]  # the text before the answer, a session's earlier turns included
     held: list[int]  # the answer's tokens that the client has
     limits: Limits
+    stops: StopStrings
     plan: SpeculationPlan
     kind: PriorKey
     experience: Experience  # its tenant's
@@ -147,6 +148,7 @@ class Admission:
         if resume is not None and not _TARGET.fullmatch(resume.target):
             raise BadRequest("resume.target", f"must be what `started` reported, {2 * TARGET_BYTES} hexadecimal digits")
         sampling = _sampling(request, record)
+        stops = StopStrings.of(request.stop, request.include_stop)
         experience = self._experience[served.name].of(tenant)
         kind = PriorKey.of(served.name, self._config.drafters_of(served.name), sampling.temperature, tenant)
         prior = await self._priors.of(kind, experience)
@@ -176,6 +178,7 @@ class Admission:
             prompt=prompt,
             held=held,
             limits=limits,
+            stops=stops,
             plan=plan,
             kind=kind,
             experience=experience,

@@ -21,9 +21,8 @@ from functools import partial
 from typing import TypeVar
 
 from dendro.clock import Clock
-from dendro.errors import Conflict, DendroError, NotFound, Overloaded, PeerLost, one_line
+from dendro.errors import BadRequest, Conflict, DendroError, NotFound, Overloaded, PeerLost, one_line
 from dendro.long_work import off_loop
-from dendro.shapes import TreeShape
 from dendro.tasks import BackgroundTasks
 from dendro.text import Finish, Text, Verdict, finish_at
 from dendro.v1 import generation_pb2 as pb
@@ -42,10 +41,11 @@ from cluster.router.admission import (
     check_target_of_resume,
     check_text_of_resume,
 )
-from cluster.router.ports import HandlePort, PeersPort
+from cluster.router.ports import DrafterPort, HandlePort, PeersPort
 from cluster.router.priors import Priors
 from cluster.router.rounds import rounds
-from cluster.router.tokenizer import TextStream
+from cluster.router.stop_strings import AnswerText
+from cluster.router.stopping import StoppingDrafter
 from cluster.sessions import KEPT_TURNS, Record, Sessions, Turn
 
 log = logging.getLogger("dendro.router")
@@ -56,9 +56,14 @@ AHEAD = 4
 """Finished rounds that may wait to be sent: sending does not delay the next round, and decoding stops for a client that
 does not read."""
 
+SEARCH_WORK = 64
+"""Tokens of other work that cost about as much as searching a token's text for stop strings, or as preparing the search
+for a character of one."""
+
 FINISH_REASONS = {
     Finish.END_OF_TEXT: pb.FINISH_REASON_END_OF_TEXT,
     Finish.LENGTH: pb.FINISH_REASON_LENGTH,
+    Finish.STOP_STRING: pb.FINISH_REASON_STOP_STRING,
     Finish.STOP_TOKEN: pb.FINISH_REASON_STOP_TOKEN,
 }
 
@@ -127,6 +132,7 @@ class Ingress:
         began_s = self._clock()
         try:
             job = await self._admission.admit(request, request_id, tenant)
+            answer = await off_loop(_work_of_held(job), lambda: _held_answer(job))
             text = Text(
                 job.prompt + job.held,
                 job.sampling,
@@ -134,21 +140,21 @@ class Ingress:
                 replace(job.limits, max_length=max(job.limits.max_length, len(job.prompt) + len(job.held) + 1)),
                 job.tenant,
                 job.record.marks if job.record else (),
-                held=len(job.held),
+                answer if job.stops.strings else None,
+                len(job.held),
             )
             await off_loop(len(text), lambda: text.digest(len(text)))  # later digests begin from this one
             if job.resume is not None:
                 check_text_of_resume(job.resume, job, text)
             outcome = "left"
-            stream = TextStream(job.served.tokenizer)
-            stream.push(job.held)
             if job.written is not None:
+                rest = self._rest_of_written(job, job.written, answer)
                 yield _started(job, text, job.written.target)
-                for event in self._rest_of_written(job, job.written, stream):
+                for event in rest:
                     yield event
                 outcome = "written"
                 return
-            finish = self._finish_of_held(job) if job.held else None
+            finish = self._finish_of_held(job, answer) if job.held else None
             complete = pb.GenerateComplete()
             if finish is None:
                 experience = job.experience
@@ -158,7 +164,7 @@ class Ingress:
                         run = self._run(job, text, account, complete)
                         async with aclosing(_ahead(run, self._left_s(job))) as done:
                             async for each in done:
-                                yield each if isinstance(each, pb.GenerateResponse) else each.message(stream)
+                                yield each if isinstance(each, pb.GenerateResponse) else each.message(answer)
                     finally:
                         self._priors.learn(job.kind, account.notes, experience)
                 finish = text.finish
@@ -167,7 +173,7 @@ class Ingress:
                 assert job.resume is not None
                 job.target = job.resume.target
                 yield _started(job, text, job.target)
-            complete.finish_reason = FINISH_REASONS[finish]
+            complete.finish_reason, complete.stop_string = FINISH_REASONS[finish], answer.found
             complete.usage.prompt_tokens = len(job.prompt)
             complete.usage.completion_tokens = len(text) - len(job.prompt)
             if job.session:
@@ -195,12 +201,15 @@ class Ingress:
         """Yield `started` once a verifier is leased, then each round; release the leases at the end. Sets the
         statistics of `complete`."""
         before = len(job.prompt)
-        verifier = self._peers.verifier(job.served.name, text)
+        name, plan = job.served.name, job.plan
+        verifier = self._peers.verifier(name, text)
         verifier.stays_off = account.stays_off
-        drafter = self._peers.drafter(job.served.name, text, account.running, job.plan.deadline_s, job.plan.adaptive)
+        drafter: DrafterPort = self._peers.drafters(name, text, account.running, plan.deadline_s, plan.adaptive)
+        if account.stopping is not None:
+            drafter = StoppingDrafter(drafter, account.stopping)
         shared = job.experience.concurrency
-        proposals = self._libraries[job.served.name].around(
-            drafter, job.tenant, job.plan.proposed_rows, job.sampling.temperature, lambda: shared.sizes
+        proposals = self._libraries[name].around(
+            drafter, job.tenant, plan.proposed_rows, job.sampling.temperature, lambda: shared.sizes
         )
         if proposals is not None:
             drafter, account.offer = proposals, partial(proposals.offer, text)
@@ -214,7 +223,7 @@ class Ingress:
             async with aclosing(rounds(text, drafter, verifier, account)) as verdicts:
                 async for verdict in verdicts:
                     account.learn_hello(verifier.hello)
-                    yield _FinishedRound(len(text) - len(verdict.tokens) - before, verdict, account.arm.shape)
+                    yield _FinishedRound(len(text) - len(verdict.tokens) - before, verdict, account.arm_name)
         finally:
             await self._close(text, drafter, verifier)
         complete.speculation.CopyFrom(account.stats)
@@ -236,23 +245,33 @@ class Ingress:
         tasks = [self._closing.start(handle.close(text)) for handle in handles]
         await asyncio.wait(tasks, timeout=CLOSE_BUDGET_S)
 
-    def _finish_of_held(self, job: Job) -> Finish | None:
+    def _finish_of_held(self, job: Job, answer: AnswerText) -> Finish | None:
         """Why the answer in `held`, which is not empty, ended; None where it is incomplete."""
-        finish = finish_at(job.held[-1], job.served.end_ids, job.limits)
-        return finish or (Finish.LENGTH if len(job.held) >= job.answer_length else None)
+        ended = finish_at(job.held[-1], job.served.end_ids, job.limits)
+        if not (answer.found or ended or len(job.held) >= job.answer_length):
+            return None
+        answer.finish()  # a stop string may end in it
+        if answer.found:
+            return Finish.STOP_STRING
+        return ended or Finish.LENGTH
 
-    def _rest_of_written(self, job: Job, turn: Turn, stream: TextStream) -> list[pb.GenerateResponse]:
-        """The rest of an answer that is already in the record: its `complete` was lost, or its client disconnected."""
+    def _rest_of_written(self, job: Job, turn: Turn, answer: AnswerText) -> list[pb.GenerateResponse]:
+        """The rest of an answer that is already in the record: its `complete` was lost, or its client disconnected.
+        Raises BadRequest where the request's stop strings would have ended it elsewhere."""
         assert job.record is not None
-        answer, events = job.record.tokens[turn.prompt : turn.end], []
-        rest = answer[len(job.held) :]
+        tokens, finish, events = job.record.tokens[turn.prompt : turn.end], Finish(turn.finish), []
+        rest = tokens[len(job.held) :]
+        text = answer.append(rest) + answer.finish()
+        if answer.length != len(tokens) or bool(answer.found) != (finish is Finish.STOP_STRING):
+            raise BadRequest("stop", "would have ended the written turn of this request_id elsewhere; use a new id")
         if rest:
-            chunk = pb.GenerateChunk(offset=len(job.held), token_ids=rest, text=stream.push(rest) + stream.flush())
+            chunk = pb.GenerateChunk(offset=len(job.held), token_ids=rest, text=text)
             events.append(pb.GenerateResponse(chunk=chunk))
         complete = pb.GenerateComplete(
-            finish_reason=FINISH_REASONS[Finish(turn.finish)],
-            usage=pb.Usage(prompt_tokens=turn.prompt, completion_tokens=len(answer)),
+            finish_reason=FINISH_REASONS[finish],
+            usage=pb.Usage(prompt_tokens=turn.prompt, completion_tokens=len(tokens)),
             session=job.session,
+            stop_string=answer.found,
         )
         return [*events, pb.GenerateResponse(complete=complete)]
 
@@ -311,17 +330,16 @@ class Ingress:
 
 @dataclass(frozen=True, slots=True)
 class _FinishedRound:
-    """A round whose chunk is not made yet: its text is decoded after the next round's call was sent."""
+    """A round whose chunk is not made yet: without stop strings, its text is decoded after the next round's call was
+    sent."""
 
     offset: int  # tokens of the answer before it
     verdict: Verdict
-    shape: TreeShape
+    arm: str  # its name
 
-    def message(self, stream: TextStream) -> pb.GenerateResponse:
-        tokens = self.verdict.tokens
-        added = stream.push(tokens)
-        text = added + stream.flush() if self.verdict.finished else added
-        chunk = pb.GenerateChunk(offset=self.offset, token_ids=tokens, text=text, shape=str(self.shape))
+    def message(self, answer: AnswerText) -> pb.GenerateResponse:
+        tokens, text = self.verdict.tokens, answer.text_of(self.verdict)
+        chunk = pb.GenerateChunk(offset=self.offset, token_ids=tokens, text=text, shape=self.arm)
         return pb.GenerateResponse(chunk=chunk)
 
 
@@ -361,6 +379,20 @@ async def _ahead(chunks: AsyncGenerator[T, None], limit_s: float = math.inf) -> 
     finally:
         driver.cancel()
         await asyncio.wait({driver})
+
+
+def _work_of_held(job: Job) -> int:
+    """What `_held_answer` costs, in tokens of other work (`off_loop`)."""
+    return SEARCH_WORK * (len(job.held) + job.stops.characters) if job.stops.strings else len(job.held)
+
+
+def _held_answer(job: Job) -> AnswerText:
+    """The text of the tokens that the client has. Raises BadRequest where they go on after a stop string."""
+    answer = AnswerText(job.served.tokenizer, job.stops)
+    answer.append(job.held)
+    if answer.length < len(job.held):
+        raise BadRequest("resume.token_ids", f"go on after the stop string that their token {answer.length} completes")
+    return answer
 
 
 def _started(job: Job, text: Text, target: str) -> pb.GenerateResponse:

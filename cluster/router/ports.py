@@ -28,7 +28,7 @@ class HandlePort(Protocol):
 
 
 class DrafterPort(Drafter, HandlePort, Protocol):
-    """A drafter, leased for one request when its first tree is requested."""
+    """A request's drafters, each leased when its first tree is requested."""
 
 
 class VerifierPort(Verifier, HandlePort, Protocol):
@@ -46,11 +46,11 @@ class VerifierPort(Verifier, HandlePort, Protocol):
 
 
 class PeersPort(Protocol):
-    """Makes handles, without waiting. A verifier's sends the text at once, a drafter's when a tree is requested.
+    """Makes handles, without waiting. A verifier's sends the text at once, a drafter's when a tree is first requested.
     `deadline_s` is the request's limit on the wait for a draft; it can only shorten the configured one. `adaptive`: the
     wait is also bounded by what drafts and rounds usually take (`Pace.deadline_s`)."""
 
-    def drafter(
+    def drafters(
         self, target: str, text: Text, gate: RunningRequest, deadline_s: float = math.inf, adaptive: bool = True
     ) -> DrafterPort: ...
     def verifier(self, target: str, text: Text) -> VerifierPort: ...

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
-from dendro.shapes import TreeShape
 from dendro.text import Text, Verdict
 from dendro.tree import DraftTree
 
@@ -13,9 +12,10 @@ from cluster.arms import Arm
 
 
 class Drafter(Protocol):
-    """Drafts a tree. Returns the root alone where the shape is off or the draft late or lost; never raises for that."""
+    """Drafts a tree of an arm's shape by the arm's drafter. Returns the root alone where the arm has none, or the draft
+    is late or lost; never raises for that."""
 
-    async def draft(self, text: Text, shape: TreeShape) -> DraftTree: ...
+    async def draft(self, text: Text, arm: Arm) -> DraftTree: ...
 
 
 class Verifier(Protocol):
@@ -35,10 +35,10 @@ async def rounds(text: Text, drafter: Drafter, verifier: Verifier, policy: Polic
     """Choose an arm, draft, verify, commit and yield the verdict; repeat until a verdict is finished."""
     while True:
         arm = policy.choose()
-        tree = await drafter.draft(text, arm.shape)  # the root alone when off, late or lost
+        tree = await drafter.draft(text, arm)  # the root alone when off, late or lost
         verdict = await verifier.verify(text, tree)
+        verdict = text.commit(verdict)  # before the client sees it; cut at a stop string
         policy.learn(arm, tree, verdict)  # tree and verdict carry their costs
-        verdict = text.commit(verdict)  # before the client sees it
         yield verdict
         if verdict.finished:
             return

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dendro.errors import BadRequest
-from dendro.shapes import MAX_ROWS, OFF, ProposedShape, TreeShape
+from dendro.shapes import MAX_ROWS, MarginalShape, ProposedShape, TreeShape
 from dendro.text import Sampling
 from dendro.v1 import generation_pb2 as pb
 
-from cluster.arms import OFF_ARM, Arm
+from cluster.arms import OFF_ARM, Arm, maker_and_shape
 from cluster.config import Config
 from cluster.policies import Experience, InformedPolicy, Static, make_policy
 from cluster.policies.prior import NO_PRIOR, Prior
@@ -36,7 +36,9 @@ class SpeculationPlan:
     free: bool = False  # the configured policy without bounds of its own: speculation trials may include the request
     proposed_rows: int = 1  # most rows of a tree with proposals; 1: none are added to a fixed shape that is drafted
     deadline_s: float = math.inf  # the request's limit on a round's wait for its draft
+    stops: bool = False  # whether an arm is `until(auto,...)`, whose numbers are computed before each round
     adaptive: bool = True  # whether a round may stop waiting for a slow draft sooner; False in modes off and fixed
+    names_drafters: bool = False  # whether statistics name the drafter beside the shape: the target has several
 
 
 def plan_speculation(
@@ -57,18 +59,19 @@ def plan_speculation(
         raise BadRequest("speculation.policy", f"has no effect in mode {mode.upper()}; use AUTO")
     if mode == "auto":
         return _auto(speculation, target, config, experience, sampling, prior)
-    shape = _fixed_shape(speculation, target, config) if mode == "fixed" else OFF
-    if shape.off and speculation.HasField("max_nodes"):
+    arm = _fixed_arm(speculation, target, config) if mode == "fixed" else OFF_ARM
+    if arm.off and speculation.HasField("max_nodes"):
         raise BadRequest("speculation.max_nodes", "has no effect without trees")
-    if not shape.drafted and speculation.HasField("deadline_ms"):
+    if not arm.drafted and speculation.HasField("deadline_ms"):
         raise BadRequest("speculation.deadline_ms", "has no effect without a drafter")
-    proposed_rows = 1 if shape.drafted else shape.rows
     return SpeculationPlan(
         mode,
-        Static(Arm(config.maker_of(target, shape), shape)),
-        proposed_rows=proposed_rows,
+        Static(arm),
+        proposed_rows=1 if arm.drafted else arm.rows,
         deadline_s=_deadline_s(speculation),
+        stops=isinstance(arm.shape, MarginalShape),
         adaptive=False,
+        names_drafters=config.names_drafters(target),
     )
 
 
@@ -83,15 +86,22 @@ def _auto(
     policy = make_policy(name, arms, experience, sampling.temperature, sampling.seed, prior)
     bounded = speculation.HasField("max_nodes") or speculation.HasField("deadline_ms")
     return SpeculationPlan(
-        name, policy, name == config.speculation.policy and not bounded, rows, _deadline_s(speculation)
+        name,
+        policy,
+        name == config.speculation.policy and not bounded,
+        rows,
+        _deadline_s(speculation),
+        stops=any(isinstance(arm.shape, MarginalShape) for arm in arms),
+        names_drafters=config.names_drafters(target),
     )
 
 
-def _fixed_shape(speculation: pb.Speculation, target: str, config: Config) -> TreeShape:
+def _fixed_arm(speculation: pb.Speculation, target: str, config: Config) -> Arm:
+    """The arm of every round: of the drafter that the shape names, else of the target's first."""
     if not speculation.shape:
         raise BadRequest("speculation.shape", "is empty, but the mode is FIXED; name one, or use AUTO")
     try:
-        shape = TreeShape.parse(speculation.shape)
+        drafter, shape = maker_and_shape(speculation.shape)
     except ValueError as error:
         raise BadRequest("speculation.shape", str(error).removeprefix("shape: ")) from None
     limits = config.targets[target]
@@ -101,14 +111,19 @@ def _fixed_shape(speculation: pb.Speculation, target: str, config: Config) -> Tr
             f"{shape} has {shape.rows} rows and depth {shape.depth}; "
             f"{target} allows at most {limits.max_rows} and {limits.max_depth}",
         )
-    if not config.makes(target, shape):
+    if drafter and not shape.drafted:
+        raise BadRequest("speculation.shape", f"names the drafter {drafter!r}, but no drafter makes {shape}")
+    makers = config.makers_of(target, shape)
+    if not makers:
         missing = "drafter" if shape.drafted else "proposers"
         raise BadRequest("speculation.shape", f"is {shape}, but {target} has no {missing}")
+    if drafter and drafter not in makers:
+        raise BadRequest("speculation.shape", f"names the drafter {drafter!r}; {target} has {', '.join(makers)}")
     if speculation.HasField("max_nodes") and _guesses(shape) > speculation.max_nodes:
         raise BadRequest(
             "speculation.max_nodes", f"is {speculation.max_nodes}, but {shape} has {_guesses(shape)} guesses"
         )
-    return shape
+    return Arm(drafter or makers[0], shape)
 
 
 def _deadline_s(speculation: pb.Speculation) -> float:

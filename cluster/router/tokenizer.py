@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
 from dendro.errors import BadRequest
-from tree_layers.tokens import TOKENIZER, TOKENIZER_CONFIG
+from tree_layers.token_bytes import BYTE_TOKEN, falls_back_to_bytes
+
+from cluster.checkpoint_tokenizer import backend_of, load_tokenizer
 
 WINDOW_TOKENS = 64
 CONTEXT_TOKENS = 8
@@ -19,7 +20,6 @@ START_TRIES = 4
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 MAX_HELD = 3
 """Trailing replacement characters that may be the bytes of one incomplete character; those before them are final."""
-BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer(Protocol):
@@ -47,17 +47,7 @@ class CheckpointTokenizer:
         """fingerprint: of its token table (`Facts.tokenizer`), which fixes what ids mean. How the tokenizer splits new
         text may change during a session."""
         self.fingerprint = fingerprint
-        from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-        try:
-            if (checkpoint / TOKENIZER_CONFIG).exists() or not (checkpoint / TOKENIZER).exists():
-                self._tokenizer = AutoTokenizer.from_pretrained(
-                    checkpoint, local_files_only=True, trust_remote_code=False
-                )
-            else:
-                self._tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(checkpoint / TOKENIZER))
-        except Exception as error:  # the tokenizers library raises nothing narrower for an invalid file
-            raise BadRequest("checkpoint", f"{checkpoint}: its tokenizer cannot be loaded: {error}") from error
+        self._tokenizer = load_tokenizer(checkpoint)
         added = self._tokenizer.added_tokens_decoder
         self._special = {token for token, what in added.items() if what.special} | set(self._tokenizer.all_special_ids)
         self._backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)  # None: a tokenizer in Python
@@ -66,9 +56,7 @@ class CheckpointTokenizer:
     @property
     def backend(self) -> Any:
         """The `tokenizers.Tokenizer` inside. Raises BadRequest where the tokenizer is written in Python."""
-        if self._backend is None:
-            raise BadRequest("checkpoint", "its tokenizer is in Python; one of the tokenizers library is needed")
-        return self._backend
+        return backend_of(self._tokenizer)
 
     def encode(self, text: str, begins: bool) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=begins))
@@ -109,7 +97,7 @@ class CheckpointTokenizer:
 
 def _byte_tokens(backend: Any) -> dict[int, int]:
     """The byte that each byte token stands for, by id; empty where the decoder does not fall back to bytes."""
-    if backend is None or '"ByteFallback"' not in json.dumps(json.loads(backend.to_str())["decoder"]):
+    if backend is None or not falls_back_to_bytes(json.loads(backend.to_str())["decoder"]):
         return {}
     found = ((token, BYTE_TOKEN.fullmatch(word)) for word, token in backend.get_vocab().items())
     return {token: int(match[1], 16) for token, match in found if match}
@@ -129,6 +117,12 @@ class TextStream:
         self._tokenizer = tokenizer
         self._window: list[int] = []  # the last tokens, special ones left out: decoding needs none before
         self._given = 0  # characters of the window's text that were returned
+
+    def copy(self) -> TextStream:
+        """A stream that continues from the same tokens, by itself."""
+        other = TextStream(self._tokenizer)
+        other._window, other._given = self._window.copy(), self._given
+        return other
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that these tokens add."""

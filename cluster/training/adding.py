@@ -19,8 +19,8 @@ def entry_line(entry: Mapping[str, Any]) -> str:
 
 
 def with_drafter(text: str, name: str, entry: Mapping[str, Any]) -> str:
-    """The same YAML with one more drafter, before the others: a target's first drafter makes its trees. Unchanged where
-    the entry is there.
+    """The same YAML with one more drafter, before the others: a fixed shape that names no drafter is the first one's.
+    Unchanged where the entry is there.
 
     Raises BadRequest for a name that is taken, and if the edit would change anything else.
     """
@@ -56,3 +56,30 @@ def _edited(text: str, root: MappingNode, entry: str) -> str:
 def write_drafter(config: Path, name: str, entry: Mapping[str, Any]) -> None:
     """Write an entry into a configuration's file. Raises BadRequest."""
     config.write_text(with_drafter(config.read_text(), name, entry))
+
+
+def with_head(text: str, drafter: str, head: str) -> str:
+    """The same YAML with an acceptance head in a drafter's entry. Raises BadRequest where the entry has another, and if
+    the edit would change anything else."""
+    old, root = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
+    assert isinstance(root, MappingNode), "the configuration was loaded"
+    own = old["drafters"][drafter]
+    if own.get("head") == head:
+        return text
+    if "head" in own:
+        raise BadRequest("--write", f"drafters.{drafter} has another head, {own['head']!r}; remove that line")
+    section = value_of(root, "drafters")
+    entry = value_of(section, drafter) if isinstance(section, MappingNode) else None
+    new = inserted(text, entry, entry_line({"head": head})[1:-1]) if isinstance(entry, MappingNode) else text
+    try:
+        edited = yaml.safe_load(new)
+    except yaml.YAMLError:
+        edited = None
+    if edited != old | {"drafters": old["drafters"] | {drafter: own | {"head": head}}}:
+        raise BadRequest("--write", "the configuration's YAML is too unusual to edit; add the line that is printed")
+    return new
+
+
+def write_head_entry(config: Path, drafter: str, head: str) -> None:
+    """Write a head into a drafter's entry of a configuration's file. Raises BadRequest."""
+    config.write_text(with_head(config.read_text(), drafter, head))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from cluster.training.acceptance import ANSWER_TOKENS, PROMPT_TOKENS
+from cluster.training.acceptance import ANSWER_TOKENS, PROMPT_TOKENS, Acceptance
 from drafter_service.training.batches import HARD_SHARE
 from drafter_service.training.teacher import KEPT, OWN_TEXT_TEMPERATURES
 
@@ -26,6 +26,25 @@ def _cell(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.2f}"
 
 
+def acceptance_table(measured: Mapping[str, Acceptance]) -> str:
+    """A row for each temperature and each drafter, by its name."""
+    first = next(iter(measured.values()))
+    shapes = list(next(iter(first.emitted.values())))
+    return markdown_table(
+        ("", "temperature", "ranked first", *(f"`{shape}`" for shape in shapes)),
+        (
+            (
+                name,
+                temperature,
+                f"{each.first_rank[temperature]:.1%}",
+                *(_cell(each.emitted[temperature][shape]) for shape in shapes),
+            )
+            for temperature in first.emitted
+            for name, each in measured.items()
+        ),
+    )
+
+
 def drafter_card(
     title: str,
     target: str,
@@ -37,23 +56,11 @@ def drafter_card(
     after: Mapping[str, Any],  # held-out loss and acceptance of the exported checkpoint
 ) -> str:
     """The card of a drafter, as Markdown."""
-    data, before, teacher = (facts[stage] for stage in ("data", "answers", "teacher"))
+    data, before = facts["data"], facts["answers"]
+    labels = facts["teacher"] or facts["distil"]  # on disk, or computed during the training
     temperatures = ", ".join(f"{each:g}" for each in OWN_TEXT_TEMPERATURES)
     measured = (("before", before), ("after", after))
-    shapes = list(next(iter(after["acceptance"]["emitted"].values())))
-    emitted = markdown_table(
-        ("", "temperature", "ranked first", *(f"`{shape}`" for shape in shapes)),
-        (
-            (
-                name,
-                temperature,
-                f"{each['acceptance']['first_rank'][temperature]:.1%}",
-                *(_cell(each["acceptance"]["emitted"][temperature][shape]) for shape in shapes),
-            )
-            for temperature in after["acceptance"]["emitted"]
-            for name, each in measured
-        ),
-    )
+    emitted = acceptance_table({name: Acceptance(**each["acceptance"]) for name, each in measured})
     stages = markdown_table(
         ("stage", "steps", "tokens seen", "minutes", "loss at the end, nats/token"),
         (
@@ -81,8 +88,8 @@ A drafter for the target `{target}`, distilled from it by `dendro train drafter`
 {source}: files: {data["files"]:,}, bytes: {data["bytes"]:,}, tokens to train on: {data["train"]:,}, held out:
 {data["held_out"]:,}.
 
-The target labelled {teacher["tokens"]:,} tokens with its {KEPT} largest log-probabilities;
-{teacher["own_share"]:.0%} of them are its own text, at temperatures {temperatures}.
+The target labelled {labels["labelled"]:,} tokens with its {KEPT} largest log-probabilities;
+{labels["own_share"]:.0%} of them are its own text, at temperatures {temperatures}.
 {HARD_SHARE:.0%} of the distillation's loss is the text's next token.
 
 ## Training

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from accelerate import Accelerator
 from dendro.errors import BadRequest
 from rich.console import Console
 from transformers.utils import logging
@@ -23,9 +24,11 @@ from cluster.config import Config, TargetConfig, demo_config
 from cluster.hub import fetched_model
 from cluster.training.adding import entry_line, with_drafter, write_drafter
 from cluster.training.data import DataSource
-from cluster.training.drafter import DrafterPlan, Length, train_drafter
-from cluster.training.models import checked_target, start_facts, start_folder
+from cluster.training.drafter import LABELS, DrafterPlan, Length, train_drafter
+from cluster.training.models import checked_target, start_from
+from drafter_service.training.batches import DRAFTER_ROWS
 from drafter_service.training.sizes import SIZES, STUDENT_KINDS, StudentKind, StudentSize
+from drafter_service.training.together import train_together
 
 DEFAULT_MINUTES = 30.0
 
@@ -77,13 +80,24 @@ def drafter(
     width: Annotated[int | None, typer.Option(min=1, help="Width, beside --layers.")] = None,
     start: Annotated[
         Path | None,
-        typer.Option("--from", help="Continue a checkpoint of the target's tokenizer: a folder, or a name on the hub."),
+        typer.Option(
+            "--from",
+            help="Continue a checkpoint: a folder, or a name on the hub. Its vocabulary becomes the target's.",
+        ),
+    ] = None,
+    from_tokenizer: Annotated[
+        Path | None, typer.Option(help="The tokenizer of --from, where its folder has none.")
     ] = None,
     minutes: Annotated[
         float | None, typer.Option(help="Time for labels and training. (default 30)", show_default=False)
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of the distillation, in place of --minutes.")] = None,
     pretrain: Annotated[float, typer.Option(help="Share of the training on text alone, before the labels.")] = 0.0,
+    labels: Annotated[
+        str,
+        typer.Option(help="disk: the target labels before the training, each label is used often. fly: during it."),
+    ] = "disk",
+    rows: Annotated[int, typer.Option(min=1, help="Rows of a step, of all GPUs together.")] = DRAFTER_ROWS,
     row_tokens: Annotated[int, typer.Option(min=32, help="Tokens of a row of training.")] = 256,
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights, order of text and sampled text.")] = 0,
     out: Annotated[
@@ -92,7 +106,13 @@ def drafter(
     write: Annotated[
         bool, typer.Option("--write", help="Write the drafter's entry into CONFIG; the rest is unchanged.")
     ] = False,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: those of the target.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads. (default: all of the machine)", show_default=False)
+    ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes that train together. (default: one a GPU)", show_default=False),
+    ] = None,
     resume: Annotated[bool, typer.Option(help="Resume a stopped run with the same --out.")] = True,
     fuse: Annotated[
         bool, typer.Option("--compile/--no-compile", help="Compile forwards, where a C++ compiler is installed.")
@@ -102,7 +122,7 @@ def drafter(
 
     The target labels the texts, and text that it writes itself; the drafter, a new one or one to continue, is distilled
     from these labels. Run the same command again to resume a run that was stopped or killed. OUT gets an ordinary
-    checkpoint with a card; OUT.training has the rest and may be deleted afterwards. Uses a GPU if there is one.
+    checkpoint with a card; OUT.training has the rest and may be deleted afterwards. Uses all GPUs of the machine.
     """
     checked = Config.load(config) if config is not None else demo_config()
     name = checked.target_named(target)
@@ -113,11 +133,20 @@ def drafter(
         kind,
         (size, layers, width),
         start,
+        from_tokenizer,
         Length(DEFAULT_MINUTES if minutes is None and steps is None else minutes, steps, pretrain),
-        row_tokens,
+        labels,
+        (rows, row_tokens),
         seed,
         fuse,
     )
+    gpus = torch.cuda.device_count()
+    if processes is None:
+        processes = max(1, gpus)
+    elif gpus and processes > gpus:
+        raise BadRequest("--processes", f"must be at most the {gpus} GPUs of the machine, got {processes}")
+    if rows % processes:
+        raise BadRequest("--rows", f"must be a multiple of the {processes} processes, got {rows}")
     folder = Path.cwd() if config is None else config.resolve().parent
     plan = replace(plan, out=out if out is not None else folder / f"{name}-{plan.kind}")
     if not plan.out.name.replace("-", "").replace("_", "").replace(".", "").isalnum():
@@ -127,13 +156,24 @@ def drafter(
         if config is None:
             raise BadRequest("--write", "needs a configuration to write to: name one")
         with_drafter(config.read_text(), plan.out.name, entry)  # refused before anything is trained
-    torch.set_num_threads(threads if threads is not None else plan.target.threads)
-    logging.set_verbosity_error()  # the tokenizer warns of long texts, and our texts are long
-    logging.disable_progress_bar()
-    train_drafter(plan, resume)
+    if processes == 1:
+        train_quietly(None, plan, resume, threads or torch.get_num_threads())
+    else:
+        each = max(1, (threads or torch.get_num_threads()) // processes)
+        train_together(processes, train_quietly, plan, resume, each)
     if write and config is not None:
         write_drafter(config, plan.out.name, entry)
     _show_result(plan, config, entry, write)
+
+
+def train_quietly(processes: Accelerator | None, plan: DrafterPlan, resume: bool, threads: int) -> None:
+    """Train with so many CPU threads, in this process or as one of several, without the libraries' own messages."""
+    torch.set_num_threads(threads)
+    logging.set_verbosity_error()  # the tokenizer warns of long texts, and our texts are long
+    logging.disable_progress_bar()
+    if processes is not None:
+        plan = replace(plan, device=processes.device)
+    train_drafter(plan, resume, processes=processes)
 
 
 def _plan(
@@ -143,38 +183,46 @@ def _plan(
     kind: str | None,
     size: tuple[str | None, int | None, int | None],
     start: Path | None,
+    from_tokenizer: Path | None,
     length: Length,
-    row_tokens: int,
+    labels: str,
+    rows: tuple[int, int],
     seed: int,
     fuse: bool,
 ) -> DrafterPlan:
     facts = checked_target(name, target)
     source.files()  # what is missing is reported before anything is loaded
+    wanted, begun = kind or "mamba2", None
     if start is not None:
         if kind is not None or size != (None, None, None):
             raise BadRequest("--from", "has the kind and the size: leave out --kind, --size, --layers and --width")
-        start = start_folder(start)
-        wanted: str = start_facts(start, facts).model_type
-    else:
-        wanted = kind or "mamba2"
+        begun = start_from(start, from_tokenizer, facts)
+        wanted = begun.facts.model_type
+    elif from_tokenizer is not None:
+        raise BadRequest("--from-tokenizer", "belongs to --from")
     found = next((each for each in STUDENT_KINDS if each == wanted), None)
     if found is None:
         raise BadRequest("--kind", f"must be one of {', '.join(STUDENT_KINDS)}, got {wanted!r}")
+    labelling = next((each for each in LABELS if each == labels), None)
+    if labelling is None:
+        raise BadRequest("--labels", f"must be one of {', '.join(LABELS)}, got {labels!r}")
     return DrafterPlan(
         target_name=name,
         target=target,
         facts=facts,
         source=source,
         kind=found,
-        size=size_of(found, *size) if start is None else None,
-        start=start,
+        size=size_of(found, *size) if begun is None else None,
+        start=begun,
         length=length,
-        row_tokens=row_tokens,
+        row_tokens=rows[1],
         seed=seed,
         out=Path(),
         device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
         compile_forward=fuse,
         command=shlex.join(["dendro", *sys.argv[1:]]),
+        labels=labelling,
+        rows=rows[0],
     )
 
 

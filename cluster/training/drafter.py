@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from dendro.errors import BadRequest
 from transformers import PreTrainedModel
 from tree_layers.checkpoint import Facts, read_facts
@@ -32,25 +34,38 @@ from cluster.training.acceptance import (
     measure_acceptance,
     write_answers,
 )
-from cluster.training.bars import shown, stage_bar
+from cluster.training.bars import Report, shown, stage_bar
 from cluster.training.card import drafter_card, millions
 from cluster.training.checkpoints import export, load_fp32
 from cluster.training.data import DataFolder, DataSource, held_out_prompts
-from cluster.training.models import load_teacher, new_student, start_facts, student_from
+from cluster.training.models import Start, load_teacher, new_student, student_from
 from cluster.training.stages import StageFolder
+from cluster.training.transplant import Transplant
 from drafter_service.training.batches import DRAFTER_ROWS, distillation_loss, text_loss
 from drafter_service.training.loop import Budget, Recipe, Trained, Trainer
-from drafter_service.training.rows import TokenRows
+from drafter_service.training.rows import ALONE, Share, TokenRows
 from drafter_service.training.saving import replacing
 from drafter_service.training.sizes import StudentKind, StudentSize
 from drafter_service.training.students import StudentForward
-from drafter_service.training.teacher import TeacherFolder, TeacherText, rows_within, write_teacher_outputs
+from drafter_service.training.teacher import (
+    OWN_TEXT_EVERY,
+    Labeller,
+    LiveRows,
+    TeacherFolder,
+    TeacherText,
+    rows_within,
+    write_teacher_outputs,
+)
 
 TRAINED = ("data", "answers", "teacher", "pretrain", "distil")
 """The stages before the last, `export`."""
 CHUNK_ROWS = 64  # of a chunk of the teacher, at most: what a kill loses
-CHUNK_S = 40.0  # that such a chunk may take
+CHUNK_S = {"disk": 40.0, "fly": 10.0}
+"""Seconds that such a chunk may take. On the fly a resumed run labels a group of chunks again, after what was trained
+since the last save."""
 HELD_OUT_TOKENS = 8 * PROMPT_TOKENS  # at least
+NO_MEMORY = "can't allocate memory"
+"""In the RuntimeError of torch's allocator on a CPU."""
 LOSS_ROWS = 16  # of held-out text
 TEACHER_SHARE, STUDENT_SHARE = 0.35, 0.6  # of the time; the rest is for measurements
 LABELLINGS = 2  # how often each label is seen, where the training is counted in steps
@@ -58,6 +73,12 @@ CONTINUED = 0.25
 """Learning rates of a model that was trained before, as a share of a new one's, which would destroy what it knows."""
 TUNED_WIDTH = 176
 """The width at which the learning rates were tuned; they fall with the square root of the width."""
+
+
+Labels = Literal["disk", "fly"]
+"""Where the target's labels are: on disk, computed before the training and used several times, or nowhere, computed
+when a step needs them."""
+LABELS: tuple[Labels, ...] = get_args(Labels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,19 +96,21 @@ class Length:
         if not 0 <= self.pretrain < 1:
             raise BadRequest("--pretrain", f"must be at least 0 and less than 1, got {self.pretrain}")
 
-    def teacher(self, chunk_rows: int) -> Budget:
+    def teacher(self, chunk_rows: int, step_rows: int) -> Budget:
+        """Of the labels on disk."""
         if self.steps is not None:
-            return Budget(steps=max(2, math.ceil(self.steps * DRAFTER_ROWS / (LABELLINGS * chunk_rows))))
+            return Budget(steps=max(2, math.ceil(self.steps * step_rows / (LABELLINGS * chunk_rows))))
         assert self.minutes is not None
         return Budget(seconds=60 * self.minutes * TEACHER_SHARE)
 
-    def student(self, stage: str) -> Budget:
+    def student(self, stage: str, labels: Labels) -> Budget:
         """Of `pretrain` or `distil`."""
+        most = STUDENT_SHARE + (TEACHER_SHARE if labels == "fly" else 0.0)
         share = self.pretrain if stage == "pretrain" else 1 - self.pretrain
         if self.steps is not None:
             return Budget(steps=max(1, round(self.steps * share / (1 - self.pretrain))))
         assert self.minutes is not None
-        return Budget(seconds=60 * self.minutes * STUDENT_SHARE * share)
+        return Budget(seconds=60 * self.minutes * most * share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +123,7 @@ class DrafterPlan:
     source: DataSource
     kind: StudentKind
     size: StudentSize | None  # of a new drafter
-    start: Path | None  # the checkpoint to continue from
+    start: Start | None
     length: Length
     row_tokens: int
     seed: int
@@ -108,6 +131,8 @@ class DrafterPlan:
     device: torch.device
     compile_forward: bool
     command: str  # for the card
+    labels: Labels = "disk"
+    rows: int = DRAFTER_ROWS  # of a step, of all processes together
 
     @property
     def work(self) -> Path:
@@ -122,21 +147,25 @@ class DrafterPlan:
             "field": self.source.field,
             "kind": self.kind,
             "size": None if self.size is None else str(self.size),
-            "from": None if self.start is None else str(self.start.resolve()),
+            "from": None if self.start is None else [str(self.start.folder.resolve()), self.start.facts.digest],
             "minutes": self.length.minutes,
             "steps": self.length.steps,
             "pretrain": self.length.pretrain,
+            "rows": self.rows,
             "row-tokens": self.row_tokens,
+            "labels": self.labels,
             "seed": self.seed,
         }
 
 
 class DrafterRun:
-    """The stages of a plan. Models are loaded when a stage needs them."""
+    """The stages of a plan, for one of the processes that train together. Models are loaded when a stage needs them."""
 
-    def __init__(self, plan: DrafterPlan, done: StageFolder) -> None:
+    def __init__(self, plan: DrafterPlan, done: StageFolder, processes: Accelerator | None) -> None:
         self.plan = plan
         self.done = done
+        self.processes = processes
+        self.share = ALONE if processes is None else Share(processes.process_index, processes.num_processes)
         self.data_folder = DataFolder(plan.work / "data", plan.facts.vocabulary)
         self.teacher_folder = TeacherFolder(plan.work / "teacher")
 
@@ -144,11 +173,17 @@ class DrafterRun:
     def target(self) -> PreTrainedModel:
         return load_teacher(self.plan.target_name, self.plan.target, self.plan.facts, self.plan.device)
 
+    @cached_property
+    def transplant(self) -> Transplant | None:
+        """Of the vocabulary of the checkpoint to continue from; None where none is needed."""
+        plan = self.plan
+        return plan.start and plan.start.transplant(plan.facts, plan.target.tokenizer_folder)
+
     def student(self) -> PreTrainedModel:
         """The drafter before its training."""
         plan = self.plan
         if plan.start is not None:
-            return student_from(start_facts(plan.start, plan.facts), plan.facts, plan.seed, plan.device)
+            return student_from(plan.start, plan.facts, self.transplant, plan.seed, plan.device)
         assert plan.size is not None
         return new_student(plan.kind, plan.size, plan.facts, plan.seed, plan.device)
 
@@ -157,7 +192,7 @@ class DrafterRun:
         tokenizer = CheckpointTokenizer(plan.target.tokenizer_folder, plan.facts.tokenizer)
         files = plan.source.files()
         size = sum(file.stat().st_size for file in files)
-        with stage_bar("data") as report:
+        with self._bar("data") as report:
             written = self.data_folder.write(
                 plan.source,
                 tokenizer,
@@ -166,7 +201,7 @@ class DrafterRun:
                 lambda so_far: report(min(so_far.characters / max(size, 1), 0.99), f"{so_far.train:,} tokens"),
             )
             report(1.0, f"{written.train:,} tokens, {written.held_out:,} held out")
-        least = (DRAFTER_ROWS + 2) * plan.row_tokens
+        least = (plan.rows + 2) * plan.row_tokens
         if written.train <= least or written.held_out < PROMPT_TOKENS:
             named = ", ".join(map(str, plan.source.paths))
             raise BadRequest(
@@ -182,7 +217,7 @@ class DrafterRun:
         prompts = held_out_prompts(self.data_folder.read("held_out"), PROMPTS, PROMPT_TOKENS)
         texts, vocabulary = torch.from_numpy(prompts), plan.facts.vocabulary
         found = []
-        with stage_bar("answers") as report:
+        with self._bar("answers") as report:
             for place, temperature in enumerate(TEMPERATURES):
                 report(place / (len(TEMPERATURES) + 1), f"temperature {temperature:g}")
                 found.append(
@@ -196,28 +231,27 @@ class DrafterRun:
         return {"prompts": len(prompts), **before}
 
     def teacher(self) -> dict[str, Any]:
-        plan, data = self.plan, self.data_folder.read("train")
-        text = TeacherText(
-            data.tokens,
-            plan.facts.vocabulary,
-            plan.facts.end_ids,
-            data.answers if len(data.answers) else None,
-            min(CHUNK_ROWS, TokenRows(data.tokens, 1, plan.row_tokens, plan.seed).windows),
-            plan.row_tokens,
-        )
-        chunk_rows = self._chunk_rows(text)
-        text = replace(text, chunk_rows=chunk_rows)
-        with stage_bar("teacher") as report:
+        plan = self.plan
+        if plan.labels == "fly":
+            return {}
+        labeller = self._labeller()
+        chunk_tokens = labeller.text.chunk_rows * plan.row_tokens
+        with self._bar("teacher") as report:
             write_teacher_outputs(
-                self.target,
-                text,
+                labeller,
                 self.teacher_folder,
-                plan.length.teacher(chunk_rows),
-                plan.seed,
-                lambda spent, chunks: report(spent, f"{chunks * chunk_rows * plan.row_tokens:,} labelled tokens"),
-                plan.compile_forward,
+                plan.length.teacher(labeller.text.chunk_rows, plan.rows),
+                lambda spent, chunks: report(min(spent, 1.0), f"{chunks * chunk_tokens:,} labelled tokens"),
+                self.share,
             )
-        return {"tokens": self.teacher_folder.read().tokens, "own_share": self.teacher_folder.own_share()}
+        return {"labelled": self.teacher_folder.read().tokens, "own_share": self.teacher_folder.own_share()}
+
+    def _labeller(self) -> Labeller:
+        plan, data = self.plan, self.data_folder.read("train")
+        most = min(CHUNK_ROWS, TokenRows(data.tokens, 1, plan.row_tokens, plan.seed).windows)
+        answers = data.answers if len(data.answers) else None
+        text = TeacherText(data.tokens, plan.facts.vocabulary, plan.facts.end_ids, answers, most, plan.row_tokens)
+        return Labeller(self.target, replace(text, chunk_rows=self._chunk_rows(text)), plan.seed)
 
     def pretrain(self) -> dict[str, Any]:
         if not self.plan.length.pretrain:
@@ -234,7 +268,7 @@ class DrafterRun:
     def export(self) -> dict[str, Any]:
         """Write the checkpoint, measure it as it is on disk, and add its card."""
         plan = self.plan
-        with stage_bar("export") as report:
+        with self._bar("export") as report:
             report(0.0, "writing the checkpoint")
             model = self.student()
             state = torch.load(self._state("distil"), map_location=plan.device, weights_only=True)
@@ -255,17 +289,46 @@ class DrafterRun:
         return {"parameters": model.num_parameters(), **after}
 
     def _chunk_rows(self, text: TeacherText) -> int:
-        """Rows of a chunk, fewer where the target is slow; chosen once for a run."""
+        """Rows of a chunk, fewer where the target is slow; chosen once for a run, by its first process."""
         file = self.plan.work / "chunk_rows.json"
-        if not file.exists():
-            rows = rows_within(self.target, text, CHUNK_S)
+        if self.share.process == 0 and not file.exists():
+            rows = rows_within(self.target, text, CHUNK_S[self.plan.labels])
+            if self.plan.labels == "fly":  # a group has the rows of a step
+                rows = max(rows, -(-self.plan.rows // OWN_TEXT_EVERY))
             with replacing(file) as partial:
                 partial.write_text(json.dumps(rows))
+        self.wait()
         return int(json.loads(file.read_text()))
+
+    @contextmanager
+    def _fitting(self) -> Iterator[None]:
+        """Raises BadRequest, naming the option, where a step does not fit in memory."""
+        plan = self.plan
+        try:
+            yield
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if not isinstance(error, torch.OutOfMemoryError) and NO_MEMORY not in str(error):
+                raise
+            sizes = f"{plan.rows} rows of {plan.row_tokens} tokens"
+            reason = f"a step of {sizes} does not fit in the memory of {plan.device}: give fewer, or --row-tokens fewer"
+            raise BadRequest("--rows", reason) from error
+
+    def _bar(self, stage: str) -> AbstractContextManager[Report]:
+        """The first process alone shows its progress."""
+        return stage_bar(stage) if self.share.process == 0 else nullcontext(lambda fraction, words: None)
+
+    def wait(self) -> None:
+        """For the other processes."""
+        if self.processes is not None:
+            self.processes.wait_for_everyone()
 
     def _card(self, parameters: int, facts: dict[str, dict[str, Any]], after: dict[str, Any]) -> str:
         plan = self.plan
-        made = f"from random weights, {plan.size}" if plan.start is None else f"continued from {plan.start}"
+        made = f"from random weights, {plan.size}"
+        if plan.start is not None:
+            made = f"continued from {plan.start.folder}"
+        if self.transplant is not None:
+            made += f". Its vocabulary is transplanted: {self.transplant.words}"
         return drafter_card(
             title=plan.out.name,
             target=plan.target_name,
@@ -278,19 +341,28 @@ class DrafterRun:
         )
 
     def _train(self, stage: str, model: PreTrainedModel) -> dict[str, Any]:
-        plan = self.plan
+        plan, processes = self.plan, self.processes
+        live = LiveRows(self._labeller(), self.share) if stage == "distil" and plan.labels == "fly" else None
+        if live is None:
+            vars(self).pop("target", None)  # its memory is needed
         if stage == "pretrain":
-            rows = TokenRows(self.data_folder.read("train").tokens, DRAFTER_ROWS, plan.row_tokens, plan.seed)
-            batch_loss = text_loss(model, rows, plan.device, plan.compile_forward)
+            rows = TokenRows(self.data_folder.read("train").tokens, plan.rows, plan.row_tokens, plan.seed, self.share)
+            batch_loss = text_loss(model, rows, plan.device, plan.compile_forward, processes)
         else:
-            labelled = self.teacher_folder.read()
-            batch_loss = distillation_loss(model, labelled, plan.seed, plan.device, plan.compile_forward)
-        rates = _rates(model.config.hidden_size, plan.start is not None)
-        recipe = Recipe(plan.length.student(stage), **rates)
-        trainer = Trainer(model, batch_loss, DRAFTER_ROWS * plan.row_tokens, recipe, self._state(stage))
-        with stage_bar(stage) as report:
+            labelled = live if live is not None else self.teacher_folder.read(self.share)
+            batch_loss = distillation_loss(
+                model, labelled, plan.seed, plan.device, plan.compile_forward, plan.rows, processes
+            )
+        recipe = Recipe(
+            plan.length.student(stage, plan.labels), **_rates(model.config.hidden_size, plan.start is not None)
+        )
+        trainer = Trainer(model, batch_loss, plan.rows * plan.row_tokens, recipe, self._state(stage), processes)
+        with self._bar(stage) as report, self._fitting():
             trained: Trained = trainer.run(shown(report))
-        return asdict(trained)
+        facts = asdict(trained)
+        if live is not None:
+            facts |= {"labelled": live.tokens(trained.steps, plan.rows), "own_share": 1 / OWN_TEXT_EVERY}
+        return facts
 
     def _measured(self, model: PreTrainedModel) -> dict[str, Any]:
         """Held-out loss, and the acceptance of the target's answers."""
@@ -332,17 +404,28 @@ def held_out_loss(model: PreTrainedModel, tokens: np.ndarray, row_tokens: int) -
     return total / count
 
 
-def train_drafter(plan: DrafterPlan, resume: bool = True, stop_after: str | None = None) -> DrafterRun:
-    """Train a drafter and write it to `plan.out`, as a checkpoint folder with a card.
+TOGETHER = ("teacher", "pretrain", "distil")
+"""The stages in which all processes work; the others are the first one's."""
+
+
+def train_drafter(
+    plan: DrafterPlan, resume: bool = True, stop_after: str | None = None, processes: Accelerator | None = None
+) -> DrafterRun:
+    """Train a drafter and write it to `plan.out`, as a checkpoint folder with a card. Where several processes train
+    together, each calls this with what joins them.
 
     May be repeated: finished stages are skipped and a killed one is resumed, unless `resume` is false, which begins
     anew. `stop_after` ends the run after that stage. Raises BadRequest, naming the option or field; NotSaved on a full
     disk.
     """
-    settings = plan.settings()
-    if plan.out.exists() and not (resume and StageFolder.begun(plan.work)):
-        raise BadRequest("--out", f"{plan.out} is there already; name another folder")
-    run = DrafterRun(plan, StageFolder(plan.work, settings, resume))
+    settings, first = plan.settings(), processes is None or processes.is_main_process
+    if first:
+        if plan.out.exists() and not (resume and StageFolder.begun(plan.work)):
+            raise BadRequest("--out", f"{plan.out} is there already; name another folder")
+        StageFolder(plan.work, settings, resume)
+    if processes is not None:
+        processes.wait_for_everyone()
+    run = DrafterRun(plan, StageFolder(plan.work, settings, resume=True), processes)
     works: dict[str, Callable[[], dict[str, Any]]] = {
         "data": run.data,
         "answers": run.answers,
@@ -352,7 +435,14 @@ def train_drafter(plan: DrafterPlan, resume: bool = True, stop_after: str | None
         "export": run.export,
     }
     for stage, work in works.items():
-        run.done.run(stage, work)
+        if stage in TOGETHER and not run.done.done(stage):
+            facts = work()
+            run.wait()  # until no process of this stage is at work
+            if first:
+                run.done.finish(stage, facts)
+        elif first:
+            run.done.run(stage, work)
+        run.wait()
         if stage == stop_after:
             break
     return run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,13 @@ from tree_layers.errors import CheckpointError
 from tree_layers.weights import read_checkpoint
 
 from cluster.checkpoints import check_library_has, check_weights, target_facts
-from cluster.config import DrafterConfig, TargetConfig, resolved_path
+from cluster.config import DrafterConfig, TargetConfig
 from cluster.hub import fetched_model
+from cluster.model_paths import resolved_path
 from cluster.pairing import fit_of
+from cluster.router.tokenizer import CheckpointTokenizer
+from cluster.training.transplant import Transplant, transplant
+from drafter_service.models.mamba import time_step_limit
 from drafter_service.training.sizes import STUDENT_KINDS, StudentKind, StudentSize, new_model, student_config
 from drafter_service.training.students import StudentForward
 
@@ -91,16 +96,38 @@ def _tokens(target: Facts) -> dict[str, Any]:
     return {"vocab_size": target.vocabulary, "bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
 
 
-def start_folder(given: Path) -> Path:
-    """The folder of a checkpoint to continue from: the given one, or that of a name on the hub, which is fetched."""
-    return fetched_model("--from", DrafterConfig(checkpoint=resolved_path(given, Path.cwd()))).checkpoint
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A checkpoint to continue from."""
+
+    folder: Path
+    tokenizer: Path  # the folder of its tokenizer
+    facts: Facts
+
+    def transplant(self, target: Facts, target_tokenizer: Path) -> Transplant | None:
+        """How its rows become those of the target's tokens; None where it has the target's tokenizer. Raises
+        BadRequest, naming the option."""
+        if fit_of(target, self.facts).fits:
+            return None
+        ours, theirs = (
+            CheckpointTokenizer(folder, facts.tokenizer)
+            for folder, facts in ((target_tokenizer, target), (self.tokenizer, self.facts))
+        )
+        return transplant(target, self.facts, ours, theirs)
 
 
-def start_facts(folder: Path, target: Facts) -> Facts:
-    """The facts of a checkpoint to continue from. Raises BadRequest, naming the option, for one that cannot be trained
-    further or that has another tokenizer than the target."""
+def start_from(given: Path, tokenizer: Path | None, target: Facts) -> Start:
+    """The checkpoint in a folder, or of a name on the hub, which is fetched; `tokenizer` is another folder or name that
+    has its tokenizer.
+
+    Raises BadRequest, naming the option, for one that cannot be trained further.
+    """
+    named = {"checkpoint": given} | ({} if tokenizer is None else {"tokenizer": tokenizer})
+    paths = {field: resolved_path(path, Path.cwd()) for field, path in named.items()}
+    fetched = fetched_model("--from", DrafterConfig(**paths))
+    folder = fetched.checkpoint
     try:
-        facts = read_facts(folder)
+        facts = read_facts(folder, fetched.tokenizer)
     except CheckpointError as error:
         raise BadRequest("--from", str(error)) from error
     if facts.model_type not in STUDENT_KINDS:
@@ -108,25 +135,27 @@ def start_facts(folder: Path, target: Facts) -> Facts:
         raise BadRequest("--from", f"{folder} is a {facts.model_type}; {kinds} can be trained")
     if facts.quantised:
         raise BadRequest("--from", f"{folder}: its weights are quantised ({facts.quantised})")
-    if facts.tokens is None and facts.unpadded is None:
-        raise BadRequest("--from", f"{folder} has no tokenizer, so whether its tokens are the target's is not known")
-    fit = fit_of(target, facts)
-    if not fit.fits:
+    if facts.tokens is None and not fit_of(target, facts).fits:
         raise BadRequest(
-            "--from",
-            f"{folder} has another tokenizer than the target: {fit.refusal}. Vocabularies are not transplanted: name a "
-            "checkpoint of the target's tokenizer, or train from nothing with --kind and --size",
+            "--from", f"{folder} has no tokenizer: name a folder that has it, or a name on the hub, by --from-tokenizer"
         )
-    return facts
+    return Start(folder, fetched.tokenizer_folder, facts)
 
 
-def student_from(facts: Facts, target: Facts, seed: int, device: torch.device) -> PreTrainedModel:
-    """A checkpoint's model with the target's number of tokens: rows of its embedding past them are left out, and rows
-    that it lacks are random. Raises BadRequest, naming the option, for weights that do not fit its configuration."""
+def student_from(
+    start: Start, target: Facts, made: Transplant | None, seed: int, device: torch.device
+) -> PreTrainedModel:
+    """A checkpoint's model with the target's tokens: the rows of its vocabulary by the transplant. Without one, rows
+    past the target's tokens are left out, and rows that it lacks are random.
+
+    Raises BadRequest, naming the option, for weights that do not fit its configuration.
+    """
+    facts = start.facts
     try:
         checkpoint = read_checkpoint(facts)
         kind = next(each for each in STUDENT_KINDS if each == facts.model_type)
-        config = CONFIGS[kind].from_dict({**facts.config, **_tokens(target)})
+        limit = {"time_step_limit": time_step_limit(facts.config)} if kind == "mamba2" else {}
+        config = CONFIGS[kind].from_dict({**facts.config, **limit, **_tokens(target)})
         model = new_model(config, seed, device)
         StudentForward(model)  # raises ValueError for what has no training forward
         tied = model.config.tie_word_embeddings
@@ -136,7 +165,8 @@ def student_from(facts: Facts, target: Facts, seed: int, device: torch.device) -
                     continue
                 by_token = name in ("lm_head.weight", "backbone.embeddings.weight", "model.embed_tokens.weight")
                 if by_token and name in checkpoint.tensors:
-                    _copy_rows(weight, checkpoint.tensor(name, facts.config["vocab_size"], weight.shape[1]))
+                    source = checkpoint.tensor(name, facts.config["vocab_size"], weight.shape[1])
+                    _copy_rows(weight, source if made is None else made.rows(source.float().cpu()))
                 else:
                     weight.copy_(checkpoint.tensor(name, *weight.shape))
     except (CheckpointError, ValueError) as error:

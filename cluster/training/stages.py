@@ -27,8 +27,12 @@ class StageFolder:
         self.folder = folder
         if not resume:
             shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / ".gitignore").write_text("*\n")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BadRequest("--out", f"{folder} cannot be made: {error.strerror}") from error
+        with replacing(folder / ".gitignore") as partial:
+            partial.write_text("*\n")
         file, wanted = folder / SETTINGS, json.loads(json.dumps(settings))
         if file.exists():
             begun = json.loads(file.read_text())
@@ -58,7 +62,11 @@ class StageFolder:
     def run(self, stage: str, work: Callable[[], Mapping[str, Any]]) -> None:
         """Do the work of a stage and write down the facts that it returns, unless that was done before."""
         if not self.done(stage):
-            _write(self._file(stage), work())
+            self.finish(stage, work())
+
+    def finish(self, stage: str, facts: Mapping[str, Any]) -> None:
+        """Write down that a stage is finished, with its facts."""
+        _write(self._file(stage), facts)
 
     def _file(self, stage: str) -> Path:
         return self.folder / f"{stage}.done.json"

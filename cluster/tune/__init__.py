@@ -1,1 +1,1 @@
-"""`dendro tune`: finds the shapes that suit a target, its drafter and a machine."""
+"""`dendro tune`: finds the shapes that suit a target, its drafters and a machine."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -99,10 +99,11 @@ def _prompts(size: TuneSize, tokenizer: Tokenizer) -> Prompts:
     return Prompts(tuple(found[: size.learned]), min(size.timed, size.learned), tuple(found[size.learned :]))
 
 
-def plan_of(
+def plans_of(
     config: Config, target: str, size: TuneSize, temperatures: tuple[float, ...], limits: SearchLimits, seed: int
-) -> TunePlan:
-    """The plan of the measurement. Raises BadRequest, naming the field, if nothing can be tuned."""
+) -> tuple[TunePlan, ...]:
+    """The plans of the measurement, one for each drafter. Raises BadRequest, naming the field, if nothing can be
+    tuned."""
     served = config.targets[target]
     names = config.drafters_of(target)
     if not names:
@@ -111,53 +112,57 @@ def plan_of(
         raise BadRequest("tokens", f"{size.tokens} after prompts of {PROMPT_TOKENS}; max_length is {served.max_length}")
     if size.tokens > config.router.max_new_tokens:
         raise BadRequest("tokens", f"{size.tokens}; router.max_new_tokens is {config.router.max_new_tokens}")
-    drafter_parameters, target_parameters = (
-        parameter_count(config.drafters[names[0]].checkpoint),
-        parameter_count(served.checkpoint),
-    )
-    return TunePlan(
-        target,
-        tuple(arm.shape for arm in config.arms_of(target) if arm.off or arm.drafted),
-        _prompts(size, _tokenizer(served, target)),
-        size.tokens,
-        temperatures,
-        tuple(probe for probe in PROBES if probe.rows <= served.max_rows and probe.depth <= served.max_depth),
-        SearchLimits(
-            min(limits.max_rows, served.max_rows),
-            min(limits.max_depth, served.max_depth),
-            limits.max_children,
-        ),
-        drafter_parameters / target_parameters if drafter_parameters and target_parameters else None,
-        seed,
-    )
+    arms, prompts = config.arms_of(target), _prompts(size, _tokenizer(served, target))
+    target_parameters = parameter_count(served.checkpoint)
+    plans = []
+    for name in names:
+        parameters = parameter_count(config.drafters[name].checkpoint)
+        plan = TunePlan(
+            target,
+            name,
+            tuple(arm.shape for arm in arms if arm.off or (arm.drafted and arm.maker == name)),
+            prompts,
+            size.tokens,
+            temperatures,
+            tuple(probe for probe in PROBES if probe.rows <= served.max_rows and probe.depth <= served.max_depth),
+            SearchLimits(
+                min(limits.max_rows, served.max_rows),
+                min(limits.max_depth, served.max_depth),
+                limits.max_children,
+            ),
+            parameters / target_parameters if parameters and target_parameters else None,
+            seed,
+        )
+        plans.append(plan)
+    return tuple(plans)
 
 
-async def run_tune(config: Config, plan: TunePlan, local: bool, begin: Begin) -> dict[str, Any]:
-    """Run the whole measurement; returns the report as JSON values."""
+async def run_tune(config: Config, plans: Sequence[TunePlan], local: bool, begin: Begin) -> dict[str, Any]:
+    """Run the whole measurement, one drafter after the other; returns the report as JSON values."""
     from cluster.engines import device_of
 
     started = time.monotonic()
-    drafter = config.drafters_of(plan.target)[0]
-    served = config.drafters[drafter]
-    ranker = Ranker(served, device_of(served), plan.limits.max_children)
-    tuned: list[Tuned] = []
+    tuned: list[tuple[TunePlan, Tuned]] = []
     async with running(config, local) as address, AsyncClient(address) as client:
-        tuning = Tuning(plan, client, ranker, begin)
-        for temperature in plan.temperatures:
-            tuned.append(await tuning.at(temperature))
+        for plan in plans:
+            drafter = config.drafters[plan.drafter]
+            tuning = Tuning(plan, client, Ranker(drafter, device_of(drafter), plan.limits.max_children), begin)
+            for temperature in plan.temperatures:
+                tuned.append((plan, await tuning.at(temperature)))
+    plan = plans[0]
     prompts = plan.prompts
     return {
         **report_head("tune", started, local, plan.seed, config.targets[plan.target].threads),
         "target": plan.target,
-        "drafter": drafter,
+        "drafters": [each.drafter for each in plans],
         "prompts": {"learned": len(prompts.learned), "timed": prompts.timed, "held_out": len(prompts.held_out)},
         "prompt_tokens": PROMPT_TOKENS,
         "answer_tokens": plan.tokens,
-        "rows": [row for each in tuned for row in rows_of(plan, each)],
-        "chains": [row for each in tuned for row in chains_of(plan, each)],
-        "costs": [costs_row(each) for each in tuned],
-        "arms": arms_of([arm.shape for arm in config.arms_of(plan.target)], tuned),
-        "differences": [line for each in tuned for line in each.differences],
+        "rows": [row for plan, each in tuned for row in rows_of(plan, each)],
+        "chains": [row for plan, each in tuned for row in chains_of(plan, each)],
+        "costs": [costs_row(each) for _, each in tuned],
+        "arms": arms_of(config.arms_of(plan.target), [each for _, each in tuned]),
+        "differences": [line for _, each in tuned for line in each.differences],
         "aims": [],
     }
 
@@ -165,9 +170,9 @@ async def run_tune(config: Config, plan: TunePlan, local: bool, begin: Begin) ->
 def facts_of(report: Report) -> Iterator[str]:
     """The conditions of the measurement, a line each."""
     yield from machine_facts(report)
-    prompts = report["prompts"]
+    prompts, drafters = report["prompts"], ", ".join(report["drafters"])
     yield (
-        f"The target {report['target']}, drafted for by {report['drafter']}. Prompts of {report['prompt_tokens']} "
+        f"The target {report['target']}, drafted for by {drafters}. Prompts of {report['prompt_tokens']} "
         f"tokens, answers of {report['answer_tokens']}: ranks counted on {prompts['learned']}, rounds timed on "
         f"{prompts['timed']} of them; replayed and measured on {prompts['held_out']} others"
     )
@@ -216,17 +221,18 @@ def _chain_cells(row: Report) -> tuple[str, ...]:
 
 def _cost_cells(row: Report) -> tuple[str, ...]:
     names = ("draft_ms", "level_ms", "level_ms_per_row", "step_ms", "step_ms_per_row", "hops_ms", "off_hops_ms")
-    return (f"temperature {row['temperature']:g}", *(f"{row[name]:.3f}" for name in names))
+    return (f"{row['drafter']}, temperature {row['temperature']:g}", *(f"{row[name]:.3f}" for name in names))
 
 
 def tables_of(report: Report) -> Iterator[Cells]:
     """Every table, in order."""
-    for temperature in dict.fromkeys(row["temperature"] for row in report["rows"]):
-        rows = [row for row in report["rows"] if row["temperature"] == temperature]
-        title = f"{report['target']} target, temperature {temperature:g}"
+    for part in dict.fromkeys((row["drafter"], row["temperature"]) for row in report["rows"]):
+        drafter, temperature = part
+        rows = [row for row in report["rows"] if (row["drafter"], row["temperature"]) == part]
+        title = f"{report['target']} target, drafter {drafter}, temperature {temperature:g}"
         rows.sort(key=lambda row: -((row["predicted"] or {}).get("tokens_per_second", 0)))
         yield title, SHAPE_COLUMNS, [_shape_cells(row) for row in rows]
-        chains = [row for row in report["chains"] if row["temperature"] == temperature]
+        chains = [row for row in report["chains"] if (row["drafter"], row["temperature"]) == part]
         if chains:
             first = chains[0]
             yield (
@@ -242,7 +248,9 @@ def tune(
     config: Annotated[Path | None, typer.Argument(help="A configuration; default: the bundled demo.")] = None,
     target: Annotated[str, typer.Option(help="The target's name. Default: the first.")] = "",
     temperatures: Annotated[str, typer.Option(help="Separated by commas; each gets trees of its own.")] = "0,1",
-    quick: Annotated[bool, typer.Option("--quick", help="Under a minute: few prompts, short answers.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Under a minute for each drafter: few prompts, short answers.")
+    ] = False,
     write: Annotated[
         bool,
         typer.Option("--write", help="Write the trees found into CONFIG's speculation.arms; the rest is unchanged."),
@@ -267,7 +275,7 @@ def tune(
     max_children: Annotated[int, typer.Option(min=1, max=CANDIDATES, help="Children of one row.")] = CANDIDATES,
     seed: Annotated[int, typer.Option(help="Seed of sampling and of the order of runs.")] = 0,
 ) -> None:
-    """Find the trees that suit a target, its drafter and this machine.
+    """Find the trees that suit a target, each of its drafters and this machine.
 
     Tokens per second of each tree are predicted from the drafter's ranks of the target's answers to held-out prompts
     and from the measured costs of rounds of different sizes. The best tree at each temperature, found by Sequoia's
@@ -278,7 +286,7 @@ def tune(
     text = text_of(config, checked)
     goal = check_writable(config, write, out, force)
     size = QUICK if quick else FULL
-    plan = plan_of(
+    plans = plans_of(
         checked,
         checked.target_named(target),
         TuneSize(
@@ -291,7 +299,7 @@ def tune(
         SearchLimits(max_rows, max_depth, max_children),
         seed,
     )
-    report = with_bars(lambda begin: asyncio.run(run_tune(checked, plan, local, begin)))
+    report = with_bars(lambda begin: asyncio.run(run_tune(checked, plans, local, begin)))
     present(report, facts_of(report), tables_of(report), json, markdown, differences=report["differences"])
     if goal is not None:
         write_arms(config, text, goal, report["arms"])

@@ -17,6 +17,7 @@ from dendro.shapes import OFF, LevelShape, NodeShape, TreeShape
 from dendro.step_sizes import StepSizes
 from dendro.text import Sampling
 
+from cluster.arms import OFF_ARM, Arm
 from cluster.bench.measurement import Begin, Step
 from cluster.bench.report import Row
 from cluster.bench.statistics import median_estimate
@@ -60,10 +61,11 @@ class Prompts:
 
 @dataclass(frozen=True, slots=True)
 class TunePlan:
-    """The measurements of one target and its drafter."""
+    """The measurements of one target and one of its drafters."""
 
     target: str
-    arms: tuple[TreeShape, ...]  # the configured ones that are drafted, and `off` if configured
+    drafter: str
+    arms: tuple[TreeShape, ...]  # the drafter's configured ones, and `off` if configured
     prompts: Prompts
     tokens: int  # of every answer
     temperatures: tuple[float, ...]
@@ -89,8 +91,9 @@ class TunePlan:
 
 @dataclass(slots=True)
 class Tuned:
-    """The results at one temperature."""
+    """The results of one drafter at one temperature."""
 
+    drafter: str
     temperature: float
     accept: Accept
     costs: LinearCosts
@@ -113,7 +116,7 @@ class Tuning:
     async def at(self, temperature: float) -> Tuned:
         """Count ranks, time shapes, search the best trees, and run them."""
         plan, prompts = self.plan, self.plan.prompts
-        name = f"temperature {temperature:g}"
+        name = f"{plan.drafter}, temperature {temperature:g}"
         step = self._begin(f"{name}: the target's answers", len(prompts.learned) + len(prompts.held_out))
         learned = [await self._trace(prompt, temperature, step) for prompt in prompts.learned]
         held_out = [await self._trace(prompt, temperature, step) for prompt in prompts.held_out]
@@ -135,7 +138,8 @@ class Tuning:
             for children in dict.fromkeys((1, limits.max_children))
         ]
         flat = [rank for trace in learned for rank in trace]
-        tuned = Tuned(temperature, accept, costs, tuple(dict.fromkeys(found)), held_out, flat.count(0) / len(flat))
+        first_rank = flat.count(0) / len(flat)
+        tuned = Tuned(plan.drafter, temperature, accept, costs, tuple(dict.fromkeys(found)), held_out, first_rank)
         await self._run(tuned, name)
         return tuned
 
@@ -145,7 +149,8 @@ class Tuning:
         plan = self.plan
         tokens = min(plan.tokens, most or plan.tokens)
         sampling = plan.sampling(temperature, prompt)
-        return await run_answer(self._client, plan.target, prompt, sampling, tokens, str(shape))
+        speculation = Arm.of(plan.drafter, shape).name(names_drafter=True)
+        return await run_answer(self._client, plan.target, prompt, sampling, tokens, speculation)
 
     async def _trace(self, prompt: Sequence[int], temperature: float, step: Step) -> list[int]:
         answer = await self._answer(prompt, temperature, OFF)
@@ -214,6 +219,7 @@ def rows_of(plan: TunePlan, tuned: Tuned) -> list[Row]:
     rows = []
     for shape, answers in tuned.answers.items():
         row: Row = {
+            "drafter": tuned.drafter,
             "temperature": tuned.temperature,
             "name": str(shape),
             "found": shape in tuned.found,
@@ -268,6 +274,7 @@ def chains_of(plan: TunePlan, tuned: Tuned) -> list[Row]:
             continue
         guesses, measured = shape.depth, _measured(shape, answers)
         row: Row = {
+            "drafter": tuned.drafter,
             "temperature": tuned.temperature,
             "name": str(shape),
             "guesses": guesses,
@@ -301,6 +308,7 @@ def costs_row(tuned: Tuned) -> Row:
     """The fitted costs, in milliseconds."""
     costs = tuned.costs
     return {
+        "drafter": tuned.drafter,
         "temperature": tuned.temperature,
         "draft_ms": round(costs.draft_us / 1e3, 4),
         "level_ms": round(costs.level_us / 1e3, 4),
@@ -312,7 +320,10 @@ def costs_row(tuned: Tuned) -> Row:
     }
 
 
-def arms_of(configured: Sequence[TreeShape], tuned: Sequence[Tuned]) -> list[str]:
-    """Arms for a configuration: `off`, its arms that need no drafter, and the trees found at each temperature."""
-    kept = [OFF, *(arm for arm in configured if not arm.drafted)]
-    return list(dict.fromkeys(str(shape) for shape in [*kept, *(shape for each in tuned for shape in each.found)]))
+def arms_of(configured: Sequence[Arm], tuned: Sequence[Tuned]) -> list[str]:
+    """Arms for a configuration: `off`, its arms that need no drafter, and the trees found for each drafter at each
+    temperature. They name their drafter where several were tuned."""
+    several = len({each.drafter for each in tuned}) > 1
+    kept = [OFF_ARM, *(arm for arm in configured if not arm.drafted)]
+    found = [Arm(each.drafter, shape) for each in tuned for shape in each.found]
+    return list(dict.fromkeys(arm.name(several) for arm in [*kept, *found]))

@@ -37,6 +37,11 @@ class DrafterModel(Protocol):
     def vocabulary(self) -> int: ...
 
     @property
+    def hidden_size(self) -> int:
+        """d, numbers of a hidden row."""
+        ...
+
+    @property
     def max_length(self) -> int:
         """Most tokens of a text."""
         ...
@@ -49,13 +54,30 @@ class DrafterModel(Protocol):
         """hidden [rows, d] -> [rows, V] float32."""
         ...
 
+    def normed(self, hidden: Tensor) -> Tensor:
+        """hidden [rows, d] -> [rows, d] float32: what the model's head multiplies."""
+        ...
 
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Rows of the embedding for any ids >= 0 [...]."""
+        ...
+
+
+def _of_the_library(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> DrafterModel:
+    from drafter_service.models.library import LibraryModel  # transformers takes seconds to import
+
+    return LibraryModel.of(checkpoint, dtype, device)
+
+
+HYBRIDS = ("bamba", "falcon_h1", "granitemoehybrid", "jamba", "nemotron_h", "zamba2")
+"""Kinds with layers that attend and layers with mixers."""
 MODELS: dict[str, Callable[[Checkpoint, torch.dtype, torch.device], DrafterModel]] = {
     "llama": LlamaModel.of,
     "mamba": Mamba1Model.of,
     "mamba2": Mamba2Model.of,
     "qwen2": LlamaModel.of,
     "qwen3": LlamaModel.of,
+    **dict.fromkeys((*HYBRIDS, "granite", "mistral", "olmo2"), _of_the_library),
 }
 
 

@@ -33,6 +33,10 @@ class Ends:
         return self.head.shape[1]
 
     @property
+    def hidden_size(self) -> int:
+        return self.embedding.shape[1]
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of weights and activations."""
         return self.embedding.dtype
@@ -48,6 +52,10 @@ class Ends:
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [rows, d] -> [rows, V] float32."""
         return torch.mm(self._norm(hidden, self.norm), self.head).float()
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """hidden [rows, d] -> [rows, d] float32: what the head multiplies, before it is rounded to `dtype`."""
+        return unit_rms(hidden.float(), self.eps) * self.norm.float()
 
     def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return unit_rms(hidden.float(), self.eps).to(weight.dtype) * weight

@@ -13,15 +13,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from tree_kernels.acceptance_head.cpu import HeadCalls
 from tree_kernels.mamba_level import shapes
 from tree_kernels.mamba_level.cpu import Ints, Product, Scratch, Table, kernels, kind_number
-from tree_kernels.ranking import Orders
-from tree_kernels.ranking.cpu import Ids, Scores
+from tree_kernels.ranking import Orders, ranked
+from tree_kernels.ranking.cpu import ranking_of
 from tree_kernels.tree_levels import LevelCalls
 from tree_layers.states import States
 
 from drafter_service.models.backbone import Backbone, Mixer
 from drafter_service.models.mamba import Mamba1Model, Mamba2Model
+from drafter_service.models.memory import Guesses
 from drafter_service.models.states import SavedTexts, StateSlots
 from drafter_service.plan import NO_NODE, Chains, Level, Levels, TextFold
 
@@ -50,8 +52,9 @@ class FusedEnds:
     def __init__(self, model: Backbone[Mixer], kind: str) -> None:
         self.vocabulary = model.vocabulary
         self.dtype = model.dtype
-        self.width = model.embedding.shape[1]
+        self.width = self.hidden_size = model.hidden_size
         self.kernels = kernels(kind)
+        self.embed, self.normed = model.embed, model.normed
         self.table = Table(1, shapes.CALL_WORDS)
         self.table.put(0, shapes.EMBEDDING, model.embedding)
         self.table.put(0, shapes.FINAL_NORM, model.norm.float())
@@ -97,6 +100,11 @@ class FusedEnds:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [rows, d] float32 -> [rows, V] float32."""
+        return self.scored(hidden)[0]
+
+    def scored(self, hidden: Tensor) -> tuple[Tensor, Ints]:
+        """Logits [rows, V] of hidden [rows, d] float32, and the words of the call, whose NORMED and LOGITS hold its
+        results until the next call."""
         rows = len(hidden)
         (normed,) = self.scratch.parts((4 * rows * self.width,), rows)
         made = torch.empty(rows, self.head.step // 4)
@@ -106,7 +114,7 @@ class FusedEnds:
         call[shapes.LOGITS], call[shapes.LOGITS_STEP] = made.data_ptr(), self.head.step
         assert hidden.stride(1) == 1 and hidden.dtype == torch.float32
         self.kernels.functions["logits"](call.ctypes.data)
-        return made[:, : self.vocabulary]
+        return made[:, : self.vocabulary], call
 
 
 class FusedMamba2Model(FusedEnds):
@@ -119,13 +127,13 @@ class FusedMamba2Model(FusedEnds):
         first = model.layers[0][1]
         self.shape = first.shape
         self.set_number(shapes.GATE_EPS, first.eps)
-        self.set_number(shapes.LEAST_DT, first.dt_limit[0])
-        self.set_number(shapes.MOST_DT, first.dt_limit[1])
+        self.set_number(shapes.LEAST_DT, first.scan.dt_limit[0])
+        self.set_number(shapes.MOST_DT, first.scan.dt_limit[1])
         heads, width, size = self.shape.state.recurrent
         words = self.table.words[0]
         words[shapes.LAYERS] = len(model.layers)
         words[shapes.CHANNELS], words[shapes.HEADS], words[shapes.SIZE] = heads * width, heads, size
-        words[shapes.GROUPS], words[shapes.TAPS] = first.groups, first.conv_weight.shape[0]
+        words[shapes.GROUPS], words[shapes.TAPS] = first.scan.groups, first.scan.conv_weight.shape[0]
         words[shapes.ROUNDED_KIND], words[shapes.STORED_KIND] = kind_number(model.dtype), kind_number(torch.float32)
         self.layers = Table(len(model.layers), shapes.LAYER_WORDS)
         for number, (norm, mixer) in enumerate(model.layers):
@@ -134,15 +142,15 @@ class FusedMamba2Model(FusedEnds):
             self.layers.put_product(number, shapes.OUT_PROJ, outer)
             for word, tensor in (
                 (shapes.NORM, norm.float()),
-                (shapes.CONV_WEIGHT, mixer.conv_weight),
-                (shapes.CONV_BIAS, mixer.conv_bias),
-                (shapes.DT_BIAS, mixer.dt_bias),
-                (shapes.A, mixer.A),
-                (shapes.D, mixer.D.repeat_interleave(width)),
+                (shapes.CONV_WEIGHT, mixer.scan.conv_weight),
+                (shapes.CONV_BIAS, mixer.scan.conv_bias),
+                (shapes.DT_BIAS, mixer.scan.dt_bias),
+                (shapes.A, mixer.scan.A),
+                (shapes.D, mixer.scan.D.repeat_interleave(width)),
                 (shapes.GATE_NORM, mixer.norm.float()),
             ):
                 self.layers.put(number, word, tensor)
-        mixed = 4 * first.conv_weight.shape[1]
+        mixed = 4 * first.scan.conv_weight.shape[1]
         steps = {shapes.INNER: inner.step, shapes.MIXED: mixed, shapes.STEPS: 4 * heads, shapes.PICKED: 0}
         self.set_steps(outer.step, steps)
 
@@ -162,6 +170,11 @@ class OneCallLevels(ABC):
         self._address = int(self._call.ctypes.data)
         self._count, self._table = count, table
         self._levels = LevelCalls(model.kernels, self._call, (shapes.ROWS, shapes.TOKENS, count, table), entry)
+        self._head: HeadCalls | None = None
+
+    def use_head(self, head: HeadCalls) -> None:
+        self._head = head
+        self._levels.use_head(head)
 
     @abstractmethod
     def _enter(self, table: Ints, places: Ints, slots: Ints, parents: Ints, texts: Ints | int) -> None:
@@ -178,15 +191,15 @@ class OneCallLevels(ABC):
         self._call[self._count], self._call[self._table] = rows.count, table.ctypes.data
         return self._forward(rows.tokens)
 
-    def guesses(self, rows: Level, groups: Sequence[int], orders: Orders, width: int) -> tuple[Ids, Scores]:
+    def guesses(self, rows: Level, groups: Sequence[int], depths: Sequence[int], orders: Orders, width: int) -> Guesses:
         levels, count = self._levels, rows.count
         levels.reserve(count, width)
         levels.tokens[:count] = rows.tokens
         texts = rows.texts[0] if len(rows.texts) == 1 else rows.text_of_rows
         self._enter(levels.table[:count], np.arange(count), rows.slots, rows.parents, texts)
-        return self._ranked([count], groups, orders, width)
+        return self._ranked([count], groups, depths, orders, width)
 
-    def guesses_of_levels(self, rows: Levels, orders: Orders, width: int) -> tuple[Ids, Scores]:
+    def guesses_of_levels(self, rows: Levels, depths: Sequence[int], orders: Orders, width: int) -> Guesses:
         levels, count = self._levels, rows.count
         slots, before = np.array(rows.nodes.slots, np.int64), len(rows.nodes.slots) - count
         above = np.array(rows.nodes.above[before:], np.int64)
@@ -196,14 +209,28 @@ class OneCallLevels(ABC):
         places = np.array([place for each in rows.counts for place in range(each)], np.int64)
         parents = np.where(above < 0, NO_NODE, slots[above])
         self._enter(levels.table[:count], places, slots[before:], parents, rows.first.texts[0])
-        return self._ranked(rows.counts, rows.counts, orders, width)
+        return self._ranked(rows.counts, rows.counts, depths, orders, width)
 
-    def _ranked(self, counts: Sequence[int], groups: Sequence[int], orders: Orders, width: int) -> tuple[Ids, Scores]:
+    def guesses_of_hidden(
+        self, hidden: Tensor, groups: Sequence[int], depths: Sequence[int], orders: Orders, width: int
+    ) -> Guesses:
+        (logits, words), head, rows = self._ends.scored(hidden), self._head, len(hidden)
+        if head is None:
+            return Guesses(*ranked(logits, groups, orders, width), None)
+        ranking = ranking_of(logits, groups, orders, width)
+        head.reserve(rows, width)
+        head.set(words.ctypes.data, ranking.words.ctypes.data, groups, depths)
+        head.run()
+        return Guesses(*ranking.results(rows, width), head.results(rows, width))
+
+    def _ranked(
+        self, counts: Sequence[int], groups: Sequence[int], depths: Sequence[int], orders: Orders, width: int
+    ) -> Guesses:
         """The levels that `_levels` is prepared for. counts: rows of each"""
         ends, step = self._ends, self._ends.head.step
         self._call[shapes.HIDDEN], logits = ends.lend_scratch(self._call, max(counts), ends.hidden_step, step)
         self._call[shapes.LOGITS], self._call[shapes.LOGITS_STEP] = logits, step
-        return self._levels.run(counts, groups, orders, width, logits, step)
+        return Guesses(*self._levels.run(counts, groups, depths, orders, width, logits, step))
 
     def _forward(self, tokens: Ints) -> Tensor:
         """Hidden [rows, d] of the rows that the call's tables describe."""
@@ -297,7 +324,7 @@ class FusedMamba1Model(FusedEnds):
         words = self.table.words[0]
         words[shapes.LAYERS] = len(model.layers)
         words[shapes.CHANNELS], words[shapes.SIZE], words[shapes.RANK] = channels, size, first.dt_proj.shape[0]
-        words[shapes.TAPS] = first.conv_weight.shape[0]
+        words[shapes.TAPS] = first.scan.conv_weight.shape[0]
         words[shapes.ROUNDED_KIND] = words[shapes.STORED_KIND] = kind_number(model.dtype)
         self.layers = Table(len(model.layers), shapes.LAYER_WORDS)
         for number, (norm, mixer) in enumerate(model.layers):
@@ -308,10 +335,10 @@ class FusedMamba1Model(FusedEnds):
             self.layers.put_product(number, shapes.PICK, picked)
             self.layers.put_product(number, shapes.DT_PROJ, steps)
             self.layers.put(number, shapes.NORM, norm.float())
-            self.layers.put(number, shapes.CONV_WEIGHT, mixer.conv_weight.float())
-            self.layers.put(number, shapes.CONV_BIAS, mixer.conv_bias.float())
-            self.layers.put(number, shapes.A, mixer.A.t().contiguous())
-            self.layers.put(number, shapes.D, mixer.D)
+            self.layers.put(number, shapes.CONV_WEIGHT, mixer.scan.conv_weight.float())
+            self.layers.put(number, shapes.CONV_BIAS, mixer.scan.conv_bias.float())
+            self.layers.put(number, shapes.A, mixer.scan.A.t().contiguous())
+            self.layers.put(number, shapes.D, mixer.scan.D)
         self.set_steps(
             outer.step,
             {

@@ -1,15 +1,17 @@
-"""The memory of Mamba-2 drafters: a node slot holds the node's inputs, a text slot a state (ALGORITHMS 1.5)."""
+"""The memory of Mamba-2 layers: a node slot holds the node's inputs, a text slot a state (ALGORITHMS 1.5)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from tree_kernels.level_scan import Lines
+from tree_kernels.state_step import Slots
 from tree_layers.mixers import Mamba2Mixer, Root
-from tree_layers.nodes import LevelStep, NodeStates
+from tree_layers.nodes import LayerNodes, LevelStep, NodeLayout, NodeStates
 from tree_layers.states import as_slots
 
 from drafter_service.models.backbone import Backbone
@@ -17,18 +19,42 @@ from drafter_service.models.states import SavedTexts
 from drafter_service.plan import NO_NODE, Chains, Level, TextFold
 
 
-class InputMemory(SavedTexts):
-    """Text slots with states, node slots with inputs."""
+class NodeMixer(Protocol):
+    """A layer's Mamba-2 mixer, with the projections around it; `Mamba2Mixer` has the contracts."""
 
-    def __init__(self, model: Backbone[Mamba2Mixer], texts: int, nodes: int) -> None:
-        shape, count = model.layers[0][1].shape, len(model.layers)
-        self._memory = NodeStates(shape, count, texts, nodes, model.dtype, model.device)
+    @property
+    def A(self) -> Tensor: ...
+
+    @property
+    def shape(self) -> NodeLayout: ...
+
+    def level(self, u: Tensor, memory: LayerNodes, step: LevelStep) -> Tensor: ...
+
+    def chain(
+        self, u: Tensor, memory: LayerNodes, source: Tensor, kept: Tensor, target: Slots, root: Root | None
+    ) -> Tensor: ...
+
+
+Mix = Callable[[int, NodeMixer, Tensor], Tensor]
+"""Runs the mixer of the layer with this number on its input u: [rows, T, d] of chains, [rows, d] of a level."""
+
+
+class InputSlots(SavedTexts):
+    """Text slots with states, node slots with inputs. All mixers have equal shapes."""
+
+    def __init__(
+        self, mixers: Sequence[NodeMixer], texts: int, nodes: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """dtype: of the activations"""
+        shape, count = mixers[0].shape, len(mixers)
+        self._memory = NodeStates(shape, count, texts, nodes, dtype, device)
         super().__init__(self._memory.texts, count * shape.state.bytes_of(torch.float32), count * shape.node_bytes)
-        self._model = model
-        self._factors = torch.stack([mixer.A for _, mixer in model.layers])[:, None, None]  # [layers, 1, 1, H]
+        self._device = device
+        self._factors = torch.stack([mixer.A for mixer in mixers])[:, None, None]  # [layers, 1, 1, H]
 
-    def chain(self, rows: Chains) -> Tensor:
-        memory, device = self._memory, self._model.device
+    def of_chain(self, rows: Chains) -> Mix:
+        """Runs a plan's chains; each layer writes its part of the text slots and root nodes."""
+        memory, device = self._memory, self._device
         source, kept = torch.from_numpy(rows.source).to(device), torch.from_numpy(rows.kept).to(device)
         target, root = as_slots(rows.target, device), None
         if len(rows.roots):
@@ -36,13 +62,14 @@ class InputMemory(SavedTexts):
             memory.hang(rows.roots, rows.target, np.full_like(rows.roots, NO_NODE))
             root = Root(torch.arange(len(rows.roots), device=device), *memory.slots(rows.roots))
 
-        def mix(layer: int, mixer: Mamba2Mixer, u: Tensor) -> Tensor:
+        def mix(layer: int, mixer: NodeMixer, u: Tensor) -> Tensor:
             return mixer.chain(u, memory.layers[layer], source, kept, target, root)
 
-        return self._model.through(torch.from_numpy(rows.tokens).to(device), mix)
+        return mix
 
-    def level(self, rows: Level) -> Tensor:
-        memory, device = self._memory, self._model.device
+    def of_level(self, rows: Level) -> Mix:
+        """Runs a level; each layer writes its part of the new nodes' slots."""
+        memory, device = self._memory, self._device
         written = rows.slots
         taps = memory.hang(written, rows.text_of_rows, rows.parents)
         trees, new = len(rows.counts), max(rows.counts)
@@ -63,10 +90,10 @@ class InputMemory(SavedTexts):
             new=new,
         )
 
-        def mix(layer: int, mixer: Mamba2Mixer, u: Tensor) -> Tensor:
+        def mix(layer: int, mixer: NodeMixer, u: Tensor) -> Tensor:
             return mixer.level(u, memory.layers[layer], step)
 
-        return self._model.through(torch.from_numpy(rows.tokens).to(device), mix)
+        return mix
 
     def fold(self, folds: Sequence[TextFold]) -> None:
         paths = np.full((len(folds), max(len(fold.path) for fold in folds)), NO_NODE, np.int64)
@@ -75,3 +102,17 @@ class InputMemory(SavedTexts):
         source = np.array([fold.source for fold in folds], np.int64)
         target = np.array([fold.target for fold in folds], np.int64)
         self._memory.fold(source, target, paths, self._factors)
+
+
+class InputMemory(InputSlots):
+    """The memory of a Mamba-2."""
+
+    def __init__(self, model: Backbone[Mamba2Mixer], texts: int, nodes: int) -> None:
+        super().__init__([mixer for _, mixer in model.layers], texts, nodes, model.dtype, model.device)
+        self._model = model
+
+    def chain(self, rows: Chains) -> Tensor:
+        return self._model.through(torch.from_numpy(rows.tokens).to(self._device), self.of_chain(rows))
+
+    def level(self, rows: Level) -> Tensor:
+        return self._model.through(torch.from_numpy(rows.tokens).to(self._device), self.of_level(rows))

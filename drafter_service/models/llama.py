@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -70,6 +70,14 @@ class LlamaModel(Ends):
     width: int  # D
     turns: Tensor  # [positions, 2, D] float32: cosine and sine of the rotary embedding, scaled
     max_length: int
+
+    @property
+    def key_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def positions(self) -> int:
+        return len(self.turns)
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> LlamaModel:
@@ -171,7 +179,13 @@ class LlamaModel(Ends):
             queries, keys = rotated[:, : self.heads], torch.stack((rotated[:, self.heads :], values), 1)
             kept.take(number, keys)
             attended = [
-                attend(queries[part.rows], part.text[number], kept.nodes(number, part, keys), part.mask)
+                attend(
+                    queries[part.rows],
+                    part.text[number],
+                    kept.nodes(number, part, keys),
+                    part.mask,
+                    self.width**-0.5,
+                )
                 for part in parts
             ]
             hidden = hidden + torch.mm(torch.cat(attended).flatten(1), layer.out)
@@ -195,16 +209,16 @@ class KeptKeys:
         return keys[part.rows] if part.nodes is None else self._store[layer].index_select(0, part.nodes)
 
 
-def attend(queries: Tensor, text: Tensor, nodes: Tensor, mask: Tensor) -> Tensor:
+def attend(queries: Tensor, text: Tensor, nodes: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Attention over a whole text and some nodes, without a copy of the text.
 
     queries [rows, H, D]   text [tokens, 2, K, D], nodes [n, 2, K, D] keys and values
-    mask [rows, n] float32, added to the scores of the nodes
+    mask [rows, n] float32, added to the scores of the nodes   scale: factor of the scores
     returns [rows, H, D]
     """
     rows, heads, width = queries.shape
     kv_heads = text.shape[2]
-    grouped = queries.view(rows, kv_heads, -1, width).transpose(0, 1).reshape(kv_heads, -1, width) * width**-0.5
+    grouped = queries.view(rows, kv_heads, -1, width).transpose(0, 1).reshape(kv_heads, -1, width) * scale
     (text_keys, text_values), (keys, values) = (each.permute(1, 2, 0, 3).unbind(0) for each in (text, nodes))
     near = torch.matmul(grouped, keys.transpose(1, 2)).float().view(kv_heads, rows, -1, keys.shape[1])
     near = near.add_(mask[:, None]).view(kv_heads, -1, keys.shape[1])
@@ -214,38 +228,72 @@ def attend(queries: Tensor, text: Tensor, nodes: Tensor, mask: Tensor) -> Tensor
     return attended.view(kv_heads, rows, -1, width).transpose(0, 1).reshape(rows, heads, width)
 
 
+class KeyModel(Protocol):
+    """A model with layers that attend, all of equal shapes."""
+
+    @property
+    def key_layers(self) -> int: ...
+
+    @property
+    def kv_heads(self) -> int: ...
+
+    @property
+    def width(self) -> int:
+        """Channels of a head."""
+        ...
+
+    @property
+    def max_length(self) -> int: ...
+
+    @property
+    def positions(self) -> int:
+        """The number of positions that rows may have."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def through(self, tokens: Tensor, positions: Tensor, parts: Sequence[Rows], kept: KeptKeys) -> Tensor:
+        """Hidden [rows, d] of tokens [rows] at these positions; stores their keys and values in `kept`."""
+        ...
+
+
 class KeyMemory:
     """Text slots with the keys and values of all tokens, in buffers that double; node slots with those of one token.
 
     A slot keeps its buffer when it is reused, so that memory never shrinks.
     """
 
-    def __init__(self, model: LlamaModel, texts: int, nodes: int) -> None:
+    def __init__(self, model: KeyModel, texts: int, nodes: int) -> None:
         self._model = model
+        self._layers = model.key_layers
         self._token = (2, model.kv_heads, model.width)
-        none = torch.empty(len(model.layers), 0, *self._token, dtype=model.dtype, device=model.device)
+        none = torch.empty(self._layers, 0, *self._token, dtype=model.dtype, device=model.device)
         self._texts = [none] * texts  # [layers, room, 2, K, D] each; slot 0 stays empty
-        self._nodes = none.new_empty(len(model.layers), nodes, *self._token)
+        self._nodes = none.new_empty(self._layers, nodes, *self._token)
         self._nodes[:, NO_NODE] = 0  # pads trees: masked, but must be finite
 
     @property
     def layout(self) -> str:
         kind = str(self._model.dtype).split(".")[-1]
-        return f"keys-v1/{len(self._model.layers)}/{self._model.kv_heads}x{self._model.width}/{kind}"
+        return f"keys-v1/{self._layers}/{self._model.kv_heads}x{self._model.width}/{kind}"
 
     def text_bytes(self, longest: int) -> int:
         return _room_of(min(longest, self._model.max_length)) * self.node_bytes
 
     @property
     def node_bytes(self) -> int:
-        numbers = len(self._model.layers) * 2 * self._model.kv_heads * self._model.width
+        numbers = self._layers * 2 * self._model.kv_heads * self._model.width
         return numbers * self._model.dtype.itemsize
 
     def save(self, text: int, tokens: int) -> Arrays:
         return {"keys": as_array(self._texts[text][:, :tokens])}
 
     def check(self, arrays: Arrays, tokens: int) -> None:
-        check_arrays(arrays, {"keys": ((len(self._model.layers), tokens, *self._token), self._model.dtype)})
+        check_arrays(arrays, {"keys": ((self._layers, tokens, *self._token), self._model.dtype)})
 
     def load(self, text: int, arrays: Arrays) -> None:
         keys = as_tensor(arrays["keys"], self._model.dtype)
@@ -259,8 +307,8 @@ class KeyMemory:
             for row, (source, start) in enumerate(zip(rows.source.tolist(), rows.starts.tolist(), strict=True))
         ]
         # Padding of a short row may lie past the last position; its output is not used.
-        positions = np.minimum(rows.starts[:, None] + np.arange(time), len(self._model.turns) - 1)
-        keys = self._nodes.new_empty(len(self._model.layers), count * time, *self._token)
+        positions = np.minimum(rows.starts[:, None] + np.arange(time), self._model.positions - 1)
+        keys = self._nodes.new_empty(self._layers, count * time, *self._token)
         hidden = self._through(rows.tokens.ravel(), positions.ravel(), parts, KeptKeys(keys, slice(None)))
         for row, (kept, start) in enumerate(zip(rows.kept.tolist(), rows.starts.tolist(), strict=True)):
             room = self._room(int(rows.source[row]), int(rows.target[row]), start, kept)

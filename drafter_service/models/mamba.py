@@ -125,7 +125,7 @@ def _mamba2(checkpoint: Checkpoint, width: int) -> tuple[dict[str, tuple[int, ..
         "out_proj.weight": (width, channels),
     }
     shapes |= _biases(get, conv=mixed, inner=channels + mixed + heads, outer=width)
-    low, high = (_number(value) for value in get.get("time_step_limit") or (0.0, math.inf))
+    low, high = time_step_limit(get)
     eps = float(get["layer_norm_epsilon"])
 
     def build(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Mamba2Mixer:
@@ -143,6 +143,11 @@ def _biases(config: Mapping[str, Any], conv: int, inner: int, outer: int) -> dic
     return shapes
 
 
+def time_step_limit(config: Mapping[str, Any]) -> tuple[float, float]:
+    """The least and the greatest step of a Mamba-2 by its configuration; transformers writes infinity as an object."""
+    low, high = config.get("time_step_limit") or (0.0, math.inf)
+    return _number(low), _number(high)
+
+
 def _number(value: Any) -> float:
-    """A number of the configuration; transformers writes infinity as an object."""
     return float(value["__float__"]) if isinstance(value, dict) else float(value)

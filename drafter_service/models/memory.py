@@ -6,14 +6,23 @@ A memory runs a plan's rows and folds nodes into texts; what a node slot holds d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from dendro.shelf import Arrays
 from torch import Tensor
+from tree_kernels.acceptance_head.cpu import Chances, HeadCalls
 from tree_kernels.ranking import Orders
 from tree_kernels.ranking.cpu import Ids, Scores
 
 from drafter_service.plan import Chains, Level, Levels, TextFold
+
+
+class Guesses(NamedTuple):
+    """The best tokens of rows, best first."""
+
+    ids: Ids  # [rows, width]
+    scores: Scores  # [rows, width] by which they are ordered
+    chances: Chances | None  # [rows, width] log chances by the acceptance head; None without one
 
 
 class DrafterMemory(Protocol):
@@ -62,16 +71,26 @@ class DrafterMemory(Protocol):
 class FusedMemory(DrafterMemory, Protocol):
     """A memory that ranks the tokens of one or more levels in the call that runs them."""
 
-    def guesses(self, rows: Level, groups: Sequence[int], orders: Orders, width: int) -> tuple[Ids, Scores]:
-        """Ids and scores [rows, width] of each row's best tokens; writes the new nodes' slots.
+    def use_head(self, head: HeadCalls) -> None:
+        """Compute the chances of all guesses by this head from now on. Raises NoKernelsError."""
+        ...
 
-        groups: numbers of adjacent rows whose tokens have the same order; orders: of each group
+    def guesses(self, rows: Level, groups: Sequence[int], depths: Sequence[int], orders: Orders, width: int) -> Guesses:
+        """The `width` best tokens of each row; writes the new nodes' slots.
+
+        groups: numbers of adjacent rows whose tokens have the same order; depths, orders: of each group
         """
         ...
 
-    def guesses_of_levels(self, rows: Levels, orders: Orders, width: int) -> tuple[Ids, Scores]:
-        """Ids and scores [rows, width] of the best tokens of all levels' rows; writes the new nodes' slots.
+    def guesses_of_levels(self, rows: Levels, depths: Sequence[int], orders: Orders, width: int) -> Guesses:
+        """The `width` best tokens of all levels' rows; writes the new nodes' slots.
 
-        orders: of each level; width: more than any of `rows.ranks`
+        depths, orders: of each level; width: more than any of `rows.ranks`
         """
+        ...
+
+    def guesses_of_hidden(
+        self, hidden: Tensor, groups: Sequence[int], depths: Sequence[int], orders: Orders, width: int
+    ) -> Guesses:
+        """The `width` best tokens of hidden rows [rows, d], as of `guesses`."""
         ...

@@ -1,15 +1,17 @@
-"""The memory of Mamba-1 drafters: each node slot holds a state, which is as small as the inputs of eight tokens."""
+"""The memory of Mamba-1 layers: each node slot holds a state, which is as small as the inputs of eight tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 from dendro.shelf import Arrays
 from torch import Tensor
-from tree_layers.mixers import Mamba1Mixer
-from tree_layers.states import States, as_slots
+from tree_kernels.state_step import Slots
+from tree_layers.mixers import Mamba1Mixer, Stop
+from tree_layers.states import States, StateShape, as_slots
 
 from drafter_service.models.backbone import Backbone
 from drafter_service.plan import NO_NODE, Chains, Level, TextFold
@@ -56,32 +58,65 @@ class StateSlots(SavedTexts):
             self._saved.copy(self._first_node + fold.path[-1], fold.target)
 
 
-class StateMemory(StateSlots):
-    """A state in every slot."""
+class StepMixer(Protocol):
+    """A layer's Mamba-1 mixer, with the projections around it; `Mamba1Mixer` has the contracts."""
 
-    def __init__(self, model: Backbone[Mamba1Mixer], texts: int, nodes: int) -> None:
-        shapes = [mixer.shape for _, mixer in model.layers]
-        super().__init__(States(shapes, texts + nodes, model.dtype, model.device), texts)
-        self._model = model
+    @property
+    def shape(self) -> StateShape: ...
 
-    def chain(self, rows: Chains) -> Tensor:
-        states, device = self._saved, self._model.device
+    def step(self, u: Tensor, recurrent: Tensor, conv: Tensor, source: Tensor, target: Slots) -> Tensor: ...
+
+    def chain(self, u: Tensor, recurrent: Tensor, conv: Tensor, source: Tensor, stops: Sequence[Stop]) -> Tensor: ...
+
+
+Mix = Callable[[int, StepMixer, Tensor], Tensor]
+"""Runs the mixer of the layer with this number on its input u: [rows, T, d] of chains, [rows, d] of a level."""
+
+
+class MixedStates(StateSlots):
+    """A state in every slot, and the runs of the mixers that read and write them."""
+
+    def __init__(
+        self, mixers: Sequence[StepMixer], texts: int, nodes: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """dtype: of the activations"""
+        super().__init__(States([mixer.shape for mixer in mixers], texts + nodes, dtype, device), texts)
+        self._device = device
+
+    def of_chain(self, rows: Chains) -> Mix:
+        """Runs a plan's chains; each layer writes its part of the text slots and root nodes."""
+        states, device = self._saved, self._device
         source = torch.from_numpy(rows.source).to(device)
         stops = [(torch.from_numpy(rows.kept).to(device), as_slots(rows.target, device))]
         if len(rows.roots):
             stops.append((torch.from_numpy(rows.lengths).to(device), as_slots(self._first_node + rows.roots, device)))
 
-        def mix(layer: int, mixer: Mamba1Mixer, u: Tensor) -> Tensor:
+        def mix(layer: int, mixer: StepMixer, u: Tensor) -> Tensor:
             return mixer.chain(u, states.recurrent[layer], states.conv[layer], source, stops)
 
-        return self._model.through(torch.from_numpy(rows.tokens).to(device), mix)
+        return mix
 
-    def level(self, rows: Level) -> Tensor:
-        states, device = self._saved, self._model.device
+    def of_level(self, rows: Level) -> Mix:
+        """Runs a level; each layer writes its part of the new nodes' slots."""
+        states, device = self._saved, self._device
         above = np.where(rows.parents == NO_NODE, rows.text_of_rows, self._first_node + rows.parents)
         source, target = torch.from_numpy(above).to(device), as_slots(self._first_node + rows.slots, device)
 
-        def mix(layer: int, mixer: Mamba1Mixer, u: Tensor) -> Tensor:
+        def mix(layer: int, mixer: StepMixer, u: Tensor) -> Tensor:
             return mixer.step(u, states.recurrent[layer], states.conv[layer], source, target)
 
-        return self._model.through(torch.from_numpy(rows.tokens).to(device), mix)
+        return mix
+
+
+class StateMemory(MixedStates):
+    """The memory of a Mamba-1."""
+
+    def __init__(self, model: Backbone[Mamba1Mixer], texts: int, nodes: int) -> None:
+        super().__init__([mixer for _, mixer in model.layers], texts, nodes, model.dtype, model.device)
+        self._model = model
+
+    def chain(self, rows: Chains) -> Tensor:
+        return self._model.through(torch.from_numpy(rows.tokens).to(self._device), self.of_chain(rows))
+
+    def level(self, rows: Level) -> Tensor:
+        return self._model.through(torch.from_numpy(rows.tokens).to(self._device), self.of_level(rows))

@@ -3,52 +3,85 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from accelerate import Accelerator
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from drafter_service.training.loop import autocast, compiled
-from drafter_service.training.losses import projected_loss
+from drafter_service.training.losses import TeacherRows, projected_loss
 from drafter_service.training.rows import TokenRows
 from drafter_service.training.students import StudentForward
-from drafter_service.training.teacher import LabelledRows
 
 # Share of the text's next token in a drafter's loss: it teaches the tail that the kept log-probabilities omit.
 HARD_SHARE = 0.1
 DRAFTER_ROWS = 8  # of a drafter's training step
 
 
+class Labelled(Protocol):
+    """Rows with a teacher's outputs."""
+
+    def batch(self, step: int, rows: int, seed: int) -> tuple[Tensor, Tensor, TeacherRows]:
+        """Of a step of so many rows those of this process: inputs, labels and the teacher's outputs for them."""
+        ...
+
+
+class StudentLoss(nn.Module):
+    """The loss of rows, as one module: processes that train together average the gradients of a module's forward."""
+
+    def __init__(self, model: PreTrainedModel, device: torch.device, compile_forward: bool) -> None:
+        super().__init__()
+        self.model = model
+        self._device = device
+        forward = StudentForward(model)
+        self._forward = (compiled(forward) if compile_forward else forward,)  # in a tuple: its parameters are `model`'s
+
+    def forward(self, inputs: Tensor, labels: Tensor, teacher: TeacherRows | None, hard_share: float) -> Tensor:
+        """Nats per token of inputs and labels [rows, length]."""
+        if teacher is not None:
+            teacher = teacher.to(self._device)
+        with autocast(self._device):
+            hidden = self._forward[0](inputs.to(self._device))
+            return projected_loss(hidden, self.model.lm_head.weight, labels.to(self._device), teacher, hard_share)
+
+
 def text_loss(
-    model: PreTrainedModel, rows: TokenRows, device: torch.device, compile_forward: bool = True
+    model: PreTrainedModel,
+    rows: TokenRows,
+    device: torch.device,
+    compile_forward: bool = True,
+    processes: Accelerator | None = None,
 ) -> Callable[[int], Tensor]:
-    """The loss of step s on the text's next tokens."""
-    forward = _forward(model, compile_forward)
+    """The loss of step s on the text's next tokens; of several `processes`, on the share that `rows` has."""
+    loss = _prepared(StudentLoss(model, device, compile_forward), processes)
 
     def batch_loss(step: int) -> Tensor:
-        inputs, labels = (tensor.to(device) for tensor in rows.batch(step))
-        with autocast(device):
-            return projected_loss(forward(inputs), model.lm_head.weight, labels)
+        return loss(*rows.batch(step), None, 1.0)
 
     return batch_loss
 
 
 def distillation_loss(
-    model: PreTrainedModel, rows: LabelledRows, seed: int, device: torch.device, compile_forward: bool = True
+    model: PreTrainedModel,
+    rows: Labelled,
+    seed: int,
+    device: torch.device,
+    compile_forward: bool = True,
+    step_rows: int = DRAFTER_ROWS,
+    processes: Accelerator | None = None,
 ) -> Callable[[int], Tensor]:
-    """The loss of step s against the teacher, on DRAFTER_ROWS rows in an order of `seed`."""
-    forward = _forward(model, compile_forward)
+    """The loss of step s against the teacher, on `step_rows` rows in an order of `seed`; of several `processes`, on the
+    share that `rows` has."""
+    loss = _prepared(StudentLoss(model, device, compile_forward), processes)
 
     def batch_loss(step: int) -> Tensor:
-        inputs, labels, teacher = rows.batch(step, DRAFTER_ROWS, seed)
-        with autocast(device):
-            hidden = forward(inputs.to(device))
-            return projected_loss(hidden, model.lm_head.weight, labels.to(device), teacher.to(device), HARD_SHARE)
+        return loss(*rows.batch(step, step_rows, seed), HARD_SHARE)
 
     return batch_loss
 
 
-def _forward(model: PreTrainedModel, compile_forward: bool) -> Callable[..., Any]:
-    forward = StudentForward(model)
-    return compiled(forward) if compile_forward else forward
+def _prepared(loss: StudentLoss, processes: Accelerator | None) -> Callable[..., Tensor]:
+    prepared: Callable[..., Tensor] = loss if processes is None else processes.prepare_model(loss)
+    return prepared

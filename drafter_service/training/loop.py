@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast
 from torch import Tensor, nn
 
 from drafter_service.training.saving import replacing
@@ -132,7 +134,9 @@ class Trainer:
     """Trains `model` on the loss that `batch_loss` returns for each step, and saves its state to `state_path`.
 
     `batch_loss(step)` runs the forward of step 0, 1, ... and returns its loss in nats per token; it must depend on the
-    step alone, so that a resumed run sees the same rows as an uninterrupted one.
+    step alone, so that a resumed run sees the same rows as an uninterrupted one. Where several `processes` train
+    together, each has a share of the rows, and their gradients are averaged in the backward of the loss; the first
+    process's time decides for all how much of the budget is spent, and it alone saves.
     """
 
     def __init__(
@@ -142,12 +146,14 @@ class Trainer:
         tokens_per_step: int,
         recipe: Recipe,
         state_path: Path,
+        processes: Accelerator | None = None,
     ) -> None:
         self.model = model
         self.batch_loss = batch_loss
         self.tokens_per_step = tokens_per_step
         self.recipe = recipe
         self.state_path = state_path
+        self.processes = processes if processes is not None and processes.num_processes > 1 else None
         self.optimizers = optimizers(model, recipe)
         self.step = 0
         self.seconds = 0.0
@@ -160,7 +166,7 @@ class Trainer:
         self.model.train()
         saved_at = started = time.monotonic()
         before = self.seconds
-        while (spent := self.recipe.budget.spent(self.seconds, self.step)) < 1 and self.step != stop_at_step:
+        while (spent := self._spent()) < 1 and self.step != stop_at_step:
             step_started = time.monotonic()
             loss = self._take_step(self.recipe.rate(spent))
             self.mean_loss = loss if math.isnan(self.mean_loss) else 0.98 * self.mean_loss + 0.02 * loss
@@ -176,6 +182,13 @@ class Trainer:
         self._save()
         return Trained(self.step, self.step * self.tokens_per_step, self.seconds, self.mean_loss)
 
+    def _spent(self) -> float:
+        """The fraction of the budget that is used up, the same for all processes."""
+        spent = self.recipe.budget.spent(self.seconds, self.step)
+        if self.processes is None:
+            return spent
+        return float(broadcast(torch.tensor([spent], dtype=torch.float64, device=self.processes.device)).item())
+
     def _take_step(self, rate: float) -> float:
         loss = self.batch_loss(self.step)
         loss.backward()
@@ -185,10 +198,14 @@ class Trainer:
                 group["lr"] = group.setdefault("peak_lr", group["lr"]) * rate
             optimizer.step()
             optimizer.zero_grad()
-        return loss.item()
+        if self.processes is not None:
+            loss = self.processes.reduce(loss.detach(), reduction="mean")
+        return float(loss.item())
 
     def _save(self) -> None:
         """A kill in between, or a full disk, which raises NotSaved, leaves the previous state."""
+        if self.processes is not None and not self.processes.is_main_process:
+            return
         state = {
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],

@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One of the processes that train a model together, and so its share of the rows of a step."""
+
+    process: int = 0
+    processes: int = 1
+
+    def of(self, rows: int) -> slice:
+        """Its rows, a whole part of them. Raises ValueError for a number of rows that cannot be shared equally."""
+        if rows % self.processes:
+            raise ValueError(f"{rows} rows cannot be shared by {self.processes} processes")
+        own = rows // self.processes
+        return slice(self.process * own, (self.process + 1) * own)
+
+
+ALONE = Share()
 
 
 def token_dtype(vocabulary: int) -> type[np.unsignedinteger]:
@@ -19,11 +39,12 @@ class TokenRows:
     rows, so a resumed run sees the same rows as an uninterrupted one.
     """
 
-    def __init__(self, tokens: np.ndarray, rows: int, length: int, seed: int) -> None:
+    def __init__(self, tokens: np.ndarray, rows: int, length: int, seed: int, share: Share = ALONE) -> None:
         self.tokens = tokens  # [tokens] of token_dtype
         self.rows = rows
         self.length = length
         self.seed = seed
+        self.own = share.of(rows)
         self.windows = (len(tokens) - 1) // length - 1
         if self.windows < rows:
             raise ValueError(f"{len(tokens)} tokens are too few for {rows} rows of {length}")
@@ -32,14 +53,16 @@ class TokenRows:
         self._shift = 0
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """The inputs and labels of one step: two [rows, length] int64 tensors, the second one token ahead."""
+        """The inputs and labels of one step, or this process's share of them: two [rows, length] int64 tensors, the
+        second one token ahead."""
         steps_per_epoch = self.windows // self.rows
         epoch, place = divmod(step, steps_per_epoch)
         if epoch != self._epoch:
             rng = np.random.default_rng((self.seed, epoch))
             self._epoch, self._order = epoch, rng.permutation(self.windows)
             self._shift = int(rng.integers(self.length))
-        starts = self._order[place * self.rows : (place + 1) * self.rows] * self.length + self._shift
+        chosen = self._order[place * self.rows : (place + 1) * self.rows][self.own]
+        starts = chosen * self.length + self._shift
         window = np.stack([self.tokens[start : start + self.length + 1] for start in starts]).astype(np.int64)
         pieces = torch.from_numpy(window)
         return pieces[:, :-1].contiguous(), pieces[:, 1:].contiguous()

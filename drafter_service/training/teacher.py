@@ -1,16 +1,18 @@
-"""The teacher's outputs, computed once and read by every student.
+"""The teacher's outputs: computed once and read by every student, or computed during a student's training.
 
-Running the teacher inside a student's loop would cost four times the student. Instead its largest log-probabilities are
-written to disk, one chunk of rows at a time. Every fourth chunk is text that the teacher generated after a few real
-tokens, because a draft is accepted where the drafter agrees with the target on the target's own text.
+Its largest log-probabilities are computed one chunk of rows at a time. Every fourth chunk is text that the teacher
+generated after a few real tokens, because a draft is accepted where the drafter agrees with the target on the target's
+own text. On disk each label is used several times; computed during the training, every step has new text, and the
+teacher costs a few times the student.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from drafter_service.training.loop import Budget, autocast, compiled
+from drafter_service.training.loop import Budget, autocast
 from drafter_service.training.losses import TeacherRows
-from drafter_service.training.rows import TokenRows, token_dtype
+from drafter_service.training.rows import ALONE, Share, TokenRows, token_dtype
 from drafter_service.training.saving import replacing
-from drafter_service.training.stepping import SteppedText
+from drafter_service.training.stepping import CHECKED_STEPS, SteppedText
 
 KEPT = 32  # log-probabilities per position
 CHUNK_ROWS = 256
@@ -31,6 +33,7 @@ ROW_TOKENS = 256
 OWN_TEXT_STARTS = (16, 128)  # fewest and most real tokens at the start of a generated row
 OWN_TEXT_TEMPERATURES = (0.0, 0.7, 1.0)
 OWN_TEXT_EVERY = 4  # chunks; a generated chunk takes eight times as long as a real one
+TIMED_STEPS = 5
 FORWARD_ROWS = 16
 FORWARD_LOGITS = 1 << 26  # float32 numbers that a forward's logits may have; 256 MB
 
@@ -53,12 +56,34 @@ class TeacherText:
         return min(fewest, self.row_tokens // 4), min(most, self.row_tokens // 2)
 
 
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Rows with the teacher's outputs for the first `length` positions."""
+
+    tokens: np.ndarray  # [rows, length + 1]
+    ids: np.ndarray  # [rows, length, K], of the next token
+    log_probs: np.ndarray  # [rows, length, K] float16
+
+
+ARRAYS = ("tokens", "ids", "log_probs")
+
+
+def is_own(chunk: int) -> bool:
+    """Whether the teacher generates the text of a chunk."""
+    return chunk % OWN_TEXT_EVERY == 1
+
+
+def _process(chunk: int, share: Share) -> bool:
+    """Whether the chunk is the process's: they take turns at generated chunks, and turns at the others."""
+    own = (chunk + OWN_TEXT_EVERY - 2) // OWN_TEXT_EVERY  # generated chunks before this one
+    return (own if is_own(chunk) else chunk - own) % share.processes == share.process
+
+
 class TeacherFolder:
     """Chunks of rows with the teacher's outputs: folders `00000` and so on, each whole or absent.
 
-    A chunk has `tokens.npy` [rows, length + 1] and, for the first `length` positions, `ids.npy` and `log_probs.npy`
-    [rows, length, K], float16, of the next token; ids are uint16, or uint32 for a large vocabulary. `facts.json` has
-    whether the teacher generated it (`own`), and the seconds that it took, which a resumed run counts as spent.
+    A chunk has the arrays of `Chunk`; ids are uint16, or uint32 for a large vocabulary. `facts.json` has whether the
+    teacher generated it (`own`), and the seconds that it took, which a resumed run counts as spent.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -68,32 +93,40 @@ class TeacherFolder:
     def __len__(self) -> int:
         return len(self._chunks())
 
-    def seconds(self) -> float:
-        return float(sum(facts["seconds"] for facts in self._facts()))
+    def seconds(self, share: Share = ALONE) -> float:
+        """That a process spent on its chunks."""
+        return float(sum(facts["seconds"] for chunk, facts in self._facts().items() if _process(chunk, share)))
 
     def own_share(self) -> float:
         """The share of the chunks that the teacher generated."""
-        return float(np.mean([facts["own"] for facts in self._facts()]))
+        return float(np.mean([facts["own"] for facts in self._facts().values()]))
 
-    def append(self, tokens: np.ndarray, ids: np.ndarray, log_probs: np.ndarray, own: bool, seconds: float) -> None:
-        """Add a chunk. Raises NotSaved on a full disk."""
-        with replacing(self.folder / f"{len(self):05d}") as partial:
+    def has(self, chunk: int) -> bool:
+        return self._path(chunk).exists()
+
+    def add(self, chunk: int, labelled: Chunk, seconds: float) -> None:
+        """Raises NotSaved on a full disk."""
+        with replacing(self._path(chunk)) as partial:
             partial.mkdir()
-            for name, array in (("tokens", tokens), ("ids", ids), ("log_probs", log_probs)):
-                np.save(partial / f"{name}.npy", array)
-            (partial / "facts.json").write_text(json.dumps({"own": own, "seconds": seconds}))
+            for name in ARRAYS:
+                np.save(partial / f"{name}.npy", getattr(labelled, name))
+            (partial / "facts.json").write_text(json.dumps({"own": is_own(chunk), "seconds": seconds}))
 
-    def read(self) -> LabelledRows:
-        """All rows, mapped from the disk."""
+    def read(self, share: Share = ALONE) -> LabelledRows:
+        """All rows, mapped from the disk, for one of the processes that train with them."""
         if not len(self):
             raise ValueError(f"no teacher outputs in {self.folder}")
-        return LabelledRows([*zip(*(self._arrays(name) for name in ("tokens", "ids", "log_probs")), strict=True)])
+        return LabelledRows([Chunk(*arrays) for arrays in zip(*map(self._arrays, ARRAYS), strict=True)], share)
+
+    def _path(self, chunk: int) -> Path:
+        return self.folder / f"{chunk:05d}"
 
     def _chunks(self) -> list[Path]:
         return sorted(path for path in self.folder.iterdir() if path.name.isdigit())
 
-    def _facts(self) -> list[dict[str, Any]]:
-        return [json.loads((chunk / "facts.json").read_text()) for chunk in self._chunks()]
+    def _facts(self) -> dict[int, dict[str, Any]]:
+        """By the chunk's number."""
+        return {int(chunk.name): json.loads((chunk / "facts.json").read_text()) for chunk in self._chunks()}
 
     def _arrays(self, name: str) -> list[np.ndarray]:
         return [np.load(chunk / f"{name}.npy", mmap_mode="r") for chunk in self._chunks()]
@@ -102,10 +135,10 @@ class TeacherFolder:
 class LabelledRows:
     """The rows of a teacher's chunks, all of equal size. Their order depends on the seed and the epoch."""
 
-    def __init__(self, chunks: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> None:
-        """chunks: tokens [rows, length + 1], ids and log_probs [rows, length, K] of each"""
+    def __init__(self, chunks: list[Chunk], share: Share = ALONE) -> None:
         self._chunks = chunks
-        self._rows = len(chunks[0][0])
+        self._share = share
+        self._rows = len(chunks[0].tokens)
         self._epoch: tuple[int, int] | None = None
         self._order = np.empty(0, np.int64)
 
@@ -115,17 +148,19 @@ class LabelledRows:
     @property
     def tokens(self) -> int:
         """Labelled tokens."""
-        return len(self) * int(self._chunks[0][1].shape[1])
+        return len(self) * int(self._chunks[0].ids.shape[1])
 
     def batch(self, step: int, rows: int, seed: int) -> tuple[Tensor, Tensor, TeacherRows]:
-        """Inputs and labels [rows, length] int64 and the teacher's outputs for the labels."""
+        """Inputs and labels [rows, length] int64 and the teacher's outputs for the labels; of several processes, this
+        one's share of the rows."""
         epoch, place = divmod(step, len(self) // rows)
         if self._epoch != (seed, epoch):
             self._epoch, self._order = (seed, epoch), np.random.default_rng((seed, epoch)).permutation(len(self))
-        chosen = [divmod(int(row), self._rows) for row in np.sort(self._order[place * rows : (place + 1) * rows])]
+        own = np.sort(self._order[place * rows : (place + 1) * rows])[self._share.of(rows)]
+        chosen = [divmod(int(row), self._rows) for row in own]
         tokens, ids, log_probs = (
-            torch.from_numpy(np.stack([self._chunks[chunk][part][row] for chunk, row in chosen]).astype(dtype))
-            for part, dtype in enumerate((np.int64, np.int64, np.float16))
+            torch.from_numpy(np.stack([getattr(self._chunks[chunk], name)[row] for chunk, row in chosen]).astype(dtype))
+            for name, dtype in zip(ARRAYS, (np.int64, np.int64, np.float16), strict=True)
         )
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), TeacherRows(ids, log_probs)
 
@@ -174,68 +209,134 @@ def _own_starts(text: TeacherText, rows: np.ndarray, rng: np.random.Generator) -
     return np.stack([text.corpus[start : start + length] for start in first]).astype(np.int64), given
 
 
+class Labeller:
+    """Labels the chunks of a text. Chunk c depends on the seed and c alone.
+
+    Logits are those of the model's own forward, with what it does after its head; compiling it takes a minute on a CPU
+    and saves 3 % (the demo target).
+    """
+
+    def __init__(self, model: PreTrainedModel, text: TeacherText, seed: int) -> None:
+        self._model = model
+        self._seed = seed
+        self._rows = TokenRows(text.corpus, text.chunk_rows, text.row_tokens, seed)
+        self._device = next(model.parameters()).device
+        self.text = text
+
+    def chunk(self, chunk: int) -> Chunk:
+        inputs, labels = self._rows.batch(chunk)
+        tokens = torch.cat([inputs, labels[:, -1:]], 1)
+        if is_own(chunk):
+            rng = np.random.default_rng((self._seed, chunk))
+            found = _own_starts(self.text, tokens.numpy(), rng)
+            starts, given = (torch.from_numpy(each).to(self._device) for each in found)
+            tokens = write_own_text(self._model, starts, given, self.text, self._seed * 1_000_003 + chunk)
+        ids, log_probs = _largest(self._model, tokens[:, :-1].to(self._device), self.text.vocabulary)
+        dtype = token_dtype(self.text.vocabulary)
+        return Chunk(tokens.cpu().numpy().astype(dtype), ids.astype(dtype), log_probs)
+
+
 def write_teacher_outputs(
-    model: PreTrainedModel,
-    text: TeacherText,
+    labeller: Labeller,
     folder: TeacherFolder,
     budget: Budget,
-    seed: int,
     on_chunk: Callable[[float, int], None],
-    compile_forward: bool = True,
+    share: Share = ALONE,
 ) -> None:
-    """Add chunks to the folder until the budget (in seconds, or in chunks) is spent; at least two.
+    """Add a process's chunks to the folder until the budget (in seconds, or in chunks) is spent; chunks 0 and 1 always.
 
-    `on_chunk(fraction of the budget, chunks)` is called after each. Chunk c depends on the seed and c alone. Logits are
-    those of the model's own forward, with what it does after its head. Raises NotSaved on a full disk.
+    `on_chunk(fraction of the budget, chunks in the folder)` is called after each. Raises NotSaved on a full disk.
     """
-    device = next(model.parameters()).device
-    rows = TokenRows(text.corpus, text.chunk_rows, text.row_tokens, seed)
-    forward = compiled(model) if compile_forward else model
-    dtype = token_dtype(text.vocabulary)
-    seconds = folder.seconds()
-    while budget.spent(seconds, len(folder)) < 1 or len(folder) < 2:
+    seconds = folder.seconds(share)
+    for chunk in _own_chunks(share):
+        if chunk > 1 and budget.spent(seconds, chunk) >= 1:
+            return
+        if folder.has(chunk):
+            continue
         started = time.monotonic()
-        chunk = len(folder)
-        inputs, labels = rows.batch(chunk)
-        tokens = torch.cat([inputs, labels[:, -1:]], 1)
-        own = chunk % OWN_TEXT_EVERY == 1
-        if own:
-            rng = np.random.default_rng((seed, chunk))
-            starts, given = (torch.from_numpy(each).to(device) for each in _own_starts(text, tokens.numpy(), rng))
-            tokens = write_own_text(model, starts, given, text, seed * 1_000_003 + chunk)
-        ids, log_probs = _largest(forward, tokens[:, :-1].to(device), text.vocabulary)
+        labelled = labeller.chunk(chunk)
         took = time.monotonic() - started
-        folder.append(tokens.cpu().numpy().astype(dtype), ids.astype(dtype), log_probs, own, took)
+        folder.add(chunk, labelled, took)
         seconds += took
-        on_chunk(budget.spent(seconds, len(folder)), len(folder))
+        on_chunk(budget.spent(seconds, chunk + 1), len(folder))
+
+
+def _own_chunks(share: Share) -> Iterator[int]:
+    return (chunk for chunk in count() if _process(chunk, share))
+
+
+class LiveRows:
+    """Rows that the teacher labels when a step needs them: always new text, and nothing on disk.
+
+    A group of chunks, one in OWN_TEXT_EVERY of them generated, is labelled at the first step that needs it; a resumed
+    run labels its last group again. Each of several processes has groups of its own.
+    """
+
+    def __init__(self, labeller: Labeller, share: Share = ALONE) -> None:
+        self._labeller = labeller
+        self._share = share
+        self._group: int | None = None
+        self._rows: LabelledRows | None = None
+
+    def batch(self, step: int, rows: int, seed: int) -> tuple[Tensor, Tensor, TeacherRows]:
+        """Inputs and labels [rows, length] int64 and the teacher's outputs for the labels; of several processes, this
+        one's share of the rows."""
+        own = self._share.of(rows)
+        own_rows = own.stop - own.start
+        group, place = divmod(step, self._steps(own_rows))
+        if self._group != group or self._rows is None:
+            first = (group * self._share.processes + self._share.process) * OWN_TEXT_EVERY
+            chunks = [self._labeller.chunk(chunk) for chunk in range(first, first + OWN_TEXT_EVERY)]
+            self._group, self._rows = group, LabelledRows(chunks)
+        return self._rows.batch(place, own_rows, seed + group)
+
+    def tokens(self, steps: int, rows: int) -> int:
+        """Labelled for so many steps, by all processes."""
+        own_rows = rows // self._share.processes
+        groups = -(-steps // self._steps(own_rows)) * self._share.processes
+        return groups * OWN_TEXT_EVERY * self._labeller.text.chunk_rows * self._labeller.text.row_tokens
+
+    def _steps(self, own_rows: int) -> int:
+        """Of a group."""
+        steps = OWN_TEXT_EVERY * self._labeller.text.chunk_rows // own_rows
+        if not steps:
+            raise ValueError(f"{own_rows} rows of a step are more than a group's")
+        return steps
 
 
 @torch.inference_mode()
 def rows_within(model: PreTrainedModel, text: TeacherText, seconds: float) -> int:
-    """How many rows of own text the model writes in about so many seconds, by the time of one step of each number:
-    `text.chunk_rows`, or its half, quarter and so on."""
+    """How many rows of own text the model writes in about so many seconds, by the fastest of TIMED_STEPS steps of each
+    number, as other work may delay a step: `text.chunk_rows`, or its half, quarter and so on."""
     device = next(model.parameters()).device
     rows, prompt = text.chunk_rows, torch.from_numpy(text.corpus[: text.given[0]].astype(np.int64)).to(device)
     while rows > 1:
         stepped = SteppedText(model)
         with autocast(device):
             stepped.feed(prompt.expand(rows, -1))
-            started = time.monotonic()
-            stepped.feed(prompt[-1:].expand(rows, -1)).sum().item()  # waits for a GPU
-        if (time.monotonic() - started) * text.row_tokens <= seconds:
+            for _ in range(CHECKED_STEPS):  # slower than the others
+                stepped.feed(prompt[-1:].expand(rows, -1))
+            fastest = min(_timed(stepped, prompt[-1:].expand(rows, -1)) for _ in range(TIMED_STEPS))
+        if fastest * text.row_tokens <= seconds:
             break
         rows //= 2
     return rows
 
 
+def _timed(stepped: SteppedText, tokens: Tensor) -> float:
+    started = time.monotonic()
+    stepped.feed(tokens).sum().item()  # waits for a GPU
+    return time.monotonic() - started
+
+
 @torch.inference_mode()
-def _largest(forward: Callable[..., Any], tokens: Tensor, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
+def _largest(model: PreTrainedModel, tokens: Tensor, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
     """Ids and log-probabilities of the most likely next tokens at every position: [rows, positions, K] each."""
     rows = max(1, min(FORWARD_ROWS, FORWARD_LOGITS // (tokens.shape[1] * vocabulary)))
     ids, log_probs = [], []
     for part in tokens.split(rows):
         with autocast(tokens.device):
-            scores = forward(part, use_cache=False).logits[..., :vocabulary].float()
+            scores = model(part, use_cache=False).logits[..., :vocabulary].float()
         kept = scores.topk(min(KEPT, vocabulary), dim=-1)
         ids.append(kept.indices.cpu().numpy())
         log_probs.append((kept.values - scores.logsumexp(-1, keepdim=True)).half().cpu().numpy())

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -126,6 +126,26 @@ def read_config(path: str | Path) -> dict[str, Any]:
     """The configuration with transformers' keys. Raises CheckpointError."""
     folder = Path(path)
     return _normalised(folder, _read_raw(folder), _shapes(folder))[1]
+
+
+def decoded(value: Any) -> Any:
+    """A value of a configuration file; transformers writes infinity as an object, as JSON has none."""
+    if isinstance(value, list):
+        return [decoded(each) for each in value]
+    if isinstance(value, Mapping):
+        return (
+            float(value["__float__"]) if "__float__" in value else {key: decoded(each) for key, each in value.items()}
+        )
+    return value
+
+
+def rope_types(config: Mapping[str, Any]) -> Iterator[str]:
+    """The types of rotary embeddings that a configuration names, under any of its keys for them."""
+    for key in ("rope_parameters", "rope_scaling"):
+        settings = config.get(key)
+        for each in (settings, *(settings.values() if isinstance(settings, dict) else ())):
+            if isinstance(each, dict):
+                yield str(each.get("rope_type", each.get("type", "default")))
 
 
 def whole(folder: Path, config: Mapping[str, Any], key: str) -> int:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tree_layers.errors import CheckpointError
+from tree_layers.token_bytes import TokenForm, form_of
 
 TOKENIZER, SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
 VOCAB, MERGES, ADDED = "vocab.json", "merges.txt", "added_tokens.json"
@@ -36,6 +37,7 @@ class TokenTable:
 
     texts: Mapping[int, str]  # by id, added tokens included
     added: frozenset[int]  # ids of control tokens, and of tokens added after the tokenizer's training
+    form: TokenForm = field(default="", compare=False)  # how the texts spell bytes; empty where they do not
     size: int = field(init=False)  # the greatest id plus one
 
     def __post_init__(self) -> None:
@@ -60,8 +62,9 @@ def read_tokens(folder: Path) -> TokenTable | None:
     be read."""
     if (folder / TOKENIZER).is_file():
         return _from_tokenizer_json(folder)
+    form: TokenForm = "byte-level"
     if (folder / SENTENCEPIECE).is_file():
-        texts, added = _from_sentencepiece(folder)
+        (texts, added), form = _from_sentencepiece(folder), "metaspace"
     elif (folder / VOCAB).is_file() and (folder / MERGES).is_file():
         texts, added = _by_id(folder, VOCAB, read_object(folder, VOCAB)), set()
     else:
@@ -69,7 +72,7 @@ def read_tokens(folder: Path) -> TokenTable | None:
     for found in _more_tokens(folder):
         texts |= found
         added |= found.keys()
-    return _checked(folder, texts, added)
+    return _checked(folder, texts, added, form)
 
 
 def _from_tokenizer_json(folder: Path) -> TokenTable:
@@ -86,7 +89,7 @@ def _from_tokenizer_json(folder: Path) -> TokenTable:
         )
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{folder}: {TOKENIZER} is unreadable: added_tokens: {error!r}") from error
-    return _checked(folder, texts | added, set(added))
+    return _checked(folder, texts | added, set(added), form_of(parsed.get("decoder")))
 
 
 def _from_sentencepiece(folder: Path) -> tuple[dict[int, str], set[int]]:
@@ -179,10 +182,10 @@ def _text(folder: Path, name: str, pair: Any) -> str:
     return pair[0]
 
 
-def _checked(folder: Path, texts: dict[int, str], added: set[int]) -> TokenTable:
+def _checked(folder: Path, texts: dict[int, str], added: set[int], form: TokenForm) -> TokenTable:
     if not texts:
         raise CheckpointError(f"{folder}: its tokenizer is unreadable: it has no tokens")
-    return TokenTable(texts, frozenset(added))
+    return TokenTable(texts, frozenset(added), form)
 
 
 def read_object(folder: Path, name: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any, TypedDict, cast
 import grpc.aio
 
 from dendro.errors import BadRequest, Conflict, DendroError, EngineFailed, PeerLost, error_for
-from dendro.text import Finish
+from dendro.text import Finish, StopStrings
 from dendro.v1 import generation_pb2 as pb
 
 REASON_KEY = "dendro-reason"
@@ -49,6 +49,7 @@ MODES = {
 FINISHES = {
     pb.FINISH_REASON_END_OF_TEXT: Finish.END_OF_TEXT,
     pb.FINISH_REASON_LENGTH: Finish.LENGTH,
+    pb.FINISH_REASON_STOP_STRING: Finish.STOP_STRING,
     pb.FINISH_REASON_STOP_TOKEN: Finish.STOP_TOKEN,
 }
 
@@ -71,8 +72,8 @@ class Round:
 
     offset: int  # tokens of the answer before this round
     token_ids: tuple[int, ...]
-    text: str
-    shape: str  # "off", "(3,2,1)"; empty: the answer was sent from its record
+    text: str  # with stop strings, less what could begin one; a later round has that
+    shape: str  # "off", "(3,2,1)", "small:(3,2,1)" of one of several drafters; empty: sent from the answer's record
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ class Speculation:
     """
 
     mode: Mode = Mode.AUTO
-    shape: str = ""  # with FIXED: "(3,2,1)", "nodes(2,1)", "beam(4,3)", "dynamic(6,5,24)", "proposed(7)"
+    shape: str = ""  # with FIXED: "(3,2,1)", "small:(3,2,1)", "dynamic(6,5,24)", "until(0.6,8)", "proposed(7)", ...
     policy: str = ""  # with AUTO, the policy that picks the shapes; empty: the server's
     max_nodes: int | None = None  # the most guesses in a round; None: the target's limit
     deadline_ms: int | None = None  # the longest that a round waits for its draft; None: the server's limit
@@ -117,7 +118,7 @@ class SpeculationStats:
 
     policy: str = ""  # the policy that picked the shapes; "off" or "fixed": the request set them
     rounds: int = 0
-    rounds_by_shape: dict[str, int] = field(default_factory=dict)  # the shape is the requested one
+    rounds_by_shape: dict[str, int] = field(default_factory=dict)  # the requested one, as in Round
     rounds_by_tokens: dict[int, int] = field(default_factory=dict)  # after any cut
     emitted_tokens: int = 0
     cut_tokens: int = 0  # tokens of the last round past the answer's end
@@ -176,6 +177,7 @@ class Complete:
     speculation: SpeculationStats
     drafter: OpeningStats | None
     target: OpeningStats | None
+    stop_string: str = ""  # the one that ended the answer; empty: none did
 
 
 Event = Started | Round | Complete
@@ -224,6 +226,8 @@ class Options(TypedDict, total=False):
     min_new_tokens: int | None  # no token that ends the answer is drawn before it has so many
     stop_ids: Sequence[int]  # tokens that end the answer; the drawn one is its last
     ignore_end: bool  # continue past the end-of-text token
+    stop: str | Sequence[str]  # the answer ends with the token that completes one of these in its text
+    include_stop: bool  # the text ends after the stop string, not before it
     session: str  # continue this session
     keep_session: bool  # start a session
     speculation: Speculation | str  # a text for `Speculation.parse`; default "auto"
@@ -251,18 +255,24 @@ def build_request(
     min_new_tokens: int | None = None,
     stop_ids: Sequence[int] = (),
     ignore_end: bool = False,
+    stop: str | Sequence[str] = (),
+    include_stop: bool = False,
     session: str = "",
     keep_session: bool = False,
     speculation: Speculation | str = "auto",
     request_id: str = "",
 ) -> pb.GenerateRequest:
-    """The request's message. Raises BadRequest for a number that its field cannot hold; the server checks the rest."""
+    """The request's message. Raises BadRequest for a number that its field cannot hold, and for stop strings that no
+    server accepts, which may be longer than a message; the server checks the rest."""
+    stops = StopStrings.of((stop,) if isinstance(stop, str) else stop, include_stop)
     request = pb.GenerateRequest(
         request_id=request_id or secrets.token_hex(16),
         model=model,
         ignore_end=ignore_end,
         session=session,
         keep_session=keep_session,
+        stop=stops.strings,
+        include_stop=stops.included,
     )
     if isinstance(prompt, str):
         request.text = prompt
@@ -433,6 +443,7 @@ def _complete(message: pb.GenerateComplete) -> Complete:
         speculation=SpeculationStats(**_fields(SpeculationStats, stats) | counts),
         drafter=OpeningStats(**_fields(OpeningStats, message.drafter)) if message.HasField("drafter") else None,
         target=OpeningStats(**_fields(OpeningStats, message.target)) if message.HasField("target") else None,
+        stop_string=message.stop_string,
     )
 
 

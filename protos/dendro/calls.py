@@ -38,6 +38,7 @@ class RequestParameters:
     tenant: str
     marks: tuple[int, ...]  # lengths at which earlier turns ended and a state may have been saved
     vocabulary: int = 0  # the target's: ids of the text and of guesses are below it; 0: the peer's own
+    tokenizer: str = ""  # the target's, as of `Hello.tokenizer`; empty: the peer's own
     prompt_length: int = 0  # tokens of the text before the answer
 
 

@@ -1,8 +1,8 @@
 """Shapes of draft trees, as values and as texts. The drafter grows the trees.
 
->>> texts = ("off", "3,2,1", "nodes(2,1)", "beam(4,3)", "dynamic(6,5,24)", "proposed(7)")
+>>> texts = ("off", "3,2,1", "nodes(2,1)", "beam(4,3)", "dynamic(6,5,24)", "until(auto,8)", "proposed(7)")
 >>> [str(TreeShape.parse(text)) for text in texts]
-['off', '(3,2,1)', 'nodes(2,1)', 'beam(4,3)', 'dynamic(6,5,24)', 'proposed(7)']
+['off', '(3,2,1)', 'nodes(2,1)', 'beam(4,3)', 'dynamic(6,5,24)', 'until(auto,8)', 'proposed(7)']
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ MAX_K = 16
 """The greatest k of a dynamic tree: a level has up to k squared candidates."""
 MAX_CHARACTERS = 512
 """The longest text of a shape. A shape has at most 63 numbers of two digits."""
-HOW = "write off, (1,1,1,1), (3,2,2,1,1), nodes(2,1), beam(4,3), dynamic(6,5,24) or proposed(7)"
+CHANCE_DIGITS = 4
+"""Decimals of the two chances of an `until` shape, so that its text is exact."""
+LEAST_H = 10**-CHANCE_DIGITS
+HOW = "write off, (1,1,1,1), (3,2,2,1,1), nodes(2,1), beam(4,3), dynamic(6,5,24), until(0.6,8) or proposed(7)"
+UNTIL = re.compile(r"until\((auto|[0-9]*\.?[0-9]+),([0-9]+(?:,[0-9]+)*)(?:,least=([0-9]*\.?[0-9]+))?\)")
 
 
 class TreeShape(ABC):
@@ -53,18 +57,26 @@ class TreeShape(ABC):
         return self.rows == 1
 
     @property
+    def stops(self) -> bool:
+        """Whether trees are often much smaller than the shape: the drafter's estimates end their growth."""
+        return False
+
+    @property
     def drafted(self) -> bool:
         """Whether a drafter makes the tree."""
         return self.forwarded > 0
 
     @classmethod
     def parse(cls, text: str) -> TreeShape:
-        """Read `off`, `(3,2,2,1,1)`, `3,2,2,1,1`, `nodes(...)`, `beam(...)`, `dynamic(...)` or `proposed(...)`."""
+        """Read `off`, `(3,2,2,1,1)`, `3,2,2,1,1`, `nodes(...)`, `beam(...)`, `dynamic(...)`, `until(...)` or
+        `proposed(...)`."""
         if len(text) > MAX_CHARACTERS:
             raise ValueError(f"shape: has {len(text)} characters; at most {MAX_CHARACTERS}")
         bare = text.replace(" ", "")
         if bare == "off":
             return OFF
+        if (until := UNTIL.fullmatch(bare)) is not None:
+            return _until(until[1], tuple(map(int, until[2].split(","))), until[3])
         found = re.fullmatch(r"([a-z]*)\(([0-9]+(?:,[0-9]+)*),?\)|([0-9]+(?:,[0-9]+)*),?", bare)
         if found is None:
             raise ValueError(f"shape: {text!r} is not a shape; {HOW}")
@@ -88,14 +100,33 @@ class TreeShape(ABC):
             raise ValueError(f"shape: {self} has more than {MAX_ROWS - 1} guesses")
 
 
-def _check_numbers(numbers: tuple[int, ...], least: int) -> None:
+def _check_numbers(numbers: tuple[int, ...], least: int, first: int = 1) -> None:
     """Raise ValueError for more numbers than a tree has guesses, or for a number out of range. Must precede any
-    arithmetic. The message does not contain the numbers: Python refuses to print one of more than 4,300 digits."""
+    arithmetic. The message does not contain the numbers: Python refuses to print one of more than 4,300 digits.
+
+    first: the place of `numbers[0]` among the numbers of the shape's text"""
     if len(numbers) >= MAX_ROWS:
         raise ValueError(f"shape: has {len(numbers)} numbers; at most {MAX_ROWS - 1}, the most guesses of a tree")
-    for index, number in enumerate(numbers):
+    for index, number in enumerate(numbers, first):
         if not least <= number < MAX_ROWS:
-            raise ValueError(f"shape: number {index + 1} must lie in {least} to {MAX_ROWS - 1}")
+            raise ValueError(f"shape: number {index} must lie in {least} to {MAX_ROWS - 1}")
+
+
+def _until(h: str, numbers: tuple[int, ...], least: str | None) -> TreeShape:
+    """The shape of an `until` text. numbers: (most), or (k, steps, total) as of `dynamic`"""
+    _check_numbers(numbers, 1, first=2)
+    match numbers:
+        case (most,):
+            tree = DynamicShape(1, most, most)
+        case (k, steps, total):
+            tree = DynamicShape(k, steps, total)
+        case _:
+            raise ValueError(f"shape: after h, until has one number or three, as until(0.6,4,5,15); not {len(numbers)}")
+    if h != "auto":
+        return UntilShape(tree, float(h), float(least or 0.0))
+    if least is not None:
+        raise ValueError("shape: least is computed where h is auto; leave it out")
+    return MarginalShape(tree)
 
 
 @dataclass(frozen=True)
@@ -266,6 +297,88 @@ class DynamicShape(TreeShape):
     @property
     def forwarded(self) -> int:
         return 1 + (self.steps - 1) * self.k
+
+
+@dataclass(frozen=True)
+class StoppingShape(TreeShape):
+    """A dynamic tree whose growth the drafter's own estimates end (SpecDec++, ALGORITHMS 5)."""
+
+    tree: DynamicShape  # the largest tree; a chain where its k is 1
+
+    @property
+    def stops(self) -> bool:
+        return True
+
+    @property
+    def depth(self) -> int:
+        return self.tree.depth
+
+    @property
+    def rows(self) -> int:
+        return self.tree.rows
+
+    @property
+    def width(self) -> int:
+        return self.tree.width
+
+    @property
+    def forwarded(self) -> int:
+        return self.tree.forwarded
+
+    @property
+    def _numbers(self) -> str:
+        """Those after h in the shape's text."""
+        k, steps, total = self.tree.k, self.tree.steps, self.tree.total
+        return str(steps) if k == 1 else f"{k},{steps},{total}"
+
+
+@dataclass(frozen=True)
+class UntilShape(StoppingShape):
+    """Another level is drafted while the estimated chance that the text leaves the rows which would get children stays
+    below h. V(row): the estimated chance that a row is reached.
+
+        1 - sum over these rows of V(row) < h
+
+    In a chain that is the chance that some guess so far is rejected. Guesses with V(row) <= least are left out.
+
+    >>> str(UntilShape(DynamicShape(1, 8, 8), 0.6)), str(UntilShape(DynamicShape(4, 5, 15), 0.25, 0.05))
+    ('until(0.6,8)', 'until(0.25,4,5,15,least=0.05)')
+    """
+
+    h: float  # greater than 0 and less than 1, of at most CHANCE_DIGITS decimals
+    least: float = 0.0  # at least 0 and less than 1, of at most CHANCE_DIGITS decimals
+
+    def __post_init__(self) -> None:
+        if not 0 < self.h < 1:
+            raise ValueError("shape: h must be greater than 0 and less than 1, or auto")
+        if not 0 <= self.least < 1:
+            raise ValueError("shape: least must be at least 0 and less than 1")
+        for name, chance in (("h", self.h), ("least", self.least)):
+            if chance != round(chance, CHANCE_DIGITS):
+                raise ValueError(f"shape: {name} must have at most {CHANCE_DIGITS} decimals")
+
+    def __str__(self) -> str:
+        least = f",least={self.least:g}" if self.least else ""
+        return f"until({self.h:g},{self._numbers}{least})"
+
+
+@dataclass(frozen=True)
+class MarginalShape(StoppingShape):
+    """An `UntilShape` whose h and least the router computes before each round, from measured costs and the current
+    rate (ALGORITHMS 5.2). The drafter gets that `UntilShape`.
+
+    >>> str(MarginalShape(DynamicShape(1, 8, 8))), str(MarginalShape(DynamicShape(4, 5, 15)))
+    ('until(auto,8)', 'until(auto,4,5,15)')
+    """
+
+    def __str__(self) -> str:
+        return f"until(auto,{self._numbers})"
+
+    def at(self, h: float, least: float) -> UntilShape:
+        """The shape with these finite numbers, rounded, and moved to the nearest end of their ranges where they lie
+        outside: no rate or cost makes it invalid."""
+        h, least = (round(min(max(chance, 0.0), 1 - LEAST_H), CHANCE_DIGITS) for chance in (h, least))
+        return UntilShape(self.tree, max(h, LEAST_H), least)
 
 
 @dataclass(frozen=True)

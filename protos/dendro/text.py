@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Collection, Iterable, Sequence, Sized
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Protocol, Self
 
 from dendro.errors import BadRequest
 
@@ -25,6 +26,9 @@ MAX_LISTED_IDS = 4096
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 64
 MAX_STOP_IDS = 1024
+MAX_STOP_STRINGS = 16
+MAX_STOP_BYTES = 1024
+"""Bytes of a stop string in UTF-8."""
 
 
 class Finish(StrEnum):
@@ -32,6 +36,7 @@ class Finish(StrEnum):
 
     END_OF_TEXT = "end_of_text"
     LENGTH = "length"
+    STOP_STRING = "stop_string"  # found by the router; a verifier sees no text and never reports it
     STOP_TOKEN = "stop_token"
 
 
@@ -153,6 +158,44 @@ def check_choice(sampling: Sampling, limits: Limits, vocabulary: int, end_ids: C
 
 
 @dataclass(frozen=True, slots=True)
+class StopStrings:
+    """An answer ends with the token that completes one of the `strings` in its text."""
+
+    strings: tuple[str, ...] = ()
+    included: bool = False  # whether the text that clients get ends with the stop string, or before it
+
+    @classmethod
+    def of(cls, strings: Sequence[str], included: bool) -> Self:
+        """Raises BadRequest for too many strings, for one that is empty, too long or cannot be encoded as UTF-8, and
+        for `included` without any."""
+        if len(strings) > MAX_STOP_STRINGS:
+            raise BadRequest("stop", f"has {len(strings)} strings; at most {MAX_STOP_STRINGS}")
+        if included and not strings:
+            raise BadRequest("include_stop", "has no effect without stop strings; give them as `stop`")
+        return cls(tuple(_checked_stop(index, each) for index, each in enumerate(strings)), included)
+
+    @property
+    def characters(self) -> int:
+        """Of all strings together."""
+        return sum(map(len, self.strings))
+
+
+def _checked_stop(index: int, string: str) -> str:
+    name, characters = f"stop[{index}]", len(string)
+    if not string:
+        raise BadRequest(name, "is empty; a stop string has at least one character")
+    if characters > MAX_STOP_BYTES:  # a character has at least one byte; do not encode more
+        raise BadRequest(name, f"has {characters} characters; at most {MAX_STOP_BYTES} bytes of UTF-8")
+    try:
+        size = len(string.encode())
+    except UnicodeEncodeError:
+        raise BadRequest(name, "has a surrogate code point, which UTF-8 cannot encode") from None
+    if size > MAX_STOP_BYTES:
+        raise BadRequest(name, f"has {size} bytes of UTF-8; at most {MAX_STOP_BYTES}")
+    return string
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """The outcome of a round's verification."""
 
@@ -184,6 +227,18 @@ class Verdict:
     @property
     def finished(self) -> bool:
         return self.finish is not None
+
+    def cut(self, kept: int, finish: Finish | None) -> Verdict:
+        """The same verdict with the first `kept` of its tokens, at least one."""
+        return replace(self, tokens=self.tokens[:kept], path=self.path[:kept], ranks=self.ranks[:kept], finish=finish)
+
+
+class Stopping(Protocol):
+    """Ends an answer by what its verifier cannot see."""
+
+    def cut(self, verdict: Verdict) -> Verdict:
+        """The verdict, cut and finished where the answer ends in it. Called once for each round's, in order."""
+        ...
 
 
 DIGEST_BYTES = 8
@@ -268,6 +323,7 @@ class Text:
         limits: Limits,
         tenant: str = "",
         marks: tuple[int, ...] = (),
+        stopping: Stopping | None = None,
         held: int = 0,
     ) -> None:
         """held: the last tokens of `prompt` that the answer already has, where it is resumed."""
@@ -281,6 +337,7 @@ class Text:
         self.limits = limits
         self.tenant = tenant
         self.marks = marks
+        self._stopping = stopping
         self.finish: Finish | None = None
 
     def __len__(self) -> int:
@@ -303,12 +360,15 @@ class Text:
         return self._tokens.digest(length)
 
     def commit(self, verdict: Verdict) -> Verdict:
-        """Append the emitted tokens. Raises ValueError after a finish, and for tokens past the limit."""
+        """Append the emitted tokens, up to the one at which `stopping` ends the answer. Returns the verdict, cut there.
+        Raises ValueError after a finish, and for tokens past the limit."""
         if self.finish is not None:
             raise ValueError("text: committed after its end")
         room = self.limits.max_length - len(self)
         if len(verdict.tokens) > room:
             raise ValueError(f"text: {len(verdict.tokens)} tokens for room of {room}")
+        if self._stopping is not None:
+            verdict = self._stopping.cut(verdict)
         self._tokens.extend(verdict.tokens)
         self.finish = verdict.finish
         return verdict
@@ -324,13 +384,7 @@ def cut_verdict(verdict: Verdict, end_ids: frozenset[int], length: int, limits: 
     room = limits.max_length - length
     if kept > room or (kept == room and finish is None):
         kept, finish = room, Finish.LENGTH
-    return replace(
-        verdict,
-        tokens=verdict.tokens[:kept],
-        path=verdict.path[:kept],
-        ranks=verdict.ranks[:kept],
-        finish=finish,
-    )
+    return verdict.cut(kept, finish)
 
 
 def finish_at(token: int, end_ids: Collection[int], limits: Limits) -> Finish | None:

@@ -7,7 +7,7 @@ repeated field is checked before it is copied to a list.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import grpc
@@ -30,21 +30,10 @@ from dendro.calls import (
 from dendro.errors import BadAnswer, BadRequest, DendroError, error_for, one_line
 from dendro.internal.v1 import calls_pb2, drafter_pb2, tree_pb2, verifier_pb2
 from dendro.long_work import PART
-from dendro.shapes import MAX_ROWS, BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape
-from dendro.text import (
-    MAX_BAD_WORD_TOKENS,
-    MAX_BAD_WORDS,
-    MAX_BIASED_IDS,
-    MAX_LISTED_IDS,
-    MAX_STOP_IDS,
-    Finish,
-    Limits,
-    Sampling,
-    Verdict,
-    check_count,
-)
+from dendro.shapes import MAX_ROWS, BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape, UntilShape
+from dendro.text import Finish, Limits, Sampling, Verdict
+from dendro.token_lists import edits_from, stop_ids_from
 from dendro.tree import LONGEST_TRACE, DraftTree
-from dendro.v1 import generation_pb2
 
 _FINISH_MESSAGE = {
     None: verifier_pb2.FINISH_UNSPECIFIED,
@@ -111,15 +100,17 @@ def shape_message(shape: TreeShape) -> tree_pb2.TreeShape:
             return tree_pb2.TreeShape(children=children)
         case BeamShape(steps, beams):
             return tree_pb2.TreeShape(beam=tree_pb2.BeamShape(steps=steps, beams=beams))
-        case DynamicShape(k, steps, total):
-            return tree_pb2.TreeShape(dynamic=tree_pb2.DynamicShape(k=k, steps=steps, total=total))
+        case DynamicShape():
+            return tree_pb2.TreeShape(dynamic=_dynamic_message(shape))
+        case UntilShape(tree, h, least):
+            return tree_pb2.TreeShape(until=tree_pb2.UntilShape(h=h, tree=_dynamic_message(tree), least=least))
     raise TypeError(f"{shape!r} has no message")
 
 
 def shape_from(message: tree_pb2.TreeShape) -> TreeShape:
     """The shape. Raises BadRequest where its constructor raises ValueError."""
-    beam, dynamic = message.HasField("beam"), message.HasField("dynamic")
-    if bool(message.widths) + bool(message.children) + beam + dynamic > 1:
+    beam, dynamic, until = (message.HasField(name) for name in ("beam", "dynamic", "until"))
+    if bool(message.widths) + bool(message.children) + beam + dynamic + until > 1:
         raise BadRequest("shape", "has several kinds")
     if max(len(message.widths), len(message.children)) >= MAX_ROWS:  # checked before they are copied to tuples
         raise BadRequest("shape", f"a tree holds at most {MAX_ROWS - 1} guesses")
@@ -127,10 +118,20 @@ def shape_from(message: tree_pb2.TreeShape) -> TreeShape:
         if beam:
             return BeamShape(message.beam.steps, message.beam.beams)
         if dynamic:
-            return DynamicShape(message.dynamic.k, message.dynamic.steps, message.dynamic.total)
+            return _dynamic_from(message.dynamic)
+        if until:
+            return UntilShape(_dynamic_from(message.until.tree), message.until.h, message.until.least)
         return NodeShape(tuple(message.children)) if message.children else LevelShape(tuple(message.widths))
     except ValueError as error:
         raise _bad("shape", error) from None
+
+
+def _dynamic_message(shape: DynamicShape) -> tree_pb2.DynamicShape:
+    return tree_pb2.DynamicShape(k=shape.k, steps=shape.steps, total=shape.total)
+
+
+def _dynamic_from(message: tree_pb2.DynamicShape) -> DynamicShape:
+    return DynamicShape(message.k, message.steps, message.total)
 
 
 def _fill_update(message: calls_pb2.TextUpdate, update: TextUpdate) -> None:
@@ -175,34 +176,11 @@ def _open_message(call: OpenCall) -> calls_pb2.OpenCall:
         tenant=parameters.tenant,
         marks=parameters.marks,
         vocabulary=parameters.vocabulary,
+        tokenizer=parameters.tokenizer,
         prompt_tokens=parameters.prompt_length,
         min_length=parameters.limits.min_length,
         stop_ids=parameters.limits.stop_ids,
     )
-
-
-def edits_from(message: calls_pb2.Sampling | generation_pb2.Sampling) -> dict[str, Any]:
-    """The fields of a Sampling that are lists of tokens, of a peer's message or a client's. Their lengths are checked
-    before they are copied."""
-    check_count("logit_bias", message.logit_bias, MAX_BIASED_IDS)
-    check_count("banned_ids", message.banned_ids, MAX_LISTED_IDS)
-    check_count("allowed_ids", message.allowed_ids, MAX_LISTED_IDS)
-    words: Sequence[calls_pb2.TokenIds | generation_pb2.TokenIds] = message.bad_words
-    check_count("bad_words", words, MAX_BAD_WORDS)
-    for index, word in enumerate(words):
-        check_count(f"bad_words[{index}]", word.ids, MAX_BAD_WORD_TOKENS)
-    return {
-        "logit_bias": tuple(sorted(message.logit_bias.items())),
-        "banned_ids": tuple(message.banned_ids),
-        "allowed_ids": tuple(message.allowed_ids),
-        "bad_words": tuple(tuple(word.ids) for word in words),
-    }
-
-
-def stop_ids_from(message: calls_pb2.OpenCall | generation_pb2.GenerateRequest) -> tuple[int, ...]:
-    """The stop tokens of a peer's message or a client's. Their number is checked before they are copied."""
-    check_count("stop_ids", message.stop_ids, MAX_STOP_IDS)
-    return tuple(message.stop_ids)
 
 
 def _open_from(update: TextUpdate, message: calls_pb2.OpenCall) -> OpenCall:
@@ -231,7 +209,13 @@ def _open_from(update: TextUpdate, message: calls_pb2.OpenCall) -> OpenCall:
     )
     limits = Limits(message.max_length, message.ignore_end, message.min_length, stop_ids_from(message))
     parameters = RequestParameters(
-        sampling, limits, message.tenant, tuple(message.marks), message.vocabulary, message.prompt_tokens
+        sampling=sampling,
+        limits=limits,
+        tenant=message.tenant,
+        marks=tuple(message.marks),
+        vocabulary=message.vocabulary,
+        tokenizer=message.tokenizer,
+        prompt_length=message.prompt_tokens,
     )
     return OpenCall(update, parameters, message.lease)
 

@@ -319,7 +319,8 @@ class Charged:
         self.drafter, self.verifier, self.costs = drafter, verifier, costs
         self.drafter_length = self.verifier_length = answer.begin
 
-    async def draft(self, text: Text, shape: TreeShape) -> DraftTree:
+    async def draft(self, text: Text, arm: Arm) -> DraftTree:
+        shape = arm.shape
         self.peer.text.extend(text.ids[len(self.peer.text) :])
         if shape.off:
             return DraftTree.root_only(text.root)

@@ -1,8 +1,10 @@
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import edge
 import numpy as np
 import pytest
 import tiny_models
@@ -12,11 +14,13 @@ from dendro.shapes import OFF, LevelShape
 from dendro.text import Sampling
 from parameters import PARAMETERS
 
+from cluster.api.local import LocalClient
 from cluster.certify import command
 from cluster.certify.checks import lossy_rule_is_noticed, planted_faults_are_noticed
 from cluster.certify.law import LARGEST_DRAWS, draws_to_notice, expected_law, fit, fit_counts
 from cluster.certify.parameters import identity_under_parameters
 from cluster.certify.promises import Promise, first_difference, report
+from cluster.certify.stop_strings import stop_strings_end_answers
 from cluster.certify.twin import (
     KeyedByRow,
     OneTooMany,
@@ -26,19 +30,13 @@ from cluster.certify.twin import (
     top_k_as_if_sampled,
 )
 from cluster.config import Config
+from cluster.router.stop_strings import AnswerText, StopSearch
 from cluster.running import running
 
 SMALL = command.CertifySize(
-    greedy_prompts=1,
-    greedy_tokens=16,
-    prompts=1,
-    tokens=12,
-    draws=2_000,
-    far_draws=60,
-    own_prompts=1,
-    own_tokens=12,
-    combinations=3,
-)
+    greedy_prompts=1, greedy_tokens=16, prompts=1, tokens=12, draws=2_000, far_draws=60, own_prompts=1, own_tokens=12,
+    stop_draws=2, combinations=3,
+)  # fmt: skip
 VOCABULARY = 16
 TABLE = torch.from_numpy(np.random.default_rng(5).normal(size=(VOCABULARY, VOCABULARY)).astype(np.float32)) * 1.5
 
@@ -215,9 +213,50 @@ def test_one_broken_finding_breaks_the_promise_whatever_follows():
     assert found["broken"] == ["line"]
 
 
+DRAFTER = {"checkpoint": "target", "dtype": "float32"}
+
+
+def test_the_arms_of_each_drafter_are_fixed_and_named_where_there_are_several():
+    sections = {"targets": {"t": {"checkpoint": "x", "max_rows": 8}}, "drafters": {"d": DRAFTER, "e": DRAFTER}}
+    arms = ["off", "(1,1)", "e:(2,1)", "proposed(7)", "(3,2,1)"]  # the last has 16 rows
+    config = Config.model_validate(sections | {"speculation": {"arms": arms}})
+    one = command.fixed_arms(config, "t", ("e",))
+    assert one == ["(1,1)", "(2,1)", "proposed(7)", *map(str, command.OF_EACH_KIND)]
+    both = command.fixed_arms(config, "t", ("d", "e"))
+    assert both[:4] == ["d:(1,1)", "e:(1,1)", "e:(2,1)", "proposed(7)"]
+    assert both[4:] == [f"{name}:{shape}" for shape in command.OF_EACH_KIND for name in ("d", "e")]
+
+
+def one_token_more(self, verdict):
+    """The text ends at the stop string, but the tokens of its round are kept."""
+    done = plain_cut(self, verdict)
+    return replace(verdict, finish=done.finish)
+
+
+def stop_string_sent(self, text):
+    """As if `include_stop` were set."""
+    self._included = True
+    return plain_push(self, text)
+
+
+plain_cut, plain_push = AnswerText.cut, StopSearch.push
+
+
+@pytest.mark.parametrize("fault", [None, "tokens", "text"])
+async def test_a_router_that_cuts_at_another_place_breaks_the_promise_of_stop_strings(monkeypatch, fault):
+    if fault == "tokens":
+        monkeypatch.setattr(AnswerText, "cut", one_token_more)
+    if fault == "text":
+        monkeypatch.setattr(StopSearch, "push", stop_string_sent)
+    client, ways = LocalClient(edge.ingress(edge.EdgePeers())), ["off", "(1,1,1)", "(2,1)"]
+    promise = await stop_strings_end_answers(client, [b"walk", b"the"], 24, 4, ways, None, 0.0, lambda: None)
+    assert promise.kept is (fault is None), promise
+    assert promise.answers == 2 * 2 * 4 * len(ways)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("drafters", [{}, {"d": {"checkpoint": "target", "dtype": "float32"}}], ids=["none", "one"])
+@pytest.mark.parametrize("drafters", [{}, {"d": DRAFTER}, {"d": DRAFTER, "e": DRAFTER}], ids=["none", "one", "two"])
 async def test_a_running_cluster_of_other_models_than_the_demo_is_certified(monkeypatch, tmp_path, drafters):
     """Its tokenizer is not the demo's, so no drafter of the demo fits it."""
     tiny_models.make_checkpoint(tmp_path / "target")
@@ -228,7 +267,7 @@ async def test_a_running_cluster_of_other_models_than_the_demo_is_certified(monk
     async with running(config, local=True) as address:
         await asyncio.to_thread(command.certify, None, address, tmp_path / "target", False, True, report_file)
     found = json.loads(report_file.read_text())["promises"]
-    assert all(promise["kept"] for promise in found) and len(found) == 6
+    assert all(promise["kept"] for promise in found) and len(found) == 7
     assert any("in float32" in line for promise in found for line in promise["found"])
 
 

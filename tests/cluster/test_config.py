@@ -37,7 +37,7 @@ def test_a_valid_file_is_read_completely(load, tmp_path: Path):
     assert config.targets["demo"].checkpoint == tmp_path / "models" / "target"
     assert config.drafters["mamba"].checkpoint == Path("/abs/mamba")
     assert config.targets["demo"].resources.custom == {"verifier": 1.0}
-    assert config.speculation.shapes == (LevelShape(()), LevelShape((1, 1)), LevelShape((3, 2, 2, 1, 1)))
+    assert config.speculation.parsed == tuple(("", LevelShape(widths)) for widths in ((), (1, 1), (3, 2, 2, 1, 1)))
     assert config.redis.url == "" and config.grpc.port == 0
     assert config.drafters_of("demo") == ("mamba", "other")
     assert config.target_named("") == "demo"
@@ -51,7 +51,7 @@ def test_the_tokenizer_is_in_the_checkpoint_or_where_its_field_points(load, tmp_
 
 
 def test_arms_too_large_for_a_target_are_omitted_for_it(load):
-    assert [str(arm) for arm in load(GOOD).arms_of("demo")] == ["off", "mamba:(1,1)"]
+    assert [str(arm) for arm in load(GOOD).arms_of("demo")] == ["off", "mamba:(1,1)", "other:(1,1)"]
 
 
 def test_a_target_without_drafters_and_proposers_has_only_off(load):
@@ -59,13 +59,48 @@ def test_a_target_without_drafters_and_proposers_has_only_off(load):
     assert alone.arms_of("t") == (OFF_ARM,)
 
 
-@pytest.mark.parametrize("drafters", ["{}", "{d: {checkpoint: x}, e: {checkpoint: x}}"])
+@pytest.mark.parametrize("drafters", ["{}", "{d: {checkpoint: x}}"])
 @pytest.mark.parametrize("proposers", ["[]", "[lookup, suffix]"])
 def test_a_target_has_only_the_arms_that_its_drafters_and_proposers_can_make(load, drafters, proposers):
     text = f"targets: {{t: {{checkpoint: x}}}}\ndrafters: {drafters}\nspeculation: {{proposers: {proposers}"
     arms = load(f"{text}, arms: ['(2,1)', 'off', proposed(7)]}}").arms_of("t")
     wanted = ["d:(2,1)"] * (drafters != "{}") + ["off"] + ["lookup+suffix:proposed(7)"] * (proposers != "[]")
     assert [str(arm) for arm in arms] == wanted
+
+
+def test_a_shape_is_an_arm_of_each_drafter_of_a_target_and_a_named_one_of_its_drafter_alone(load):
+    config = load("""
+targets: {t: {checkpoint: x}, u: {checkpoint: y}}
+drafters: {d: {checkpoint: x}, small: {checkpoint: x, targets: [t]}, e: {checkpoint: x, targets: [u]}}
+speculation: {arms: ["off", "(2,1)", "small: 3,2,1", proposed(7)], proposers: [lookup]}
+""")
+    assert config.speculation.arms == ("off", "(2,1)", "small:(3,2,1)", "proposed(7)")
+    assert [str(arm) for arm in config.arms_of("t")] == [
+        "off",
+        "d:(2,1)",
+        "small:(2,1)",
+        "small:(3,2,1)",
+        "lookup:proposed(7)",
+    ]
+    assert [str(arm) for arm in config.arms_of("u")] == ["off", "d:(2,1)", "e:(2,1)", "lookup:proposed(7)"]
+
+
+@pytest.mark.parametrize(
+    "arms, field, reason",
+    [
+        ("['small:(2,1)']", "speculation.arms", "a drafter that is not among drafters, 'small'"),
+        ("['d:(2,1)', '(2,1)']", "speculation.arms", "beside"),
+        ("['d:(2,1)', 'd: 2,1']", "speculation.arms", "twice"),
+        ("[d:off]", "speculation.arms.0", "no drafter makes off"),
+        ("[d:proposed(7)]", "speculation.arms.0", "no drafter makes proposed"),
+        ("[':(2,1)']", "speculation.arms.0", "no drafter before"),
+        ("['d:wide']", "speculation.arms.0", "not a shape"),
+    ],
+)
+def test_an_arm_with_a_wrong_drafter_is_refused_by_its_field(load, arms: str, field: str, reason: str):
+    with pytest.raises(BadRequest, match=reason) as refused:
+        load(f"targets: {{t: {{checkpoint: x}}}}\ndrafters: {{d: {{checkpoint: x}}}}\nspeculation: {{arms: {arms}}}")
+    assert refused.value.field == field
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ async def run(
     pace, clock = pace or Pace(), asyncio.get_running_loop().time
     verifier = VerifierHandle(text, verifiers, pace, clock=clock, **options)
     verifier.stays_off = stays_off
-    drafter = DrafterHandle(drafters, pace, verifier, gate or Gate(), clock=clock, **(drafting or {}))
+    drafter = DrafterHandle(CHAIN.maker, drafters, pace, verifier, gate or Gate(), clock=clock, **(drafting or {}))
     lengths: list[int] = []
     try:
         async for verdict in rounds(text, drafter, verifier, policy or Static(CHAIN)):
@@ -655,12 +655,14 @@ async def test_a_verdict_whose_numbers_do_not_fit_the_tree_is_the_verifiers_faul
         (lambda verdict: {"tokens": (*verdict.tokens[:-1], VOCABULARY)}, f"emits {VOCABULARY}"),
         (lambda verdict: {"finish": Finish.END_OF_TEXT}, "finish end_of_text"),
         (lambda verdict: {"finish": Finish.LENGTH}, "finish length"),
+        (lambda verdict: {"finish": Finish.STOP_STRING}, "finish stop_string"),
         (lambda verdict: {"finish": None}, "finish None"),
     ],
     ids=[
         "a token past the vocabulary",
         "end of text without its token",
         "a limit that is not reached",
+        "a stop string, which it cannot see",
         "no end at the limit",
     ],
 )
@@ -746,7 +748,8 @@ async def test_the_first_round_waits_for_the_drafter_no_longer_than_for_the_veri
     ],
 )
 def test_a_drafts_deadline_follows_usual_draft_and_round_times(draft_level_s, verify_s, depth, deadline_s):
-    assert Pace(draft_level_s, verify_s).deadline_s(depth, 0.5) == pytest.approx(deadline_s)
+    pace = Pace(verify_s, {"mamba": draft_level_s, "other": 1.0})
+    assert pace.deadline_s("mamba", depth, 0.5) == pytest.approx(deadline_s)
 
 
 async def test_corrupt_frames_end_neither_the_replica_nor_other_streams():

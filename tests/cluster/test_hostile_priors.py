@@ -38,12 +38,12 @@ class SlowPeers(EdgePeers):
         verifier.verify = slow_verify
         return verifier
 
-    def drafter(self, target, text, *terms):
-        drafter = super().drafter(target, text, *terms)
+    def drafters(self, target, text, *terms):
+        drafter = super().drafters(target, text, *terms)
         draft = drafter.draft
 
-        async def slow_draft(text, shape):
-            tree = await draft(text, shape)
+        async def slow_draft(text, arm):
+            tree = await draft(text, arm)
             if not tree.guesses:
                 return tree
             return replace(tree, draft_us=1_000_000 * len(text), values=(-0.1 * tree.depths).astype(np.float32))

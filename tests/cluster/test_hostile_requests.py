@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from dendro.errors import BadRequest, DendroError, NotFound
-from dendro.shapes import MAX_ROWS, BeamShape, DynamicShape, LevelShape, NodeShape, ProposedShape, TreeShape
+from dendro.shapes import MAX_ROWS, BeamShape, DynamicShape, LevelShape, NodeShape, ProposedShape, TreeShape, UntilShape
 from dendro.v1 import generation_pb2 as pb
 from edge import MAX_LENGTH, VOCABULARY, EdgePeers, ingress, resume_of
 from hypothesis import given, settings
@@ -56,6 +56,7 @@ def test_a_shape_of_any_length_is_refused_within_a_fixed_number_of_operations(ki
         lambda number: BeamShape(number, number),
         lambda number: DynamicShape(2, 2, number),
         lambda number: DynamicShape(number, 2, 4),
+        lambda number: UntilShape(DynamicShape(1, number, number), 0.5),
         lambda number: ProposedShape(number),
         lambda number: LevelShape((number,)),
         lambda number: NodeShape((number,)),
@@ -77,6 +78,12 @@ HOSTILE_SHAPES = [
     "beam(" + "9" * 4299 + "," + "9" * 4299 + ")",
     "dynamic(2," + "9" * 60_000 + ",5)",
     "proposed(" + "9" * 60_000 + ")",
+    "until(0." + "9" * 60_000 + ",5)",
+    "until(" + "9" * 400 + ",5)",
+    "until(0.5," + "9" * 400 + ")",
+    "until(0.5," + "1," * 200 + "1)",
+    "until(\u0660.5,5)",  # a digit that is not ASCII
+    "until(auto,5,least=0." + "1" * 400 + ")",
     "(" * 60_000 + ")" * 60_000,
     "a" * 60_000 + "(1)",
     " " * 60_000,
@@ -97,7 +104,10 @@ def test_a_hostile_text_is_refused_as_a_shape_with_a_short_error(text):
 
 @settings(deadline=None, derandomize=True)
 @given(
-    st.text(alphabet="0123456789,() abdemnopsy\u0663", max_size=60)
+    st.text(alphabet="0123456789.,()= abdeilmnopstuy\u0663", max_size=60)
+    | st.tuples(st.floats(), st.lists(st.integers(0, 70), max_size=4)).map(
+        lambda until: f"until({until[0]},{','.join(map(str, until[1]))})"
+    )
     | st.lists(st.integers(-3, 10**30), max_size=70).map(lambda numbers: f"({','.join(map(str, numbers))})")
     | st.tuples(
         st.sampled_from(["nodes", "beam", "dynamic", "proposed", ""]), st.lists(st.integers(0, 70), max_size=80)
@@ -158,6 +168,8 @@ HUGE_FIELDS = {
     "speculation.policy": lambda: _with(speculation=pb.Speculation(policy="p" * HUGE)),
     "model": lambda: _with(model="m" * HUGE),
     "request_id": lambda: _with(request_id="r" * HUGE),
+    "stop": lambda: _with(stop=["s"] * HUGE),
+    "stop[0]": lambda: _with(stop=["s" * 50 * HUGE]),
     "session": lambda: _with(session="." * HUGE),
     "session of letters": lambda: _with(session="s" * HUGE + "." + "t" * HUGE),
 }
@@ -207,6 +219,8 @@ requests = st.tuples(
         ignore_end=st.booleans(),
         session=texts,
         keep_session=st.booleans(),
+        stop=st.lists(texts, max_size=20),
+        include_stop=st.booleans(),
         resume=st.builds(pb.Resume, token_ids=ids, seed=wide, prompt_tokens=wide, prompt_digest=wide, target=texts),
         sampling=_maybe(
             temperature=doubles, top_k=numbers, top_p=doubles, min_p=doubles, seed=wide, sample_index=numbers

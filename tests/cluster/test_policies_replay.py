@@ -75,7 +75,8 @@ class Toy:
         self.requested: list[TreeShape] = []  # shapes
         self.lengths: list[int] = []
 
-    async def draft(self, text: Text, shape: TreeShape) -> DraftTree:
+    async def draft(self, text: Text, arm: Arm) -> DraftTree:
+        shape = arm.shape
         self.requested.append(shape)
         if shape.off or self.off:
             return DraftTree.root_only(text.root)

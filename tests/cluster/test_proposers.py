@@ -8,13 +8,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from dendro.shapes import MAX_ROWS, OFF, LevelShape, ProposedShape
+from dendro.shapes import MAX_ROWS, OFF, LevelShape, ProposedShape, TreeShape
 from dendro.step_sizes import StepSizes
 from dendro.text import Limits, Sampling, Text, Verdict
 from dendro.tree import DraftTree
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.arms import Arm
 from cluster.peers.drafter import NoDrafter
 from cluster.proposers import lookup, suffix
 from cluster.proposers.chances import Chances
@@ -26,6 +27,10 @@ from cluster.proposers.suffix import END, Automaton, Outputs, Recent, Suffix
 
 STRINGS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 """With so few different tokens that most substrings recur."""
+
+
+def of_mamba(shape: TreeShape) -> Arm:
+    return Arm.of("mamba", shape)
 
 
 def a_text(ids, tenant: str = "", prompt: int | None = None) -> Text:
@@ -223,7 +228,7 @@ async def test_an_answer_is_proposed_to_its_tenant_only():
 
     async def guesses(tenant: str) -> list[tuple[int, ...]]:
         handle = library.around(NoDrafter(), tenant, MAX_ROWS, 0.0)
-        return paths(await handle.draft(a_text([9, 40, 41], tenant), LevelShape((1, 1, 1))))
+        return paths(await handle.draft(a_text([9, 40, 41], tenant), of_mamba(LevelShape((1, 1, 1)))))
 
     assert await guesses("one") == []
     handle = library.around(NoDrafter(), "one", MAX_ROWS, 0.0)
@@ -358,7 +363,7 @@ async def test_proposals_fill_padding_rows_only():
         (OFF, 64, 1),
     ):
         handle = ProposalLibrary(("lookup", "suffix"), max_rows, 16).around(NoDrafter(), "", MAX_ROWS, 0.0)
-        assert (await handle.draft(a_text(ids), shape)).rows == rows, shape
+        assert (await handle.draft(a_text(ids), of_mamba(shape))).rows == rows, shape
     few = (LevelShape((1, 1)), 3), (LevelShape((1,) * 6), 8), (LevelShape((3, 2, 1)), 16)
     padded = (LevelShape((1, 1)), 8), (LevelShape((1,) * 6), 8), (LevelShape((3, 2, 1)), 16)
     for sizes, cases in ((StepSizes((1, 2, 3, 8, 16)), few), (StepSizes(), padded)):
@@ -366,13 +371,13 @@ async def test_proposals_fill_padding_rows_only():
             handle = ProposalLibrary(("lookup", "suffix"), 64, 16).around(
                 NoDrafter(), "", MAX_ROWS, 0.0, lambda sizes=sizes: sizes
             )
-            assert (await handle.draft(a_text(ids), shape)).rows == rows, (sizes, shape)
+            assert (await handle.draft(a_text(ids), of_mamba(shape))).rows == rows, (sizes, shape)
     own_limit = ProposalLibrary(("lookup",), 64, 16).around(NoDrafter(), "", 5, 0.0)
-    assert (await own_limit.draft(a_text(ids), LevelShape((3, 2, 1)))).rows == 5
+    assert (await own_limit.draft(a_text(ids), of_mamba(LevelShape((3, 2, 1))))).rows == 5
     shallow = (
         await ProposalLibrary(("lookup",), 64, 3)
         .around(NoDrafter(), "", MAX_ROWS, 0.0)
-        .draft(a_text(ids), LevelShape((3, 2, 1)))
+        .draft(a_text(ids), of_mamba(LevelShape((3, 2, 1))))
     )
     assert shallow.depths.max() == 3
 
@@ -380,17 +385,17 @@ async def test_proposals_fill_padding_rows_only():
 async def test_nothing_is_proposed_past_an_answers_length_limit():
     text = Text([5, 5, 5, 5], Sampling(), Limits(7))
     handle = ProposalLibrary(("lookup",), 64, 16).around(NoDrafter(), "", MAX_ROWS, 0.0)
-    tree = await handle.draft(text, LevelShape((1,) * 7))
+    tree = await handle.draft(text, of_mamba(LevelShape((1,) * 7)))
     assert tree.depths.max() == 2  # the target's own token is the third
     append(text, [5, 5])
-    assert (await handle.draft(text, LevelShape((1,) * 7))).guesses == 0
+    assert (await handle.draft(text, of_mamba(LevelShape((1,) * 7)))).guesses == 0
 
 
 async def test_proposals_that_do_not_come_true_lose_chance():
     library = ProposalLibrary(("lookup",), 64, 16)
     handle, text, values = library.around(NoDrafter(), "", MAX_ROWS, 0.0), a_text([1, 2, 3, 1, 2]), []
     for number in range(100, 140):  # what followed 1, 2 before never follows again
-        tree = await handle.draft(text, LevelShape((1,) * 7))
+        tree = await handle.draft(text, of_mamba(LevelShape((1,) * 7)))
         values.append(float(tree.values[1]))
         append(text, [number, 1, 2])
     assert values[0] == pytest.approx(math.log(2 / 3))
@@ -436,11 +441,11 @@ async def test_an_offer_has_the_proposals_that_the_round_then_uses():
     library = ProposalLibrary(("lookup", "suffix"), 64, 16)
     handle, text = library.around(NoDrafter(), "", MAX_ROWS, 0.0), a_text(ids)
     offer = handle.offer(text)
-    tree = await handle.draft(text, ProposedShape(3))
+    tree = await handle.draft(text, of_mamba(ProposedShape(3)))
     assert tree.rows == 4 and tree.values.tolist() == sorted(offer.values.tolist(), reverse=True)[:4]
     append(text, [5, 6])
     handle.offer(text)
     before = {kind: count.of for kind, count in library._pasts[""].chances["greedy"].counts.items()}
-    await handle.draft(text, LevelShape((1, 1)))
+    await handle.draft(text, of_mamba(LevelShape((1, 1))))
     handle.offer(text)
     assert {kind: count.of for kind, count in library._pasts[""].chances["greedy"].counts.items()} == before

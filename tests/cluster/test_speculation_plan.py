@@ -62,11 +62,54 @@ def test_every_field_is_in_the_message_and_fields_left_out_stay_absent():
 
 
 @pytest.mark.parametrize(
-    "shape", ["(3,2,1)", "3,2,1", "nodes(2,1)", "beam(4,3)", "dynamic(3,2,6)", "proposed(7)", "off"]
+    "shape",
+    ["(3,2,1)", "3,2,1", "nodes(2,1)", "beam(4,3)", "dynamic(3,2,6)", "until(0.6,8)", "until(auto,8)", "proposed(7)"]
+    + ["off"],
 )
 def test_every_kind_of_shape_can_be_fixed(shape: str):
     plan = planned(Speculation(Mode.FIXED, shape))
     assert isinstance(plan.policy, Static) and plan.policy.arm.shape == TreeShape.parse(shape) and plan.name == "fixed"
+
+
+TWO_DRAFTERS = {"drafters": {"mamba": {"checkpoint": "mamba"}, "small": {"checkpoint": "small"}}}
+
+
+@pytest.mark.parametrize(
+    "shape, arm", [("small:(3,2,1)", "small:(3,2,1)"), ("mamba: 1,1", "mamba:(1,1)"), ("(2,1)", "mamba:(2,1)")]
+)
+def test_a_fixed_shape_may_name_its_drafter_and_has_the_first_otherwise(shape: str, arm: str):
+    plan = planned(Speculation(Mode.FIXED, shape), **TWO_DRAFTERS)
+    assert isinstance(plan.policy, Static) and str(plan.policy.arm) == arm
+
+
+async def test_rounds_are_counted_by_drafter_and_shape_where_a_target_has_several_drafters():
+    client = LocalClient(ingress(EdgePeers(), **TWO_DRAFTERS))
+    done = await client.generate_text(PROMPT, speculation="auto", max_new_tokens=60)
+    stats = done.complete.speculation
+    assert stats.contradictions == () and done.token_ids == tuple(plain_answer(IDS, Sampling(), 60))
+    assert {"mamba:(1,1,1)", "small:(1,1,1)"} <= stats.rounds_by_shape.keys()
+    assert Counter(part.shape for part in done.rounds) == stats.rounds_by_shape
+    fixed = await client.generate_text(PROMPT, speculation="small:(2,1)", max_new_tokens=9)
+    assert fixed.complete.speculation.rounds_by_shape.keys() == {"small:(2,1)"}
+
+
+def test_auto_chooses_among_the_shapes_of_all_drafters():
+    policy = planned("auto", **TWO_DRAFTERS).policy
+    assert isinstance(policy, RatioUCB)
+    assert [str(arm) for arm in policy.arms] == ["off", "mamba:(1,1,1)", "small:(1,1,1)", "mamba:(2,1)", "small:(2,1)"]
+
+
+@pytest.mark.parametrize("text", ["until(0,8)", "until(1,8)", "until(0.6,0)", "until(0.12345,8)", "until(0.6,9)"])
+def test_a_stop_rule_with_a_bad_number_is_refused_by_the_name_of_the_field(text: str):
+    """The target's greatest depth is 8."""
+    with pytest.raises(BadRequest, match="^speculation.shape"):
+        planned(Speculation(Mode.FIXED, text))
+
+
+def test_a_plan_knows_whether_an_arms_numbers_are_computed_before_each_round():
+    assert planned(Speculation(Mode.FIXED, "until(auto,8)")).stops
+    assert not planned(Speculation(Mode.FIXED, "until(0.6,8)")).stops
+    assert not planned(Speculation()).stops
 
 
 def test_proposals_may_have_more_guesses_than_the_targets_greatest_depth():
@@ -147,6 +190,12 @@ NO_DRAFTERS = {"drafters": {}}
         ("shape", Speculation(Mode.FIXED, "(9,9)"), {}),
         ("shape", Speculation(Mode.FIXED, "(1,1,1,1,1,1,1,1,1)"), {}),  # the target takes a depth of 8
         ("shape", Speculation(Mode.FIXED, "(1,)"), NO_DRAFTERS),
+        ("shape", Speculation(Mode.FIXED, "small:(1,)"), {}),  # the drafter is mamba
+        ("shape", Speculation(Mode.FIXED, "mamba:(1,)"), NO_DRAFTERS),
+        ("shape", Speculation(Mode.FIXED, "mamba:off"), {}),
+        ("shape", Speculation(Mode.FIXED, "mamba:proposed(3)"), {}),
+        ("shape", Speculation(Mode.FIXED, ":(1,)"), {}),
+        ("shape", Speculation(Mode.FIXED, "m" * 500 + ":(1,1,1,1,1)"), {}),
         ("shape", Speculation(Mode.FIXED, "proposed(3)"), {"speculation": {"proposers": []}}),
         ("deadline_ms", Speculation(Mode.FIXED, "proposed(3)", deadline_ms=5), {}),
         ("policy", Speculation(policy="best"), {}),

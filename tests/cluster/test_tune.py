@@ -22,13 +22,13 @@ from transformers import Mamba2ForCausalLM
 from typer.testing import CliRunner
 
 from cluster import cli
-from cluster.arms import Arm
+from cluster.arms import OFF_ARM, Arm
 from cluster.config import Config, DrafterConfig
 from cluster.policies import Static
 from cluster.policies.replay import round_lengths
 from cluster.policies.sequoia import expected_tokens
 from cluster.router.rounds import rounds
-from cluster.tune.command import QUICK, facts_of, plan_of, run_tune, tables_of, tune
+from cluster.tune.command import QUICK, facts_of, plans_of, run_tune, tables_of, tune
 from cluster.tune.measuring import (
     LinearCosts,
     Ranker,
@@ -37,7 +37,7 @@ from cluster.tune.measuring import (
     costs_of,
     replayed,
 )
-from cluster.tune.tuning import SearchLimits, as_arm, is_chain
+from cluster.tune.tuning import SearchLimits, Tuned, arms_of, as_arm, is_chain
 from cluster.tune.writing import check_writable, with_arms, write_arms
 from drafter_service.engine import DrafterEngine
 from drafter_service.options import DrafterOptions
@@ -115,8 +115,8 @@ async def lengths_of(verifier: VerifierEngine, drafter: DrafterEngine, text: Tex
         return TextUpdate.of(opening, text, held)
 
     class Near:
-        async def draft(self, text, shape):
-            return await drafter.draft(DraftCall(update(), shape))
+        async def draft(self, text, arm):
+            return await drafter.draft(DraftCall(update(), arm.shape))
 
         async def verify(self, text, tree):
             nonlocal held
@@ -296,11 +296,40 @@ def configured(pair: tuple[Path, Path], folder: Path, **target: object) -> Path:
 def plan_for(file: Path, **size: int):
     config = Config.load(file)
     small = {"learned": 2, "timed": 1, "held_out": 1, "tokens": 16} | size
-    return config, plan_of(config, "tiny", type(QUICK)(**small), (0.0, 1.0), SearchLimits(16, 4, 3), seed=0)
+    return config, plans_of(config, "tiny", type(QUICK)(**small), (0.0, 1.0), SearchLimits(16, 4, 3), seed=0)
+
+
+def test_arms_of_several_drafters_name_them_and_those_of_one_do_not():
+    configured = [OFF_ARM, Arm.parse("noisy:(1,1)"), Arm.parse("lookup:proposed(7)")]
+
+    def tuned(drafter: str, *shapes: str) -> Tuned:
+        return Tuned(drafter, 0.0, [0.5], TRUE, tuple(map(TreeShape.parse, shapes)), [], 0.5)
+
+    one, other = tuned("noisy", "(1,1,1)", "(2,1)"), tuned("small", "(2,1)", "nodes(2,0,1)")
+    assert arms_of(configured, [one, one]) == ["off", "proposed(7)", "(1,1,1)", "(2,1)"]
+    wanted = ["off", "proposed(7)", "noisy:(1,1,1)", "noisy:(2,1)", "small:(2,1)", "small:nodes(2,0,1)"]
+    assert arms_of(configured, [one, other]) == wanted
+
+
+@pytest.mark.long
+async def test_each_drafter_of_a_target_is_tuned_and_its_arms_are_named(pair, tmp_path):
+    """The second drafter is the target itself: all its guesses are right, so its chain is as long as allowed."""
+    file = configured(pair, tmp_path)
+    sections = yaml.safe_load(file.read_text())
+    sections["drafters"]["same"] = {"checkpoint": str(pair[0]), "dtype": "float32"}
+    file.write_text(yaml.safe_dump(sections))
+    config, plans = plan_for(file)
+    assert [plan.drafter for plan in plans] == ["noisy", "same"]
+    report = await run_tune(config, plans, True, lambda title, steps: lambda: None)
+    assert report["differences"] == [] and report["drafters"] == ["noisy", "same"]
+    same = {row["name"]: row for row in report["rows"] if row["drafter"] == "same" and row["temperature"] == 0}
+    assert same["(1,1)"]["measured"]["emitted_per_round"] == 3
+    assert {arm.partition(":")[0] for arm in report["arms"]} == {"off", "noisy", "same"}
+    assert Config.of(sections | {"speculation": {"arms": report["arms"]}}, tmp_path).speculation.arms
 
 
 async def test_a_small_run_predicts_replays_and_measures_every_shape(pair, tmp_path):
-    config, plan = plan_for(configured(pair, tmp_path))
+    config, plans = plan_for(configured(pair, tmp_path))
     bars: dict[str, list[int]] = {}
 
     def begin(title: str, steps: int):
@@ -311,7 +340,7 @@ async def test_a_small_run_predicts_replays_and_measures_every_shape(pair, tmp_p
 
         return step
 
-    report = await run_tune(config, plan, True, begin)
+    report = await run_tune(config, plans, True, begin)
     assert len(bars) == 6 and all(steps == done for steps, done in bars.values())
     assert report["differences"] == []
     json.dumps(report)
@@ -330,7 +359,7 @@ async def test_a_small_run_predicts_replays_and_measures_every_shape(pair, tmp_p
         assert found["rows"] <= 16 and found["depth"] <= 4 and found["name"] in report["arms"]
     assert {row["name"] for row in report["chains"]} >= {"(1,1)"}
     for row in report["chains"]:
-        guesses, share = row["guesses"], plan.drafter_share
+        guesses, share = row["guesses"], plans[0].drafter_share
         assert row["emitted_per_round"] == pytest.approx(
             sum(row["acceptance"] ** power for power in range(guesses + 1)), abs=1e-3
         )

@@ -80,8 +80,15 @@ def opens(draw: st.DrawFn) -> OpenCall:
     longest = draw(st.integers(update.base, 2**31 - 1))
     stop_ids = tuple(draw(st.lists(TOKENS, max_size=3)))
     limits = Limits(longest, draw(st.booleans()), draw(st.integers(0, longest)), stop_ids)
-    counts = draw(st.integers(0, 2**31 - 1)), draw(st.integers(0, update.base))
-    parameters = RequestParameters(sampling, limits, draw(st.text(max_size=5)), marks, *counts)
+    parameters = RequestParameters(
+        sampling=sampling,
+        limits=limits,
+        tenant=draw(st.text(max_size=5)),
+        marks=marks,
+        vocabulary=draw(st.integers(0, 2**31 - 1)),
+        tokenizer=draw(st.text(max_size=5)),
+        prompt_length=draw(st.integers(0, update.base)),
+    )
     return OpenCall(update, parameters, draw(st.text(max_size=5)))
 
 
@@ -91,7 +98,7 @@ def verdicts(draw: st.DrawFn) -> Verdict:
     path = (0, *(draw(st.integers(1, 63)) for _ in tokens[1:]))
     ranks = tuple(draw(st.lists(st.integers(0, 62), max_size=8)))
     length = len(tokens) + draw(st.integers(0, 3))
-    finish = draw(st.sampled_from([None, *Finish]))
+    finish = draw(st.sampled_from([None, Finish.END_OF_TEXT, Finish.LENGTH]))  # a verifier sees no text
     return Verdict(
         tokens,
         path,

@@ -10,7 +10,7 @@ import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from math import exp, log
+from math import exp, inf, log
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,11 @@ import pytest
 import torch
 from dendro.calls import CloseCall, Closed, DraftCall, OpenCall, Opened, RequestParameters, TextUpdate, new_opening
 from dendro.errors import BadRequest, EngineFailed, NotFound, Overloaded, PeerLost
-from dendro.shapes import OFF, BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape
+from dendro.shapes import OFF, BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape, UntilShape
 from dendro.state import MemoryStates, NoStates, StateStore
 from dendro.text import Limits, Sampling, Tokens
 from dendro.tree import DraftTree
-from tiny_drafters import FAMILIES, PADDED, VOCABULARY, Family, make_drafter
+from tiny_drafters import FAMILIES, PADDED, VOCABULARY, WITH_HYBRID, Family, make_drafter
 from tree_kernels.noise import gumbel_noise
 from tree_kernels.warp import Warp, drafter_order
 
@@ -37,6 +37,7 @@ from drafter_service.texts import DraftRound
 CPU = torch.device("cpu")
 CHAIN, TREE, WIDE = LevelShape((1, 1, 1, 1)), LevelShape((3, 2, 2, 1, 1)), LevelShape((12, 2))
 NODES, BEAM, DYNAMIC = NodeShape((3, 2, 0, 1, 0, 2, 1)), BeamShape(4, 5), DynamicShape(5, 4, 18)
+UNTIL = UntilShape(DynamicShape(3, 5, 12), 0.9, 0.02)  # stops after one, two or three levels
 FEW_OF_MANY = DynamicShape(12, 3, 5)  # drops most of the rows that it processes
 GREEDY, SAMPLED = Sampling(), Sampling(temperature=0.8, seed=99, sample_index=1)
 MASKED = Sampling(temperature=1.0, top_k=3, top_p=0.9, seed=5)
@@ -57,13 +58,13 @@ def learning() -> None:
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[Family, Path]:
-    folders = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
+    folders = {family: tmp_path_factory.mktemp(family) for family in WITH_HYBRID}
     for family, folder in folders.items():
         make_drafter(folder, family)
     return folders
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[*FAMILIES, pytest.param("granitemoehybrid", marks=pytest.mark.long)])
 def path(request: pytest.FixtureRequest, paths: dict[Family, Path]) -> Path:
     return paths[request.param]
 
@@ -149,6 +150,9 @@ class Oracle:
             match shape:
                 case LevelShape():
                     taken = [guess for each in below for guess in each[: shape.widths[depth]]]
+                case UntilShape():
+                    taken = [guess for each in below for guess in each[: shape.tree.k]]
+                    taken = [guess for guess in taken if exp(guess.value) > shape.least]
                 case NodeShape():
                     taken = [g for row, each in zip(frontier, below, strict=True) for g in each[: shape.children[row]]]
                 case BeamShape():
@@ -164,7 +168,16 @@ class Oracle:
                 frontier = [row for row in frontier if row < len(shape.children) and shape.children[row]]
             if isinstance(shape, DynamicShape):
                 frontier = sorted(sorted(frontier, key=lambda row: (-rows[row].value, row))[: shape.k])
+            if isinstance(shape, UntilShape):
+                ranked = sorted((guess.value for guess in rows[1:]), reverse=True)
+                bound = ranked[shape.tree.total - 1] if len(ranked) >= shape.tree.total else -inf
+                frontier = sorted(sorted(frontier, key=lambda row: (-rows[row].value, row))[: shape.tree.k])
+                frontier = [row for row in frontier if rows[row].value > bound]
+                if 1 - sum(exp(rows[row].value) for row in frontier) >= shape.h:
+                    break
         kept = list(range(len(rows)))
+        if isinstance(shape, UntilShape):
+            kept = sorted(sorted(kept, key=lambda row: (-rows[row].value, rows[row].depth, row))[: shape.rows])
         if isinstance(shape, DynamicShape):
             kept = sorted(sorted(kept, key=lambda row: (-rows[row].value, rows[row].depth, row))[: 1 + shape.total])
         parents = [-1, *(kept.index(rows[row].parent) for row in kept[1:])]
@@ -264,7 +277,9 @@ def walk(tree: DraftTree | AllGuesses, accepted: int, rng: random.Random) -> lis
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, MASKED], ids=["greedy", "sampled", "masked"])
-@pytest.mark.parametrize("shape", [CHAIN, TREE, WIDE, LevelShape((5,)), NODES, BEAM, DYNAMIC, FEW_OF_MANY], ids=str)
+@pytest.mark.parametrize(
+    "shape", [CHAIN, TREE, WIDE, LevelShape((5,)), NODES, BEAM, DYNAMIC, FEW_OF_MANY, UNTIL], ids=str
+)
 async def test_drafting_by_levels_equals_a_fresh_prefill_of_every_path(path, oracle, shape, sampling):
     async with serving(path) as engine:
         for length in (1, 2, 30):
@@ -280,7 +295,7 @@ FEWER, MORE = 70, 500
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, MASKED], ids=["greedy", "sampled", "masked"])
-@pytest.mark.parametrize("shape", [CHAIN, TREE, NODES, BEAM, DYNAMIC], ids=str)
+@pytest.mark.parametrize("shape", [CHAIN, TREE, NODES, BEAM, DYNAMIC, UNTIL], ids=str)
 async def test_texts_of_targets_with_different_vocabularies_share_levels_and_get_the_drafts_they_get_alone(
     path, oracle, shape, sampling
 ):
@@ -379,7 +394,7 @@ async def test_states_of_accepted_nodes_are_reused(path, accepted, forwarded):
         await client.close()
 
 
-@pytest.mark.parametrize("shape", [NODES, BEAM, DYNAMIC, FEW_OF_MANY], ids=str)
+@pytest.mark.parametrize("shape", [NODES, BEAM, DYNAMIC, UNTIL, FEW_OF_MANY], ids=str)
 async def test_a_processed_rows_state_is_reused_whether_or_not_the_tree_keeps_the_row(path, oracle, shape):
     """The text continues through each processed row in turn; the next round then forwards no row of the text again."""
     async with serving(path) as engine:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tiny_drafters import FAMILIES, VOCABULARY, make_drafter
+from tiny_drafters import VOCABULARY, WITH_HYBRID, make_drafter
 
 from drafter_service.models import load_model
 from drafter_service.plan import EMPTY_TEXT, Chains
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", WITH_HYBRID)
 @torch.inference_mode()
 def test_logits_in_float16_are_near_transformers_and_a_saved_state_is_restored_bit_for_bit(tmp_path, family):
     library = make_drafter(tmp_path, family)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
 import pytest
-from dendro.shapes import MAX_K, MAX_ROWS, BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape
+from dendro.shapes import MAX_K, MAX_ROWS, BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape, UntilShape
 from dendro.tree import DraftTree
 from hypothesis import given
 from hypothesis import strategies as st
@@ -164,6 +165,107 @@ def test_a_dynamic_tree_stops_growing_once_no_row_is_above_its_least_guess():
     assert tree.depths.max() == 2
     assert processed == 1 + 4 + 4
     assert shape.forwarded == 1 + 11 * 4
+
+
+def until(h: float, k: int, steps: int, total: int, least: float = 0.0) -> UntilShape:
+    return UntilShape(DynamicShape(k, steps, total), h, least)
+
+
+def grown_by_paths(shape: TreeShape, chances: Callable[[Path], list[float]]) -> tuple[DraftTree, list[Path], int]:
+    """A tree by the drafter's growth, the path of each row, and the number of levels that were drafted."""
+    growth, paths, levels = growth_of(99, shape), {0: ()}, 0
+    while not growth.finished:
+        first, rows = len(growth.tokens), growth.frontier
+        confidences = [chances(paths[row]) for row in rows]
+        growth.extend([list(range(shape.width))] * len(rows), confidences, confidences)
+        paths |= {row: (*paths[growth.parents[row]], growth.tokens[row]) for row in range(first, len(growth.tokens))}
+        levels += 1
+    tree = DraftTree(*growth.arrays())
+    found: list[Path] = [()]
+    for parent, token in zip(tree.parents[1:], tree.tokens[1:], strict=True):
+        found.append((*found[parent], int(token)))
+    return tree, found, levels
+
+
+def until_in_full(shape: UntilShape, chances: Callable[[Path], list[float]]) -> tuple[list[Path], int]:
+    """The rule of `until` on full levels: a level is drafted below the k best rows of the one before, while these are
+    on the text's path with a chance above 1 - h; then the best `total` guesses of value above `least` are kept.
+
+    Rows that cannot be among the kept guesses get no children, and do not count. Returns the paths of the guesses,
+    level by level, and the number of levels.
+    """
+    tree, values, frontier, guesses, levels = shape.tree, {Path(): 0.0}, [Path()], list[Path](), 0
+    while True:
+        levels += 1
+        level = [(*path, rank) for path in frontier for rank in range(tree.k)]
+        values |= {path: values[path[:-1]] + max(chances(path[:-1])[path[-1]], LEAST_CHANCE) for path in level}
+        guesses += [path for path in level if math.exp(values[path]) > shape.least]
+        ranked = sorted(guesses, key=lambda path: -values[path])  # stable: of equals the earlier first
+        bound = values[ranked[tree.total - 1]] if len(ranked) >= tree.total else -math.inf
+        worth = [path for path in level if path in guesses and values[path] > bound]
+        best = sorted(range(len(worth)), key=lambda at: -values[worth[at]])[: tree.k]
+        frontier = [worth[at] for at in sorted(best)]
+        leaves = 1 - sum(math.exp(values[path]) for path in frontier)
+        if levels == tree.steps or not frontier or not leaves < shape.h:
+            break
+    order = sorted(range(len(guesses)), key=lambda at: (-np.float32(values[guesses[at]]), at))
+    return [guesses[at] for at in sorted(order[: tree.total])], levels
+
+
+@given(st.data())
+def test_a_tree_that_stops_in_time_equals_the_rule_on_full_levels(data):
+    k, steps = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 6))
+    most = min(k + (steps - 1) * k**2, MAX_ROWS - 1)
+    total = data.draw(st.integers(min(steps, most), most))
+    h, least = data.draw(st.integers(1, 999)) / 1000, data.draw(st.sampled_from([0.0, 0.0, 0.01, 0.1, 0.5]))
+    shape = until(h, k, steps, total, least)
+    sharpness = data.draw(st.sampled_from([0.0, 0.2, 0.5, 2.0]))  # 0: every first guess is sure
+    seed = data.draw(st.integers(0, 2**16))
+
+    def chances(path: Path) -> list[float]:
+        """A distribution over the candidates and `none of them`."""
+        weights = np.sort(np.random.default_rng((seed, *path)).exponential(sharpness, k + 1))[::-1]
+        return (-np.cumsum(weights)[:k]).tolist()
+
+    tree, found, levels = grown_by_paths(shape, chances)
+    expected, drafted = until_in_full(shape, chances)
+    assert found[1:] == expected
+    assert levels == drafted
+    assert tree.rows <= shape.rows and tree.depth <= shape.depth
+
+
+CHAIN_CHANCES = (0.9, 0.8, 0.9, 0.5, 0.9, 0.9)
+"""Of the guesses of a chain; all before and with them: 0.9, 0.72, 0.648, 0.324, 0.2916, 0.26244."""
+
+
+def chain_chances(path: Path) -> list[float]:
+    return [math.log(CHAIN_CHANCES[len(path)])]
+
+
+@pytest.mark.parametrize(
+    "h, guesses",
+    [(0.05, 1), (0.0999, 1), (0.1001, 2), (0.2799, 2), (0.2801, 3), (0.35, 3), (0.36, 4), (0.7, 5), (0.72, 6)],
+)
+def test_a_chain_stops_after_the_guess_at_which_the_chance_of_a_rejection_reaches_h(h, guesses):
+    tree, _, levels = grown_by_paths(until(h, 1, 6, 6), chain_chances)
+    assert (tree.guesses, levels) == (guesses, guesses)
+    np.testing.assert_allclose(np.exp(tree.values), np.cumprod([1.0, *CHAIN_CHANCES[:guesses]]), rtol=1e-6)
+
+
+def test_a_guess_not_worth_its_verification_is_left_out_and_ends_a_chain():
+    """The fourth guess is reached with 0.324: it is drafted, as its parent has 0.648, and left out."""
+    tree, _, levels = grown_by_paths(until(0.6, 1, 6, 6, least=0.33), chain_chances)
+    assert (tree.guesses, levels) == (3, 4)
+    tree, _, levels = grown_by_paths(until(0.6, 1, 6, 6, least=0.95), chain_chances)
+    assert (tree.guesses, levels) == (0, 1)  # the root alone: a round of plain decoding
+
+
+def test_a_tree_stops_by_the_rows_that_would_get_children_together():
+    """Two rows of 0.5 and 0.3 leave 0.2: a chain of the first alone would leave 0.5."""
+    level = [math.log(0.5), math.log(0.3), math.log(0.1)]
+    assert grown_by_paths(until(0.19, 2, 2, 6), lambda path: level[:2])[2] == 1
+    assert grown_by_paths(until(0.21, 2, 2, 6), lambda path: level[:2])[2] == 2
+    assert grown_by_paths(until(0.21, 1, 2, 2), lambda path: level[:1])[2] == 1
 
 
 def test_no_shape_processes_more_rows_than_most_processed():

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny_hybrids
 import torch
 from text_cases import TextCase, chains_of, ints, level_of
-from tiny_drafters import FAMILIES, VOCABULARY, make_drafter
+from tiny_drafters import FAMILIES, VOCABULARY, Family, make_drafter
 
-from drafter_service.models import DrafterModel, load_model
+from drafter_service.models import HYBRIDS, DrafterModel, load_model
 from drafter_service.models.memory import DrafterMemory
 from drafter_service.plan import EMPTY_TEXT, Chains, TextFold
 
@@ -30,7 +31,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return load_model(checkpoint_of(family, tmp_path_factory), torch.float32, torch.device("cpu"), form=form)[0]
 
 
-def checkpoint_of(family: str, folders: pytest.TempPathFactory) -> Path:
+def checkpoint_of(family: Family, folders: pytest.TempPathFactory) -> Path:
     folder = folders.mktemp(family)
     make_drafter(folder, family)
     return folder
@@ -53,13 +54,30 @@ def compare_text(model: DrafterModel, memory: DrafterMemory, case: TextCase) -> 
 
 
 @pytest.mark.parametrize("seed", range(4))
-@torch.inference_mode()
 def test_every_node_and_every_fold_equals_one_chain_over_its_text(model, seed):
     """A text may discard its tree instead of folding it. A chain may end in a root."""
+    compare_rounds(model, seed, 12)
+
+
+@pytest.mark.parametrize("rounds", [2, pytest.param(12, marks=pytest.mark.long)])
+def test_every_node_and_every_fold_of_a_hybrid_equals_one_chain_over_its_text(tmp_path, rounds):
+    make_drafter(tmp_path, "granitemoehybrid")
+    compare_rounds(load_model(tmp_path, torch.float32, torch.device("cpu"))[0], 0, rounds)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", sorted(tiny_hybrids.SETTINGS.keys() & {*HYBRIDS}))
+def test_every_node_and_every_fold_of_each_hybrid_family_equals_one_chain_over_its_text(tmp_path, family):
+    tiny_hybrids.make_checkpoint(tmp_path, family)
+    compare_rounds(load_model(tmp_path, torch.float32, torch.device("cpu"))[0], 1, 8)
+
+
+@torch.inference_mode()
+def compare_rounds(model: DrafterModel, seed: int, rounds: int) -> None:
     rng = np.random.default_rng(seed)
     memory = model.memory(TEXTS, NODES)
     cases = [TextCase(slot, rng.integers(0, VOCABULARY, rng.integers(1, 20)).tolist()) for slot in range(1, TEXTS)]
-    for _ in range(12):
+    for _ in range(rounds):
         free = list(range(1, NODES))
         for case in cases:
             case.ids += rng.integers(0, VOCABULARY, 3 if case.covers == len(case.ids) else 1).tolist()

@@ -34,7 +34,14 @@ from drafter_service.training.saving import NotSaved
 from drafter_service.training.scans import mamba1_scan, mamba1_scan_by_steps, mamba2_scan, mamba2_scan_by_steps
 from drafter_service.training.sizes import SIZES, StudentSize, new_model, student_config
 from drafter_service.training.students import StudentForward
-from drafter_service.training.teacher import LabelledRows, TeacherFolder, TeacherText, write_teacher_outputs
+from drafter_service.training.teacher import (
+    LabelledRows,
+    Labeller,
+    LiveRows,
+    TeacherFolder,
+    TeacherText,
+    write_teacher_outputs,
+)
 
 Scan = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -129,8 +136,8 @@ def teacher_text(**changes: Any) -> TeacherText:
 
 
 def label(model: PreTrainedModel, text: TeacherText, folder: TeacherFolder, chunks: int) -> LabelledRows:
-    """Labels of so many chunks; not compiled, as that would take longer than the test."""
-    write_teacher_outputs(model, text, folder, Budget(steps=chunks), 0, lambda *_: None, compile_forward=False)
+    """Labels of so many chunks."""
+    write_teacher_outputs(Labeller(model, text, 0), folder, Budget(steps=chunks), lambda *_: None)
     return folder.read()
 
 
@@ -159,6 +166,26 @@ def test_a_resumed_teacher_writes_the_chunks_of_an_uninterrupted_one(
     resumed = label(tiny_teacher, teacher_text(), begun, 3)
     for one, other in zip(whole.batch(0, 18, seed=1), resumed.batch(0, 18, seed=1), strict=True):
         assert str(one) == str(other)
+
+
+def test_labels_on_the_fly_are_the_models_of_new_text_and_the_same_after_a_resumed_run(
+    tiny_teacher: PreTrainedModel,
+) -> None:
+    """A group is three chunks of real text and one of the teacher's own, and has as many steps as rows allow."""
+    labeller = Labeller(tiny_teacher, teacher_text(vocabulary=50), 0)
+    rows = LiveRows(labeller)
+    seen = [rows.batch(step, 4, seed=5) for step in range(7)]
+    inputs, labels, outputs = seen[6]
+    with torch.no_grad():
+        expected = tiny_teacher(inputs).logits[..., :50].log_softmax(-1).gather(-1, outputs.ids)
+    torch.testing.assert_close(outputs.log_probs.float(), expected, rtol=2e-3, atol=2e-3)
+    assert torch.equal(inputs[:, 1:], labels[:, :-1])
+    texts = {tuple(row) for given, *_ in seen[:6] for row in given.tolist()}
+    groups = [labeller.chunk(chunk).tokens[:, :-1] for chunk in range(4)]
+    assert texts == {tuple(row) for each in groups for row in each.tolist()} and len(texts) == 24
+    again, _, resumed = LiveRows(labeller).batch(6, 4, seed=5)
+    assert torch.equal(again, inputs) and torch.equal(resumed.log_probs, outputs.log_probs)
+    assert [rows.tokens(steps, 4) for steps in (6, 7)] == [4 * 6 * 140, 2 * 4 * 6 * 140]
 
 
 def test_ids_above_65535_are_stored_whole(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ TINY = CertifySize(
     far_draws=20,
     own_prompts=1,
     own_tokens=8,
+    stop_draws=2,
     combinations=3,
 )
 

@@ -44,7 +44,7 @@ def test_a_call_that_ranks_gives_the_guesses_of_the_forward_the_logits_and_the_r
     roots = Level(ints(3, 8), [1, 1], [0, 0], [0, 0], [0, 0], [Nodes([101], [-1]), Nodes([102], [-1])])
     below = [Nodes([101, *slots[:70]], [-1] + [0] * 70), Nodes([102, *slots[70:]], [-1] + [0] * 30)]
     for level, groups in ((roots, [1, 1]), (Level(tokens, [70, 30], [0, 0], [0, 0], [1, 1], below), [70, 30])):
-        ids, scores = one.guesses(level, groups, orders, WIDTH)
+        ids, scores, _ = one.guesses(level, groups, level.depths, orders, WIDTH)
         wanted_ids, wanted_scores = ranked(model.logits(other.level(level)), groups, orders, WIDTH)
         assert np.array_equal(ids, wanted_ids) and np.array_equal(scores, wanted_scores)
 
@@ -62,16 +62,16 @@ def test_levels_in_one_call_are_those_of_a_call_each(tmp_path, family, shape):
     for depth, count in enumerate(form.counts):
         nodes = Nodes(slots[: done + count], form.above[: done + count])
         levels.append(Level(np.array(tokens), [count], [0], [0], [depth], [nodes]))
-        wanted.append(memory.guesses(levels[-1], [count], every[depth], WIDTH))
+        wanted.append(memory.guesses(levels[-1], [count], [depth], every[depth], WIDTH))
         done += count
         rows = zip(form.above[done:], form.ranks[done:], strict=True)
-        ids = np.concatenate([ids for ids, _ in wanted])
+        ids = np.concatenate([each.ids for each in wanted])
         tokens = [ids[above, rank] for above, rank in rows if done - count <= above < done]
     for first in (0, 1):
         again = memory if first else memory_of(model, 60)
         orders = Orders([0.7] * len(noise[first:]), noise[first:], [model.vocabulary] * len(noise[first:]))
         ranks = form.ranks[sum(form.counts[:first]) :]
         rows = Levels(levels[first], Nodes(slots, form.above), form.counts[first:], ranks)
-        ids, scores = again.guesses_of_levels(rows, orders, WIDTH)
-        assert np.array_equal(ids, np.concatenate([ids for ids, _ in wanted[first:]]))
-        assert np.array_equal(scores, np.concatenate([scores for _, scores in wanted[first:]]))
+        ids, scores, _ = again.guesses_of_levels(rows, range(first, len(form.counts)), orders, WIDTH)
+        assert np.array_equal(ids, np.concatenate([each.ids for each in wanted[first:]]))
+        assert np.array_equal(scores, np.concatenate([each.scores for each in wanted[first:]]))

@@ -14,11 +14,11 @@ from tiny_hybrids import FAMILIES, VOCABULARY, make_checkpoint, oracle, paths_be
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
 from tree_kernels.tree_attention import PAGE
 from tree_layers.errors import CheckpointError
+from tree_layers.library_mixers import GroupedNorm, is_mixer
 
 from verifier_service.engine import VerifierEngine
-from verifier_service.models.heads import SpreadNorm, is_mixer, plan_shards
+from verifier_service.models.heads import SpreadNorm, plan_shards
 from verifier_service.models.mamba_in_llama import library_config
-from verifier_service.models.norms import GroupedNorm
 from verifier_service.options import VerifierOptions
 
 EXPERTS = {

@@ -130,7 +130,7 @@ async def test_end_of_text_is_not_drawn_before_the_least_length_unless_it_does_n
         sampling = Sampling(logit_bias=((tiny_models.END, 100.0),))
         limits = Limits(len(PROMPT) + COUNT, ignored, len(PROMPT) + 10)
         async with running(loaded) as engine:
-            router = WithParameters(engine, RequestParameters(sampling, limits, "", (), 0, len(PROMPT)))
+            router = WithParameters(engine, RequestParameters(sampling, limits, "", (), prompt_length=len(PROMPT)))
             answer = await router.finish()
         assert answer.index(tiny_models.END) == position
         assert router.finish_reason is (Finish.LENGTH if ignored else Finish.END_OF_TEXT)
@@ -139,7 +139,7 @@ async def test_end_of_text_is_not_drawn_before_the_least_length_unless_it_does_n
 async def test_ids_outside_the_vocabulary_and_choices_without_a_token_are_refused(loaded):
     """A verifier checks them itself."""
     text = Tokens(PROMPT)
-    plain = RequestParameters(Sampling(), Limits(100), "", (), 0, len(PROMPT))
+    plain = RequestParameters(Sampling(), Limits(100), "", (), prompt_length=len(PROMPT))
     cases = [
         ("banned_ids: 257 is outside the vocabulary of 257", Sampling(banned_ids=(1, 257)), plain.limits),
         (r"logit_bias: 300 is outside", Sampling(logit_bias=((300, 1.0),)), plain.limits),

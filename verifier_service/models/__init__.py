@@ -20,6 +20,7 @@ from tree_kernels.elementwise import threads_of
 from tree_kernels.tree_attention import Layout, compiled
 from tree_layers.checkpoint import MAMBA_CONFIG, Facts, read_config, read_facts, weight_files, weights_fingerprint
 from tree_layers.errors import CheckpointError
+from tree_layers.library_mixers import group_norms
 from tree_layers.linear import Form, RowForms, RowsReport
 from tree_layers.row_weights import make_rows_independent
 from tree_layers.tree_mixers import MixerLayout
@@ -44,7 +45,6 @@ from verifier_service.models.heads import plan_shards
 from verifier_service.models.last_layer import LastLayer, use_last_layer
 from verifier_service.models.mamba_in_llama import MambaInLlamaConfig, library_config
 from verifier_service.models.mixers import MIXER_FAMILIES, seat_mixers
-from verifier_service.models.norms import group_norms
 from verifier_service.models.reading import check_scales, load_library_model
 from verifier_service.models.row_functions import use_row_functions
 from verifier_service.models.seats import ATTENTION, ForwardContext, Seat

@@ -28,7 +28,7 @@ from transformers import (
 )
 from tree_kernels import ROW_MULTIPLE
 from tree_kernels.tree_attention import FarRows, Layout, TreeRows, near_window
-from tree_layers.checkpoint import CONFIG
+from tree_layers.checkpoint import CONFIG, rope_types
 from tree_layers.errors import CheckpointError
 from tree_layers.memory import Pages, pages_for
 
@@ -105,18 +105,9 @@ def check_config(folder: Path, config: Mapping[str, Any]) -> None:
                 raise FamilyError(folder, kind, Property.STATES)
             for layer in sorted(layers & LAYER_PROPERTIES.keys()):
                 raise FamilyError(folder, kind, LAYER_PROPERTIES[layer], f"layers of type {layer}")
-        for rope in _ropes(part):
+        for rope in rope_types(part):
             if rope in UNPACKABLE_ROPE:
                 raise FamilyError(folder, kind, Property.ROPE_BY_LENGTH, f"type {rope}")
-
-
-def _ropes(config: Mapping[str, Any]) -> Iterator[str]:
-    """The types of rotary embeddings that a configuration names, under any of its keys for them."""
-    for key in ("rope_parameters", "rope_scaling"):
-        settings = config.get(key)
-        for each in (settings, *(settings.values() if isinstance(settings, dict) else ())):
-            if isinstance(each, dict):
-                yield str(each.get("rope_type", each.get("type", "default")))
 
 
 def why_not_read(folder: Path, kind: str, error: Exception) -> CheckpointError:

@@ -19,20 +19,14 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 from tree_layers.errors import CheckpointError
+from tree_layers.library_mixers import is_mixer
 from tree_layers.tree_mixers import silu
 
 from verifier_service.collectives import Collectives, shard_of
 from verifier_service.models.reading import open_tensors
 from verifier_service.models.sharded import BY_HEADS, VOCABULARY, as_rule
 
-PARTS = ("in_proj", "conv1d", "A_log", "D", "out_proj")
-
 Range = tuple[int, int]
-
-
-def is_mixer(module: nn.Module) -> bool:
-    """Whether a module is a mixer, of Mamba-1 or of Mamba-2."""
-    return all(hasattr(module, part) for part in PARTS)
 
 
 def repeats_of(mixer: Any) -> int:

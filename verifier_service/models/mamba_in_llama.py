@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
-from tree_layers.checkpoint import MAMBA_CONFIG, read_config
+from tree_layers.checkpoint import MAMBA_CONFIG, decoded, read_config
 from tree_layers.errors import CheckpointError
-
-from verifier_service.models.norms import GroupedNorm
+from tree_layers.library_mixers import GroupedNorm
 
 GATED_EPS = 1e-5
 """Of the norm after the gate; no checkpoint sets another."""
@@ -133,18 +132,11 @@ def library_config(folder: Path) -> PreTrainedConfig:
     Mamba-in-Llama, and what the library raises for others."""
     fields = read_config(folder)
     if fields["model_type"] in PURE_MAMBAS:
-        return AutoConfig.for_model(**{key: _decoded(value) for key, value in fields.items()})
+        return AutoConfig.for_model(**decoded(fields))
     config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if quantisation := getattr(config, "quantization_config", None):
         config.quantization_config = {**quantisation, "dequantize": True}  # on every device
     return _with_mixers(folder, config) if (folder / MAMBA_CONFIG).is_file() else config
-
-
-def _decoded(value: Any) -> Any:
-    """A value of a configuration file; the library writes infinity as an object, as JSON has none."""
-    if isinstance(value, list):
-        return [_decoded(each) for each in value]
-    return float(value["__float__"]) if isinstance(value, dict) and "__float__" in value else value
 
 
 def _with_mixers(folder: Path, config: PreTrainedConfig) -> MambaInLlamaConfig:

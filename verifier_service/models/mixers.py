@@ -1,7 +1,7 @@
 """Replaces the mixers of a state-space or hybrid model by our tree-aware ones.
 
 Only `forward` of a mixer is replaced; its linear layers and norms, and everything around it, stay the library's. (A
-norm without groups in a mixer of several groups is replaced before: `norms.py`.)
+norm without groups in a mixer of several groups is replaced before, by `group_norms`.)
 """
 
 from __future__ import annotations
@@ -14,11 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from tree_layers.errors import CheckpointError
-from tree_layers.tree_mixers import MixerLayout, TreeMamba1, TreeMamba2, silu, softplus
+from tree_layers.library_mixers import (
+    check_activation,
+    convolution,
+    gated_norm,
+    is_mamba1,
+    is_mixer,
+    project_mamba2,
+    select_mamba1,
+)
+from tree_layers.tree_mixers import MixerLayout, TreeMamba1, TreeMamba2, silu
 
 from verifier_service.collectives import Collectives
-from verifier_service.models.heads import SpreadNorm, TensorRanges, is_mixer, repeats_of
+from verifier_service.models.heads import SpreadNorm, TensorRanges, repeats_of
 from verifier_service.models.seats import ForwardContext
 
 MIXER_FAMILIES = {
@@ -38,15 +46,10 @@ def seat_mixers(
     layouts: list[MixerLayout] = []
     for module in model.modules():
         if is_mixer(module):
-            _check(folder, module)
-            seat = _seat_mamba1 if hasattr(module, "x_proj") else _seat_mamba2
+            check_activation(folder, module)
+            seat = _seat_mamba1 if is_mamba1(module) else _seat_mamba2
             layouts.append(seat(module, run, len(layouts), group))
     return tuple(layouts)
-
-
-def _check(folder: Path, module: Any) -> None:
-    if module.activation not in ("silu", "swish"):
-        raise CheckpointError(f"{folder}: its mixers' activation {module.activation!r} is not supported")
 
 
 def _seat_mamba2(module: Any, run: ForwardContext, index: int, group: Collectives | None) -> MixerLayout:
@@ -60,7 +63,7 @@ def _seat_mamba2(module: Any, run: ForwardContext, index: int, group: Collective
         dtype=module.conv1d.weight.dtype,
         repeats=repeats_of(module),
     )
-    weight, bias = _convolution(module.conv1d)
+    weight, bias = convolution(module.conv1d)
     low, high = module.time_step_limit
     mixer = TreeMamba2(
         layout=layout,
@@ -83,26 +86,22 @@ def _seat_mamba2(module: Any, run: ForwardContext, index: int, group: Collective
         if run.recurrent is None:  # a probe
             return torch.zeros_like(hidden_states)
         assert run.recurrent_step is not None
-        projected = self.in_proj(hidden_states * getattr(self, "ssm_in_multiplier", 1))
-        if hasattr(self, "mup_vector"):
-            projected = projected * self.mup_vector
-        gate, raw, dt = projected.split((inner, channels, heads), -1)
+        gate, raw, dt = project_mamba2(self, hidden_states)
         with run.threads_for(raw.shape[1]):
             y = mixer(raw[0], dt[0], run.recurrent.layers[index], run.recurrent_step)
-        return out_proj(_normed(self.norm, y[None], gate).to(hidden_states.dtype))
+        return out_proj(gated_norm(self.norm, y[None], gate).to(hidden_states.dtype))
 
     module.forward = types.MethodType(forward, module)
     return layout
 
 
 def _seat_mamba1(module: Any, run: ForwardContext, index: int, group: Collectives | None) -> MixerLayout:
-    inner, size, rank = module.intermediate_size, module.ssm_state_size, module.time_step_rank
+    inner, size = module.intermediate_size, module.ssm_state_size
     layout = MixerLayout(inner, heads=inner, width=1, groups=1, size=size, dtype=module.conv1d.weight.dtype)
-    weight, bias = _convolution(module.conv1d)
+    weight, bias = convolution(module.conv1d)
     mixer = TreeMamba1(layout, weight, bias, A=-torch.exp(module.A_log.float()), D=module.D.float())
     dt_bias = module.dt_proj.bias.float()
     module.dt_proj.bias = None
-    normed = hasattr(module, "dt_layernorm")
     x_proj, out_proj = _joined(module.x_proj, group), _joined(module.out_proj, group)
 
     def forward(self: Any, hidden_states: Tensor, *_: Any, **ignored: Any) -> Tensor:
@@ -111,10 +110,8 @@ def _seat_mamba1(module: Any, run: ForwardContext, index: int, group: Collective
         assert run.recurrent_step is not None
 
         def select(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            dt, B, C = x_proj(x[None]).split((rank, size, size), -1)
-            if normed:
-                dt, B, C = self.dt_layernorm(dt), self.b_layernorm(B), self.c_layernorm(C)
-            return softplus(self.dt_proj(dt)[0].float() + dt_bias), B[0], C[0]
+            dt, B, C = select_mamba1(self, x[None], x_proj, dt_bias)
+            return dt[0], B[0], C[0]
 
         raw, gate = self.in_proj(hidden_states).chunk(2, -1)
         with run.threads_for(raw.shape[1]):
@@ -123,12 +120,6 @@ def _seat_mamba1(module: Any, run: ForwardContext, index: int, group: Collective
 
     module.forward = types.MethodType(forward, module)
     return layout
-
-
-def _convolution(conv: nn.Conv1d) -> tuple[Tensor, Tensor]:
-    """Weight [W, C] and bias [C] of a depthwise convolution, float32."""
-    weight = conv.weight[:, 0].t().float().contiguous()
-    return weight, weight.new_zeros(weight.shape[1]) if conv.bias is None else conv.bias.float()
 
 
 def _joined(layer: nn.Linear, group: Collectives | None) -> Callable[[Tensor], Tensor]:
@@ -143,11 +134,3 @@ def _joined(layer: nn.Linear, group: Collectives | None) -> Callable[[Tensor], T
         return total if bias is None else total + bias
 
     return run
-
-
-def _normed(norm: nn.Module, y: Tensor, gate: Tensor) -> Tensor:
-    """Gate and norm; a model without this norm has only the gate."""
-    if isinstance(norm, nn.Identity):
-        return y * silu(gate.float())
-    normed: Tensor = norm(y, gate)
-    return normed

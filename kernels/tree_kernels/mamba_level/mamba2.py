@@ -64,7 +64,7 @@ def convolve_node(call: int, layer: int, slot: int, target: int, channels: int) 
 
 @inlined
 def step_sizes(call: int, layer: int, row: int, given: int) -> None:
-    """dt of a row's heads; `Mamba2Mixer._dt`."""
+    """dt of a row's heads; `Mamba2Scan._dt`."""
     its, own = longs(call), longs(layer)
     heads, made = its[shapes.HEADS], floats(its[shapes.STEPS] + row * its[shapes.STEPS_STEP])
     raw, bias = floats(given), floats(own[shapes.DT_BIAS])

@@ -70,8 +70,8 @@ class RankingRows:
         return self.ids[:count].reshape(rows, width).copy(), self.scores[:count].reshape(rows, width).copy()
 
 
-def ranked(logits: Tensor, groups: Sequence[int], orders: Orders, width: int) -> tuple[Ids, Scores]:
-    """Ids and scores [rows, width] of each row's best tokens, the lower id first among equals. Runs on a CPU.
+def ranking_of(logits: Tensor, groups: Sequence[int], orders: Orders, width: int) -> RankingRows:
+    """A ranking of each row's `width` best tokens, the lower id first among equals, with its results. Runs on a CPU.
 
     logits [rows, V] float32, any distance between rows
     groups: numbers of adjacent rows; orders: of each group, its vocabulary at least `width` and at most V
@@ -88,4 +88,9 @@ def ranked(logits: Tensor, groups: Sequence[int], orders: Orders, width: int) ->
     made.set(logits.data_ptr(), 4 * logits.stride(0), orders, groups, width)
     made.words[shapes.ROWS] = rows
     ranking_kernels().functions["ranking"](made.words.ctypes.data)
-    return made.results(rows, width)
+    return made
+
+
+def ranked(logits: Tensor, groups: Sequence[int], orders: Orders, width: int) -> tuple[Ids, Scores]:
+    """Ids and scores [rows, width] of each row's best tokens, as of `ranking_of`."""
+    return ranking_of(logits, groups, orders, width).results(len(logits), width)

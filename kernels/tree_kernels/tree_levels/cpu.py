@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from tree_kernels.acceptance_head.cpu import Chances, HeadCalls, head_kernels
 from tree_kernels.kernel_cache import NoKernelsError, load_kernels
 from tree_kernels.ranking.cpu import Ids, Orders, RankingRows, Scores, ranking_kernels
 from tree_kernels.tree_levels import shapes
@@ -53,13 +54,21 @@ class LevelCalls:
         self._address = int(self.words.ctypes.data)
         self.words[shapes.FORWARD], self.words[shapes.LOGITS] = kernels.address("forward"), kernels.address("logits")
         self.words[shapes.RANKING] = ranking_kernels().address("ranking")
-        self.words[shapes.MODEL], self.words[shapes.ENTRY] = model.ctypes.data, 8 * entry
+        self._model_address = self.words[shapes.MODEL] = int(model.ctypes.data)
+        self.words[shapes.ENTRY] = 8 * entry
         self.words[[shapes.ROWS_AT, shapes.TOKENS_AT, shapes.COUNT_AT, shapes.TABLE_AT]] = places
+        self._head: HeadCalls | None = None
         self._make(LEAST_ROOM, GUESSES)
+
+    def use_head(self, head: HeadCalls) -> None:
+        """Compute the chances of all guesses by this head from now on. Raises NoKernelsError."""
+        self._head = head
+        self.words[shapes.HEAD], self.words[shapes.HEAD_WORDS] = head_kernels().address("chances"), head.address
 
     def _make(self, rows: int, width: int) -> None:
         self._room, self._width = rows, width
         self._ranking = RankingRows(rows, width)
+        self._ranking_address = int(self._ranking.words.ctypes.data)
         self._counts, self.tokens, self.above, self.ranks = (np.zeros(rows, np.int64) for _ in range(4))
         self.table = np.zeros((rows, self._entry), np.int64)
         """[rows, entry] of the next call."""
@@ -80,11 +89,19 @@ class LevelCalls:
             self._make(max(2 * self._room, rows) if rows > self._room else self._room, max(width, self._width))
 
     def run(
-        self, levels: Sequence[int], groups: Sequence[int], orders: Orders, width: int, logits: int, logits_step: int
-    ) -> tuple[Ids, Scores]:
-        """Ids and scores [rows, width] of the best tokens of all rows, level after level.
+        self,
+        levels: Sequence[int],
+        groups: Sequence[int],
+        depths: Sequence[int],
+        orders: Orders,
+        width: int,
+        logits: int,
+        logits_step: int,
+    ) -> tuple[Ids, Scores, Chances | None]:
+        """Ids, scores and log chances [rows, width] of the best tokens of all rows, level after level; no chances
+        without a head.
 
-        levels: rows of each level   groups: rows of each group, in order; orders: of each group's tokens
+        levels: rows of each level   groups: rows of each group, in order; depths, orders: of each group's tokens
         logits: address of memory for the logits of one level, `logits_step` bytes between rows
         The caller has set `tokens` of the first level, `table`, and, of levels after the first, `above` and `ranks`.
         """
@@ -93,5 +110,9 @@ class LevelCalls:
         self._ranking.set(logits, logits_step, orders, groups, width)
         self._counts[: len(levels)] = levels
         self.words[shapes.LEVELS] = len(levels)
+        if self._head is not None:
+            self._head.reserve(rows, width)
+            self._head.set(self._model_address, self._ranking_address, groups, depths)
         _kernel()(self._address)
-        return self._ranking.results(rows, width)
+        chances = None if self._head is None else self._head.results(rows, width)
+        return *self._ranking.results(rows, width), chances

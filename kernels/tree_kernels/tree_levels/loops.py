@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from tree_kernels.acceptance_head.shapes import CHANCES, DEPTHS
 from tree_kernels.ranking.shapes import IDS, ROW_WORDS, ROWS, SCORES, TABLE, TEMPERATURES, WIDTH
 from tree_kernels.tree_levels import shapes
 from tree_kernels.vectors import call_words, longs
 
 
 def levels(call: int) -> None:
-    """Forward, logits and ranking of each level; the next level's tokens are guesses of the rows above."""
+    """Forward, logits, ranking and acceptance head of each level; the next level's tokens are guesses of rows above."""
     its = longs(call)
     model, ranking = longs(its[shapes.MODEL]), longs(its[shapes.RANKED])
     counts, tokens = longs(its[shapes.COUNTS]), longs(its[shapes.TOKENS])
     above, ranks = longs(its[shapes.ABOVE]), longs(its[shapes.RANKS])
     table, temperatures = ranking[TABLE], ranking[TEMPERATURES]
     ids, scores, width = ranking[IDS], ranking[SCORES], ranking[WIDTH]
+    head, depths, chances = longs(its[shapes.HEAD_WORDS]), 0, 0
+    if its[shapes.HEAD] != 0:
+        depths, chances = head[DEPTHS], head[CHANCES]
     guesses, first = longs(ids), 0
     for level in range(its[shapes.LEVELS]):
         count = counts[level]
@@ -30,9 +34,14 @@ def levels(call: int) -> None:
         call_words(its[shapes.FORWARD], its[shapes.MODEL])
         call_words(its[shapes.LOGITS], its[shapes.MODEL])
         call_words(its[shapes.RANKING], its[shapes.RANKED])
+        if its[shapes.HEAD] != 0:
+            head[DEPTHS], head[CHANCES] = depths + first * 8, chances + first * width * 4
+            call_words(its[shapes.HEAD], its[shapes.HEAD_WORDS])
         first += count
     ranking[TABLE], ranking[TEMPERATURES] = table, temperatures
     ranking[IDS], ranking[SCORES] = ids, scores
+    if its[shapes.HEAD] != 0:
+        head[DEPTHS], head[CHANCES] = depths, chances
 
 
 KERNELS = {"levels": (levels, "i")}

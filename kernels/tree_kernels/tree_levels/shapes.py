@@ -19,5 +19,7 @@ from __future__ import annotations
     TABLE_AT,  # the word of MODEL with its address
     TABLE,  # [rows] entries of all rows
     ENTRY,  # bytes of an entry
-) = range(16)
-CALL_WORDS = 16
+    HEAD,  # a kernel, called with the address of HEAD_WORDS after each ranking; 0: none
+    HEAD_WORDS,  # words of the acceptance head, whose rows are those of all levels
+) = range(18)
+CALL_WORDS = 18

@@ -30,7 +30,9 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """END_OF_TEXT: the target picked an end-of-text token."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """LENGTH: max_new_tokens was reached."""
-    FINISH_REASON_STOP_TOKEN: _FinishReason.ValueType  # 3
+    FINISH_REASON_STOP_STRING: _FinishReason.ValueType  # 3
+    """STOP_STRING: a string of `stop` is in the answer's text."""
+    FINISH_REASON_STOP_TOKEN: _FinishReason.ValueType  # 4
     """STOP_TOKEN: the target picked one of stop_ids, which is the answer's last token."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper): ...
@@ -40,7 +42,9 @@ FINISH_REASON_END_OF_TEXT: FinishReason.ValueType  # 1
 """END_OF_TEXT: the target picked an end-of-text token."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """LENGTH: max_new_tokens was reached."""
-FINISH_REASON_STOP_TOKEN: FinishReason.ValueType  # 3
+FINISH_REASON_STOP_STRING: FinishReason.ValueType  # 3
+"""STOP_STRING: a string of `stop` is in the answer's text."""
+FINISH_REASON_STOP_TOKEN: FinishReason.ValueType  # 4
 """STOP_TOKEN: the target picked one of stop_ids, which is the answer's last token."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
@@ -83,11 +87,13 @@ class GenerateRequest(_message.Message):
     RESUME_FIELD_NUMBER: _builtins.int
     MIN_NEW_TOKENS_FIELD_NUMBER: _builtins.int
     STOP_IDS_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    INCLUDE_STOP_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """request_id is the request's id, the same over all its resumes: at most 128 printable ASCII characters other than
     the space, chosen by the client. Empty: the server makes one. A request with the id of one of the session's last 8
     turns is answered from that turn's record, so that a repeated turn is not written twice; it is refused if its
-    prompt differs from that turn's.
+    prompt differs from that turn's, or its `stop` would have ended the answer elsewhere.
     """
     model: _builtins.str
     """model is the target's name. Empty: the first target of the configuration."""
@@ -105,6 +111,8 @@ class GenerateRequest(_message.Message):
     """min_new_tokens is the answer's least length: until it has so many tokens, end-of-text tokens (unless ignore_end) and
     stop_ids are not drawn. Absent or zero: any length. More than max_new_tokens is refused.
     """
+    include_stop: _builtins.bool
+    """include_stop ends the text after the stop string. Refused without `stop`."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """token_ids are used unchanged."""
@@ -125,6 +133,22 @@ class GenerateRequest(_message.Message):
     def stop_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """stop_ids are tokens that end the answer; the drawn one is its last token. At most 1024. Empty: none."""
 
+    @_builtins.property
+    def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """stop are strings that end the answer: it ends with the token that completes the first of them in its text. At most
+        16, each of 1 to 1024 bytes. Empty: none.
+
+        The text that clients get ends before the stop string, or with `include_stop` after it. The token ids, and with
+        them the session, Usage and a resume's token_ids, have the completing token whole, even where its text goes on
+        after the stop string: a session continues from these tokens.
+
+        Only the answer's text counts, from its first character: not the prompt's, and no string that begins in the prompt.
+        Characters are compared by code point, without normalisation. The string that ends first counts; of several that
+        end with the same character, the longest. An answer that also reaches its end of text or max_new_tokens with the
+        completing token ends with STOP_STRING. Text that could begin a stop string is held back until it no longer can, or
+        the answer ends: it is then part of a later chunk's text. Speculation changes neither tokens nor text.
+        """
+
     def __init__(
         self,
         *,
@@ -141,10 +165,12 @@ class GenerateRequest(_message.Message):
         resume: Global___Resume | None = ...,
         min_new_tokens: _builtins.int | None = ...,
         stop_ids: _abc.Iterable[_builtins.int] | None = ...,
+        stop: _abc.Iterable[_builtins.str] | None = ...,
+        include_stop: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_new_tokens", b"_max_new_tokens", "_min_new_tokens", b"_min_new_tokens", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_new_tokens", b"_max_new_tokens", "_min_new_tokens", b"_min_new_tokens", "ignore_end", b"ignore_end", "keep_session", b"keep_session", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "session", b"session", "speculation", b"speculation", "stop_ids", b"stop_ids", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_new_tokens", b"_max_new_tokens", "_min_new_tokens", b"_min_new_tokens", "ignore_end", b"ignore_end", "include_stop", b"include_stop", "keep_session", b"keep_session", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "session", b"session", "speculation", b"speculation", "stop", b"stop", "stop_ids", b"stop_ids", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_new_tokens: _TypeAlias = _typing.Literal["max_new_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_new_tokens: _TypeAlias = _typing.Literal["_max_new_tokens", b"_max_new_tokens"]  # noqa: Y015
@@ -340,8 +366,9 @@ class Speculation(_message.Message):
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     mode: Global___Speculation.Mode.ValueType
     shape: _builtins.str
-    """shape is the shape of FIXED, such as "(3,2,1)", "nodes(2,1)", "beam(4,3)", "dynamic(6,5,24)" or "proposed(7)".
-    Empty otherwise.
+    """shape is the shape of FIXED, such as "(3,2,1)", "nodes(2,1)", "beam(4,3)", "dynamic(6,5,24)", "until(0.6,8)",
+    "until(auto,8)" or "proposed(7)". It may name its drafter, "small:(3,2,1)"; without a name the target's first drafter
+    makes the trees. Empty otherwise.
     """
     policy: _builtins.str
     """policy is the policy of AUTO. Empty: the server's."""
@@ -402,7 +429,9 @@ class Resume(_message.Message):
     """target is the one reported by `started`. Required: empty is refused with INVALID_ARGUMENT."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """token_ids are the answer's tokens that the client has; the stream continues after them. May be empty."""
+        """token_ids are the answer's tokens that the client has; the stream continues after them, with the text that was held
+        back from the chunks of these. May be empty. Refused if they go on after a stop string.
+        """
 
     def __init__(
         self,
@@ -508,9 +537,13 @@ class GenerateChunk(_message.Message):
     offset: _builtins.int
     """offset is the number of the answer's tokens before this chunk."""
     text: _builtins.str
-    """text is the text that they append to the answer. May be empty: an incomplete character is held until its last byte."""
+    """text is the text that they append to the answer, with what earlier chunks held back. May be empty: an incomplete
+    character is held until its last byte, and text that could begin a stop string until it no longer can.
+    """
     shape: _builtins.str
-    """shape is the shape requested in this round: "off" or "(3,2,1)". Empty: the answer is sent from its record."""
+    """shape is the shape requested in this round: "off" or "(3,2,1)"; "small:(3,2,1)" where the target has several
+    drafters. Empty: the answer is sent from its record.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """token_ids are the tokens of one round; never empty."""
@@ -541,11 +574,14 @@ class GenerateComplete(_message.Message):
     SESSION_FIELD_NUMBER: _builtins.int
     DRAFTER_FIELD_NUMBER: _builtins.int
     TARGET_FIELD_NUMBER: _builtins.int
+    STOP_STRING_FIELD_NUMBER: _builtins.int
     finish_reason: Global___FinishReason.ValueType
     session: _builtins.str
     """session is the session's token, for the next turn. Empty: no session was requested, or the store could not keep it.
     It differs from the request's if the store lost that session during the answer.
     """
+    stop_string: _builtins.str
+    """stop_string is the string of the request's `stop` that was found. Empty: the answer has another finish reason."""
     @_builtins.property
     def usage(self) -> Global___Usage: ...
     @_builtins.property
@@ -556,7 +592,7 @@ class GenerateComplete(_message.Message):
 
     @_builtins.property
     def drafter(self) -> Global___OpeningStats:
-        """drafter is the cost of opening the text at the drafter. Absent: there was no drafter."""
+        """drafter is the cost of opening the text at the first drafter that was chosen. Absent: there was none."""
 
     @_builtins.property
     def target(self) -> Global___OpeningStats:
@@ -571,10 +607,11 @@ class GenerateComplete(_message.Message):
         session: _builtins.str = ...,
         drafter: Global___OpeningStats | None = ...,
         target: Global___OpeningStats | None = ...,
+        stop_string: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["drafter", b"drafter", "speculation", b"speculation", "target", b"target", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter", b"drafter", "finish_reason", b"finish_reason", "session", b"session", "speculation", b"speculation", "target", b"target", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter", b"drafter", "finish_reason", b"finish_reason", "session", b"session", "speculation", b"speculation", "stop_string", b"stop_string", "target", b"target", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -722,7 +759,7 @@ class SpeculationStats(_message.Message):
     """
     @_builtins.property
     def rounds_by_shape(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """rounds_by_shape is the number of rounds by requested shape."""
+        """rounds_by_shape is the number of rounds by requested shape, named as in `chunk`."""
 
     @_builtins.property
     def rounds_by_tokens(self) -> _containers.ScalarMap[_builtins.int, _builtins.int]:

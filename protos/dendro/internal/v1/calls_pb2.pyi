@@ -177,6 +177,7 @@ class OpenCall(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     MARKS_FIELD_NUMBER: _builtins.int
     VOCABULARY_FIELD_NUMBER: _builtins.int
+    TOKENIZER_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     MIN_LENGTH_FIELD_NUMBER: _builtins.int
     STOP_IDS_FIELD_NUMBER: _builtins.int
@@ -191,6 +192,10 @@ class OpenCall(_message.Message):
     vocabulary: _builtins.int
     """vocabulary is the target's: the text's token ids are below it, and a drafter's guesses must be. Zero: the peer's
     own.
+    """
+    tokenizer: _builtins.str
+    """tokenizer is the hash of the target's token table, as of its Hello; a drafter of another tokenizer translates the
+    text if it has a bridge for it. Empty: the peer's own.
     """
     prompt_tokens: _builtins.int
     """prompt_tokens is the number of the text's tokens before the answer. Fewer than `base` where an answer continues."""
@@ -218,13 +223,14 @@ class OpenCall(_message.Message):
         tenant: _builtins.str = ...,
         marks: _abc.Iterable[_builtins.int] | None = ...,
         vocabulary: _builtins.int = ...,
+        tokenizer: _builtins.str = ...,
         prompt_tokens: _builtins.int = ...,
         min_length: _builtins.int = ...,
         stop_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ignore_end", b"ignore_end", "lease", b"lease", "marks", b"marks", "max_length", b"max_length", "min_length", b"min_length", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "stop_ids", b"stop_ids", "tenant", b"tenant", "vocabulary", b"vocabulary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ignore_end", b"ignore_end", "lease", b"lease", "marks", b"marks", "max_length", b"max_length", "min_length", b"min_length", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "stop_ids", b"stop_ids", "tenant", b"tenant", "tokenizer", b"tokenizer", "vocabulary", b"vocabulary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -76,7 +76,7 @@ Global___DraftTree: _TypeAlias = DraftTree  # noqa: Y015
 
 @_typing.final
 class TreeShape(_message.Message):
-    """The shape of a tree. At most one of the four fields is set; none: off."""
+    """The shape of a tree. At most one of the five fields is set; none: off."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -84,6 +84,7 @@ class TreeShape(_message.Message):
     CHILDREN_FIELD_NUMBER: _builtins.int
     BEAM_FIELD_NUMBER: _builtins.int
     DYNAMIC_FIELD_NUMBER: _builtins.int
+    UNTIL_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def widths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """widths are the numbers of children of every node of each level."""
@@ -96,6 +97,8 @@ class TreeShape(_message.Message):
     def beam(self) -> Global___BeamShape: ...
     @_builtins.property
     def dynamic(self) -> Global___DynamicShape: ...
+    @_builtins.property
+    def until(self) -> Global___UntilShape: ...
     def __init__(
         self,
         *,
@@ -103,10 +106,11 @@ class TreeShape(_message.Message):
         children: _abc.Iterable[_builtins.int] | None = ...,
         beam: Global___BeamShape | None = ...,
         dynamic: Global___DynamicShape | None = ...,
+        until: Global___UntilShape | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["beam", b"beam", "dynamic", b"dynamic"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beam", b"beam", "dynamic", b"dynamic", "until", b"until"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beam", b"beam", "children", b"children", "dynamic", b"dynamic", "widths", b"widths"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beam", b"beam", "children", b"children", "dynamic", b"dynamic", "until", b"until", "widths", b"widths"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -166,3 +170,37 @@ class DynamicShape(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DynamicShape: _TypeAlias = DynamicShape  # noqa: Y015
+
+@_typing.final
+class UntilShape(_message.Message):
+    """A dynamic tree that stops growing by the drafter's estimates."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    H_FIELD_NUMBER: _builtins.int
+    TREE_FIELD_NUMBER: _builtins.int
+    LEAST_FIELD_NUMBER: _builtins.int
+    h: _builtins.float
+    """h is greater than 0 and less than 1: no further level is drafted once the estimated chance that the text leaves the
+    rows which would get children is at least h.
+    """
+    least: _builtins.float
+    """least is at least 0 and less than 1: guesses with an estimated chance of at most that are left out."""
+    @_builtins.property
+    def tree(self) -> Global___DynamicShape:
+        """tree is the largest tree; a chain where its k is 1."""
+
+    def __init__(
+        self,
+        *,
+        h: _builtins.float = ...,
+        tree: Global___DynamicShape | None = ...,
+        least: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tree", b"tree"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["h", b"h", "least", b"least", "tree", b"tree"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UntilShape: _TypeAlias = UntilShape  # noqa: Y015

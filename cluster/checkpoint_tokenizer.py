@@ -1,0 +1,29 @@
+"""Loads the tokenizer of a Hugging Face checkpoint folder through transformers, never with code from the folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from dendro.errors import BadRequest
+from tree_layers.tokens import TOKENIZER, TOKENIZER_CONFIG
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """transformers' tokenizer. Raises BadRequest for a folder without one that can be loaded."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        if (folder / TOKENIZER_CONFIG).exists() or not (folder / TOKENIZER).exists():
+            return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return PreTrainedTokenizerFast(tokenizer_file=str(folder / TOKENIZER))
+    except Exception as error:  # the tokenizers library raises nothing narrower for an invalid file
+        raise BadRequest("checkpoint", f"{folder}: its tokenizer cannot be loaded: {error}") from error
+
+
+def backend_of(tokenizer: Any) -> Any:
+    """The `tokenizers.Tokenizer` inside. Raises BadRequest where the tokenizer is written in Python."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise BadRequest("checkpoint", "its tokenizer is in Python; one of the tokenizers library is needed")
+    return backend

@@ -1,0 +1,158 @@
+"""Stop strings: found in the text of an answer as it grows, across the borders of tokens and rounds.
+
+Matching begins with the answer's first character, and compares code points of the decoded text: no normal forms, no
+upper and lower case. The stop string that ends first counts; of several that end with the same character, the longest.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Sequence
+
+from dendro.text import Finish, StopStrings, Verdict
+
+from cluster.router.tokenizer import TextStream, Tokenizer
+
+PART_TOKENS = 64
+"""Tokens of a resumed answer that are decoded at once; those of the part that has the stop string, again one by one."""
+
+
+class StopAutomaton:
+    """The automaton of Aho and Corasick (1975): finds any of several strings in time linear in the text.
+
+    A state is the longest end of the text that begins one of the strings; state 0 is the empty one. Immutable.
+    """
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self.ends: list[str] = [""]  # by state: the longest of the strings that the state ends with; empty: none
+        self.length: list[int] = [0]  # by state: its characters
+        self._next: list[dict[str, int]] = [{}]  # by state: the states that are one character longer
+        self._shorter: list[int] = [0]  # by state: the longest state that it ends with, itself excepted
+        for string in strings:
+            self._add(string)
+        waiting = deque(self._next[0].values())
+        while waiting:  # shorter states first
+            state = waiting.popleft()
+            for character, longer in self._next[state].items():
+                self._shorter[longer] = self.after(self._shorter[state], character)
+                self.ends[longer] = self.ends[longer] or self.ends[self._shorter[longer]]
+                waiting.append(longer)
+
+    def _add(self, string: str) -> None:
+        state = 0
+        for character in string:
+            longer = self._next[state].setdefault(character, len(self._next))
+            if longer == len(self._next):
+                self.ends.append("")
+                self.length.append(self.length[state] + 1)
+                self._next.append({})
+                self._shorter.append(0)
+            state = longer
+        self.ends[state] = string
+
+    def after(self, state: int, character: str) -> int:
+        """The state after one more character. Over a whole text, as many steps as it has characters, twice at most."""
+        while state and character not in self._next[state]:
+            state = self._shorter[state]
+        return self._next[state].get(character, 0)
+
+
+class StopSearch:
+    """Divides a growing text into what may be sent and what could begin a stop string.
+
+    What has been returned depends on the text alone and not on how it was divided, so a resumed answer continues at the
+    right character.
+    """
+
+    def __init__(self, automaton: StopAutomaton, included: bool) -> None:
+        """included: whether the stop string that is found is returned, too"""
+        self.found = ""  # the stop string, once its last character was pushed
+        self._automaton = automaton
+        self._included = included
+        self._state = 0
+        self._held = ""  # the end of the text that is not returned yet: the state's characters
+
+    def push(self, text: str) -> str:
+        """What these characters allow to send: all but the longest end that could begin a stop string. Once one is
+        found, the rest up to it; then nothing more."""
+        if self.found:
+            return ""
+        known, waiting = len(self._held), self._held + text
+        for end, character in enumerate(text, known + 1):
+            self._state = self._automaton.after(self._state, character)
+            if found := self._automaton.ends[self._state]:
+                self.found, self._held = found, ""
+                return waiting[: end if self._included else end - len(found)]
+        place = len(waiting) - self._automaton.length[self._state]
+        self._held = waiting[place:]
+        return waiting[:place]
+
+    def flush(self) -> str:
+        """The text that was held back; for use after the last character."""
+        text, self._held, self._state = self._held, "", 0
+        return text
+
+
+class AnswerText:
+    """The text of an answer, by round, and where a stop string ends it.
+
+    Without stop strings a round is decoded when its text is asked for, after the next round's call was sent. With them
+    it is decoded in `cut`, before the next round, as there is none after the stop string.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: StopStrings) -> None:
+        self.length = 0  # tokens of the answer that were appended, up to the one that completes the stop string
+        self._stream = TextStream(tokenizer)
+        self._search = StopSearch(StopAutomaton(stops.strings), stops.included) if stops.strings else None
+        self._decoded: deque[str] = deque()  # texts of the rounds after which `text_of` was not called yet
+
+    @property
+    def found(self) -> str:
+        """The stop string that ended the answer; empty where none did."""
+        return self._search.found if self._search is not None else ""
+
+    def append(self, tokens: Sequence[int]) -> str:
+        """The text that these tokens add to what may be sent. Tokens after a stop string are ignored."""
+        if self._search is None:
+            self.length += len(tokens)
+            return self._stream.push(tokens)
+        parts = []
+        for start in range(0, len(tokens), PART_TOKENS):
+            if self.found:
+                break
+            parts.append(self._searched(self._search, tokens[start : start + PART_TOKENS]))
+        return "".join(parts)
+
+    def _searched(self, search: StopSearch, tokens: Sequence[int]) -> str:
+        stream, again = self._stream.copy(), copy.copy(search)
+        text = search.push(self._stream.push(tokens))
+        if not search.found:
+            self.length += len(tokens)
+            return text
+        for token in tokens:  # which of them completes it
+            self.length += 1
+            again.push(stream.push([token]))
+            if again.found:
+                break
+        return text
+
+    def finish(self) -> str:
+        """The text that was held back; for use after the last token. A stop string may end in it: the replacement
+        characters of an incomplete character are part of the text."""
+        rest = self._stream.flush()
+        return rest if self._search is None else self._search.push(rest) + self._search.flush()
+
+    def cut(self, verdict: Verdict) -> Verdict:
+        """The round's verdict, up to the token that completes a stop string. Once for each round, in order."""
+        before = self.length
+        text = self.append(verdict.tokens)
+        self._decoded.append(text + self.finish() if verdict.finished else text)
+        return verdict.cut(self.length - before, Finish.STOP_STRING) if self.found else verdict
+
+    def text_of(self, verdict: Verdict) -> str:
+        """The text that a round's chunk adds. Once for each round, in order."""
+        if self._search is not None:
+            return self._decoded.popleft()
+        text = self.append(verdict.tokens)
+        return text + self.finish() if verdict.finished else text

@@ -1,0 +1,105 @@
+"""A tokenizer whose texts are bytes: the bytes of each token id, and the ids of any bytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from tokenizers import Tokenizer
+from tree_layers.token_bytes import control_tokens, token_bytes
+
+STRIPPING = "Prepend", "Strip"
+"""Types of normalisers that add or remove characters at a text's ends."""
+PROBE = "a"
+
+
+class ByteCodec:
+    """Encodes bytes to ids and back, without special tokens and without the space that some tokenizers put first.
+
+    `encode` of a text's part therefore gives ids that stand for the part's bytes, wherever it is cut.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocabulary: int) -> None:
+        """vocabulary: only ids below it are used. Raises CheckpointError for a tokenizer without a table of bytes."""
+        form = json.loads(tokenizer.to_str())
+        self.vocabulary = vocabulary
+        self.bytes_of = {token: found for token, found in token_bytes(form).items() if token < vocabulary and found}
+        """The bytes of each id; ids that stand for no bytes are missing."""
+        self.control = {token: text for token, text in control_tokens(form).items() if token < vocabulary}
+        self.head = _head(tokenizer)
+        """Special tokens that it puts before a text, such as BOS."""
+        self._plain = Tokenizer.from_str(json.dumps(_plain(form)))
+        first = tokenizer.encode(PROBE, add_special_tokens=False).ids
+        self.prefixes = self.decode(first) == b" " + PROBE.encode()
+        """Whether it puts a space before a text."""
+        # Of equal bytes the last id: in SentencePiece's vocabularies byte tokens come first.
+        self.id_of = {found: token for token, found in sorted(self.bytes_of.items())}
+
+    def decode(self, ids: Iterable[int]) -> bytes:
+        """The bytes of ids; those of control tokens are empty."""
+        return b"".join(self.bytes_of.get(token, b"") for token in ids)
+
+    def encode(self, data: bytes) -> list[int]:
+        """The ids of bytes. Bytes that are no UTF-8 become the tokens of single bytes, where it has them."""
+        return self.encode_all([data])[0]
+
+    def encode_all(self, parts: Sequence[bytes]) -> list[list[int]]:
+        """The ids of each part, which is encoded alone."""
+        pieces: list[tuple[int, bytes | str]] = []
+        for number, part in enumerate(parts):
+            pieces += [(number, piece) for piece in _pieces(part)]
+        texts = [piece for _, piece in pieces if isinstance(piece, str)]
+        encoded = iter(self._plain.encode_batch(texts, add_special_tokens=False)) if texts else iter(())
+        found: list[list[int]] = [[] for _ in parts]
+        for number, piece in pieces:
+            if isinstance(piece, str):
+                found[number] += [token for token in next(encoded).ids if token < self.vocabulary]
+            else:
+                found[number] += [self.id_of[bytes([byte])] for byte in piece if bytes([byte]) in self.id_of]
+        return found
+
+
+def _pieces(data: bytes) -> list[bytes | str]:
+    """The data's runs of UTF-8 as strings, and what lies between them as bytes."""
+    pieces: list[bytes | str] = []
+    while data:
+        try:
+            pieces.append(data.decode())
+            break
+        except UnicodeDecodeError as error:
+            if error.start:
+                pieces.append(data[: error.start].decode())
+            pieces.append(data[error.start : error.end])
+            data = data[error.end :]
+    return pieces
+
+
+def _head(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The special tokens that the tokenizer puts before a text."""
+    whole = tokenizer.encode(PROBE).ids
+    first = tokenizer.encode(PROBE, add_special_tokens=False).ids[0]
+    return tuple(whole[: whole.index(first)])
+
+
+def _plain(form: dict[str, Any]) -> dict[str, Any]:
+    """The tokenizer without special tokens in texts, a template around them, a space before them, and padding."""
+    kept = [each for each in form.get("added_tokens") or () if not each.get("special")]
+    unused = {"post_processor": None, "truncation": None, "padding": None, "added_tokens": kept}
+    parts = {part: _unprefixed(form.get(part)) for part in ("normalizer", "pre_tokenizer")}
+    return form | unused | parts
+
+
+def _unprefixed(component: Any) -> Any:
+    """A normaliser or pre-tokeniser that changes nothing at a text's ends; None where nothing of it is left."""
+    if component is None or component["type"] in STRIPPING:
+        return None
+    if component["type"] == "Sequence":
+        key = "normalizers" if "normalizers" in component else "pretokenizers"
+        parts = [part for part in map(_unprefixed, component[key]) if part is not None]
+        return component | {key: parts} if parts else None
+    if component["type"] == "Metaspace":
+        return {key: value for key, value in component.items() if key != "add_prefix_space"} | {
+            "prepend_scheme": "never"
+        }
+    return component | {"add_prefix_space": False} if component["type"] == "ByteLevel" else component

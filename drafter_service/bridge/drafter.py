@@ -1,0 +1,148 @@
+"""A drafter's engine behind bridges: takes calls in the ids of targets and answers in them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from dendro.calls import CloseCall, Closed, DraftCall, Hello, OpenCall, Opened, PeerText, TextUpdate
+from dendro.clock import Clock, microseconds
+from dendro.errors import BadRequest, NotFound
+from dendro.long_work import off_loop
+from dendro.tree import DraftTree
+
+from drafter_service.bridge.branches import LONGEST_TAIL
+from drafter_service.bridge.kinds import Bridge
+from drafter_service.bridge.translation import Translation
+from drafter_service.engine import DrafterEngine
+
+
+@dataclass(eq=False)
+class _BridgedText:
+    """One opening: the text in the target's ids, and its translation."""
+
+    bridge: Bridge
+    translation: Translation
+    text: PeerText = field(default_factory=PeerText)
+    translated: bool = False  # as far as it was opened
+
+    def follow(self, update: TextUpdate) -> TextUpdate:
+        """Apply an update of the target's text. Returns that of the drafter's. Raises NotFound as `PeerText` does, and
+        for a text that is being opened."""
+        if not self.translated:
+            raise NotFound("opening: is not ready")
+        _check_base(update)
+        self.translation.follow(self.text.ids, self.text.follow(update))
+        tokens, start = self.translation.tokens, self.translation.unchanged
+        self.translation.unchanged = len(tokens)
+        return TextUpdate.of(update.opening, tokens, start)
+
+    def opened(self, update: TextUpdate, marks: tuple[int, ...]) -> tuple[TextUpdate, tuple[int, ...]]:
+        """The drafter's update and marks of a text that is opened. A mark is kept where the text up to it is a
+        beginning of the whole text in the drafter's ids, too."""
+        _check_base(update)
+        self.text.follow(update)
+        found, ids = [], self.text.ids
+        for mark in sorted(marks):
+            self.translation.follow(ids[:mark], mark)
+            found.append((len(self.translation.tokens), self.translation.tokens.digest()))
+        self.translation.follow(ids, len(ids))
+        tokens = self.translation.tokens
+        self.translation.unchanged = len(tokens)
+        kept = (length for length, digest in found if length <= len(tokens) and tokens.digest(length) == digest)
+        return TextUpdate.of(update.opening, tokens, 0), tuple(dict.fromkeys(kept))
+
+
+def _check_base(update: TextUpdate) -> None:
+    if update.base < 1:
+        raise BadRequest("update.base", "the text is empty and has no root")
+
+
+class BridgedDrafter:
+    """Implements `dendro.engine.LocalDrafter`. A text is bridged where its target's tokenizer has a bridge here; calls
+    of other texts are passed on unchanged.
+
+    `Opened` and `Closed` count tokens of the drafter. A tree of a bridged text has no trace of ranks.
+    """
+
+    def __init__(self, engine: DrafterEngine, bridges: Mapping[str, Bridge], clock: Clock = time.monotonic) -> None:
+        """bridges: by the fingerprint of the target's tokenizer"""
+        self.engine = engine
+        self._clock = clock
+        self._bridges = dict(bridges)
+        self._texts: dict[bytes, _BridgedText] = {}
+
+    @property
+    def kernels(self) -> str:
+        return self.engine.kernels
+
+    @property
+    def sessions(self) -> int:
+        return self.engine.sessions
+
+    async def start(self) -> None:
+        await self.engine.start()
+
+    async def stop(self) -> None:
+        await self.engine.stop()
+
+    async def lost(self) -> str:
+        return await self.engine.lost()
+
+    def fault(self) -> str:
+        return self.engine.fault()
+
+    def stats(self) -> dict[str, int]:
+        return self.engine.stats() | {"bridged": len(self._texts)}
+
+    def memory_bytes(self, longest: int) -> dict[str, int]:
+        return self.engine.memory_bytes(longest)
+
+    async def hello(self) -> Hello:
+        return await self.engine.hello()
+
+    async def open(self, call: OpenCall) -> Opened:
+        """As of the engine. Cancelling it closes the opening."""
+        bridge = self._bridges.get(call.parameters.tokenizer)
+        if bridge is None:
+            return await self.engine.open(call)
+        text, opening = _BridgedText(bridge, bridge.translation()), call.update.opening
+        self._texts[opening] = text
+        try:
+            update, marks = await off_loop(call.update.base, partial(text.opened, call.update, call.parameters.marks))
+            if self._texts.get(opening) is not text:
+                raise NotFound("opening: was closed before it was ready")
+            text.translated = True
+            parameters = replace(call.parameters, marks=marks, vocabulary=0)
+            return await self.engine.open(replace(call, update=update, parameters=parameters), bridge.noise_ids)
+        except BaseException:
+            if self._texts.get(opening) is text:
+                del self._texts[opening]
+            raise
+
+    async def draft(self, call: DraftCall) -> DraftTree:
+        """As of the engine; the tree has at most the shape's rows and depth."""
+        text = self._texts.get(call.update.opening)
+        if text is None:
+            return await self.engine.draft(call)
+        began_s = self._clock()
+        update = text.follow(call.update)
+        newest = text.text.ids[-LONGEST_TAIL:]
+        took_s = self._clock() - began_s
+        try:
+            drafted = await self.engine.draft(replace(call, update=update), call.update.base - update.base)
+        except BaseException:
+            text.translation.unchanged = min(text.translation.unchanged, update.start)  # the engine may lack them
+            raise
+        began_s = self._clock()
+        tree = text.bridge.tree(drafted, newest, call.shape)
+        return replace(tree, draft_us=drafted.draft_us + microseconds(took_s + self._clock() - began_s))
+
+    async def close(self, call: CloseCall) -> Closed:
+        """As of the engine."""
+        text = self._texts.pop(call.update.opening, None)
+        if text is None:
+            return await self.engine.close(call)
+        return await self.engine.close(CloseCall(text.follow(call.update)))

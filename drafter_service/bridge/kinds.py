@@ -1,0 +1,103 @@
+"""The kinds of bridges: how a tree of the drafter's ids becomes one of the target's."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Literal
+
+from dendro.shapes import TreeShape
+from dendro.tree import EMPTY_TRACE, DraftTree, IntArray
+from tree_layers.errors import CheckpointError
+
+from drafter_service.bridge.branches import target_tree
+from drafter_service.bridge.byte_codec import ByteCodec
+from drafter_service.bridge.translation import Translation
+from drafter_service.bridge.vocabularies import NO_TOKEN, VocabularyMap
+
+BridgeKind = Literal["string", "intersection"]
+
+
+class Bridge(ABC):
+    """Between the tokenizers of one target and one drafter. Without state: serves any number of texts."""
+
+    kind: BridgeKind
+
+    def __init__(self, target: ByteCodec, drafter: ByteCodec, tokenizer: str) -> None:
+        """tokenizer: the fingerprint of the target's. Raises CheckpointError where no token can be guessed."""
+        self.tokenizer = tokenizer
+        self.target = target
+        self.drafter = drafter
+        self.vocabulary = VocabularyMap.of(target, drafter)
+        if not (self.noise_ids != NO_TOKEN).any():
+            raise CheckpointError(f"a bridge of kind {self.kind} has nothing to guess: no tokens are common")
+
+    def __str__(self) -> str:
+        shared, whole = self.vocabulary.common, len(self.drafter.bytes_of)
+        return f"{self.kind}; {shared} of the drafter's {whole} tokens are tokens of the target, too"
+
+    def translation(self) -> Translation:
+        """A new text."""
+        return Translation(self.target, self.drafter, self.vocabulary.controls)
+
+    @property
+    @abstractmethod
+    def noise_ids(self) -> IntArray:
+        """[drafter's vocabulary] the target's id whose noise each guess gets; NO_TOKEN for ids that are not guessed."""
+
+    @abstractmethod
+    def tree(self, drafted: DraftTree, ids: Sequence[int], shape: TreeShape) -> DraftTree:
+        """The tree in the target's ids, with at most the shape's rows and depth.
+
+        drafted: in the drafter's ids   ids: the target's text, whose last token is the root
+        """
+
+
+class StringBridge(Bridge):
+    """The drafted text is encoded by the target's tokenizer (SLEM, Timor et al. 2025).
+
+    A guess gets the noise of the target's token that begins its bytes, at the position that its depth would have if
+    every token of the drafter were one of the target. Deeper in a branch of longer or shorter tokens it is that of
+    another position: such a guess is as good as one drawn without shared noise.
+    """
+
+    kind: BridgeKind = "string"
+
+    @property
+    def noise_ids(self) -> IntArray:
+        return self.vocabulary.first
+
+    def tree(self, drafted: DraftTree, ids: Sequence[int], shape: TreeShape) -> DraftTree:
+        return target_tree(drafted, ids, shape, self.target, self.drafter, self.vocabulary)
+
+
+class IntersectionBridge(Bridge):
+    """The drafter guesses only tokens whose bytes are a token of the target, too (TLI, Timor et al. 2025).
+
+    A guess gets the noise of that token at its position, as one of a drafter with the target's tokenizer does.
+    """
+
+    kind: BridgeKind = "intersection"
+
+    @property
+    def noise_ids(self) -> IntArray:
+        return self.vocabulary.same
+
+    def tree(self, drafted: DraftTree, ids: Sequence[int], shape: TreeShape) -> DraftTree:
+        same = self.vocabulary.same
+        rows = [0]  # rows that are kept: all but those below a guess that the target lacks
+        place = {0: 0}
+        for row in range(1, drafted.rows):
+            if int(drafted.parents[row]) in place and same[drafted.tokens[row]] != NO_TOKEN:
+                place[row] = len(rows)
+                rows.append(row)
+        tokens = same[drafted.tokens[rows]]
+        tokens[0] = ids[-1]
+        parents = drafted.parents[rows].copy()
+        parents[1:] = [place[int(parent)] for parent in parents[1:]]
+        return DraftTree(
+            tokens, parents, drafted.values[rows], drafted.proposer, EMPTY_TRACE, drafted.draft_us, drafted.texts
+        )
+
+
+KINDS: dict[BridgeKind, type[Bridge]] = {kind.kind: kind for kind in (StringBridge, IntersectionBridge)}

@@ -1,0 +1,123 @@
+"""A text of the target's ids as ids of the drafter, as it grows.
+
+The text's bytes are cut into segments at places that depend on these bytes alone, and each segment is encoded alone. So
+the drafter's ids are a function of the text: replicas agree on them, and so do the names of saved states. The last
+segment is open: it is encoded again with every token, all others never. Its start is a boundary of both tokenizations,
+the *sync point* from which the drafter's ids may change.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dendro.text import Tokens
+
+from drafter_service.bridge.byte_codec import ByteCodec
+
+BOUNDARY = re.compile(rb"[0-9A-Za-z](?=[\t\n\r ])")
+"""A segment ends after a letter or digit that a space follows. Pre-tokenisers split there, and no token of a
+SentencePiece vocabulary crosses it, so whole texts are encoded alike. Where one is not, guesses are worse."""
+LONGEST_SEGMENT = 256
+"""Bytes after which a segment without such a place ends, between two characters: what a token encodes again at most."""
+STEP_TOKENS = 64
+"""Tokens of the target between two places from which a text that was cut is translated again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A place in the target's text, and the translation up to it."""
+
+    read: int  # tokens of the target
+    closed: int  # tokens of the drafter in closed segments
+    open: bytes  # the open segment
+    begun: bool  # whether the text has any bytes yet
+
+
+def closed_segments(data: bytes) -> tuple[list[bytes], bytes]:
+    """The closed segments of bytes that begin at a segment's start, and the open one, which may be empty."""
+    found, start = [], 0
+    while True:
+        match = BOUNDARY.search(data, start, start + LONGEST_SEGMENT + 1)
+        if match is not None:
+            stop = match.end()
+        elif len(data) - start > LONGEST_SEGMENT:
+            stop = start + LONGEST_SEGMENT
+            while stop > start + LONGEST_SEGMENT - 3 and data[stop] & 0xC0 == 0x80:  # inside a character
+                stop -= 1
+        else:
+            return found, data[start:]
+        found.append(data[start:stop])
+        start = stop
+
+
+class Translation:
+    """One text. `tokens` are the drafter's ids; at least one, as a drafter's text has a root."""
+
+    def __init__(self, target: ByteCodec, drafter: ByteCodec, controls: Mapping[int, int]) -> None:
+        """controls: the drafter's id of each control token of the target that both have. The others are left out."""
+        self._target = target
+        self._drafter = drafter
+        self._controls = controls
+        self._place = _Place(0, len(drafter.head), b"", False)
+        self._places = [self._place]
+        self.tokens = Tokens(drafter.head)
+        self.unchanged = 0
+        """The drafter's first ids that are as they were when `unchanged` was last set to the text's length."""
+
+    def follow(self, ids: Sequence[int], common: int) -> None:
+        """Translate the text `ids`, whose first `common` tokens are those of the last one."""
+        if common < self._place.read:
+            del self._places[bisect_right([place.read for place in self._places], common) :]
+            self._place = self._places[-1]
+        place, first, made = self._place, self._place.closed, list[int]()
+        while place.read < len(ids):
+            part = ids[place.read : place.read + STEP_TOKENS]
+            place = self._read(place, part, made)
+            if place.read - self._places[-1].read >= STEP_TOKENS:
+                self._places.append(place)
+        self._place = place
+        self._replace(first, made + self._drafter.encode(place.open))
+
+    def _read(self, place: _Place, ids: Sequence[int], made: list[int]) -> _Place:
+        """The place after these tokens. Appends the ids of segments that they close."""
+        before, begun, data = len(made), place.begun, place.open
+        for number, token in enumerate(ids, place.read):
+            found = self._target.bytes_of.get(token)
+            if found is not None:
+                data += found if begun else self._first(found)
+                begun = True
+                continue
+            self._close(data, made, every=True)
+            data = b""
+            if token in self._controls and not (number < len(self._target.head) and not begun):
+                made.append(self._controls[token])
+        data = self._close(data, made, every=False)
+        return _Place(place.read + len(ids), place.closed + len(made) - before, data, begun)
+
+    def _first(self, found: bytes) -> bytes:
+        """A text's first bytes, without the space that the target's tokenizer puts first, and with the drafter's."""
+        if self._target.prefixes:
+            found = found.removeprefix(b" ")
+        return b" " + found if self._drafter.prefixes else found
+
+    def _close(self, data: bytes, made: list[int], every: bool) -> bytes:
+        """Encode the closed segments of `data`, with `every` the open one too; returns the open one's bytes."""
+        segments, rest = closed_segments(data)
+        for ids in self._drafter.encode_all([*segments, rest] if every else segments):
+            made += ids
+        return b"" if every else rest
+
+    def _replace(self, first: int, ids: Sequence[int]) -> None:
+        """Replace the drafter's ids from `first` on."""
+        old = self.tokens.ids
+        if not first and not ids:
+            ids = (0,)  # any id serves as the root of a text without bytes
+        same = 0
+        while same < len(ids) and first + same < len(old) and old[first + same] == ids[same]:
+            same += 1
+        self.tokens.cut(first + same)
+        self.tokens.extend(ids[same:])
+        self.unchanged = min(self.unchanged, first + same)

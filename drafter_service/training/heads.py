@@ -1,0 +1,215 @@
+"""Training of an acceptance head: its parameters, its loss, and its calibration (ALGORITHMS 5.3, 5.4).
+
+R rows, K candidates, d the drafter's width. A row's candidates are compared with the target's token, both drawn with
+one noise, so labels are exact under the serving law.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tree_kernels.acceptance_head import HeadWeights, RowLaw, head_outputs, log_chances, row_numbers
+from tree_kernels.acceptance_head.constants import LAW_NUMBERS, OUTPUTS
+
+from drafter_service.confidence import CANDIDATES, Calibration
+
+DEPTHS = 6
+"""Depths with a calibration of their own; deeper rows share the last."""
+PRIOR_ROWS = 20.0
+"""Rows that the common calibration weighs as much as, in that of one depth."""
+BATCH_ROWS = 512
+BINS = 15
+LEAST = 1e-6
+"""Chances are kept this far from 0 and 1 in losses."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRows:
+    """Rows of drafts whose next token is known."""
+
+    hidden: Tensor  # [R, d] what the drafter's own head multiplies
+    first: Tensor  # [R] int64 first candidates
+    scores: Tensor  # [R, K] float32
+    entropy: Tensor  # [R]
+    log_prob: Tensor  # [R] of the first candidate
+    temperature: Tensor  # [R]
+    depth: Tensor  # [R] int64
+    rank: Tensor  # [R] int64: which candidate is the target's token; K or more for none
+    drafted: Tensor  # [R] bool: whether the next token was drafted; others have no loss
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+    def __getitem__(self, rows: Tensor | slice) -> HeadRows:
+        return HeadRows(*(getattr(self, field.name)[rows] for field in fields(self)))
+
+    @classmethod
+    def joined(cls, parts: Sequence[HeadRows]) -> HeadRows:
+        return cls(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(cls)))
+
+    @property
+    def labels(self) -> Tensor:
+        """[R, K] 1 where the candidate is the target's token."""
+        return (self.rank[:, None] == torch.arange(self.scores.shape[1])).float()
+
+
+class HeadModel(nn.Module):
+    """A head's parameters: D residual blocks, which share one set of parameters if `tied`."""
+
+    def __init__(self, width: int, blocks: int, tied: bool, embed: Callable[[Tensor], Tensor]) -> None:
+        """embed: rows [R, d] of the drafter's embedding of ids [R]; it is not trained"""
+        super().__init__()
+        self.blocks = blocks
+        self.embed = embed
+        self.sets = nn.ModuleList(nn.Linear(width, width) for _ in range(min(blocks, 1) if tied else blocks))
+        self.hidden_scale, self.token_scale = (nn.Parameter(torch.full((width,), 0.3)) for _ in range(2))
+        self.numbers = nn.Parameter(torch.randn(CANDIDATES - 1 + LAW_NUMBERS, width) / (4 * width**0.5))
+        self.bias = nn.Parameter(torch.zeros(width))
+        self.output = nn.Parameter(torch.zeros(OUTPUTS, width))
+        start = Calibration()
+        self.output_bias = nn.Parameter(torch.tensor([math.log(start.sharpness), start.unseen, -3.0]))
+
+    def weights(self, calibration: Tensor | None = None) -> HeadWeights:
+        """calibration [depths, OUTPUTS]; None: zero"""
+        sets = [(linear.weight.T, linear.bias) for linear in self.sets]
+        return HeadWeights(
+            hidden_scale=self.hidden_scale,
+            token_scale=self.token_scale,
+            numbers=self.numbers,
+            bias=self.bias,
+            blocks=tuple(sets[number % len(sets)] for number in range(self.blocks)),
+            output=self.output,
+            output_bias=self.output_bias,
+            calibration=torch.zeros(1, OUTPUTS) if calibration is None else calibration,
+        )
+
+    def outputs(self, rows: HeadRows) -> Tensor:
+        """[R, OUTPUTS] before calibration."""
+        law = RowLaw(rows.entropy, rows.log_prob)
+        numbers = row_numbers(rows.scores, law, rows.temperature, rows.depth, CANDIDATES)
+        return head_outputs(self.weights(), rows.hidden.float(), self.embed(rows.first).float(), numbers)
+
+    def tensors(self, calibration: Tensor) -> dict[str, Tensor]:
+        """What `write_head` stores."""
+        names = ("hidden_scale", "token_scale", "numbers", "bias", "output", "output_bias")
+        made = {name: getattr(self, name).detach() for name in names} | {"calibration": calibration}
+        for number, linear in enumerate(self.sets):
+            made |= {f"blocks.{number}.weight": linear.weight.detach().T, f"blocks.{number}.bias": linear.bias.detach()}
+        return made
+
+    def round_blocks(self) -> None:
+        """Round the blocks' matrices to bfloat16, as they are stored."""
+        with torch.no_grad():
+            for linear in self.sets:
+                linear.weight.copy_(linear.weight.bfloat16())
+
+
+def acceptance_loss(chances: Tensor, labels: Tensor, drafted: Tensor, rejection_weight: float) -> Tensor:
+    """L = - sum [P log s + w (1 - P) log(1 - s)] / (w sum (1 - P) + sum P), over the candidates of drafted rows.
+
+    chances [R, k] log s   labels [R, k] P, 0 to 1   drafted [R] bool
+    """
+    log_s, P = chances[drafted], labels[drafted]
+    log_not = torch.log1p(-log_s.exp().clamp(max=1 - LEAST))
+    total = (P * log_s + rejection_weight * (1 - P) * log_not).sum()
+    return -total / (rejection_weight * (1 - P).sum() + P.sum()).clamp(min=1)
+
+
+def head_loss(model: HeadModel, rows: HeadRows, rejection_weight: float, seed: int) -> Callable[[int], Tensor]:
+    """The loss of step s, on BATCH_ROWS rows that depend on the seed and s."""
+
+    def batch_loss(step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+        batch = rows[torch.randint(len(rows), (min(BATCH_ROWS, len(rows)),), generator=generator)]
+        chances = log_chances(model.outputs(batch), torch.zeros(1, OUTPUTS), batch.scores, batch.depth, CANDIDATES)
+        return acceptance_loss(chances, batch.labels, batch.drafted, rejection_weight)
+
+    return batch_loss
+
+
+def outcome_losses(chances: Tensor, rank: Tensor) -> Tensor:
+    """[R] - log chance of what happened: a candidate, or none of the first CANDIDATES. chances [R, k] log"""
+    shown = chances[:, :CANDIDATES]
+    none = torch.log1p(-shown.exp().sum(1, keepdim=True).clamp(max=1 - LEAST))
+    every = torch.cat([shown, none], 1)
+    return -every.gather(1, rank.clamp(max=shown.shape[1])[:, None])[:, 0]
+
+
+def fit_calibration(outputs: Tensor, rows: HeadRows) -> Tensor:
+    """[DEPTHS, OUTPUTS] to add to the outputs by depth: those of the least - log chance, and near the common one where
+    rows are few. A weight of rejections other than 1 biases chances; this removes it. outputs [R, OUTPUTS]"""
+
+    def fitted(chosen: Tensor, start: Tensor, prior: float) -> Tensor:
+        moved = start.clone().requires_grad_()
+        optimizer = torch.optim.LBFGS([moved], max_iter=50, line_search_fn="strong_wolfe")
+        of, part = outputs[chosen].detach(), rows[chosen]
+        zero = torch.zeros_like(part.depth)
+
+        def closure() -> float:
+            optimizer.zero_grad()
+            chances = log_chances(of, moved[None], part.scores, zero, CANDIDATES)
+            loss = outcome_losses(chances, part.rank).sum() + prior * ((moved - start) ** 2).sum() / 2
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss.item()
+
+        optimizer.step(closure)
+        return moved.detach()
+
+    everywhere = fitted(rows.drafted, torch.zeros(OUTPUTS), 1.0)
+    made = []
+    for depth in range(DEPTHS):
+        at = rows.drafted & (rows.depth == depth if depth < DEPTHS - 1 else rows.depth >= depth)
+        made.append(fitted(at, everywhere, PRIOR_ROWS) if bool(at.any()) else everywhere)
+    return torch.stack(made)
+
+
+def online_chances(warm: HeadRows, rows: HeadRows) -> Tensor:
+    """[R, K] log chances that a drafter without a head gives, fitted as it goes, after it has seen the rows `warm`."""
+    calibrations = {True: Calibration(), False: Calibration()}
+    found: list[list[float]] = []
+    for part, kept in ((warm, False), (rows, True)):
+        columns = part.scores.tolist(), part.rank.tolist(), (part.temperature == 0).tolist()
+        for scores, rank, greedy in zip(*columns, strict=True):
+            if kept:
+                found += calibrations[greedy].confidences([scores])
+            calibrations[greedy] = calibrations[greedy].learn(scores, rank)
+    return torch.tensor(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """How good chances are on some rows."""
+
+    rows: int
+    first_loss: float  # log loss, in nats, of whether the first candidate is the next token
+    loss: float  # - log chance of the candidate that is, or of none
+    first_error: float  # calibration error of the first candidate's chance, in BINS bins of equal mass
+    error: float  # the same of all candidates'
+    accepted: float  # share of rows whose first candidate is the next token
+
+
+def quality_of(chances: Tensor, rows: HeadRows) -> Quality:
+    """chances [R, K] log"""
+    first, hit = chances[:, 0].exp(), (rows.rank == 0).float()
+    bounded = first.clamp(LEAST, 1 - LEAST)
+    return Quality(
+        rows=len(rows),
+        first_loss=F.binary_cross_entropy(bounded, hit).item(),
+        loss=outcome_losses(chances, rows.rank).mean().item(),
+        first_error=calibration_error(first, hit),
+        error=calibration_error(chances.exp().flatten(), rows.labels.flatten()),
+        accepted=hit.mean().item(),
+    )
+
+
+def calibration_error(chances: Tensor, labels: Tensor) -> float:
+    """The mean distance between chance and share of labels, over BINS bins of equal mass. Both [n]"""
+    order = chances.argsort()
+    bins = [part for part in order.tensor_split(BINS) if len(part)]
+    apart = [(chances[part].mean() - labels[part].mean()).abs().item() * len(part) for part in bins]
+    return sum(apart) / len(chances)

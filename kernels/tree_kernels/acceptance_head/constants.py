@@ -1,0 +1,21 @@
+"""Numbers that all forms of the acceptance head share."""
+
+from __future__ import annotations
+
+import math
+
+SHARPEST = 16.0
+"""Upper bound of the sharpness 1 / tau; the lower bound is its inverse."""
+LOG_SHARPEST = math.log(SHARPEST)
+MOST_UNSEEN = 12.0
+"""Upper bound of log n, the weight of all tokens past the candidates; the lower bound is its negative."""
+WIDEST_GAP, LEAST_LOG_PROB = 16.0, -16.0
+"""Gaps of scores above and log-probabilities below these are read as these."""
+GAP_UNIT, LAW_UNIT, DEPTH_UNIT = 4.0, 4.0, 8.0
+"""What gaps, entropies and log-probabilities, and depths are divided by before the head reads them."""
+DEEPEST = 16
+"""Greater depths are read as this one."""
+LAW_NUMBERS = 5
+"""Numbers of a row beside its K - 1 gaps: entropy, log-probability, temperature, whether it is 0, depth."""
+OUTPUTS = 3
+"""Of the head: log sharpness, log n, and the lift of the first candidate before softplus."""

@@ -1,0 +1,100 @@
+"""The bytes of each token id, from the JSON form of a tokenizer of the `tokenizers` library.
+
+Two kinds of tokenizers are read. Byte-level: each character of a token's text stands for one byte (GPT-2's alphabet).
+Metaspace, as SentencePiece's: `▁` stands for a space, and `<0xE2>` for one byte where the decoder falls back to bytes.
+A table of bytes has no U+FFFD: a token may hold a part of a UTF-8 character. Imports only the standard library.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from tree_layers.errors import CheckpointError
+
+TokenForm = Literal["byte-level", "metaspace", ""]
+NO_FORM = "its tokenizer is neither byte-level nor of SentencePiece's kind"
+
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+"""The text of a token that stands for one byte."""
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+"""Stands for a space in the texts of a metaspace tokenizer."""
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """The byte of each character: printable bytes stand for themselves, the other 68 are characters from 256 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+ALPHABET = _byte_level_alphabet()
+
+
+def falls_back_to_bytes(decoder: Any) -> bool:
+    """Whether a decoder turns tokens such as `<0xE2>` into bytes."""
+    return _mentions(decoder, "ByteFallback")
+
+
+def form_of(decoder: Any) -> TokenForm:
+    """How a tokenizer with this decoder spells bytes; empty where its tokens do not stand for bytes."""
+    if _mentions(decoder, "ByteLevel"):
+        return "byte-level"
+    return "metaspace" if falls_back_to_bytes(decoder) or _mentions(decoder, "Metaspace") else ""
+
+
+def control_tokens(tokenizer: Mapping[str, Any]) -> dict[int, str]:
+    """Texts of the tokens that stand for no bytes, by id: special added tokens and the unknown token."""
+    added = {each["id"]: each["content"] for each in tokenizer.get("added_tokens") or () if each.get("special")}
+    model = tokenizer["model"]
+    texts = _texts(tokenizer)
+    unknown = model.get("unk_id") if model.get("type") == "Unigram" else None
+    if unknown is None and model.get("unk_token") is not None:
+        unknown = next((token for token, text in texts.items() if text == model["unk_token"]), None)
+    return added if unknown is None else added | {unknown: texts[unknown]}
+
+
+def token_bytes(tokenizer: Mapping[str, Any]) -> dict[int, bytes]:
+    """The bytes of every token id but `control_tokens`.
+
+    Raises CheckpointError for a tokenizer of neither kind: its ids do not stand for the bytes of a text.
+    """
+    form = form_of(tokenizer.get("decoder"))
+    if form == "byte-level":
+        found = {token: _of_byte_level(text) for token, text in _texts(tokenizer).items()}
+    elif form == "metaspace":
+        bytewise = falls_back_to_bytes(tokenizer["decoder"])
+        found = {token: _of_metaspace(text, bytewise) for token, text in _texts(tokenizer).items()}
+    else:
+        raise CheckpointError(NO_FORM)
+    for each in tokenizer.get("added_tokens") or ():
+        found[each["id"]] = each["content"].encode(errors="surrogatepass")
+    for token in control_tokens(tokenizer):
+        found.pop(token, None)
+    return found
+
+
+def _texts(tokenizer: Mapping[str, Any]) -> dict[int, str]:
+    """Texts of the model's vocabulary, by id."""
+    vocabulary = tokenizer["model"]["vocab"]
+    if isinstance(vocabulary, list):  # Unigram's pairs of text and score
+        return {token: pair[0] for token, pair in enumerate(vocabulary)}
+    return {token: text for text, token in vocabulary.items()}
+
+
+def _mentions(component: Any, kind: str) -> bool:
+    """Whether a component of the tokenizer, or a part of it, is of this type."""
+    return f'"type": "{kind}"' in json.dumps(component)
+
+
+def _of_byte_level(text: str) -> bytes:
+    if all(character in ALPHABET for character in text):
+        return bytes(map(ALPHABET.__getitem__, text))
+    return text.encode(errors="surrogatepass")
+
+
+def _of_metaspace(text: str, bytewise: bool) -> bytes:
+    match = BYTE_TOKEN.fullmatch(text) if bytewise else None
+    return bytes([int(match[1], 16)]) if match else text.replace(SPACE, " ").encode(errors="surrogatepass")
