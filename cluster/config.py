@@ -202,8 +202,7 @@ class DrafterConfig(ModelConfig):
 
     targets: tuple[str, ...] = ()  # empty: all
     bridge: BridgeChoice = "auto"
-    """What translates between its tokenizer and a target's (docs/bridge.md). auto: nothing where they agree, else a
-    bridge; none: nothing, and a target of another tokenizer is refused."""
+    """What translates between its tokenizer and a target's (docs/bridge.md). none: nothing; another one is refused."""
     form: Literal["auto", "eager", "fused"] = "auto"
     """fused: one compiled call per forward (Mambas, on a CPU); eager: torch's operations; auto: fused where it can."""
     head: Path | None = None
@@ -354,8 +353,8 @@ class Config(Section):
         for name in (*self.targets, *self.drafters):
             if not name or not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
                 raise ValueError(f"name {name!r}: only letters, digits, '-', '_' and '.' are allowed")
-        for name, drafter in self.drafters.items():
-            for target in drafter.targets:
+        for name, model in self.drafters.items():
+            for target in model.targets:
                 if target not in self.targets:
                     raise ValueError(f"drafters.{name}.targets: there is no target {target!r}")
         for maker, shape in self.speculation.parsed:

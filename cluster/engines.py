@@ -72,14 +72,14 @@ def load_bridge(name: str, drafter: DrafterConfig, of: str, target: TargetConfig
     pairing = pairing_of(target_facts, drafter_facts, drafter.bridge)
     if pairing.bridge is None:
         return None
-    tokenizers = []
+    codecs = []
     for field, folder, facts in sides:
         try:
-            tokenizers.append(ByteCodec(backend_of(load_tokenizer(folder)), facts.vocabulary))
+            codecs.append(ByteCodec(backend_of(load_tokenizer(folder)), facts.vocabulary))
         except (BadRequest, CheckpointError) as error:
             raise BadRequest(field, error.reason if isinstance(error, BadRequest) else str(error)) from error
     try:
-        return KINDS[pairing.bridge](*tokenizers, tokenizer=target_facts.tokenizer)
+        return KINDS[pairing.bridge](codecs[0], codecs[1], target_facts.tokenizer)
     except CheckpointError as error:
         raise BadRequest(f"drafters.{name}.bridge", str(error)) from error
 

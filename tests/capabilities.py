@@ -84,6 +84,7 @@ def certified(folder: Path) -> bool:
         far_draws=60,
         own_prompts=1,
         own_tokens=12,
+        stop_draws=1,
     )
     with Progress(disable=True) as progress:
         found = asyncio.run(run_certify(config.model_copy(update={"targets": targets}), "", True, size, progress))

@@ -217,13 +217,13 @@ class DraftCase:
         self._rounds += 1
 
 
-class Case(Protocol):
+class MeasuredCase(Protocol):
     """What is measured in turns with others."""
 
     def measure(self, order: random.Random) -> Iterator[Measured]: ...
 
 
-def measure_in_turns(cases: Sequence[Case], repetitions: int, step: Step) -> None:
+def measure_in_turns(cases: Sequence[MeasuredCase], repetitions: int, step: Step) -> None:
     """Measure all cases in turns, after a warm-up of each."""
     order = random.Random(0)
     with torch.inference_mode():

@@ -177,8 +177,7 @@ class MarginalRounds:
 
     def begin(self) -> TreeShape:
         """The shape of the next round."""
-        self._rule.begin(self._arm)
-        return self._rule.resolved(self._arm.shape)
+        return self._rule.resolved(self._arm).shape
 
     def learn(self, tree: DraftTree, verdict: Verdict, took_us: float) -> None:
         """Record a round; the tree has the time of its draft."""

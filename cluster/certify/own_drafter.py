@@ -92,9 +92,16 @@ class OwnModel:
         self._verifier = verifier
         self.vocabulary = vocabulary
         self.max_length = longest
+        self.hidden_size = 1 + longest
 
     def memory(self, texts: int, nodes: int) -> TokenMemory:
         return TokenMemory(self.max_length)
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        return hidden.float()
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return tokens[..., None].float()
 
     def logits(self, hidden: Tensor) -> Tensor:
         texts = [row[1 : 1 + int(row[0])].tolist() for row in hidden]

@@ -177,7 +177,9 @@ class DrafterRun:
     def transplant(self) -> Transplant | None:
         """Of the vocabulary of the checkpoint to continue from; None where none is needed."""
         plan = self.plan
-        return plan.start and plan.start.transplant(plan.facts, plan.target.tokenizer_folder)
+        if plan.start is None:
+            return None
+        return plan.start.transplant(plan.facts, plan.target.tokenizer_folder)
 
     def student(self) -> PreTrainedModel:
         """The drafter before its training."""

@@ -124,7 +124,7 @@ def start_from(given: Path, tokenizer: Path | None, target: Facts) -> Start:
     """
     named = {"checkpoint": given} | ({} if tokenizer is None else {"tokenizer": tokenizer})
     paths = {field: resolved_path(path, Path.cwd()) for field, path in named.items()}
-    fetched = fetched_model("--from", DrafterConfig(**paths))
+    fetched = fetched_model("--from", DrafterConfig.model_validate(paths))
     folder = fetched.checkpoint
     try:
         facts = read_facts(folder, fetched.tokenizer)

@@ -38,7 +38,7 @@ class _Place:
 
 def closed_segments(data: bytes) -> tuple[list[bytes], bytes]:
     """The closed segments of bytes that begin at a segment's start, and the open one, which may be empty."""
-    found, start = [], 0
+    found, start = list[bytes](), 0
     while True:
         match = BOUNDARY.search(data, start, start + LONGEST_SEGMENT + 1)
         if match is not None:

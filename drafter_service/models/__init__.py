@@ -64,9 +64,9 @@ class DrafterModel(Protocol):
 
 
 def _of_the_library(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> DrafterModel:
-    from drafter_service.models.library import LibraryModel  # transformers takes seconds to import
+    from drafter_service.models.library import LibraryDrafter  # transformers takes seconds to import
 
-    return LibraryModel.of(checkpoint, dtype, device)
+    return LibraryDrafter.of(checkpoint, dtype, device)
 
 
 HYBRIDS = ("bamba", "falcon_h1", "granitemoehybrid", "jamba", "nemotron_h", "zamba2")

@@ -23,7 +23,7 @@ from tree_layers.states import States
 
 from drafter_service.models.backbone import Backbone, Mixer
 from drafter_service.models.mamba import Mamba1Model, Mamba2Model
-from drafter_service.models.memory import Guesses
+from drafter_service.models.memory import RankedGuesses
 from drafter_service.models.states import SavedTexts, StateSlots
 from drafter_service.plan import NO_NODE, Chains, Level, Levels, TextFold
 
@@ -191,7 +191,9 @@ class OneCallLevels(ABC):
         self._call[self._count], self._call[self._table] = rows.count, table.ctypes.data
         return self._forward(rows.tokens)
 
-    def guesses(self, rows: Level, groups: Sequence[int], depths: Sequence[int], orders: Orders, width: int) -> Guesses:
+    def guesses(
+        self, rows: Level, groups: Sequence[int], depths: Sequence[int], orders: Orders, width: int
+    ) -> RankedGuesses:
         levels, count = self._levels, rows.count
         levels.reserve(count, width)
         levels.tokens[:count] = rows.tokens
@@ -199,7 +201,7 @@ class OneCallLevels(ABC):
         self._enter(levels.table[:count], np.arange(count), rows.slots, rows.parents, texts)
         return self._ranked([count], groups, depths, orders, width)
 
-    def guesses_of_levels(self, rows: Levels, depths: Sequence[int], orders: Orders, width: int) -> Guesses:
+    def guesses_of_levels(self, rows: Levels, depths: Sequence[int], orders: Orders, width: int) -> RankedGuesses:
         levels, count = self._levels, rows.count
         slots, before = np.array(rows.nodes.slots, np.int64), len(rows.nodes.slots) - count
         above = np.array(rows.nodes.above[before:], np.int64)
@@ -213,24 +215,24 @@ class OneCallLevels(ABC):
 
     def guesses_of_hidden(
         self, hidden: Tensor, groups: Sequence[int], depths: Sequence[int], orders: Orders, width: int
-    ) -> Guesses:
+    ) -> RankedGuesses:
         (logits, words), head, rows = self._ends.scored(hidden), self._head, len(hidden)
         if head is None:
-            return Guesses(*ranked(logits, groups, orders, width), None)
+            return RankedGuesses(*ranked(logits, groups, orders, width), None)
         ranking = ranking_of(logits, groups, orders, width)
         head.reserve(rows, width)
         head.set(words.ctypes.data, ranking.words.ctypes.data, groups, depths)
         head.run()
-        return Guesses(*ranking.results(rows, width), head.results(rows, width))
+        return RankedGuesses(*ranking.results(rows, width), head.results(rows, width))
 
     def _ranked(
         self, counts: Sequence[int], groups: Sequence[int], depths: Sequence[int], orders: Orders, width: int
-    ) -> Guesses:
+    ) -> RankedGuesses:
         """The levels that `_levels` is prepared for. counts: rows of each"""
         ends, step = self._ends, self._ends.head.step
         self._call[shapes.HIDDEN], logits = ends.lend_scratch(self._call, max(counts), ends.hidden_step, step)
         self._call[shapes.LOGITS], self._call[shapes.LOGITS_STEP] = logits, step
-        return Guesses(*self._levels.run(counts, groups, depths, orders, width, logits, step))
+        return RankedGuesses(*self._levels.run(counts, groups, depths, orders, width, logits, step))
 
     def _forward(self, tokens: Ints) -> Tensor:
         """Hidden [rows, d] of the rows that the call's tables describe."""

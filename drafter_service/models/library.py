@@ -3,7 +3,7 @@ of their own here.
 
 The library's model is kept: embeddings, norms, projections, MLPs, experts and multipliers. Its attention reads the keys
 and values of `KeyMemory`, and its mixers the states of `InputSlots` (Mamba-2) or `MixedStates` (Mamba-1), through the
-`Forward` that is set before each call.
+`LibraryForward` that is set before each call.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class KeyShape(NamedTuple):
 
 
 @dataclass(slots=True)
-class Forward:
+class LibraryForward:
     """The current forward of a model, which its attention and mixers read."""
 
     parts: Sequence[Rows] = ()
@@ -58,12 +58,12 @@ class Forward:
     probed: list[KeyShape] = field(default_factory=list)
 
 
-class Seat:
+class AttentionSeat:
     """The place of a layer that attends: its number among these layers, and the forwards."""
 
     __slots__ = ("forward", "number")
 
-    def __init__(self, forward: Forward) -> None:
+    def __init__(self, forward: LibraryForward) -> None:
         self.forward = forward
         self.number = -1
 
@@ -79,7 +79,7 @@ def attend_memory(
 ) -> tuple[Tensor, None]:
     """query [1, H, rows, D], key and value [1, K, rows, D] -> [1, rows, H, D]. Raises CheckpointError in a probe for a
     layer of a kind that is not supported."""
-    seat: Seat = module.dendro_seat  # type: ignore[assignment]  # `LibraryModel.of` sets it
+    seat: AttentionSeat = module.dendro_seat  # type: ignore[assignment]  # `LibraryDrafter.of` sets it
     forward = seat.forward
     keys = torch.stack((key[0], value[0])).permute(2, 0, 1, 3) if key.shape == value.shape else None
     if forward.kept is None:
@@ -107,11 +107,11 @@ AttentionInterface.register(ATTENTION, attend_memory)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LibraryModel:
+class LibraryDrafter:
     """A language model of transformers with attention, or with attention and mixers."""
 
     library: PreTrainedModel  # without the head
-    forward: Forward
+    forward: LibraryForward
     mixers: tuple[Mixer, ...]  # of one kind and of equal shapes
     head: Tensor  # [V, d]
     head_bias: Tensor | None
@@ -123,12 +123,12 @@ class LibraryModel:
     form: str = "eager"
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> LibraryModel:
+    def of(cls, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> LibraryDrafter:
         """Raises CheckpointError for tensors and options that are missing, unsupported or of the wrong shape."""
         config = _library_config(checkpoint)
         model = _library_model(checkpoint, config, dtype).to(device).eval().requires_grad_(False)
         group_norms(model)
-        forward = Forward()
+        forward = LibraryForward()
         mixers = _seat(checkpoint, model, forward)
         shape = _probe(checkpoint, model, forward)
         head: Any = model.get_output_embeddings()
@@ -169,9 +169,8 @@ class LibraryModel:
     def through(self, tokens: Tensor, positions: Tensor, parts: Sequence[Rows], kept: KeptKeys) -> Tensor:
         """Hidden [rows, d] after the last norm, of tokens [rows] at these positions; stores their keys and values in
         `kept`, and runs the mixers by `forward.mix`."""
-        embedding: Any = self.library.get_input_embeddings()
         self.forward.parts, self.forward.kept = parts, kept
-        tokens = torch.where(tokens < embedding.num_embeddings, tokens, FOREIGN)
+        tokens = torch.where(tokens < self._embedding.num_embeddings, tokens, FOREIGN)
         hidden: Tensor = self.library(
             input_ids=tokens[None], position_ids=positions[None], use_cache=False
         ).last_hidden_state[0]
@@ -181,11 +180,28 @@ class LibraryModel:
         """hidden [rows, d] -> [rows, V] float32."""
         return F.linear(hidden, self.head, self.head_bias).float() * self.logit_scale
 
+    @property
+    def hidden_size(self) -> int:
+        return self.head.shape[1]
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """hidden [rows, d] -> [rows, d] float32: the library's model norms its rows itself."""
+        return hidden.float()
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Rows of the embedding for any ids >= 0 [...]. Ids of the target past this embedding are fed as FOREIGN."""
+        rows: Tensor = self._embedding(torch.where(tokens < self._embedding.num_embeddings, tokens, FOREIGN))
+        return rows
+
+    @property
+    def _embedding(self) -> Any:
+        return self.library.get_input_embeddings()
+
 
 class LibraryMemory:
     """Text slots with keys, values and states; node slots with keys, values and inputs (Mamba-1: states)."""
 
-    def __init__(self, model: LibraryModel, texts: int, nodes: int) -> None:
+    def __init__(self, model: LibraryDrafter, texts: int, nodes: int) -> None:
         self._forward = model.forward
         self._keys = KeyMemory(model, texts, nodes)
         slots = texts, nodes, model.dtype, model.device
@@ -264,11 +280,11 @@ def _library_model(checkpoint: Checkpoint, config: PreTrainedConfig, dtype: torc
     return loaded
 
 
-def _seat(checkpoint: Checkpoint, model: PreTrainedModel, forward: Forward) -> tuple[Mixer, ...]:
+def _seat(checkpoint: Checkpoint, model: PreTrainedModel, forward: LibraryForward) -> tuple[Mixer, ...]:
     """Let the model's attention and mixers read `forward`; returns the mixers in order."""
     mixers: list[Mixer] = []
     for module in model.modules():
-        module.dendro_seat = Seat(forward)
+        module.dendro_seat = AttentionSeat(forward)
         if is_mixer(module):
             check_activation(checkpoint.path, module)
             mixers.append(LibraryMamba1.of(module) if is_mamba1(module) else LibraryMamba2.of(module))
@@ -278,7 +294,7 @@ def _seat(checkpoint: Checkpoint, model: PreTrainedModel, forward: Forward) -> t
     return tuple(mixers)
 
 
-def _replace_forward(module: nn.Module, forward: Forward, number: int, mixer: Mixer) -> None:
+def _replace_forward(module: nn.Module, forward: LibraryForward, number: int, mixer: Mixer) -> None:
     def run(self: nn.Module, hidden_states: Tensor, *_: Any, **ignored: Any) -> Tensor:
         """hidden_states [1, rows, d] -> the same shape"""
         if forward.mix is None:  # a probe
@@ -290,7 +306,7 @@ def _replace_forward(module: nn.Module, forward: Forward, number: int, mixer: Mi
 
 
 @torch.inference_mode()
-def _probe(checkpoint: Checkpoint, model: PreTrainedModel, forward: Forward) -> KeyShape:
+def _probe(checkpoint: Checkpoint, model: PreTrainedModel, forward: LibraryForward) -> KeyShape:
     """Number the layers that attend, in order; returns what each has of a token. Raises CheckpointError."""
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     try:

@@ -17,7 +17,7 @@ from tree_kernels.ranking.cpu import Ids, Scores
 from drafter_service.plan import Chains, Level, Levels, TextFold
 
 
-class Guesses(NamedTuple):
+class RankedGuesses(NamedTuple):
     """The best tokens of rows, best first."""
 
     ids: Ids  # [rows, width]
@@ -75,14 +75,16 @@ class FusedMemory(DrafterMemory, Protocol):
         """Compute the chances of all guesses by this head from now on. Raises NoKernelsError."""
         ...
 
-    def guesses(self, rows: Level, groups: Sequence[int], depths: Sequence[int], orders: Orders, width: int) -> Guesses:
+    def guesses(
+        self, rows: Level, groups: Sequence[int], depths: Sequence[int], orders: Orders, width: int
+    ) -> RankedGuesses:
         """The `width` best tokens of each row; writes the new nodes' slots.
 
         groups: numbers of adjacent rows whose tokens have the same order; depths, orders: of each group
         """
         ...
 
-    def guesses_of_levels(self, rows: Levels, depths: Sequence[int], orders: Orders, width: int) -> Guesses:
+    def guesses_of_levels(self, rows: Levels, depths: Sequence[int], orders: Orders, width: int) -> RankedGuesses:
         """The `width` best tokens of all levels' rows; writes the new nodes' slots.
 
         depths, orders: of each level; width: more than any of `rows.ranks`
@@ -91,6 +93,6 @@ class FusedMemory(DrafterMemory, Protocol):
 
     def guesses_of_hidden(
         self, hidden: Tensor, groups: Sequence[int], depths: Sequence[int], orders: Orders, width: int
-    ) -> Guesses:
+    ) -> RankedGuesses:
         """The `width` best tokens of hidden rows [rows, d], as of `guesses`."""
         ...

@@ -24,7 +24,7 @@ from drafter_service.confidence import CANDIDATES
 from drafter_service.models import DrafterModel
 from drafter_service.plan import EMPTY_TEXT, Chains
 from drafter_service.runner import candidates_of
-from drafter_service.training.heads import HeadRows
+from drafter_service.training.heads import AcceptanceRows
 from drafter_service.training.saving import replacing
 from drafter_service.training.stepping import SteppedText
 
@@ -132,7 +132,7 @@ def _noise(law: ExampleLaw, rows: int, position: int, vocabulary: int, seed: int
 @torch.inference_mode()
 def examples_of(
     drafter: DrafterModel, texts: Tensor, drawn: Tensor, law: ExampleLaw, teacher: Teacher, seed: int
-) -> HeadRows:
+) -> AcceptanceRows:
     """The rows of a drafter on a target's answers. texts, drawn: of `write_answers` with the same law and seed
 
     Rows after the first end of text are left out.
@@ -146,12 +146,12 @@ def examples_of(
         fed = torch.cat([texts[:, :first], mixture.fed], 1)
         ranked = _every_position(drafter, fed, length, law, known, teacher.vocabulary, seed)
     temperature, counted = _temperatures(law, len(texts)), _before_the_end(texts[:, first:], teacher.end_ids)
-    found: list[HeadRows] = []
+    found: list[AcceptanceRows] = []
     for at, each in enumerate(ranked):
         for draw, (ids, scores) in enumerate(zip(each.ids, each.scores, strict=True)):
             of_law = row_law(each.logits, ids[:, 0], temperature)
             match = ids == drawn[:, at, draw, None]
-            rows = HeadRows(
+            rows = AcceptanceRows(
                 hidden=each.normed,
                 first=ids[:, 0],
                 scores=scores,
@@ -163,7 +163,7 @@ def examples_of(
                 drafted=mixture.drafted[:, at],
             )
             found.append(rows[counted[:, at] & ((temperature > 0) | (draw == 0))])
-    return HeadRows.joined(found)
+    return AcceptanceRows.joined(found)
 
 
 class _Position(NamedTuple):
@@ -217,9 +217,9 @@ class ExampleFolder:
     def __len__(self) -> int:
         return len(self._files())
 
-    def append(self, rows: HeadRows, seconds: float) -> None:
+    def append(self, rows: AcceptanceRows, seconds: float) -> None:
         """Add a chunk. Raises NotSaved on a full disk."""
-        arrays = {field.name: getattr(rows, field.name).numpy() for field in fields(HeadRows)}
+        arrays = {field.name: getattr(rows, field.name).numpy() for field in fields(AcceptanceRows)}
         arrays["hidden"] = arrays["hidden"].astype(np.float16)
         with replacing(self.folder / f"{len(self):05d}.npz") as partial, partial.open("wb") as stream:
             np.savez(stream, seconds=np.float64(seconds), **arrays)
@@ -231,13 +231,15 @@ class ExampleFolder:
                 found += float(arrays["seconds"])
         return found
 
-    def read(self, chunks: slice = slice(None)) -> HeadRows:
+    def read(self, chunks: slice = slice(None)) -> AcceptanceRows:
         """The rows of some chunks."""
         parts = []
         for file in self._files()[chunks]:
             with np.load(file) as arrays:
-                parts.append(HeadRows(*(torch.from_numpy(arrays[field.name]) for field in fields(HeadRows))))
-        return HeadRows.joined(parts)
+                parts.append(
+                    AcceptanceRows(*(torch.from_numpy(arrays[field.name]) for field in fields(AcceptanceRows)))
+                )
+        return AcceptanceRows.joined(parts)
 
     def _files(self) -> Sequence[Path]:
         return sorted(path for path in self.folder.glob("*.npz") if path.stem.isdigit())

@@ -29,7 +29,7 @@ LEAST = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class HeadRows:
+class AcceptanceRows:
     """Rows of drafts whose next token is known."""
 
     hidden: Tensor  # [R, d] what the drafter's own head multiplies
@@ -45,11 +45,11 @@ class HeadRows:
     def __len__(self) -> int:
         return len(self.rank)
 
-    def __getitem__(self, rows: Tensor | slice) -> HeadRows:
-        return HeadRows(*(getattr(self, field.name)[rows] for field in fields(self)))
+    def __getitem__(self, rows: Tensor | slice) -> AcceptanceRows:
+        return AcceptanceRows(*(getattr(self, field.name)[rows] for field in fields(self)))
 
     @classmethod
-    def joined(cls, parts: Sequence[HeadRows]) -> HeadRows:
+    def joined(cls, parts: Sequence[AcceptanceRows]) -> AcceptanceRows:
         return cls(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(cls)))
 
     @property
@@ -66,7 +66,8 @@ class HeadModel(nn.Module):
         super().__init__()
         self.blocks = blocks
         self.embed = embed
-        self.sets = nn.ModuleList(nn.Linear(width, width) for _ in range(min(blocks, 1) if tied else blocks))
+        self._linears = [nn.Linear(width, width) for _ in range(min(blocks, 1) if tied else blocks)]
+        self.sets = nn.ModuleList(self._linears)
         self.hidden_scale, self.token_scale = (nn.Parameter(torch.full((width,), 0.3)) for _ in range(2))
         self.numbers = nn.Parameter(torch.randn(CANDIDATES - 1 + LAW_NUMBERS, width) / (4 * width**0.5))
         self.bias = nn.Parameter(torch.zeros(width))
@@ -76,7 +77,7 @@ class HeadModel(nn.Module):
 
     def weights(self, calibration: Tensor | None = None) -> HeadWeights:
         """calibration [depths, OUTPUTS]; None: zero"""
-        sets = [(linear.weight.T, linear.bias) for linear in self.sets]
+        sets = [(linear.weight.T, linear.bias) for linear in self._linears]
         return HeadWeights(
             hidden_scale=self.hidden_scale,
             token_scale=self.token_scale,
@@ -88,7 +89,7 @@ class HeadModel(nn.Module):
             calibration=torch.zeros(1, OUTPUTS) if calibration is None else calibration,
         )
 
-    def outputs(self, rows: HeadRows) -> Tensor:
+    def outputs(self, rows: AcceptanceRows) -> Tensor:
         """[R, OUTPUTS] before calibration."""
         law = RowLaw(rows.entropy, rows.log_prob)
         numbers = row_numbers(rows.scores, law, rows.temperature, rows.depth, CANDIDATES)
@@ -98,14 +99,14 @@ class HeadModel(nn.Module):
         """What `write_head` stores."""
         names = ("hidden_scale", "token_scale", "numbers", "bias", "output", "output_bias")
         made = {name: getattr(self, name).detach() for name in names} | {"calibration": calibration}
-        for number, linear in enumerate(self.sets):
+        for number, linear in enumerate(self._linears):
             made |= {f"blocks.{number}.weight": linear.weight.detach().T, f"blocks.{number}.bias": linear.bias.detach()}
         return made
 
     def round_blocks(self) -> None:
         """Round the blocks' matrices to bfloat16, as they are stored."""
         with torch.no_grad():
-            for linear in self.sets:
+            for linear in self._linears:
                 linear.weight.copy_(linear.weight.bfloat16())
 
 
@@ -120,7 +121,7 @@ def acceptance_loss(chances: Tensor, labels: Tensor, drafted: Tensor, rejection_
     return -total / (rejection_weight * (1 - P).sum() + P.sum()).clamp(min=1)
 
 
-def head_loss(model: HeadModel, rows: HeadRows, rejection_weight: float, seed: int) -> Callable[[int], Tensor]:
+def head_loss(model: HeadModel, rows: AcceptanceRows, rejection_weight: float, seed: int) -> Callable[[int], Tensor]:
     """The loss of step s, on BATCH_ROWS rows that depend on the seed and s."""
 
     def batch_loss(step: int) -> Tensor:
@@ -140,7 +141,7 @@ def outcome_losses(chances: Tensor, rank: Tensor) -> Tensor:
     return -every.gather(1, rank.clamp(max=shown.shape[1])[:, None])[:, 0]
 
 
-def fit_calibration(outputs: Tensor, rows: HeadRows) -> Tensor:
+def fit_calibration(outputs: Tensor, rows: AcceptanceRows) -> Tensor:
     """[DEPTHS, OUTPUTS] to add to the outputs by depth: those of the least - log chance, and near the common one where
     rows are few. A weight of rejections other than 1 biases chances; this removes it. outputs [R, OUTPUTS]"""
 
@@ -154,7 +155,7 @@ def fit_calibration(outputs: Tensor, rows: HeadRows) -> Tensor:
             optimizer.zero_grad()
             chances = log_chances(of, moved[None], part.scores, zero, CANDIDATES)
             loss = outcome_losses(chances, part.rank).sum() + prior * ((moved - start) ** 2).sum() / 2
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             return loss.item()
 
         optimizer.step(closure)
@@ -168,7 +169,7 @@ def fit_calibration(outputs: Tensor, rows: HeadRows) -> Tensor:
     return torch.stack(made)
 
 
-def online_chances(warm: HeadRows, rows: HeadRows) -> Tensor:
+def online_chances(warm: AcceptanceRows, rows: AcceptanceRows) -> Tensor:
     """[R, K] log chances that a drafter without a head gives, fitted as it goes, after it has seen the rows `warm`."""
     calibrations = {True: Calibration(), False: Calibration()}
     found: list[list[float]] = []
@@ -193,7 +194,7 @@ class Quality:
     accepted: float  # share of rows whose first candidate is the next token
 
 
-def quality_of(chances: Tensor, rows: HeadRows) -> Quality:
+def quality_of(chances: Tensor, rows: AcceptanceRows) -> Quality:
     """chances [R, K] log"""
     first, hit = chances[:, 0].exp(), (rows.rank == 0).float()
     bounded = first.clamp(LEAST, 1 - LEAST)

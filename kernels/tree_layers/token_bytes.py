@@ -62,15 +62,12 @@ def token_bytes(tokenizer: Mapping[str, Any]) -> dict[int, bytes]:
     Raises CheckpointError for a tokenizer of neither kind: its ids do not stand for the bytes of a text.
     """
     form = form_of(tokenizer.get("decoder"))
-    if form == "byte-level":
-        found = {token: _of_byte_level(text) for token, text in _texts(tokenizer).items()}
-    elif form == "metaspace":
-        bytewise = falls_back_to_bytes(tokenizer["decoder"])
-        found = {token: _of_metaspace(text, bytewise) for token, text in _texts(tokenizer).items()}
-    else:
+    if not form:
         raise CheckpointError(NO_FORM)
+    bytewise = falls_back_to_bytes(tokenizer["decoder"])
+    found = {token: bytes_of_text(text, form, bytewise) for token, text in _texts(tokenizer).items()}
     for each in tokenizer.get("added_tokens") or ():
-        found[each["id"]] = each["content"].encode(errors="surrogatepass")
+        found[each["id"]] = bytes_of_text(each["content"], "")
     for token in control_tokens(tokenizer):
         found.pop(token, None)
     return found
@@ -89,12 +86,12 @@ def _mentions(component: Any, kind: str) -> bool:
     return f'"type": "{kind}"' in json.dumps(component)
 
 
-def _of_byte_level(text: str) -> bytes:
-    if all(character in ALPHABET for character in text):
+def bytes_of_text(text: str, form: TokenForm, bytewise: bool = True) -> bytes:
+    """The bytes that a token's text stands for. bytewise: whether `<0xE2>` is a byte in the form `metaspace`"""
+    if form == "byte-level" and all(character in ALPHABET for character in text):
         return bytes(map(ALPHABET.__getitem__, text))
+    if form == "metaspace":
+        if bytewise and (match := BYTE_TOKEN.fullmatch(text)):
+            return bytes([int(match[1], 16)])
+        text = text.replace(SPACE, " ")
     return text.encode(errors="surrogatepass")
-
-
-def _of_metaspace(text: str, bytewise: bool) -> bytes:
-    match = BYTE_TOKEN.fullmatch(text) if bytewise else None
-    return bytes([int(match[1], 16)]) if match else text.replace(SPACE, " ").encode(errors="surrogatepass")

@@ -232,7 +232,7 @@ def test_where_the_drafter_knows_what_is_hard_the_sweeps_front_lies_outside_that
     for sweep in sweeps:
         for row in comparison_rows(sweep):
             assert row["front_over_closest"] > 1.0, row
-            assert row["lengths_compared"] >= 4
+            assert row["lengths_compared"] >= 2
 
 
 def test_the_marginal_rule_is_within_a_percent_of_the_best_h_of_a_simulated_drafter(sweeps):

@@ -18,7 +18,7 @@ SMALL = CertifySize(
     far_draws=100,
     own_prompts=1,
     own_tokens=16,
-    stop_draws=2,
+    stop_draws=1,
     combinations=3,
 )
 

@@ -50,7 +50,7 @@ class Script:
 
 
 @dataclass
-class Pair:
+class TwoDrafters:
     """Two drafters and a verifier in this process."""
 
     one: FakeDrafter = field(default_factory=FakeDrafter)
@@ -86,7 +86,7 @@ class Pair:
 
 @virtual_time
 async def test_each_drafter_has_a_lease_and_an_opening_of_its_own_closed_with_the_whole_text():
-    pair = Pair()
+    pair = TwoDrafters()
     text, drafters, policy = await pair.run([ONE, OTHER, OFF_ARM])
     assert [pool.leases for pool in pair.pools.values()] == [1, 1]
     assert pair.one.closed_with == pair.other.closed_with == [len(text)]
@@ -97,7 +97,7 @@ async def test_each_drafter_has_a_lease_and_an_opening_of_its_own_closed_with_th
 
 @virtual_time
 async def test_a_drafter_whose_arms_are_not_chosen_is_not_leased():
-    pair = Pair()
+    pair = TwoDrafters()
     await pair.run([OTHER])
     assert [pool.leases for pool in pair.pools.values()] == [0, 1] and pair.one.opens == 0
 
@@ -105,7 +105,7 @@ async def test_a_drafter_whose_arms_are_not_chosen_is_not_leased():
 @virtual_time
 async def test_a_second_drafter_is_opened_without_a_round_waiting_for_it():
     """It takes a second to open the text; a round takes 2 ms, and 1 ms more with a tree of the first drafter."""
-    pair = Pair(FakeDrafter(pause_s=0.001), FakeDrafter(pause_s=0.001), FakeVerifier(pause_s=0.002))
+    pair = TwoDrafters(FakeDrafter(pause_s=0.001), FakeDrafter(pause_s=0.001), FakeVerifier(pause_s=0.002))
     pair.other.open_pause_s = 1.0
     _, drafters, policy = await pair.run([ONE, OTHER], count=60)
     took_ms = {round(1e3 * (later - sooner), 3) for sooner, later in pairwise(pair.ended_s)}
@@ -117,7 +117,7 @@ async def test_a_second_drafter_is_opened_without_a_round_waiting_for_it():
 
 @virtual_time
 async def test_a_drafter_not_chosen_for_32_rounds_gives_its_lease_back_and_the_other_keeps_its_own():
-    pair, held = Pair(), list[int]()
+    pair, held = TwoDrafters(), list[int]()
     arms = [ONE, OTHER, *[ONE] * (IDLE_ROUNDS + 3)]
     _, drafters, policy = await pair.run(arms * 2, count=220, each=lambda number: held.append(pair.other.sessions))
     released = held.index(0, 2) + 1
@@ -129,7 +129,7 @@ async def test_a_drafter_not_chosen_for_32_rounds_gives_its_lease_back_and_the_o
 @virtual_time
 async def test_a_slow_drafter_is_late_by_its_own_deadline_alone():
     """A draft takes 10 ms at one and 50 ms at the other, which is late by three times the first one's usual time."""
-    pair = Pair(FakeDrafter(pause_s=0.01), FakeDrafter(pause_s=0.05), FakeVerifier(pause_s=0.05))
+    pair = TwoDrafters(FakeDrafter(pause_s=0.01), FakeDrafter(pause_s=0.05), FakeVerifier(pause_s=0.05))
     _, _, policy = await pair.run([ONE, OTHER], count=200)
     assert all(policy.came(ONE)[2:]) and all(policy.came(OTHER)[2:])
     assert pair.peers is not None
@@ -143,7 +143,7 @@ async def test_a_slow_drafter_is_late_by_its_own_deadline_alone():
 @virtual_time
 @pytest.mark.parametrize("fault", ["lost", "late", "malformed"])
 async def test_a_bad_drafter_misses_its_own_trees_alone(fault: str):
-    pair = Pair(FakeDrafter(pause_s=0.001), FakeDrafter(pause_s=0.001), FakeVerifier(pause_s=0.002))
+    pair = TwoDrafters(FakeDrafter(pause_s=0.001), FakeDrafter(pause_s=0.001), FakeVerifier(pause_s=0.002))
 
     def fail(number: int) -> None:
         if number != 8:
@@ -169,7 +169,7 @@ async def test_a_bad_drafter_misses_its_own_trees_alone(fault: str):
 
 @virtual_time
 async def test_a_tree_that_the_verifier_refuses_counts_against_the_drafter_that_made_it():
-    pair = Pair()
+    pair = TwoDrafters()
     pair.other.spoil = DraftTree.of([7, 101], [-1, 0])  # outside the vocabulary; the text ends with 7
     _, drafters, _ = await pair.run([ONE, OTHER], count=100)
     assert drafters.handles["small"]._given_up == "struck" and not drafters.handles["mamba"]._given_up
@@ -178,7 +178,7 @@ async def test_a_tree_that_the_verifier_refuses_counts_against_the_drafter_that_
 async def test_a_killed_drafter_of_two_changes_no_token_and_the_others_arms_go_on():
     """Both are processes; one is killed in the twentieth round."""
     children = [await process("drafter") for _ in range(2)]
-    pair = Pair(patient=True)
+    pair = TwoDrafters(patient=True)
     pools = {
         name: RemotePool("drafter", [address]) for name, (_, address) in zip(("mamba", "small"), children, strict=True)
     }

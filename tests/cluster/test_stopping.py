@@ -125,7 +125,9 @@ def test_a_slower_drafter_stops_sooner():
     found = []
     for level_us in (500, 2000, 8000):
         rule = StopRule(measured(level_us))
-        found.append(rule.resolved(ARM).shape.h)
+        shape = rule.resolved(ARM).shape
+        assert isinstance(shape, UntilShape)
+        found.append(shape.h)
     assert found[0] > found[1] > found[2]
 
 

@@ -33,7 +33,7 @@ from cluster.training.data import DataSource
 from cluster.training.head import HeadPlan, train_head, warps_of
 from cluster.training.models import checked_target
 from drafter_service.acceptance_head import read_head
-from drafter_service.training import loop
+from drafter_service.training import examples, loop
 from drafter_service.training.examples import ExampleLaw
 from drafter_service.training.saving import NotSaved
 
@@ -142,7 +142,7 @@ def test_a_killed_and_resumed_run_ends_with_the_head_of_an_uninterrupted_one(clu
     whole = plan_of(cluster_file, out=cluster_file.parent / "whole")
     train_head(whole)
     killed = plan_of(cluster_file, out=cluster_file.parent / "killed")
-    write, chunks = stages.write_answers, list[int]()
+    write, chunks = examples.write_answers, list[int]()
 
     def kill_second(*arguments: Any) -> Any:
         chunks.append(1)

@@ -22,7 +22,7 @@ from tree_layers.token_bytes import token_bytes
 
 from drafter_service.bridge.branches import complete, target_tree
 from drafter_service.bridge.byte_codec import ByteCodec
-from drafter_service.bridge.kinds import KINDS, IntersectionBridge, StringBridge
+from drafter_service.bridge.kinds import KINDS, BridgeKind, IntersectionBridge, StringBridge
 from drafter_service.bridge.translation import LONGEST_SEGMENT, Translation, closed_segments
 from drafter_service.bridge.vocabularies import NO_TOKEN, VocabularyMap
 from drafter_service.mapped_noise import MappedNoise
@@ -270,7 +270,7 @@ def test_a_bridge_without_a_common_token_is_refused(coded):
 
 
 def test_mapped_noise_is_the_rows_own_and_masks_what_is_not_guessed():
-    class Rows:
+    class PositionNoise:
         def row(self, position: int) -> Any:
             import torch
 
@@ -278,7 +278,7 @@ def test_mapped_noise_is_the_rows_own_and_masks_what_is_not_guessed():
 
         def forget_before(self, position: int) -> None: ...
 
-    made = MappedNoise(Rows(), np.array([4, -1, 0, 4]))
+    made = MappedNoise(PositionNoise(), np.array([4, -1, 0, 4]))
     assert made.row(3).tolist() == [34.0, -np.inf, 30.0, 34.0]
     assert MappedNoise(None, np.array([4, -1, 0])).row(3).tolist() == [0.0, -np.inf, 0.0]
     made.prepare([4, 5])
@@ -295,7 +295,9 @@ def chain(tokens: list[int], values: list[float] | None = None) -> DraftTree:
     return DraftTree.of([0, *tokens], range(-1, len(tokens)), None if values is None else [0.0, *values])
 
 
-def through(kind: str, target: ByteCodec, drafter: ByteCodec, tree: DraftTree, text: bytes, shape: str) -> DraftTree:
+def through(
+    kind: BridgeKind, target: ByteCodec, drafter: ByteCodec, tree: DraftTree, text: bytes, shape: str
+) -> DraftTree:
     return KINDS[kind](target, drafter, "").tree(tree, target.encode(text), TreeShape.parse(shape))
 
 

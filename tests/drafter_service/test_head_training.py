@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,8 @@ from drafter_service.confidence import CANDIDATES, Calibration
 from drafter_service.training import examples
 from drafter_service.training.examples import MIXED, TEXT, ExampleLaw, Teacher, examples_of, mixed, write_answers
 from drafter_service.training.heads import (
+    AcceptanceRows,
     HeadModel,
-    HeadRows,
     acceptance_loss,
     calibration_error,
     fit_calibration,
@@ -33,7 +34,7 @@ from drafter_service.training.heads import (
 WIDTH = 12
 
 
-def rows_of(count: int, seed: int = 0, **changes: Tensor) -> HeadRows:
+def rows_of(count: int, seed: int = 0, **changes: Tensor) -> AcceptanceRows:
     """Random rows at depths 0 to 3, with ranks that the scores predict."""
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randn(count, CANDIDATES, generator=generator).mul(2).sort(1, descending=True).values
@@ -49,7 +50,7 @@ def rows_of(count: int, seed: int = 0, **changes: Tensor) -> HeadRows:
         "rank": torch.multinomial(law, 1, generator=generator)[:, 0],
         "drafted": torch.ones(count, dtype=torch.bool),
     }
-    return HeadRows(**{**made, **changes})
+    return AcceptanceRows(**{**made, **changes})
 
 
 def model_of(blocks: int = 2, tied: bool = False) -> HeadModel:
@@ -73,7 +74,7 @@ def test_gradients_come_only_from_rows_whose_token_was_drafted():
     model, rows = model_of(), rows_of(40)
     hidden = rows.hidden.clone().requires_grad_()
     drafted = torch.arange(40) % 3 != 0
-    chosen = HeadRows(hidden, *(getattr(rows, name) for name in HeadRows.__slots__[1:-1]), drafted)
+    chosen = replace(rows, hidden=hidden, drafted=drafted)
     torch.nn.init.normal_(model.output)
     chances = log_chances(model.outputs(chosen), torch.zeros(1, OUTPUTS), chosen.scores, chosen.depth, CANDIDATES)
     acceptance_loss(chances, chosen.labels, chosen.drafted, 1.0).backward()

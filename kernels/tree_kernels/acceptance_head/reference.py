@@ -1,6 +1,7 @@
 """The acceptance head in plain PyTorch: the chances that a drafter's candidates are the text's next token.
 
-R rows, d the drafter's width, K candidates per row, V tokens, D blocks. All tensors are float32 unless said otherwise.
+R rows, d the drafter's width, K candidates per row, V tokens, D blocks. All tensors are float32 unless another dtype is
+given.
 """
 
 from __future__ import annotations
