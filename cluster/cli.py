@@ -17,7 +17,7 @@ import platform
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from importlib import metadata
 from pathlib import Path
@@ -200,6 +200,14 @@ def check(
         raise typer.Exit(2)
 
 
+def _numbers(option: str, text: str, separator: str, *kinds: Callable[[str], Any]) -> tuple[Any, ...]:
+    """The parts of an option's text, each read as its kind."""
+    try:
+        return tuple(kind(part) for kind, part in zip(kinds, text.split(separator), strict=True))
+    except ValueError:
+        raise BadRequest(option, f"{text!r} is not of the form that --help shows") from None
+
+
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue.")],
@@ -214,7 +222,35 @@ def generate(
     top_p: Annotated[float, typer.Option("--top-p", help="1 keeps all.")] = 1.0,
     min_p: Annotated[float, typer.Option("--min-p", help="0 keeps all.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Default: the session's, or drawn and reported.")] = None,
+    repetition_penalty: Annotated[
+        float, typer.Option("--repetition-penalty", help="Of tokens of the prompt and the answer, as a factor.")
+    ] = 1.0,
+    presence_penalty: Annotated[
+        float, typer.Option("--presence-penalty", help="Subtracted from logits of tokens of the answer.")
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float, typer.Option("--frequency-penalty", help="The same, for each time that the answer has the token.")
+    ] = 0.0,
+    logit_bias: Annotated[
+        list[str] | None, typer.Option("--logit-bias", metavar="ID:BIAS", help="Added to a token's logit; repeatable.")
+    ] = None,
+    banned_ids: Annotated[
+        list[int] | None, typer.Option("--ban", metavar="ID", help="A token that is not drawn; repeatable.")
+    ] = None,
+    allowed_ids: Annotated[
+        list[int] | None, typer.Option("--allow", metavar="ID", help="Draw only tokens given so; repeatable.")
+    ] = None,
+    bad_words: Annotated[
+        list[str] | None,
+        typer.Option("--bad-word", metavar="ID,ID,...", help="Tokens that are not completed in order; repeatable."),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens")] = 128,
+    min_new_tokens: Annotated[
+        int, typer.Option("--min-new-tokens", help="Before so many tokens, none that ends the answer is drawn.")
+    ] = 0,
+    stop_ids: Annotated[
+        list[int] | None, typer.Option("--stop-id", metavar="ID", help="A token that ends the answer; repeatable.")
+    ] = None,
     stop: Annotated[
         list[str] | None,
         typer.Option(
@@ -261,7 +297,16 @@ def generate(
         "top_p": top_p,
         "min_p": min_p,
         "seed": seed,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "logit_bias": dict(_numbers("--logit-bias", each, ":", int, float) for each in logit_bias or ()),
+        "banned_ids": banned_ids or (),
+        "allowed_ids": allowed_ids or (),
+        "bad_words": [_numbers("--bad-word", each, ",", *[int] * (each.count(",") + 1)) for each in bad_words or ()],
         "max_new_tokens": max_new_tokens,
+        "min_new_tokens": min_new_tokens,
+        "stop_ids": stop_ids or (),
         "stop": stop or (),
         "include_stop": include_stop,
         "speculation": Speculation.parse(speculation, policy, max_nodes, draft_deadline_ms),

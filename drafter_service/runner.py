@@ -24,17 +24,68 @@ from drafter_service.plan import Chains, DraftOutcome, DraftPlan, Level, Levels,
 NOTHING = DraftOutcome(np.zeros((0, 0), np.int64), np.zeros((0, 0), np.float32))
 
 
+REMOVED = -1e4
+"""Added to the score of a token that the target does not draw. Finite, so that a guess of it has a probability."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftLaw:
-    """How a session's guesses are ordered."""
+    """How a session's guesses are ordered: by logits / temperature and what `added_to` has.
+
+    Logit bias and the removal of tokens are added like noise, so that any form of ranking applies them; a text at
+    temperature 0 that has some is ranked at temperature 1.
+    """
 
     warp: Warp
     vocabulary: int  # guesses are below it: the smaller of the drafter's and the target's
     noise: NoiseRows | MappedNoise | None  # None at temperature 0 of the target's own ids
+    shift: Tensor | None = None  # [vocabulary] float32; None: no bias, and no token is removed
 
-    def noise_of(self, position: int) -> Tensor | None:
-        """[vocabulary] noise of the token at a position of the target's text; None where there is none."""
-        return None if self.noise is None else self.noise.row(position)
+    @classmethod
+    def of(cls, sampling: Sampling, vocabulary: int) -> DraftLaw:
+        warp = Warp(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+        noise = None if warp.greedy else NoiseRows(sampling.seed, vocabulary, sampling.sample_index)
+        shift = shift_of(sampling, vocabulary)
+        return cls(Warp(1.0) if warp.greedy and shift is not None else warp, vocabulary, noise, shift)
+
+    @classmethod
+    def mapped(cls, sampling: Sampling, noise_ids: IntArray) -> DraftLaw:
+        """Of a drafter with other ids; noise_ids: as of `DrafterEngine.open`"""
+        warp = Warp(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+        vocabulary = int(noise_ids.max()) + 1
+        shift = shift_of(sampling, vocabulary)
+        if shift is not None:
+            shift = shift[torch.from_numpy(noise_ids.clip(0))]
+        if warp.greedy:  # logits / 1 plus a mask: the order of the logits, of ids that may be guessed
+            return cls(Warp(1.0), len(noise_ids), MappedNoise(None, noise_ids), shift)
+        rows = NoiseRows(sampling.seed, vocabulary, sampling.sample_index)
+        return cls(warp, len(noise_ids), MappedNoise(rows, noise_ids), shift)
+
+    def added_to(self, position: int) -> Tensor | None:
+        """[vocabulary] float32: what is added to the scores of the token at a position of the target's text; None:
+        nothing."""
+        noise = None if self.noise is None else self.noise.row(position)
+        if self.shift is None or noise is None:
+            return noise if self.shift is None else self.shift
+        return noise + self.shift
+
+
+def shift_of(sampling: Sampling, vocabulary: int) -> Tensor | None:
+    """What logit bias, banned and allowed ids add to scores, [vocabulary] float32; None where there are none. The other
+    parameters depend on the text, and are not applied to drafts: that can only lower acceptance."""
+    if not (sampling.logit_bias or sampling.banned_ids or sampling.allowed_ids):
+        return None
+    shift = np.full(vocabulary, REMOVED if sampling.allowed_ids else 0.0, np.float32)
+    for token in sampling.allowed_ids:  # the target's vocabulary may be larger than the drafter's
+        if token < vocabulary:
+            shift[token] = 0.0
+    for token, bias in sampling.logit_bias:
+        if token < vocabulary:
+            shift[token] += bias / (sampling.temperature or 1.0)
+    for token in sampling.banned_ids:
+        if token < vocabulary:
+            shift[token] = REMOVED
+    return torch.from_numpy(shift)
 
 
 class DraftRunner:
@@ -64,19 +115,10 @@ class DraftRunner:
 
     def admit(self, session: int, sampling: Sampling, vocabulary: int, noise_ids: IntArray | None = None) -> None:
         """Set how a session's guesses are ordered. vocabulary: the target's   noise_ids: as of `DrafterEngine.open`"""
-        warp = Warp(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-        if noise_ids is not None:
-            self._laws[session] = self._mapped_law(warp, sampling, noise_ids)
-            return
-        guessed = min(vocabulary, self.model.vocabulary)
-        rows = NoiseRows(sampling.seed, guessed, sampling.sample_index)
-        self._laws[session] = DraftLaw(warp, guessed, None if warp.greedy else rows)
-
-    def _mapped_law(self, warp: Warp, sampling: Sampling, noise_ids: IntArray) -> DraftLaw:
-        if warp.greedy:  # logits / 1 plus a mask: the order of the logits, of ids that may be guessed
-            return DraftLaw(Warp(1.0), len(noise_ids), MappedNoise(None, noise_ids))
-        rows = NoiseRows(sampling.seed, int(noise_ids.max()) + 1, sampling.sample_index)
-        return DraftLaw(warp, len(noise_ids), MappedNoise(rows, noise_ids))
+        if noise_ids is None:
+            self._laws[session] = DraftLaw.of(sampling, min(vocabulary, self.model.vocabulary))
+        else:
+            self._laws[session] = DraftLaw.mapped(sampling, noise_ids)
 
     def forget(self, session: int) -> None:
         """Drop a session's law, if there is one."""
@@ -146,8 +188,8 @@ class DraftRunner:
         return DraftOutcome(candidates, found, chances)
 
     def _noise(self, groups: list[int], laws: list[DraftLaw], positions: Sequence[int]) -> Tensor | None:
-        """[rows, V] noise of the token that each row guesses; None at temperature 0. groups: of each row"""
-        found = {group: laws[group].noise_of(positions[group]) for group in groups}
+        """[rows, V] what is added to the scores of each row; None: nothing. groups: of each row"""
+        found = {group: laws[group].added_to(positions[group]) for group in groups}
         noise = {group: row for group, row in found.items() if row is not None}
         if not noise:
             return None
@@ -163,7 +205,7 @@ def _width(laws: Sequence[DraftLaw], plan: DraftPlan) -> int:
 
 def _orders(laws: Sequence[DraftLaw], plan: DraftPlan) -> Orders:
     """The order of each group's tokens, without masks."""
-    noise = [law.noise_of(place) for law, place in zip(laws, plan.positions, strict=True)]
+    noise = [law.added_to(place) for law, place in zip(laws, plan.positions, strict=True)]
     return Orders([law.warp.temperature for law in laws], noise, [law.vocabulary for law in laws])
 
 

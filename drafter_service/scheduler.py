@@ -355,7 +355,8 @@ class DraftScheduler:
         token, shown = session.text.ids[position], candidates[:CANDIDATES]
         rank = shown.index(token) if token in shown else CANDIDATES
         session.ranks[position] = rank
-        self.calibrations[session.greedy] = self.calibrations[session.greedy].learn(scores, rank)
+        if not session.parameters.sampling.allowed_ids:  # else some candidates may be tokens that are removed
+            self.calibrations[session.greedy] = self.calibrations[session.greedy].learn(scores, rank)
 
     def _own_slot(self, session: DrafterText) -> None:
         """Ensure that the session's slot is writable: neither slot 0 nor the slot kept from opening."""

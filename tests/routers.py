@@ -10,7 +10,11 @@ from dendro.text import Limits, Sampling, Tokens
 from dendro.tree import DraftTree
 from exactness import bitwise_or_skip
 
-LAWS = (Sampling(), Sampling(temperature=1.0, seed=5), Sampling(temperature=0.7, top_k=20, top_p=0.9, seed=6))
+LAWS = (
+    Sampling(),
+    Sampling(temperature=1.0, seed=5),
+    Sampling(temperature=0.7, top_k=20, top_p=0.9, seed=6, repetition_penalty=1.2, frequency_penalty=0.5),
+)
 
 
 class RoundByRound:

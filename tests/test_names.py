@@ -41,7 +41,7 @@ PROSE = (".py", ".md", ".proto", ".yaml", ".toml", ".tpl", ".txt", "Makefile", "
 GENERATED = tuple(
     f"docs/{name}.md"
     for name in (
-        *("benchmarks", "context", "drafter", "families", "kernels", "load", "pairs"),
+        *("benchmarks", "context", "drafter", "families", "kernels", "load", "pairs", "parameters"),
         *("speed-llama", "speed-mamba2", "tree-scan", "trees", "tuning"),
     )
 )

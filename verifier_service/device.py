@@ -2,7 +2,8 @@
 
 Forward, noise, filters, walk and the copying of accepted keys are one sequence of operations on tensors of a fixed
 shape. A step without prompt rows is recorded as a graph when the engine is loaded, once for each kind of drawing and
-number of rows that steps are padded to, and replayed from then on.
+number of rows that steps are padded to, and replayed from then on. A step that has a text whose parameters change
+logits before the temperature runs without a graph, and uploads that text's history.
 """
 
 from __future__ import annotations
@@ -158,7 +159,9 @@ class DeviceRunner(StepRunner):
             inputs = self._upload(plan, shape)
             began = time.perf_counter()
             cold = shape not in self._ran
-            drawn = self._replayed(shape, inputs)
+            edited = [draw for draw in plan.draws if draw.history is not None]
+            # A graph has no place for a text's history: such a step runs without one.
+            drawn = self._step(shape, inputs, edited) if edited else self._replayed(shape, inputs)
             found = torch.cat([drawn.paths, drawn.emitted, drawn.lengths[:, None]], 1).cpu().numpy()
         forwarded = time.perf_counter()
         walks = [_walk(draw, row, self._bounds.max_depth + 1) for draw, row in zip(plan.draws, found, strict=False)]
@@ -265,10 +268,14 @@ class DeviceRunner(StepRunner):
 
     # The step
 
-    def _step(self, shape: StepShape, inputs: tuple[StepBuffers, StepBuffers]) -> Drawn:
-        """Everything from rows to copied keys, without synchronisation."""
+    def _step(self, shape: StepShape, inputs: tuple[StepBuffers, StepBuffers], edited: Sequence[Draw] = ()) -> Drawn:
+        """Everything from rows to copied keys. Without synchronisation, unless texts have a history: `edited`."""
         given, real = (each.device for each in inputs)
         logits = self.target.logits(*self._seen(given))
+        for draw in edited:
+            assert draw.history is not None
+            mine = slice(draw.wanted, draw.wanted + draw.tree.rows)
+            logits[mine] = draw.history.scores(logits[mine], draw.paths())
         if shape.drawing == GREEDY:
             picked = logits.argmax(1)
         else:

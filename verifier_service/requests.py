@@ -6,16 +6,16 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dendro.calls import CloseCall, OpenCall, PeerText, RequestParameters, VerifyCall
+from dendro.calls import CloseCall, OpenCall, PeerText, RequestParameters, TextUpdate, VerifyCall
 from dendro.engine import Ticket
 from dendro.errors import BadRequest
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 from tree_kernels.tree_attention import near_window
-from tree_kernels.warp import Warp
+from tree_kernels.warp import History, Processors, Warp
 from tree_layers.tree_mixers import Array
 
-from verifier_service.memory import TextMemory, most_pages
+from verifier_service.memory import TextMemory, most_pages, salt_of
 from verifier_service.recurrent import Arrangement
 
 Call = OpenCall | VerifyCall | CloseCall
@@ -114,6 +114,27 @@ class VerifierText:
     counted: bool = False  # already counted as `waited`
     restored: int = 0  # tokens that were restored or shared when it was admitted
     saved: Saved | None = None  # its stored memory, until it is admitted
+    history: History | None = None  # where its parameters change logits before the temperature
+
+    @classmethod
+    def opened(cls, number: int, ask: PendingCall, call: OpenCall, text: PeerText, capacity: Capacity) -> VerifierText:
+        """A text that is being opened."""
+        parameters, sampling = call.parameters, call.parameters.sampling
+        warp = Warp(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+        memory = TextMemory(salt_of(parameters.tenant))
+        processors = processors_of(parameters, capacity.end_ids)
+        history = None
+        if not processors.off:
+            history = History(processors, capacity.vocabulary, parameters.prompt_length)
+            history.follow(text.ids, 0)
+        return cls(number, parameters, warp, text, memory, opening=ask, saved=ask.saved, history=history)
+
+    def follow(self, update: TextUpdate) -> int:
+        """Update the text to a call's. Returns the length of what the old and the new text have in common."""
+        common = self.text.follow(update)
+        if self.history is not None:
+            self.history.follow(self.text.ids, common)
+        return common
 
     @property
     def lacking(self) -> int:
@@ -124,6 +145,22 @@ class VerifierText:
     def waits(self) -> bool:
         """Whether a call waits for it."""
         return self.opening is not None or bool(self.asks)
+
+
+def processors_of(parameters: RequestParameters, end_ids: frozenset[int]) -> Processors:
+    """What a request does to logits before the temperature. end_ids: the target's end-of-text tokens"""
+    sampling, limits = parameters.sampling, parameters.limits
+    return Processors(
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=sampling.logit_bias,
+        banned=sampling.banned_ids,
+        allowed=sampling.allowed_ids,
+        bad_words=sampling.bad_words,
+        ending=tuple(sorted(limits.ending(end_ids))) if limits.min_length else (),
+        min_length=limits.min_length,
+    )
 
 
 @dataclass(slots=True)

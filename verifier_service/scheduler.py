@@ -22,14 +22,13 @@ from dendro.clock import Clock, microseconds
 from dendro.engine import Ticket
 from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, Overloaded
 from dendro.smoothing import smoothed
-from dendro.text import Verdict, cut_verdict
+from dendro.text import Verdict, check_choice, cut_verdict
 from dendro.tree import DraftTree
 from tree_kernels.tree_attention import PAGE
 from tree_kernels.tree_walk import Walk
-from tree_kernels.warp import Warp
 
 from verifier_service.budget import StepCosts, path_in, worthwhile
-from verifier_service.memory import PageTable, TextMemory, salt_of
+from verifier_service.memory import PageTable
 from verifier_service.recurrent import StatePool, recurrent_rows
 from verifier_service.requests import Capacity, PendingCall, Saved, VerifierCounters, VerifierText, _Share
 from verifier_service.rows import NO_ROWS, StepOutcome, StepPlan, pack, root_rows, text_rows
@@ -242,8 +241,7 @@ class StepScheduler:
             raise BadRequest("limits.max_length", f"{longest} tokens; a text here has at most {capacity.max_length}")
         if longest <= update.base:
             raise BadRequest("limits.max_length", f"{longest} tokens leave no room after a text of {update.base}")
-        sampling = call.parameters.sampling
-        warp = Warp(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+        check_choice(call.parameters.sampling, call.parameters.limits, capacity.vocabulary, capacity.end_ids)
         text = PeerText()
         text.follow(update)
         needed = capacity.pages_of(longest + capacity.max_depth)
@@ -257,9 +255,7 @@ class StepScheduler:
                 f"wait, the most allowed"
             )
         self._numbers += 1
-        memory = TextMemory(salt_of(call.parameters.tenant))
-        session = VerifierText(self._numbers, call.parameters, warp, text, memory, opening=ask, saved=ask.saved)
-        self.sessions[update.opening] = session
+        self.sessions[update.opening] = VerifierText.opened(self._numbers, ask, call, text, capacity)
 
     def _leave(self, session: VerifierText, ask: PendingCall, call: CloseCall) -> bool:
         """Queue a closed text's memory to be saved; false where it does not cover the text."""
@@ -441,7 +437,7 @@ class StepScheduler:
 
     def _follow_text(self, session: VerifierText, update: TextUpdate) -> None:
         consumed = session.memory.consumed
-        valid = min(session.text.follow(update), len(consumed))
+        valid = min(session.follow(update), len(consumed))
         # `apply` appended the last verdict's path: it stays valid as far as this call's tokens repeat it.
         ids = session.text.ids
         while valid < len(consumed) and valid < len(ids) and consumed[valid] == ids[valid]:
@@ -459,8 +455,9 @@ class StepScheduler:
             scratch = capacity.first_scratch + guesses
             if tree is not None:
                 first = start + share.prefill
-                place, sampling = sum(map(len, wanted)), session.parameters.sampling
-                draws.append(Draw(session.number, first, place, len(session.text.ids), tree, session.warp, sampling))
+                place = sum(map(len, wanted))
+                laws = session.warp, session.parameters.sampling, session.history
+                draws.append(Draw(session.number, first, place, len(session.text.ids), tree, *laws))
                 wanted.append(np.arange(first, first + tree.rows))
                 guesses += tree.guesses
             given = session.text.ids, committed, tree, session.memory.pages, scratch, capacity.near, capacity.window

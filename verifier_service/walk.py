@@ -10,7 +10,7 @@ from dendro.tree import DraftTree
 from torch import Tensor
 from tree_kernels.noise import NoiseRows
 from tree_kernels.tree_walk import Walk, walk
-from tree_kernels.warp import Warp, tokens_of
+from tree_kernels.warp import History, Warp, tokens_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,14 @@ class Draw:
     tree: DraftTree
     warp: Warp
     sampling: Sampling
+    history: History | None = None  # of the text, where its parameters change logits before the temperature
+
+    def paths(self) -> list[list[int]]:
+        """The tokens of the guesses on the path to each row."""
+        paths = list[list[int]]([[]])
+        for token, parent in zip(self.tree.tokens[1:].tolist(), self.tree.parents[1:].tolist(), strict=True):
+            paths.append([*paths[parent], token])
+        return paths
 
 
 class Walker:
@@ -36,9 +44,12 @@ class Walker:
     def walk(self, draw: Draw, logits: Callable[[int], Tensor]) -> Walk:
         """logits: a row of the step's logits -> [1, vocabulary] float32. Called for visited rows only, in order."""
         noise = self._rows(draw) if not draw.warp.greedy else None
+        paths = draw.paths() if draw.history is not None else []
 
         def pick(row: int) -> int:
             here, drawn = logits(draw.wanted + row), None
+            if draw.history is not None:
+                here = draw.history.scores(here, [paths[row]])
             if noise is not None:
                 drawn = noise.row(draw.base + int(draw.tree.depths[row])).to(here.device)[None]
             return int(tokens_of(here, draw.warp, drawn)[0])

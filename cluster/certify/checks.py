@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +43,7 @@ from verifier_service.engine import VerifierEngine
 from verifier_service.models.reading import load_library_model
 
 Prompt = tuple[int, ...]
+ScoresOf = Callable[[torch.Tensor], torch.Tensor]
 LAWS = tuple(
     SamplingLaw(temperature, top_k, top_p)
     for temperature in (0.7, 1.0)
@@ -97,9 +99,9 @@ class LibraryModel:
         logits: torch.Tensor = found.logits[0, -1].float()
         return logits
 
-    def margin(self, ids: Sequence[int]) -> float:
-        """The difference of the two best logits after `ids`."""
-        best = self.logits(ids).topk(2).values
+    def margin(self, ids: Sequence[int], scores_of: ScoresOf = torch.Tensor.float) -> float:
+        """The difference of the two best scores after `ids`. scores_of: makes scores of logits; by default the same"""
+        best = scores_of(self.logits(ids)).topk(2).values
         return float(best[0] - best[1])
 
 
@@ -322,14 +324,14 @@ async def _wholly_accepted(
     return ends
 
 
-def margin_in(checkpoint: Path, dtype: torch.dtype) -> Callable[[Sequence[int]], float]:
-    """Computes the margin of the two best logits in a dtype; the model is loaded at the first call."""
+def margin_in(checkpoint: Path, dtype: torch.dtype) -> Callable[..., float]:
+    """Computes `LibraryModel.margin` in a dtype; the model is loaded at the first call."""
     loaded: list[LibraryModel] = []
 
-    def margin(ids: Sequence[int]) -> float:
+    def margin(*given: Any) -> float:
         if not loaded:
             loaded.append(LibraryModel(checkpoint, dtype))
-        found = loaded[0].margin(ids)
+        found = loaded[0].margin(*given)
         return found if math.isfinite(found) else math.inf
 
     return margin

@@ -23,6 +23,7 @@ from cluster.arms import Arm
 from cluster.bench.machine import describe_machine
 from cluster.bench.measurement import Step
 from cluster.certify import checks
+from cluster.certify.parameters import identity_under_parameters
 from cluster.certify.promises import Promise, report, show
 from cluster.certify.stop_strings import STOP_LAWS, stop_strings_end_answers
 from cluster.config import Config, TargetConfig, demo_config
@@ -59,10 +60,11 @@ class CertifySize:
     own_prompts: int
     own_tokens: int
     stop_draws: int  # for each answer
+    combinations: int  # of parameters
 
 
-FULL = CertifySize(32, 128, 8, 64, 20_000, 2_000, 2, 48, 6)
-QUICK = CertifySize(3, 32, 2, 24, 4_000, 200, 1, 24, 3)
+FULL = CertifySize(32, 128, 8, 64, 20_000, 2_000, 2, 48, 6, 200)
+QUICK = CertifySize(3, 32, 2, 24, 4_000, 200, 1, 24, 3, 8)
 
 
 @asynccontextmanager
@@ -136,7 +138,8 @@ async def run_certify(
 
     dtype = DTYPES[target.dtype]
     async with started(await asyncio.to_thread(_own_engine, name, target)) as engine:
-        bitwise = (await engine.hello()).exactness == "bitwise"
+        hello = await engine.hello()
+        bitwise = hello.exactness == "bitwise"
         margin_of = None if bitwise else checks.margin_in(target.checkpoint, dtype)
         step = bar("(d) planted faults", 4)
         found.append(await checks.planted_faults_are_noticed(engine.logits_of, prompts[0], size.own_tokens, step))
@@ -160,9 +163,12 @@ async def run_certify(
             found.append(
                 await checks.law_of_the_sampler(service, engine.logits_of, prompts[0], size.draws, size.far_draws, step)
             )
+            step, below = bar("(f) parameters", size.combinations), checks.MARGINS[target.dtype]
+            given = size.tokens, size.combinations, shapes, hello.vocabulary
+            found.append(await identity_under_parameters(service, chosen, *given, margin_of, below, step))
             stop_ways = ["off", "auto", *shapes]
             steps = len(STOP_LAWS) * len(chosen) * (1 + size.stop_draws * len(stop_ways))
-            step, below = bar("(g) stop strings", steps), checks.MARGINS[target.dtype]
+            step = bar("(g) stop strings", steps)
             found.append(
                 await stop_strings_end_answers(
                     service, chosen, size.tokens, size.stop_draws, stop_ways, margin_of, below, step

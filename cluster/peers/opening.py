@@ -88,7 +88,9 @@ class Opening(Generic[P]):
         self.leased = leased
         self._id = new_opening()
         self._sent = 0  # tokens that the peer was sent
-        self._parameters = RequestParameters(text.sampling, text.limits, text.tenant, text.marks, vocabulary, tokenizer)
+        self._parameters = RequestParameters(
+            text.sampling, text.limits, text.tenant, text.marks, vocabulary, tokenizer, text.prompt_length
+        )
 
     async def open(self, text: Text) -> Opened:
         call = OpenCall(self.update(text), self._parameters, self.leased.token)

@@ -11,7 +11,7 @@ from dendro.calls import TARGET_FACTS, Hello, Opened, VerifierPeer, VerifyCall
 from dendro.clock import Clock, microseconds
 from dendro.errors import BadAnswer, BadRequest, DendroError, EngineFailed, NotFound, Overloaded, PeerLost
 from dendro.tasks import end_task, first_of
-from dendro.text import Finish, Text, Verdict
+from dendro.text import Finish, Text, Verdict, finish_at
 from dendro.tree import DraftTree
 from tree_layers.checkpoint import Facts
 
@@ -275,7 +275,7 @@ def _check_verdict(verdict: Verdict, tree: DraftTree, text: Text, hello: Hello) 
         or ended is Finish.STOP_STRING  # a verifier sees no text
         or (ended is None and (room == 0 or verdict.length != len(verdict.tokens)))
         or (ended is Finish.LENGTH and room > 0)
-        or (ended is Finish.END_OF_TEXT and (text.limits.ignore_end or verdict.tokens[-1] not in hello.end_ids))
+        or (ended not in (None, Finish.LENGTH, finish_at(verdict.tokens[-1], hello.end_ids, text.limits)))
     ):
         raise BadAnswer(
             f"verifier: finish {ended}, N = {verdict.length}, {len(verdict.tokens)} tokens, {room} from the limit"

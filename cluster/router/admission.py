@@ -12,7 +12,8 @@ from dendro.calls import TARGET_BYTES
 from dendro.clock import Clock
 from dendro.errors import BadRequest, Conflict, PeerLost
 from dendro.long_work import PART, off_loop
-from dendro.text import SEED_BITS, Limits, Sampling, StopStrings, Text
+from dendro.text import SEED_BITS, Limits, Sampling, StopStrings, Text, check_choice
+from dendro.token_lists import edits_from, stop_ids_from
 from dendro.v1 import generation_pb2 as pb
 from tree_layers.checkpoint import Facts
 
@@ -161,6 +162,8 @@ class Admission:
             sampling, end = replace(sampling, seed=written.seed), written.end
         else:
             end = len(prompt) + self._new_tokens(request, served, prompt, held)
+        limits = _limits(request, len(prompt), end)
+        check_choice(sampling, limits, served.vocabulary, served.end_ids)
         session = request.session
         if request.keep_session and not session:
             try:
@@ -174,7 +177,7 @@ class Admission:
             sampling=sampling,
             prompt=prompt,
             held=held,
-            limits=Limits(end, request.ignore_end),
+            limits=limits,
             stops=stops,
             plan=plan,
             kind=kind,
@@ -274,4 +277,16 @@ def _sampling(request: pb.GenerateRequest, record: Record | None) -> Sampling:
         min_p=fields.min_p,
         seed=seed,
         sample_index=index,
+        repetition_penalty=fields.repetition_penalty if fields.HasField("repetition_penalty") else 1.0,
+        presence_penalty=fields.presence_penalty,
+        frequency_penalty=fields.frequency_penalty,
+        **edits_from(fields),
     )
+
+
+def _limits(request: pb.GenerateRequest, prompt: int, end: int) -> Limits:
+    """The request's limits. prompt, end: lengths of the text before the answer, and at its longest"""
+    least = request.min_new_tokens
+    if prompt + least > end:
+        raise BadRequest("min_new_tokens", f"is {least}, but the answer has at most {end - prompt} tokens")
+    return Limits(end, request.ignore_end, prompt + least if least else 0, stop_ids_from(request))

@@ -16,7 +16,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -24,7 +24,7 @@ from dendro.clock import Clock
 from dendro.errors import BadRequest, Conflict, DendroError, NotFound, Overloaded, PeerLost, one_line
 from dendro.long_work import off_loop
 from dendro.tasks import BackgroundTasks
-from dendro.text import Finish, Limits, Text, Verdict
+from dendro.text import Finish, Text, Verdict, finish_at
 from dendro.v1 import generation_pb2 as pb
 
 from cluster.checkpoints import check_pairs, read_cluster
@@ -64,6 +64,7 @@ FINISH_REASONS = {
     Finish.END_OF_TEXT: pb.FINISH_REASON_END_OF_TEXT,
     Finish.LENGTH: pb.FINISH_REASON_LENGTH,
     Finish.STOP_STRING: pb.FINISH_REASON_STOP_STRING,
+    Finish.STOP_TOKEN: pb.FINISH_REASON_STOP_TOKEN,
 }
 
 T = TypeVar("T")
@@ -136,10 +137,11 @@ class Ingress:
                 job.prompt + job.held,
                 job.sampling,
                 # Text needs room for a token, which a complete answer in `held` does not leave; it is ended below.
-                Limits(max(job.limits.max_length, len(job.prompt) + len(job.held) + 1), job.limits.ignore_end),
+                replace(job.limits, max_length=max(job.limits.max_length, len(job.prompt) + len(job.held) + 1)),
                 job.tenant,
                 job.record.marks if job.record else (),
                 answer if job.stops.strings else None,
+                len(job.held),
             )
             await off_loop(len(text), lambda: text.digest(len(text)))  # later digests begin from this one
             if job.resume is not None:
@@ -245,13 +247,13 @@ class Ingress:
 
     def _finish_of_held(self, job: Job, answer: AnswerText) -> Finish | None:
         """Why the answer in `held`, which is not empty, ended; None where it is incomplete."""
-        ended = job.held[-1] in job.served.end_ids and not job.limits.ignore_end
+        ended = finish_at(job.held[-1], job.served.end_ids, job.limits)
         if not (answer.found or ended or len(job.held) >= job.answer_length):
             return None
         answer.finish()  # a stop string may end in it
         if answer.found:
             return Finish.STOP_STRING
-        return Finish.END_OF_TEXT if ended else Finish.LENGTH
+        return ended or Finish.LENGTH
 
     def _rest_of_written(self, job: Job, turn: Turn, answer: AnswerText) -> list[pb.GenerateResponse]:
         """The rest of an answer that is already in the record: its `complete` was lost, or its client disconnected.

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any, TypedDict, cast
 
 import grpc.aio
@@ -49,6 +50,7 @@ FINISHES = {
     pb.FINISH_REASON_END_OF_TEXT: Finish.END_OF_TEXT,
     pb.FINISH_REASON_LENGTH: Finish.LENGTH,
     pb.FINISH_REASON_STOP_STRING: Finish.STOP_STRING,
+    pb.FINISH_REASON_STOP_TOKEN: Finish.STOP_TOKEN,
 }
 
 
@@ -213,7 +215,16 @@ class Options(TypedDict, total=False):
     min_p: float | None
     seed: int | None  # default: the session's, or one that the server draws and reports
     sample_index: int | None
+    repetition_penalty: float | None  # of tokens of the prompt and the answer; default 1: none
+    presence_penalty: float | None  # of tokens of the answer; default 0
+    frequency_penalty: float | None  # the same, for each time that the answer has the token; default 0
+    logit_bias: Mapping[int, float]  # added to the logits of these ids
+    banned_ids: Sequence[int]  # tokens that are not drawn
+    allowed_ids: Sequence[int]  # the only tokens that are drawn; default: all
+    bad_words: Sequence[Sequence[int]]  # sequences of tokens that the answer does not complete
     max_new_tokens: int | None
+    min_new_tokens: int | None  # no token that ends the answer is drawn before it has so many
+    stop_ids: Sequence[int]  # tokens that end the answer; the drawn one is its last
     ignore_end: bool  # continue past the end-of-text token
     stop: str | Sequence[str]  # the answer ends with the token that completes one of these in its text
     include_stop: bool  # the text ends after the stop string, not before it
@@ -233,7 +244,16 @@ def build_request(
     min_p: float | None = None,
     seed: int | None = None,
     sample_index: int | None = None,
+    repetition_penalty: float | None = None,
+    presence_penalty: float | None = None,
+    frequency_penalty: float | None = None,
+    logit_bias: Mapping[int, float] = MappingProxyType({}),
+    banned_ids: Sequence[int] = (),
+    allowed_ids: Sequence[int] = (),
+    bad_words: Sequence[Sequence[int]] = (),
     max_new_tokens: int | None = None,
+    min_new_tokens: int | None = None,
+    stop_ids: Sequence[int] = (),
     ignore_end: bool = False,
     stop: str | Sequence[str] = (),
     include_stop: bool = False,
@@ -258,10 +278,17 @@ def build_request(
         request.text = prompt
     else:
         request.token_ids.SetInParent()
-        for index, token in enumerate(prompt):
-            if not 0 <= token < 1 << 32:
-                raise BadRequest(f"prompt.token_ids[{index}]", f"{token} is no token id")
-        request.token_ids.ids.extend(prompt)
+        _extend(request.token_ids.ids, "prompt.token_ids", prompt)
+    _extend(request.sampling.banned_ids, "banned_ids", banned_ids)
+    _extend(request.sampling.allowed_ids, "allowed_ids", allowed_ids)
+    _extend(request.stop_ids, "stop_ids", stop_ids)
+    for index, word in enumerate(bad_words):
+        _extend(request.sampling.bad_words.add().ids, f"bad_words[{index}]", word)
+    for token, bias in logit_bias.items():
+        try:
+            request.sampling.logit_bias[token] = bias
+        except (ValueError, TypeError):
+            raise BadRequest(f"logit_bias[{token}]", f"{bias!r} is no bias of a token id") from None
     options = Speculation.parse(speculation) if isinstance(speculation, str) else speculation
     request.speculation.mode = MODES[options.mode]
     request.speculation.shape = options.shape
@@ -273,7 +300,11 @@ def build_request(
         (request.sampling, "min_p", min_p),
         (request.sampling, "seed", seed),
         (request.sampling, "sample_index", sample_index),
+        (request.sampling, "repetition_penalty", repetition_penalty),
+        (request.sampling, "presence_penalty", presence_penalty),
+        (request.sampling, "frequency_penalty", frequency_penalty),
         (request, "max_new_tokens", max_new_tokens),
+        (request, "min_new_tokens", min_new_tokens),
         (request.speculation, "speculation.max_nodes", options.max_nodes),
         (request.speculation, "speculation.deadline_ms", options.deadline_ms),
     )
@@ -284,6 +315,13 @@ def build_request(
             except (ValueError, TypeError):
                 raise BadRequest(name, f"{value!r} is out of the field's range") from None
     return request
+
+
+def _extend(field: MutableSequence[int], name: str, tokens: Sequence[int]) -> None:
+    for index, token in enumerate(tokens):
+        if not 0 <= token < 1 << 32:
+            raise BadRequest(f"{name}[{index}]", f"{token} is no token id")
+    field.extend(tokens)
 
 
 class AnswerProgress:

@@ -39,6 +39,7 @@ class RequestParameters:
     marks: tuple[int, ...]  # lengths at which earlier turns ended and a state may have been saved
     vocabulary: int = 0  # the target's: ids of the text and of guesses are below it; 0: the peer's own
     tokenizer: str = ""  # the target's, as of `Hello.tokenizer`; empty: the peer's own
+    prompt_length: int = 0  # tokens of the text before the answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +147,7 @@ TARGET_FACTS = ("fingerprint", "dtype", "exactness", "tokenizer", "vocabulary", 
 of sharding, and whether the arithmetic is this project's own. The limits (`max_*`) do not change tokens; calls outside
 them are refused."""
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 
 class Peer(Protocol):

@@ -6,7 +6,7 @@ import hashlib
 import math
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence, Sized
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol, Self
@@ -16,6 +16,16 @@ from dendro.errors import BadRequest
 SEED_BITS = 64
 SMALLEST_TEMPERATURE = 1e-6
 """Below it, logits divided by the temperature could overflow float32."""
+REPETITION_PENALTIES = (0.01, 100.0)
+"""The least and the greatest repetition penalty."""
+LARGEST_SHIFT = 100.0
+"""The greatest magnitude of a presence penalty, a frequency penalty and a logit bias."""
+MAX_BIASED_IDS = 1024
+MAX_LISTED_IDS = 4096
+"""The most ids of `banned_ids` and of `allowed_ids`."""
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_TOKENS = 64
+MAX_STOP_IDS = 1024
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 1024
 """Bytes of a stop string in UTF-8."""
@@ -27,13 +37,15 @@ class Finish(StrEnum):
     END_OF_TEXT = "end_of_text"
     LENGTH = "length"
     STOP_STRING = "stop_string"  # found by the router; a verifier sees no text and never reports it
+    STOP_TOKEN = "stop_token"
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """Sampling parameters and the seed of the noise. Temperature 0 is greedy and uses no noise.
 
-    Raises BadRequest for numbers out of range, both in clients' requests and in calls to peers.
+    Raises BadRequest for numbers out of range, both in clients' requests and in calls to peers. Whether ids lie in the
+    target's vocabulary is checked by `check_choice`.
     """
 
     temperature: float = 0.0
@@ -42,6 +54,13 @@ class Sampling:
     min_p: float = 0.0  # 0: all
     seed: int = 0  # 64 bits
     sample_index: int = 0
+    repetition_penalty: float = 1.0  # of tokens of the prompt and of the answer; 1: none
+    presence_penalty: float = 0.0  # of tokens of the answer
+    frequency_penalty: float = 0.0  # the same, for each time that the answer has the token
+    logit_bias: tuple[tuple[int, float], ...] = ()  # ids, each once, and what is added to their logits
+    banned_ids: tuple[int, ...] = ()
+    allowed_ids: tuple[int, ...] = ()  # empty: all
+    bad_words: tuple[tuple[int, ...], ...] = ()  # sequences that the answer does not complete
 
     def __post_init__(self) -> None:
         if not (self.temperature == 0 or SMALLEST_TEMPERATURE <= self.temperature < math.inf):
@@ -59,14 +78,83 @@ class Sampling:
             raise BadRequest("seed", f"must be an unsigned {SEED_BITS}-bit number; got {self.seed}")
         if not 0 <= self.sample_index < 1 << 32:
             raise BadRequest("sample_index", f"must be an unsigned 32-bit number; got {self.sample_index}")
+        least, most = REPETITION_PENALTIES
+        if not least <= self.repetition_penalty <= most:
+            raise BadRequest("repetition_penalty", f"must lie in [{least:g}, {most:g}]; got {self.repetition_penalty}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check_shift(name, getattr(self, name))
+        check_count("logit_bias", self.logit_bias, MAX_BIASED_IDS)
+        for token, bias in self.logit_bias:
+            _check_shift(f"logit_bias[{token}]", bias)
+        if len(dict(self.logit_bias)) < len(self.logit_bias):
+            raise BadRequest("logit_bias", "has an id twice")
+        check_count("banned_ids", self.banned_ids, MAX_LISTED_IDS)
+        check_count("allowed_ids", self.allowed_ids, MAX_LISTED_IDS)
+        check_count("bad_words", self.bad_words, MAX_BAD_WORDS)
+        for index, word in enumerate(self.bad_words):
+            check_count(f"bad_words[{index}]", word, MAX_BAD_WORD_TOKENS)
+            if not word:
+                raise BadRequest(f"bad_words[{index}]", "is empty; it needs at least one token")
+
+
+def check_count(field: str, values: Sized, most: int) -> None:
+    """Raise BadRequest for a field with more than `most` values. Call it before they are copied."""
+    if len(values) > most:
+        raise BadRequest(field, f"has {len(values)} entries; at most {most}")
+
+
+def _check_shift(field: str, value: float) -> None:
+    if not -LARGEST_SHIFT <= value <= LARGEST_SHIFT:
+        raise BadRequest(field, f"must lie in [{-LARGEST_SHIFT:g}, {LARGEST_SHIFT:g}]; got {value}")
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """An answer ends at `max_length` tokens of text or at an end-of-text token."""
+    """An answer ends at `max_length` tokens of text, or at an end-of-text or stop token, none of which is drawn while
+    the text has less than `min_length`. Raises BadRequest for limits that contradict each other."""
 
     max_length: int  # tokens of the whole text, prompt included
     ignore_end: bool = False  # continue past the end-of-text token (for measuring)
+    min_length: int = 0  # tokens of the whole text, as in `max_length`
+    stop_ids: tuple[int, ...] = ()  # the one that ends an answer is its last token
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.min_length <= self.max_length:
+            raise BadRequest("min_length", f"is {self.min_length}; must lie in 0 to max_length, {self.max_length}")
+        check_count("stop_ids", self.stop_ids, MAX_STOP_IDS)
+
+    def ending(self, end_ids: Collection[int]) -> frozenset[int]:
+        """The tokens that end an answer; end_ids: the target's end-of-text tokens."""
+        return frozenset(self.stop_ids) if self.ignore_end else frozenset((*end_ids, *self.stop_ids))
+
+
+def check_choice(sampling: Sampling, limits: Limits, vocabulary: int, end_ids: Collection[int]) -> None:
+    """Raise BadRequest for ids outside the target's vocabulary, and where there may be a row of which every token is
+    removed. As bad words remove tokens in some rows only, all of their last tokens count as removed."""
+    words = [(f"bad_words[{index}]", word) for index, word in enumerate(sampling.bad_words)]
+    biased = tuple(token for token, _ in sampling.logit_bias)
+    listed = (
+        ("logit_bias", biased),
+        ("banned_ids", sampling.banned_ids),
+        ("allowed_ids", sampling.allowed_ids),
+        *words,
+        ("stop_ids", limits.stop_ids),
+    )
+    for field, ids in listed:
+        if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
+            bad = next(token for token in ids if not 0 <= token < vocabulary)
+            raise BadRequest(field, f"{bad} is outside the vocabulary of {vocabulary}")
+    removed = {*sampling.banned_ids, *(word[-1] for word in sampling.bad_words)}
+    if limits.min_length:
+        removed |= limits.ending(end_ids)
+    allowed = set(sampling.allowed_ids) if sampling.allowed_ids else range(vocabulary)
+    if not any(token not in removed for token in allowed):
+        field = "allowed_ids" if sampling.allowed_ids else "banned_ids"
+        raise BadRequest(
+            field,
+            "may leave no token to draw: banned_ids, the last tokens of bad_words and, before min_new_tokens, "
+            f"end-of-text tokens and stop_ids remove all {len(allowed)} that are allowed",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,13 +324,15 @@ class Text:
         tenant: str = "",
         marks: tuple[int, ...] = (),
         stopping: Stopping | None = None,
+        held: int = 0,
     ) -> None:
+        """held: the last tokens of `prompt` that the answer already has, where it is resumed."""
         if not prompt:
             raise BadRequest("prompt", "is empty; it needs at least one token")
         if limits.max_length <= len(prompt):
             raise BadRequest("max_new_tokens", "leaves no room for a single token")
         self._tokens = Tokens(prompt)
-        self.prompt_length = len(prompt)
+        self.prompt_length = len(prompt) - held
         self.sampling = sampling
         self.limits = limits
         self.tenant = tenant
@@ -285,17 +375,23 @@ class Text:
 
 
 def cut_verdict(verdict: Verdict, end_ids: frozenset[int], length: int, limits: Limits) -> Verdict:
-    """Cut a verdict after the first end-of-text token, then at the token limit. length: of the text before it"""
+    """Cut a verdict after the first token that ends the answer, then at the limit. length: of the text before it"""
     kept, finish = len(verdict.tokens), verdict.finish
-    if not limits.ignore_end:
-        for index, token in enumerate(verdict.tokens):
-            if token in end_ids:
-                kept, finish = index + 1, Finish.END_OF_TEXT
-                break
+    for index, token in enumerate(verdict.tokens):
+        if (ended := finish_at(token, end_ids, limits)) is not None:
+            kept, finish = index + 1, ended
+            break
     room = limits.max_length - length
     if kept > room or (kept == room and finish is None):
         kept, finish = room, Finish.LENGTH
     return verdict.cut(kept, finish)
+
+
+def finish_at(token: int, end_ids: Collection[int], limits: Limits) -> Finish | None:
+    """Why an answer with this last token has ended, its length aside; None where it has not."""
+    if token in end_ids and not limits.ignore_end:
+        return Finish.END_OF_TEXT
+    return Finish.STOP_TOKEN if token in limits.stop_ids else None
 
 
 def state_name(tenant: str, fingerprint: str, layout: str, tokens: Sequence[int]) -> str:

@@ -32,12 +32,14 @@ from dendro.internal.v1 import calls_pb2, drafter_pb2, tree_pb2, verifier_pb2
 from dendro.long_work import PART
 from dendro.shapes import MAX_ROWS, BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape, UntilShape
 from dendro.text import Finish, Limits, Sampling, Verdict
+from dendro.token_lists import edits_from, stop_ids_from
 from dendro.tree import LONGEST_TRACE, DraftTree
 
 _FINISH_MESSAGE = {
     None: verifier_pb2.FINISH_UNSPECIFIED,
     Finish.END_OF_TEXT: verifier_pb2.FINISH_END_OF_TEXT,
     Finish.LENGTH: verifier_pb2.FINISH_LENGTH,
+    Finish.STOP_TOKEN: verifier_pb2.FINISH_STOP_TOKEN,
 }
 _FINISH_FROM = {number: finish for finish, number in _FINISH_MESSAGE.items()}
 _CODE = {code.value[0]: code for code in grpc.StatusCode}
@@ -161,6 +163,13 @@ def _open_message(call: OpenCall) -> calls_pb2.OpenCall:
             min_p=sampling.min_p,
             seed=sampling.seed,
             sample_index=sampling.sample_index,
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            logit_bias=dict(sampling.logit_bias),
+            banned_ids=sampling.banned_ids,
+            allowed_ids=sampling.allowed_ids,
+            bad_words=[calls_pb2.TokenIds(ids=word) for word in sampling.bad_words],
         ),
         max_length=parameters.limits.max_length,
         ignore_end=parameters.limits.ignore_end,
@@ -168,6 +177,9 @@ def _open_message(call: OpenCall) -> calls_pb2.OpenCall:
         marks=parameters.marks,
         vocabulary=parameters.vocabulary,
         tokenizer=parameters.tokenizer,
+        prompt_tokens=parameters.prompt_length,
+        min_length=parameters.limits.min_length,
+        stop_ids=parameters.limits.stop_ids,
     )
 
 
@@ -181,10 +193,29 @@ def _open_from(update: TextUpdate, message: calls_pb2.OpenCall) -> OpenCall:
         raise BadRequest("marks", f"must lie in 1 to {update.base}")
     if message.vocabulary > _MAX_COUNT:
         raise BadRequest("vocabulary", f"is {message.vocabulary}; at most {_MAX_COUNT}")
-    sampling = Sampling(raw.temperature, raw.top_k, raw.top_p, raw.min_p, raw.seed, raw.sample_index)
-    limits = Limits(message.max_length, message.ignore_end)
+    if message.prompt_tokens > update.base:
+        raise BadRequest("prompt_tokens", f"is {message.prompt_tokens} for a text of {update.base} tokens")
+    sampling = Sampling(
+        temperature=raw.temperature,
+        top_k=raw.top_k,
+        top_p=raw.top_p,
+        min_p=raw.min_p,
+        seed=raw.seed,
+        sample_index=raw.sample_index,
+        repetition_penalty=raw.repetition_penalty,
+        presence_penalty=raw.presence_penalty,
+        frequency_penalty=raw.frequency_penalty,
+        **edits_from(raw),
+    )
+    limits = Limits(message.max_length, message.ignore_end, message.min_length, stop_ids_from(message))
     parameters = RequestParameters(
-        sampling, limits, message.tenant, tuple(message.marks), message.vocabulary, message.tokenizer
+        sampling=sampling,
+        limits=limits,
+        tenant=message.tenant,
+        marks=tuple(message.marks),
+        vocabulary=message.vocabulary,
+        tokenizer=message.tokenizer,
+        prompt_length=message.prompt_tokens,
     )
     return OpenCall(update, parameters, message.lease)
 

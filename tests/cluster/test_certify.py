@@ -2,19 +2,23 @@ import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import edge
 import numpy as np
 import pytest
 import tiny_models
 import torch
+from dendro.answer import Mode, SpeculationStats
 from dendro.shapes import OFF, LevelShape
 from dendro.text import Sampling
+from parameters import PARAMETERS
 
 from cluster.api.local import LocalClient
 from cluster.certify import command
 from cluster.certify.checks import lossy_rule_is_noticed, planted_faults_are_noticed
 from cluster.certify.law import LARGEST_DRAWS, draws_to_notice, expected_law, fit, fit_counts
+from cluster.certify.parameters import identity_under_parameters
 from cluster.certify.promises import Promise, first_difference, report
 from cluster.certify.stop_strings import stop_strings_end_answers
 from cluster.certify.twin import (
@@ -31,7 +35,7 @@ from cluster.running import running
 
 SMALL = command.CertifySize(
     greedy_prompts=1, greedy_tokens=16, prompts=1, tokens=12, draws=2_000, far_draws=60, own_prompts=1, own_tokens=12,
-    stop_draws=2,
+    stop_draws=2, combinations=3,
 )  # fmt: skip
 VOCABULARY = 16
 TABLE = torch.from_numpy(np.random.default_rng(5).normal(size=(VOCABULARY, VOCABULARY)).astype(np.float32)) * 1.5
@@ -158,6 +162,43 @@ def test_float32_noise_of_the_largest_word_is_infinite():
     assert float32_noise_is_infinite()
 
 
+class ToyService:
+    """Answers with the tokens 1, 2, 3, ...; with speculation, the fourth is another one where `wrong` is set."""
+
+    def __init__(self, wrong: bool) -> None:
+        self.wrong, self.asked = wrong, []
+
+    async def generate_text(self, prompt, *, speculation, max_new_tokens, **options):
+        self.asked.append((speculation.mode, speculation.shape, options))
+        ids = list(range(1, max_new_tokens + 1))
+        if self.wrong and speculation.mode != Mode.OFF:
+            ids[3] = 0
+        return SimpleNamespace(token_ids=tuple(ids), complete=SimpleNamespace(speculation=SpeculationStats()))
+
+
+@pytest.mark.parametrize("margin, kept", [(None, False), (1.0, False), (1e-6, True)], ids=["bitwise", "wide", "close"])
+async def test_an_answer_that_speculation_changes_breaks_the_promise_of_parameters_unless_its_margin_is_small(
+    margin, kept
+):
+    margins = []
+
+    def margin_of(ids, scores_of):
+        margins.append((len(ids), int(scores_of(torch.zeros(VOCABULARY)).isneginf().sum())))
+        return margin
+
+    given = [(5, 6)], 12, 20, ["(2,1)", "(1,1)"], VOCABULARY, None if margin is None else margin_of, 1e-4
+    right = await identity_under_parameters(ToyService(wrong=False), *given, lambda: None)
+    assert right.kept is True and right.answers == 40 and not margins
+    service = ToyService(wrong=True)
+    promise = await identity_under_parameters(service, *given, lambda: None)
+    assert promise.kept is kept and promise.excused == (40 if kept else 0)
+    assert {shape for _, shape, _ in service.asked} == {"", "(2,1)", "(1,1)"}
+    asked = {name for _, _, options in service.asked for name in options}
+    assert asked | {"max_new_tokens"} == {each.name for each in PARAMETERS}, "a parameter is never set"
+    if margin is not None:
+        assert {length for length, _ in margins} == {5} and any(removed for _, removed in margins)
+
+
 def test_a_missing_token_is_a_difference():
     assert first_difference([1, 2], [1, 2, 3]) == 2
     assert first_difference([1, 2], [1, 2]) is None
@@ -226,7 +267,7 @@ async def test_a_running_cluster_of_other_models_than_the_demo_is_certified(monk
     async with running(config, local=True) as address:
         await asyncio.to_thread(command.certify, None, address, tmp_path / "target", False, True, report_file)
     found = json.loads(report_file.read_text())["promises"]
-    assert all(promise["kept"] for promise in found) and len(found) == 6
+    assert all(promise["kept"] for promise in found) and len(found) == 7
     assert any("in float32" in line for promise in found for line in promise["found"])
 
 

@@ -19,6 +19,7 @@ SMALL = CertifySize(
     own_prompts=1,
     own_tokens=16,
     stop_draws=1,
+    combinations=3,
 )
 
 

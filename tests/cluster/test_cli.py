@@ -103,6 +103,13 @@ async def test_the_options_of_generate_reach_the_request(address: str):
     assert set(output["speculation"]["rounds_by_shape"]) == {"off", "(1,1,1)"}
 
 
+async def test_the_first_stop_id_ends_the_answer(address: str):
+    answer = plain_answer(IDS, Sampling(), 20)
+    words = ("--stop-id", str(answer[6]), "--stop-id", "299", "--json")
+    output = json.loads((await run("generate", PROMPT, "--address", address, *words)).stdout)
+    assert (output["token_ids"], output["finish"]) == (answer[: answer.index(answer[6]) + 1], "stop_token")
+
+
 async def test_generate_json_is_one_object_with_all_fields(address: str):
     words = ("--temperature", "0.8", "--seed", "7", "--speculation", "2,1", "--max-new-tokens", "12", "--keep-session")
     done = await run("generate", PROMPT, "--address", address, "--json", *words)
@@ -126,6 +133,16 @@ async def test_generate_json_is_one_object_with_all_fields(address: str):
         (["generate", "x", "--address", "ADDRESS", "--speculation", "wide"], "speculation.shape: "),
         (["generate", "x", "--address", "ADDRESS", "--policy", "best"], "speculation.policy: "),
         (["generate", "x", "--address", "ADDRESS", "--draft-deadline-ms", "0"], "speculation.deadline_ms: "),
+        (["generate", "x", "--address", "ADDRESS", "--repetition-penalty", "0"], "repetition_penalty: "),
+        (["generate", "x", "--address", "ADDRESS", "--presence-penalty", "nan"], "presence_penalty: "),
+        (["generate", "x", "--address", "ADDRESS", "--frequency-penalty", "101"], "frequency_penalty: "),
+        (["generate", "x", "--address", "ADDRESS", "--logit-bias", "5"], "--logit-bias: '5' is not of the form"),
+        (["generate", "x", "--address", "ADDRESS", "--logit-bias", "5:900"], "logit_bias[5]: "),
+        (["generate", "x", "--address", "ADDRESS", "--ban", "300"], "banned_ids: 300 is outside"),
+        (["generate", "x", "--address", "ADDRESS", "--allow", "9", "--ban", "9"], "allowed_ids: may leave no token"),
+        (["generate", "x", "--address", "ADDRESS", "--bad-word", "5,"], "--bad-word: '5,' is not of the form"),
+        (["generate", "x", "--address", "ADDRESS", "--bad-word", "5", "--bad-word", "6,300"], "bad_words[1]: 300"),
+        (["generate", "x", "--address", "ADDRESS", "--min-new-tokens", "129"], "min_new_tokens: is 129"),
         (["generate", "x", "--address", "ADDRESS", "--local"], "--local: "),
         (["generate", "x", "--config", "nowhere.yaml"], "config: there is no file nowhere.yaml"),
     ],

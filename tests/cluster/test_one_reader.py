@@ -26,6 +26,7 @@ from cluster.router.ingress import Ingress
 from cluster.router.tokenizer import CheckpointTokenizer
 from cluster.running import local_ingress
 from cluster.sessions import MemorySessions
+from verifier_service.requests import processors_of
 
 PROMPT = [5, 6, 7]
 NUMBERS = [0.0, 5e-324, 1e-300, 1e-9, 1e-7, 1e-6, 0.5, 1.0, 1.5, 1e38, 1e300, float("inf"), float("nan"), -1.0]
@@ -148,7 +149,9 @@ def admitted(field: str, value: float) -> str:
 
 
 @pytest.mark.parametrize("value", NUMBERS, ids=str)
-@pytest.mark.parametrize("field", ["temperature", "top_p", "min_p"])
+@pytest.mark.parametrize(
+    "field", ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
+)
 def test_admission_and_peers_accept_the_same_sampling_values(field: str, value: float):
     update = TextUpdate.of(new_opening(), Tokens(PROMPT), 0)
     message = verifier_call_message(
@@ -163,6 +166,7 @@ def test_admission_and_peers_accept_the_same_sampling_values(field: str, value: 
     else:  # the kernels accept it too
         sampling = parameters.sampling
         warp.Warp(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+        processors_of(parameters, frozenset())
     assert refused == admitted(field, value)
     assert refused in ("", field)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -67,10 +68,27 @@ def opens(draw: st.DrawFn) -> OpenCall:
         draw(st.floats(0, 0.99, allow_subnormal=False)),
         draw(WORDS),
         draw(st.integers(0, 2**32 - 1)),
+        draw(st.floats(0.01, 100)),
+        draw(st.floats(-100, 100)),
+        draw(st.floats(-100, 100)),
+        tuple(sorted(draw(st.dictionaries(TOKENS, st.floats(-100, 100), max_size=4)).items())),
+        tuple(draw(st.lists(TOKENS, max_size=4))),
+        tuple(draw(st.lists(TOKENS, max_size=4))),
+        tuple(map(tuple, draw(st.lists(st.lists(TOKENS, min_size=1, max_size=3), max_size=3)))),
     )
     marks = tuple(draw(st.lists(st.integers(1, update.base), max_size=3, unique=True)))
-    limits = Limits(draw(st.integers(update.base, 2**31 - 1)), draw(st.booleans()))
-    parameters = RequestParameters(sampling, limits, draw(st.text(max_size=5)), marks, draw(st.integers(0, 2**31 - 1)))
+    longest = draw(st.integers(update.base, 2**31 - 1))
+    stop_ids = tuple(draw(st.lists(TOKENS, max_size=3)))
+    limits = Limits(longest, draw(st.booleans()), draw(st.integers(0, longest)), stop_ids)
+    parameters = RequestParameters(
+        sampling=sampling,
+        limits=limits,
+        tenant=draw(st.text(max_size=5)),
+        marks=marks,
+        vocabulary=draw(st.integers(0, 2**31 - 1)),
+        tokenizer=draw(st.text(max_size=5)),
+        prompt_length=draw(st.integers(0, update.base)),
+    )
     return OpenCall(update, parameters, draw(st.text(max_size=5)))
 
 
@@ -373,3 +391,33 @@ def test_frames_keep_the_order_of_messages_and_their_size_limit():
     frames = wire.batched(calls, 80)
     assert [call for frame in frames for call in frame] == calls
     assert [len(frame) for frame in frames] == [2, 1, 1]
+
+
+@pytest.mark.parametrize("name", ["banned_ids", "allowed_ids", "bad_words", "bad_words[0]", "logit_bias", "stop_ids"])
+def test_more_parameters_than_a_request_may_have_are_refused_before_they_are_copied(name: str):
+    update = TextUpdate(b"o" * 16, 1, 1, 0, (5,))
+    call = OpenCall(update, RequestParameters(Sampling(), Limits(9), "", ()))
+    message = wire.verifier_call_message(1, call)
+    many = range(100_000)
+    match name:
+        case "stop_ids":
+            message.open.stop_ids.extend(many)
+        case "logit_bias":
+            message.open.sampling.logit_bias.update(dict.fromkeys(many, 1.0))
+        case "bad_words":
+            message.open.sampling.bad_words.extend([calls_pb2.TokenIds(ids=[1])] * len(many))
+        case "bad_words[0]":
+            message.open.sampling.bad_words.add().ids.extend(many)
+        case _:
+            getattr(message.open.sampling, name).extend(many)
+    with pytest.raises(BadRequest, match=f"^{re.escape(name)}: has 100000 entries; at most "):
+        wire.verifier_call_from(message)
+
+
+def test_a_prompt_longer_than_the_text_and_a_least_length_above_the_limit_are_refused():
+    update = TextUpdate(b"o" * 16, 1, 1, 0, (5,))
+    for field, value, named in (("prompt_tokens", 2, "prompt_tokens"), ("min_length", 10, "min_length")):
+        message = wire.verifier_call_message(1, OpenCall(update, RequestParameters(Sampling(), Limits(9), "", ())))
+        setattr(message.open, field, value)
+        with pytest.raises(BadRequest, match=f"^{named}: is {value}"):
+            wire.verifier_call_from(message)

@@ -15,7 +15,16 @@ from cluster.certify.promises import show
 from cluster.config import Config, demo_config
 
 TINY = CertifySize(
-    greedy_prompts=1, greedy_tokens=8, prompts=1, tokens=4, draws=500, far_draws=20, own_prompts=1, own_tokens=8
+    greedy_prompts=1,
+    greedy_tokens=8,
+    prompts=1,
+    tokens=4,
+    draws=500,
+    far_draws=20,
+    own_prompts=1,
+    own_tokens=8,
+    stop_draws=2,
+    combinations=3,
 )
 
 

@@ -15,8 +15,9 @@ from dendro.text import Sampling
 from dendro.tree import DraftTree
 from routers import LAWS, RoundByRound, alone, guessing
 from tiny_models import make_checkpoint
+from tree_kernels.noise import gumbel_noise
 from tree_kernels.tree_attention import PAGE, near_window
-from tree_kernels.warp import Warp
+from tree_kernels.warp import History, Processors, Warp, processed, tokens_of
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -211,6 +212,41 @@ def test_a_replayed_step_gives_the_walks_of_an_unrecorded_one(folder):
     cold, warm = (runner.run(plan_of(runner)) for _ in range(2))
     assert cold.walks == warm.walks == plain
     assert cold.cold and not warm.cold and graphs.attempts == 1 and graphs.recordings[0].count == 2
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_step_with_a_history_runs_without_a_graph_and_each_row_has_its_own_path(folder, temperature):
+    """The text has fewer tokens than its least length before its first guess, and the answer repeats tokens."""
+    graphs, ids, sampling = FakeGraphs(), (5, 6, 7, 8), Sampling(temperature=temperature, seed=3)
+    runner, warp = runner_of(folder, graphs), Warp(temperature)
+    its = Processors(
+        repetition_penalty=1.5,
+        presence_penalty=1.0,
+        frequency_penalty=2.0,
+        ending=tuple(range(0, 200, 2)),
+        min_length=5,
+    )
+    history = History(its, runner.target.vocabulary, 3)
+    history.follow(ids, 0)
+
+    def step(tree):
+        part = text_rows(ids, NO_ROWS, tree, runner.own_pages, runner.pages.scratch, runner.near)
+        draw = Draw(1, 0, 0, len(ids), tree, warp, sampling, history)
+        return pack([part], np.arange(tree.rows), [draw])
+
+    def drawn(row, text):
+        scores = processed(row, its, text, 3)[None]
+        noise = gumbel_noise(3, [len(text)], len(row)) if temperature else None
+        return int(tokens_of(scores, warp, noise)[0])
+
+    with torch.inference_mode():
+        first = drawn(runner.forward(step(DraftTree.root_only(8)))[0].cpu(), ids)
+        tree = DraftTree.of([8, first, 8, first, first], [-1, 0, 0, 1, 2])
+        logits = runner.forward(step(tree)).cpu()
+    second, last = drawn(logits[1], (*ids, first)), drawn(logits[3], (*ids, first, first))
+    walked = runner.run(step(tree)).walks[0]
+    assert walked.tokens == ((first, second, last) if second == first else (first, second))
+    assert not graphs.attempts
 
 
 def test_rows_that_only_pad_write_to_the_zero_page_alone(folder):

@@ -1,5 +1,7 @@
 """Sampling parameters applied to rows of logits, for plain decoding and for trees (README.md in this folder)."""
 
+from tree_kernels.warp.history import History
+from tree_kernels.warp.processors import Processors, processed
 from tree_kernels.warp.reference import (
     SMALLEST_TEMPERATURE,
     Ranking,
@@ -10,4 +12,15 @@ from tree_kernels.warp.reference import (
     warp,
 )
 
-__all__ = ["SMALLEST_TEMPERATURE", "Ranking", "Warp", "drafter_order", "drafter_ranking", "tokens_of", "warp"]
+__all__ = [
+    "SMALLEST_TEMPERATURE",
+    "History",
+    "Processors",
+    "Ranking",
+    "Warp",
+    "drafter_order",
+    "drafter_ranking",
+    "processed",
+    "tokens_of",
+    "warp",
+]

@@ -32,6 +32,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """LENGTH: max_new_tokens was reached."""
     FINISH_REASON_STOP_STRING: _FinishReason.ValueType  # 3
     """STOP_STRING: a string of `stop` is in the answer's text."""
+    FINISH_REASON_STOP_TOKEN: _FinishReason.ValueType  # 4
+    """STOP_TOKEN: the target picked one of stop_ids, which is the answer's last token."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper): ...
 
@@ -42,6 +44,8 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """LENGTH: max_new_tokens was reached."""
 FINISH_REASON_STOP_STRING: FinishReason.ValueType  # 3
 """STOP_STRING: a string of `stop` is in the answer's text."""
+FINISH_REASON_STOP_TOKEN: FinishReason.ValueType  # 4
+"""STOP_TOKEN: the target picked one of stop_ids, which is the answer's last token."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
@@ -81,6 +85,8 @@ class GenerateRequest(_message.Message):
     KEEP_SESSION_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
+    MIN_NEW_TOKENS_FIELD_NUMBER: _builtins.int
+    STOP_IDS_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
     INCLUDE_STOP_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
@@ -101,6 +107,10 @@ class GenerateRequest(_message.Message):
     """session is the token of a session to continue. Empty: the request continues none."""
     keep_session: _builtins.bool
     """keep_session asks for a new session if `session` is empty; `complete` has its token."""
+    min_new_tokens: _builtins.int
+    """min_new_tokens is the answer's least length: until it has so many tokens, end-of-text tokens (unless ignore_end) and
+    stop_ids are not drawn. Absent or zero: any length. More than max_new_tokens is refused.
+    """
     include_stop: _builtins.bool
     """include_stop ends the text after the stop string. Refused without `stop`."""
     @_builtins.property
@@ -117,7 +127,11 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def resume(self) -> Global___Resume:
-        """resume continues an answer whose stream broke."""
+        """resume continues an answer whose stream broke. It repeats the request's other fields."""
+
+    @_builtins.property
+    def stop_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """stop_ids are tokens that end the answer; the drawn one is its last token. At most 1024. Empty: none."""
 
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -149,19 +163,25 @@ class GenerateRequest(_message.Message):
         keep_session: _builtins.bool = ...,
         speculation: Global___Speculation | None = ...,
         resume: Global___Resume | None = ...,
+        min_new_tokens: _builtins.int | None = ...,
+        stop_ids: _abc.Iterable[_builtins.int] | None = ...,
         stop: _abc.Iterable[_builtins.str] | None = ...,
         include_stop: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_new_tokens", b"_max_new_tokens", "max_new_tokens", b"max_new_tokens", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_new_tokens", b"_max_new_tokens", "_min_new_tokens", b"_min_new_tokens", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_new_tokens", b"_max_new_tokens", "ignore_end", b"ignore_end", "include_stop", b"include_stop", "keep_session", b"keep_session", "max_new_tokens", b"max_new_tokens", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "session", b"session", "speculation", b"speculation", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_new_tokens", b"_max_new_tokens", "_min_new_tokens", b"_min_new_tokens", "ignore_end", b"ignore_end", "include_stop", b"include_stop", "keep_session", b"keep_session", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "session", b"session", "speculation", b"speculation", "stop", b"stop", "stop_ids", b"stop_ids", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_new_tokens: _TypeAlias = _typing.Literal["max_new_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_new_tokens: _TypeAlias = _typing.Literal["_max_new_tokens", b"_max_new_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__min_new_tokens: _TypeAlias = _typing.Literal["min_new_tokens"]  # noqa: Y015
+    _WhichOneofArgType__min_new_tokens: _TypeAlias = _typing.Literal["_min_new_tokens", b"_min_new_tokens"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_new_tokens) -> _WhichOneofReturnType__max_new_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_new_tokens) -> _WhichOneofReturnType__min_new_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
@@ -171,12 +191,39 @@ Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 class Sampling(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LogitBiasEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     TOP_K_FIELD_NUMBER: _builtins.int
     TOP_P_FIELD_NUMBER: _builtins.int
     MIN_P_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     SAMPLE_INDEX_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    BANNED_IDS_FIELD_NUMBER: _builtins.int
+    ALLOWED_IDS_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """temperature divides the logits. Absent or zero: greedy. (A double, so that no rounding changes the law.)"""
     top_k: _builtins.int
@@ -189,6 +236,38 @@ class Sampling(_message.Message):
     """seed determines the noise. Absent: the session's, or one that the server draws; `started` reports it."""
     sample_index: _builtins.int
     """sample_index distinguishes samples of one seed. Absent: the session's, or zero."""
+    repetition_penalty: _builtins.float
+    """The next fields change the logits before temperature, top_k, top_p and min_p, and at temperature zero too. Their
+    order: logit_bias, repetition_penalty, then the tokens that are removed, then frequency_penalty and
+    presence_penalty. A request whose removed tokens could leave none to draw is refused.
+
+    repetition_penalty divides the logit of each token that the prompt or the answer has where it is positive, and
+    multiplies it where it is negative. In [0.01, 100]. Absent: 1, none.
+    """
+    presence_penalty: _builtins.float
+    """presence_penalty is subtracted from the logit of each token that the answer has. In [-100, 100]. Absent: zero."""
+    frequency_penalty: _builtins.float
+    """frequency_penalty is subtracted from a token's logit once for each time that the answer has it. In [-100, 100].
+    Absent: zero.
+    """
+    @_builtins.property
+    def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
+        """logit_bias is added to the logits of these token ids. At most 1024 of them, each in [-100, 100]. Empty: none."""
+
+    @_builtins.property
+    def banned_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """banned_ids are tokens that are not drawn. At most 4096. Empty: none."""
+
+    @_builtins.property
+    def allowed_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """allowed_ids are the only tokens that are drawn. At most 4096. Empty: all."""
+
+    @_builtins.property
+    def bad_words(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenIds]:
+        """bad_words are sequences of tokens that the answer does not complete, also not one that the prompt began. At most 1024
+        sequences, each of 1 to 64 tokens. Empty: none.
+        """
+
     def __init__(
         self,
         *,
@@ -198,13 +277,26 @@ class Sampling(_message.Message):
         min_p: _builtins.float | None = ...,
         seed: _builtins.int | None = ...,
         sample_index: _builtins.int | None = ...,
+        repetition_penalty: _builtins.float | None = ...,
+        presence_penalty: _builtins.float | None = ...,
+        frequency_penalty: _builtins.float | None = ...,
+        logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
+        banned_ids: _abc.Iterable[_builtins.int] | None = ...,
+        allowed_ids: _abc.Iterable[_builtins.int] | None = ...,
+        bad_words: _abc.Iterable[Global___TokenIds] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_min_p", b"_min_p", "_sample_index", b"_sample_index", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "min_p", b"min_p", "sample_index", b"sample_index", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_sample_index", b"_sample_index", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "sample_index", b"sample_index", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_min_p", b"_min_p", "_sample_index", b"_sample_index", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "min_p", b"min_p", "sample_index", b"sample_index", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_sample_index", b"_sample_index", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_ids", b"allowed_ids", "bad_words", b"bad_words", "banned_ids", b"banned_ids", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "sample_index", b"sample_index", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
+    _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
     _WhichOneofReturnType__min_p: _TypeAlias = _typing.Literal["min_p"]  # noqa: Y015
     _WhichOneofArgType__min_p: _TypeAlias = _typing.Literal["_min_p", b"_min_p"]  # noqa: Y015
+    _WhichOneofReturnType__presence_penalty: _TypeAlias = _typing.Literal["presence_penalty"]  # noqa: Y015
+    _WhichOneofArgType__presence_penalty: _TypeAlias = _typing.Literal["_presence_penalty", b"_presence_penalty"]  # noqa: Y015
+    _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
+    _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
     _WhichOneofReturnType__sample_index: _TypeAlias = _typing.Literal["sample_index"]  # noqa: Y015
     _WhichOneofArgType__sample_index: _TypeAlias = _typing.Literal["_sample_index", b"_sample_index"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
@@ -216,7 +308,13 @@ class Sampling(_message.Message):
     _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
     _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__frequency_penalty) -> _WhichOneofReturnType__frequency_penalty | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_p) -> _WhichOneofReturnType__min_p | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__presence_penalty) -> _WhichOneofReturnType__presence_penalty | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__sample_index) -> _WhichOneofReturnType__sample_index | None: ...
     @_typing.overload

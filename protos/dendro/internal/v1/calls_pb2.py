@@ -24,13 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x64\x65ndro/internal/v1/calls.proto\x12\x12\x64\x65ndro.internal.v1\"\x1c\n\x08Greeting\x12\x10\n\x08protocol\x18\x01 \x01(\r\"\xa8\x02\n\x05Hello\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\r\n\x05model\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x11\n\ttokenizer\x18\x04 \x01(\t\x12\x12\n\nvocabulary\x18\x05 \x01(\r\x12\x12\n\nmax_length\x18\x06 \x01(\x04\x12\x10\n\x08max_rows\x18\x07 \x01(\r\x12\x11\n\tmax_depth\x18\x08 \x01(\r\x12\r\n\x05\x64type\x18\t \x01(\t\x12\x11\n\texactness\x18\n \x01(\t\x12\x0b\n\x03pid\x18\x0b \x01(\x04\x12\x0f\n\x07\x65nd_ids\x18\x0c \x03(\r\x12\x0f\n\x07\x61ttends\x18\r \x01(\x08\x12\r\n\x05\x66\x61\x63ts\x18\x0e \x01(\t\x12\x12\n\nstep_sizes\x18\x10 \x03(\rJ\x04\x08\x0f\x10\x10R\x0fordinary_tokens\"Z\n\nTextUpdate\x12\x0f\n\x07opening\x18\x01 \x01(\x0c\x12\x0c\n\x04\x62\x61se\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x06\x12\r\n\x05start\x18\x04 \x01(\x04\x12\x0e\n\x06tokens\x18\x05 \x03(\r\"\xb7\x01\n\x08OpenCall\x12\r\n\x05lease\x18\x01 \x01(\t\x12.\n\x08sampling\x18\x02 \x01(\x0b\x32\x1c.dendro.internal.v1.Sampling\x12\x12\n\nmax_length\x18\x03 \x01(\x04\x12\x12\n\nignore_end\x18\x04 \x01(\x08\x12\x0e\n\x06tenant\x18\x05 \x01(\t\x12\r\n\x05marks\x18\x06 \x03(\x04\x12\x12\n\nvocabulary\x18\x07 \x01(\r\x12\x11\n\ttokenizer\x18\x08 \x01(\t\"p\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x06\x12\x14\n\x0csample_index\x18\x06 \x01(\r\"\x0b\n\tCloseCall\">\n\x06Opened\x12\x10\n\x08restored\x18\x01 \x01(\x04\x12\x11\n\tprocessed\x18\x02 \x01(\x04\x12\x0f\n\x07open_us\x18\x03 \x01(\x04\"\x17\n\x06\x43losed\x12\r\n\x05saved\x18\x01 \x01(\x04\"*\n\tCallError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x64\x65ndro/internal/v1/calls.proto\x12\x12\x64\x65ndro.internal.v1\"\x1c\n\x08Greeting\x12\x10\n\x08protocol\x18\x01 \x01(\r\"\xa8\x02\n\x05Hello\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\r\n\x05model\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x11\n\ttokenizer\x18\x04 \x01(\t\x12\x12\n\nvocabulary\x18\x05 \x01(\r\x12\x12\n\nmax_length\x18\x06 \x01(\x04\x12\x10\n\x08max_rows\x18\x07 \x01(\r\x12\x11\n\tmax_depth\x18\x08 \x01(\r\x12\r\n\x05\x64type\x18\t \x01(\t\x12\x11\n\texactness\x18\n \x01(\t\x12\x0b\n\x03pid\x18\x0b \x01(\x04\x12\x0f\n\x07\x65nd_ids\x18\x0c \x03(\r\x12\x0f\n\x07\x61ttends\x18\r \x01(\x08\x12\r\n\x05\x66\x61\x63ts\x18\x0e \x01(\t\x12\x12\n\nstep_sizes\x18\x10 \x03(\rJ\x04\x08\x0f\x10\x10R\x0fordinary_tokens\"Z\n\nTextUpdate\x12\x0f\n\x07opening\x18\x01 \x01(\x0c\x12\x0c\n\x04\x62\x61se\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x06\x12\r\n\x05start\x18\x04 \x01(\x04\x12\x0e\n\x06tokens\x18\x05 \x03(\r\"\xf4\x01\n\x08OpenCall\x12\r\n\x05lease\x18\x01 \x01(\t\x12.\n\x08sampling\x18\x02 \x01(\x0b\x32\x1c.dendro.internal.v1.Sampling\x12\x12\n\nmax_length\x18\x03 \x01(\x04\x12\x12\n\nignore_end\x18\x04 \x01(\x08\x12\x0e\n\x06tenant\x18\x05 \x01(\t\x12\r\n\x05marks\x18\x06 \x03(\x04\x12\x12\n\nvocabulary\x18\x07 \x01(\r\x12\x11\n\ttokenizer\x18\x08 \x01(\t\x12\x15\n\rprompt_tokens\x18\x14 \x01(\x04\x12\x12\n\nmin_length\x18\x15 \x01(\x04\x12\x10\n\x08stop_ids\x18\x16 \x03(\r\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x8e\x03\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x06\x12\x14\n\x0csample_index\x18\x06 \x01(\r\x12\x1a\n\x12repetition_penalty\x18\n \x01(\x01\x12\x18\n\x10presence_penalty\x18\x0b \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x0c \x01(\x01\x12?\n\nlogit_bias\x18\r \x03(\x0b\x32+.dendro.internal.v1.Sampling.LogitBiasEntry\x12\x12\n\nbanned_ids\x18\x0e \x03(\r\x12\x13\n\x0b\x61llowed_ids\x18\x0f \x03(\r\x12/\n\tbad_words\x18\x10 \x03(\x0b\x32\x1c.dendro.internal.v1.TokenIds\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x0b\n\tCloseCall\">\n\x06Opened\x12\x10\n\x08restored\x18\x01 \x01(\x04\x12\x11\n\tprocessed\x18\x02 \x01(\x04\x12\x0f\n\x07open_us\x18\x03 \x01(\x04\"\x17\n\x06\x43losed\x12\r\n\x05saved\x18\x01 \x01(\x04\"*\n\tCallError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'dendro.internal.v1.calls_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_GREETING']._serialized_start=54
   _globals['_GREETING']._serialized_end=82
   _globals['_HELLO']._serialized_start=85
@@ -38,15 +40,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TEXTUPDATE']._serialized_start=383
   _globals['_TEXTUPDATE']._serialized_end=473
   _globals['_OPENCALL']._serialized_start=476
-  _globals['_OPENCALL']._serialized_end=659
-  _globals['_SAMPLING']._serialized_start=661
-  _globals['_SAMPLING']._serialized_end=773
-  _globals['_CLOSECALL']._serialized_start=775
-  _globals['_CLOSECALL']._serialized_end=786
-  _globals['_OPENED']._serialized_start=788
-  _globals['_OPENED']._serialized_end=850
-  _globals['_CLOSED']._serialized_start=852
-  _globals['_CLOSED']._serialized_end=875
-  _globals['_CALLERROR']._serialized_start=877
-  _globals['_CALLERROR']._serialized_end=919
+  _globals['_OPENCALL']._serialized_end=720
+  _globals['_TOKENIDS']._serialized_start=722
+  _globals['_TOKENIDS']._serialized_end=745
+  _globals['_SAMPLING']._serialized_start=748
+  _globals['_SAMPLING']._serialized_end=1146
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=1098
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=1146
+  _globals['_CLOSECALL']._serialized_start=1148
+  _globals['_CLOSECALL']._serialized_end=1159
+  _globals['_OPENED']._serialized_start=1161
+  _globals['_OPENED']._serialized_end=1223
+  _globals['_CLOSED']._serialized_start=1225
+  _globals['_CLOSED']._serialized_end=1248
+  _globals['_CALLERROR']._serialized_start=1250
+  _globals['_CALLERROR']._serialized_end=1292
 # @@protoc_insertion_point(module_scope)

@@ -178,6 +178,9 @@ class OpenCall(_message.Message):
     MARKS_FIELD_NUMBER: _builtins.int
     VOCABULARY_FIELD_NUMBER: _builtins.int
     TOKENIZER_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    MIN_LENGTH_FIELD_NUMBER: _builtins.int
+    STOP_IDS_FIELD_NUMBER: _builtins.int
     lease: _builtins.str
     """lease is the lease that the opening belongs to. Empty only at a replica without leases."""
     max_length: _builtins.int
@@ -194,6 +197,10 @@ class OpenCall(_message.Message):
     """tokenizer is the hash of the target's token table, as of its Hello; a drafter of another tokenizer translates the
     text if it has a bridge for it. Empty: the peer's own.
     """
+    prompt_tokens: _builtins.int
+    """prompt_tokens is the number of the text's tokens before the answer. Fewer than `base` where an answer continues."""
+    min_length: _builtins.int
+    """min_length is the length of the text, in tokens, before which no token is drawn that would end it. Zero: any."""
     @_builtins.property
     def sampling(self) -> Global___Sampling:
         """sampling has the sampling parameters and the seed of the noise."""
@@ -201,6 +208,10 @@ class OpenCall(_message.Message):
     @_builtins.property
     def marks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """marks are lengths at which earlier turns ended and a state may have been saved."""
+
+    @_builtins.property
+    def stop_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """stop_ids are tokens that end the text."""
 
     def __init__(
         self,
@@ -213,18 +224,61 @@ class OpenCall(_message.Message):
         marks: _abc.Iterable[_builtins.int] | None = ...,
         vocabulary: _builtins.int = ...,
         tokenizer: _builtins.str = ...,
+        prompt_tokens: _builtins.int = ...,
+        min_length: _builtins.int = ...,
+        stop_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ignore_end", b"ignore_end", "lease", b"lease", "marks", b"marks", "max_length", b"max_length", "sampling", b"sampling", "tenant", b"tenant", "tokenizer", b"tokenizer", "vocabulary", b"vocabulary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ignore_end", b"ignore_end", "lease", b"lease", "marks", b"marks", "max_length", b"max_length", "min_length", b"min_length", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "stop_ids", b"stop_ids", "tenant", b"tenant", "tokenizer", b"tokenizer", "vocabulary", b"vocabulary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OpenCall: _TypeAlias = OpenCall  # noqa: Y015
 
 @_typing.final
+class TokenIds(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
+
+@_typing.final
 class Sampling(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class LogitBiasEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     TOP_K_FIELD_NUMBER: _builtins.int
@@ -232,6 +286,13 @@ class Sampling(_message.Message):
     MIN_P_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     SAMPLE_INDEX_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    BANNED_IDS_FIELD_NUMBER: _builtins.int
+    ALLOWED_IDS_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """temperature divides the logits. Zero: greedy."""
     top_k: _builtins.int
@@ -244,6 +305,24 @@ class Sampling(_message.Message):
     """seed determines the noise."""
     sample_index: _builtins.int
     """sample_index distinguishes samples of one seed."""
+    repetition_penalty: _builtins.float
+    """The next fields are those of the public API. A drafter uses logit_bias, banned_ids and allowed_ids, and ignores the
+    others.
+
+    repetition_penalty of one: none.
+    """
+    presence_penalty: _builtins.float
+    frequency_penalty: _builtins.float
+    @_builtins.property
+    def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]: ...
+    @_builtins.property
+    def banned_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def allowed_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """allowed_ids are the only tokens that are drawn. Empty: all."""
+
+    @_builtins.property
+    def bad_words(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenIds]: ...
     def __init__(
         self,
         *,
@@ -253,10 +332,17 @@ class Sampling(_message.Message):
         min_p: _builtins.float = ...,
         seed: _builtins.int = ...,
         sample_index: _builtins.int = ...,
+        repetition_penalty: _builtins.float = ...,
+        presence_penalty: _builtins.float = ...,
+        frequency_penalty: _builtins.float = ...,
+        logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
+        banned_ids: _abc.Iterable[_builtins.int] | None = ...,
+        allowed_ids: _abc.Iterable[_builtins.int] | None = ...,
+        bad_words: _abc.Iterable[Global___TokenIds] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["min_p", b"min_p", "sample_index", b"sample_index", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_ids", b"allowed_ids", "bad_words", b"bad_words", "banned_ids", b"banned_ids", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "sample_index", b"sample_index", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

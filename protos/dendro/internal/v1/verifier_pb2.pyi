@@ -33,6 +33,8 @@ class _FinishEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Finish.ValueTy
     """END_OF_TEXT: the target picked an end-of-text token."""
     FINISH_LENGTH: _Finish.ValueType  # 2
     """LENGTH: the text has reached max_length."""
+    FINISH_STOP_TOKEN: _Finish.ValueType  # 3
+    """STOP_TOKEN: the target picked one of the text's stop_ids."""
 
 class Finish(_Finish, metaclass=_FinishEnumTypeWrapper): ...
 
@@ -42,6 +44,8 @@ FINISH_END_OF_TEXT: Finish.ValueType  # 1
 """END_OF_TEXT: the target picked an end-of-text token."""
 FINISH_LENGTH: Finish.ValueType  # 2
 """LENGTH: the text has reached max_length."""
+FINISH_STOP_TOKEN: Finish.ValueType  # 3
+"""STOP_TOKEN: the target picked one of the text's stop_ids."""
 Global___Finish: _TypeAlias = Finish  # noqa: Y015
 
 @_typing.final

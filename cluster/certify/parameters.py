@@ -1,0 +1,141 @@
+"""Random combinations of request parameters, and the promise that speculation changes no token under them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import numpy as np
+from dendro.answer import Options, Speculation
+from dendro.client import Asking
+from dendro.errors import EngineFailed
+from torch import Tensor
+from tree_kernels.warp import Processors, processed
+
+from cluster.bench.measurement import Step
+from cluster.certify.promises import Promise, first_difference
+
+FIRST_IDS = 8
+"""Ids below it are never removed, so that every combination leaves tokens to draw."""
+CHANCE = 0.4
+"""Of each parameter to be set."""
+MOST_LISTED = 200
+"""Ids of one parameter."""
+
+MarginOf = Callable[[Sequence[int], Callable[[Tensor], Tensor]], float]
+"""The margin of the two best scores after a text: of what the function makes of its logits."""
+
+
+def random_options(rng: np.random.Generator, tokens: int, vocabulary: int) -> Options:
+    """Random parameters of a request for so many tokens; each is set with probability CHANCE."""
+
+    def ids(most: int) -> list[int]:
+        count = int(rng.integers(1, min(most, MOST_LISTED, 1 + vocabulary - FIRST_IDS)))
+        chosen: list[int] = rng.choice(np.arange(FIRST_IDS, vocabulary), count, replace=False).tolist()
+        return chosen
+
+    def word() -> list[int]:
+        return [*ids(3), *ids(2)][-int(rng.integers(1, 4)) :]
+
+    made: Options = {
+        "temperature": float(rng.choice([0.5, 1.0, 1.6])),
+        "top_k": int(rng.integers(1, vocabulary)),
+        "top_p": float(rng.uniform(0.3, 1)),
+        "min_p": float(rng.uniform(0, 0.2)),
+        "repetition_penalty": float(rng.choice([0.7, 1.1, 1.8])),
+        "presence_penalty": float(rng.normal(scale=2)),
+        "frequency_penalty": float(rng.normal(scale=2)),
+        "logit_bias": {token: float(rng.normal(scale=3)) for token in ids(40)},
+        "banned_ids": ids(vocabulary // 3),
+        "allowed_ids": [*range(FIRST_IDS), *ids(vocabulary // 2)],
+        "bad_words": [word() for _ in range(int(rng.integers(1, 60)))],
+        "min_new_tokens": int(rng.integers(1, tokens)),
+        "stop_ids": ids(vocabulary // 6),
+        "sample_index": int(rng.integers(0, 1 << 32)),
+    }
+    return cast(Options, {name: value for name, value in made.items() if rng.random() < CHANCE})
+
+
+def processors_of(options: Options, prompt: int) -> Processors:
+    """What these options do to logits before the temperature, where end-of-text tokens do not end an answer.
+
+    prompt: tokens of the text before the answer
+    """
+    least = options.get("min_new_tokens") or 0
+    return Processors(
+        repetition_penalty=options.get("repetition_penalty") or 1.0,
+        presence_penalty=options.get("presence_penalty") or 0.0,
+        frequency_penalty=options.get("frequency_penalty") or 0.0,
+        logit_bias=tuple(options.get("logit_bias", {}).items()),
+        banned=tuple(options.get("banned_ids", ())),
+        allowed=tuple(options.get("allowed_ids", ())),
+        bad_words=tuple(tuple(word) for word in options.get("bad_words", ())),
+        ending=tuple(options.get("stop_ids", ())),
+        min_length=prompt + least if least else 0,
+    )
+
+
+async def identity_under_parameters(
+    service: Asking,
+    prompts: Sequence[tuple[int, ...]],
+    tokens: int,
+    combinations: int,
+    shapes: Sequence[str],
+    vocabulary: int,
+    margin_of: MarginOf | None,
+    excused_below: float,
+    step: Step,
+) -> Promise:
+    """(f) Under random combinations of parameters, `auto` and the shapes in turn give the tokens of speculation off.
+
+    margin_of, excused_below: as in (b); the margin is that of the scores after penalties, biases and removals
+    """
+    promise = Promise("(f) parameters: answers do not depend on speculation")
+    same = compared = 0
+    for number in range(combinations):
+        options = random_options(np.random.default_rng(number), tokens, vocabulary)
+        prompt = prompts[number % len(prompts)]
+        plain = await _answer(service, prompt, options, "off", tokens, number)
+        for way in ("auto", *shapes[number % len(shapes) :][:1]) if shapes else ("auto",):
+            again = await _answer(service, prompt, options, way, tokens, number)
+            place = first_difference(again, plain)
+            promise.answers += 1
+            promise.tokens_compared += len(plain) if place is None else place
+            compared += 1
+            if place is None:
+                same += 1
+            elif margin_of is not None and margin_of(
+                [*prompt, *plain[:place]], _scores_of(options, prompt, plain[:place])
+            ) < excused_below / (options.get("temperature") or 1.0):
+                promise.excused += 1
+                same += 1
+            else:
+                promise.check(False, f"{way} differs at token {place}, under {options}")
+        step()
+    promise.check(
+        same == compared,
+        f"{combinations} random combinations: {same} of {compared} answers identical to off or excused",
+    )
+    return promise
+
+
+def _scores_of(options: Options, prompt: Sequence[int], answer: Sequence[int]) -> Callable[[Tensor], Tensor]:
+    its = processors_of(options, len(prompt))
+    return lambda logits: processed(logits, its, [*prompt, *answer], len(prompt))
+
+
+async def _answer(
+    service: Asking, prompt: Sequence[int], options: Options, way: str, tokens: int, seed: int
+) -> list[int]:
+    """The ids of an answer. Raises EngineFailed if its statistics contradict each other."""
+    fixed: Options = {
+        "max_new_tokens": tokens,
+        "ignore_end": True,
+        "seed": seed,
+        "speculation": Speculation.parse(way),
+    }
+    given: Options = {**options, **fixed}
+    done = await service.generate_text(prompt, **given)
+    if wrong := done.complete.speculation.contradictions:
+        raise EngineFailed(f"{way}: an answer's statistics contradict each other: {'; '.join(wrong)}")
+    return list(done.token_ids)

@@ -1,0 +1,204 @@
+"""Requests with parameters: each alone, decoding by the plain formulas, and the page that lists them.
+
+python tests/parameters.py            write docs/parameters.md
+python tests/parameters.py --check    exit with 1 where docs/parameters.md is out of date
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dendro.calls import RequestParameters
+from dendro.text import (
+    LARGEST_SHIFT,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_BIASED_IDS,
+    MAX_LISTED_IDS,
+    MAX_STOP_IDS,
+    REPETITION_PENALTIES,
+    SMALLEST_TEMPERATURE,
+    Limits,
+    Sampling,
+)
+from dendro.tree import DraftTree
+from tree_kernels.noise import gumbel_noise
+from tree_kernels.warp import Warp, processed, tokens_of
+
+from verifier_service.requests import processors_of
+
+PAGE = Path(__file__).parent.parent / "docs" / "parameters.md"
+
+Options = dict[str, Any]
+"""Keyword arguments of `build_request`."""
+
+BIASED = {token: 3.0 * (-1) ** token for token in range(0, 250, 5)}
+EVEN = tuple(range(0, 256, 2))
+
+EACH: dict[str, Options] = {
+    "repetition_penalty": {"repetition_penalty": 1.8},
+    "presence_penalty": {"presence_penalty": 4.0},
+    "frequency_penalty": {"frequency_penalty": 2.0},
+    "logit_bias": {"logit_bias": BIASED},
+    "banned_ids": {"banned_ids": EVEN},
+    "allowed_ids": {"allowed_ids": EVEN},
+    "bad_words": {"bad_words": [(token, other) for token in range(256) for other in (41, 132, 190, 213)]},
+    "min_new_tokens": {"min_new_tokens": 16, "stop_ids": EVEN},
+    "stop_ids": {"stop_ids": tuple(range(64))},
+}
+"""Each parameter alone, strong enough to change a small model's answers; the rest of a request is plain."""
+
+
+def parameters_of(options: Options, prompt: int, tokens: int) -> RequestParameters:
+    """What peers get of a request with a prompt of so many tokens, which does not end at an end-of-text token."""
+    fields = dict(options)
+    fields["logit_bias"] = tuple(sorted(fields.get("logit_bias", {}).items()))
+    for name in ("banned_ids", "allowed_ids"):
+        fields[name] = tuple(fields.get(name, ()))
+    fields["bad_words"] = tuple(tuple(word) for word in fields.get("bad_words", ()))
+    least, stop_ids = fields.pop("min_new_tokens", 0), tuple(fields.pop("stop_ids", ()))
+    limits = Limits(prompt + tokens, True, prompt + least if least else 0, stop_ids)
+    return RequestParameters(Sampling(**fields), limits, "", (), prompt_length=prompt)
+
+
+def decoded(
+    logits_of: Callable[[Sequence[int], DraftTree], Any], prompt: Sequence[int], given: RequestParameters
+) -> list[int]:
+    """The answer by the plain formulas: each row from its whole text, one token after the other."""
+    its, sampling, text = processors_of(given, frozenset()), given.sampling, list(prompt)
+    warp = Warp(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+    while len(text) < given.limits.max_length:
+        logits = logits_of(text, DraftTree.root_only(text[-1]))[0]
+        scores = processed(logits, its, text, given.prompt_length)[None]
+        noise = None if warp.greedy else gumbel_noise(sampling.seed, [len(text)], len(logits), sampling.sample_index)
+        text.append(int(tokens_of(scores, warp, noise)[0]))
+        if text[-1] in given.limits.stop_ids:
+            break
+    return text[len(prompt) :]
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A line of the page."""
+
+    name: str  # of the field of the public API
+    bounds: str
+    oracle: str  # a class of transformers, or where the formula is from
+    applies: str
+    drafter: str  # what a drafter does with it
+
+
+SHIFT = f"{-LARGEST_SHIFT:g} to {LARGEST_SHIFT:g}"
+USED, FIRST, IGNORED = "ranks with it", "ranks its first guess with it", "ignores it"
+PARAMETERS = (
+    Parameter("logit_bias", f"{MAX_BIASED_IDS} ids, each {SHIFT}", "`SequenceBiasLogitsProcessor`", "every row", USED),
+    Parameter(
+        "repetition_penalty",
+        " to ".join(f"{bound:g}" for bound in REPETITION_PENALTIES),
+        "`RepetitionPenaltyLogitsProcessor`",
+        "tokens of the prompt and of the answer",
+        IGNORED,
+    ),
+    Parameter("banned_ids", f"{MAX_LISTED_IDS} ids", "`SuppressTokensLogitsProcessor`", "every row", USED),
+    Parameter(
+        "allowed_ids",
+        f"{MAX_LISTED_IDS} ids",
+        "`SuppressTokensLogitsProcessor` of all other ids",
+        "every row",
+        USED,
+    ),
+    Parameter(
+        "bad_words",
+        f"{MAX_BAD_WORDS} sequences of 1 to {MAX_BAD_WORD_TOKENS} ids",
+        "`NoBadWordsLogitsProcessor` without `eos_token_id`",
+        "rows whose prompt and answer end with all of a sequence but its last token",
+        IGNORED,
+    ),
+    Parameter(
+        "min_new_tokens",
+        "0 to `max_new_tokens`",
+        "`MinNewTokensLengthLogitsProcessor`, of end-of-text tokens and `stop_ids`",
+        "rows of an answer that is shorter",
+        IGNORED,
+    ),
+    Parameter(
+        "frequency_penalty", SHIFT, "the formula of the OpenAI API", "tokens of the answer, once each time", IGNORED
+    ),
+    Parameter("presence_penalty", SHIFT, "the formula of the OpenAI API", "tokens of the answer", IGNORED),
+    Parameter(
+        "temperature",
+        f"0 (greedy), or at least {SMALLEST_TEMPERATURE:g}",
+        "`TemperatureLogitsWarper`",
+        "every row",
+        USED,
+    ),
+    Parameter(
+        "top_k",
+        "0 (all) or more",
+        "`TopKLogitsWarper`; of tokens that tie with the k-th, those of the lowest ids",
+        "every row above temperature 0",
+        FIRST,
+    ),
+    Parameter("top_p", "above 0, to 1 (all)", "`TopPLogitsWarper`", "every row above temperature 0", FIRST),
+    Parameter("min_p", "0 (all) to below 1", "`MinPLogitsWarper`", "every row above temperature 0", FIRST),
+    Parameter("seed", "64 bits", "none: the noise is a contract of its own", "every row above temperature 0", USED),
+    Parameter("sample_index", "32 bits", "none, as for `seed`", "every row above temperature 0", USED),
+    Parameter(
+        "stop_ids", f"{MAX_STOP_IDS} ids", "`EosTokenCriteria`", "ends the answer, whose last token it is", IGNORED
+    ),
+    Parameter("ignore_end", "", "`generate` with `eos_token_id=None`", "end-of-text tokens end no answer", IGNORED),
+    Parameter(
+        "max_new_tokens",
+        "1 to `router.max_new_tokens` and to the room of the text",
+        "`MaxLengthCriteria`",
+        "ends the answer",
+        IGNORED,
+    ),
+)
+"""All parameters that change an answer, in the order in which they are applied."""
+
+
+def written() -> str:
+    """The page."""
+    lines = [
+        "# Parameters of a request",
+        "",
+        "Written by `python tests/parameters.py`; `tests/cluster/test_parameters.py` compares it. Fields are those of",
+        "`GenerateRequest` and of its `Sampling` in `protos/dendro/v1/generation.proto`; the clients' `generate` has",
+        "the same names. They are applied in this order, to every row of a tree with the row's own path as its text.",
+        "Those down to `presence_penalty` are applied at temperature 0 too.",
+        "",
+        "- *Oracle*: the class of transformers that a single row is compared with, bit for bit for those down to",
+        "  `presence_penalty` (`tests/kernels/test_processors.py`, `test_warp.py`).",
+        "- *Identical*: answers with speculation have the tokens of answers without, for the parameter alone and in",
+        "  random combinations (`tests/cluster/test_parameters.py`, `tests/verifier_service/test_parameters.py`,",
+        "  `dendro certify`).",
+        "- *Drafter*: what a drafter does with it. What it ignores can lower acceptance, and changes no token.",
+        "",
+        "| parameter | bounds | oracle | applies to | identical | drafter |",
+        "|---|---|---|---|---|---|",
+        *(
+            f"| `{each.name}` | {each.bounds or '-'} | {each.oracle} | {each.applies} | yes | {each.drafter} |"
+            for each in PARAMETERS
+        ),
+        "",
+        "Refused by the field's name: a number that is not one or out of bounds, more entries than the bound, an id",
+        "outside the target's vocabulary, `min_new_tokens` above the answer's most tokens, and removals that may leave",
+        "no token to draw (the last tokens of all `bad_words` count as removed).",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    if sys.argv[1:] == ["--check"]:
+        return 0 if PAGE.is_file() and PAGE.read_text() == written() else 1
+    PAGE.write_text(written())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
