@@ -85,6 +85,7 @@ def certified(folder: Path) -> bool:
         own_prompts=1,
         own_tokens=12,
         stop_draws=1,
+        combinations=2,
     )
     with Progress(disable=True) as progress:
         found = asyncio.run(run_certify(config.model_copy(update={"targets": targets}), "", True, size, progress))
