@@ -42,7 +42,7 @@ GENERATED = tuple(
     f"docs/{name}.md"
     for name in (
         *("benchmarks", "context", "drafter", "families", "kernels", "load", "pairs", "parameters"),
-        *("speed-llama", "speed-mamba2", "tree-scan", "trees", "tuning"),
+        *("speed-llama", "speed-mamba2", "stopping", "targets", "tree-scan", "trees", "tuning"),
     )
 )
 """Pages that benches and tests write; their lines are what was printed."""
