@@ -63,6 +63,7 @@ def config_of(models: Path, drafter: str, bridge: str = "auto", **more: Any) -> 
             "targets": {"t": {"checkpoint": models / "target", "max_length": 256, **shared}},
             "drafters": {"d": {"checkpoint": models / drafter, "bridge": bridge, **shared}},
             "speculation": {"proposers": []},
+            "router": {"draft_timeout_ms": 20_000},
             **more,
         },
         models,
@@ -70,7 +71,7 @@ def config_of(models: Path, drafter: str, bridge: str = "auto", **more: Any) -> 
 
 
 async def answers(config: Config, shape: str, temperature: float) -> tuple[list[int], float]:
-    """The tokens of an answer, and tokens per round."""
+    """The tokens of an answer, and tokens per round that had the tree it asked for."""
     async with local_client(config) as client:
         done = await client.generate_text(
             PROMPT,
@@ -81,7 +82,8 @@ async def answers(config: Config, shape: str, temperature: float) -> tuple[list[
             ignore_end=True,
         )
         stats = done.complete.speculation
-        return list(done.token_ids), stats.emitted_tokens / stats.rounds
+        late = stats.late_drafts  # while the drafter reads the prompt, rounds have no tree and emit one token
+        return list(done.token_ids), (stats.emitted_tokens - late) / (stats.rounds - late)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
@@ -92,7 +94,7 @@ async def test_the_target_under_other_ids_guesses_all_its_tokens_through_the_int
     wanted, alone = await answers(config, "off", temperature)
     found, emitted = await answers(config, shape, temperature)
     assert found == wanted and alone == 1
-    assert emitted >= 40 / (40 // (1 + TreeShape.parse(shape).depth) + 1)
+    assert emitted >= TreeShape.parse(shape).depth + 0.4, "all but the last round, which is cut"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])

@@ -49,8 +49,8 @@ async def compare(config: Config, temperature: float, own: bool) -> None:
                 done = guessed.complete.speculation
                 assert done.drafted_tokens > 0
                 if own:
-                    # The first round may have no tree, as the drafter reads the prompt; else the last is cut.
-                    assert dict(done.rounds_by_tokens) == {4: 6, 1: 1}, shape
+                    # Rounds have no tree while the drafter reads the prompt; the last round may be cut.
+                    assert done.rounds_by_tokens[4] >= done.rounds - done.late_drafts - 1 > 3, shape
 
 
 @pytest.mark.slow

@@ -369,10 +369,11 @@ async def test_full_information_chooses_by_replays_of_all_arms(kind):
     class CheckedTraces(Checked):
         def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
             super().learn(arm, tree, verdict)
+            before = len(toy.text) - len(verdict.tokens)  # the round is committed
             if tree.guesses:
-                toy.first_traced = toy.first_traced or len(toy.text)
+                toy.first_traced = toy.first_traced or before
             if len(tree.trace):
-                toy.last_traced = len(toy.text)
+                toy.last_traced = before
 
     checked = CheckedTraces(policy, reference)
     await run(checked, toy, LENGTH - 20)
