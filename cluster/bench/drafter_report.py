@@ -121,7 +121,7 @@ def tables_of(report: Report) -> Iterator[Cells]:
         ("drafter", "rows", "form", *LEVEL_PARTS),
         _parts(report["rows"], ("drafter", "rows"), LEVEL_PARTS),
     )
-    yield (
+    heads = (
         f"A level in form {FUSED} with an acceptance head of so many blocks, median and 90 %",
         ("drafter", "rows", f"{WITHOUT} ms", *(f"{blocks} blocks over {WITHOUT}" for blocks in BLOCKS)),
         [
@@ -134,6 +134,8 @@ def tables_of(report: Report) -> Iterator[Cells]:
             for row in report["heads"]
         ],
     )
+    if report["heads"]:
+        yield heads
     equal = tuple(f"equal, {form}" for form in OTHERS)
     yield (
         "A draft, median and 90 %",

@@ -262,7 +262,9 @@ def test_a_small_run_measures_every_part(tmp_path, forms):
     assert memory["llama", 150] > memory["llama", 70] and memory["mamba", 150] == memory["mamba", 70] > 0
     assert all(row["total_bytes"] > 1000 for row in found["memory"])
     assert all(row["step_bytes"] > 0 for row in found["memory"] if row["drafter"] == "llama")
-    assert [aim["met"] is None for aim in found["aims"]] == [FUSED not in forms] * 10
+    assert [aim["met"] is None for aim in found["aims"]] == [FUSED not in forms] * 13
+    heads = [(row["drafter"], row["rows"]) for row in found["heads"]]
+    assert heads == [(name, rows) for name in FAMILIES for rows in LEVEL_ROWS if FUSED in forms]
     listed = [{"drafter": each.name, "parameters": 250, "missing": dict(each.missing)} for each in drafters]
     plan = {"drafters": listed, "dtype": "float32", "tokens": 20, "repetitions": 2, "load_average": 0.5}
     head = {

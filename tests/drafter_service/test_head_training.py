@@ -250,7 +250,7 @@ def test_a_calibration_removes_what_a_weight_of_rejections_biases():
     outputs = moved.expand(6000, -1).clone()
     outputs[rows.depth == 0, 1] += 2.0
     calibration = fit_calibration(outputs, rows)
-    assert calibration[0, 1].item() == pytest.approx(-2, abs=0.4) and abs(calibration[2, 1].item()) < 0.4
+    assert calibration[0, 1].item() == pytest.approx(-2, abs=0.5) and abs(calibration[2, 1].item()) < 0.5
     before = log_chances(outputs, torch.zeros(1, OUTPUTS), rows.scores, rows.depth, CANDIDATES)
     after = log_chances(outputs, calibration, rows.scores, rows.depth, CANDIDATES)
     assert outcome_losses(after, rows.rank).mean() < outcome_losses(before, rows.rank).mean()
