@@ -340,4 +340,7 @@ async def test_turns_after_a_cut_have_the_tokens_of_a_new_request_and_restore_th
                     if family != "bamba":  # a state-space target without attention
                         assert second.complete.target.restored_tokens == len(text) - 1, (count, way)
                     if way != "off":
-                        assert second.complete.drafter.restored_tokens == len(text) - 1, (count, way)
+                        assert second.complete.drafter.restored_tokens >= len(text) - 1, (
+                            count,
+                            way,
+                        )  # or of another, longer text
