@@ -71,10 +71,10 @@ INSTALL = $(PIP) --no-compile --constraint $(PINS) "$$(grep '^torch==' $(PINS))"
 
 $(VENV)/.setup: pyproject.toml $(wildcard requirements/pins-*.txt) | $(BIN)/python
 	@echo "installing dendroaspis and its serving dependencies (torch is the largest part)"
-	@$(INSTALL) '.[serve,cpu,embedded]'
+	@$(INSTALL) '.[serve,cpu,embedded,structured]'
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml $(wildcard requirements/pins-*.txt) | $(BIN)/python
 	@echo "installing dendroaspis, its serving dependencies and those of tests and checks (torch is the largest part)"
-	@$(INSTALL) '.[serve,cpu,embedded,dev]'
+	@$(INSTALL) '.[serve,cpu,embedded,structured,dev]'
 	@touch $(VENV)/.setup $@

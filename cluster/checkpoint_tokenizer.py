@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from dendro.errors import BadRequest
+from tree_layers.errors import CheckpointError
+from tree_layers.token_bytes import token_bytes
 from tree_layers.tokens import TOKENIZER, TOKENIZER_CONFIG
 
 
@@ -27,3 +30,13 @@ def backend_of(tokenizer: Any) -> Any:
     if backend is None:
         raise BadRequest("checkpoint", "its tokenizer is in Python; one of the tokenizers library is needed")
     return backend
+
+
+def token_bytes_of(tokenizer: Any) -> dict[int, bytes]:
+    """The bytes of each token id that stands for text, for the structures of answers. Raises BadRequest for a tokenizer
+    whose ids do not stand for bytes."""
+    try:
+        return token_bytes(json.loads(backend_of(tokenizer).to_str()))
+    except (BadRequest, CheckpointError) as error:
+        reason = error.reason if isinstance(error, BadRequest) else str(error)
+        raise BadRequest("structure", f"cannot be enforced for this target: {reason}") from error

@@ -33,6 +33,7 @@ from rich.console import Console
 from cluster.config import Config, demo_config
 from cluster.running import descendants, local_client, running_cluster, survivors
 from cluster.showing import RoundsPrinter, account_lines, answer_line, as_json, tour
+from cluster.structure_options import ChoicesOption, GrammarOption, JsonSchemaOption, RegexOption, structure_given
 
 app = typer.Typer(
     name="dendro",
@@ -260,6 +261,10 @@ def generate(
         ),
     ] = None,
     include_stop: Annotated[bool, typer.Option("--include-stop", help="End the text after the stop string.")] = False,
+    json_schema: JsonSchemaOption = None,
+    regex: RegexOption = None,
+    grammar: GrammarOption = None,
+    choices: ChoicesOption = None,
     speculation: Annotated[
         str,
         typer.Option(
@@ -309,6 +314,7 @@ def generate(
         "stop_ids": stop_ids or (),
         "stop": stop or (),
         "include_stop": include_stop,
+        "structure": structure_given(json_schema, regex, grammar, choices),
         "speculation": Speculation.parse(speculation, policy, max_nodes, draft_deadline_ms),
     }
 
@@ -464,6 +470,12 @@ def bench_targets(context: typer.Context) -> None:
 def bench_bridge(context: typer.Context) -> None:
     """Measure a drafter of another tokenizer through each bridge."""
     _run_from("cluster.bench.bridge_command", "bench_bridge", context)
+
+
+@bench.command("structured", context_settings=ELSEWHERE, add_help_option=False)
+def bench_structured(context: typer.Context) -> None:
+    """Measure answers to random JSON schemas, and the time of their masks."""
+    _run_from("cluster.bench.structured_command", "bench_structured", context)
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from dendro.state import StateStore
 from tree_layers.checkpoint import Facts, read_facts
 from tree_layers.errors import CheckpointError
 
-from cluster.checkpoint_tokenizer import backend_of, load_tokenizer
+from cluster.checkpoint_tokenizer import backend_of, load_tokenizer, token_bytes_of
 from cluster.config import DrafterConfig, ModelConfig, Resources, TargetConfig
 from cluster.hub import fetched_model
 from cluster.pairing import pairing_of
@@ -120,7 +120,10 @@ def load_verifier(name: str, target: TargetConfig, states: StateStore, **workers
     from verifier_service.engine import VerifierEngine
 
     target = fetched_model(f"targets.{name}", target)
-    return VerifierEngine.load(target.checkpoint, verifier_options(name, target), states=states, **workers)
+    options, folder = verifier_options(name, target), target.tokenizer_folder
+    return VerifierEngine.load(
+        target.checkpoint, options, states=states, token_bytes=lambda: token_bytes_of(load_tokenizer(folder)), **workers
+    )
 
 
 def verifier_options(name: str, target: TargetConfig) -> VerifierOptions:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 PYTHONS = ("3.11", "3.12")
-EXTRAS = ("serve", "cpu", "embedded", "dev")
+EXTRAS = ("serve", "cpu", "embedded", "structured", "dev")
 NOT_PINNED = re.compile(r"(cuda|nvidia)-.+|setuptools")
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dendro.calls import RequestParameters
+from dendro.structure import MAX_CHOICES, MAX_STRUCTURE_BYTES
 from dendro.text import (
     LARGEST_SHIFT,
     MAX_BAD_WORD_TOKENS,
@@ -126,6 +127,13 @@ PARAMETERS = (
         IGNORED,
     ),
     Parameter(
+        "structure",
+        f"{MAX_STRUCTURE_BYTES} bytes, {MAX_CHOICES} choices",
+        "trying every token (`tests/dendro/test_grammars.py`); the package `jsonschema`",
+        "every row",
+        IGNORED,
+    ),
+    Parameter(
         "frequency_penalty", SHIFT, "the formula of the OpenAI API", "tokens of the answer, once each time", IGNORED
     ),
     Parameter("presence_penalty", SHIFT, "the formula of the OpenAI API", "tokens of the answer", IGNORED),
@@ -188,7 +196,8 @@ def written() -> str:
         "",
         "Refused by the field's name: a number that is not one or out of bounds, more entries than the bound, an id",
         "outside the target's vocabulary, `min_new_tokens` above the answer's most tokens, and removals that may leave",
-        "no token to draw (the last tokens of all `bad_words` count as removed).",
+        "no token to draw (the last tokens of all `bad_words` count as removed). A `structure` (structured.md) is",
+        "refused beside `banned_ids`, `allowed_ids` and `bad_words`, which could leave no token that it allows.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -12,12 +12,14 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from dendro.grammars import TreeMasks
 from dendro.shapes import MAX_ROWS
 from torch import Tensor
 from tree_kernels.commit.triton import commit_rows
@@ -39,6 +41,9 @@ log = logging.getLogger("dendro.verifier")
 
 GREEDY, SAMPLED, FILTERED = range(3)
 """Kinds of drawing: without noise where all texts are greedy, without sorting where none has a filter."""
+
+Edited = tuple[Draw, Future[TreeMasks] | None]
+"""A draw whose text has a history, and the masks of its structure."""
 
 ATTEMPTS = 2
 """Attempts to record a step: another thread may disturb the first one."""
@@ -155,11 +160,13 @@ class DeviceRunner(StepRunner):
         if self.crew is not None:
             self.crew.broadcast(replace(plan, draws=()))
         with torch.inference_mode():
+            masks = self.masks.begin(plan.draws)
             shape = self._shape_of(plan)
             inputs = self._upload(plan, shape)
             began = time.perf_counter()
             cold = shape not in self._ran
-            edited = [draw for draw in plan.draws if draw.history is not None]
+            both = zip(plan.draws, masks, strict=True)
+            edited = [(draw, allowed) for draw, allowed in both if draw.history is not None]
             # A graph has no place for a text's history: such a step runs without one.
             drawn = self._step(shape, inputs, edited) if edited else self._replayed(shape, inputs)
             found = torch.cat([drawn.paths, drawn.emitted, drawn.lengths[:, None]], 1).cpu().numpy()
@@ -268,14 +275,15 @@ class DeviceRunner(StepRunner):
 
     # The step
 
-    def _step(self, shape: StepShape, inputs: tuple[StepBuffers, StepBuffers], edited: Sequence[Draw] = ()) -> Drawn:
+    def _step(self, shape: StepShape, inputs: tuple[StepBuffers, StepBuffers], edited: Sequence[Edited] = ()) -> Drawn:
         """Everything from rows to copied keys. Without synchronisation, unless texts have a history: `edited`."""
         given, real = (each.device for each in inputs)
         logits = self.target.logits(*self._seen(given))
-        for draw in edited:
+        for draw, allowed in edited:
             assert draw.history is not None
             mine = slice(draw.wanted, draw.wanted + draw.tree.rows)
-            logits[mine] = draw.history.scores(logits[mine], draw.paths())
+            found = [allowed.result().allowed(row) for row in range(draw.tree.rows)] if allowed is not None else ()
+            logits[mine] = draw.history.scores(logits[mine], draw.paths(), found)
         if shape.drawing == GREEDY:
             picked = logits.argmax(1)
         else:

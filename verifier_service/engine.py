@@ -21,7 +21,9 @@ from dendro.calls import PROTOCOL_VERSION, CloseCall, Closed, Hello, OpenCall, O
 from dendro.clock import Clock
 from dendro.engine import EngineThread, Ticket
 from dendro.errors import BadRequest
+from dendro.grammars import Grammars, GrammarText, TokenBytes
 from dendro.health import LONGEST_STEP_S
+from dendro.long_work import STRUCTURE_WORK, off_loop
 from dendro.shelf import Arrays, Shelf
 from dendro.state import NoStates, StateStore
 from dendro.text import Verdict
@@ -71,8 +73,11 @@ class VerifierEngine:
         longest_step_s: float = LONGEST_STEP_S,
         dependent: Sequence[str] = (),
         kernels: str = "",
+        token_bytes: TokenBytes | None = None,
     ) -> None:
-        """shelf: store of the states of texts, where the capacity `saves` them. longest_step_s: a longer step counts as
+        """token_bytes: of the target's tokens, for `Grammars`; without it no answer has a structure.
+
+        shelf: store of the states of texts, where the capacity `saves` them. longest_step_s: a longer step counts as
         hung. dependent: products, and numbers of rows, with which a row's bits depend on other rows; empty where the
         exactness is `bitwise`. kernels: how many of the model's products have which form, and the form of its
         attention."""
@@ -80,6 +85,7 @@ class VerifierEngine:
         self.runner = runner
         self._hello = hello
         self._shelf = shelf
+        self._grammars = Grammars(token_bytes, scheduler.capacity.vocabulary) if token_bytes is not None else None
         self.dependent = tuple(dependent)
         self.kernels = kernels
         self._ahead: list[tuple[int, int]] = []  # (session, position) of noise to compute in idle time
@@ -103,6 +109,7 @@ class VerifierEngine:
         start_workers: Starter = start_processes,
         host: str = "127.0.0.1",
         clock: Clock = time.monotonic,
+        token_bytes: TokenBytes | None = None,
     ) -> Self:
         """Load a checkpoint and check the engine's rows; takes seconds. Raises BadRequest, naming the field.
 
@@ -189,7 +196,8 @@ class VerifierEngine:
             block = capacity.recurrent.extent.block
             names = hello.fingerprint, hello.tokenizer, memory.layout(block)
             shelf = Shelf(states or NoStates(), *names, lambda arrays, tokens: memory.check(arrays, 2 * block))
-        return cls(StepScheduler(capacity, clock), runner, hello, shelf, options.longest_step_s, differ, kernels)
+        scheduler = StepScheduler(capacity, clock)
+        return cls(scheduler, runner, hello, shelf, options.longest_step_s, differ, kernels, token_bytes)
 
     # The peer
 
@@ -202,8 +210,21 @@ class VerifierEngine:
         if self._shelf is not None:
             length, arrays = await self._shelf.find(call)
             saved = Saved(length, len(arrays["dt.0"]), arrays) if arrays is not None else None
-        opened: Opened = await self._ask(call, saved)
+        opened: Opened = await self._ask(call, saved, await self._structure_of(call))
         return opened
+
+    async def _structure_of(self, call: OpenCall) -> GrammarText | None:
+        """The structure of an opened text's answer, after the tokens that it has. Compiled in a thread."""
+        given, end_ids = call.parameters, self.scheduler.capacity.end_ids
+        if given.structure is None:
+            return None
+        if self._grammars is None:
+            raise BadRequest("structure", "this verifier was loaded without a tokenizer for structures")
+        grammar = await self._grammars.compiled(given.structure)
+        text = grammar.text(given.prompt_length, () if given.limits.ignore_end else end_ids, given.limits.stop_ids)
+        answer = call.update.base - given.prompt_length
+        await off_loop(STRUCTURE_WORK * answer, lambda: text.follow(call.update.tokens))
+        return text
 
     async def verify(self, call: VerifyCall) -> Verdict:
         """Verify a tree. Raises NotFound for an unknown opening or another text, BadRequest for a tree or text that
@@ -224,9 +245,9 @@ class VerifierEngine:
             log.exception("verifier: the memory of a closed text could not be saved")
             return Closed(0)
 
-    async def _ask(self, call: Call, saved: Saved | None = None) -> Any:
+    async def _ask(self, call: Call, saved: Saved | None = None, structure: GrammarText | None = None) -> Any:
         def submit(ticket: Ticket) -> None:
-            self.scheduler.submit(PendingCall(call, ticket, saved))
+            self.scheduler.submit(PendingCall(call, ticket, saved, structure))
 
         def abandon(ticket: Ticket) -> None:
             if isinstance(call, OpenCall):  # it may have been answered just now: no caller is left to close it

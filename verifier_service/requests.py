@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from dendro.calls import CloseCall, OpenCall, PeerText, RequestParameters, TextUpdate, VerifyCall
 from dendro.engine import Ticket
 from dendro.errors import BadRequest
-from dendro.text import Verdict
+from dendro.grammars import GrammarText
+from dendro.text import Finish, Verdict
 from dendro.tree import DraftTree
 from tree_kernels.tree_attention import near_window
+from tree_kernels.tree_walk import Walk
 from tree_kernels.warp import History, Processors, Warp
 from tree_layers.tree_mixers import Array
 
@@ -92,6 +94,7 @@ class PendingCall:
     call: Call
     ticket: Ticket
     saved: Saved | None = None  # the stored memory of a text that is opened
+    structure: GrammarText | None = None  # of a text that is opened
 
 
 @dataclass(slots=True, eq=False)
@@ -115,6 +118,7 @@ class VerifierText:
     restored: int = 0  # tokens that were restored or shared when it was admitted
     saved: Saved | None = None  # its stored memory, until it is admitted
     history: History | None = None  # where its parameters change logits before the temperature
+    structure: GrammarText | None = None  # of its answer; verifications keep up with the text, and are ahead of it
 
     @classmethod
     def opened(cls, number: int, ask: PendingCall, call: OpenCall, text: PeerText, capacity: Capacity) -> VerifierText:
@@ -124,10 +128,20 @@ class VerifierText:
         memory = TextMemory(salt_of(parameters.tenant))
         processors = processors_of(parameters, capacity.end_ids)
         history = None
-        if not processors.off:
+        if ask.structure is not None or not processors.off:
             history = History(processors, capacity.vocabulary, parameters.prompt_length)
             history.follow(text.ids, 0)
-        return cls(number, parameters, warp, text, memory, opening=ask, saved=ask.saved, history=history)
+        return cls(
+            number,
+            parameters,
+            warp,
+            text,
+            memory,
+            opening=ask,
+            saved=ask.saved,
+            history=history,
+            structure=ask.structure,
+        )
 
     def follow(self, update: TextUpdate) -> int:
         """Update the text to a call's. Returns the length of what the old and the new text have in common."""
@@ -135,6 +149,31 @@ class VerifierText:
         if self.history is not None:
             self.history.follow(self.text.ids, common)
         return common
+
+    def follow_structure(self) -> None:
+        """Bring the answer's structure up to the text. Raises BadRequest where that allows no more tokens."""
+        if self.structure is not None:
+            self.structure.follow(self.text.ids)
+            if self.structure.complete:
+                raise BadRequest("structure", "is complete: no token may follow the answer's last")
+
+    def before_stuck(self, walked: Walk) -> Walk:
+        """The walk, ended before a row from which the structure allows no token. Raises BadRequest where that is its
+        root. Other rows and other trees change neither the tokens before such a row nor that it is refused."""
+        stuck = self.structure.stuck if self.structure is not None else frozenset()
+        kept = next((place for place, row in enumerate(walked.path) if row in stuck), len(walked.path))
+        if not kept:
+            assert self.structure is not None
+            reason = (
+                f"cannot go on after the answer's first {len(self.text.ids) - self.parameters.prompt_length} tokens"
+            )
+            raise BadRequest("structure", f"{reason}: {self.structure.why_stuck}")
+        return Walk(walked.path[:kept], walked.tokens[:kept], walked.ranks[: kept - 1])
+
+    def completed(self, verdict: Verdict) -> Verdict:
+        """A round's verdict, ended where it completes the answer's structure."""
+        count = self.structure.take(verdict.tokens) if self.structure is not None else None
+        return verdict if count is None else verdict.cut(count, Finish.STRUCTURE)
 
     @property
     def lacking(self) -> int:

@@ -24,7 +24,7 @@ from verifier_service.recurrent import RecurrentRows, TextStates, last_writers, 
 from verifier_service.row_check import RowTrace
 from verifier_service.rows import NO_ROWS, Ints, StepOutcome, StepPlan, pack, text_rows
 from verifier_service.shards import AcceptedSlots, Bounds, Crew
-from verifier_service.walk import Walker
+from verifier_service.walk import MaskThread, Walker
 
 SMALL_BUCKETS = tuple(range(ROW_MULTIPLE, 65, ROW_MULTIPLE))
 
@@ -59,6 +59,7 @@ class StepRunner:
         self.device = target.model.device
         self.buckets = tuple(buckets)
         self.walker = Walker(target.vocabulary)
+        self.masks = MaskThread()
         self.own_pages = range(1 + bounds.pages, 1 + bounds.pages + bounds.own_pages)
         self._own_text: list[int] = []  # tokens whose keys are on them
         self.pages = Pages(target.layouts, bounds.pages + bounds.own_pages, buckets[-1], self.device)
@@ -73,11 +74,13 @@ class StepRunner:
         """One forward and the walks of its trees; accepted guesses are kept."""
         started = time.perf_counter()
         with torch.inference_mode():
+            masks = self.masks.begin(plan.draws)
             inputs = self._begin(plan)
             began = time.perf_counter()
             logits = self._logits(inputs)
             forward_s = time.perf_counter() - began - logits.took_s
-            walks = [self.walker.walk(draw, logits.row) for draw in plan.draws]
+            drawn = zip(plan.draws, masks, strict=True)
+            walks = [self.walker.walk(draw, logits.row, allowed) for draw, allowed in drawn]
             self._keep(self._accepted(plan, walks))
         ended = time.perf_counter()
         return StepOutcome(tuple(walks), int(1e6 * (forward_s + logits.took_s)), int(1e6 * (ended - started)))

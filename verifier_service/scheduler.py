@@ -9,7 +9,6 @@ kept for the call: the way to the router and back costs no time. At most one is 
 
 from __future__ import annotations
 
-import math
 import time
 from bisect import bisect_left
 from collections import deque
@@ -28,14 +27,12 @@ from tree_kernels.tree_attention import PAGE
 from tree_kernels.tree_walk import Walk
 
 from verifier_service.budget import StepCosts, path_in, worthwhile
+from verifier_service.lingering import worth_waiting
 from verifier_service.memory import PageTable
 from verifier_service.recurrent import StatePool, recurrent_rows
 from verifier_service.requests import Capacity, PendingCall, Saved, VerifierCounters, VerifierText, _Share
 from verifier_service.rows import NO_ROWS, StepOutcome, StepPlan, pack, root_rows, text_rows
 from verifier_service.walk import Draw
-
-LINGER = 0.75
-"""Longest wait for rounds expected soon, as a share of the time that one common step saves over two separate ones."""
 
 
 class StepScheduler:
@@ -84,7 +81,7 @@ class StepScheduler:
         if self._restoring:  # a step packed now would read checkpoints that are not restored yet
             self.linger_s, self._running = 0.0, []
             return None
-        self.linger_s = self._worth_waiting()
+        self.linger_s = worth_waiting(self.sessions.values(), self.costs, self._size, self._ended, self.clock())
         self._running = [] if self.linger_s else self._pick()
         if not self._running:
             return None
@@ -95,31 +92,6 @@ class StepScheduler:
         self.counters.rows += len(plan.tokens)
         self.counters.guesses += sum(draw.tree.guesses for draw in plan.draws)
         return plan
-
-    def _worth_waiting(self) -> float:
-        """Seconds to delay the next step for rounds that are expected soon; mostly 0."""
-        if not self.costs.known or len(self.sessions) < 2:
-            return 0.0
-        now = self.clock()
-        usual_s = self.costs.us(np.array([self._size]))[0] / 1e6
-        waiting_since, next_return, rows, others = math.inf, math.inf, 0, 0
-        for session in self.sessions.values():
-            if session.opening is not None and session.admitted:
-                return 0.0
-            if session.asks:
-                call = session.asks[0].call
-                assert isinstance(call, VerifyCall)
-                # Time under a running step does not count as waiting: else two halves would alternate for ever.
-                waiting_since = min(waiting_since, max(session.asks[0].ticket.arrived_s, self._ended))
-                rows += call.tree.rows
-            elif session.answered is not None and max(session.away_s, now - session.answered) < usual_s:
-                next_return = min(next_return, session.answered + session.away_s)
-                others += session.rows
-        if not rows or not others:
-            return 0.0
-        rows_us, others_us, together_us = self.costs.us(np.array([rows, others, rows + others]))
-        until = waiting_since + LINGER * (rows_us + others_us - together_us) / 1e6
-        return max(until - now, 0.0) if next_return <= until else 0.0
 
     def apply(self, outcome: StepOutcome) -> list[tuple[int, int]]:
         """Record the last plan's outcome and answer. Returns (session, base) of likely next rounds that need noise."""
@@ -132,7 +104,11 @@ class StepScheduler:
             done = len(session.memory.consumed)
             self.memory.append(session.memory, session.text.ids[done : done + share.prefill])
             if share.ask is not None:
-                verdict = self._verdict(share, share.ask, next(walks), outcome)
+                try:
+                    verdict = self._verdict(share, share.ask, next(walks), outcome)
+                except BadRequest as error:  # no token continues its answer's structure
+                    self._refuse(session, share.ask, error)
+                    continue
                 path = [session.text.ids[-1], *verdict.tokens[:-1]]  # the root and the guesses below it
                 self.memory.append(session.memory, path)
                 verdicts.append((session, share.ask, verdict))
@@ -151,6 +127,12 @@ class StepScheduler:
             else:
                 self._answer(session, ask, verdict)
         return likely
+
+    def _refuse(self, session: VerifierText, ask: PendingCall, error: BadRequest) -> None:
+        session.asks.remove(ask)
+        if ask is session.ahead:  # nobody waits for it: its call will run, and be refused
+            session.ahead = None
+        ask.ticket.settle(error)
 
     def _answer(self, session: VerifierText, ask: PendingCall, verdict: Verdict) -> None:
         """Answer a call, and begin the text's next round if the caller expects to verify the root alone."""
@@ -241,7 +223,8 @@ class StepScheduler:
             raise BadRequest("limits.max_length", f"{longest} tokens; a text here has at most {capacity.max_length}")
         if longest <= update.base:
             raise BadRequest("limits.max_length", f"{longest} tokens leave no room after a text of {update.base}")
-        check_choice(call.parameters.sampling, call.parameters.limits, capacity.vocabulary, capacity.end_ids)
+        given = call.parameters
+        check_choice(given.sampling, given.limits, capacity.vocabulary, capacity.end_ids, given.structure)
         text = PeerText()
         text.follow(update)
         needed = capacity.pages_of(longest + capacity.max_depth)
@@ -433,6 +416,7 @@ class StepScheduler:
         if call.update.base >= session.parameters.limits.max_length:
             raise BadRequest("text", f"has reached its limit of {session.parameters.limits.max_length} tokens")
         self._follow_text(session, call.update)
+        session.follow_structure()
         self.capacity.check_tree(call.tree, session.text.ids[-1])
 
     def _follow_text(self, session: VerifierText, update: TextUpdate) -> None:
@@ -456,7 +440,7 @@ class StepScheduler:
             if tree is not None:
                 first = start + share.prefill
                 place = sum(map(len, wanted))
-                laws = session.warp, session.parameters.sampling, session.history
+                laws = session.warp, session.parameters.sampling, session.history, session.structure
                 draws.append(Draw(session.number, first, place, len(session.text.ids), tree, *laws))
                 wanted.append(np.arange(first, first + tree.rows))
                 guesses += tree.guesses
@@ -480,6 +464,7 @@ class StepScheduler:
     def _verdict(self, share: _Share, ask: PendingCall, walked: Walk, outcome: StepOutcome) -> Verdict:
         assert isinstance(ask.call, VerifyCall) and share.tree is not None
         session = share.session
+        walked = session.before_stuck(walked)
         path, ranks = path_in(ask.call.tree, walked.tokens[:-1])  # the step's tree may be a part of the one sent
         verdict = Verdict(
             tokens=walked.tokens,
@@ -494,4 +479,5 @@ class StepScheduler:
             trimmed=ask.call.tree.guesses - share.tree.guesses,
             cold=outcome.cold,
         )
+        verdict = session.completed(verdict)
         return cut_verdict(verdict, self.capacity.end_ids, len(session.text.ids), session.parameters.limits)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+from dendro.grammars import GrammarText, TreeMasks
 from dendro.text import Sampling
 from dendro.tree import DraftTree
 from torch import Tensor
@@ -25,6 +27,7 @@ class Draw:
     warp: Warp
     sampling: Sampling
     history: History | None = None  # of the text, where its parameters change logits before the temperature
+    structure: GrammarText | None = None  # of the text's answer, where it has a structure; then `history` is there, too
 
     def paths(self) -> list[list[int]]:
         """The tokens of the guesses on the path to each row."""
@@ -34,6 +37,21 @@ class Draw:
         return paths
 
 
+class MaskThread:
+    """Finds what structures allow in the rows of trees in a thread of its own, while the model's forward runs."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "structure-masks")  # starts with the first task
+
+    def begin(self, draws: Sequence[Draw]) -> list[Future[TreeMasks] | None]:
+        """Of each draw, the masks of its tree; None where its text has no structure. Until they are done, no other
+        thread may use the draws' structures."""
+        return [
+            self._thread.submit(draw.structure.masks, draw.tree) if draw.structure is not None else None
+            for draw in draws
+        ]
+
+
 class Walker:
     """Walks trees over their logits. Keeps the noise of every session: a row of it is computed once per position."""
 
@@ -41,15 +59,17 @@ class Walker:
         self._vocabulary = vocabulary
         self._noise: dict[int, NoiseRows] = {}
 
-    def walk(self, draw: Draw, logits: Callable[[int], Tensor]) -> Walk:
-        """logits: a row of the step's logits -> [1, vocabulary] float32. Called for visited rows only, in order."""
+    def walk(self, draw: Draw, logits: Callable[[int], Tensor], masks: Future[TreeMasks] | None = None) -> Walk:
+        """logits: a row of the step's logits -> [1, vocabulary] float32. Called for visited rows only, in order.
+        masks: of the draw's structure, as begun by `MaskThread`"""
         noise = self._rows(draw) if not draw.warp.greedy else None
         paths = draw.paths() if draw.history is not None else []
 
         def pick(row: int) -> int:
             here, drawn = logits(draw.wanted + row), None
             if draw.history is not None:
-                here = draw.history.scores(here, [paths[row]])
+                allowed = [masks.result().allowed(row)] if masks is not None else ()
+                here = draw.history.scores(here, [paths[row]], allowed)
             if noise is not None:
                 drawn = noise.row(draw.base + int(draw.tree.depths[row])).to(here.device)[None]
             return int(tokens_of(here, draw.warp, drawn)[0])

@@ -9,6 +9,7 @@ import numpy as np
 from dendro.answer import Options, Speculation
 from dendro.client import Asking
 from dendro.errors import EngineFailed
+from dendro.structure import Structure
 from torch import Tensor
 from tree_kernels.warp import Processors, processed
 
@@ -22,12 +23,33 @@ CHANCE = 0.4
 MOST_LISTED = 200
 """Ids of one parameter."""
 
+STRUCTURES = (
+    Structure.json_schema(
+        {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "maxLength": 12},
+                "sizes": {"type": "array", "items": {"type": "integer", "minimum": -9, "maximum": 99}, "maxItems": 4},
+                "kind": {"enum": ["small", "large", None]},
+            },
+            "required": ["name", "kind"],
+            "additionalProperties": False,
+        }
+    ),
+    Structure.regex("([a-z]{2,9}, )*[A-Z][a-z]{0,9}\\."),
+    Structure.grammar('start: term ("+" term)*\nterm: /[0-9]{1,3}/ | "(" start ")"'),
+    Structure.choices(["self", "self.name", "return", "return self.name + 1"]),
+)
+
 MarginOf = Callable[[Sequence[int], Callable[[Tensor], Tensor]], float]
 """The margin of the two best scores after a text: of what the function makes of its logits."""
 
 
-def random_options(rng: np.random.Generator, tokens: int, vocabulary: int) -> Options:
-    """Random parameters of a request for so many tokens; each is set with probability CHANCE."""
+def random_options(rng: np.random.Generator, tokens: int, vocabulary: int, structured: bool = False) -> Options:
+    """Random parameters of a request for so many tokens; each is set with probability CHANCE.
+
+    structured: one of them is a structure, which takes the place of removed tokens
+    """
 
     def ids(most: int) -> list[int]:
         count = int(rng.integers(1, min(most, MOST_LISTED, 1 + vocabulary - FIRST_IDS)))
@@ -53,7 +75,12 @@ def random_options(rng: np.random.Generator, tokens: int, vocabulary: int) -> Op
         "stop_ids": ids(vocabulary // 6),
         "sample_index": int(rng.integers(0, 1 << 32)),
     }
-    return cast(Options, {name: value for name, value in made.items() if rng.random() < CHANCE})
+    chosen = cast(Options, {name: value for name, value in made.items() if rng.random() < CHANCE})
+    if structured and rng.random() < CHANCE:
+        chosen["structure"] = STRUCTURES[int(rng.integers(len(STRUCTURES)))]
+        for name in ("banned_ids", "allowed_ids", "bad_words"):
+            chosen.pop(name, None)  # type: ignore[misc]
+    return chosen
 
 
 def processors_of(options: Options, prompt: int) -> Processors:
@@ -91,9 +118,11 @@ async def identity_under_parameters(
     margin_of, excused_below: as in (b); the margin is that of the scores after penalties, biases and removals
     """
     promise = Promise("(f) parameters: answers do not depend on speculation")
-    same = compared = 0
+    same = compared = structured = 0
     for number in range(combinations):
-        options = random_options(np.random.default_rng(number), tokens, vocabulary)
+        # A margin would be that of the scores before a structure removes tokens.
+        options = random_options(np.random.default_rng(number), tokens, vocabulary, margin_of is None)
+        structured += "structure" in options
         prompt = prompts[number % len(prompts)]
         plain = await _answer(service, prompt, options, "off", tokens, number)
         for way in ("auto", *shapes[number % len(shapes) :][:1]) if shapes else ("auto",):
@@ -114,7 +143,8 @@ async def identity_under_parameters(
         step()
     promise.check(
         same == compared,
-        f"{combinations} random combinations: {same} of {compared} answers identical to off or excused",
+        f"{combinations} random combinations, {structured} with a structure: {same} of {compared} answers identical to "
+        "off or excused",
     )
     return promise
 

@@ -82,14 +82,22 @@ class Opening(Generic[P]):
     """One opening of one text at one leased peer."""
 
     def __init__(self, leased: Leased[P], text: Text, vocabulary: int = 0, tokenizer: str = "") -> None:
-        """`vocabulary` and `tokenizer` are the target's, where the peer is no verifier."""
+        """`vocabulary` and `tokenizer` are the target's, where the peer is no verifier. Only a verifier gets the text's
+        structure."""
         self.peer = leased.peer
         self.hello = leased.hello
         self.leased = leased
         self._id = new_opening()
         self._sent = 0  # tokens that the peer was sent
         self._parameters = RequestParameters(
-            text.sampling, text.limits, text.tenant, text.marks, vocabulary, tokenizer, text.prompt_length
+            text.sampling,
+            text.limits,
+            text.tenant,
+            text.marks,
+            vocabulary,
+            tokenizer,
+            text.prompt_length,
+            None if vocabulary else text.structure,
         )
 
     async def open(self, text: Text) -> Opened:

@@ -275,7 +275,11 @@ def _check_verdict(verdict: Verdict, tree: DraftTree, text: Text, hello: Hello) 
         or ended is Finish.STOP_STRING  # a verifier sees no text
         or (ended is None and (room == 0 or verdict.length != len(verdict.tokens)))
         or (ended is Finish.LENGTH and room > 0)
-        or (ended not in (None, Finish.LENGTH, finish_at(verdict.tokens[-1], hello.end_ids, text.limits)))
+        or (ended is Finish.STRUCTURE and text.structure is None)
+        or (
+            ended not in (None, Finish.LENGTH, Finish.STRUCTURE)
+            and ended is not finish_at(verdict.tokens[-1], hello.end_ids, text.limits)
+        )
     ):
         raise BadAnswer(
             f"verifier: finish {ended}, N = {verdict.length}, {len(verdict.tokens)} tokens, {room} from the limit"

@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from dendro.calls import TARGET_BYTES
 from dendro.clock import Clock
 from dendro.errors import BadRequest, Conflict, PeerLost
-from dendro.long_work import PART, off_loop
+from dendro.grammars import Grammars
+from dendro.long_work import PART, STRUCTURE_WORK, off_loop
+from dendro.structure import Structure, structure_from
 from dendro.text import SEED_BITS, Limits, Sampling, StopStrings, Text, check_choice
 from dendro.token_lists import edits_from, stop_ids_from
 from dendro.v1 import generation_pb2 as pb
@@ -44,6 +46,7 @@ class Served:
     max_length: int
     end_ids: frozenset[int]
     dtype: str
+    grammars: Grammars | None = None  # of its tokenizer; None: no structure can be requested
 
     @classmethod
     def of(cls, name: str, target: TargetConfig, facts: Facts) -> Served:
@@ -60,6 +63,7 @@ class Served:
             max_length=min(target.max_length, facts.positions or target.max_length),
             end_ids=facts.end_ids,
             dtype=target.dtype,
+            grammars=Grammars(tokenizer.token_bytes, facts.vocabulary),
         )
 
 
@@ -75,6 +79,8 @@ class Job:
     held: list[int]  # the answer's tokens that the client has
     limits: Limits
     stops: StopStrings
+    structure: Structure | None
+    complete: bool  # `held` has the whole of a structured answer
     plan: SpeculationPlan
     kind: PriorKey
     experience: Experience  # its tenant's
@@ -149,6 +155,7 @@ class Admission:
             raise BadRequest("resume.target", f"must be what `started` reported, {2 * TARGET_BYTES} hexadecimal digits")
         sampling = _sampling(request, record)
         stops = StopStrings.of(request.stop, request.include_stop)
+        structure = structure_from(request)
         experience = self._experience[served.name].of(tenant)
         kind = PriorKey.of(served.name, self._config.drafters_of(served.name), sampling.temperature, tenant)
         prior = await self._priors.of(kind, experience)
@@ -163,7 +170,8 @@ class Admission:
         else:
             end = len(prompt) + self._new_tokens(request, served, prompt, held)
         limits = _limits(request, len(prompt), end)
-        check_choice(sampling, limits, served.vocabulary, served.end_ids)
+        check_choice(sampling, limits, served.vocabulary, served.end_ids, structure)
+        complete = structure is not None and await _completes(structure, held, limits, served)
         session = request.session
         if request.keep_session and not session:
             try:
@@ -179,6 +187,8 @@ class Admission:
             held=held,
             limits=limits,
             stops=stops,
+            structure=structure,
+            complete=complete,
             plan=plan,
             kind=kind,
             experience=experience,
@@ -232,6 +242,20 @@ class Admission:
         if len(held) > count:
             raise BadRequest("resume.token_ids", f"has {len(held)} ids; the answer has at most {count}")
         return count
+
+
+async def _completes(structure: Structure, held: list[int], limits: Limits, served: Served) -> bool:
+    """Whether the client has the whole of a structured answer. Raises BadRequest for a structure that does not compile,
+    and for tokens that it does not allow."""
+    if served.grammars is None:
+        raise BadRequest("structure", f"cannot be enforced for the target {served.name!r}")
+    grammar = await served.grammars.compiled(structure)
+    text = grammar.text(0, () if limits.ignore_end else served.end_ids, limits.stop_ids)
+    try:
+        await off_loop(STRUCTURE_WORK * len(held), lambda: text.follow(held))
+    except BadRequest as error:
+        raise BadRequest("resume.token_ids", f"are not an answer's: the structure {error.reason}") from None
+    return text.complete
 
 
 def _encoded(text: str, served: Served, begins: bool) -> list[int]:

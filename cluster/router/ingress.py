@@ -65,6 +65,7 @@ FINISH_REASONS = {
     Finish.LENGTH: pb.FINISH_REASON_LENGTH,
     Finish.STOP_STRING: pb.FINISH_REASON_STOP_STRING,
     Finish.STOP_TOKEN: pb.FINISH_REASON_STOP_TOKEN,
+    Finish.STRUCTURE: pb.FINISH_REASON_STRUCTURE,
 }
 
 T = TypeVar("T")
@@ -142,6 +143,7 @@ class Ingress:
                 job.record.marks if job.record else (),
                 answer if job.stops.strings else None,
                 len(job.held),
+                job.structure,
             )
             await off_loop(len(text), lambda: text.digest(len(text)))  # later digests begin from this one
             if job.resume is not None:
@@ -248,12 +250,12 @@ class Ingress:
     def _finish_of_held(self, job: Job, answer: AnswerText) -> Finish | None:
         """Why the answer in `held`, which is not empty, ended; None where it is incomplete."""
         ended = finish_at(job.held[-1], job.served.end_ids, job.limits)
-        if not (answer.found or ended or len(job.held) >= job.answer_length):
+        if not (answer.found or ended or job.complete or len(job.held) >= job.answer_length):
             return None
         answer.finish()  # a stop string may end in it
         if answer.found:
             return Finish.STOP_STRING
-        return ended or Finish.LENGTH
+        return ended or (Finish.STRUCTURE if job.complete else Finish.LENGTH)
 
     def _rest_of_written(self, job: Job, turn: Turn, answer: AnswerText) -> list[pb.GenerateResponse]:
         """The rest of an answer that is already in the record: its `complete` was lost, or its client disconnected.

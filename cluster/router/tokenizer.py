@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from dendro.errors import BadRequest
 from tree_layers.token_bytes import BYTE_TOKEN, falls_back_to_bytes
 
-from cluster.checkpoint_tokenizer import backend_of, load_tokenizer
+from cluster.checkpoint_tokenizer import backend_of, load_tokenizer, token_bytes_of
 
 WINDOW_TOKENS = 64
 CONTEXT_TOKENS = 8
@@ -57,6 +57,10 @@ class CheckpointTokenizer:
     def backend(self) -> Any:
         """The `tokenizers.Tokenizer` inside. Raises BadRequest where the tokenizer is written in Python."""
         return backend_of(self._tokenizer)
+
+    def token_bytes(self) -> dict[int, bytes]:
+        """The bytes of each id that stands for text. Raises BadRequest where ids do not stand for bytes."""
+        return token_bytes_of(self._tokenizer)
 
     def encode(self, text: str, begins: bool) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=begins))

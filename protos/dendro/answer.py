@@ -14,6 +14,7 @@ from typing import Any, TypedDict, cast
 import grpc.aio
 
 from dendro.errors import BadRequest, Conflict, DendroError, EngineFailed, PeerLost, error_for
+from dendro.structure import Structure, fill_structure
 from dendro.text import Finish, StopStrings
 from dendro.v1 import generation_pb2 as pb
 
@@ -51,6 +52,7 @@ FINISHES = {
     pb.FINISH_REASON_LENGTH: Finish.LENGTH,
     pb.FINISH_REASON_STOP_STRING: Finish.STOP_STRING,
     pb.FINISH_REASON_STOP_TOKEN: Finish.STOP_TOKEN,
+    pb.FINISH_REASON_STRUCTURE: Finish.STRUCTURE,
 }
 
 
@@ -228,6 +230,7 @@ class Options(TypedDict, total=False):
     ignore_end: bool  # continue past the end-of-text token
     stop: str | Sequence[str]  # the answer ends with the token that completes one of these in its text
     include_stop: bool  # the text ends after the stop string, not before it
+    structure: Structure | None  # what the answer's text must be; default: any text
     session: str  # continue this session
     keep_session: bool  # start a session
     speculation: Speculation | str  # a text for `Speculation.parse`; default "auto"
@@ -257,6 +260,7 @@ def build_request(
     ignore_end: bool = False,
     stop: str | Sequence[str] = (),
     include_stop: bool = False,
+    structure: Structure | None = None,
     session: str = "",
     keep_session: bool = False,
     speculation: Speculation | str = "auto",
@@ -274,6 +278,8 @@ def build_request(
         stop=stops.strings,
         include_stop=stops.included,
     )
+    if structure is not None:
+        fill_structure(request.structure, structure)
     if isinstance(prompt, str):
         request.text = prompt
     else:

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from dendro.errors import BadRequest, NotFound
 from dendro.shapes import TreeShape
+from dendro.structure import Structure
 from dendro.text import Limits, Sampling, Text, Tokens, Verdict
 from dendro.tree import DraftTree
 
@@ -40,6 +41,7 @@ class RequestParameters:
     vocabulary: int = 0  # the target's: ids of the text and of guesses are below it; 0: the peer's own
     tokenizer: str = ""  # the target's, as of `Hello.tokenizer`; empty: the peer's own
     prompt_length: int = 0  # tokens of the text before the answer
+    structure: Structure | None = None  # what the answer's text must be; a drafter is sent none
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Protocol, Self
 
 from dendro.errors import BadRequest
+from dendro.structure import Structure
 
 SEED_BITS = 64
 SMALLEST_TEMPERATURE = 1e-6
@@ -38,6 +39,7 @@ class Finish(StrEnum):
     LENGTH = "length"
     STOP_STRING = "stop_string"  # found by the router; a verifier sees no text and never reports it
     STOP_TOKEN = "stop_token"
+    STRUCTURE = "structure"  # the answer is what its structure describes, and nothing may follow
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +130,20 @@ class Limits:
         return frozenset(self.stop_ids) if self.ignore_end else frozenset((*end_ids, *self.stop_ids))
 
 
-def check_choice(sampling: Sampling, limits: Limits, vocabulary: int, end_ids: Collection[int]) -> None:
+def check_choice(
+    sampling: Sampling,
+    limits: Limits,
+    vocabulary: int,
+    end_ids: Collection[int],
+    structure: Structure | None = None,
+) -> None:
     """Raise BadRequest for ids outside the target's vocabulary, and where there may be a row of which every token is
-    removed. As bad words remove tokens in some rows only, all of their last tokens count as removed."""
+    removed. As bad words remove tokens in some rows only, all of their last tokens count as removed. Beside a structure
+    no removal is accepted: it could leave none of the tokens that the structure allows."""
+    if structure is not None:
+        for field in ("banned_ids", "allowed_ids", "bad_words"):
+            if getattr(sampling, field):
+                raise BadRequest(field, "may leave no token that `structure` allows; describe the answer there alone")
     words = [(f"bad_words[{index}]", word) for index, word in enumerate(sampling.bad_words)]
     biased = tuple(token for token, _ in sampling.logit_bias)
     listed = (
@@ -325,8 +338,10 @@ class Text:
         marks: tuple[int, ...] = (),
         stopping: Stopping | None = None,
         held: int = 0,
+        structure: Structure | None = None,
     ) -> None:
-        """held: the last tokens of `prompt` that the answer already has, where it is resumed."""
+        """held: the last tokens of `prompt` that the answer already has, where it is resumed. structure: what the
+        answer's text must be"""
         if not prompt:
             raise BadRequest("prompt", "is empty; it needs at least one token")
         if limits.max_length <= len(prompt):
@@ -337,6 +352,7 @@ class Text:
         self.limits = limits
         self.tenant = tenant
         self.marks = marks
+        self.structure = structure
         self._stopping = stopping
         self.finish: Finish | None = None
 

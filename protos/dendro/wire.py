@@ -31,6 +31,7 @@ from dendro.errors import BadAnswer, BadRequest, DendroError, error_for, one_lin
 from dendro.internal.v1 import calls_pb2, drafter_pb2, tree_pb2, verifier_pb2
 from dendro.long_work import PART
 from dendro.shapes import MAX_ROWS, BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape, UntilShape
+from dendro.structure import structure_message, structure_of_call
 from dendro.text import Finish, Limits, Sampling, Verdict
 from dendro.token_lists import edits_from, stop_ids_from
 from dendro.tree import LONGEST_TRACE, DraftTree
@@ -40,6 +41,7 @@ _FINISH_MESSAGE = {
     Finish.END_OF_TEXT: verifier_pb2.FINISH_END_OF_TEXT,
     Finish.LENGTH: verifier_pb2.FINISH_LENGTH,
     Finish.STOP_TOKEN: verifier_pb2.FINISH_STOP_TOKEN,
+    Finish.STRUCTURE: verifier_pb2.FINISH_STRUCTURE,
 }
 _FINISH_FROM = {number: finish for finish, number in _FINISH_MESSAGE.items()}
 _CODE = {code.value[0]: code for code in grpc.StatusCode}
@@ -180,6 +182,7 @@ def _open_message(call: OpenCall) -> calls_pb2.OpenCall:
         prompt_tokens=parameters.prompt_length,
         min_length=parameters.limits.min_length,
         stop_ids=parameters.limits.stop_ids,
+        structure=structure_message(parameters.structure),
     )
 
 
@@ -216,6 +219,7 @@ def _open_from(update: TextUpdate, message: calls_pb2.OpenCall) -> OpenCall:
         vocabulary=message.vocabulary,
         tokenizer=message.tokenizer,
         prompt_length=message.prompt_tokens,
+        structure=structure_of_call(message),
     )
     return OpenCall(update, parameters, message.lease)
 

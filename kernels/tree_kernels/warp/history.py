@@ -14,6 +14,7 @@ from torch import Tensor
 from tree_kernels.warp.processors import Processors
 
 Counts = npt.NDArray[np.int32]
+Flags = npt.NDArray[np.bool_]
 
 
 class History:
@@ -58,11 +59,12 @@ class History:
             np.add.at(self._in_text, ids, by)
             np.add.at(self._in_answer, ids[max(self._prompt_length - start, 0) :], by)
 
-    def scores(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+    def scores(self, logits: Tensor, paths: Sequence[Sequence[int]], structure: Sequence[Flags | None] = ()) -> Tensor:
         """logits [rows, V] -> scores [rows, V] float32, as `processed` has them for the text and each row's path.
 
         paths: of each row, the tokens of its guesses, the row's own included; empty for the root. A row's result does
-        not depend on the others. `logits` is not modified.
+        not depend on the others. `logits` is not modified. structure: of each row, [V] whether the answer's structure
+        allows a token; None: all are allowed. Empty: there is no structure.
         """
         device = logits.device
         scores = logits.to(torch.float32, copy=True)
@@ -80,6 +82,9 @@ class History:
         for row, path in enumerate(paths):
             if removed := self._removed(path):
                 scores[row, removed] = -math.inf
+        for row, allowed in enumerate(structure):
+            if allowed is not None:
+                scores[row].masked_fill_(~torch.from_numpy(allowed).to(device), -math.inf)
         return scores
 
     def _penalised(self, scores: Tensor, in_text: Tensor, in_answer: Tensor) -> Tensor:

@@ -34,6 +34,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """STOP_STRING: a string of `stop` is in the answer's text."""
     FINISH_REASON_STOP_TOKEN: _FinishReason.ValueType  # 4
     """STOP_TOKEN: the target picked one of stop_ids, which is the answer's last token."""
+    FINISH_REASON_STRUCTURE: _FinishReason.ValueType  # 70
+    """STRUCTURE: the answer is what `structure` describes, and nothing may follow."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper): ...
 
@@ -46,6 +48,8 @@ FINISH_REASON_STOP_STRING: FinishReason.ValueType  # 3
 """STOP_STRING: a string of `stop` is in the answer's text."""
 FINISH_REASON_STOP_TOKEN: FinishReason.ValueType  # 4
 """STOP_TOKEN: the target picked one of stop_ids, which is the answer's last token."""
+FINISH_REASON_STRUCTURE: FinishReason.ValueType  # 70
+"""STRUCTURE: the answer is what `structure` describes, and nothing may follow."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
@@ -89,6 +93,7 @@ class GenerateRequest(_message.Message):
     STOP_IDS_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
     INCLUDE_STOP_FIELD_NUMBER: _builtins.int
+    STRUCTURE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """request_id is the request's id, the same over all its resumes: at most 128 printable ASCII characters other than
     the space, chosen by the client. Empty: the server makes one. A request with the id of one of the session's last 8
@@ -149,6 +154,10 @@ class GenerateRequest(_message.Message):
         the answer ends: it is then part of a later chunk's text. Speculation changes neither tokens nor text.
         """
 
+    @_builtins.property
+    def structure(self) -> Global___Structure:
+        """structure is what the answer's text must be. Absent: any text."""
+
     def __init__(
         self,
         *,
@@ -167,10 +176,11 @@ class GenerateRequest(_message.Message):
         stop_ids: _abc.Iterable[_builtins.int] | None = ...,
         stop: _abc.Iterable[_builtins.str] | None = ...,
         include_stop: _builtins.bool = ...,
+        structure: Global___Structure | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_new_tokens", b"_max_new_tokens", "_min_new_tokens", b"_min_new_tokens", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_new_tokens", b"_max_new_tokens", "_min_new_tokens", b"_min_new_tokens", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation", "structure", b"structure", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_new_tokens", b"_max_new_tokens", "_min_new_tokens", b"_min_new_tokens", "ignore_end", b"ignore_end", "include_stop", b"include_stop", "keep_session", b"keep_session", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "session", b"session", "speculation", b"speculation", "stop", b"stop", "stop_ids", b"stop_ids", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_new_tokens", b"_max_new_tokens", "_min_new_tokens", b"_min_new_tokens", "ignore_end", b"ignore_end", "include_stop", b"include_stop", "keep_session", b"keep_session", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "session", b"session", "speculation", b"speculation", "stop", b"stop", "stop_ids", b"stop_ids", "structure", b"structure", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_new_tokens: _TypeAlias = _typing.Literal["max_new_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_new_tokens: _TypeAlias = _typing.Literal["_max_new_tokens", b"_max_new_tokens"]  # noqa: Y015
@@ -186,6 +196,74 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class Structure(_message.Message):
+    """Structure describes the answer's text, prompt excluded. Only tokens are drawn after which the text can still become such
+    a text; an end-of-text token, and a stop token that stands for no text, only where the text is one. The answer ends
+    where nothing may follow. `max_new_tokens`, `stop` and stop tokens that stand for text may end it earlier.
+
+    Refused if it has no form, if it has more than 65536 bytes of UTF-8 in all, if it does not compile, or compiles for
+    more than 10 s, and together with banned_ids, allowed_ids or bad_words: these could leave no token to draw.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
+    json_schema: _builtins.str
+    """json_schema is a JSON schema as JSON text. The answer is one line of JSON, with at most one space wherever JSON
+    allows whitespace. A keyword that cannot be enforced is refused by its name.
+    """
+    regex: _builtins.str
+    """regex is a regular expression in the syntax of Rust's regex crate; it matches the whole answer."""
+    grammar: _builtins.str
+    """grammar is a context-free grammar in the Lark syntax of llguidance, whose first symbol is `start`."""
+    @_builtins.property
+    def choices(self) -> Global___Choices:
+        """choices are the only answers."""
+
+    def __init__(
+        self,
+        *,
+        json_schema: _builtins.str = ...,
+        regex: _builtins.str = ...,
+        grammar: _builtins.str = ...,
+        choices: Global___Choices | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "form", b"form", "grammar", b"grammar", "json_schema", b"json_schema", "regex", b"regex"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "form", b"form", "grammar", b"grammar", "json_schema", b"json_schema", "regex", b"regex"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_form: _TypeAlias = _typing.Literal["json_schema", "regex", "grammar", "choices"]  # noqa: Y015
+    _WhichOneofArgType_form: _TypeAlias = _typing.Literal["form", b"form"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_form) -> _WhichOneofReturnType_form | None: ...
+
+Global___Structure: _TypeAlias = Structure  # noqa: Y015
+
+@_typing.final
+class Choices(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """texts are at most 1024 texts, none of them empty."""
+
+    def __init__(
+        self,
+        *,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["texts", b"texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Choices: _TypeAlias = Choices  # noqa: Y015
 
 @_typing.final
 class Sampling(_message.Message):

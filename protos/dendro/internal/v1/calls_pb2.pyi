@@ -181,6 +181,7 @@ class OpenCall(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     MIN_LENGTH_FIELD_NUMBER: _builtins.int
     STOP_IDS_FIELD_NUMBER: _builtins.int
+    STRUCTURE_FIELD_NUMBER: _builtins.int
     lease: _builtins.str
     """lease is the lease that the opening belongs to. Empty only at a replica without leases."""
     max_length: _builtins.int
@@ -213,6 +214,10 @@ class OpenCall(_message.Message):
     def stop_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """stop_ids are tokens that end the text."""
 
+    @_builtins.property
+    def structure(self) -> Global___Structure:
+        """structure is what the answer's text must be. Absent: any text, or the peer is a drafter."""
+
     def __init__(
         self,
         *,
@@ -227,14 +232,41 @@ class OpenCall(_message.Message):
         prompt_tokens: _builtins.int = ...,
         min_length: _builtins.int = ...,
         stop_ids: _abc.Iterable[_builtins.int] | None = ...,
+        structure: Global___Structure | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "structure", b"structure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ignore_end", b"ignore_end", "lease", b"lease", "marks", b"marks", "max_length", b"max_length", "min_length", b"min_length", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "stop_ids", b"stop_ids", "tenant", b"tenant", "tokenizer", b"tokenizer", "vocabulary", b"vocabulary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ignore_end", b"ignore_end", "lease", b"lease", "marks", b"marks", "max_length", b"max_length", "min_length", b"min_length", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "stop_ids", b"stop_ids", "structure", b"structure", "tenant", b"tenant", "tokenizer", b"tokenizer", "vocabulary", b"vocabulary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OpenCall: _TypeAlias = OpenCall  # noqa: Y015
+
+@_typing.final
+class Structure(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FORM_FIELD_NUMBER: _builtins.int
+    TEXTS_FIELD_NUMBER: _builtins.int
+    form: _builtins.str
+    """form is a form of the public API's Structure: "json_schema", "regex", "grammar" or "choices"."""
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """texts are its text, or the choices."""
+
+    def __init__(
+        self,
+        *,
+        form: _builtins.str = ...,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["form", b"form", "texts", b"texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Structure: _TypeAlias = Structure  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):

@@ -35,6 +35,8 @@ class _FinishEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Finish.ValueTy
     """LENGTH: the text has reached max_length."""
     FINISH_STOP_TOKEN: _Finish.ValueType  # 3
     """STOP_TOKEN: the target picked one of the text's stop_ids."""
+    FINISH_STRUCTURE: _Finish.ValueType  # 70
+    """STRUCTURE: the answer is what its structure describes, and nothing may follow."""
 
 class Finish(_Finish, metaclass=_FinishEnumTypeWrapper): ...
 
@@ -46,6 +48,8 @@ FINISH_LENGTH: Finish.ValueType  # 2
 """LENGTH: the text has reached max_length."""
 FINISH_STOP_TOKEN: Finish.ValueType  # 3
 """STOP_TOKEN: the target picked one of the text's stop_ids."""
+FINISH_STRUCTURE: Finish.ValueType  # 70
+"""STRUCTURE: the answer is what its structure describes, and nothing may follow."""
 Global___Finish: _TypeAlias = Finish  # noqa: Y015
 
 @_typing.final

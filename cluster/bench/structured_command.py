@@ -1,0 +1,78 @@
+"""`dendro bench structured`: answers to random JSON schemas, with and without trees, and the time of their masks."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Annotated, Any
+
+import typer
+from dendro.grammars import Grammars
+from tree_layers.checkpoint import read_facts
+
+from cluster.bench.machine import report_head
+from cluster.bench.measurement import Begin
+from cluster.bench.options import (
+    JsonFile,
+    MarkdownFile,
+    Temperatures,
+    check_seed,
+    chosen,
+    parse_temperatures,
+    present,
+    with_bars,
+)
+from cluster.bench.structured import facts_of, measure_structured, tables_of
+from cluster.checkpoint_tokenizer import load_tokenizer, token_bytes_of
+from cluster.config import demo_config
+from cluster.running import local_client
+
+PROMPT = "config = json.loads("
+SCHEMAS, QUICK_SCHEMAS = 40, 4
+TOKENS, QUICK_TOKENS = 128, 64
+
+
+def run_structured(
+    schemas: int, tokens: int, temperatures: tuple[float, ...], seed: int, begin: Begin
+) -> dict[str, Any]:
+    """Run the whole measurement on the demo's models, in this process; returns the report."""
+    started, config = time.monotonic(), demo_config()
+    target = next(iter(config.targets.values()))
+    vocabulary = read_facts(target.checkpoint, target.tokenizer).vocabulary
+
+    def grammars_of() -> Grammars:
+        return Grammars(lambda: token_bytes_of(load_tokenizer(target.tokenizer_folder)), vocabulary)
+
+    async def run() -> tuple[list[dict[str, Any]], list[str]]:
+        async with local_client(config) as client:
+            return await measure_structured(client, grammars_of, PROMPT, schemas, tokens, temperatures, seed, begin)
+
+    rows, differences = asyncio.run(run())
+    plan = {"schemas": schemas, "tokens": tokens, "prompt": PROMPT}
+    head = report_head("structured", started, True, seed, target.threads)
+    return {**head, "plan": plan, "rows": rows, "differences": differences, "aims": []}
+
+
+def bench_structured(
+    quick: Annotated[bool, typer.Option("--quick", help="Four schemas, answers of at most 64 tokens.")] = False,
+    json: JsonFile = None,
+    markdown: MarkdownFile = None,
+    schemas: Annotated[
+        int | None, typer.Option(min=1, help="Random schemas. (default 40; quick 4)", show_default=False)
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="The most tokens of an answer. (default 128; quick 64)", show_default=False),
+    ] = None,
+    temperatures: Temperatures = "0,1",
+    seed: Annotated[int, typer.Option(help="Seed of schemas and sampling.")] = 0,
+) -> None:
+    """Measure answers to random JSON schemas on the demo's models, beside answers without a structure: tokens per round
+    and verification time with speculation off, fixed and chosen, and the time of a round's masks with and without a
+    tree. Exit status 1 where an answer differs from plain decoding.
+    """
+    check_seed(seed)
+    drawn = parse_temperatures(temperatures)
+    counts = chosen(schemas, quick, QUICK_SCHEMAS, SCHEMAS), chosen(tokens, quick, QUICK_TOKENS, TOKENS)
+    report = with_bars(lambda begin: run_structured(*counts, drawn, seed, begin))
+    present(report, facts_of(report), tables_of(report), json, markdown, differences=report["differences"])

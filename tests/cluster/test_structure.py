@@ -1,0 +1,185 @@
+"""Structured answers: valid, the same with and without speculation, resumed, and refused by the field's name."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from random import Random
+
+import jsonschema
+import pytest
+import tiny_hybrids
+import tiny_models
+from dendro.answer import Completion, Options, build_request
+from dendro.errors import BadRequest
+from dendro.structure import Structure
+from dendro.text import Finish
+from dendro.v1 import generation_pb2 as pb
+from edge import EdgePeers, ingress, resume_of
+
+from cluster.api.local import LocalClient
+from cluster.bench.schemas import random_schema
+from cluster.config import Config, demo_config
+from cluster.router.ingress import Ingress
+from cluster.running import local_client, local_ingress
+from cluster.structure_options import structure_given
+
+PROMPT = "config = json.loads("
+WAYS = ("(3,2,1)", "auto", "dynamic(3,3,8)", "proposed(7)")
+TOKENS = 192
+
+
+async def asked(client: LocalClient, structure: Structure, way: str, **options) -> Completion:
+    given: Options = {"max_new_tokens": TOKENS, "seed": 5, **options}
+    done = await client.generate_text(PROMPT, structure=structure, speculation=way, **given)
+    assert not done.complete.speculation.contradictions
+    return done
+
+
+async def check_schemas(numbers: range, ways_of_each: int) -> Counter[Finish]:
+    """Assert that each answer has the tokens of speculation off and, where it ended by itself, fits its schema."""
+    ends: Counter[Finish] = Counter()
+    async with local_client(demo_config()) as client:
+        for number in numbers:
+            schema = random_schema(Random(number))
+            structure, temperature = Structure.json_schema(schema), float(number % 2)
+            plain = await asked(client, structure, "off", temperature=temperature)
+            for way in [*WAYS, *WAYS][number % len(WAYS) :][:ways_of_each]:
+                done = await asked(client, structure, way, temperature=temperature)
+                assert (done.token_ids, done.text) == (plain.token_ids, plain.text), (number, way)
+                assert done.complete.finish is plain.complete.finish
+            ends[plain.complete.finish] += 1
+            if plain.complete.finish is not Finish.LENGTH:
+                jsonschema.Draft202012Validator(schema).validate(json.loads(plain.text))
+    return ends
+
+
+@pytest.mark.slow
+async def test_answers_to_random_schemas_are_valid_and_do_not_depend_on_speculation():
+    ends = await check_schemas(range(8), 1)
+    assert ends[Finish.LENGTH] <= 1
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+async def test_answers_to_200_random_schemas_are_valid_and_at_least_95_in_100_end_by_themselves():
+    """Only fractions are unbounded in these schemas: a model may add digits up to `max_new_tokens`."""
+    ends = await check_schemas(range(200), 2)
+    assert ends[Finish.LENGTH] <= 10, ends
+
+
+@asynccontextmanager
+async def tiny(folder: Path, family: str = "llama") -> AsyncIterator[Ingress]:
+    """A random target of single bytes that drafts for itself."""
+    if family == "llama":
+        tiny_models.make_checkpoint(folder)
+    else:
+        tiny_hybrids.make_checkpoint(folder, family, vocab_size=tiny_models.PADDED)
+        tiny_models.write_tokenizer(folder)
+    model = {"checkpoint": str(folder), "dtype": "float32"}
+    config = Config.of({"targets": {"target": model | {"max_length": 256}}, "drafters": {"drafter": model}}, folder)
+    async with local_ingress(config) as router:
+        yield router
+
+
+STRUCTURES = (
+    Structure.regex("[a-c]{3,9}(x|yz)"),
+    Structure.choices(["yes", "no", "yes and no", "\u00fc"]),
+    Structure.grammar('start: pair ("," pair)~2\npair: "(" /[0-9]{1,2}/ ")"'),
+    Structure.json_schema({"type": "array", "items": {"enum": ["ab", 12, None]}, "maxItems": 4}),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", pytest.param("mamba2", marks=pytest.mark.long)])
+async def test_a_resumed_structured_answer_goes_on_with_the_same_tokens(tmp_path: Path, family: str):
+    """From every length, the whole included; a peer builds the structure's place from the answer's tokens."""
+    async with tiny(tmp_path, family) as router:
+        client = LocalClient(router)
+        for structure in STRUCTURES:
+            options = {"temperature": 1.5, "seed": 3, "max_new_tokens": 40}
+            whole = await client.generate_text([5, 6], structure=structure, speculation="(2,2)", **options)
+            assert whole.complete.finish is Finish.STRUCTURE, whole.text
+            for held in range(1, len(whole.token_ids) + 1):
+                request = build_request([5, 6], structure=structure, speculation="off", **options)
+                request.resume.CopyFrom(
+                    resume_of([5, 6], whole.token_ids[:held], whole.started.seed, whole.started.target)
+                )
+                events = [each async for each in router.generate(request)]
+                rest = [token for each in events for token in each.chunk.token_ids]
+                assert (*whole.token_ids[:held], *rest) == whole.token_ids
+                assert events[-1].complete.finish_reason == pb.FINISH_REASON_STRUCTURE
+            wrong = build_request([5, 6], structure=structure, **options)
+            wrong.resume.CopyFrom(resume_of([5, 6], [*whole.token_ids[:1], 0], 3, whole.started.target))
+            with pytest.raises(BadRequest, match="resume.token_ids: .*does not allow the answer's token 2, 0"):
+                [each async for each in router.generate(wrong)]
+
+
+@pytest.mark.slow
+async def test_what_ends_a_structured_answer_and_the_turn_after_it(tmp_path: Path):
+    async with tiny(tmp_path) as router:
+        client = LocalClient(router)
+        for way in ("off", "(2,2)"):
+            given: Options = {"temperature": 1.5, "seed": 3, "speculation": way}
+            word = Structure.regex("[a-z]{30}")
+            cut = await client.generate_text([5, 6], structure=word, max_new_tokens=7, **given)
+            assert cut.complete.finish is Finish.LENGTH and re.fullmatch("[a-z]{7}", cut.text)
+            stopped = await client.generate_text([5, 6], structure=word, stop=cut.text[3], **given)
+            assert stopped.complete.finish is Finish.STOP_STRING and stopped.text == cut.text.split(cut.text[3])[0]
+            ends = await client.generate_text(
+                [5, 6], structure=word, stop_ids=[cut.token_ids[4]], max_new_tokens=40, **given
+            )
+            assert ends.complete.finish is Finish.STOP_TOKEN and ends.token_ids == cut.token_ids[: len(ends.token_ids)]
+            endless = Structure.regex("[ab]+")  # may end after any token, but not here
+            long = await client.generate_text([5, 6], structure=endless, ignore_end=True, max_new_tokens=50, **given)
+            assert long.complete.finish is Finish.LENGTH and re.fullmatch("[ab]{50}", long.text)
+            first = await client.generate_text([5, 6], structure=word, keep_session=True, **given)
+            assert first.complete.finish is Finish.STRUCTURE
+            again = await client.generate_text([7], session=first.complete.session, structure=STRUCTURES[1], **given)
+            fresh = await client.generate_text([5, 6, *first.token_ids, 7], structure=STRUCTURES[1], **given)
+            assert again.token_ids == fresh.token_ids and again.text in STRUCTURES[1].texts
+
+
+@pytest.mark.parametrize("name, value", [("banned_ids", [5]), ("allowed_ids", [5]), ("bad_words", [[5, 6]])])
+async def test_removed_tokens_are_refused_beside_a_structure(name: str, value):
+    request = build_request([1, 2], structure=Structure.regex("a"), **{name: value})
+    with pytest.raises(BadRequest, match=f"^{name}: may leave no token that `structure` allows"):
+        [each async for each in ingress(EdgePeers()).generate(request)]
+
+
+async def test_a_structure_without_a_form_or_for_a_target_without_bytes_is_refused():
+    request = build_request([1, 2])
+    request.structure.SetInParent()
+    with pytest.raises(BadRequest, match="^structure: is empty; give one of json_schema, regex, grammar, choices"):
+        [each async for each in ingress(EdgePeers()).generate(request)]
+    with pytest.raises(BadRequest, match="^structure: cannot be enforced for the target"):
+        request = build_request([1, 2], structure=Structure.regex("a"))
+        [each async for each in ingress(EdgePeers()).generate(request)]
+
+
+@pytest.mark.slow
+async def test_a_structure_that_does_not_compile_is_refused_before_anything_runs(tmp_path: Path):
+    async with tiny(tmp_path) as router:
+        for structure, reason in (
+            (Structure.json_schema({"type": "strin"}), "structure.json_schema: .*Invalid type"),
+            (Structure.regex("a["), "structure.regex: "),
+            (Structure.grammar("start: a"), "structure.grammar: "),
+        ):
+            with pytest.raises(BadRequest, match=f"^{reason}"):
+                [each async for each in router.generate(build_request([5, 6], structure=structure))]
+
+
+def test_the_command_lines_structure_is_one_of_the_options_and_a_file_that_cannot_be_read_is_named(tmp_path: Path):
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "null"}')
+    assert structure_given(schema, None, None, None) == Structure.json_schema('{"type": "null"}')
+    assert structure_given(None, "a", None, []) == Structure.regex("a")
+    assert structure_given(None, None, None, None) is None
+    with pytest.raises(BadRequest, match="^structure: is given as regex and as choices; give one of them"):
+        structure_given(None, "a", None, ["b"])
+    with pytest.raises(BadRequest, match="^--grammar: .*missing.* cannot be read"):
+        structure_given(None, None, tmp_path / "missing", None)
