@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dendro.errors import BadRequest
-from dendro.structure import Form, Structure
+from dendro.structure import Structure, StructureForm
 from dendro.tree import DraftTree
 
 COMPILE_S = 10.0
@@ -144,13 +144,13 @@ def _lark_of(structure: Structure) -> str:
     import llguidance
 
     match structure.form:
-        case Form.GRAMMAR:
+        case StructureForm.GRAMMAR:
             if OPTIONS_LINE.search(structure.texts[0]):
                 raise BadRequest(structure.field, "has a line %llguidance; its options are the server's own")
             return HEADER + structure.texts[0]
-        case Form.REGEX:
+        case StructureForm.REGEX:
             return f"{HEADER}start: /{llguidance.regex_to_lark(structure.texts[0], use_ascii='')}/"
-        case Form.CHOICES:
+        case StructureForm.CHOICES:
             return f"{HEADER}start: /{'|'.join(map(_literal, structure.texts))}/"
     try:
         made = llguidance.LLMatcher.grammar_from_json_schema(structure.texts[0], overrides=JSON_OPTIONS)
