@@ -244,6 +244,13 @@ def generate(
         list[str] | None,
         typer.Option("--bad-word", metavar="ID,ID,...", help="Tokens that are not completed in order; repeatable."),
     ] = None,
+    mode: Annotated[
+        str,
+        typer.Option(
+            help="coupled, greedy, or, where the configuration lists it, naive, multi-step, block or lenient (lossy)."
+        ),
+    ] = "coupled",
+    lenience: Annotated[float | None, typer.Option(help="Of --mode lenient, between 0 and 1.")] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens")] = 128,
     min_new_tokens: Annotated[
         int, typer.Option("--min-new-tokens", help="Before so many tokens, none that ends the answer is drawn.")
@@ -304,6 +311,8 @@ def generate(
         "banned_ids": banned_ids or (),
         "allowed_ids": allowed_ids or (),
         "bad_words": [_numbers("--bad-word", each, ",", *[int] * (each.count(",") + 1)) for each in bad_words or ()],
+        "mode": mode,
+        "lenience": lenience,
         "max_new_tokens": max_new_tokens,
         "min_new_tokens": min_new_tokens,
         "stop_ids": stop_ids or (),
@@ -321,6 +330,8 @@ def generate(
             errors.print(f"[dim]{answer_line(done.complete)}; seed {done.started.seed}[/]", highlight=False)
             for line in account_lines(done.complete.speculation):
                 errors.print(f"[dim]{line}[/]", highlight=False, soft_wrap=True)
+            if done.started.lossy:
+                errors.print(f"lossy: mode {done.started.mode} does not keep the target's law", style="yellow")
             if done.complete.session:
                 errors.print(f"[dim]session {done.complete.session}[/]", highlight=False)
 

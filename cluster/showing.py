@@ -49,6 +49,8 @@ def as_json(done: Completion) -> str:
         "token_ids": done.token_ids,
         "request_id": done.started.request_id,
         "model": done.started.model,
+        "mode": done.started.mode,
+        "lossy": done.started.lossy,
         "seed": done.started.seed,
         "session": complete.session,
         "finish": complete.finish.value,

@@ -102,7 +102,7 @@ class Drawn:
 
     paths: Tensor  # [texts, max_depth + 1] wanted rows that were visited
     emitted: Tensor  # [texts, max_depth + 1] the token drawn at each
-    lengths: Tensor  # [texts] how many of them are valid
+    lengths: Tensor  # [texts] how many of them are valid; 0 for one that is walked on the host
 
 
 class DeviceRunner(StepRunner):
@@ -160,16 +160,34 @@ class DeviceRunner(StepRunner):
             began = time.perf_counter()
             cold = shape not in self._ran
             edited = [draw for draw in plan.draws if draw.history is not None]
-            # A graph has no place for a text's history: such a step runs without one.
-            drawn = self._step(shape, inputs, edited) if edited else self._replayed(shape, inputs)
+            hosted = [draw for draw in plan.draws if not draw.sampling.keeps_tokens]
+            by_host: dict[int, Walk] = {}
+            if edited or hosted:  # a graph has no place for a text's history, and keeps no logits
+                logits = self._scores(inputs, edited)
+                drawn = self._draw(shape, inputs, logits)
+                by_host = self._walked_on_host(plan, hosted, logits)
+            else:
+                drawn = self._replayed(shape, inputs)
             found = torch.cat([drawn.paths, drawn.emitted, drawn.lengths[:, None]], 1).cpu().numpy()
         forwarded = time.perf_counter()
-        walks = [_walk(draw, row, self._bounds.max_depth + 1) for draw, row in zip(plan.draws, found, strict=False)]
+        walks = [
+            by_host[draw.session] if draw.session in by_host else _walk(draw, row, self._bounds.max_depth + 1)
+            for draw, row in zip(plan.draws, found, strict=False)
+        ]
         kept = self._accepted(plan, walks)  # the step has copied them here
         if self.crew is not None and len(kept.source):
             self.crew.broadcast(kept)
         ended = time.perf_counter()
         return StepOutcome(tuple(walks), int(1e6 * (forwarded - began)), int(1e6 * (ended - started)), cold)
+
+    def _walked_on_host(self, plan: StepPlan, draws: Sequence[Draw], logits: Tensor) -> dict[int, Walk]:
+        """The walks of these draws, by session; copies what they accept to its place. logits: of all wanted rows"""
+        walks = {
+            draw.session: self.walker.walk(replace(draw, history=None), lambda row: logits[row : row + 1])
+            for draw in draws
+        }
+        self.keep(self._accepted(replace(plan, draws=tuple(draws)), list(walks.values())))
+        return walks
 
     def prepare(self, session: int, position: int) -> None:
         """Noise is computed within the step."""
@@ -248,7 +266,8 @@ class DeviceRunner(StepRunner):
             real["temperature"][mine] = draw.warp.temperature
             real["top_p"][mine] = draw.warp.top_p
             real["min_p"][mine] = draw.warp.min_p
-            whole["first"][number], whole["count"][number] = draw.wanted, draw.tree.rows
+            rows_walked = draw.tree.rows if draw.sampling.keeps_tokens else 0
+            whole["first"][number], whole["count"][number] = draw.wanted, rows_walked
 
     def _begin(self, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor]:
         """For forwards without drawing: those of checks, and of workers other than the leader."""
@@ -268,14 +287,22 @@ class DeviceRunner(StepRunner):
 
     # The step
 
-    def _step(self, shape: StepShape, inputs: tuple[StepBuffers, StepBuffers], edited: Sequence[Draw] = ()) -> Drawn:
-        """Everything from rows to copied keys. Without synchronisation, unless texts have a history: `edited`."""
-        given, real = (each.device for each in inputs)
-        logits = self.target.logits(*self._seen(given))
+    def _step(self, shape: StepShape, inputs: tuple[StepBuffers, StepBuffers]) -> Drawn:
+        """Everything from rows to copied keys, without synchronisation."""
+        return self._draw(shape, inputs, self._scores(inputs))
+
+    def _scores(self, inputs: tuple[StepBuffers, StepBuffers], edited: Sequence[Draw] = ()) -> Tensor:
+        """Logits [wanted rows, vocabulary] float32. Without synchronisation, unless texts have a history: `edited`."""
+        logits = self.target.logits(*self._seen(inputs[0].device))
         for draw in edited:
             assert draw.history is not None
             mine = slice(draw.wanted, draw.wanted + draw.tree.rows)
             logits[mine] = draw.history.scores(logits[mine], draw.paths())
+        return logits
+
+    def _draw(self, shape: StepShape, inputs: tuple[StepBuffers, StepBuffers], logits: Tensor) -> Drawn:
+        """The step after its forward."""
+        given, real = (each.device for each in inputs)
         if shape.drawing == GREEDY:
             picked = logits.argmax(1)
         else:

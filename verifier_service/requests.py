@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from dendro.calls import CloseCall, OpenCall, PeerText, RequestParameters, TextUpdate, VerifyCall
 from dendro.engine import Ticket
 from dendro.errors import BadRequest
-from dendro.text import Verdict
+from dendro.text import Sampling, Verdict
 from dendro.tree import DraftTree
 from tree_kernels.tree_attention import near_window
 from tree_kernels.warp import History, Processors, Warp
 from tree_layers.tree_mixers import Array
 
 from verifier_service.memory import TextMemory, most_pages, salt_of
+from verifier_service.modes import check_laws
 from verifier_service.recurrent import Arrangement
 
 Call = OpenCall | VerifyCall | CloseCall
@@ -64,8 +65,10 @@ class Capacity:
         if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocabulary:
             raise BadRequest("text", f"has a token outside the vocabulary of {self.vocabulary}")
 
-    def check_tree(self, tree: DraftTree, root: int) -> None:
-        """Raise BadRequest for a tree that does not begin with the text's last token, or exceeds a limit."""
+    def check_tree(self, tree: DraftTree, ids: Sequence[int], sampling: Sampling) -> None:
+        """Raise BadRequest for a tree that does not begin with the last token of the text `ids`, exceeds a limit, or
+        cannot be verified in the request's mode."""
+        root = ids[-1]
         if tree.tokens[0] != root:
             raise BadRequest("tree.tokens", f"begins with {tree.tokens[0]}, the text ends with {root}")
         if tree.rows > self.max_rows:
@@ -74,6 +77,7 @@ class Capacity:
             raise BadRequest("tree.tokens", f"a token lies outside the vocabulary of {self.vocabulary}")
         if tree.depth > self.max_depth:
             raise BadRequest("tree.parents", f"depth {tree.depth}; a tree here has at most {self.max_depth}")
+        check_laws(tree, sampling, len(ids), self.vocabulary)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,6 +139,16 @@ class VerifierText:
         if self.history is not None:
             self.history.follow(self.text.ids, common)
         return common
+
+    @property
+    def trimmed(self) -> bool:
+        """Whether guesses of its trees may be left out of a step: not where they were drawn, which would change the law
+        of what is emitted."""
+        return not self.parameters.sampling.draws_guesses
+
+    def least_rows(self, tree: DraftTree) -> int:
+        """The fewest rows of a tree that a step must have."""
+        return 1 if self.trimmed else tree.rows
 
     @property
     def lacking(self) -> int:

@@ -368,10 +368,11 @@ class StepScheduler:
         for _, session, ask in ready:  # the roots and the missing rows before them
             assert isinstance(ask.call, VerifyCall)
             deepest = len(session.text.ids) + ask.call.tree.depth
-            if session.lacking < room and self._hold(session, deepest, taken):
+            needed = session.lacking + session.least_rows(ask.call.tree)
+            if needed <= room and self._hold(session, deepest, taken):
                 shares.append(_Share(session, session.lacking, ask, ask.call.tree))
                 taken.add(session.number)
-                room -= session.lacking + 1
+                room -= needed
         self._trim(shares, room)
         room = step_rows
         if shares:
@@ -396,8 +397,9 @@ class StepScheduler:
 
     def _trim(self, shares: Sequence[_Share], room: int) -> None:
         """Drop the guesses that do not fit or are not worth their rows."""
+        must = sum(share.prefill + share.session.least_rows(share.tree) for share in shares if share.tree is not None)
+        shares = [share for share in shares if share.session.trimmed]
         trees = [share.tree for share in shares if share.tree is not None]
-        must = sum(share.prefill + 1 for share in shares)
         kept = worthwhile(trees, must, room, self.capacity.sizes, self.costs)
         for share, tree in zip(shares, kept, strict=True):
             share.tree = tree
@@ -433,7 +435,7 @@ class StepScheduler:
         if call.update.base >= session.parameters.limits.max_length:
             raise BadRequest("text", f"has reached its limit of {session.parameters.limits.max_length} tokens")
         self._follow_text(session, call.update)
-        self.capacity.check_tree(call.tree, session.text.ids[-1])
+        self.capacity.check_tree(call.tree, session.text.ids, session.parameters.sampling)
 
     def _follow_text(self, session: VerifierText, update: TextUpdate) -> None:
         consumed = session.memory.consumed

@@ -12,6 +12,8 @@ from tree_kernels.noise import NoiseRows
 from tree_kernels.tree_walk import Walk, walk
 from tree_kernels.warp import History, Warp, tokens_of
 
+from verifier_service.modes import walk_by_mode
+
 
 @dataclass(frozen=True, slots=True)
 class Draw:
@@ -43,13 +45,18 @@ class Walker:
 
     def walk(self, draw: Draw, logits: Callable[[int], Tensor]) -> Walk:
         """logits: a row of the step's logits -> [1, vocabulary] float32. Called for visited rows only, in order."""
-        noise = self._rows(draw) if not draw.warp.greedy else None
         paths = draw.paths() if draw.history is not None else []
 
+        def scores(row: int) -> Tensor:
+            here = logits(draw.wanted + row)
+            return here if draw.history is None else draw.history.scores(here, [paths[row]])
+
+        if not draw.sampling.keeps_tokens:
+            return walk_by_mode(draw.tree, draw.base, draw.warp, draw.sampling, scores)
+        noise = self._rows(draw) if not draw.warp.greedy else None
+
         def pick(row: int) -> int:
-            here, drawn = logits(draw.wanted + row), None
-            if draw.history is not None:
-                here = draw.history.scores(here, [paths[row]])
+            here, drawn = scores(row), None
             if noise is not None:
                 drawn = noise.row(draw.base + int(draw.tree.depths[row])).to(here.device)[None]
             return int(tokens_of(here, draw.warp, drawn)[0])

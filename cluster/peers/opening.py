@@ -12,7 +12,7 @@ from dendro.clock import Clock
 from dendro.errors import DendroError
 from dendro.smoothing import smoothed
 from dendro.tasks import BackgroundTasks, end_task
-from dendro.text import Text
+from dendro.text import Sampling, Text
 from tree_layers.checkpoint import Facts
 
 log = logging.getLogger("dendro.peers")
@@ -81,15 +81,18 @@ class Pace:
 class Opening(Generic[P]):
     """One opening of one text at one leased peer."""
 
-    def __init__(self, leased: Leased[P], text: Text, vocabulary: int = 0, tokenizer: str = "") -> None:
-        """`vocabulary` and `tokenizer` are the target's, where the peer is no verifier."""
+    def __init__(
+        self, leased: Leased[P], text: Text, vocabulary: int = 0, tokenizer: str = "", sampling: Sampling | None = None
+    ) -> None:
+        """`vocabulary` and `tokenizer` are the target's, where the peer is no verifier. `sampling`: the peer's, where
+        it differs from the text's."""
         self.peer = leased.peer
         self.hello = leased.hello
         self.leased = leased
         self._id = new_opening()
         self._sent = 0  # tokens that the peer was sent
         self._parameters = RequestParameters(
-            text.sampling, text.limits, text.tenant, text.marks, vocabulary, tokenizer, text.prompt_length
+            sampling or text.sampling, text.limits, text.tenant, text.marks, vocabulary, tokenizer, text.prompt_length
         )
 
     async def open(self, text: Text) -> Opened:

@@ -13,7 +13,7 @@ from dendro.clock import Clock
 from dendro.errors import BadRequest, Conflict, PeerLost
 from dendro.long_work import PART, off_loop
 from dendro.text import SEED_BITS, Limits, Sampling, StopStrings, Text, check_choice
-from dendro.token_lists import edits_from, stop_ids_from
+from dendro.token_lists import edits_from, mode_from, stop_ids_from
 from dendro.v1 import generation_pb2 as pb
 from tree_layers.checkpoint import Facts
 
@@ -281,6 +281,7 @@ def _sampling(request: pb.GenerateRequest, record: Record | None) -> Sampling:
         presence_penalty=fields.presence_penalty,
         frequency_penalty=fields.frequency_penalty,
         **edits_from(fields),
+        **mode_from(fields),
     )
 
 

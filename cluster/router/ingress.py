@@ -166,7 +166,8 @@ class Ingress:
                             async for each in done:
                                 yield each if isinstance(each, pb.GenerateResponse) else each.message(answer)
                     finally:
-                        self._priors.learn(job.kind, account.notes, experience)
+                        if job.plan.learns:
+                            self._priors.learn(job.kind, account.notes, experience)
                 finish = text.finish
                 assert finish is not None
             else:  # the client has the whole answer
@@ -406,5 +407,7 @@ def _started(job: Job, text: Text, target: str) -> pb.GenerateResponse:
             offset=len(job.held),
             prompt_digest=text.digest(len(job.prompt)),
             target=target,
+            mode=job.sampling.mode,
+            lossy=job.sampling.mode.lossy,
         )
     )

@@ -64,6 +64,8 @@ class Started:
     prompt_tokens: int
     prompt_digest: int  # of the tokens before the answer
     target: str  # digest of all that the tokens depend on besides the text: weights, dtype, exactness and others
+    mode: str = "coupled"  # the verification mode
+    lossy: bool = False  # the answer's tokens do not have the target's law
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +224,8 @@ class Options(TypedDict, total=False):
     banned_ids: Sequence[int]  # tokens that are not drawn
     allowed_ids: Sequence[int]  # the only tokens that are drawn; default: all
     bad_words: Sequence[Sequence[int]]  # sequences of tokens that the answer does not complete
+    mode: str  # the verification mode: "coupled" (default), "greedy", "naive", "multi-step", "block" or "lenient"
+    lenience: float | None  # of mode "lenient", which is lossy
     max_new_tokens: int | None
     min_new_tokens: int | None  # no token that ends the answer is drawn before it has so many
     stop_ids: Sequence[int]  # tokens that end the answer; the drawn one is its last
@@ -251,6 +255,8 @@ def build_request(
     banned_ids: Sequence[int] = (),
     allowed_ids: Sequence[int] = (),
     bad_words: Sequence[Sequence[int]] = (),
+    mode: str = "",
+    lenience: float | None = None,
     max_new_tokens: int | None = None,
     min_new_tokens: int | None = None,
     stop_ids: Sequence[int] = (),
@@ -289,6 +295,7 @@ def build_request(
             request.sampling.logit_bias[token] = bias
         except (ValueError, TypeError):
             raise BadRequest(f"logit_bias[{token}]", f"{bias!r} is no bias of a token id") from None
+    request.sampling.mode = mode
     options = Speculation.parse(speculation) if isinstance(speculation, str) else speculation
     request.speculation.mode = MODES[options.mode]
     request.speculation.shape = options.shape
@@ -303,6 +310,7 @@ def build_request(
         (request.sampling, "repetition_penalty", repetition_penalty),
         (request.sampling, "presence_penalty", presence_penalty),
         (request.sampling, "frequency_penalty", frequency_penalty),
+        (request.sampling, "lenience", lenience),
         (request, "max_new_tokens", max_new_tokens),
         (request, "min_new_tokens", min_new_tokens),
         (request.speculation, "speculation.max_nodes", options.max_nodes),

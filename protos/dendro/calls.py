@@ -147,7 +147,7 @@ TARGET_FACTS = ("fingerprint", "dtype", "exactness", "tokenizer", "vocabulary", 
 of sharding, and whether the arithmetic is this project's own. The limits (`max_*`) do not change tokens; calls outside
 them are refused."""
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 
 class Peer(Protocol):

@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Protocol, Self
 
 from dendro.errors import BadRequest
+from dendro.modes import LISTED_MODES, VerificationMode, draft_seed
 
 SEED_BITS = 64
 SMALLEST_TEMPERATURE = 1e-6
@@ -61,8 +62,11 @@ class Sampling:
     banned_ids: tuple[int, ...] = ()
     allowed_ids: tuple[int, ...] = ()  # empty: all
     bad_words: tuple[tuple[int, ...], ...] = ()  # sequences that the answer does not complete
+    mode: VerificationMode = VerificationMode.COUPLED
+    lenience: float = 1.0  # of mode LENIENT, in (0, 1); 1 in all others
 
     def __post_init__(self) -> None:
+        self._check_mode()
         if not (self.temperature == 0 or SMALLEST_TEMPERATURE <= self.temperature < math.inf):
             raise BadRequest(
                 "temperature",
@@ -95,6 +99,40 @@ class Sampling:
             check_count(f"bad_words[{index}]", word, MAX_BAD_WORD_TOKENS)
             if not word:
                 raise BadRequest(f"bad_words[{index}]", "is empty; it needs at least one token")
+
+    def _check_mode(self) -> None:
+        greedy, mode = self.temperature == 0, self.mode
+        if mode is VerificationMode.GREEDY and not greedy:
+            raise BadRequest("mode", f"is greedy, but the temperature is {self.temperature}; greedy needs 0")
+        if greedy and mode in (VerificationMode.NAIVE, VerificationMode.MULTI_STEP, VerificationMode.BLOCK):
+            raise BadRequest("mode", f"is {mode}, which draws tokens; at temperature 0 use greedy or coupled")
+        if mode is VerificationMode.LENIENT:
+            if not 0 < self.lenience < 1:
+                raise BadRequest("lenience", f"must lie in (0, 1) in mode lenient; got {self.lenience}")
+        elif self.lenience != 1:
+            raise BadRequest("lenience", f"is {self.lenience}, but the mode is {mode}; it belongs to lenient")
+
+    @property
+    def draws_guesses(self) -> bool:
+        """Whether guesses are drawn from the drafter's law, which is sent with the tree, and tested by their
+        probabilities. The tree must then not be trimmed, merged or shaped by what was drawn."""
+        drawn = (VerificationMode.MULTI_STEP, VerificationMode.BLOCK, VerificationMode.LENIENT)
+        return self.mode in drawn and self.temperature > 0
+
+    @property
+    def shares_noise(self) -> bool:
+        """Whether drafters rank by the noise that the target draws with."""
+        return self.temperature > 0 and self.mode not in LISTED_MODES
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether the tokens are those of plain decoding with the same seed, whatever the trees."""
+        return not self.draws_guesses and not self.mode.lossy
+
+    @property
+    def of_drafters(self) -> Sampling:
+        """What drafters get: in LISTED_MODES another seed, so that they cannot know the verifier's noise."""
+        return replace(self, seed=draft_seed(self.seed)) if self.mode in LISTED_MODES else self
 
 
 def check_count(field: str, values: Sized, most: int) -> None:

@@ -32,8 +32,8 @@ from dendro.internal.v1 import calls_pb2, drafter_pb2, tree_pb2, verifier_pb2
 from dendro.long_work import PART
 from dendro.shapes import MAX_ROWS, BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape, UntilShape
 from dendro.text import Finish, Limits, Sampling, Verdict
-from dendro.token_lists import edits_from, stop_ids_from
-from dendro.tree import LONGEST_TRACE, DraftTree
+from dendro.token_lists import edits_from, mode_from, stop_ids_from
+from dendro.tree import LAW_TOKENS, LONGEST_TRACE, DraftTree, RowLaw
 
 _FINISH_MESSAGE = {
     None: verifier_pb2.FINISH_UNSPECIFIED,
@@ -69,12 +69,13 @@ def tree_message(tree: DraftTree) -> tree_pb2.DraftTree:
         trace=tree.trace.tolist(),
         draft_us=tree.draft_us,
         texts=tree.texts,
+        laws=[tree_pb2.RowLaw(row=law.row, ids=law.ids, probabilities=law.probabilities) for law in tree.laws],
     )
 
 
 def tree_from(message: tree_pb2.DraftTree) -> DraftTree:
     """The tree. Raises BadRequest where its constructor raises ValueError."""
-    for name in ("tokens", "parents", "values"):
+    for name in ("tokens", "parents", "values", "laws"):
         if (count := len(getattr(message, name))) > MAX_ROWS:
             raise BadRequest(f"tree.{name}", f"{count} rows; a tree has 1 to {MAX_ROWS}")
     try:
@@ -87,9 +88,15 @@ def tree_from(message: tree_pb2.DraftTree) -> DraftTree:
             trace=np.array([min(rank, _MAX_COUNT) for rank in message.trace[-MAX_TRACE:]], np.int32),
             draft_us=min(message.draft_us, MAX_US),
             texts=_within(message.texts, 1, MAX_TEXTS),
+            laws=tuple(_law_from(law) for law in message.laws),
         )
     except ValueError as error:
         raise _bad("tree", error) from None
+
+
+def _law_from(message: tree_pb2.RowLaw) -> RowLaw:
+    ids, probabilities = message.ids[: LAW_TOKENS + 1], message.probabilities[: LAW_TOKENS + 1]  # more are refused
+    return RowLaw(message.row, np.array(ids, np.int64), np.array(probabilities, np.float64))
 
 
 def shape_message(shape: TreeShape) -> tree_pb2.TreeShape:
@@ -170,6 +177,8 @@ def _open_message(call: OpenCall) -> calls_pb2.OpenCall:
             banned_ids=sampling.banned_ids,
             allowed_ids=sampling.allowed_ids,
             bad_words=[calls_pb2.TokenIds(ids=word) for word in sampling.bad_words],
+            mode=sampling.mode,
+            lenience=sampling.lenience if sampling.mode.lossy else None,
         ),
         max_length=parameters.limits.max_length,
         ignore_end=parameters.limits.ignore_end,
@@ -206,6 +215,7 @@ def _open_from(update: TextUpdate, message: calls_pb2.OpenCall) -> OpenCall:
         presence_penalty=raw.presence_penalty,
         frequency_penalty=raw.frequency_penalty,
         **edits_from(raw),
+        **mode_from(raw),
     )
     limits = Limits(message.max_length, message.ignore_end, message.min_length, stop_ids_from(message))
     parameters = RequestParameters(

@@ -2,12 +2,13 @@
 
 from tree_kernels.sampled_walk.coins import NoiseCoins
 from tree_kernels.sampled_walk.cpu import block, multi_step
-from tree_kernels.sampled_walk.draws import LEAST_PROBABILITY, SparseLaw, drawn_order, law_of_scores
+from tree_kernels.sampled_walk.draws import LEAST_PROBABILITY, Floats, SparseLaw, drawn_order, law_of_scores
 from tree_kernels.sampled_walk.reference import Coins, lenient_greedy
 
 __all__ = [
     "LEAST_PROBABILITY",
     "Coins",
+    "Floats",
     "NoiseCoins",
     "SparseLaw",
     "block",

@@ -224,6 +224,8 @@ class Sampling(_message.Message):
     BANNED_IDS_FIELD_NUMBER: _builtins.int
     ALLOWED_IDS_FIELD_NUMBER: _builtins.int
     BAD_WORDS_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    LENIENCE_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """temperature divides the logits. Absent or zero: greedy. (A double, so that no rounding changes the law.)"""
     top_k: _builtins.int
@@ -249,6 +251,19 @@ class Sampling(_message.Message):
     frequency_penalty: _builtins.float
     """frequency_penalty is subtracted from a token's logit once for each time that the answer has it. In [-100, 100].
     Absent: zero.
+    """
+    mode: _builtins.str
+    """mode is the verification mode: how the guesses of a draft tree decide which tokens are emitted. Empty: "coupled".
+
+    "coupled": the tokens of plain decoding with the same seed. "greedy": the same, refused unless the temperature is
+    zero. The others are refused unless the server's configuration lists them, need `speculation` of mode FIXED, and, but
+    for "lenient", a temperature above zero: "naive": the same tokens as "coupled", guessed without the noise;
+    "multi-step" and "block": draws from the target's law, which depend on drafter, shape and failures beside the seed;
+    "lenient": lossy, the answer has another law than the target.
+    """
+    lenience: _builtins.float
+    """lenience is greater than zero and less than one: in mode "lenient" a guess is accepted as if its probability by the
+    target were higher by the factor 1 / lenience. Required there, refused in all others.
     """
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
@@ -284,13 +299,17 @@ class Sampling(_message.Message):
         banned_ids: _abc.Iterable[_builtins.int] | None = ...,
         allowed_ids: _abc.Iterable[_builtins.int] | None = ...,
         bad_words: _abc.Iterable[Global___TokenIds] | None = ...,
+        mode: _builtins.str = ...,
+        lenience: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_sample_index", b"_sample_index", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "sample_index", b"sample_index", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_lenience", b"_lenience", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_sample_index", b"_sample_index", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "lenience", b"lenience", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "sample_index", b"sample_index", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_sample_index", b"_sample_index", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_ids", b"allowed_ids", "bad_words", b"bad_words", "banned_ids", b"banned_ids", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "sample_index", b"sample_index", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_lenience", b"_lenience", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_sample_index", b"_sample_index", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_ids", b"allowed_ids", "bad_words", b"bad_words", "banned_ids", b"banned_ids", "frequency_penalty", b"frequency_penalty", "lenience", b"lenience", "logit_bias", b"logit_bias", "min_p", b"min_p", "mode", b"mode", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "sample_index", b"sample_index", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
     _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
+    _WhichOneofReturnType__lenience: _TypeAlias = _typing.Literal["lenience"]  # noqa: Y015
+    _WhichOneofArgType__lenience: _TypeAlias = _typing.Literal["_lenience", b"_lenience"]  # noqa: Y015
     _WhichOneofReturnType__min_p: _TypeAlias = _typing.Literal["min_p"]  # noqa: Y015
     _WhichOneofArgType__min_p: _TypeAlias = _typing.Literal["_min_p", b"_min_p"]  # noqa: Y015
     _WhichOneofReturnType__presence_penalty: _TypeAlias = _typing.Literal["presence_penalty"]  # noqa: Y015
@@ -309,6 +328,8 @@ class Sampling(_message.Message):
     _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__frequency_penalty) -> _WhichOneofReturnType__frequency_penalty | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lenience) -> _WhichOneofReturnType__lenience | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_p) -> _WhichOneofReturnType__min_p | None: ...
     @_typing.overload
@@ -491,6 +512,8 @@ class GenerateStarted(_message.Message):
     OFFSET_FIELD_NUMBER: _builtins.int
     PROMPT_DIGEST_FIELD_NUMBER: _builtins.int
     TARGET_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    LOSSY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """request_id is the request's, or the one that the server made."""
     model: _builtins.str
@@ -507,6 +530,10 @@ class GenerateStarted(_message.Message):
     """target is a digest of all that the answer's tokens depend on besides the text: weights, dtype, exactness,
     tokenizer, vocabulary and end-of-text ids. A resume repeats it.
     """
+    mode: _builtins.str
+    """mode is the verification mode of this answer, as in Sampling, never empty."""
+    lossy: _builtins.bool
+    """lossy: the answer's tokens do not have the target's law. Only in mode "lenient"."""
     def __init__(
         self,
         *,
@@ -517,10 +544,12 @@ class GenerateStarted(_message.Message):
         offset: _builtins.int = ...,
         prompt_digest: _builtins.int = ...,
         target: _builtins.str = ...,
+        mode: _builtins.str = ...,
+        lossy: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "offset", b"offset", "prompt_digest", b"prompt_digest", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "seed", b"seed", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lossy", b"lossy", "mode", b"mode", "model", b"model", "offset", b"offset", "prompt_digest", b"prompt_digest", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "seed", b"seed", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

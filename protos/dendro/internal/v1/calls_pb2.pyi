@@ -293,6 +293,8 @@ class Sampling(_message.Message):
     BANNED_IDS_FIELD_NUMBER: _builtins.int
     ALLOWED_IDS_FIELD_NUMBER: _builtins.int
     BAD_WORDS_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    LENIENCE_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """temperature divides the logits. Zero: greedy."""
     top_k: _builtins.int
@@ -313,6 +315,12 @@ class Sampling(_message.Message):
     """
     presence_penalty: _builtins.float
     frequency_penalty: _builtins.float
+    mode: _builtins.str
+    """mode is the verification mode, as in the public API. In a mode that the configuration must list, a drafter's seed
+    is not the verifier's.
+    """
+    lenience: _builtins.float
+    """lenience is that of the mode "lenient". Absent in all others."""
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]: ...
     @_builtins.property
@@ -339,12 +347,16 @@ class Sampling(_message.Message):
         banned_ids: _abc.Iterable[_builtins.int] | None = ...,
         allowed_ids: _abc.Iterable[_builtins.int] | None = ...,
         bad_words: _abc.Iterable[Global___TokenIds] | None = ...,
+        mode: _builtins.str = ...,
+        lenience: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_lenience", b"_lenience", "lenience", b"lenience"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_ids", b"allowed_ids", "bad_words", b"bad_words", "banned_ids", b"banned_ids", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "sample_index", b"sample_index", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lenience", b"_lenience", "allowed_ids", b"allowed_ids", "bad_words", b"bad_words", "banned_ids", b"banned_ids", "frequency_penalty", b"frequency_penalty", "lenience", b"lenience", "logit_bias", b"logit_bias", "min_p", b"min_p", "mode", b"mode", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "sample_index", b"sample_index", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__lenience: _TypeAlias = _typing.Literal["lenience"]  # noqa: Y015
+    _WhichOneofArgType__lenience: _TypeAlias = _typing.Literal["_lenience", b"_lenience"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lenience) -> _WhichOneofReturnType__lenience | None: ...
 
 Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
 
