@@ -447,6 +447,12 @@ def bench_stopping(context: typer.Context) -> None:
     _run_from("cluster.bench.stopping_command", "bench_stopping", context)
 
 
+@bench.command("verify", context_settings=ELSEWHERE, add_help_option=False)
+def bench_verify(context: typer.Context) -> None:
+    """Compare verification modes: coupled, multi-step, block and naive."""
+    _run_from("cluster.bench.verify_command", "bench_verify", context)
+
+
 @bench.command("tree-scan", context_settings=ELSEWHERE, add_help_option=False)
 def bench_tree_scan(context: typer.Context) -> None:
     """Measure what a tree costs a state-space layer."""

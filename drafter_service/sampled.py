@@ -13,7 +13,7 @@ import torch
 from dendro.errors import BadRequest
 from dendro.shapes import LevelShape, NodeShape, TreeShape
 from dendro.text import Sampling
-from dendro.tree import LAW_TOKENS, RowLaw
+from dendro.tree import LAW_TOKENS, ChildLaw
 from tree_kernels.sampled_walk import drawn_order, law_of_scores
 from tree_kernels.warp import Warp, warp
 
@@ -34,7 +34,7 @@ class GuessDraws:
 
     sampling: Sampling  # with the drafter's seed
     base: int  # length of the text that the round starts from
-    laws: list[RowLaw] = field(default_factory=list)
+    laws: list[ChildLaw] = field(default_factory=list)
 
     def drawn(
         self, growth: Growth, candidates: Sequence[Sequence[int]], scores: Sequence[Numbers]
@@ -51,7 +51,7 @@ class GuessDraws:
         kept = warp(torch.tensor(np.array(scores), dtype=torch.float32), filters).double().numpy()
         for row, ids, numbers, weights in zip(growth.frontier, candidates, scores, kept, strict=True):
             law = law_of_scores(np.array(ids[:LAW_TOKENS], np.int64), weights[:LAW_TOKENS])
-            self.laws.append(RowLaw(row, law.ids, law.probabilities))
+            self.laws.append(ChildLaw(row, law.ids, law.probabilities))
             order = drawn_order(law, sampling.seed, self.base, row, sampling.sample_index)
             tokens.append([ids[place] for place in order])
             found.append([numbers[place] for place in order])

@@ -31,7 +31,7 @@ EMPTY_TRACE: npt.NDArray[np.int32] = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, eq=False)
-class RowLaw:
+class ChildLaw:
     """The law from which the children of a row were drawn without replacement, in the order of their ranks. Raises
     ValueError, naming the field."""
 
@@ -69,7 +69,7 @@ class DraftTree:
     draft_us: int = 0  # microseconds that the tree was queued or computed at the drafter
     texts: int = 1  # texts whose trees were grown together, this one included
     missed: bool = False  # a drafter was called and sent no tree; any guesses are the router's own proposals
-    laws: tuple[RowLaw, ...] = ()  # of the rows with children, ascending, where guesses were drawn; else empty
+    laws: tuple[ChildLaw, ...] = ()  # of the rows with children, ascending, where guesses were drawn; else empty
 
     def __post_init__(self) -> None:
         rows = len(self.tokens)

@@ -33,7 +33,7 @@ from dendro.long_work import PART
 from dendro.shapes import MAX_ROWS, BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape, UntilShape
 from dendro.text import Finish, Limits, Sampling, Verdict
 from dendro.token_lists import edits_from, mode_from, stop_ids_from
-from dendro.tree import LAW_TOKENS, LONGEST_TRACE, DraftTree, RowLaw
+from dendro.tree import LAW_TOKENS, LONGEST_TRACE, ChildLaw, DraftTree
 
 _FINISH_MESSAGE = {
     None: verifier_pb2.FINISH_UNSPECIFIED,
@@ -69,7 +69,7 @@ def tree_message(tree: DraftTree) -> tree_pb2.DraftTree:
         trace=tree.trace.tolist(),
         draft_us=tree.draft_us,
         texts=tree.texts,
-        laws=[tree_pb2.RowLaw(row=law.row, ids=law.ids, probabilities=law.probabilities) for law in tree.laws],
+        laws=[tree_pb2.ChildLaw(row=law.row, ids=law.ids, probabilities=law.probabilities) for law in tree.laws],
     )
 
 
@@ -94,9 +94,9 @@ def tree_from(message: tree_pb2.DraftTree) -> DraftTree:
         raise _bad("tree", error) from None
 
 
-def _law_from(message: tree_pb2.RowLaw) -> RowLaw:
+def _law_from(message: tree_pb2.ChildLaw) -> ChildLaw:
     ids, probabilities = message.ids[: LAW_TOKENS + 1], message.probabilities[: LAW_TOKENS + 1]  # more are refused
-    return RowLaw(message.row, np.array(ids, np.int64), np.array(probabilities, np.float64))
+    return ChildLaw(message.row, np.array(ids, np.int64), np.array(probabilities, np.float64))
 
 
 def shape_message(shape: TreeShape) -> tree_pb2.TreeShape:

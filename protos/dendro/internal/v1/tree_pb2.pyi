@@ -57,7 +57,7 @@ class DraftTree(_message.Message):
         """
 
     @_builtins.property
-    def laws(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowLaw]:
+    def laws(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChildLaw]:
         """laws are those from which the guesses were drawn, of each row with children, ascending. Empty: the guesses are not
         draws, as in the modes "coupled", "greedy" and "naive".
         """
@@ -72,7 +72,7 @@ class DraftTree(_message.Message):
         trace: _abc.Iterable[_builtins.int] | None = ...,
         draft_us: _builtins.int = ...,
         texts: _builtins.int = ...,
-        laws: _abc.Iterable[Global___RowLaw] | None = ...,
+        laws: _abc.Iterable[Global___ChildLaw] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -83,7 +83,7 @@ class DraftTree(_message.Message):
 Global___DraftTree: _TypeAlias = DraftTree  # noqa: Y015
 
 @_typing.final
-class RowLaw(_message.Message):
+class ChildLaw(_message.Message):
     """The drafter's law from which the children of a row were drawn, without replacement, in the order of their rows."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -114,7 +114,7 @@ class RowLaw(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RowLaw: _TypeAlias = RowLaw  # noqa: Y015
+Global___ChildLaw: _TypeAlias = ChildLaw  # noqa: Y015
 
 @_typing.final
 class TreeShape(_message.Message):
