@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dendro.calls import RequestParameters
+from dendro.modes import VerificationMode
 from dendro.text import (
     LARGEST_SHIFT,
     MAX_BAD_WORD_TOKENS,
@@ -90,6 +91,7 @@ class Parameter:
     oracle: str  # a class of transformers, or where the formula is from
     applies: str
     drafter: str  # what a drafter does with it
+    identical: str = "yes"
 
 
 SHIFT = f"{-LARGEST_SHIFT:g} to {LARGEST_SHIFT:g}"
@@ -158,6 +160,22 @@ PARAMETERS = (
         "ends the answer",
         IGNORED,
     ),
+    Parameter(
+        "mode",
+        f"{', '.join(VerificationMode)}; all but the first two where the configuration lists them",
+        "enumeration of all drafts and outcomes (`tests/kernels/test_sampled_walk.py`)",
+        "how the guesses of a tree decide the tokens (docs/verify.md)",
+        "draws or ranks its guesses by it",
+        "coupled, greedy, naive; multi-step and block keep the law alone, lenient is lossy",
+    ),
+    Parameter(
+        "lenience",
+        "above 0, below 1; only in mode lenient",
+        "as for `mode`",
+        "guesses in mode lenient",
+        IGNORED,
+        "lossy",
+    ),
 )
 """All parameters that change an answer, in the order in which they are applied."""
 
@@ -182,7 +200,8 @@ def written() -> str:
         "| parameter | bounds | oracle | applies to | identical | drafter |",
         "|---|---|---|---|---|---|",
         *(
-            f"| `{each.name}` | {each.bounds or '-'} | {each.oracle} | {each.applies} | yes | {each.drafter} |"
+            f"| `{each.name}` | {each.bounds or '-'} | {each.oracle} | {each.applies} | "
+            f"{each.identical} | {each.drafter} |"
             for each in PARAMETERS
         ),
         "",
