@@ -20,6 +20,8 @@ from cluster.bench.statistics import Key, median_estimate, paired_ratio
 SHAPES: Mapping[int, LevelShape] = {1: LevelShape((1, 1, 1)), 2: LevelShape((2, 2, 2)), 4: LevelShape((4, 4, 2))}
 """By the children of a row: trees of three levels. Of four children the last level has two, for 63 guesses at most."""
 
+UNDECIDED = "the interval includes 1: answers differ from mode to mode, so more of them are needed"
+
 ROOM = 80
 """Room past an answer, in tokens."""
 
@@ -129,7 +131,8 @@ def arm_rows(found: Mapping[VerifiedArm, Mapping[Key, VerifiedAnswer]], temperat
 
 
 def aims_of(found: Mapping[VerifiedArm, Mapping[Key, VerifiedAnswer]], temperature: float) -> list[Row]:
-    """What the literature says of emitted tokens per round, as ratios of at least 1, paired by prompt."""
+    """What the literature says of emitted tokens per round, as ratios of at least 1, paired by prompt. Not judged where
+    the interval includes 1."""
     claims = (
         (VerifiedArm(VerificationMode.BLOCK, 1), VerifiedArm(VerificationMode.MULTI_STEP, 1), "block verification"),
         (VerifiedArm(VerificationMode.MULTI_STEP, 1), VerifiedArm(VerificationMode.COUPLED, 1), "drafter invariance"),
@@ -143,7 +146,8 @@ def aims_of(found: Mapping[VerifiedArm, Mapping[Key, VerifiedAnswer]], temperatu
             f"emitted per round of {over.mode} over {under.mode}, {over.children} children, "
             f"temperature {temperature:g} ({source})"
         )
-        rows.append(aim_row(aim, 1.0, ratio.median >= 1.0, ratio))
+        met = None if ratio.low < 1.0 <= ratio.high else ratio.low >= 1.0
+        rows.append(aim_row(aim, 1.0, met, ratio, "" if met is not None else UNDECIDED))
     return rows
 
 

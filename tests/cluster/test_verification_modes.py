@@ -24,7 +24,7 @@ from drafter_service.sampled import GuessDraws
 PROMPT = [(7 * at * at + 3 * at) % 250 for at in range(40)]
 TOKENS = 24
 SHAPES = {"naive": "(2,2,1)", "multi-step": "(2,2,1)", "block": "(1,1,1)", "lenient": "(2,1)"}
-SAMPLED = {"temperature": 0.8, "seed": 5, "max_new_tokens": TOKENS, "ignore_end": True}
+SAMPLED: Options = {"temperature": 0.8, "seed": 5, "max_new_tokens": TOKENS, "ignore_end": True}
 
 
 @asynccontextmanager
