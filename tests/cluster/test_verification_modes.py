@@ -51,7 +51,7 @@ async def serving(folder: Path, drafter_seed: int = 0, modes=LISTED_MODES) -> As
 
 
 def options(mode: str, **others) -> Options:
-    lenience = {"lenience": 0.3} if mode == "lenient" else {}
+    lenience: Options = {"lenience": 0.3} if mode == "lenient" else {}
     return {**SAMPLED, "mode": mode, "speculation": SHAPES[mode], **lenience, **others}
 
 
