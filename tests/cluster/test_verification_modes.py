@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -50,9 +51,9 @@ async def serving(folder: Path, drafter_seed: int = 0, modes=LISTED_MODES) -> As
         yield LocalClient(router)
 
 
-def options(mode: str, **others) -> Options:
-    lenience: Options = {"lenience": 0.3} if mode == "lenient" else {}
-    return {**SAMPLED, "mode": mode, "speculation": SHAPES[mode], **lenience, **others}
+def options(mode: str, **others: Any) -> Options:
+    lenience = {"lenience": 0.3} if mode == "lenient" else {}
+    return cast(Options, {**SAMPLED, "mode": mode, "speculation": SHAPES[mode], **lenience, **others})
 
 
 @pytest.mark.slow
