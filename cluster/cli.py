@@ -32,7 +32,7 @@ from rich.console import Console
 
 from cluster.config import Config, demo_config
 from cluster.running import descendants, local_client, running_cluster, survivors
-from cluster.showing import RoundsPrinter, account_lines, answer_line, as_json, tour
+from cluster.showing import RoundsPrinter, account_lines, answer_line, as_json, logprob_lines, tour
 
 app = typer.Typer(
     name="dendro",
@@ -260,6 +260,9 @@ def generate(
         ),
     ] = None,
     include_stop: Annotated[bool, typer.Option("--include-stop", help="End the text after the stop string.")] = False,
+    logprobs: Annotated[
+        int | None, typer.Option(help="Print each token's log-probability, and those of so many likeliest, 0 to 20.")
+    ] = None,
     speculation: Annotated[
         str,
         typer.Option(
@@ -309,6 +312,7 @@ def generate(
         "stop_ids": stop_ids or (),
         "stop": stop or (),
         "include_stop": include_stop,
+        "logprobs": logprobs,
         "speculation": Speculation.parse(speculation, policy, max_nodes, draft_deadline_ms),
     }
 
@@ -318,6 +322,8 @@ def generate(
                 print(as_json(await client.generate_text(prompt, **options)))
                 return
             done = await RoundsPrinter(Console(highlight=False)).show_all(client.generate(prompt, **options))
+            for line in logprob_lines(done.token_ids, done.logprobs) if logprobs is not None else ():
+                print(line)
             errors.print(f"[dim]{answer_line(done.complete)}; seed {done.started.seed}[/]", highlight=False)
             for line in account_lines(done.complete.speculation):
                 errors.print(f"[dim]{line}[/]", highlight=False, soft_wrap=True)

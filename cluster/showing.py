@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import asdict
 
 from dendro.answer import Complete, Completion, Event, OpeningStats, Options, Round, SpeculationStats, collect_stream
 from dendro.client import Asking
+from dendro.logprobs import TokenLogprobs
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text as RichText
@@ -55,12 +56,25 @@ def as_json(done: Completion) -> str:
         "stop_string": complete.stop_string,
         "prompt_tokens": complete.prompt_tokens,
         "completion_tokens": complete.completion_tokens,
+        "logprobs": [logprobs_as_json(each) for each in done.logprobs],
         "rounds": [{"offset": part.offset, "token_ids": part.token_ids, "shape": part.shape} for part in done.rounds],
         "speculation": {**asdict(complete.speculation), "tokens_per_s": round(complete.speculation.tokens_per_s, 2)},
         "drafter": asdict(complete.drafter) if complete.drafter else None,
         "target": asdict(complete.target) if complete.target else None,
     }
     return json.dumps(fields)
+
+
+def logprobs_as_json(logprobs: TokenLogprobs) -> dict[str, object]:
+    top = [{"token_id": token, "logprob": value} for token, value in logprobs.top]
+    return {"logprob": logprobs.logprob, "top": top}
+
+
+def logprob_lines(token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Iterator[str]:
+    """A line for each token, as text: its id and log-probability, and those of the likeliest tokens at its place."""
+    for token, its in zip(token_ids, logprobs, strict=True):
+        top = ", ".join(f"{other} {value:.4f}" for other, value in its.top)
+        yield f"token {token} {its.logprob:.4f}" + (f"; likeliest: {top}" if top else "")
 
 
 def shapes_line(rounds: dict[str, int]) -> str:

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from dendro.calls import Hello, Opened
 from dendro.errors import PeerLost
+from dendro.logprobs import TokenLogprobs
 from dendro.shapes import LevelShape
 from dendro.text import Sampling, Text, Tokens, Verdict, cut_verdict
 from dendro.tree import DraftTree, full_tree
@@ -60,6 +61,17 @@ def plain_answer(prompt: Sequence[int], sampling: Sampling, count: int) -> list[
     return ids[len(prompt) :]
 
 
+def token_logprobs(ids: Sequence[int], token: int, top: int) -> TokenLogprobs:
+    """The fake target's log-probabilities after `ids`: numbers that float32 holds, a function of the text."""
+    digest = hashlib.sha256(f"{token}:{list(ids)}".encode()).digest()
+    return TokenLogprobs(-digest[0] / 8, tuple((digest[at], -digest[at] / 4 - at) for at in range(top)))
+
+
+def plain_logprobs(prompt: Sequence[int], answer: Sequence[int], top: int) -> list[TokenLogprobs]:
+    """Those of an answer, whatever fails on the way."""
+    return [token_logprobs([*prompt, *answer[:at]], token, top) for at, token in enumerate(answer)]
+
+
 HELLO = Hello(3, "demo", "weights", "bytes", VOCABULARY, MAX_LENGTH, 64, 16, "float32", "bitwise", 1, (END,))
 """The hello of verifiers unless a test sets another."""
 
@@ -102,7 +114,8 @@ class EdgeVerifier:
                 break
             ranks.append(rank)
             row = children[rank]
-        verdict = Verdict(tuple(emitted), tuple(path), tuple(ranks), None, len(emitted), verify_us=5)
+        logprobs = () if text.logprobs is None else tuple(plain_logprobs(text.ids, emitted, text.logprobs))
+        verdict = Verdict(tuple(emitted), tuple(path), tuple(ranks), None, len(emitted), verify_us=5, logprobs=logprobs)
         return cut_verdict(verdict, frozenset({END}), len(text), text.limits)
 
     async def close(self, text: Text) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dendro.calls import RequestParameters
+from dendro.logprobs import MAX_TOP_LOGPROBS
 from dendro.text import (
     LARGEST_SHIFT,
     MAX_BAD_WORD_TOKENS,
@@ -56,13 +57,14 @@ EACH: dict[str, Options] = {
 def parameters_of(options: Options, prompt: int, tokens: int) -> RequestParameters:
     """What peers get of a request with a prompt of so many tokens, which does not end at an end-of-text token."""
     fields = dict(options)
+    logprobs = fields.pop("logprobs", None)
     fields["logit_bias"] = tuple(sorted(fields.get("logit_bias", {}).items()))
     for name in ("banned_ids", "allowed_ids"):
         fields[name] = tuple(fields.get(name, ()))
     fields["bad_words"] = tuple(tuple(word) for word in fields.get("bad_words", ()))
     least, stop_ids = fields.pop("min_new_tokens", 0), tuple(fields.pop("stop_ids", ()))
     limits = Limits(prompt + tokens, True, prompt + least if least else 0, stop_ids)
-    return RequestParameters(Sampling(**fields), limits, "", (), prompt_length=prompt)
+    return RequestParameters(Sampling(**fields), limits, "", (), prompt_length=prompt, logprobs=logprobs)
 
 
 def decoded(
@@ -158,8 +160,15 @@ PARAMETERS = (
         "ends the answer",
         IGNORED,
     ),
+    Parameter(
+        "logprobs",
+        f"0 to {MAX_TOP_LOGPROBS} likeliest tokens",
+        "`log_softmax` of the raw logits, in float32",
+        "every token of the answer; changes none",
+        IGNORED,
+    ),
 )
-"""All parameters that change an answer, in the order in which they are applied."""
+"""All parameters that change an answer or what is reported of it, in the order in which they are applied."""
 
 
 def written() -> str:
@@ -176,7 +185,8 @@ def written() -> str:
         "  `presence_penalty` (`tests/kernels/test_processors.py`, `test_warp.py`).",
         "- *Identical*: answers with speculation have the tokens of answers without, for the parameter alone and in",
         "  random combinations (`tests/cluster/test_parameters.py`, `tests/verifier_service/test_parameters.py`,",
-        "  `dendro certify`).",
+        "  `dendro certify`). Log-probabilities are the same numbers, bit for bit, where the verifier is `bitwise`;",
+        "  where it is `margin`, they differ by the rounding of its logits.",
         "- *Drafter*: what a drafter does with it. What it ignores can lower acceptance, and changes no token.",
         "",
         "| parameter | bounds | oracle | applies to | identical | drafter |",

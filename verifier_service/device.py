@@ -3,7 +3,8 @@
 Forward, noise, filters, walk and the copying of accepted keys are one sequence of operations on tensors of a fixed
 shape. A step without prompt rows is recorded as a graph when the engine is loaded, once for each kind of drawing and
 number of rows that steps are padded to, and replayed from then on. A step that has a text whose parameters change
-logits before the temperature runs without a graph, and uploads that text's history.
+logits before the temperature runs without a graph, and uploads that text's history; so does one with a text that asks
+for log-probabilities, which are computed from the rows of its path.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from dendro.logprobs import TokenLogprobs
 from dendro.shapes import MAX_ROWS
 from torch import Tensor
 from tree_kernels.commit.triton import commit_rows
@@ -28,6 +30,7 @@ from tree_kernels.tree_walk.triton import walk_rows
 from tree_kernels.warp.batched import WarpRows, tokens_of_rows
 
 from verifier_service.graphs import CudaGraphs, Graphs, RecordedStep
+from verifier_service.logprobs import token_logprobs
 from verifier_service.models import LoadedTarget
 from verifier_service.models.head import Logits
 from verifier_service.rows import Ints, StepOutcome, StepPlan
@@ -103,6 +106,7 @@ class Drawn:
     paths: Tensor  # [texts, max_depth + 1] wanted rows that were visited
     emitted: Tensor  # [texts, max_depth + 1] the token drawn at each
     lengths: Tensor  # [texts] how many of them are valid
+    raw: dict[int, Tensor] = field(default_factory=dict)  # by draw that asks for log-probabilities: its rows' logits
 
 
 class DeviceRunner(StepRunner):
@@ -159,17 +163,24 @@ class DeviceRunner(StepRunner):
             inputs = self._upload(plan, shape)
             began = time.perf_counter()
             cold = shape not in self._ran
-            edited = [draw for draw in plan.draws if draw.history is not None]
-            # A graph has no place for a text's history: such a step runs without one.
-            drawn = self._step(shape, inputs, edited) if edited else self._replayed(shape, inputs)
+            # A graph has no place for a text's history, and keeps no logits: such a step runs without one.
+            alone = any(draw.history is not None or draw.logprobs is not None for draw in plan.draws)
+            drawn = self._step(shape, inputs, plan.draws) if alone else self._replayed(shape, inputs)
             found = torch.cat([drawn.paths, drawn.emitted, drawn.lengths[:, None]], 1).cpu().numpy()
         forwarded = time.perf_counter()
         walks = [_walk(draw, row, self._bounds.max_depth + 1) for draw, row in zip(plan.draws, found, strict=False)]
+        logprobs = {number: self._logprobs(plan.draws[number], walks[number], raw) for number, raw in drawn.raw.items()}
         kept = self._accepted(plan, walks)  # the step has copied them here
         if self.crew is not None and len(kept.source):
             self.crew.broadcast(kept)
         ended = time.perf_counter()
-        return StepOutcome(tuple(walks), int(1e6 * (forwarded - began)), int(1e6 * (ended - started)), cold)
+        return StepOutcome(tuple(walks), int(1e6 * (forwarded - began)), int(1e6 * (ended - started)), cold, logprobs)
+
+    def _logprobs(self, draw: Draw, walked: Walk, raw: Tensor) -> tuple[TokenLogprobs, ...]:
+        """raw: the logits [rows, vocabulary] of the draw's tree"""
+        top = draw.logprobs or 0
+        pairs = zip(walked.path, walked.tokens, strict=True)
+        return tuple(token_logprobs(raw[row : row + 1], token, top) for row, token in pairs)
 
     def prepare(self, session: int, position: int) -> None:
         """Noise is computed within the step."""
@@ -268,14 +279,18 @@ class DeviceRunner(StepRunner):
 
     # The step
 
-    def _step(self, shape: StepShape, inputs: tuple[StepBuffers, StepBuffers], edited: Sequence[Draw] = ()) -> Drawn:
-        """Everything from rows to copied keys. Without synchronisation, unless texts have a history: `edited`."""
+    def _step(self, shape: StepShape, inputs: tuple[StepBuffers, StepBuffers], draws: Sequence[Draw] = ()) -> Drawn:
+        """Everything from rows to copied keys. Without synchronisation, unless some of `draws` have a history. A graph
+        needs no draws: those of a step where none has one, or asks for log-probabilities."""
         given, real = (each.device for each in inputs)
         logits = self.target.logits(*self._seen(given))
-        for draw in edited:
-            assert draw.history is not None
+        raw = {}
+        for number, draw in enumerate(draws):
             mine = slice(draw.wanted, draw.wanted + draw.tree.rows)
-            logits[mine] = draw.history.scores(logits[mine], draw.paths())
+            if draw.logprobs is not None:
+                raw[number] = logits[mine].clone()
+            if draw.history is not None:
+                logits[mine] = draw.history.scores(logits[mine], draw.paths())
         if shape.drawing == GREEDY:
             picked = logits.argmax(1)
         else:
@@ -291,7 +306,7 @@ class DeviceRunner(StepRunner):
         target = torch.where(accepted, given["to_slots"][below], 0)
         for store in self.pages.stores:
             commit_rows(store, source.view(-1), target.view(-1))
-        return Drawn(paths, picked[paths], lengths)
+        return Drawn(paths, picked[paths], lengths, raw)
 
     def _replayed(self, shape: StepShape, inputs: tuple[StepBuffers, StepBuffers]) -> Drawn:
         """Replay a step's graph, which is recorded first if needed; run the step where it cannot be recorded."""

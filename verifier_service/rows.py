@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+from dendro.logprobs import TokenLogprobs
 from dendro.tree import DraftTree
 from tree_kernels.tree_attention import PAGE
 from tree_kernels.tree_walk import Walk
@@ -58,6 +59,7 @@ class StepOutcome:
     forward_us: int  # of the model, attention included
     run_us: int  # of all of the step's work in the model's thread
     cold: bool = False  # kernels were compiled or recorded: later steps of its shape take less time
+    logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)  # by draw; of a walk's tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)

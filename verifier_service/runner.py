@@ -18,6 +18,7 @@ from tree_kernels.tree_walk import Walk
 from tree_layers.memory import Pages
 from tree_layers.tree_mixers import Array, RecurrentMemory, RecurrentStep
 
+from verifier_service.logprobs import walk_with_logprobs
 from verifier_service.models import LoadedTarget
 from verifier_service.models.head import HEAD_ROWS, Logits
 from verifier_service.recurrent import RecurrentRows, TextStates, last_writers, recurrent_rows
@@ -77,10 +78,16 @@ class StepRunner:
             began = time.perf_counter()
             logits = self._logits(inputs)
             forward_s = time.perf_counter() - began - logits.took_s
-            walks = [self.walker.walk(draw, logits.row) for draw in plan.draws]
+            walked = [walk_with_logprobs(self.walker, draw, logits.row) for draw in plan.draws]
+            walks = tuple(each for each, _ in walked)
             self._keep(self._accepted(plan, walks))
         ended = time.perf_counter()
-        return StepOutcome(tuple(walks), int(1e6 * (forward_s + logits.took_s)), int(1e6 * (ended - started)))
+        return StepOutcome(
+            walks,
+            int(1e6 * (forward_s + logits.took_s)),
+            int(1e6 * (ended - started)),
+            logprobs={number: logprobs for number, (_, logprobs) in enumerate(walked) if logprobs},
+        )
 
     def forward(self, plan: StepPlan) -> Tensor:
         """Logits [wanted rows, vocabulary] float32. Writes every row's keys and values."""

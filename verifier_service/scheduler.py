@@ -123,7 +123,7 @@ class StepScheduler:
 
     def apply(self, outcome: StepOutcome) -> list[tuple[int, int]]:
         """Record the last plan's outcome and answer. Returns (session, base) of likely next rounds that need noise."""
-        walks = iter(outcome.walks)
+        walks = enumerate(outcome.walks)
         likely, verdicts = [], []
         if not outcome.cold:
             self.costs.learn(self._size, outcome.run_us)
@@ -132,7 +132,7 @@ class StepScheduler:
             done = len(session.memory.consumed)
             self.memory.append(session.memory, session.text.ids[done : done + share.prefill])
             if share.ask is not None:
-                verdict = self._verdict(share, share.ask, next(walks), outcome)
+                verdict = self._verdict(share, share.ask, *next(walks), outcome)
                 path = [session.text.ids[-1], *verdict.tokens[:-1]]  # the root and the guesses below it
                 self.memory.append(session.memory, path)
                 verdicts.append((session, share.ask, verdict))
@@ -456,7 +456,7 @@ class StepScheduler:
             if tree is not None:
                 first = start + share.prefill
                 place = sum(map(len, wanted))
-                laws = session.warp, session.parameters.sampling, session.history
+                laws = session.warp, session.parameters.sampling, session.history, session.parameters.logprobs
                 draws.append(Draw(session.number, first, place, len(session.text.ids), tree, *laws))
                 wanted.append(np.arange(first, first + tree.rows))
                 guesses += tree.guesses
@@ -477,7 +477,7 @@ class StepScheduler:
             start += len(part.tokens)
         return pack(parts, np.concatenate(wanted), draws)
 
-    def _verdict(self, share: _Share, ask: PendingCall, walked: Walk, outcome: StepOutcome) -> Verdict:
+    def _verdict(self, share: _Share, ask: PendingCall, draw: int, walked: Walk, outcome: StepOutcome) -> Verdict:
         assert isinstance(ask.call, VerifyCall) and share.tree is not None
         session = share.session
         path, ranks = path_in(ask.call.tree, walked.tokens[:-1])  # the step's tree may be a part of the one sent
@@ -493,5 +493,6 @@ class StepScheduler:
             step_rows=self._size,
             trimmed=ask.call.tree.guesses - share.tree.guesses,
             cold=outcome.cold,
+            logprobs=outcome.logprobs.get(draw, ()),
         )
         return cut_verdict(verdict, self.capacity.end_ids, len(session.text.ids), session.parameters.limits)

@@ -25,6 +25,7 @@ class Draw:
     warp: Warp
     sampling: Sampling
     history: History | None = None  # of the text, where its parameters change logits before the temperature
+    logprobs: int | None = None  # likeliest tokens whose log-probabilities are computed beside a token's; None: none
 
     def paths(self) -> list[list[int]]:
         """The tokens of the guesses on the path to each row."""

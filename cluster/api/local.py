@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from dendro.answer import AnswerProgress, Event
+from dendro.answer import Event
 from dendro.client import Asking
+from dendro.progress import AnswerProgress
 from dendro.v1 import generation_pb2 as pb
 
 from cluster.router.ingress import Ingress

@@ -10,6 +10,7 @@ from dataclasses import replace
 from dendro.calls import TARGET_FACTS, Hello, Opened, VerifierPeer, VerifyCall
 from dendro.clock import Clock, microseconds
 from dendro.errors import BadAnswer, BadRequest, DendroError, EngineFailed, NotFound, Overloaded, PeerLost
+from dendro.logprobs import fit
 from dendro.tasks import end_task, first_of
 from dendro.text import Finish, Text, Verdict, finish_at
 from dendro.tree import DraftTree
@@ -269,6 +270,8 @@ def _check_verdict(verdict: Verdict, tree: DraftTree, text: Text, hello: Hello) 
             raise BadAnswer(f"verifier: its verdict's path {verdict.path} is not in the tree")
     if max(verdict.tokens) >= hello.vocabulary:
         raise BadAnswer(f"verifier: emits {max(verdict.tokens)}; its vocabulary is {hello.vocabulary}")
+    if not fit(verdict.logprobs, len(verdict.tokens), text.logprobs, hello.vocabulary):
+        raise BadAnswer(f"verifier: its log-probabilities of {len(verdict.tokens)} tokens are not those asked for")
     room, ended = text.limits.max_length - len(text) - len(verdict.tokens), verdict.finish
     if (
         room < 0

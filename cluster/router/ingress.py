@@ -22,6 +22,7 @@ from typing import TypeVar
 
 from dendro.clock import Clock
 from dendro.errors import BadRequest, Conflict, DendroError, NotFound, Overloaded, PeerLost, one_line
+from dendro.logprobs import fill_logprobs
 from dendro.long_work import off_loop
 from dendro.tasks import BackgroundTasks
 from dendro.text import Finish, Text, Verdict, finish_at
@@ -40,6 +41,8 @@ from cluster.router.admission import (
     Served,
     check_target_of_resume,
     check_text_of_resume,
+    check_written_target,
+    check_written_tokens,
 )
 from cluster.router.ports import DrafterPort, HandlePort, PeersPort
 from cluster.router.priors import Priors
@@ -142,12 +145,13 @@ class Ingress:
                 job.record.marks if job.record else (),
                 answer if job.stops.strings else None,
                 len(job.held),
+                job.logprobs,
             )
             await off_loop(len(text), lambda: text.digest(len(text)))  # later digests begin from this one
             if job.resume is not None:
                 check_text_of_resume(job.resume, job, text)
             outcome = "left"
-            if job.written is not None:
+            if job.written is not None and not job.computed_again:
                 rest = self._rest_of_written(job, job.written, answer)
                 yield _started(job, text, job.written.target)
                 for event in rest:
@@ -176,7 +180,9 @@ class Ingress:
             complete.finish_reason, complete.stop_string = FINISH_REASONS[finish], answer.found
             complete.usage.prompt_tokens = len(job.prompt)
             complete.usage.completion_tokens = len(text) - len(job.prompt)
-            if job.session:
+            if job.written is not None:
+                complete.session = job.session
+            elif job.session:
                 complete.session = await self._keep(job, text, finish)
             outcome = str(finish)
             yield pb.GenerateResponse(complete=complete)
@@ -218,10 +224,12 @@ class Ingress:
             account.learn_hello(hello)
             target = hello.target
             check_target_of_resume(job.resume, job.held, target)
+            check_written_target(job, target)
             job.target = target
             yield _started(job, text, target)
             async with aclosing(rounds(text, drafter, verifier, account)) as verdicts:
                 async for verdict in verdicts:
+                    check_written_tokens(job, text)
                     account.learn_hello(verifier.hello)
                     yield _FinishedRound(len(text) - len(verdict.tokens) - before, verdict, account.arm_name)
         finally:
@@ -340,6 +348,8 @@ class _FinishedRound:
     def message(self, answer: AnswerText) -> pb.GenerateResponse:
         tokens, text = self.verdict.tokens, answer.text_of(self.verdict)
         chunk = pb.GenerateChunk(offset=self.offset, token_ids=tokens, text=text, shape=self.arm)
+        for each in self.verdict.logprobs:
+            fill_logprobs(chunk.logprobs.add(), each)
         return pb.GenerateResponse(chunk=chunk)
 
 

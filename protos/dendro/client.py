@@ -25,8 +25,6 @@ from typing import Self, Unpack
 import grpc.aio
 
 from dendro.answer import (
-    BROKEN,
-    AnswerProgress,
     Complete,
     Completion,
     Event,
@@ -44,6 +42,7 @@ from dendro.answer import (
     models_of,
 )
 from dendro.errors import error_for
+from dendro.progress import BROKEN, AnswerProgress
 from dendro.rotation import Rotation
 from dendro.v1 import generation_pb2 as pb
 from dendro.v1 import generation_pb2_grpc

@@ -29,6 +29,7 @@ from dendro.calls import (
 )
 from dendro.errors import BadAnswer, BadRequest, DendroError, error_for, one_line
 from dendro.internal.v1 import calls_pb2, drafter_pb2, tree_pb2, verifier_pb2
+from dendro.logprobs import fill_logprobs, logprobs_from
 from dendro.long_work import PART
 from dendro.shapes import MAX_ROWS, BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape, UntilShape
 from dendro.text import Finish, Limits, Sampling, Verdict
@@ -180,6 +181,7 @@ def _open_message(call: OpenCall) -> calls_pb2.OpenCall:
         prompt_tokens=parameters.prompt_length,
         min_length=parameters.limits.min_length,
         stop_ids=parameters.limits.stop_ids,
+        logprobs=parameters.logprobs,
     )
 
 
@@ -216,6 +218,7 @@ def _open_from(update: TextUpdate, message: calls_pb2.OpenCall) -> OpenCall:
         vocabulary=message.vocabulary,
         tokenizer=message.tokenizer,
         prompt_length=message.prompt_tokens,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
     )
     return OpenCall(update, parameters, message.lease)
 
@@ -273,7 +276,7 @@ def verifier_call_from(message: verifier_pb2.VerifierCall) -> VerifierCall:
 
 
 def verdict_message(verdict: Verdict) -> verifier_pb2.Verdict:
-    return verifier_pb2.Verdict(
+    message = verifier_pb2.Verdict(
         tokens=verdict.tokens,
         path=verdict.path,
         ranks=verdict.ranks,
@@ -287,13 +290,16 @@ def verdict_message(verdict: Verdict) -> verifier_pb2.Verdict:
         cold=verdict.cold,
         ahead_us=verdict.ahead_us,
     )
+    for each in verdict.logprobs:
+        fill_logprobs(message.logprobs.add(), each)
+    return message
 
 
 def verdict_from(message: verifier_pb2.Verdict) -> Verdict:
     """The verdict. Raises BadRequest if it is malformed."""
     if message.finish not in _FINISH_FROM:
         raise BadRequest("verdict.finish", f"{message.finish} is unknown")
-    for name in ("tokens", "path", "ranks"):
+    for name in ("tokens", "path", "ranks", "logprobs"):
         if (count := len(getattr(message, name))) > MAX_ROWS:
             raise BadRequest(f"verdict.{name}", f"has {count} entries; a tree has at most {MAX_ROWS} rows")
     try:
@@ -310,6 +316,7 @@ def verdict_from(message: verifier_pb2.Verdict) -> Verdict:
             trimmed=message.trimmed,
             cold=message.cold,
             ahead_us=min(message.ahead_us, MAX_US),
+            logprobs=logprobs_from(message.logprobs),
         )
     except ValueError as error:
         raise _bad("verdict", error) from None

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64\x65ndro/v1/generation.proto\x12\tdendro.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xc0\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x13.dendro.v1.TokenIdsH\x00\x12%\n\x08sampling\x18\x05 \x01(\x0b\x32\x13.dendro.v1.Sampling\x12\x1b\n\x0emax_new_tokens\x18\x06 \x01(\rH\x01\x88\x01\x01\x12\x12\n\nignore_end\x18\x07 \x01(\x08\x12\x0f\n\x07session\x18\x08 \x01(\t\x12\x14\n\x0ckeep_session\x18\t \x01(\x08\x12+\n\x0bspeculation\x18\n \x01(\x0b\x32\x16.dendro.v1.Speculation\x12!\n\x06resume\x18\x0b \x01(\x0b\x32\x11.dendro.v1.Resume\x12\x1b\n\x0emin_new_tokens\x18\x14 \x01(\rH\x02\x88\x01\x01\x12\x10\n\x08stop_ids\x18\x15 \x03(\r\x12\x0c\n\x04stop\x18\x1e \x03(\t\x12\x14\n\x0cinclude_stop\x18\x1f \x01(\x08\x42\x08\n\x06promptB\x11\n\x0f_max_new_tokensB\x11\n\x0f_min_new_tokens\"\xb3\x04\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x19\n\x0csample_index\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\n \x01(\x01H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x01H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x01H\x08\x88\x01\x01\x12\x36\n\nlogit_bias\x18\r \x03(\x0b\x32\".dendro.v1.Sampling.LogitBiasEntry\x12\x12\n\nbanned_ids\x18\x0e \x03(\r\x12\x13\n\x0b\x61llowed_ids\x18\x0f \x03(\r\x12&\n\tbad_words\x18\x10 \x03(\x0b\x32\x13.dendro.v1.TokenIds\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\x0f\n\r_sample_indexB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penalty\"\xf2\x01\n\x0bSpeculation\x12)\n\x04mode\x18\x01 \x01(\x0e\x32\x1b.dendro.v1.Speculation.Mode\x12\r\n\x05shape\x18\x02 \x01(\t\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x16\n\tmax_nodes\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0b\x64\x65\x61\x64line_ms\x18\x05 \x01(\rH\x01\x88\x01\x01\"I\n\x04Mode\x12\x14\n\x10MODE_UNSPECIFIED\x10\x00\x12\r\n\tMODE_AUTO\x10\x01\x12\x0c\n\x08MODE_OFF\x10\x02\x12\x0e\n\nMODE_FIXED\x10\x03\x42\x0c\n\n_max_nodesB\x0e\n\x0c_deadline_ms\"g\n\x06Resume\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x03 \x01(\x04\x12\x15\n\rprompt_digest\x18\x04 \x01(\x06\x12\x0e\n\x06target\x18\x05 \x01(\t\"\xa6\x01\n\x10GenerateResponse\x12-\n\x07started\x18\x01 \x01(\x0b\x32\x1a.dendro.v1.GenerateStartedH\x00\x12)\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x18.dendro.v1.GenerateChunkH\x00\x12/\n\x08\x63omplete\x18\x03 \x01(\x0b\x32\x1b.dendro.v1.GenerateCompleteH\x00\x42\x07\n\x05\x65vent\"\x90\x01\n\x0fGenerateStarted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x04 \x01(\x04\x12\x0e\n\x06offset\x18\x05 \x01(\x04\x12\x15\n\rprompt_digest\x18\x06 \x01(\x06\x12\x0e\n\x06target\x18\x07 \x01(\t\"O\n\rGenerateChunk\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\r\n\x05shape\x18\x04 \x01(\t\"\x8e\x02\n\x10GenerateComplete\x12.\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x17.dendro.v1.FinishReason\x12\x1f\n\x05usage\x18\x02 \x01(\x0b\x32\x10.dendro.v1.Usage\x12\x30\n\x0bspeculation\x18\x03 \x01(\x0b\x32\x1b.dendro.v1.SpeculationStats\x12\x0f\n\x07session\x18\x04 \x01(\t\x12(\n\x07\x64rafter\x18\x05 \x01(\x0b\x32\x17.dendro.v1.OpeningStats\x12\'\n\x06target\x18\x06 \x01(\x0b\x32\x17.dendro.v1.OpeningStats\x12\x13\n\x0bstop_string\x18\x1e \x01(\t\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x04\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x04\"\xad\x05\n\x10SpeculationStats\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x0e\n\x06rounds\x18\x02 \x01(\x04\x12G\n\x0frounds_by_shape\x18\x03 \x03(\x0b\x32..dendro.v1.SpeculationStats.RoundsByShapeEntry\x12I\n\x10rounds_by_tokens\x18\x04 \x03(\x0b\x32/.dendro.v1.SpeculationStats.RoundsByTokensEntry\x12\x16\n\x0e\x65mitted_tokens\x18\x05 \x01(\x04\x12\x12\n\ncut_tokens\x18\x06 \x01(\x04\x12\x16\n\x0e\x64rafted_tokens\x18\x07 \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x08 \x01(\x04\x12\x18\n\x10\x64iscarded_tokens\x18\t \x01(\x04\x12\x16\n\x0etrimmed_tokens\x18\n \x01(\x04\x12\x13\n\x0blate_drafts\x18\x0b \x01(\x04\x12\x11\n\trounds_us\x18\x0c \x01(\x04\x12\x10\n\x08\x64raft_us\x18\r \x01(\x04\x12\x11\n\tverify_us\x18\x0e \x01(\x04\x12\x10\n\x08queue_us\x18\x0f \x01(\x04\x12\x0e\n\x06hop_us\x18\x10 \x01(\x04\x12\x12\n\nopening_us\x18\x11 \x01(\x04\x12\x15\n\rdecode_tokens\x18\x12 \x01(\x04\x12\x11\n\tdecode_us\x18\x13 \x01(\x04\x12\x16\n\x0everifier_moves\x18\x14 \x01(\x04\x12\x12\n\nstep_sizes\x18\x15 \x03(\r\x12\x10\n\x08\x61head_us\x18\x16 \x01(\x04\x1a\x34\n\x12RoundsByShapeEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x35\n\x13RoundsByTokensEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"R\n\x0cOpeningStats\x12\x17\n\x0frestored_tokens\x18\x01 \x01(\x04\x12\x18\n\x10processed_tokens\x18\x02 \x01(\x04\x12\x0f\n\x07open_us\x18\x03 \x01(\x04\"\x16\n\x14GetServerInfoRequest\"=\n\x15GetServerInfoResponse\x12$\n\x06models\x18\x01 \x03(\x0b\x32\x14.dendro.v1.ModelInfo\"b\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nvocabulary\x18\x02 \x01(\r\x12\x12\n\nmax_length\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x10\n\x08\x64rafters\x18\x05 \x03(\t*\xa3\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x1d\n\x19\x46INISH_REASON_END_OF_TEXT\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1d\n\x19\x46INISH_REASON_STOP_STRING\x10\x03\x12\x1c\n\x18\x46INISH_REASON_STOP_TOKEN\x10\x04\x32\xae\x01\n\x11GenerationService\x12\x45\n\x08Generate\x12\x1a.dendro.v1.GenerateRequest\x1a\x1b.dendro.v1.GenerateResponse0\x01\x12R\n\rGetServerInfo\x12\x1f.dendro.v1.GetServerInfoRequest\x1a .dendro.v1.GetServerInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64\x65ndro/v1/generation.proto\x12\tdendro.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xe4\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x13.dendro.v1.TokenIdsH\x00\x12%\n\x08sampling\x18\x05 \x01(\x0b\x32\x13.dendro.v1.Sampling\x12\x1b\n\x0emax_new_tokens\x18\x06 \x01(\rH\x01\x88\x01\x01\x12\x12\n\nignore_end\x18\x07 \x01(\x08\x12\x0f\n\x07session\x18\x08 \x01(\t\x12\x14\n\x0ckeep_session\x18\t \x01(\x08\x12+\n\x0bspeculation\x18\n \x01(\x0b\x32\x16.dendro.v1.Speculation\x12!\n\x06resume\x18\x0b \x01(\x0b\x32\x11.dendro.v1.Resume\x12\x1b\n\x0emin_new_tokens\x18\x14 \x01(\rH\x02\x88\x01\x01\x12\x10\n\x08stop_ids\x18\x15 \x03(\r\x12\x0c\n\x04stop\x18\x1e \x03(\t\x12\x14\n\x0cinclude_stop\x18\x1f \x01(\x08\x12\x15\n\x08logprobs\x18< \x01(\rH\x03\x88\x01\x01\x42\x08\n\x06promptB\x11\n\x0f_max_new_tokensB\x11\n\x0f_min_new_tokensB\x0b\n\t_logprobs\"\xb3\x04\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x19\n\x0csample_index\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\n \x01(\x01H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x01H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x01H\x08\x88\x01\x01\x12\x36\n\nlogit_bias\x18\r \x03(\x0b\x32\".dendro.v1.Sampling.LogitBiasEntry\x12\x12\n\nbanned_ids\x18\x0e \x03(\r\x12\x13\n\x0b\x61llowed_ids\x18\x0f \x03(\r\x12&\n\tbad_words\x18\x10 \x03(\x0b\x32\x13.dendro.v1.TokenIds\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\x0f\n\r_sample_indexB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penalty\"\xf2\x01\n\x0bSpeculation\x12)\n\x04mode\x18\x01 \x01(\x0e\x32\x1b.dendro.v1.Speculation.Mode\x12\r\n\x05shape\x18\x02 \x01(\t\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x16\n\tmax_nodes\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0b\x64\x65\x61\x64line_ms\x18\x05 \x01(\rH\x01\x88\x01\x01\"I\n\x04Mode\x12\x14\n\x10MODE_UNSPECIFIED\x10\x00\x12\r\n\tMODE_AUTO\x10\x01\x12\x0c\n\x08MODE_OFF\x10\x02\x12\x0e\n\nMODE_FIXED\x10\x03\x42\x0c\n\n_max_nodesB\x0e\n\x0c_deadline_ms\"g\n\x06Resume\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x03 \x01(\x04\x12\x15\n\rprompt_digest\x18\x04 \x01(\x06\x12\x0e\n\x06target\x18\x05 \x01(\t\"\xa6\x01\n\x10GenerateResponse\x12-\n\x07started\x18\x01 \x01(\x0b\x32\x1a.dendro.v1.GenerateStartedH\x00\x12)\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x18.dendro.v1.GenerateChunkH\x00\x12/\n\x08\x63omplete\x18\x03 \x01(\x0b\x32\x1b.dendro.v1.GenerateCompleteH\x00\x42\x07\n\x05\x65vent\"\x90\x01\n\x0fGenerateStarted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x04 \x01(\x04\x12\x0e\n\x06offset\x18\x05 \x01(\x04\x12\x15\n\rprompt_digest\x18\x06 \x01(\x06\x12\x0e\n\x06target\x18\x07 \x01(\t\"{\n\rGenerateChunk\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\r\n\x05shape\x18\x04 \x01(\t\x12*\n\x08logprobs\x18< \x03(\x0b\x32\x18.dendro.v1.TokenLogprobs\"G\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"\x8e\x02\n\x10GenerateComplete\x12.\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x17.dendro.v1.FinishReason\x12\x1f\n\x05usage\x18\x02 \x01(\x0b\x32\x10.dendro.v1.Usage\x12\x30\n\x0bspeculation\x18\x03 \x01(\x0b\x32\x1b.dendro.v1.SpeculationStats\x12\x0f\n\x07session\x18\x04 \x01(\t\x12(\n\x07\x64rafter\x18\x05 \x01(\x0b\x32\x17.dendro.v1.OpeningStats\x12\'\n\x06target\x18\x06 \x01(\x0b\x32\x17.dendro.v1.OpeningStats\x12\x13\n\x0bstop_string\x18\x1e \x01(\t\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x04\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x04\"\xad\x05\n\x10SpeculationStats\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x0e\n\x06rounds\x18\x02 \x01(\x04\x12G\n\x0frounds_by_shape\x18\x03 \x03(\x0b\x32..dendro.v1.SpeculationStats.RoundsByShapeEntry\x12I\n\x10rounds_by_tokens\x18\x04 \x03(\x0b\x32/.dendro.v1.SpeculationStats.RoundsByTokensEntry\x12\x16\n\x0e\x65mitted_tokens\x18\x05 \x01(\x04\x12\x12\n\ncut_tokens\x18\x06 \x01(\x04\x12\x16\n\x0e\x64rafted_tokens\x18\x07 \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x08 \x01(\x04\x12\x18\n\x10\x64iscarded_tokens\x18\t \x01(\x04\x12\x16\n\x0etrimmed_tokens\x18\n \x01(\x04\x12\x13\n\x0blate_drafts\x18\x0b \x01(\x04\x12\x11\n\trounds_us\x18\x0c \x01(\x04\x12\x10\n\x08\x64raft_us\x18\r \x01(\x04\x12\x11\n\tverify_us\x18\x0e \x01(\x04\x12\x10\n\x08queue_us\x18\x0f \x01(\x04\x12\x0e\n\x06hop_us\x18\x10 \x01(\x04\x12\x12\n\nopening_us\x18\x11 \x01(\x04\x12\x15\n\rdecode_tokens\x18\x12 \x01(\x04\x12\x11\n\tdecode_us\x18\x13 \x01(\x04\x12\x16\n\x0everifier_moves\x18\x14 \x01(\x04\x12\x12\n\nstep_sizes\x18\x15 \x03(\r\x12\x10\n\x08\x61head_us\x18\x16 \x01(\x04\x1a\x34\n\x12RoundsByShapeEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x35\n\x13RoundsByTokensEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"R\n\x0cOpeningStats\x12\x17\n\x0frestored_tokens\x18\x01 \x01(\x04\x12\x18\n\x10processed_tokens\x18\x02 \x01(\x04\x12\x0f\n\x07open_us\x18\x03 \x01(\x04\"\x16\n\x14GetServerInfoRequest\"=\n\x15GetServerInfoResponse\x12$\n\x06models\x18\x01 \x03(\x0b\x32\x14.dendro.v1.ModelInfo\"b\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nvocabulary\x18\x02 \x01(\r\x12\x12\n\nmax_length\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x10\n\x08\x64rafters\x18\x05 \x03(\t*\xa3\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x1d\n\x19\x46INISH_REASON_END_OF_TEXT\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1d\n\x19\x46INISH_REASON_STOP_STRING\x10\x03\x12\x1c\n\x18\x46INISH_REASON_STOP_TOKEN\x10\x04\x32\xae\x01\n\x11GenerationService\x12\x45\n\x08Generate\x12\x1a.dendro.v1.GenerateRequest\x1a\x1b.dendro.v1.GenerateResponse0\x01\x12R\n\rGetServerInfo\x12\x1f.dendro.v1.GetServerInfoRequest\x1a .dendro.v1.GetServerInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,46 +37,48 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SPECULATIONSTATS_ROUNDSBYSHAPEENTRY']._serialized_options = b'8\001'
   _globals['_SPECULATIONSTATS_ROUNDSBYTOKENSENTRY']._loaded_options = None
   _globals['_SPECULATIONSTATS_ROUNDSBYTOKENSENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=3122
-  _globals['_FINISHREASON']._serialized_end=3285
+  _globals['_FINISHREASON']._serialized_start=3275
+  _globals['_FINISHREASON']._serialized_end=3438
   _globals['_TOKENIDS']._serialized_start=41
   _globals['_TOKENIDS']._serialized_end=64
   _globals['_GENERATEREQUEST']._serialized_start=67
-  _globals['_GENERATEREQUEST']._serialized_end=515
-  _globals['_SAMPLING']._serialized_start=518
-  _globals['_SAMPLING']._serialized_end=1081
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=895
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=943
-  _globals['_SPECULATION']._serialized_start=1084
-  _globals['_SPECULATION']._serialized_end=1326
-  _globals['_SPECULATION_MODE']._serialized_start=1223
-  _globals['_SPECULATION_MODE']._serialized_end=1296
-  _globals['_RESUME']._serialized_start=1328
-  _globals['_RESUME']._serialized_end=1431
-  _globals['_GENERATERESPONSE']._serialized_start=1434
-  _globals['_GENERATERESPONSE']._serialized_end=1600
-  _globals['_GENERATESTARTED']._serialized_start=1603
-  _globals['_GENERATESTARTED']._serialized_end=1747
-  _globals['_GENERATECHUNK']._serialized_start=1749
-  _globals['_GENERATECHUNK']._serialized_end=1828
-  _globals['_GENERATECOMPLETE']._serialized_start=1831
-  _globals['_GENERATECOMPLETE']._serialized_end=2101
-  _globals['_USAGE']._serialized_start=2103
-  _globals['_USAGE']._serialized_end=2160
-  _globals['_SPECULATIONSTATS']._serialized_start=2163
-  _globals['_SPECULATIONSTATS']._serialized_end=2848
-  _globals['_SPECULATIONSTATS_ROUNDSBYSHAPEENTRY']._serialized_start=2741
-  _globals['_SPECULATIONSTATS_ROUNDSBYSHAPEENTRY']._serialized_end=2793
-  _globals['_SPECULATIONSTATS_ROUNDSBYTOKENSENTRY']._serialized_start=2795
-  _globals['_SPECULATIONSTATS_ROUNDSBYTOKENSENTRY']._serialized_end=2848
-  _globals['_OPENINGSTATS']._serialized_start=2850
-  _globals['_OPENINGSTATS']._serialized_end=2932
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=2934
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=2956
-  _globals['_GETSERVERINFORESPONSE']._serialized_start=2958
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=3019
-  _globals['_MODELINFO']._serialized_start=3021
-  _globals['_MODELINFO']._serialized_end=3119
-  _globals['_GENERATIONSERVICE']._serialized_start=3288
-  _globals['_GENERATIONSERVICE']._serialized_end=3462
+  _globals['_GENERATEREQUEST']._serialized_end=551
+  _globals['_SAMPLING']._serialized_start=554
+  _globals['_SAMPLING']._serialized_end=1117
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=931
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=979
+  _globals['_SPECULATION']._serialized_start=1120
+  _globals['_SPECULATION']._serialized_end=1362
+  _globals['_SPECULATION_MODE']._serialized_start=1259
+  _globals['_SPECULATION_MODE']._serialized_end=1332
+  _globals['_RESUME']._serialized_start=1364
+  _globals['_RESUME']._serialized_end=1467
+  _globals['_GENERATERESPONSE']._serialized_start=1470
+  _globals['_GENERATERESPONSE']._serialized_end=1636
+  _globals['_GENERATESTARTED']._serialized_start=1639
+  _globals['_GENERATESTARTED']._serialized_end=1783
+  _globals['_GENERATECHUNK']._serialized_start=1785
+  _globals['_GENERATECHUNK']._serialized_end=1908
+  _globals['_TOKENLOGPROBS']._serialized_start=1910
+  _globals['_TOKENLOGPROBS']._serialized_end=1981
+  _globals['_GENERATECOMPLETE']._serialized_start=1984
+  _globals['_GENERATECOMPLETE']._serialized_end=2254
+  _globals['_USAGE']._serialized_start=2256
+  _globals['_USAGE']._serialized_end=2313
+  _globals['_SPECULATIONSTATS']._serialized_start=2316
+  _globals['_SPECULATIONSTATS']._serialized_end=3001
+  _globals['_SPECULATIONSTATS_ROUNDSBYSHAPEENTRY']._serialized_start=2894
+  _globals['_SPECULATIONSTATS_ROUNDSBYSHAPEENTRY']._serialized_end=2946
+  _globals['_SPECULATIONSTATS_ROUNDSBYTOKENSENTRY']._serialized_start=2948
+  _globals['_SPECULATIONSTATS_ROUNDSBYTOKENSENTRY']._serialized_end=3001
+  _globals['_OPENINGSTATS']._serialized_start=3003
+  _globals['_OPENINGSTATS']._serialized_end=3085
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=3087
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=3109
+  _globals['_GETSERVERINFORESPONSE']._serialized_start=3111
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=3172
+  _globals['_MODELINFO']._serialized_start=3174
+  _globals['_MODELINFO']._serialized_end=3272
+  _globals['_GENERATIONSERVICE']._serialized_start=3441
+  _globals['_GENERATIONSERVICE']._serialized_end=3615
 # @@protoc_insertion_point(module_scope)

@@ -181,6 +181,7 @@ class OpenCall(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     MIN_LENGTH_FIELD_NUMBER: _builtins.int
     STOP_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     lease: _builtins.str
     """lease is the lease that the opening belongs to. Empty only at a replica without leases."""
     max_length: _builtins.int
@@ -201,6 +202,10 @@ class OpenCall(_message.Message):
     """prompt_tokens is the number of the text's tokens before the answer. Fewer than `base` where an answer continues."""
     min_length: _builtins.int
     """min_length is the length of the text, in tokens, before which no token is drawn that would end it. Zero: any."""
+    logprobs: _builtins.int
+    """logprobs asks a verifier for the log-probability of each emitted token, and of this number of likeliest tokens at
+    its place. Absent: none. Drafters ignore it.
+    """
     @_builtins.property
     def sampling(self) -> Global___Sampling:
         """sampling has the sampling parameters and the seed of the noise."""
@@ -227,12 +232,15 @@ class OpenCall(_message.Message):
         prompt_tokens: _builtins.int = ...,
         min_length: _builtins.int = ...,
         stop_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ignore_end", b"ignore_end", "lease", b"lease", "marks", b"marks", "max_length", b"max_length", "min_length", b"min_length", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "stop_ids", b"stop_ids", "tenant", b"tenant", "tokenizer", b"tokenizer", "vocabulary", b"vocabulary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "ignore_end", b"ignore_end", "lease", b"lease", "logprobs", b"logprobs", "marks", b"marks", "max_length", b"max_length", "min_length", b"min_length", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "stop_ids", b"stop_ids", "tenant", b"tenant", "tokenizer", b"tokenizer", "vocabulary", b"vocabulary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
+    _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
 
 Global___OpenCall: _TypeAlias = OpenCall  # noqa: Y015
 

@@ -1,0 +1,133 @@
+"""Progress of an answer over all of its streams: what was received, and how to resume it after a stream broke."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import cast
+
+import grpc.aio
+
+from dendro.answer import REASON_KEY, Event, Round, Started, complete_from, fields_of
+from dendro.errors import Conflict, DendroError, EngineFailed, PeerLost, error_for
+from dendro.logprobs import TokenLogprobs, logprobs_from
+from dendro.v1 import generation_pb2 as pb
+
+BROKEN = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,  # the router is gone, or drains
+        grpc.StatusCode.CANCELLED,  # the router ended without a status
+        grpc.StatusCode.INTERNAL,  # a gateway lost its router
+        grpc.StatusCode.UNKNOWN,
+    }
+)
+"""Codes that, without our own reason, mean that the connection broke."""
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 2.0
+
+
+class AnswerProgress:
+    """The state of an answer over all of its streams: received tokens, retries, deadline. Does no I/O."""
+
+    def __init__(self, request: pb.GenerateRequest, timeout_s: float, attempts: int) -> None:
+        self.request = request
+        self.timeout_s = timeout_s
+        self.attempts = attempts
+        self.token_ids: list[int] = []
+        self.started: Started | None = None
+        self.finished = False
+        self._deadline = time.monotonic() + timeout_s
+        self._failures = 0  # since the last token
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds to the deadline. Raises PeerLost after it."""
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise PeerLost(f"no complete answer within {self.timeout_s:g} s")
+        return left
+
+    def next_request(self) -> pb.GenerateRequest:
+        """The request of the next call. Once a stream has started, it resumes after the received tokens."""
+        if self.started is None:
+            return self.request
+        request = pb.GenerateRequest()
+        request.CopyFrom(self.request)
+        request.resume.SetInParent()
+        request.resume.token_ids.extend(self.token_ids)
+        request.resume.seed = self.started.seed
+        request.resume.prompt_tokens = self.started.prompt_tokens
+        request.resume.prompt_digest = self.started.prompt_digest
+        request.resume.target = self.started.target
+        return request
+
+    def take(self, response: pb.GenerateResponse) -> Event | None:
+        """Check a message and return its event; None for `started` of a resumed stream. Raises EngineFailed for a
+        message that does not follow from the ones before, Conflict for a stream that resumes another answer."""
+        kind = response.WhichOneof("event")
+        if kind == "started":
+            first, message = self.started, response.started
+            if message.offset != len(self.token_ids):
+                raise EngineFailed(f"stream resumes at {message.offset}, not at {len(self.token_ids)}")
+            started = Started(**fields_of(Started, message))
+            if first is not None:
+                self._check_resumed(first, started)
+            self.started = started
+            return started if first is None else None
+        if kind == "chunk":
+            chunk = response.chunk
+            if chunk.offset != len(self.token_ids):
+                raise EngineFailed(f"chunk at offset {chunk.offset}, expected {len(self.token_ids)}")
+            self.token_ids.extend(chunk.token_ids)
+            self._failures = 0
+            return Round(chunk.offset, tuple(chunk.token_ids), chunk.text, chunk.shape, self._logprobs_of(chunk))
+        if kind == "complete":
+            complete = complete_from(response.complete)
+            if complete.completion_tokens != len(self.token_ids):
+                raise EngineFailed(f"complete after {complete.completion_tokens} tokens, not {len(self.token_ids)}")
+            self.finished = True
+            return complete
+        raise EngineFailed("stream contains an unknown event")
+
+    def _logprobs_of(self, chunk: pb.GenerateChunk) -> tuple[TokenLogprobs, ...]:
+        """Raises EngineFailed where they are malformed, missing or not asked for."""
+        expected = len(chunk.token_ids) if self.request.HasField("logprobs") else 0
+        try:
+            logprobs = logprobs_from(chunk.logprobs[: expected + 1])
+        except ValueError as error:
+            raise EngineFailed(f"chunk: {error}") from None
+        if len(logprobs) != expected:
+            raise EngineFailed(f"chunk: log-probabilities of {len(chunk.logprobs)} tokens, expected {expected}")
+        return logprobs
+
+    def _check_resumed(self, first: Started, started: Started) -> None:
+        """Raise Conflict if a resumed stream starts with other facts than the first one: its tokens would continue
+        another text, or be another target's."""
+        names = ["model", "seed", "prompt_tokens", "prompt_digest", *(["target"] if self.token_ids else [])]
+        differ = [name for name in names if getattr(started, name) != getattr(first, name)]
+        if differ:
+            raise Conflict(f"resume: the answer began with another {', '.join(differ)}; begin the turn again")
+
+    def pause_after(self, error: grpc.RpcError | None) -> float:
+        """Seconds to wait before the next call. Raises a DendroError if the call must not be repeated."""
+        self._failures += 1
+        if error is not None:
+            final = _final_error(error, self.timeout_s)
+            if final is not None:
+                raise final from error
+        if self._failures >= self.attempts:
+            details = f": {error.details()}" if error is not None else ""
+            raise PeerLost(f"the stream broke {self._failures} times without a token{details}") from error
+        return min(FIRST_PAUSE_S * 2.0 ** (self._failures - 1), LONGEST_PAUSE_S, self.remaining_s)
+
+
+def _final_error(error: grpc.RpcError, timeout_s: float) -> DendroError | None:
+    """The error that a status stands for; None if the connection broke, so that the call may be repeated."""
+    code: grpc.StatusCode = error.code()
+    trailing = cast(Sequence[tuple[str, str | bytes]], error.trailing_metadata() or ())
+    ours = any(key == REASON_KEY for key, _ in trailing)
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return PeerLost(f"no complete answer within {timeout_s:g} s")
+    if code is grpc.StatusCode.UNAVAILABLE or (code in BROKEN and not ours):
+        return None
+    return error_for(code, error.details() or "")
