@@ -49,6 +49,7 @@ def as_json(done: Completion) -> str:
         "text": done.text,
         "token_ids": done.token_ids,
         "request_id": done.started.request_id,
+        "sample": done.started.sample,
         "model": done.started.model,
         "seed": done.started.seed,
         "session": complete.session,
@@ -63,6 +64,12 @@ def as_json(done: Completion) -> str:
         "target": asdict(complete.target) if complete.target else None,
     }
     return json.dumps(fields)
+
+
+def sample_text(done: Completion) -> str:
+    """One of several answers under a line with its number, and its log-probabilities if it has any."""
+    heading = f"--- sample {done.started.sample}: {answer_line(done.complete)}; seed {done.started.seed}"
+    return "\n".join([heading, done.text, *(logprob_lines(done.token_ids, done.logprobs) if done.logprobs else ())])
 
 
 def logprobs_as_json(logprobs: TokenLogprobs) -> dict[str, object]:

@@ -157,6 +157,7 @@ class EdgePeers:
         self.rounds = 0
         self.hello: Hello | None = None  # of verifiers; None: HELLO
         self.texts: list[Text] = []
+        self.beside: list[Text | None] = []  # the argument, of each verifier made
         self.deadlines_s: list[float] = []
         self.adaptive: list[bool] = []  # the argument, of each drafter made
         self.closed: list[tuple[str, tuple[int, ...]]] = []
@@ -174,8 +175,9 @@ class EdgePeers:
         self.adaptive.append(adaptive)
         return EdgeDrafter(self, text)
 
-    def verifier(self, target: str, text: Text) -> EdgeVerifier:
+    def verifier(self, target: str, text: Text, beside: Text | None = None) -> EdgeVerifier:
         self.texts.append(text)
+        self.beside.append(beside)
         return EdgeVerifier(self, text)
 
 

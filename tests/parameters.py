@@ -14,6 +14,7 @@ from typing import Any
 
 from dendro.calls import RequestParameters
 from dendro.logprobs import MAX_TOP_LOGPROBS
+from dendro.samples import MAX_SAMPLES
 from dendro.text import (
     LARGEST_SHIFT,
     MAX_BAD_WORD_TOKENS,
@@ -149,6 +150,13 @@ PARAMETERS = (
     Parameter("min_p", "0 (all) to below 1", "`MinPLogitsWarper`", "every row above temperature 0", FIRST),
     Parameter("seed", "64 bits", "none: the noise is a contract of its own", "every row above temperature 0", USED),
     Parameter("sample_index", "32 bits", "none, as for `seed`", "every row above temperature 0", USED),
+    Parameter(
+        "n",
+        f"1 to {MAX_SAMPLES}; 1 with a session or a resume",
+        "so many requests, with `sample_index` and the numbers after it",
+        "the answers to a prompt",
+        USED,
+    ),
     Parameter(
         "stop_ids", f"{MAX_STOP_IDS} ids", "`EosTokenCriteria`", "ends the answer, whose last token it is", IGNORED
     ),

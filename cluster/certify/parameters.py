@@ -20,6 +20,8 @@ FIRST_IDS = 8
 """Ids below it are never removed, so that every combination leaves tokens to draw."""
 CHANCE = 0.4
 """Of each parameter to be set."""
+SAMPLES = 3
+"""Answers to one prompt that are compared with requests of their own."""
 MOST_LISTED = 200
 """Ids of one parameter."""
 
@@ -117,11 +119,28 @@ async def identity_under_parameters(
             else:
                 promise.check(False, f"{way} differs at token {place}, under {options}")
         step()
+    if margin_of is None:  # elsewhere a first difference would have to be excused
+        await _samples_are_requests(service, promise, prompts[0], tokens)
     promise.check(
         same == compared,
         f"{combinations} random combinations: {same} of {compared} answers identical to off or excused",
     )
     return promise
+
+
+async def _samples_are_requests(service: Asking, promise: Promise, prompt: Sequence[int], tokens: int) -> None:
+    """Add whether each of several answers to a prompt is that of a request with its sample index."""
+    options: Options = {"temperature": 1.0, "logprobs": 2, "max_new_tokens": tokens, "ignore_end": True, "seed": 1}
+    samples = await service.generate_samples(prompt, n=SAMPLES, speculation="auto", **options)
+    alone = [
+        await service.generate_text(prompt, sample_index=index, speculation="off", **options)
+        for index in range(SAMPLES)
+    ]
+    promise.answers += SAMPLES
+    promise.tokens_compared += sum(len(each.token_ids) for each in alone)
+    pairs = zip(samples, alone, strict=True)
+    equal = sum((one.token_ids, one.logprobs) == (other.token_ids, other.logprobs) for one, other in pairs)
+    promise.check(equal == SAMPLES, f"{equal} of {SAMPLES} samples of a prompt identical to requests of their own")
 
 
 def _scores_of(options: Options, prompt: Sequence[int], answer: Sequence[int]) -> Callable[[Tensor], Tensor]:

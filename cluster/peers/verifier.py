@@ -21,6 +21,7 @@ from cluster.peers.opening import (
     FIRST_BACKOFF_S,
     LONGEST_BACKOFF_S,
     STRIKES,
+    Leased,
     Opening,
     Pace,
     PeerHandle,
@@ -49,8 +50,10 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
         step_s: float = STEP_S,
         facts: Facts | None = None,
         clock: Clock = time.monotonic,
+        beside: VerifierHandle | None = None,
     ) -> None:
-        """`facts`: of the target's checkpoint; replicas of another one are not used."""
+        """`facts`: of the target's checkpoint; replicas of another one are not used. `beside`: the handle of a text
+        that begins alike: this one is opened at its replica first, under its lease."""
         super().__init__(pool, pace, clock)
         self._facts = facts
         self.moves = 0  # times that the text was opened at another verifier
@@ -64,7 +67,8 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
         self._announced_s: float | None = None  # when the last call was made, if it announced a round without a tree
         self._faults = 0  # openings and rounds since the last verdict that failed by a verifier's own fault
         self._began_with: Hello | None = None  # of the first verifier that was leased
-        self._opening_task = self._background.start(self._lease_and_open(text))
+        first = self._lease_and_open(text) if beside is None else self._open_beside(text, beside)
+        self._opening_task = self._background.start(first)
 
     async def close(self, text: Text) -> None:
         self._limit.close()
@@ -140,7 +144,8 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
                 return verdict if verdict.ahead_us <= longest_us else replace(verdict, ahead_us=longest_us)
 
     def _begin(self, text: Text, old: Opening[VerifierPeer], same: bool) -> None:
-        self._opening_task = self._background.start(self._lease_and_open(text, old, same))
+        leased = old.leased if same else None
+        self._opening_task = self._background.start(self._lease_and_open(text, old, leased))
 
     async def _current_opening(self, text: Text) -> Opening[VerifierPeer]:
         if self._opening is None and self._opening_task is not None:
@@ -149,16 +154,26 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
             raise PeerLost("verifier: the handle is closed")
         return self._opening
 
-    async def _lease_and_open(self, text: Text, old: Opening[VerifierPeer] | None = None, same: bool = False) -> None:
+    async def _open_beside(self, text: Text, beside: VerifierHandle) -> None:
+        """Open the text where another is open; elsewhere, where that one's lease has ended."""
+        await beside.ready()
+        opening = beside._opening
+        await self._lease_and_open(text, leased=opening.leased if opening is not None else None)
+
+    async def _lease_and_open(
+        self,
+        text: Text,
+        old: Opening[VerifierPeer] | None = None,
+        leased: Leased[VerifierPeer] | None = None,
+    ) -> None:
         """Lease a verifier and open the text there. Retries within the patience; raises at once for the second failure
         by a verifier's own fault since the last verdict.
 
-        `old` is the opening that this one replaces, first under the `same` lease where that is set. It is closed after
-        the first attempt, not before: a lease ends with the last of its openings.
+        `old` is the opening that this one replaces. It is closed after the first attempt, not before: a lease ends with
+        the last of its openings. `leased`: what the first attempt uses, where it need not lease.
         """
         give_up_s = self._clock() + self._patience_s
         pause_s = FIRST_BACKOFF_S
-        leased = old.leased if old is not None and same else None
         while True:
             try:
                 if leased is None:

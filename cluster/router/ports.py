@@ -48,12 +48,13 @@ class VerifierPort(Verifier, HandlePort, Protocol):
 class PeersPort(Protocol):
     """Makes handles, without waiting. A verifier's sends the text at once, a drafter's when a tree is first requested.
     `deadline_s` is the request's limit on the wait for a draft; it can only shorten the configured one. `adaptive`: the
-    wait is also bounded by what drafts and rounds usually take (`Pace.deadline_s`)."""
+    wait is also bounded by what drafts and rounds usually take (`Pace.deadline_s`). `beside`: a text that begins alike
+    and has a verifier; this one is opened at the same replica, under the same lease, once that one is open."""
 
     def drafters(
         self, target: str, text: Text, gate: RunningRequest, deadline_s: float = math.inf, adaptive: bool = True
     ) -> DrafterPort: ...
-    def verifier(self, target: str, text: Text) -> VerifierPort: ...
+    def verifier(self, target: str, text: Text, beside: Text | None = None) -> VerifierPort: ...
 
     def expect(self, facts: ClusterFacts) -> None:
         """From now on, use only replicas of these checkpoints."""

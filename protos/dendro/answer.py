@@ -50,6 +50,7 @@ class Started:
     prompt_tokens: int
     prompt_digest: int  # of the tokens before the answer
     target: str  # digest of all that the tokens depend on besides the text: weights, dtype, exactness and others
+    sample: int = 0  # the number of the answer, of a request with `n`
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ class Round:
     text: str  # with stop strings, less what could begin one; a later round has that
     shape: str  # "off", "(3,2,1)", "small:(3,2,1)" of one of several drafters; empty: sent from the answer's record
     logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, where the request asks for them
+    sample: int = 0  # as in Started
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +167,7 @@ class Complete:
     drafter: OpeningStats | None
     target: OpeningStats | None
     stop_string: str = ""  # the one that ended the answer; empty: none did
+    sample: int = 0  # as in Started
 
 
 Event = Started | Round | Complete
@@ -207,6 +210,7 @@ class Options(TypedDict, total=False):
     min_p: float | None
     seed: int | None  # default: the session's, or one that the server draws and reports
     sample_index: int | None
+    n: int | None  # answers, each with a sample index of its own; default 1
     repetition_penalty: float | None  # of tokens of the prompt and the answer; default 1: none
     presence_penalty: float | None  # of tokens of the answer; default 0
     frequency_penalty: float | None  # the same, for each time that the answer has the token; default 0
@@ -237,6 +241,7 @@ def build_request(
     min_p: float | None = None,
     seed: int | None = None,
     sample_index: int | None = None,
+    n: int | None = None,
     repetition_penalty: float | None = None,
     presence_penalty: float | None = None,
     frequency_penalty: float | None = None,
@@ -300,6 +305,7 @@ def build_request(
         (request, "max_new_tokens", max_new_tokens),
         (request, "min_new_tokens", min_new_tokens),
         (request, "logprobs", logprobs),
+        (request, "n", n),
         (request.speculation, "speculation.max_nodes", options.max_nodes),
         (request.speculation, "speculation.deadline_ms", options.deadline_ms),
     )
@@ -320,8 +326,9 @@ def _extend(field: MutableSequence[int], name: str, tokens: Sequence[int]) -> No
 
 
 def fields_of(kind: type[Started | OpeningStats | SpeculationStats], message: object) -> dict[str, Any]:
-    """The fields of a message that have the names of a dataclass's."""
-    return {each.name: getattr(message, each.name) for each in dataclasses.fields(kind)}
+    """The fields of a message that have the names of a dataclass's; `sample` is that of the response."""
+    names = (each.name for each in dataclasses.fields(kind) if each.name != "sample")
+    return {name: getattr(message, name) for name in names}
 
 
 def complete_from(message: pb.GenerateComplete) -> Complete:
@@ -378,3 +385,11 @@ def collect(events: Sequence[Event]) -> Completion:
         rounds=rounds,
         complete=complete,
     )
+
+
+def collect_samples(events: Sequence[Event]) -> tuple[Completion, ...]:
+    """The answers of a request with `n`, from all events of its stream."""
+    answers: dict[int, list[Event]] = {}
+    for event in events:
+        answers.setdefault(event.sample, []).append(event)
+    return tuple(collect(answers[sample]) for sample in sorted(answers))

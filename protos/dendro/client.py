@@ -38,12 +38,14 @@ from dendro.answer import (
     Started,
     build_request,
     collect,
+    collect_samples,
     collect_stream,
     models_of,
 )
 from dendro.errors import error_for
-from dendro.progress import BROKEN, AnswerProgress
+from dendro.progress import BROKEN, RequestProgress
 from dendro.rotation import Rotation
+from dendro.samples import one_answer
 from dendro.v1 import generation_pb2 as pb
 from dendro.v1 import generation_pb2_grpc
 
@@ -93,9 +95,14 @@ class Asking(ABC):
                 yield event
 
     async def generate_text(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Completion:
-        """The whole answer."""
-        request = build_request(prompt, **options)
+        """The whole answer. Raises BadRequest where several are asked for."""
+        request = one_answer(build_request(prompt, **options))
         return await collect_stream(self.send(request))
+
+    async def generate_samples(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> tuple[Completion, ...]:
+        """The whole answers of a request with `n`."""
+        request = build_request(prompt, **options)
+        return collect_samples([event async for event in self.send(request)])
 
 
 class AsyncClient(Asking):
@@ -144,7 +151,7 @@ class AsyncClient(Asking):
 
     async def send(self, request: pb.GenerateRequest) -> AsyncGenerator[Event, None]:
         """Stream the answer to a request message."""
-        answer = AnswerProgress(request, self.timeout_s, self.attempts)
+        answer = RequestProgress(request, self.timeout_s, self.attempts)
         while not answer.finished:
             broken: grpc.RpcError | None = None
             address = self._rotation.take()
@@ -160,8 +167,8 @@ class AsyncClient(Asking):
             finally:
                 call.cancel()  # ends the server's work if the caller left the iteration; else does nothing
             if not answer.finished:
-                pause_s = answer.pause_after(broken)
-                self._rotation.broke(address)
+                if pause_s := answer.pause_after(broken):
+                    self._rotation.broke(address)
                 await asyncio.sleep(pause_s)
 
     async def models(self) -> tuple[ModelInfo, ...]:
@@ -228,7 +235,7 @@ class Client:
 
     def send(self, request: pb.GenerateRequest) -> Iterator[Event]:
         """Stream the answer to a request message."""
-        answer = AnswerProgress(request, self.timeout_s, self.attempts)
+        answer = RequestProgress(request, self.timeout_s, self.attempts)
         while not answer.finished:
             broken: grpc.RpcError | None = None
             address = self._rotation.take()
@@ -244,14 +251,19 @@ class Client:
             finally:
                 call.cancel()
             if not answer.finished:
-                pause_s = answer.pause_after(broken)
-                self._rotation.broke(address)
+                if pause_s := answer.pause_after(broken):
+                    self._rotation.broke(address)
                 time.sleep(pause_s)
 
     def generate_text(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Completion:
-        """The whole answer."""
-        request = build_request(prompt, **options)
+        """The whole answer. Raises BadRequest where several are asked for."""
+        request = one_answer(build_request(prompt, **options))
         return collect(list(self.send(request)))
+
+    def generate_samples(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> tuple[Completion, ...]:
+        """The whole answers of a request with `n`."""
+        request = build_request(prompt, **options)
+        return collect_samples(list(self.send(request)))
 
     def models(self) -> tuple[ModelInfo, ...]:
         """The served models."""

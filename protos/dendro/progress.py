@@ -1,7 +1,8 @@
-"""Progress of an answer over all of its streams: what was received, and how to resume it after a stream broke."""
+"""Progress of a request over all of its streams: what was received, and how to resume it after a stream broke."""
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from typing import cast
@@ -11,6 +12,7 @@ import grpc.aio
 from dendro.answer import REASON_KEY, Event, Round, Started, complete_from, fields_of
 from dendro.errors import Conflict, DendroError, EngineFailed, PeerLost, error_for
 from dendro.logprobs import TokenLogprobs, logprobs_from
+from dendro.samples import requests_of_samples
 from dendro.v1 import generation_pb2 as pb
 
 BROKEN = frozenset(
@@ -27,25 +29,13 @@ LONGEST_PAUSE_S = 2.0
 
 
 class AnswerProgress:
-    """The state of an answer over all of its streams: received tokens, retries, deadline. Does no I/O."""
+    """The state of one answer over all of its streams. Does no I/O."""
 
-    def __init__(self, request: pb.GenerateRequest, timeout_s: float, attempts: int) -> None:
+    def __init__(self, request: pb.GenerateRequest) -> None:
         self.request = request
-        self.timeout_s = timeout_s
-        self.attempts = attempts
         self.token_ids: list[int] = []
         self.started: Started | None = None
         self.finished = False
-        self._deadline = time.monotonic() + timeout_s
-        self._failures = 0  # since the last token
-
-    @property
-    def remaining_s(self) -> float:
-        """Seconds to the deadline. Raises PeerLost after it."""
-        left = self._deadline - time.monotonic()
-        if left <= 0:
-            raise PeerLost(f"no complete answer within {self.timeout_s:g} s")
-        return left
 
     def next_request(self) -> pb.GenerateRequest:
         """The request of the next call. Once a stream has started, it resumes after the received tokens."""
@@ -79,7 +69,6 @@ class AnswerProgress:
             if chunk.offset != len(self.token_ids):
                 raise EngineFailed(f"chunk at offset {chunk.offset}, expected {len(self.token_ids)}")
             self.token_ids.extend(chunk.token_ids)
-            self._failures = 0
             return Round(chunk.offset, tuple(chunk.token_ids), chunk.text, chunk.shape, self._logprobs_of(chunk))
         if kind == "complete":
             complete = complete_from(response.complete)
@@ -108,8 +97,60 @@ class AnswerProgress:
         if differ:
             raise Conflict(f"resume: the answer began with another {', '.join(differ)}; begin the turn again")
 
+
+class RequestProgress:
+    """The state of a request, with all of its answers: retries and deadline. Does no I/O.
+
+    A stream of several answers that broke is not repeated: each answer that lacks its end is resumed by itself.
+    """
+
+    def __init__(self, request: pb.GenerateRequest, timeout_s: float, attempts: int) -> None:
+        self.request = request
+        self.timeout_s = timeout_s
+        self.attempts = attempts
+        self.answers = [AnswerProgress(each) for each in requests_of_samples(request)]
+        self._resumed: int | None = None  # the answer that the stream resumes; None: the stream has all answers
+        self._deadline = time.monotonic() + timeout_s
+        self._failures = 0  # since the last token
+
+    @property
+    def finished(self) -> bool:
+        return all(answer.finished for answer in self.answers)
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds to the deadline. Raises PeerLost after it."""
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise PeerLost(f"no complete answer within {self.timeout_s:g} s")
+        return left
+
+    def next_request(self) -> pb.GenerateRequest:
+        """The request of the next call."""
+        seed = next((answer.started.seed for answer in self.answers if answer.started is not None), None)
+        if seed is None:  # no answer has begun
+            return self.request
+        self._resumed = next(sample for sample, answer in enumerate(self.answers) if not answer.finished)
+        request = self.answers[self._resumed].next_request()
+        if not request.HasField("resume"):
+            request.sampling.seed = seed  # it may be one that the server drew for all answers
+        return request
+
+    def take(self, response: pb.GenerateResponse) -> Event | None:
+        """As of `AnswerProgress.take`, for the answer that a message belongs to."""
+        sample = response.sample if self._resumed is None else self._resumed
+        if sample >= len(self.answers) or (self._resumed is not None and response.sample):
+            raise EngineFailed(f"stream has an event of sample {response.sample}, which was not asked for")
+        event = self.answers[sample].take(response)
+        if isinstance(event, Round):
+            self._failures = 0
+        return dataclasses.replace(event, sample=sample) if event is not None and sample else event
+
     def pause_after(self, error: grpc.RpcError | None) -> float:
-        """Seconds to wait before the next call. Raises a DendroError if the call must not be repeated."""
+        """Seconds to wait before the next call; 0 where the last one completed its answer. Raises a DendroError if the
+        call must not be repeated."""
+        if error is None and self._resumed is not None and self.answers[self._resumed].finished:
+            return 0.0
         self._failures += 1
         if error is not None:
             final = _final_error(error, self.timeout_s)

@@ -65,7 +65,7 @@ async def test_a_resumed_answer_has_those_of_the_rest(held: int):
     request = build_request(PROMPT, max_new_tokens=12, logprobs=2, speculation="(2,1)")
     request.resume.CopyFrom(resume_of(IDS, whole[:held]))
     client = LocalClient(ingress(EdgePeers()))
-    progress = AnswerProgress(request, 60, 1)
+    progress = AnswerProgress(request)
     progress.token_ids[:] = whole[:held]
     events = [progress.take(each) async for each in ingress(EdgePeers()).generate(request)]
     found = [each for event in events if hasattr(event, "logprobs") for each in event.logprobs]
@@ -155,14 +155,14 @@ def test_malformed_ones_of_a_peer_or_a_router_are_refused(change: dict[str, Any]
     message.verdict.logprobs[1].CopyFrom(verifier_pb2.TokenLogprobs(**bad))
     with pytest.raises(BadAnswer, match="logprobs"):
         answer_from(message)
-    progress = AnswerProgress(build_request(PROMPT, logprobs=2), 60, 1)
+    progress = AnswerProgress(build_request(PROMPT, logprobs=2))
     with pytest.raises(EngineFailed, match="chunk: .*logprobs"):
         progress.take(pb.GenerateResponse(chunk=pb.GenerateChunk(token_ids=[7], logprobs=[pb.TokenLogprobs(**bad)])))
 
 
 @pytest.mark.parametrize(("asked", "entries"), [(None, 1), (2, 0), (2, 1), (2, 3)])
 def test_a_chunk_with_another_number_of_them_than_tokens_is_refused_by_the_client(asked, entries: int):
-    progress = AnswerProgress(build_request(PROMPT, logprobs=asked), 60, 1)
+    progress = AnswerProgress(build_request(PROMPT, logprobs=asked))
     chunk = pb.GenerateChunk(token_ids=[7, 8], logprobs=[pb.TokenLogprobs(logprob=-1.0)] * entries)
     with pytest.raises(EngineFailed, match=f"log-probabilities of {entries} tokens"):
         progress.take(pb.GenerateResponse(chunk=chunk))

@@ -90,6 +90,7 @@ class GenerateRequest(_message.Message):
     STOP_FIELD_NUMBER: _builtins.int
     INCLUDE_STOP_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    N_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """request_id is the request's id, the same over all its resumes: at most 128 printable ASCII characters other than
     the space, chosen by the client. Empty: the server makes one. A request with the id of one of the session's last 8
@@ -121,6 +122,14 @@ class GenerateRequest(_message.Message):
 
     A request with the request_id of a written turn gets those of the answer's rest by computing that rest again, as
     records have none. It is refused if the tokens differ, because the request has other parameters than that turn.
+    """
+    n: _builtins.int
+    """n asks for so many answers to the prompt, 1 to 16. Answer i is that of a request with the sample_index of this one,
+    or zero, plus i; without a seed all have the one that the server draws. The stream has the events of all answers,
+    and is complete when each is. Absent: 1.
+
+    More than 1 is refused with `session` or `keep_session`, as a session continues with one answer, and with `resume`:
+    answer i of a broken stream is resumed by a request of its own, without n, with answer i's sample_index.
     """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
@@ -177,10 +186,11 @@ class GenerateRequest(_message.Message):
         stop: _abc.Iterable[_builtins.str] | None = ...,
         include_stop: _builtins.bool = ...,
         logprobs: _builtins.int | None = ...,
+        n: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_new_tokens", b"_max_new_tokens", "_min_new_tokens", b"_min_new_tokens", "logprobs", b"logprobs", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_new_tokens", b"_max_new_tokens", "_min_new_tokens", b"_min_new_tokens", "_n", b"_n", "logprobs", b"logprobs", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "n", b"n", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_new_tokens", b"_max_new_tokens", "_min_new_tokens", b"_min_new_tokens", "ignore_end", b"ignore_end", "include_stop", b"include_stop", "keep_session", b"keep_session", "logprobs", b"logprobs", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "session", b"session", "speculation", b"speculation", "stop", b"stop", "stop_ids", b"stop_ids", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_new_tokens", b"_max_new_tokens", "_min_new_tokens", b"_min_new_tokens", "_n", b"_n", "ignore_end", b"ignore_end", "include_stop", b"include_stop", "keep_session", b"keep_session", "logprobs", b"logprobs", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "model", b"model", "n", b"n", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "session", b"session", "speculation", b"speculation", "stop", b"stop", "stop_ids", b"stop_ids", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -188,6 +198,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__max_new_tokens: _TypeAlias = _typing.Literal["_max_new_tokens", b"_max_new_tokens"]  # noqa: Y015
     _WhichOneofReturnType__min_new_tokens: _TypeAlias = _typing.Literal["min_new_tokens"]  # noqa: Y015
     _WhichOneofArgType__min_new_tokens: _TypeAlias = _typing.Literal["_min_new_tokens", b"_min_new_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__n: _TypeAlias = _typing.Literal["n"]  # noqa: Y015
+    _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
@@ -196,6 +208,8 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_new_tokens) -> _WhichOneofReturnType__max_new_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_new_tokens) -> _WhichOneofReturnType__min_new_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__n) -> _WhichOneofReturnType__n | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
@@ -471,6 +485,9 @@ class GenerateResponse(_message.Message):
     STARTED_FIELD_NUMBER: _builtins.int
     CHUNK_FIELD_NUMBER: _builtins.int
     COMPLETE_FIELD_NUMBER: _builtins.int
+    SAMPLE_FIELD_NUMBER: _builtins.int
+    sample: _builtins.int
+    """sample is the number of the answer that the event belongs to, from 0. Zero without `n`."""
     @_builtins.property
     def started(self) -> Global___GenerateStarted: ...
     @_builtins.property
@@ -483,10 +500,11 @@ class GenerateResponse(_message.Message):
         started: Global___GenerateStarted | None = ...,
         chunk: Global___GenerateChunk | None = ...,
         complete: Global___GenerateComplete | None = ...,
+        sample: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "complete", b"complete", "event", b"event", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "complete", b"complete", "event", b"event", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "complete", b"complete", "event", b"event", "sample", b"sample", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "chunk", "complete"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
