@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dendro.calls import CloseCall, OpenCall, PeerText, RequestParameters, TextUpdate, VerifyCall
@@ -16,7 +16,7 @@ from tree_kernels.warp import History, Processors, Warp
 from tree_layers.tree_mixers import Array
 
 from verifier_service.memory import TextMemory, most_pages, salt_of
-from verifier_service.recurrent import Arrangement
+from verifier_service.recurrent import Arrangement, TextStates
 
 Call = OpenCall | VerifyCall | CloseCall
 
@@ -83,6 +83,7 @@ class Saved:
     length: int
     tokens: int  # number of newest tokens whose inputs it holds
     arrays: Mapping[str, Array]
+    source: TextStates | None = None  # of an open text that begins alike: the arrays are copied from there
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,6 +146,23 @@ class VerifierText:
     def waits(self) -> bool:
         """Whether a call waits for it."""
         return self.opening is not None or bool(self.asks)
+
+
+def longest_saved(session: VerifierText, others: Iterable[VerifierText]) -> Saved | None:
+    """The longest memory that a state-space text can go on from: its stored one, or that of another open text of its
+    tenant which is a beginning of it, or which it is a beginning of; None where there is neither."""
+    best, session.saved = session.saved, None
+    most = len(session.text.ids) - 1  # the root is consumed with its tree
+    for other in others:
+        place, consumed = other.memory.place, other.memory.consumed
+        length = min(len(consumed), most)
+        if place is None or other.opening is not None or other.memory.salt != session.memory.salt:
+            continue
+        if length <= (best.length if best is not None else 0) or not place.can_cut(length):
+            continue
+        if consumed[:length] == session.text.ids[:length]:
+            best = Saved(length, length - place.base_of(length) * place.extent.block, {}, place)
+    return best
 
 
 def processors_of(parameters: RequestParameters, end_ids: frozenset[int]) -> Processors:

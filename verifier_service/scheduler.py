@@ -30,7 +30,15 @@ from tree_kernels.tree_walk import Walk
 from verifier_service.budget import StepCosts, path_in, worthwhile
 from verifier_service.memory import PageTable
 from verifier_service.recurrent import StatePool, recurrent_rows
-from verifier_service.requests import Capacity, PendingCall, Saved, VerifierCounters, VerifierText, _Share
+from verifier_service.requests import (
+    Capacity,
+    PendingCall,
+    Saved,
+    VerifierCounters,
+    VerifierText,
+    _Share,
+    longest_saved,
+)
 from verifier_service.rows import NO_ROWS, StepOutcome, StepPlan, pack, root_rows, text_rows
 from verifier_service.walk import Draw
 
@@ -308,7 +316,7 @@ class StepScheduler:
                 continue
             session.admitted = True
             places -= 1
-            saved, session.saved = session.saved, None
+            saved = longest_saved(session, self.sessions.values()) if self.capacity.saves else None
             if saved is not None and self.memory.restore(
                 session.memory, session.text.ids[: saved.length], saved.tokens
             ):
