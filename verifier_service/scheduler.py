@@ -9,7 +9,6 @@ kept for the call: the way to the router and back costs no time. At most one is 
 
 from __future__ import annotations
 
-import math
 import time
 from bisect import bisect_left
 from collections import deque
@@ -28,6 +27,7 @@ from tree_kernels.tree_attention import PAGE
 from tree_kernels.tree_walk import Walk
 
 from verifier_service.budget import StepCosts, path_in, worthwhile
+from verifier_service.lingering import worth_waiting
 from verifier_service.memory import PageTable
 from verifier_service.recurrent import StatePool, recurrent_rows
 from verifier_service.requests import (
@@ -41,9 +41,6 @@ from verifier_service.requests import (
 )
 from verifier_service.rows import NO_ROWS, StepOutcome, StepPlan, pack, root_rows, text_rows
 from verifier_service.walk import Draw
-
-LINGER = 0.75
-"""Longest wait for rounds expected soon, as a share of the time that one common step saves over two separate ones."""
 
 
 class StepScheduler:
@@ -92,7 +89,7 @@ class StepScheduler:
         if self._restoring:  # a step packed now would read checkpoints that are not restored yet
             self.linger_s, self._running = 0.0, []
             return None
-        self.linger_s = self._worth_waiting()
+        self.linger_s = worth_waiting(self.sessions.values(), self.costs, self._size, self._ended, self.clock)
         self._running = [] if self.linger_s else self._pick()
         if not self._running:
             return None
@@ -103,31 +100,6 @@ class StepScheduler:
         self.counters.rows += len(plan.tokens)
         self.counters.guesses += sum(draw.tree.guesses for draw in plan.draws)
         return plan
-
-    def _worth_waiting(self) -> float:
-        """Seconds to delay the next step for rounds that are expected soon; mostly 0."""
-        if not self.costs.known or len(self.sessions) < 2:
-            return 0.0
-        now = self.clock()
-        usual_s = self.costs.us(np.array([self._size]))[0] / 1e6
-        waiting_since, next_return, rows, others = math.inf, math.inf, 0, 0
-        for session in self.sessions.values():
-            if session.opening is not None and session.admitted:
-                return 0.0
-            if session.asks:
-                call = session.asks[0].call
-                assert isinstance(call, VerifyCall)
-                # Time under a running step does not count as waiting: else two halves would alternate for ever.
-                waiting_since = min(waiting_since, max(session.asks[0].ticket.arrived_s, self._ended))
-                rows += call.tree.rows
-            elif session.answered is not None and max(session.away_s, now - session.answered) < usual_s:
-                next_return = min(next_return, session.answered + session.away_s)
-                others += session.rows
-        if not rows or not others:
-            return 0.0
-        rows_us, others_us, together_us = self.costs.us(np.array([rows, others, rows + others]))
-        until = waiting_since + LINGER * (rows_us + others_us - together_us) / 1e6
-        return max(until - now, 0.0) if next_return <= until else 0.0
 
     def apply(self, outcome: StepOutcome) -> list[tuple[int, int]]:
         """Record the last plan's outcome and answer. Returns (session, base) of likely next rounds that need noise."""
