@@ -260,6 +260,7 @@ def generate(
         ),
     ] = None,
     include_stop: Annotated[bool, typer.Option("--include-stop", help="End the text after the stop string.")] = False,
+    echo: Annotated[bool, typer.Option("--echo", help="Print the prompt, too, with its log-probabilities.")] = False,
     n: Annotated[int, typer.Option("--n", "-n", help="So many answers, each with a sample index of its own.")] = 1,
     logprobs: Annotated[
         int | None, typer.Option(help="Print each token's log-probability, and those of so many likeliest, 0 to 20.")
@@ -313,6 +314,7 @@ def generate(
         "stop_ids": stop_ids or (),
         "stop": stop or (),
         "include_stop": include_stop,
+        "echo": echo,
         "logprobs": logprobs,
         "n": n,
         "speculation": Speculation.parse(speculation, policy, max_nodes, draft_deadline_ms),
@@ -325,7 +327,7 @@ def generate(
                     print(as_json(one) if json else sample_text(one))
                 return
             done = await RoundsPrinter(Console(highlight=False)).show_all(client.generate(prompt, **options))
-            for line in logprob_lines(done.token_ids, done.logprobs) if logprobs is not None else ():
+            for line in logprob_lines(done):
                 print(line)
             errors.print(f"[dim]{answer_line(done.complete)}; seed {done.started.seed}[/]", highlight=False)
             for line in account_lines(done.complete.speculation):

@@ -88,9 +88,16 @@ class EdgeVerifier:
 
     def __init__(self, peers: EdgePeers, text: Text) -> None:
         self.peers = peers
+        self.text = text
         self.moves = 0
         self.hello = peers.hello
         self.opened = Opened(0, len(text) - 1, 10)
+
+    async def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        assert (first := self.text.echo_from) is not None
+        self.peers.echoed.append(first)
+        ids = self.text.ids
+        return tuple(plain_logprobs(ids[:first], ids[first:], self.text.logprobs or 0))
 
     async def first_hello(self) -> Hello:
         return self.peers.hello or HELLO
@@ -158,6 +165,7 @@ class EdgePeers:
         self.hello: Hello | None = None  # of verifiers; None: HELLO
         self.texts: list[Text] = []
         self.beside: list[Text | None] = []  # the argument, of each verifier made
+        self.echoed: list[int] = []  # the first position, of each prompt whose log-probabilities were asked for
         self.deadlines_s: list[float] = []
         self.adaptive: list[bool] = []  # the argument, of each drafter made
         self.closed: list[tuple[str, tuple[int, ...]]] = []

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dendro.calls import RequestParameters
-from dendro.logprobs import MAX_TOP_LOGPROBS
+from dendro.logprobs import MAX_ECHOED, MAX_TOP_LOGPROBS
 from dendro.samples import MAX_SAMPLES
 from dendro.text import (
     LARGEST_SHIFT,
@@ -166,6 +166,13 @@ PARAMETERS = (
         "1 to `router.max_new_tokens` and to the room of the text",
         "`MaxLengthCriteria`",
         "ends the answer",
+        IGNORED,
+    ),
+    Parameter(
+        "echo",
+        f"{MAX_ECHOED} log-probabilities with `logprobs`, those of likeliest tokens included",
+        "`log_softmax` of the raw logits, in float32",
+        "the request's own prompt; changes no token",
         IGNORED,
     ),
     Parameter(

@@ -30,7 +30,7 @@ from tree_kernels.tree_walk.triton import walk_rows
 from tree_kernels.warp.batched import WarpRows, tokens_of_rows
 
 from verifier_service.graphs import CudaGraphs, Graphs, RecordedStep
-from verifier_service.logprobs import token_logprobs
+from verifier_service.logprobs import echo_logprobs, token_logprobs
 from verifier_service.models import LoadedTarget
 from verifier_service.models.head import Logits
 from verifier_service.rows import Ints, StepOutcome, StepPlan
@@ -107,6 +107,7 @@ class Drawn:
     emitted: Tensor  # [texts, max_depth + 1] the token drawn at each
     lengths: Tensor  # [texts] how many of them are valid
     raw: dict[int, Tensor] = field(default_factory=dict)  # by draw that asks for log-probabilities: its rows' logits
+    rows: Tensor = field(default_factory=lambda: torch.zeros(0))  # of a step with echoes: the logits of wanted rows
 
 
 class DeviceRunner(StepRunner):
@@ -157,24 +158,27 @@ class DeviceRunner(StepRunner):
         """One forward and the walks of its trees; accepted guesses are kept."""
         started = time.perf_counter()
         if self.crew is not None:
-            self.crew.broadcast(replace(plan, draws=()))
+            self.crew.broadcast(replace(plan, draws=(), echoes=()))
         with torch.inference_mode():
             shape = self._shape_of(plan)
             inputs = self._upload(plan, shape)
             began = time.perf_counter()
             cold = shape not in self._ran
             # A graph has no place for a text's history, and keeps no logits: such a step runs without one.
-            alone = any(draw.history is not None or draw.logprobs is not None for draw in plan.draws)
-            drawn = self._step(shape, inputs, plan.draws) if alone else self._replayed(shape, inputs)
+            alone = plan.echoes or any(draw.history is not None or draw.logprobs is not None for draw in plan.draws)
+            drawn = self._step(shape, inputs, plan) if alone else self._replayed(shape, inputs)
             found = torch.cat([drawn.paths, drawn.emitted, drawn.lengths[:, None]], 1).cpu().numpy()
         forwarded = time.perf_counter()
         walks = [_walk(draw, row, self._bounds.max_depth + 1) for draw, row in zip(plan.draws, found, strict=False)]
         logprobs = {number: self._logprobs(plan.draws[number], walks[number], raw) for number, raw in drawn.raw.items()}
+        echoed = tuple(echo_logprobs(echo, lambda row: drawn.rows[row : row + 1]) for echo in plan.echoes)
         kept = self._accepted(plan, walks)  # the step has copied them here
         if self.crew is not None and len(kept.source):
             self.crew.broadcast(kept)
         ended = time.perf_counter()
-        return StepOutcome(tuple(walks), int(1e6 * (forwarded - began)), int(1e6 * (ended - started)), cold, logprobs)
+        return StepOutcome(
+            tuple(walks), int(1e6 * (forwarded - began)), int(1e6 * (ended - started)), cold, logprobs, echoed
+        )
 
     def _logprobs(self, draw: Draw, walked: Walk, raw: Tensor) -> tuple[TokenLogprobs, ...]:
         """raw: the logits [rows, vocabulary] of the draw's tree"""
@@ -264,8 +268,8 @@ class DeviceRunner(StepRunner):
     def _begin(self, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor]:
         """For forwards without drawing: those of checks, and of workers other than the leader."""
         if self.crew is not None:
-            self.crew.broadcast(replace(plan, draws=()))
-        inputs, _ = self._upload(replace(plan, draws=()), self._shape_of(replace(plan, draws=())))
+            self.crew.broadcast(replace(plan, draws=(), echoes=()))
+        inputs, _ = self._upload(replace(plan, draws=(), echoes=()), self._shape_of(replace(plan, draws=(), echoes=())))
         return self._seen(inputs.device)
 
     def _logits(self, inputs: tuple[Tensor, Tensor, Tensor]) -> Logits:
@@ -279,13 +283,13 @@ class DeviceRunner(StepRunner):
 
     # The step
 
-    def _step(self, shape: StepShape, inputs: tuple[StepBuffers, StepBuffers], draws: Sequence[Draw] = ()) -> Drawn:
-        """Everything from rows to copied keys. Without synchronisation, unless some of `draws` have a history. A graph
-        needs no draws: those of a step where none has one, or asks for log-probabilities."""
+    def _step(self, shape: StepShape, inputs: tuple[StepBuffers, StepBuffers], plan: StepPlan | None = None) -> Drawn:
+        """Everything from rows to copied keys. Without synchronisation, unless some draws of `plan` have a history. A
+        graph needs no plan: none of its step's draws has one, and none of its texts asks for log-probabilities."""
         given, real = (each.device for each in inputs)
         logits = self.target.logits(*self._seen(given))
         raw = {}
-        for number, draw in enumerate(draws):
+        for number, draw in enumerate(plan.draws if plan is not None else ()):
             mine = slice(draw.wanted, draw.wanted + draw.tree.rows)
             if draw.logprobs is not None:
                 raw[number] = logits[mine].clone()
@@ -306,7 +310,9 @@ class DeviceRunner(StepRunner):
         target = torch.where(accepted, given["to_slots"][below], 0)
         for store in self.pages.stores:
             commit_rows(store, source.view(-1), target.view(-1))
-        return Drawn(paths, picked[paths], lengths, raw)
+        # A draw with a history changes its own rows only, which are no echo's.
+        rows = logits if plan is not None and plan.echoes else torch.zeros(0)
+        return Drawn(paths, picked[paths], lengths, raw, rows)
 
     def _replayed(self, shape: StepShape, inputs: tuple[StepBuffers, StepBuffers]) -> Drawn:
         """Replay a step's graph, which is recorded first if needed; run the step where it cannot be recorded."""

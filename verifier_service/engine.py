@@ -199,7 +199,7 @@ class VerifierEngine:
     async def open(self, call: OpenCall) -> Opened:
         """Consume a text up to its root. Raises BadRequest, or Overloaded with `max_sessions + max_waiting` texts."""
         saved = None
-        if self._shelf is not None:
+        if self._shelf is not None and call.parameters.echo_from is None:
             length, arrays = await self._shelf.find(call)
             saved = Saved(length, len(arrays["dt.0"]), arrays) if arrays is not None else None
         opened: Opened = await self._ask(call, saved)

@@ -9,7 +9,7 @@ from dendro.logprobs import TokenLogprobs
 from torch import Tensor
 from tree_kernels.tree_walk import Walk
 
-from verifier_service.walk import Draw, Walker
+from verifier_service.walk import Draw, Echo, Walker
 
 
 def token_logprobs(logits: Tensor, token: int, top: int) -> TokenLogprobs:
@@ -34,6 +34,12 @@ def likeliest_tokens(logits: Tensor, top: int) -> Tensor:
     reached = (logits >= logits.topk(top).values[-1]).nonzero()[:, 0]
     order = logits[reached].sort(descending=True, stable=True).indices
     return reached[order[:top]]
+
+
+def echo_logprobs(echo: Echo, logits: Callable[[int], Tensor]) -> tuple[TokenLogprobs, ...]:
+    """Log-probabilities of the tokens after these rows. logits: as in `walk_with_logprobs`"""
+    rows = enumerate(echo.tokens, echo.wanted)
+    return tuple(token_logprobs(logits(row), token, echo.top) for row, token in rows)
 
 
 def walk_with_logprobs(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from dendro.calls import CloseCall, OpenCall, PeerText, RequestParameters, TextUpdate, VerifyCall
 from dendro.engine import Ticket
 from dendro.errors import BadRequest
+from dendro.logprobs import TokenLogprobs
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 from tree_kernels.tree_attention import near_window
@@ -116,6 +117,7 @@ class VerifierText:
     restored: int = 0  # tokens that were restored or shared when it was admitted
     saved: Saved | None = None  # its stored memory, until it is admitted
     history: History | None = None  # where its parameters change logits before the temperature
+    echoed: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position, of tokens from `echo_from` on
 
     @classmethod
     def opened(cls, number: int, ask: PendingCall, call: OpenCall, text: PeerText, capacity: Capacity) -> VerifierText:
@@ -143,6 +145,13 @@ class VerifierText:
         return len(self.text.ids) - 1 - len(self.memory.consumed)
 
     @property
+    def shareable(self) -> list[int]:
+        """The tokens whose memory may be another text's: all but the root, and while it is opened, those before the
+        first row whose log-probabilities are asked for."""
+        first = self.parameters.echo_from if self.opening is not None else None
+        return self.text.ids[: min(len(self.text.ids), first or len(self.text.ids)) - 1]
+
+    @property
     def waits(self) -> bool:
         """Whether a call waits for it."""
         return self.opening is not None or bool(self.asks)
@@ -152,7 +161,9 @@ def longest_saved(session: VerifierText, others: Iterable[VerifierText]) -> Save
     """The longest memory that a state-space text can go on from: its stored one, or that of another open text of its
     tenant which is a beginning of it, or which it is a beginning of; None where there is neither."""
     best, session.saved = session.saved, None
-    most = len(session.text.ids) - 1  # the root is consumed with its tree
+    most = len(session.shareable)
+    if best is not None and best.length > most:
+        best = None
     for other in others:
         place, consumed = other.memory.place, other.memory.consumed
         length = min(len(consumed), most)
@@ -206,6 +217,14 @@ class _Share:
     prefill: int  # committed rows, after those consumed
     ask: PendingCall | None  # with its tree
     tree: DraftTree | None = None  # the part of it in the step
+
+    @property
+    def echoed(self) -> range:
+        """Positions of its committed rows whose next tokens' log-probabilities are asked for."""
+        first = self.session.parameters.echo_from if self.session.opening is not None else None
+        start = len(self.session.memory.consumed)
+        stop = start + self.prefill
+        return range(stop if first is None else min(max(first - 1, start), stop), stop)
 
     @property
     def is_root(self) -> bool:

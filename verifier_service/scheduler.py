@@ -20,6 +20,7 @@ from dendro.calls import CloseCall, Closed, OpenCall, Opened, PeerText, TextUpda
 from dendro.clock import Clock, microseconds
 from dendro.engine import Ticket
 from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, Overloaded
+from dendro.logprobs import check_echo
 from dendro.smoothing import smoothed
 from dendro.text import Verdict, check_choice, cut_verdict
 from dendro.tree import DraftTree
@@ -40,7 +41,7 @@ from verifier_service.requests import (
     longest_saved,
 )
 from verifier_service.rows import NO_ROWS, StepOutcome, StepPlan, pack, root_rows, text_rows
-from verifier_service.walk import Draw
+from verifier_service.walk import Draw, Echo
 
 
 class StepScheduler:
@@ -103,12 +104,14 @@ class StepScheduler:
 
     def apply(self, outcome: StepOutcome) -> list[tuple[int, int]]:
         """Record the last plan's outcome and answer. Returns (session, base) of likely next rounds that need noise."""
-        walks = enumerate(outcome.walks)
+        walks, echoed = enumerate(outcome.walks), iter(outcome.echoed)
         likely, verdicts = [], []
         if not outcome.cold:
             self.costs.learn(self._size, outcome.run_us)
         for share in self._running:
             session = share.session
+            if positions := share.echoed:
+                session.echoed.update(zip((1 + row for row in positions), next(echoed), strict=True))
             done = len(session.memory.consumed)
             self.memory.append(session.memory, session.text.ids[done : done + share.prefill])
             if share.ask is not None:
@@ -221,6 +224,8 @@ class StepScheduler:
             raise BadRequest("limits.max_length", f"{longest} tokens; a text here has at most {capacity.max_length}")
         if longest <= update.base:
             raise BadRequest("limits.max_length", f"{longest} tokens leave no room after a text of {update.base}")
+        if (first := call.parameters.echo_from) is not None:
+            check_echo("text", update.base - first, call.parameters.logprobs)
         check_choice(call.parameters.sampling, call.parameters.limits, capacity.vocabulary, capacity.end_ids)
         text = PeerText()
         text.follow(update)
@@ -295,7 +300,7 @@ class StepScheduler:
                 self._restoring.append((session, saved))
                 session.restored = saved.length
                 continue
-            session.restored = self.memory.adopt(session.memory, session.text.ids[:-1])
+            session.restored = self.memory.adopt(session.memory, session.shareable)
             self._settle_opening(session)
 
     def _settle_opening(self, session: VerifierText) -> None:
@@ -305,7 +310,9 @@ class StepScheduler:
             waited = microseconds(self.clock() - ask.ticket.arrived_s)
             processed = len(session.memory.consumed) - session.restored
             session.opening = None
-            ask.ticket.settle(Opened(session.restored, processed, waited))
+            first, session.echoed, found = session.parameters.echo_from, {}, session.echoed
+            places = range(first, len(session.text.ids)) if first is not None else ()
+            ask.ticket.settle(Opened(session.restored, processed, waited, tuple(found[place] for place in places)))
 
     def _free(self, opening: bytes, error: DendroError | None = None) -> None:
         """End an opening, if it exists, and release its pages."""
@@ -333,7 +340,7 @@ class StepScheduler:
         for session in self.sessions.values():
             if session.waits and session.admitted and not session.memory.pages:
                 # Preempted: adopt the pages of its text that others have published.
-                self.memory.adopt(session.memory, session.text.ids[:-1])
+                self.memory.adopt(session.memory, session.shareable)
         ready.sort(key=lambda each: each[0])
         step_rows, prefill_rows = self.capacity.step_rows, self.capacity.prefill_rows
         # Texts that need rows of prompts: being opened, or preempted and too long for one step.
@@ -425,7 +432,7 @@ class StepScheduler:
         self.memory.cut(session.memory, min(valid, len(ids) - 1))  # the root is consumed with its tree
 
     def _pack(self, shares: Sequence[_Share]) -> StepPlan:
-        parts, draws, capacity = [], [], self.capacity
+        parts, draws, echoes, capacity = [], [], [], self.capacity
         start, guesses, folds, wanted = 0, 0, 0, [NO_ROWS]
         alone = [(share.session.text.ids, share.session.memory.pages) for share in shares if share.is_root]
         roots = iter(root_rows(alone, capacity.near, capacity.window))
@@ -433,6 +440,10 @@ class StepScheduler:
             session, tree = share.session, share.tree
             committed = len(session.memory.consumed) + np.arange(share.prefill)
             scratch = capacity.first_scratch + guesses
+            if positions := share.echoed:
+                tokens = session.text.ids[positions.start + 1 : positions.stop + 1]
+                echoes.append(Echo(sum(map(len, wanted)), tuple(tokens), session.parameters.logprobs or 0))
+                wanted.append(start + np.array(positions) - len(session.memory.consumed))
             if tree is not None:
                 first = start + share.prefill
                 place = sum(map(len, wanted))
@@ -455,7 +466,7 @@ class StepScheduler:
                 folds += len(rows.folds)
             parts.append(part)
             start += len(part.tokens)
-        return pack(parts, np.concatenate(wanted), draws)
+        return pack(parts, np.concatenate(wanted), draws, echoes)
 
     def _verdict(self, share: _Share, ask: PendingCall, draw: int, walked: Walk, outcome: StepOutcome) -> Verdict:
         assert isinstance(ask.call, VerifyCall) and share.tree is not None

@@ -35,6 +35,15 @@ class Draw:
         return paths
 
 
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """Rows of a text whose next tokens are known, and get log-probabilities. Plain values."""
+
+    wanted: int  # row of the step's logits that is the first of them; the others follow
+    tokens: tuple[int, ...]  # after each row
+    top: int  # likeliest tokens whose log-probabilities are computed beside a token's
+
+
 class Walker:
     """Walks trees over their logits. Keeps the noise of every session: a row of it is computed once per position."""
 

@@ -130,16 +130,17 @@ async def identity_under_parameters(
 
 async def _samples_are_requests(service: Asking, promise: Promise, prompt: Sequence[int], tokens: int) -> None:
     """Add whether each of several answers to a prompt is that of a request with its sample index."""
-    options: Options = {"temperature": 1.0, "logprobs": 2, "max_new_tokens": tokens, "ignore_end": True, "seed": 1}
-    samples = await service.generate_samples(prompt, n=SAMPLES, speculation="auto", **options)
-    alone = [
-        await service.generate_text(prompt, sample_index=index, speculation="off", **options)
-        for index in range(SAMPLES)
-    ]
+    fixed: Options = {"temperature": 1.0, "logprobs": 2, "max_new_tokens": tokens, "ignore_end": True, "seed": 1}
+    several: Options = {**fixed, "n": SAMPLES, "speculation": "auto"}
+    samples = await service.generate_samples(prompt, **several)
+    alone = []
+    for index in range(SAMPLES):
+        one: Options = {**fixed, "sample_index": index, "speculation": "off"}
+        alone.append(await service.generate_text(prompt, **one))
     promise.answers += SAMPLES
     promise.tokens_compared += sum(len(each.token_ids) for each in alone)
     pairs = zip(samples, alone, strict=True)
-    equal = sum((one.token_ids, one.logprobs) == (other.token_ids, other.logprobs) for one, other in pairs)
+    equal = sum((ours.token_ids, ours.logprobs) == (other.token_ids, other.logprobs) for ours, other in pairs)
     promise.check(equal == SAMPLES, f"{equal} of {SAMPLES} samples of a prompt identical to requests of their own")
 
 

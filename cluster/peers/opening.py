@@ -97,6 +97,7 @@ class Opening(Generic[P]):
             tokenizer,
             text.prompt_length,
             text.logprobs,
+            text.echo_from,
         )
 
     async def open(self, text: Text) -> Opened:

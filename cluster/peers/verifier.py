@@ -10,7 +10,7 @@ from dataclasses import replace
 from dendro.calls import TARGET_FACTS, Hello, Opened, VerifierPeer, VerifyCall
 from dendro.clock import Clock, microseconds
 from dendro.errors import BadAnswer, BadRequest, DendroError, EngineFailed, NotFound, Overloaded, PeerLost
-from dendro.logprobs import fit
+from dendro.logprobs import TokenLogprobs, fit
 from dendro.tasks import end_task, first_of
 from dendro.text import Finish, Text, Verdict, finish_at
 from dendro.tree import DraftTree
@@ -90,6 +90,14 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
         if self.hello is None:
             raise PeerLost("verifier: the handle is closed")
         return self.hello
+
+    async def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """Wait until the text is open; the log-probabilities that the opening reported. Raises what ended it."""
+        if self.opened is None and (task := self._opening_task) is not None:
+            await asyncio.shield(task)
+        if self.opened is None:
+            raise PeerLost("verifier: the handle is closed")
+        return self.opened.logprobs
 
     async def verify(self, text: Text, tree: DraftTree) -> Verdict:
         """The target's verdict. Raises BadRequest for a text that verifiers refuse, PeerLost or Overloaded after the
@@ -183,6 +191,7 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
                 self.greeted.set()
                 self._pending = Opening(leased, text)
                 opening, opened = await self._first_open(self._pending, text)
+                self._check_echo(opened, text, opening.hello)
             except (DendroError, TimeoutError) as error:
                 self._close_pending(text)
                 if self._is_last_fault(error) or (isinstance(error, BadRequest) and self.opened is None):
@@ -197,6 +206,7 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
                 pause_s = min(2 * pause_s, LONGEST_BACKOFF_S)
             else:
                 self.opened = self.opened or opened
+                text.echo_from = None  # where the text is opened again, the client has them
                 if opening is not self._pending:
                     self._close_pending(text)
                 self._opening, self._pending = opening, None
@@ -254,6 +264,13 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
         await end_task(second)
         if not second.cancelled() and second.exception() is None:
             await second.result()[0].close(text)
+
+    def _check_echo(self, opened: Opened, text: Text, hello: Hello) -> None:
+        """Raise BadAnswer where an opening does not report the log-probabilities that it was asked for."""
+        asked = text.echo_from if self.opened is None else None
+        top, tokens = (text.logprobs, max(len(text) - asked, 0)) if asked is not None else (None, 0)
+        if not fit(opened.logprobs, tokens, top, hello.vocabulary):
+            raise BadAnswer(f"verifier: its log-probabilities of {tokens} tokens of the text are not those asked for")
 
     def _is_last_fault(self, error: BaseException) -> bool:
         """Count a verifier's own fault. Returns whether it is the second since the last verdict, which is fatal."""

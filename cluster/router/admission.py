@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from dendro.calls import TARGET_BYTES
 from dendro.clock import Clock
 from dendro.errors import BadRequest, Conflict, PeerLost
-from dendro.logprobs import check_logprobs
+from dendro.logprobs import check_echo, check_logprobs
 from dendro.long_work import PART, off_loop
 from dendro.text import SEED_BITS, Limits, Sampling, StopStrings, Text, check_choice
 from dendro.token_lists import edits_from, stop_ids_from
@@ -77,6 +77,7 @@ class Job:
     limits: Limits
     stops: StopStrings
     logprobs: int | None  # as of `Text`
+    echo_start: int | None  # where the request's own prompt begins in `prompt`, if the client gets it; else None
     plan: SpeculationPlan
     kind: PriorKey
     experience: Experience  # its tenant's
@@ -90,6 +91,11 @@ class Job:
     @property
     def answer_length(self) -> int:
         return self.limits.max_length - len(self.prompt)
+
+    @property
+    def echo_from(self) -> int | None:
+        """As of `Text`: the first token of a text has no log-probability."""
+        return max(self.echo_start, 1) if self.echo_start is not None and self.logprobs is not None else None
 
     @property
     def computed_again(self) -> bool:
@@ -185,7 +191,10 @@ class Admission:
         plan = plan_speculation(request.speculation, served.name, self._config, experience, sampling, prior)
         written = record.turn_of(request_id) if record is not None else None
         earlier = record.tokens if record is not None else ()
-        prompt = await self._prompt(request, served, list(earlier[: written.start] if written is not None else earlier))
+        before = list(earlier[: written.start] if written is not None else earlier)
+        prompt = await self._prompt(request, served, before)
+        if request.echo:
+            check_echo("echo", len(prompt) - len(before), logprobs)
         if written is not None:
             check_target_of_resume(resume, held, written.target)
             _check_written(written, earlier, prompt, held)
@@ -210,6 +219,7 @@ class Admission:
             limits=limits,
             stops=stops,
             logprobs=logprobs,
+            echo_start=len(before) if request.echo and not held else None,
             plan=plan,
             kind=kind,
             experience=experience,

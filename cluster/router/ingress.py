@@ -45,6 +45,7 @@ from cluster.router.admission import (
     check_written_target,
     check_written_tokens,
 )
+from cluster.router.echo import echo_of
 from cluster.router.ports import DrafterPort, HandlePort, PeersPort
 from cluster.router.priors import Priors
 from cluster.router.rounds import rounds
@@ -178,6 +179,7 @@ class Ingress:
                 answer if job.stops.strings else None,
                 len(job.held),
                 job.logprobs,
+                job.echo_from,
             )
             await off_loop(len(text), lambda: text.digest(len(text)))  # later digests begin from this one
             if job.resume is not None:
@@ -186,6 +188,8 @@ class Ingress:
             if job.written is not None and not job.computed_again:
                 rest = self._rest_of_written(job, job.written, answer)
                 yield _started(job, text, job.written.target)
+                for part in await echo_of(job, ()):
+                    yield part
                 for event in rest:
                     yield event
                 outcome = "written"
@@ -266,6 +270,8 @@ class Ingress:
             check_written_target(job, target)
             job.target = target
             yield _started(job, text, target)
+            for part in await echo_of(job, await verifier.prompt_logprobs() if job.echo_from is not None else ()):
+                yield part
             async with aclosing(rounds(text, drafter, verifier, account)) as verdicts:
                 async for verdict in verdicts:
                     check_written_tokens(job, text)

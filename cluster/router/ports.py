@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from dendro.calls import Hello, Opened
+from dendro.logprobs import TokenLogprobs
 from dendro.text import Text
 
 from cluster.checkpoints import ClusterFacts
@@ -39,6 +40,11 @@ class VerifierPort(Verifier, HandlePort, Protocol):
     moves: int
     hello: Hello | None
     stays_off: Callable[[], bool] | None
+
+    async def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """Wait until the text is open; the log-probabilities of its tokens from `Text.echo_from` on. Raises what ended
+        the opening."""
+        ...
 
     async def first_hello(self) -> Hello:
         """Wait for the first leased verifier's hello. Raises PeerLost or Overloaded where none is leased."""

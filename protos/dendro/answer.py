@@ -54,6 +54,17 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
+class EchoedPrompt:
+    """A part of the request's own prompt, where it asks for an echo."""
+
+    offset: int  # tokens of the text before this part, a session's earlier turns included
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprobs | None, ...] = ()  # of each token, where asked for; None: the first token of a text
+    sample: int = 0  # as in Started
+
+
+@dataclass(frozen=True, slots=True)
 class Round:
     """The tokens of one round, and their text."""
 
@@ -170,7 +181,7 @@ class Complete:
     sample: int = 0  # as in Started
 
 
-Event = Started | Round | Complete
+Event = Started | EchoedPrompt | Round | Complete
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +193,7 @@ class Completion:
     started: Started
     rounds: tuple[Round, ...]
     complete: Complete
+    prompt: tuple[EchoedPrompt, ...] = ()  # the request's own prompt, where it asks for an echo
 
     @property
     def logprobs(self) -> tuple[TokenLogprobs, ...]:
@@ -224,6 +236,7 @@ class Options(TypedDict, total=False):
     ignore_end: bool  # continue past the end-of-text token
     stop: str | Sequence[str]  # the answer ends with the token that completes one of these in its text
     include_stop: bool  # the text ends after the stop string, not before it
+    echo: bool  # the answer comes with the prompt, and with `logprobs` its log-probabilities
     logprobs: int | None  # report each token's log-probability, and those of so many likeliest tokens at its place
     session: str  # continue this session
     keep_session: bool  # start a session
@@ -255,6 +268,7 @@ def build_request(
     ignore_end: bool = False,
     stop: str | Sequence[str] = (),
     include_stop: bool = False,
+    echo: bool = False,
     logprobs: int | None = None,
     session: str = "",
     keep_session: bool = False,
@@ -272,6 +286,7 @@ def build_request(
         keep_session=keep_session,
         stop=stops.strings,
         include_stop=stops.included,
+        echo=echo,
     )
     if isinstance(prompt, str):
         request.text = prompt
@@ -384,6 +399,7 @@ def collect(events: Sequence[Event]) -> Completion:
         started=started,
         rounds=rounds,
         complete=complete,
+        prompt=tuple(event for event in events if isinstance(event, EchoedPrompt)),
     )
 
 

@@ -27,6 +27,7 @@ import grpc.aio
 from dendro.answer import (
     Complete,
     Completion,
+    EchoedPrompt,
     Event,
     Mode,
     ModelInfo,
@@ -59,6 +60,7 @@ __all__ = [
     "ModelInfo",
     "OpeningStats",
     "Options",
+    "EchoedPrompt",
     "Round",
     "Speculation",
     "SpeculationStats",

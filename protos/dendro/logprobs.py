@@ -7,11 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dendro.errors import BadRequest
-from dendro.internal.v1 import verifier_pb2
+from dendro.internal.v1 import calls_pb2
 from dendro.v1 import generation_pb2
 
 MAX_TOP_LOGPROBS = 20
 """The most likeliest tokens that a request may ask for at each place."""
+MAX_ECHOED = 1 << 17
+"""The most log-probabilities of a prompt, those of likeliest tokens included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,15 @@ def check_logprobs(top: int | None) -> None:
         raise BadRequest("logprobs", f"must lie in 0 to {MAX_TOP_LOGPROBS}; got {top}")
 
 
-Message = generation_pb2.TokenLogprobs | verifier_pb2.TokenLogprobs
+def check_echo(field: str, tokens: int, top: int | None) -> None:
+    """Raise BadRequest for a prompt with too many log-probabilities."""
+    if top is not None and tokens * (1 + top) > MAX_ECHOED:
+        raise BadRequest(
+            field, f"has {tokens} tokens with {1 + top} log-probabilities each; at most {MAX_ECHOED} are echoed"
+        )
+
+
+Message = generation_pb2.TokenLogprobs | calls_pb2.TokenLogprobs
 
 
 def fill_logprobs(message: Message, logprobs: TokenLogprobs) -> None:

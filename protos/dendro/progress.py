@@ -9,7 +9,7 @@ from typing import cast
 
 import grpc.aio
 
-from dendro.answer import REASON_KEY, Event, Round, Started, complete_from, fields_of
+from dendro.answer import REASON_KEY, EchoedPrompt, Event, Round, Started, complete_from, fields_of
 from dendro.errors import Conflict, DendroError, EngineFailed, PeerLost, error_for
 from dendro.logprobs import TokenLogprobs, logprobs_from
 from dendro.samples import requests_of_samples
@@ -36,6 +36,7 @@ class AnswerProgress:
         self.token_ids: list[int] = []
         self.started: Started | None = None
         self.finished = False
+        self._echoed = 0  # tokens of the text up to the end of the echoed prompt, as far as it was received
 
     def next_request(self) -> pb.GenerateRequest:
         """The request of the next call. Once a stream has started, it resumes after the received tokens."""
@@ -52,8 +53,9 @@ class AnswerProgress:
         return request
 
     def take(self, response: pb.GenerateResponse) -> Event | None:
-        """Check a message and return its event; None for `started` of a resumed stream. Raises EngineFailed for a
-        message that does not follow from the ones before, Conflict for a stream that resumes another answer."""
+        """Check a message and return its event; None for `started` and an echo that a resumed stream repeats. Raises
+        EngineFailed for a message that does not follow from the ones before, Conflict for a stream that resumes another
+        answer."""
         kind = response.WhichOneof("event")
         if kind == "started":
             first, message = self.started, response.started
@@ -64,6 +66,8 @@ class AnswerProgress:
                 self._check_resumed(first, started)
             self.started = started
             return started if first is None else None
+        if kind == "prompt":
+            return self._take_prompt(response.prompt)
         if kind == "chunk":
             chunk = response.chunk
             if chunk.offset != len(self.token_ids):
@@ -78,9 +82,23 @@ class AnswerProgress:
             return complete
         raise EngineFailed("stream contains an unknown event")
 
-    def _logprobs_of(self, chunk: pb.GenerateChunk) -> tuple[TokenLogprobs, ...]:
-        """Raises EngineFailed where they are malformed, missing or not asked for."""
-        expected = len(chunk.token_ids) if self.request.HasField("logprobs") else 0
+    def _take_prompt(self, part: pb.GeneratePrompt) -> EchoedPrompt | None:
+        if not self.request.echo or self.token_ids or not part.token_ids or part.offset > self._echoed > 0:
+            raise EngineFailed(f"prompt at offset {part.offset} of {len(part.token_ids)} tokens was not expected")
+        if part.offset < self._echoed:
+            return None
+        self._echoed = part.offset + len(part.token_ids)
+        logprobs: tuple[TokenLogprobs | None, ...] = self._logprobs_of(part, first=not part.offset)
+        if self.request.HasField("logprobs") and not part.offset:
+            logprobs = (None, *logprobs)
+        return EchoedPrompt(part.offset, tuple(part.token_ids), part.text, logprobs)
+
+    def _logprobs_of(
+        self, chunk: pb.GenerateChunk | pb.GeneratePrompt, first: bool = False
+    ) -> tuple[TokenLogprobs, ...]:
+        """Raises EngineFailed where they are malformed, missing or not asked for. first: whether the first of its
+        tokens has none, as nothing is before it"""
+        expected = len(chunk.token_ids) - first if self.request.HasField("logprobs") else 0
         try:
             logprobs = logprobs_from(chunk.logprobs[: expected + 1])
         except ValueError as error:

@@ -31,6 +31,7 @@ def requests_of_samples(request: pb.GenerateRequest) -> list[pb.GenerateRequest]
         one = pb.GenerateRequest()
         one.CopyFrom(request)
         one.ClearField("n")
+        one.echo = request.echo and not sample
         one.sampling.sample_index = first + sample
         requests.append(one)
     return requests

@@ -337,10 +337,12 @@ class Text:
         stopping: Stopping | None = None,
         held: int = 0,
         logprobs: int | None = None,
+        echo_from: int | None = None,
     ) -> None:
         """held: the last tokens of `prompt` that the answer already has, where it is resumed
         logprobs: number of likeliest tokens whose log-probabilities a verdict has beside that of each of its tokens;
         None: it has none
+        echo_from: the position of the first token whose log-probability the opening reports; None: it reports none
         """
         if not prompt:
             raise BadRequest("prompt", "is empty; it needs at least one token")
@@ -351,6 +353,7 @@ class Text:
         self.sampling = sampling
         self.limits = limits
         self.logprobs = logprobs
+        self.echo_from = echo_from
         self.tenant = tenant
         self.marks = marks
         self._stopping = stopping

@@ -12,7 +12,7 @@ from dendro.answer import build_request
 from dendro.calls import OpenCall, RequestParameters, TextUpdate, new_opening
 from dendro.client import AsyncClient
 from dendro.errors import BadAnswer, BadRequest, Conflict, EngineFailed
-from dendro.internal.v1 import verifier_pb2
+from dendro.internal.v1 import calls_pb2
 from dendro.logprobs import TokenLogprobs
 from dendro.progress import AnswerProgress
 from dendro.text import Limits, Sampling, Text, Verdict
@@ -152,7 +152,7 @@ def test_malformed_ones_of_a_peer_or_a_router_are_refused(change: dict[str, Any]
     bad: Any = {"logprob": -0.5, "top_ids": [7, 9], "top_logprobs": [-0.5, -1.5]} | change
     message = verifier_answer_message(1, verdict_with(PAIR))
     assert answer_from(message) == verdict_with(PAIR)
-    message.verdict.logprobs[1].CopyFrom(verifier_pb2.TokenLogprobs(**bad))
+    message.verdict.logprobs[1].CopyFrom(calls_pb2.TokenLogprobs(**bad))
     with pytest.raises(BadAnswer, match="logprobs"):
         answer_from(message)
     progress = AnswerProgress(build_request(PROMPT, logprobs=2))
@@ -170,13 +170,20 @@ def test_a_chunk_with_another_number_of_them_than_tokens_is_refused_by_the_clien
 
 def test_a_verdict_of_too_many_is_refused_before_they_are_copied():
     message = verifier_answer_message(1, verdict_with(PAIR))
-    message.verdict.logprobs.extend([verifier_pb2.TokenLogprobs(logprob=-1.0)] * 65)
+    message.verdict.logprobs.extend([calls_pb2.TokenLogprobs(logprob=-1.0)] * 65)
     with pytest.raises(BadAnswer, match="verdict.logprobs"):
         answer_from(message)
 
 
 def test_float32_numbers_arrive_unchanged():
-    values = (-0.0, -1e-45, -1.1754943508222875e-38, -0.10000000149011612, -87.33654022216797, -math.inf)
+    values = (
+        -0.0,
+        -1.401298464324817e-45,
+        -1.1754943508222875e-38,
+        -0.10000000149011612,
+        -87.33654022216797,
+        -math.inf,
+    )
     found = verdict_with([TokenLogprobs(value, ((7, value),)) for value in values[:2]])
     for value in values:
         one = replace(found, logprobs=(TokenLogprobs(value), TokenLogprobs(value, ((3, value),))))

@@ -11,11 +11,12 @@ from dendro.text import Sampling
 from exactness import bitwise_or_skip
 from made_once import made_once
 from routers import RoundByRound, guessing
+from tiny_hybrids import VOCABULARY
 
 from verifier_service.engine import VerifierEngine
 from verifier_service.options import VerifierOptions
 
-PROMPT = [(7 * at * at + 3 * at) % 200 for at in range(150)]
+PROMPT = [(7 * at * at + 3 * at) % 90 for at in range(150)]
 
 
 @pytest.fixture(scope="module")
@@ -42,20 +43,23 @@ async def test_a_sample_copies_the_prompts_states_and_has_the_tokens_that_it_has
     """The first text is that many rounds past the prompt; each of its trees may have moved it on by several tokens."""
     rng = np.random.default_rng(rounds)
     async with started(engine_of(models(family)[0])) as engine:
-        truths = [await RoundByRound(engine, PROMPT, sample(index), 40).finish() for index in range(3)]
-        first = RoundByRound(engine, PROMPT, sample(0), 40)
+        truths = [await RoundByRound(engine, PROMPT, sample(index), 24).finish() for index in range(3)]
+        first = RoundByRound(engine, PROMPT, sample(0), 24)
         assert (await first.open()).restored == 0, "no text is open"
         for _ in range(rounds):
-            await first.round(guessing(rng, truths[0])(first) if rounds == 6 else None)
+            await first.round(guessing(rng, truths[0], VOCABULARY)(first) if rounds == 6 else None)
         ahead = len(first.answer)
-        others = [RoundByRound(engine, PROMPT, sample(index), 40) for index in (1, 2)]
+        others = [RoundByRound(engine, PROMPT, sample(index), 24) for index in (1, 2)]
         for router in others:
             opened = await router.open()
             # A first text that is too far ahead no longer holds what the prompt's end needs.
             if ahead <= 9:
                 assert (opened.restored, opened.processed) == (len(PROMPT) - 1, 0)
             assert opened.restored + opened.processed == len(PROMPT) - 1
-        answers = [await router.go_on(guessing(rng, truth)) for router, truth in zip(others, truths[1:], strict=True)]
+        answers = [
+            await router.go_on(guessing(rng, truth, VOCABULARY))
+            for router, truth in zip(others, truths[1:], strict=True)
+        ]
         assert [await first.go_on(), *answers] == truths
 
 
@@ -64,7 +68,7 @@ async def test_a_longer_text_goes_on_from_an_open_one_and_another_tenants_is_not
         first = RoundByRound(engine, PROMPT[:100])
         await first.open()
         longer, other = RoundByRound(engine, PROMPT), RoundByRound(engine, PROMPT, tenant="another")
-        unlike = RoundByRound(engine, [*PROMPT[:98], 201, 5])
+        unlike = RoundByRound(engine, [*PROMPT[:98], 95, 5])
         assert [(await each.open()).restored for each in (longer, other, unlike)] == [99, 0, 0]
         for router, prompt in ((longer, PROMPT), (other, PROMPT), (unlike, unlike.prompt)):
             answer = await router.go_on()

@@ -49,7 +49,7 @@ def loaded(request, tmp_path_factory) -> VerifierEngine:
     return engine
 
 
-class Asking(RoundByRound):
+class AskingForLogprobs(RoundByRound):
     """A router that asks for log-probabilities, and notes those of the tokens that it keeps."""
 
     def __init__(self, engine: VerifierEngine, parameters: RequestParameters, prompt: Sequence[int] = PROMPT) -> None:
@@ -85,16 +85,16 @@ def truth_of(engine: VerifierEngine, answer: Sequence[int], top: int) -> list[To
 async def test_they_are_those_of_each_tokens_own_row_bit_for_bit_whatever_the_trees(loaded, options, top: int):
     asked = parameters_of(options | {"logprobs": top}, len(PROMPT), COUNT)
     rng = np.random.default_rng(top)
-    async with started(VerifierEngine(loaded.scheduler, loaded.runner, await loaded.hello())) as engine:
+    async with started(VerifierEngine(loaded.scheduler, loaded.runner, await loaded.hello(), loaded._shelf)) as engine:
         without = RoundByRound(engine, PROMPT, asked.sampling, COUNT)
         without.parameters = replace(asked, logprobs=None)
         answer = await without.finish()
         truth = truth_of(engine, answer, top)
         trees = guessing(rng, answer)
         for given in ({}, {"trees": trees}, {"ahead": lambda: True}):
-            router = Asking(engine, asked)
+            router = AskingForLogprobs(engine, asked)
             assert (await router.finish(**given), router.logprobs) == (answer, truth)
-        dropped = Asking(engine, asked)
+        dropped = AskingForLogprobs(engine, asked)
         await dropped.open()
         while len(dropped.text) < dropped.end:
             before = len(dropped.text)
@@ -104,7 +104,7 @@ async def test_they_are_those_of_each_tokens_own_row_bit_for_bit_whatever_the_tr
         await dropped.close()
         assert (dropped.answer, dropped.logprobs) == (answer, truth)
         for held in (1, 10, COUNT - 1):  # the text is opened anew, as after the loss of a replica
-            later = Asking(engine, asked, [*PROMPT, *answer[:held]])
+            later = AskingForLogprobs(engine, asked, [*PROMPT, *answer[:held]])
             assert (await later.finish(), later.logprobs) == (answer[held:], truth[held:])
 
 
@@ -113,7 +113,7 @@ async def test_a_text_that_does_not_ask_for_them_computes_none(loaded, monkeypat
         raise AssertionError("a softmax for a text that asked for none")
 
     monkeypatch.setattr(logprobs_module, "token_logprobs", refused)
-    async with started(VerifierEngine(loaded.scheduler, loaded.runner, await loaded.hello())) as engine:
+    async with started(VerifierEngine(loaded.scheduler, loaded.runner, await loaded.hello(), loaded._shelf)) as engine:
         router = RoundByRound(engine, PROMPT)
         await router.open()
         assert (await router.round()).logprobs == ()

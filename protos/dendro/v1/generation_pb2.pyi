@@ -91,6 +91,7 @@ class GenerateRequest(_message.Message):
     INCLUDE_STOP_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
+    ECHO_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """request_id is the request's id, the same over all its resumes: at most 128 printable ASCII characters other than
     the space, chosen by the client. Empty: the server makes one. A request with the id of one of the session's last 8
@@ -130,6 +131,12 @@ class GenerateRequest(_message.Message):
 
     More than 1 is refused with `session` or `keep_session`, as a session continues with one answer, and with `resume`:
     answer i of a broken stream is resumed by a request of its own, without n, with answer i's sample_index.
+    """
+    echo: _builtins.bool
+    """echo asks for the prompt before the answer, as `prompt` events: its tokens, their text and, with `logprobs`, their
+    log-probabilities, for which the whole prompt is computed, also where the server has kept it. In a session it is
+    this request's own prompt, not the text before it. With `n` it comes once, before answer 0. A prompt whose tokens
+    times one more than `logprobs` exceed 131072 is refused.
     """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
@@ -187,10 +194,11 @@ class GenerateRequest(_message.Message):
         include_stop: _builtins.bool = ...,
         logprobs: _builtins.int | None = ...,
         n: _builtins.int | None = ...,
+        echo: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_new_tokens", b"_max_new_tokens", "_min_new_tokens", b"_min_new_tokens", "_n", b"_n", "logprobs", b"logprobs", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "n", b"n", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_new_tokens", b"_max_new_tokens", "_min_new_tokens", b"_min_new_tokens", "_n", b"_n", "ignore_end", b"ignore_end", "include_stop", b"include_stop", "keep_session", b"keep_session", "logprobs", b"logprobs", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "model", b"model", "n", b"n", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "session", b"session", "speculation", b"speculation", "stop", b"stop", "stop_ids", b"stop_ids", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_new_tokens", b"_max_new_tokens", "_min_new_tokens", b"_min_new_tokens", "_n", b"_n", "echo", b"echo", "ignore_end", b"ignore_end", "include_stop", b"include_stop", "keep_session", b"keep_session", "logprobs", b"logprobs", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "model", b"model", "n", b"n", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "session", b"session", "speculation", b"speculation", "stop", b"stop", "stop_ids", b"stop_ids", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -485,6 +493,7 @@ class GenerateResponse(_message.Message):
     STARTED_FIELD_NUMBER: _builtins.int
     CHUNK_FIELD_NUMBER: _builtins.int
     COMPLETE_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
     SAMPLE_FIELD_NUMBER: _builtins.int
     sample: _builtins.int
     """sample is the number of the answer that the event belongs to, from 0. Zero without `n`."""
@@ -494,23 +503,68 @@ class GenerateResponse(_message.Message):
     def chunk(self) -> Global___GenerateChunk: ...
     @_builtins.property
     def complete(self) -> Global___GenerateComplete: ...
+    @_builtins.property
+    def prompt(self) -> Global___GeneratePrompt:
+        """prompt is a part of the prompt that `echo` asks for; all parts come before the first chunk. A resumed stream has
+        them if the client has no token of the answer.
+        """
+
     def __init__(
         self,
         *,
         started: Global___GenerateStarted | None = ...,
         chunk: Global___GenerateChunk | None = ...,
         complete: Global___GenerateComplete | None = ...,
+        prompt: Global___GeneratePrompt | None = ...,
         sample: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "complete", b"complete", "event", b"event", "started", b"started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "complete", b"complete", "event", b"event", "prompt", b"prompt", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "complete", b"complete", "event", b"event", "sample", b"sample", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "complete", b"complete", "event", b"event", "prompt", b"prompt", "sample", b"sample", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "chunk", "complete"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "chunk", "complete", "prompt"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class GeneratePrompt(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFSET_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    offset: _builtins.int
+    """offset is the number of the text's tokens before these, earlier turns of a session included."""
+    text: _builtins.str
+    """text is their text, without an incomplete character at the end, which the next part has."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """token_ids are a part of the request's prompt; never empty."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+        """logprobs has an entry for each of token_ids, except the first token of a text, which has none. Empty: the request
+        did not ask for them.
+        """
+
+    def __init__(
+        self,
+        *,
+        offset: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        text: _builtins.str = ...,
+        logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "offset", b"offset", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GeneratePrompt: _TypeAlias = GeneratePrompt  # noqa: Y015
 
 @_typing.final
 class GenerateStarted(_message.Message):

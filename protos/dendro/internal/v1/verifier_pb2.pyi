@@ -257,7 +257,7 @@ class Verdict(_message.Message):
         """ranks are the ranks of the accepted guesses among their siblings."""
 
     @_builtins.property
-    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_calls_pb2.TokenLogprobs]:
         """logprobs has an entry for each of tokens. Empty: the text was opened without asking for them."""
 
     def __init__(
@@ -275,7 +275,7 @@ class Verdict(_message.Message):
         trimmed: _builtins.int = ...,
         cold: _builtins.bool = ...,
         ahead_us: _builtins.int = ...,
-        logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+        logprobs: _abc.Iterable[_calls_pb2.TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -284,32 +284,3 @@ class Verdict(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Verdict: _TypeAlias = Verdict  # noqa: Y015
-
-@_typing.final
-class TokenLogprobs(_message.Message):
-    """As in the public API."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    LOGPROB_FIELD_NUMBER: _builtins.int
-    TOP_IDS_FIELD_NUMBER: _builtins.int
-    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
-    logprob: _builtins.float
-    @_builtins.property
-    def top_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
-    def __init__(
-        self,
-        *,
-        logprob: _builtins.float = ...,
-        top_ids: _abc.Iterable[_builtins.int] | None = ...,
-        top_logprobs: _abc.Iterable[_builtins.float] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "top_ids", b"top_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
