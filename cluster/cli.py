@@ -32,7 +32,7 @@ from rich.console import Console
 
 from cluster.config import Config, demo_config
 from cluster.running import descendants, local_client, running_cluster, survivors
-from cluster.showing import RoundsPrinter, account_lines, answer_line, as_json, tour
+from cluster.showing import RoundsPrinter, account_lines, answer_line, as_json, logprob_lines, sample_text, tour
 
 app = typer.Typer(
     name="dendro",
@@ -260,6 +260,11 @@ def generate(
         ),
     ] = None,
     include_stop: Annotated[bool, typer.Option("--include-stop", help="End the text after the stop string.")] = False,
+    echo: Annotated[bool, typer.Option("--echo", help="Print the prompt, too, with its log-probabilities.")] = False,
+    n: Annotated[int, typer.Option("--n", "-n", help="So many answers, each with a sample index of its own.")] = 1,
+    logprobs: Annotated[
+        int | None, typer.Option(help="Print each token's log-probability, and those of so many likeliest, 0 to 20.")
+    ] = None,
     speculation: Annotated[
         str,
         typer.Option(
@@ -285,7 +290,7 @@ def generate(
             "shorten the server's own limit.",
         ),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object instead of the stream.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object for each answer.")] = False,
 ) -> None:
     """Stream an answer; its rounds alternate between two colours."""
     options: Options = {
@@ -309,15 +314,21 @@ def generate(
         "stop_ids": stop_ids or (),
         "stop": stop or (),
         "include_stop": include_stop,
+        "echo": echo,
+        "logprobs": logprobs,
+        "n": n,
         "speculation": Speculation.parse(speculation, policy, max_nodes, draft_deadline_ms),
     }
 
     async def run() -> None:
         async with _client(config, address, local) as client:
-            if json:
-                print(as_json(await client.generate_text(prompt, **options)))
+            if json or n > 1:
+                for one in await client.generate_samples(prompt, **options):
+                    print(as_json(one) if json else sample_text(one))
                 return
             done = await RoundsPrinter(Console(highlight=False)).show_all(client.generate(prompt, **options))
+            for line in logprob_lines(done):
+                print(line)
             errors.print(f"[dim]{answer_line(done.complete)}; seed {done.started.seed}[/]", highlight=False)
             for line in account_lines(done.complete.speculation):
                 errors.print(f"[dim]{line}[/]", highlight=False, soft_wrap=True)
