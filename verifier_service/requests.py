@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dendro.calls import CloseCall, OpenCall, PeerText, RequestParameters, TextUpdate, VerifyCall
 from dendro.engine import Ticket
 from dendro.errors import BadRequest
+from dendro.logprobs import TokenLogprobs
 from dendro.text import Sampling, Verdict
 from dendro.tree import DraftTree
 from tree_kernels.tree_attention import near_window
@@ -17,7 +18,7 @@ from tree_layers.tree_mixers import Array
 
 from verifier_service.memory import TextMemory, most_pages, salt_of
 from verifier_service.modes import check_laws
-from verifier_service.recurrent import Arrangement
+from verifier_service.recurrent import Arrangement, TextStates
 
 Call = OpenCall | VerifyCall | CloseCall
 
@@ -87,6 +88,7 @@ class Saved:
     length: int
     tokens: int  # number of newest tokens whose inputs it holds
     arrays: Mapping[str, Array]
+    source: TextStates | None = None  # of an open text that begins alike: the arrays are copied from there
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,6 +121,7 @@ class VerifierText:
     restored: int = 0  # tokens that were restored or shared when it was admitted
     saved: Saved | None = None  # its stored memory, until it is admitted
     history: History | None = None  # where its parameters change logits before the temperature
+    echoed: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position, of tokens from `echo_from` on
 
     @classmethod
     def opened(cls, number: int, ask: PendingCall, call: OpenCall, text: PeerText, capacity: Capacity) -> VerifierText:
@@ -156,9 +159,35 @@ class VerifierText:
         return len(self.text.ids) - 1 - len(self.memory.consumed)
 
     @property
+    def shareable(self) -> list[int]:
+        """The tokens whose memory may be another text's: all but the root, and while it is opened, those before the
+        first row whose log-probabilities are asked for."""
+        first = self.parameters.echo_from if self.opening is not None else None
+        return self.text.ids[: min(len(self.text.ids), first or len(self.text.ids)) - 1]
+
+    @property
     def waits(self) -> bool:
         """Whether a call waits for it."""
         return self.opening is not None or bool(self.asks)
+
+
+def longest_saved(session: VerifierText, others: Iterable[VerifierText]) -> Saved | None:
+    """The longest memory that a state-space text can go on from: its stored one, or that of another open text of its
+    tenant which is a beginning of it, or which it is a beginning of; None where there is neither."""
+    best, session.saved = session.saved, None
+    most = len(session.shareable)
+    if best is not None and best.length > most:
+        best = None
+    for other in others:
+        place, consumed = other.memory.place, other.memory.consumed
+        length = min(len(consumed), most)
+        if place is None or other.opening is not None or other.memory.salt != session.memory.salt:
+            continue
+        if length <= (best.length if best is not None else 0) or not place.can_cut(length):
+            continue
+        if consumed[:length] == session.text.ids[:length]:
+            best = Saved(length, length - place.base_of(length) * place.extent.block, {}, place)
+    return best
 
 
 def processors_of(parameters: RequestParameters, end_ids: frozenset[int]) -> Processors:
@@ -202,6 +231,14 @@ class _Share:
     prefill: int  # committed rows, after those consumed
     ask: PendingCall | None  # with its tree
     tree: DraftTree | None = None  # the part of it in the step
+
+    @property
+    def echoed(self) -> range:
+        """Positions of its committed rows whose next tokens' log-probabilities are asked for."""
+        first = self.session.parameters.echo_from if self.session.opening is not None else None
+        start = len(self.session.memory.consumed)
+        stop = start + self.prefill
+        return range(stop if first is None else min(max(first - 1, start), stop), stop)
 
     @property
     def is_root(self) -> bool:

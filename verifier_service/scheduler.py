@@ -9,7 +9,6 @@ kept for the call: the way to the router and back costs no time. At most one is 
 
 from __future__ import annotations
 
-import math
 import time
 from bisect import bisect_left
 from collections import deque
@@ -21,6 +20,7 @@ from dendro.calls import CloseCall, Closed, OpenCall, Opened, PeerText, TextUpda
 from dendro.clock import Clock, microseconds
 from dendro.engine import Ticket
 from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, Overloaded
+from dendro.logprobs import check_echo
 from dendro.smoothing import smoothed
 from dendro.text import Verdict, check_choice, cut_verdict
 from dendro.tree import DraftTree
@@ -28,14 +28,20 @@ from tree_kernels.tree_attention import PAGE
 from tree_kernels.tree_walk import Walk
 
 from verifier_service.budget import StepCosts, path_in, worthwhile
+from verifier_service.lingering import worth_waiting
 from verifier_service.memory import PageTable
 from verifier_service.recurrent import StatePool, recurrent_rows
-from verifier_service.requests import Capacity, PendingCall, Saved, VerifierCounters, VerifierText, _Share
+from verifier_service.requests import (
+    Capacity,
+    PendingCall,
+    Saved,
+    VerifierCounters,
+    VerifierText,
+    _Share,
+    longest_saved,
+)
 from verifier_service.rows import NO_ROWS, StepOutcome, StepPlan, pack, root_rows, text_rows
-from verifier_service.walk import Draw
-
-LINGER = 0.75
-"""Longest wait for rounds expected soon, as a share of the time that one common step saves over two separate ones."""
+from verifier_service.walk import Draw, Echo
 
 
 class StepScheduler:
@@ -84,7 +90,7 @@ class StepScheduler:
         if self._restoring:  # a step packed now would read checkpoints that are not restored yet
             self.linger_s, self._running = 0.0, []
             return None
-        self.linger_s = self._worth_waiting()
+        self.linger_s = worth_waiting(self.sessions.values(), self.costs, self._size, self._ended, self.clock)
         self._running = [] if self.linger_s else self._pick()
         if not self._running:
             return None
@@ -96,43 +102,20 @@ class StepScheduler:
         self.counters.guesses += sum(draw.tree.guesses for draw in plan.draws)
         return plan
 
-    def _worth_waiting(self) -> float:
-        """Seconds to delay the next step for rounds that are expected soon; mostly 0."""
-        if not self.costs.known or len(self.sessions) < 2:
-            return 0.0
-        now = self.clock()
-        usual_s = self.costs.us(np.array([self._size]))[0] / 1e6
-        waiting_since, next_return, rows, others = math.inf, math.inf, 0, 0
-        for session in self.sessions.values():
-            if session.opening is not None and session.admitted:
-                return 0.0
-            if session.asks:
-                call = session.asks[0].call
-                assert isinstance(call, VerifyCall)
-                # Time under a running step does not count as waiting: else two halves would alternate for ever.
-                waiting_since = min(waiting_since, max(session.asks[0].ticket.arrived_s, self._ended))
-                rows += call.tree.rows
-            elif session.answered is not None and max(session.away_s, now - session.answered) < usual_s:
-                next_return = min(next_return, session.answered + session.away_s)
-                others += session.rows
-        if not rows or not others:
-            return 0.0
-        rows_us, others_us, together_us = self.costs.us(np.array([rows, others, rows + others]))
-        until = waiting_since + LINGER * (rows_us + others_us - together_us) / 1e6
-        return max(until - now, 0.0) if next_return <= until else 0.0
-
     def apply(self, outcome: StepOutcome) -> list[tuple[int, int]]:
         """Record the last plan's outcome and answer. Returns (session, base) of likely next rounds that need noise."""
-        walks = iter(outcome.walks)
+        walks, echoed = enumerate(outcome.walks), iter(outcome.echoed)
         likely, verdicts = [], []
         if not outcome.cold:
             self.costs.learn(self._size, outcome.run_us)
         for share in self._running:
             session = share.session
+            if positions := share.echoed:
+                session.echoed.update(zip((1 + row for row in positions), next(echoed), strict=True))
             done = len(session.memory.consumed)
             self.memory.append(session.memory, session.text.ids[done : done + share.prefill])
             if share.ask is not None:
-                verdict = self._verdict(share, share.ask, next(walks), outcome)
+                verdict = self._verdict(share, share.ask, *next(walks), outcome)
                 path = [session.text.ids[-1], *verdict.tokens[:-1]]  # the root and the guesses below it
                 self.memory.append(session.memory, path)
                 verdicts.append((session, share.ask, verdict))
@@ -241,6 +224,8 @@ class StepScheduler:
             raise BadRequest("limits.max_length", f"{longest} tokens; a text here has at most {capacity.max_length}")
         if longest <= update.base:
             raise BadRequest("limits.max_length", f"{longest} tokens leave no room after a text of {update.base}")
+        if (first := call.parameters.echo_from) is not None:
+            check_echo("text", update.base - first, call.parameters.logprobs)
         check_choice(call.parameters.sampling, call.parameters.limits, capacity.vocabulary, capacity.end_ids)
         text = PeerText()
         text.follow(update)
@@ -308,14 +293,14 @@ class StepScheduler:
                 continue
             session.admitted = True
             places -= 1
-            saved, session.saved = session.saved, None
+            saved = longest_saved(session, self.sessions.values()) if self.capacity.saves else None
             if saved is not None and self.memory.restore(
                 session.memory, session.text.ids[: saved.length], saved.tokens
             ):
                 self._restoring.append((session, saved))
                 session.restored = saved.length
                 continue
-            session.restored = self.memory.adopt(session.memory, session.text.ids[:-1])
+            session.restored = self.memory.adopt(session.memory, session.shareable)
             self._settle_opening(session)
 
     def _settle_opening(self, session: VerifierText) -> None:
@@ -325,7 +310,9 @@ class StepScheduler:
             waited = microseconds(self.clock() - ask.ticket.arrived_s)
             processed = len(session.memory.consumed) - session.restored
             session.opening = None
-            ask.ticket.settle(Opened(session.restored, processed, waited))
+            first, session.echoed, found = session.parameters.echo_from, {}, session.echoed
+            places = range(first, len(session.text.ids)) if first is not None else ()
+            ask.ticket.settle(Opened(session.restored, processed, waited, tuple(found[place] for place in places)))
 
     def _free(self, opening: bytes, error: DendroError | None = None) -> None:
         """End an opening, if it exists, and release its pages."""
@@ -353,7 +340,7 @@ class StepScheduler:
         for session in self.sessions.values():
             if session.waits and session.admitted and not session.memory.pages:
                 # Preempted: adopt the pages of its text that others have published.
-                self.memory.adopt(session.memory, session.text.ids[:-1])
+                self.memory.adopt(session.memory, session.shareable)
         ready.sort(key=lambda each: each[0])
         step_rows, prefill_rows = self.capacity.step_rows, self.capacity.prefill_rows
         # Texts that need rows of prompts: being opened, or preempted and too long for one step.
@@ -447,7 +434,7 @@ class StepScheduler:
         self.memory.cut(session.memory, min(valid, len(ids) - 1))  # the root is consumed with its tree
 
     def _pack(self, shares: Sequence[_Share]) -> StepPlan:
-        parts, draws, capacity = [], [], self.capacity
+        parts, draws, echoes, capacity = [], [], [], self.capacity
         start, guesses, folds, wanted = 0, 0, 0, [NO_ROWS]
         alone = [(share.session.text.ids, share.session.memory.pages) for share in shares if share.is_root]
         roots = iter(root_rows(alone, capacity.near, capacity.window))
@@ -455,10 +442,14 @@ class StepScheduler:
             session, tree = share.session, share.tree
             committed = len(session.memory.consumed) + np.arange(share.prefill)
             scratch = capacity.first_scratch + guesses
+            if positions := share.echoed:
+                tokens = session.text.ids[positions.start + 1 : positions.stop + 1]
+                echoes.append(Echo(sum(map(len, wanted)), tuple(tokens), session.parameters.logprobs or 0))
+                wanted.append(start + np.array(positions) - len(session.memory.consumed))
             if tree is not None:
                 first = start + share.prefill
                 place = sum(map(len, wanted))
-                laws = session.warp, session.parameters.sampling, session.history
+                laws = session.warp, session.parameters.sampling, session.history, session.parameters.logprobs
                 draws.append(Draw(session.number, first, place, len(session.text.ids), tree, *laws))
                 wanted.append(np.arange(first, first + tree.rows))
                 guesses += tree.guesses
@@ -477,9 +468,9 @@ class StepScheduler:
                 folds += len(rows.folds)
             parts.append(part)
             start += len(part.tokens)
-        return pack(parts, np.concatenate(wanted), draws)
+        return pack(parts, np.concatenate(wanted), draws, echoes)
 
-    def _verdict(self, share: _Share, ask: PendingCall, walked: Walk, outcome: StepOutcome) -> Verdict:
+    def _verdict(self, share: _Share, ask: PendingCall, draw: int, walked: Walk, outcome: StepOutcome) -> Verdict:
         assert isinstance(ask.call, VerifyCall) and share.tree is not None
         session = share.session
         path, ranks = path_in(ask.call.tree, walked.tokens[:-1])  # the step's tree may be a part of the one sent
@@ -495,5 +486,6 @@ class StepScheduler:
             step_rows=self._size,
             trimmed=ask.call.tree.guesses - share.tree.guesses,
             cold=outcome.cold,
+            logprobs=outcome.logprobs.get(draw, ()),
         )
         return cut_verdict(verdict, self.capacity.end_ids, len(session.text.ids), session.parameters.limits)

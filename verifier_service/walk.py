@@ -27,6 +27,7 @@ class Draw:
     warp: Warp
     sampling: Sampling
     history: History | None = None  # of the text, where its parameters change logits before the temperature
+    logprobs: int | None = None  # likeliest tokens whose log-probabilities are computed beside a token's; None: none
 
     def paths(self) -> list[list[int]]:
         """The tokens of the guesses on the path to each row."""
@@ -34,6 +35,15 @@ class Draw:
         for token, parent in zip(self.tree.tokens[1:].tolist(), self.tree.parents[1:].tolist(), strict=True):
             paths.append([*paths[parent], token])
         return paths
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """Rows of a text whose next tokens are known, and get log-probabilities. Plain values."""
+
+    wanted: int  # row of the step's logits that is the first of them; the others follow
+    tokens: tuple[int, ...]  # after each row
+    top: int  # likeliest tokens whose log-probabilities are computed beside a token's
 
 
 class Walker:

@@ -92,7 +92,15 @@ class Opening(Generic[P]):
         self._id = new_opening()
         self._sent = 0  # tokens that the peer was sent
         self._parameters = RequestParameters(
-            sampling or text.sampling, text.limits, text.tenant, text.marks, vocabulary, tokenizer, text.prompt_length
+            sampling or text.sampling,
+            text.limits,
+            text.tenant,
+            text.marks,
+            vocabulary,
+            tokenizer,
+            text.prompt_length,
+            text.logprobs,
+            text.echo_from,
         )
 
     async def open(self, text: Text) -> Opened:

@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Protocol, Self
 
 from dendro.errors import BadRequest
+from dendro.logprobs import TokenLogprobs
 from dendro.modes import LISTED_MODES, VerificationMode, draft_seed
 
 SEED_BITS = 64
@@ -249,10 +250,13 @@ class Verdict:
     step_rows: int = 1  # rows of the step
     trimmed: int = 0  # guesses of the tree that the step had no room for
     cold: bool = False  # the step compiled or captured kernels; its times do not predict later steps
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, where the request asks for them
 
     def __post_init__(self) -> None:
         if not self.tokens or len(self.path) != len(self.tokens) or self.length < len(self.tokens):
             raise ValueError(f"verdict: {len(self.tokens)} tokens, {len(self.path)} rows, N = {self.length}")
+        if self.logprobs and len(self.logprobs) != len(self.tokens):
+            raise ValueError(f"verdict.logprobs: {len(self.logprobs)} entries for {len(self.tokens)} tokens")
         if self.texts < 1:
             raise ValueError(f"verdict.texts: must be at least 1, got {self.texts}")
         if self.step_rows < 1:
@@ -268,7 +272,14 @@ class Verdict:
 
     def cut(self, kept: int, finish: Finish | None) -> Verdict:
         """The same verdict with the first `kept` of its tokens, at least one."""
-        return replace(self, tokens=self.tokens[:kept], path=self.path[:kept], ranks=self.ranks[:kept], finish=finish)
+        return replace(
+            self,
+            tokens=self.tokens[:kept],
+            path=self.path[:kept],
+            ranks=self.ranks[:kept],
+            finish=finish,
+            logprobs=self.logprobs[:kept],
+        )
 
 
 class Stopping(Protocol):
@@ -363,8 +374,14 @@ class Text:
         marks: tuple[int, ...] = (),
         stopping: Stopping | None = None,
         held: int = 0,
+        logprobs: int | None = None,
+        echo_from: int | None = None,
     ) -> None:
-        """held: the last tokens of `prompt` that the answer already has, where it is resumed."""
+        """held: the last tokens of `prompt` that the answer already has, where it is resumed
+        logprobs: number of likeliest tokens whose log-probabilities a verdict has beside that of each of its tokens;
+        None: it has none
+        echo_from: the position of the first token whose log-probability the opening reports; None: it reports none
+        """
         if not prompt:
             raise BadRequest("prompt", "is empty; it needs at least one token")
         if limits.max_length <= len(prompt):
@@ -373,6 +390,8 @@ class Text:
         self.prompt_length = len(prompt) - held
         self.sampling = sampling
         self.limits = limits
+        self.logprobs = logprobs
+        self.echo_from = echo_from
         self.tenant = tenant
         self.marks = marks
         self._stopping = stopping

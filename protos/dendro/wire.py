@@ -29,9 +29,10 @@ from dendro.calls import (
 )
 from dendro.errors import BadAnswer, BadRequest, DendroError, error_for, one_line
 from dendro.internal.v1 import calls_pb2, drafter_pb2, tree_pb2, verifier_pb2
+from dendro.logprobs import MAX_ECHOED, fill_logprobs, logprobs_from
 from dendro.long_work import PART
 from dendro.shapes import MAX_ROWS, BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape, UntilShape
-from dendro.text import Finish, Limits, Sampling, Verdict
+from dendro.text import Finish, Limits, Sampling, Verdict, check_count
 from dendro.token_lists import edits_from, mode_from, stop_ids_from
 from dendro.tree import LAW_TOKENS, LONGEST_TRACE, ChildLaw, DraftTree
 
@@ -189,6 +190,8 @@ def _open_message(call: OpenCall) -> calls_pb2.OpenCall:
         prompt_tokens=parameters.prompt_length,
         min_length=parameters.limits.min_length,
         stop_ids=parameters.limits.stop_ids,
+        logprobs=parameters.logprobs,
+        echo_from=parameters.echo_from,
     )
 
 
@@ -226,6 +229,8 @@ def _open_from(update: TextUpdate, message: calls_pb2.OpenCall) -> OpenCall:
         vocabulary=message.vocabulary,
         tokenizer=message.tokenizer,
         prompt_length=message.prompt_tokens,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        echo_from=message.echo_from if message.HasField("echo_from") else None,
     )
     return OpenCall(update, parameters, message.lease)
 
@@ -283,7 +288,7 @@ def verifier_call_from(message: verifier_pb2.VerifierCall) -> VerifierCall:
 
 
 def verdict_message(verdict: Verdict) -> verifier_pb2.Verdict:
-    return verifier_pb2.Verdict(
+    message = verifier_pb2.Verdict(
         tokens=verdict.tokens,
         path=verdict.path,
         ranks=verdict.ranks,
@@ -297,13 +302,16 @@ def verdict_message(verdict: Verdict) -> verifier_pb2.Verdict:
         cold=verdict.cold,
         ahead_us=verdict.ahead_us,
     )
+    for each in verdict.logprobs:
+        fill_logprobs(message.logprobs.add(), each)
+    return message
 
 
 def verdict_from(message: verifier_pb2.Verdict) -> Verdict:
     """The verdict. Raises BadRequest if it is malformed."""
     if message.finish not in _FINISH_FROM:
         raise BadRequest("verdict.finish", f"{message.finish} is unknown")
-    for name in ("tokens", "path", "ranks"):
+    for name in ("tokens", "path", "ranks", "logprobs"):
         if (count := len(getattr(message, name))) > MAX_ROWS:
             raise BadRequest(f"verdict.{name}", f"has {count} entries; a tree has at most {MAX_ROWS} rows")
     try:
@@ -320,6 +328,7 @@ def verdict_from(message: verifier_pb2.Verdict) -> Verdict:
             trimmed=message.trimmed,
             cold=message.cold,
             ahead_us=min(message.ahead_us, MAX_US),
+            logprobs=logprobs_from(message.logprobs),
         )
     except ValueError as error:
         raise _bad("verdict", error) from None
@@ -422,12 +431,19 @@ def answer_from(message: drafter_pb2.DrafterAnswer | verifier_pb2.VerifierAnswer
 
 
 def _opened_message(opened: Opened) -> calls_pb2.Opened:
-    return calls_pb2.Opened(restored=opened.restored, processed=opened.processed, open_us=opened.open_us)
+    message = calls_pb2.Opened(restored=opened.restored, processed=opened.processed, open_us=opened.open_us)
+    for each in opened.logprobs:
+        fill_logprobs(message.logprobs.add(), each)
+    return message
 
 
 def _opened_from(message: calls_pb2.Opened) -> Opened:
     counts = (min(message.restored, _MAX_COUNT), min(message.processed, _MAX_COUNT))
-    return Opened(*counts, open_us=min(message.open_us, MAX_US))
+    check_count("opened.logprobs", message.logprobs, MAX_ECHOED)
+    try:
+        return Opened(*counts, open_us=min(message.open_us, MAX_US), logprobs=logprobs_from(message.logprobs))
+    except ValueError as error:
+        raise _bad("opened", error) from None
 
 
 def _closed_from(message: calls_pb2.Closed) -> Closed:

@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from dendro.logprobs import TokenLogprobs
 from dendro.modes import VerificationMode, draft_seed
 from dendro.text import Sampling
 from dendro.tree import ChildLaw, DraftTree
@@ -107,6 +108,30 @@ async def test_trees_and_other_texts_change_no_token(engine, folder):
     )
     async with running(reference) as theirs:
         assert await alone(theirs, PROMPTS, LAWS, COUNT) == truths
+
+
+@IN_INTERPRETER
+@pytest.mark.timeout(300)
+async def test_log_probabilities_are_those_of_each_tokens_own_row(engine):
+    """Of the prompt and of the answer, with penalties that change what is drawn and no log-probability."""
+    prompt, rng = list(range(3, 20)), np.random.default_rng(3)
+    sampling = Sampling(temperature=0.8, seed=2, frequency_penalty=3.0, banned_ids=tuple(range(100, 200)))
+    async with running(engine) as ours:
+        plain = await RoundByRound(ours, prompt, sampling, COUNT).finish()
+        router, trees, found = RoundByRound(ours, prompt, sampling, COUNT), guessing(rng, plain), []
+        router.parameters = replace(router.parameters, logprobs=3, echo_from=1)
+        found += (await router.open()).logprobs
+        while len(router.text) < router.end:
+            found += (await router.round(trees(router))).logprobs
+        await router.close()
+        assert router.answer == plain
+    for place, its in enumerate(found, 1):
+        ids = router.text.ids[:place]
+        logits = engine.logits_of(ids, DraftTree.root_only(ids[-1]))[0]
+        values = torch.log_softmax(logits.to(DEVICE)[None], 1)[0].tolist()
+        order = sorted(range(len(values)), key=lambda token: (-float(logits[token]), token))[:3]
+        assert its == TokenLogprobs(values[router.text.ids[place]], tuple((each, values[each]) for each in order))
+    assert len(found) == len(prompt) - 1 + COUNT
 
 
 @pytest.mark.gpu
