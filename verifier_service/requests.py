@@ -10,10 +10,10 @@ from dendro.calls import CloseCall, OpenCall, PeerText, RequestParameters, TextU
 from dendro.engine import Ticket
 from dendro.errors import BadRequest
 from dendro.grammars import GrammarText
-from dendro.logprobs import TokenLogprobs
-from dendro.text import Finish, Sampling, Verdict
+from dendro.logprobs import TokenLogprobs, check_echo
+from dendro.text import Finish, Sampling, Verdict, check_choice
 from dendro.tree import DraftTree
-from tree_kernels.tree_attention import near_window
+from tree_kernels.tree_attention import PAGE, near_window
 from tree_kernels.tree_walk import Walk
 from tree_kernels.warp import History, Processors, Warp
 from tree_layers.tree_mixers import Array
@@ -67,6 +67,21 @@ class Capacity:
             raise BadRequest("text", f"has {base} tokens; at most {self.max_length - 1} leave room for one more")
         if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocabulary:
             raise BadRequest("text", f"has a token outside the vocabulary of {self.vocabulary}")
+
+    def check_opening(self, update: TextUpdate, parameters: RequestParameters) -> None:
+        """Raise BadRequest, naming the field, for a text that cannot be opened with these parameters."""
+        self.check_text(update.base, update.tokens)
+        longest = parameters.limits.max_length
+        if longest > self.max_length:
+            raise BadRequest("limits.max_length", f"{longest} tokens; a text here has at most {self.max_length}")
+        if longest <= update.base:
+            raise BadRequest("limits.max_length", f"{longest} tokens leave no room after a text of {update.base}")
+        if (first := parameters.echo_from) is not None:
+            check_echo("text", update.base - first, parameters.logprobs)
+        check_choice(parameters.sampling, parameters.limits, self.vocabulary, self.end_ids, parameters.structure)
+        needed = self.pages_of(longest + self.max_depth)
+        if needed > self.pages:
+            raise BadRequest("limits.max_length", f"needs {needed} pages of {PAGE} tokens; there are {self.pages}")
 
     def check_tree(self, tree: DraftTree, ids: Sequence[int], sampling: Sampling) -> None:
         """Raise BadRequest for a tree that does not begin with the last token of the text `ids`, exceeds a limit, or

@@ -20,11 +20,9 @@ from dendro.calls import CloseCall, Closed, OpenCall, Opened, PeerText, TextUpda
 from dendro.clock import Clock, microseconds
 from dendro.engine import Ticket
 from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, Overloaded
-from dendro.logprobs import check_echo
 from dendro.smoothing import smoothed
-from dendro.text import Verdict, check_choice, cut_verdict
+from dendro.text import Verdict, cut_verdict
 from dendro.tree import DraftTree
-from tree_kernels.tree_attention import PAGE
 from tree_kernels.tree_walk import Walk
 
 from verifier_service.budget import StepCosts, path_in, worthwhile
@@ -228,21 +226,9 @@ class StepScheduler:
 
     def _open(self, ask: PendingCall, call: OpenCall) -> None:
         capacity, update = self.capacity, call.update
-        capacity.check_text(update.base, update.tokens)
-        longest = call.parameters.limits.max_length
-        if longest > capacity.max_length:
-            raise BadRequest("limits.max_length", f"{longest} tokens; a text here has at most {capacity.max_length}")
-        if longest <= update.base:
-            raise BadRequest("limits.max_length", f"{longest} tokens leave no room after a text of {update.base}")
-        if (first := call.parameters.echo_from) is not None:
-            check_echo("text", update.base - first, call.parameters.logprobs)
-        given = call.parameters
-        check_choice(given.sampling, given.limits, capacity.vocabulary, capacity.end_ids, given.structure)
+        capacity.check_opening(update, call.parameters)
         text = PeerText()
         text.follow(update)
-        needed = capacity.pages_of(longest + capacity.max_depth)
-        if needed > capacity.pages:
-            raise BadRequest("limits.max_length", f"needs {needed} pages of {PAGE} tokens; there are {capacity.pages}")
         self._free(update.opening)
         if len(self.sessions) >= capacity.max_sessions + capacity.max_waiting:
             self.counters.refused += 1
@@ -461,8 +447,8 @@ class StepScheduler:
             if tree is not None:
                 first = start + share.prefill
                 place = sum(map(len, wanted))
-                given = session.parameters
-                laws = session.warp, given.sampling, session.history, given.logprobs, session.structure
+                asked = session.parameters
+                laws = session.warp, asked.sampling, session.history, asked.logprobs, session.structure
                 draws.append(Draw(session.number, first, place, len(session.text.ids), tree, *laws))
                 wanted.append(np.arange(first, first + tree.rows))
                 guesses += tree.guesses
