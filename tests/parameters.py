@@ -61,6 +61,7 @@ def parameters_of(options: Options, prompt: int, tokens: int) -> RequestParamete
     """What peers get of a request with a prompt of so many tokens, which does not end at an end-of-text token."""
     fields = dict(options)
     logprobs = fields.pop("logprobs", None)
+    fields.pop("echo", None)
     fields["logit_bias"] = tuple(sorted(fields.get("logit_bias", {}).items()))
     for name in ("banned_ids", "allowed_ids"):
         fields[name] = tuple(fields.get(name, ()))

@@ -78,6 +78,7 @@ def random_options(rng: np.random.Generator, tokens: int, vocabulary: int, struc
         "stop_ids": ids(vocabulary // 6),
         "sample_index": int(rng.integers(0, 1 << 32)),
         "logprobs": int(rng.integers(0, 1 + MAX_TOP_LOGPROBS)),
+        "echo": True,
     }
     chosen = cast(Options, {name: value for name, value in made.items() if rng.random() < CHANCE})
     if structured and rng.random() < CHANCE:
@@ -136,7 +137,8 @@ async def identity_under_parameters(
             promise.answers += 1
             promise.tokens_compared += len(plain.token_ids) if place is None else place
             compared += 1
-            if place is None and (again.logprobs == plain.logprobs or margin_of is not None):
+            reported = again.logprobs == plain.logprobs and again.prompt == plain.prompt
+            if place is None and (reported or margin_of is not None):
                 same += 1
             elif place is None:
                 promise.check(False, f"{way} has other log-probabilities, under {options}")
@@ -161,11 +163,11 @@ async def identity_under_parameters(
 async def _samples_are_requests(service: Asking, promise: Promise, prompt: Sequence[int], tokens: int) -> None:
     """Add whether each of several answers to a prompt is that of a request with its sample index."""
     fixed: Options = {"temperature": 1.0, "logprobs": 2, "max_new_tokens": tokens, "ignore_end": True, "seed": 1}
-    several: Options = {**fixed, "n": SAMPLES, "speculation": "auto"}
+    several: Options = {**fixed, "n": SAMPLES, "speculation": Speculation.parse("auto")}
     samples = await service.generate_samples(prompt, **several)
     alone = []
     for index in range(SAMPLES):
-        one: Options = {**fixed, "sample_index": index, "speculation": "off"}
+        one: Options = {**fixed, "sample_index": index, "speculation": Speculation.parse("off")}
         alone.append(await service.generate_text(prompt, **one))
     promise.answers += SAMPLES
     promise.tokens_compared += sum(len(each.token_ids) for each in alone)

@@ -18,7 +18,7 @@ from cluster.api.local import LocalClient
 from cluster.certify import command
 from cluster.certify.checks import lossy_rule_is_noticed, planted_faults_are_noticed
 from cluster.certify.law import LARGEST_DRAWS, draws_to_notice, expected_law, fit, fit_counts
-from cluster.certify.parameters import identity_under_parameters
+from cluster.certify.parameters import SAMPLES, identity_under_parameters
 from cluster.certify.promises import Promise, first_difference, report
 from cluster.certify.stop_strings import stop_strings_end_answers
 from cluster.certify.twin import (
@@ -173,7 +173,12 @@ class ToyService:
         ids = list(range(1, max_new_tokens + 1))
         if self.wrong and speculation.mode != Mode.OFF:
             ids[3] = 0
-        return SimpleNamespace(token_ids=tuple(ids), complete=SimpleNamespace(speculation=SpeculationStats()))
+        complete = SimpleNamespace(speculation=SpeculationStats())
+        return SimpleNamespace(token_ids=tuple(ids), logprobs=(), prompt=(), complete=complete)
+
+    async def generate_samples(self, prompt, *, n, **options):
+        self.asked.append((options["speculation"].mode, options["speculation"].shape, {"n": n}))
+        return [await self.generate_text(prompt, **options) for _ in range(n)]
 
 
 @pytest.mark.parametrize("margin, kept", [(None, False), (1.0, False), (1e-6, True)], ids=["bitwise", "wide", "close"])
@@ -188,13 +193,14 @@ async def test_an_answer_that_speculation_changes_breaks_the_promise_of_paramete
 
     given = [(5, 6)], 12, 20, ["(2,1)", "(1,1)"], VOCABULARY, None if margin is None else margin_of, 1e-4
     right = await identity_under_parameters(ToyService(wrong=False), *given, lambda: None)
-    assert right.kept is True and right.answers == 40 and not margins
+    assert right.kept is True and right.answers == (40 if margin is not None else 40 + SAMPLES) and not margins
     service = ToyService(wrong=True)
     promise = await identity_under_parameters(service, *given, lambda: None)
     assert promise.kept is kept and promise.excused == (40 if kept else 0)
     assert {shape for _, shape, _ in service.asked} == {"", "(2,1)", "(1,1)"}
     asked = {name for _, _, options in service.asked for name in options}
-    unset = {"max_new_tokens", *(["structure"] if margin is not None else [])}
+    # Of a mode only the law is promised, not the tokens.
+    unset = {"max_new_tokens", "mode", "lenience", *(["structure", "n"] if margin is not None else [])}
     assert asked | unset == {each.name for each in PARAMETERS}, "a parameter is never set"
     if margin is not None:
         assert {length for length, _ in margins} == {5} and any(removed for _, removed in margins)
@@ -286,3 +292,16 @@ def test_a_relative_target_of_a_running_cluster_is_a_folder_and_no_name_on_a_hub
     command.certify(address="127.0.0.1:1", target=Path("models/big"))
     (target,) = seen
     assert target.checkpoint == tmp_path / "models" / "big" and not target.checkpoint_name
+
+
+async def test_log_probabilities_that_speculation_changes_break_the_promise_of_parameters():
+    class OtherLogprobs(ToyService):
+        async def generate_text(self, prompt, *, speculation, **options):
+            done = await super().generate_text(prompt, speculation=speculation, **options)
+            done.logprobs = (speculation.mode == Mode.OFF,)
+            return done
+
+    given = [(5, 6)], 12, 4, ["(2,1)"], VOCABULARY, None, 1e-4
+    promise = await identity_under_parameters(OtherLogprobs(wrong=False), *given, lambda: None)
+    assert promise.kept is False and any("has other log-probabilities" in line for line in promise.broken)
+    assert any(f"0 of {SAMPLES} samples" in line for line in promise.broken)

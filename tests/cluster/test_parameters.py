@@ -51,7 +51,7 @@ async def check_identity(client: LocalClient, options: Options, ways=WAYS) -> tu
     for way in ways:
         done = await client.generate_text(PROMPT, speculation=way, **given)
         assert (done.token_ids, done.complete.finish) == (plain.token_ids, plain.complete.finish), (way, options)
-        assert done.logprobs == plain.logprobs, (way, options)
+        assert (done.prompt, done.logprobs) == (plain.prompt, plain.logprobs), (way, options)
         assert not done.complete.speculation.contradictions
     return plain.token_ids
 
