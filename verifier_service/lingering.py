@@ -1,4 +1,4 @@
-"""How long a step waits for the rounds of other texts."""
+"""How long a step waits for rounds that are expected soon, so that it has the rows of more texts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 import numpy as np
 from dendro.calls import VerifyCall
+from dendro.clock import Clock
 
 from verifier_service.budget import StepCosts
 from verifier_service.requests import VerifierText
@@ -15,13 +16,16 @@ LINGER = 0.75
 """Longest wait for rounds expected soon, as a share of the time that one common step saves over two separate ones."""
 
 
-def worth_waiting(sessions: Collection[VerifierText], costs: StepCosts, size: int, ended: float, now: float) -> float:
+def worth_waiting(
+    sessions: Collection[VerifierText], costs: StepCosts, size: int, ended_s: float, clock: Clock
+) -> float:
     """Seconds to delay the next step for rounds that are expected soon; mostly 0.
 
-    size: rows of the last step, padded. ended: when its answers were sent
+    size: rows of the last step, padded   ended_s: when its answers were sent
     """
     if not costs.known or len(sessions) < 2:
         return 0.0
+    now = clock()
     usual_s = costs.us(np.array([size]))[0] / 1e6
     waiting_since, next_return, rows, others = math.inf, math.inf, 0, 0
     for session in sessions:
@@ -31,7 +35,7 @@ def worth_waiting(sessions: Collection[VerifierText], costs: StepCosts, size: in
             call = session.asks[0].call
             assert isinstance(call, VerifyCall)
             # Time under a running step does not count as waiting: else two halves would alternate for ever.
-            waiting_since = min(waiting_since, max(session.asks[0].ticket.arrived_s, ended))
+            waiting_since = min(waiting_since, max(session.asks[0].ticket.arrived_s, ended_s))
             rows += call.tree.rows
         elif session.answered is not None and max(session.away_s, now - session.answered) < usual_s:
             next_return = min(next_return, session.answered + session.away_s)

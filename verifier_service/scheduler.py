@@ -81,7 +81,7 @@ class StepScheduler:
         if self._restoring:  # a step packed now would read checkpoints that are not restored yet
             self.linger_s, self._running = 0.0, []
             return None
-        self.linger_s = worth_waiting(self.sessions.values(), self.costs, self._size, self._ended, self.clock())
+        self.linger_s = worth_waiting(self.sessions.values(), self.costs, self._size, self._ended, self.clock)
         self._running = [] if self.linger_s else self._pick()
         if not self._running:
             return None

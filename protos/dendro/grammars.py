@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dendro.errors import BadRequest
-from dendro.structure import Form, Structure
+from dendro.structure import Structure, StructureForm
 from dendro.tree import DraftTree
 
 COMPILE_S = 10.0
@@ -33,7 +33,7 @@ INSTALL = "needs the package llguidance: pip install 'dendroaspis[structured]'"
 HEADER = '%llguidance {"no_forcing": true}\n'
 """Without it only one spelling of text that must follow is allowed: the one of a tokenizer's own."""
 OPTIONS_LINE = re.compile(r"^\s*%llguidance", re.MULTILINE)
-JSON_OPTIONS = {"whitespace_flexible": False, "whitespace_pattern": " ?", "lenient": False}
+JSON_OPTIONS: Any = {"whitespace_flexible": False, "whitespace_pattern": " ?", "lenient": False}
 """A schema cannot change them: unbounded whitespace lets a model go on for ever, and `lenient` ignores keywords."""
 
 LONGEST_REASON = 400
@@ -144,13 +144,13 @@ def _lark_of(structure: Structure) -> str:
     import llguidance
 
     match structure.form:
-        case Form.GRAMMAR:
+        case StructureForm.GRAMMAR:
             if OPTIONS_LINE.search(structure.texts[0]):
                 raise BadRequest(structure.field, "has a line %llguidance; its options are the server's own")
             return HEADER + structure.texts[0]
-        case Form.REGEX:
+        case StructureForm.REGEX:
             return f"{HEADER}start: /{llguidance.regex_to_lark(structure.texts[0], use_ascii='')}/"
-        case Form.CHOICES:
+        case StructureForm.CHOICES:
             return f"{HEADER}start: /{'|'.join(map(_literal, structure.texts))}/"
     try:
         made = llguidance.LLMatcher.grammar_from_json_schema(structure.texts[0], overrides=JSON_OPTIONS)

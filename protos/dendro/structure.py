@@ -17,7 +17,7 @@ MAX_STRUCTURE_BYTES = 1 << 16
 MAX_CHOICES = 1024
 
 
-class Form(StrEnum):
+class StructureForm(StrEnum):
     """The fields of the public API's Structure."""
 
     JSON_SCHEMA = "json_schema"
@@ -31,20 +31,22 @@ class Structure:
     """Raises BadRequest, naming the field, for one that is empty, too large or cannot be encoded as UTF-8. Whether it
     compiles is found by `Grammars`."""
 
-    form: Form
+    form: StructureForm
     texts: tuple[str, ...]  # one, or the choices
 
     def __post_init__(self) -> None:
-        if self.form is Form.CHOICES and not 1 <= len(self.texts) <= MAX_CHOICES:
+        if self.form is StructureForm.CHOICES and not 1 <= len(self.texts) <= MAX_CHOICES:
             raise BadRequest(self.field, f"has {len(self.texts)} texts; must have 1 to {MAX_CHOICES}")
-        if self.form is not Form.CHOICES and len(self.texts) != 1:
+        if self.form is not StructureForm.CHOICES and len(self.texts) != 1:
             raise BadRequest(self.field, f"has {len(self.texts)} texts; must have one")
         characters = sum(map(len, self.texts))
         if characters > MAX_STRUCTURE_BYTES:  # a character has at least one byte; do not encode more
             raise BadRequest(self.field, f"has {characters} characters; at most {MAX_STRUCTURE_BYTES} bytes of UTF-8")
         for index, text in enumerate(self.texts):
             if not text:
-                raise BadRequest(f"{self.field}[{index}]" if self.form is Form.CHOICES else self.field, "is empty")
+                raise BadRequest(
+                    f"{self.field}[{index}]" if self.form is StructureForm.CHOICES else self.field, "is empty"
+                )
         try:
             size = sum(len(text.encode()) for text in self.texts)
         except UnicodeEncodeError:
@@ -60,27 +62,27 @@ class Structure:
     @classmethod
     def json_schema(cls, schema: str | Mapping[str, Any]) -> Self:
         """The answer is JSON that a schema, given as JSON text or as Python values, accepts."""
-        return cls(Form.JSON_SCHEMA, (schema if isinstance(schema, str) else json.dumps(schema),))
+        return cls(StructureForm.JSON_SCHEMA, (schema if isinstance(schema, str) else json.dumps(schema),))
 
     @classmethod
     def regex(cls, pattern: str) -> Self:
         """The whole answer matches a regular expression."""
-        return cls(Form.REGEX, (pattern,))
+        return cls(StructureForm.REGEX, (pattern,))
 
     @classmethod
     def grammar(cls, rules: str) -> Self:
         """The answer is a sentence of a grammar in Lark syntax."""
-        return cls(Form.GRAMMAR, (rules,))
+        return cls(StructureForm.GRAMMAR, (rules,))
 
     @classmethod
     def choices(cls, texts: Sequence[str]) -> Self:
         """The answer is one of these texts."""
-        return cls(Form.CHOICES, tuple(texts))
+        return cls(StructureForm.CHOICES, tuple(texts))
 
 
 def fill_structure(message: generation_pb2.Structure, structure: Structure) -> None:
     """Write a structure into the public API's message."""
-    if structure.form is Form.CHOICES:
+    if structure.form is StructureForm.CHOICES:
         message.choices.texts.extend(structure.texts)
     else:
         setattr(message, structure.form, structure.texts[0])
@@ -93,12 +95,12 @@ def structure_from(request: generation_pb2.GenerateRequest) -> Structure | None:
     message = request.structure
     form = message.WhichOneof("form")
     if form is None:
-        raise BadRequest("structure", f"is empty; give one of {', '.join(Form)}")
-    if form != Form.CHOICES:
-        return Structure(Form(form), (getattr(message, form),))
+        raise BadRequest("structure", f"is empty; give one of {', '.join(StructureForm)}")
+    if form != "choices":
+        return Structure(StructureForm(form), (getattr(message, form),))
     if len(message.choices.texts) > MAX_CHOICES:
         raise BadRequest("structure.choices", f"has {len(message.choices.texts)} texts; must have 1 to {MAX_CHOICES}")
-    return Structure(Form.CHOICES, tuple(message.choices.texts))
+    return Structure(StructureForm.CHOICES, tuple(message.choices.texts))
 
 
 def structure_message(structure: Structure | None) -> calls_pb2.Structure | None:
@@ -110,10 +112,10 @@ def structure_of_call(message: calls_pb2.OpenCall) -> Structure | None:
     """The structure of a call; None where it has none."""
     if not message.HasField("structure"):
         return None
-    if message.structure.form not in list(Form):
+    if message.structure.form not in list(StructureForm):
         raise BadRequest(
-            "structure.form", f"{message.structure.form[:32]!r} is unknown; must be one of {', '.join(Form)}"
+            "structure.form", f"{message.structure.form[:32]!r} is unknown; must be one of {', '.join(StructureForm)}"
         )
     if len(message.structure.texts) > MAX_CHOICES:
         raise BadRequest("structure.texts", f"has {len(message.structure.texts)} texts; at most {MAX_CHOICES}")
-    return Structure(Form(message.structure.form), tuple(message.structure.texts))
+    return Structure(StructureForm(message.structure.form), tuple(message.structure.texts))

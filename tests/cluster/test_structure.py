@@ -34,7 +34,7 @@ TOKENS = 192
 
 
 async def asked(client: LocalClient, structure: Structure, way: str, **options) -> Completion:
-    given: Options = {"max_new_tokens": TOKENS, "seed": 5, **options}
+    given = {"max_new_tokens": TOKENS, "seed": 5, **options}
     done = await client.generate_text(PROMPT, structure=structure, speculation=way, **given)
     assert not done.complete.speculation.contradictions
     return done

@@ -10,7 +10,7 @@ import pytest
 from dendro import grammars
 from dendro.errors import BadRequest
 from dendro.grammars import Grammars, GrammarText
-from dendro.structure import MAX_CHOICES, MAX_STRUCTURE_BYTES, Form, Structure
+from dendro.structure import MAX_CHOICES, MAX_STRUCTURE_BYTES, Structure, StructureForm
 from dendro.tree import DraftTree
 
 END, STOP = 0, 1  # of no text
@@ -68,7 +68,9 @@ FINITE = [
 ]
 
 
-@pytest.mark.parametrize("structure, texts", [each for each in FINITE if each[1] or each[0].form is Form.CHOICES])
+@pytest.mark.parametrize(
+    "structure, texts", [each for each in FINITE if each[1] or each[0].form is StructureForm.CHOICES]
+)
 async def test_allowed_are_exactly_the_tokens_whose_text_can_still_become_one_of_the_structures_texts(structure, texts):
     sentences = {each.encode() for each in texts or structure.texts}
     text = await begun(structure)
